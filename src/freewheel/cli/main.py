@@ -1,0 +1,70 @@
+"""``freewheel``: the command line."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+import freewheel
+from freewheel import strategies, tasks, topology
+from freewheel.cli.simulate import simulate
+from freewheel.errors import FreewheelError
+
+app = typer.Typer(
+    name="freewheel",
+    help="Train one model on many workers of which none has to wait for another.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(name="simulate")(simulate)
+
+
+@app.command(name="strategies")
+def list_strategies() -> None:
+    """List the strategies, their settings, and where each comes from."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("strategy", "waits for", "what it does", "settings", "reference"):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("strategy", "waits for"))
+    for name, strategy in strategies.ALL.items():
+        settings = " ".join(f"{key}={value}" for key, value in vars(strategy()).items())
+        table.add_row(name, strategy.waits_for, strategy.summary(), settings, strategy.reference)
+    console = Console()
+    console.print(table)
+    console.print(
+        f"\nSettings: NAME:key=value:key=value. Topologies: {', '.join(topology.NAMES)}. "
+        f"Tasks: {', '.join(tasks.ALL)}.",
+        highlight=False,
+    )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"freewheel {freewheel.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: bool = typer.Option(
+        False, "--version", callback=_version, is_eager=True, help="Print the version."
+    ),
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Run a command; a mistake of the user's is one line and exit code 2."""
+    try:
+        app()
+    except FreewheelError as error:
+        print(f"freewheel: {error}", file=sys.stderr)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        print("freewheel: interrupted", file=sys.stderr)
+        sys.exit(130)

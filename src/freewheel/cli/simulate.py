@@ -1,0 +1,193 @@
+"""``freewheel simulate``: strategies side by side in virtual time."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from freewheel import strategies, tasks
+from freewheel.errors import ConfigError, RunStopped
+from freewheel.observe.files import check_writable, write_whole
+from freewheel.observe.result import Result
+from freewheel.observe.table import results_table
+from freewheel.sim.compute import Compute
+from freewheel.sim.driver import Simulation
+from freewheel.sim.faults import Fault
+from freewheel.sim.links import Links
+from freewheel.sim.scenario import Scenario
+from freewheel.strategy import Strategy
+
+
+def simulate(
+    strategy: Annotated[
+        str,
+        typer.Option(
+            help="One or several, separated by commas, with settings: sasgd:interval=8,adpsgd; or all."
+        ),
+    ] = "adpsgd",
+    workers: Annotated[int, typer.Option(help="How many workers.")] = 8,
+    task: Annotated[str, typer.Option(help="digits, digits:net=cnn or quadratic.")] = "digits",
+    steps: Annotated[
+        int, typer.Option(help="Budget: workers × steps in all; fast workers may use it up.")
+    ] = 200,
+    seed: Annotated[int, typer.Option(help="One seed, one run.")] = 0,
+    compute_ms: Annotated[float, typer.Option(help="Mean time of a gradient.")] = 10.0,
+    compute: Annotated[
+        str,
+        typer.Option(help="constant, uniform:0.3, exponential, lognormal:0.3 or trace:FILE (ms per step)."),
+    ] = "constant",
+    slow: Annotated[
+        list[str] | None, typer.Option(help="RANK:FACTOR, this worker computes slower; repeatable.")
+    ] = None,
+    pause: Annotated[
+        list[str] | None, typer.Option(help="RANK:AT_S:FOR_S, this worker stops for a while.")
+    ] = None,
+    link_mbit: Annotated[float, typer.Option(help="Bandwidth of each worker, in and out.")] = 1000.0,
+    latency_ms: Annotated[float, typer.Option(help="Latency of every link.")] = 0.2,
+    slow_link: Annotated[
+        list[str] | None, typer.Option(help="RANK:FACTOR, this worker's link is slower.")
+    ] = None,
+    backbone_mbit: Annotated[
+        float | None, typer.Option(help="A backbone all messages between nodes share.")
+    ] = None,
+    workers_per_node: Annotated[
+        int, typer.Option(help="Workers that share a machine, in order of rank.")
+    ] = 1,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="crash:3@0.5, restart:3@1, cut:3@0.5, cut:3-5@0.5, heal:3@2, slow:3x9@0.5, throttle:3x9@0.5."
+        ),
+    ] = None,
+    topology: Annotated[
+        str | None, typer.Option(help="ring, torus:rows=4, … for the strategies that have one.")
+    ] = None,
+    lr: Annotated[
+        float | None, typer.Option(help="Learning rate; default: the task's, scaled to the strategy.")
+    ] = None,
+    momentum: Annotated[
+        float | None, typer.Option(help="Nesterov momentum; default: the strategy's.")
+    ] = None,
+    model_mb: Annotated[
+        float | None, typer.Option(help="What the model weighs on the wire; default: the task's.")
+    ] = None,
+    target: Annotated[float | None, typer.Option(help="Accuracy to time, e.g. 0.9.")] = None,
+    no_gradients: Annotated[bool, typer.Option("--no-gradients", help="Timing only: train nothing.")] = False,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
+    report: Annotated[Path | None, typer.Option(help="Write an HTML report here.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Write every event here (one strategy only).")] = None,
+    keep_going: Annotated[
+        bool, typer.Option("--keep-going", help="When a strategy cannot go on (a crash), show the others.")
+    ] = False,
+) -> None:
+    """Train a task with one or several strategies in virtual time and compare them."""
+    scenario = Scenario(
+        workers=workers,
+        steps=steps,
+        seed=seed,
+        compute=Compute.parse(
+            compute,
+            ms=compute_ms,
+            slow={rank: factor for rank, (factor,) in _many("--slow", slow, 1)},
+            pauses=[(rank, *numbers) for rank, numbers in _many("--pause", pause, 2)],
+        ),
+        links=Links(
+            mbit=link_mbit,
+            latency_ms=latency_ms,
+            slow={rank: factor for rank, (factor,) in _many("--slow-link", slow_link, 1)},
+            backbone_mbit=backbone_mbit,
+            workers_per_node=workers_per_node,
+        ),
+        faults=[Fault.parse(text) for text in fault or []],
+        lr=lr,
+        momentum=momentum,
+        model_mb=model_mb,
+        gradients=not no_gradients,
+        target=target,
+    )
+    chosen = _with_topology(strategies.resolve_all(strategy), topology)
+    problem = tasks.resolve(task)
+    if trace is not None and len(chosen) > 1:
+        raise ConfigError("--trace takes the events of one strategy; give only one.")
+    for one in chosen:
+        one.check(workers)
+    for path in (json_path, report, trace):
+        check_writable(path)
+    results, stopped = _run_all(chosen, problem, scenario, trace, keep_going)
+    console = Console()
+    if results:
+        console.print(results_table(results))
+        for result in results:
+            console.print(f"{result.strategy} trace {result.trace_sha256}", highlight=False, style="dim")
+        if json_path is not None:
+            write_whole(json_path, json.dumps([result.as_json() for result in results], indent=2) + "\n")
+        if report is not None:
+            from freewheel.observe.report import write  # plotly is slow to import
+
+            write(report, results, title=f"Freewheel: {task} on {workers} workers", command=_command())
+            console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
+    if stopped:
+        raise RunStopped("; ".join(stopped))
+
+
+def _run_all(
+    chosen: list[Strategy], task: tasks.Task, scenario: Scenario, trace: Path | None, keep_going: bool
+) -> tuple[list[Result], list[str]]:
+    results: list[Result] = []
+    stopped: list[str] = []
+    columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    # On stderr, so that a table sent into a file stays a table.
+    file = contextlib.nullcontext() if trace is None else trace.open("w", encoding="utf-8")
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars, file as trace_file:
+        for one in chosen:
+            bar = bars.add_task(one.name, total=scenario.workers * scenario.steps)
+
+            def show(done: int, total: int, bar: object = bar) -> None:
+                bars.update(bar, completed=done, total=total)  # type: ignore[arg-type]
+
+            try:
+                results.append(Simulation(one, task, scenario, progress=show, trace_file=trace_file).run())
+            except RunStopped as error:
+                if not keep_going:
+                    raise
+                stopped.append(str(error))
+            bars.remove_task(bar)
+    return results, stopped
+
+
+def _with_topology(chosen: list[Strategy], topology: str | None) -> list[Strategy]:
+    if topology is not None:
+        having = [one for one in chosen if hasattr(one, "topology")]
+        if not having:
+            raise ConfigError("--topology: none of the chosen strategies has one; adpsgd and dpsgd do.")
+        for one in having:
+            one.topology = topology
+    return chosen
+
+
+def _many(option: str, texts: list[str] | None, numbers: int) -> list[tuple[int, tuple[float, ...]]]:
+    return [_rank_and_numbers(option, text, numbers) for text in texts or []]
+
+
+def _rank_and_numbers(option: str, text: str, numbers: int) -> tuple[int, tuple[float, ...]]:
+    """Read RANK:NUMBER or RANK:NUMBER:NUMBER."""
+    rank, *rest = text.split(":")
+    try:
+        if len(rest) != numbers:
+            raise ValueError
+        return int(rank), tuple(float(number) for number in rest)
+    except ValueError:
+        form = {1: "RANK:FACTOR, as in 0:5", 2: "RANK:AT_S:FOR_S, as in 0:0.5:1.0"}[numbers]
+        raise ConfigError(f"cannot read {option} {text!r}: write {form}.") from None
+
+
+def _command() -> str:
+    return shlex.join(["freewheel", *sys.argv[1:]])

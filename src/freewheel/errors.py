@@ -1,0 +1,67 @@
+"""Everything Freewheel raises on purpose.
+
+FreewheelError
+├── ConfigError          a user's value is wrong (also a ValueError)
+│   └── UnknownName      no strategy, task, topology … of that name
+├── PeerLost             a peer's connection broke or went silent
+├── RunStopped           the run cannot go on
+│   ├── WorkerLost       a worker that others must wait for is gone
+│   ├── Deadlock         every worker waits for another
+│   └── Diverged         a loss or weight is no longer a finite number
+
+Each message says what was given, what is allowed and what to do next.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FreewheelError(Exception):
+    """The root: catch this to catch everything Freewheel raises on purpose."""
+
+
+class ConfigError(FreewheelError, ValueError):
+    """A value given by the user is not allowed."""
+
+
+class UnknownName(ConfigError):
+    """There is no thing of this kind and name; says which there are and the nearest."""
+
+    def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        super().__init__(f"unknown {kind} {given!r}.{hint} Known: {', '.join(names)}.")
+
+
+class PeerLost(FreewheelError):
+    """A peer's connection broke or it has been silent past the deadline."""
+
+    def __init__(self, peer: int, why: str) -> None:
+        super().__init__(f"worker {peer} is gone ({why})")
+        self.peer = peer
+        self.why = why
+
+
+class RunStopped(FreewheelError):
+    """The run cannot go on; the message says since when and why."""
+
+
+class WorkerLost(RunStopped):
+    """A worker is gone that the strategy cannot do without."""
+
+
+class Deadlock(RunStopped):
+    """Nothing is left to wait for, yet workers wait; the message says who waits for whom."""
+
+
+class Diverged(RunStopped):
+    """A loss or a weight stopped being a finite number."""
+
+
+def at_least(what: str, value: float | None, least: float) -> None:
+    """Refuse a setting below its smallest allowed value; None means not set."""
+    if value is not None and not value >= least:
+        raise ConfigError(f"{what} must be at least {least:g}, not {value:g}.")

@@ -1,0 +1,134 @@
+"""Two replicas meet: both give a snapshot, both get a correction, or neither does.
+
+    caller                      callee
+      call      ------------->             "may I?"                      (a few bytes)
+                <-------------   yes/busy  it is free and now taken / it is not
+      snapshot  <------------>   snapshot  both directions at once
+      done      ------------->             the caller has both and corrects; on this the callee corrects
+
+Rules, and what they buy:
+1. A replica takes part in one exchange at a time, so corrections cannot add up to more than was meant.
+2. A callee that is in an exchange says "busy" at once; nobody waits for somebody else's exchange, so a
+   slow link holds up only the two at its ends.
+3. Two who call at the same moment must not both hang up. A callee that is itself still waiting for an
+   answer lets a caller of higher rank wait for that answer, and says "busy" to one of lower rank. Waiting
+   goes from higher to lower ranks only, so it never forms a circle, on any graph.
+4. The caller's "done" follows its snapshot on the same path. If it never arrives, the callee drops the
+   exchange and counts it as half: the caller may or may not have corrected. That is the only gap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from freewheel.errors import PeerLost
+from freewheel.fabric.base import Fabric, Tag
+from freewheel.fabric.collectives import send_and_receive
+
+CALL: Tag = ("call",)
+YES, BUSY = (1.0,), (0.0,)
+
+
+class Party(Protocol):
+    """Whose replica takes part: gives snapshots, takes what the other had."""
+
+    def snapshot(self) -> Tensor:
+        """The weights, with what is pending."""
+
+    def met(self, peer: int, mine: Tensor, theirs: Tensor) -> None:
+        """Both snapshots are here and the other side has them too: correct."""
+
+    def count(self, outcome: str) -> None:
+        """Count an exchange as done, busy, half or failed."""
+
+
+class Exchanges:
+    """One worker's exchanges: `call` starts one, `serve` answers the others' calls."""
+
+    def __init__(
+        self, fabric: Fabric, party: Party, spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+    ) -> None:
+        self.fabric, self.party, self.spawn = fabric, party, spawn
+        self.partner: int | None = None
+        self.calling = False  # waiting for the answer to our own call: rule 3
+        self.waiting: deque[tuple[int, Tag]] = deque()
+        self.serial = 0
+
+    async def call(self, peer: int) -> bool:
+        """Try to exchange with a peer; False if it (or this replica) is busy, or gone."""
+        if self.partner is not None:
+            self.party.count("busy")
+            return False
+        self.serial += 1
+        tag: Tag = ("exchange", self.fabric.rank, self.serial)
+        self.partner, self.calling = peer, True
+        try:
+            self.fabric.post(peer, CALL, None, (self.serial,))
+            answer = (await self.fabric.receive(tag, peer)).note
+            self.calling = False
+            if answer == BUSY:
+                self.party.count("busy")
+                return False
+            mine = self.party.snapshot()
+            theirs = (await send_and_receive(self.fabric, peer, peer, tag, mine)).payload
+            self.party.met(peer, mine, theirs)
+            self.fabric.post(peer, tag)
+            self.party.count("done")
+            return True
+        except PeerLost:
+            self.party.count("failed")
+            return False
+        finally:
+            self.calling = False
+            self._release(tag)
+
+    async def serve(self) -> None:
+        """Answer calls for ever."""
+        while True:
+            request = await self.fabric.receive(CALL)
+            peer, tag = request.sender, ("exchange", request.sender, int(request.note[0]))
+            if self.partner is None:
+                self._accept(peer, tag)
+            elif self.calling and peer > self.fabric.rank:
+                self.waiting.append((peer, tag))
+            else:
+                self.fabric.post(peer, tag, note=BUSY)
+
+    def _accept(self, peer: int, tag: Tag) -> None:
+        self.partner = peer  # taken from this moment, before anything is awaited
+        self.spawn(self._answer(peer, tag))
+
+    async def _answer(self, peer: int, tag: Tag) -> None:
+        self.fabric.post(peer, tag, note=YES)
+        mine = self.party.snapshot()
+        sending = None
+        try:
+            sending = self.fabric.send(peer, tag, mine)
+            theirs = (await self.fabric.receive(tag, peer)).payload
+            await sending
+            await self.fabric.receive(tag, peer)
+            self.party.met(peer, mine, theirs)
+            self.party.count("done")
+        except PeerLost:
+            # Only a caller that has our whole snapshot can have corrected.
+            whole = sending is not None and sending.done() and not sending.exception()
+            self.party.count("half" if whole else "failed")
+        finally:
+            if sending is not None:
+                sending.cancel()
+            self._release(tag)
+
+    def _release(self, tag: Tag) -> None:
+        self.fabric.forget(tag)
+        self.partner = None
+        while self.waiting:
+            peer, waiting_tag = self.waiting.popleft()
+            if self.partner is None and peer in self.fabric.members:
+                self._accept(peer, waiting_tag)
+            else:
+                self.fabric.post(peer, waiting_tag, note=BUSY)

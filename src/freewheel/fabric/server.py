@@ -1,0 +1,58 @@
+"""A parameter server: one vector in one worker's communication thread, others ask it.
+
+The server takes requests one at a time, in the order they arrive, so an update and its answer are one
+atomic act. Answers are posted, not awaited: a client behind a slow link does not hold up the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from freewheel.fabric.base import Fabric, Tag
+
+REQUEST: Tag = ("server", "request")
+ANSWER: Tag = ("server", "answer")
+
+Apply = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(slots=True)
+class Answer:
+    """What a server sent back, and how many other updates it had taken since it last answered us."""
+
+    vector: Tensor
+    delay: int
+
+
+async def serve(fabric: Fabric, centre: Tensor, apply: Apply) -> None:
+    """Answer requests for ever: ``apply(centre, vector)`` changes the centre in place and returns the answer.
+
+    A request without a vector only reads the centre.
+    """
+    version = 0
+    while True:
+        request = await fabric.receive(REQUEST)
+        if request.vector is None:
+            fabric.post(request.sender, ANSWER, centre.clone(), note=(0, version))
+            continue
+        answer = apply(centre, request.vector)
+        fabric.post(request.sender, ANSWER, answer, note=(version - request.note[0], version + 1))
+        version += 1
+
+
+class Client:
+    """One worker's side: asks, and remembers the version it was last answered with."""
+
+    def __init__(self, fabric: Fabric, server: int) -> None:
+        self.fabric, self.server, self.version = fabric, server, 0
+
+    async def ask(self, vector: Tensor | None) -> Answer:
+        """Send a vector to the server, or None to read the centre, and wait for the answer."""
+        await self.fabric.send(self.server, REQUEST, vector, note=(self.version,))
+        message = await self.fabric.receive(ANSWER, self.server)
+        delay, version = message.note
+        self.version = int(version)
+        return Answer(message.payload, int(delay))

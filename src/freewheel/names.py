@@ -1,0 +1,86 @@
+"""Names with settings: the one grammar in which strategies, tasks and topologies are named.
+
+    adpsgd                         a name
+    sasgd:interval=8               a name and a setting
+    hierarchical:nodes=2:workers=4 several settings
+
+A list of them is separated by commas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from freewheel.errors import ConfigError, UnknownName
+
+T = TypeVar("T")
+
+
+def split(text: str) -> list[str]:
+    """Split a comma-separated list of names, dropping empty entries."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
+def parse(spec: str) -> tuple[str, dict[str, str]]:
+    """Split ``name:key=value:key=value`` into the name and its settings, all still text."""
+    name, *rest = spec.strip().split(":")
+    settings: dict[str, str] = {}
+    for item in rest:
+        key, sign, value = item.partition("=")
+        if not sign or not key or not value:
+            raise ConfigError(
+                f"cannot read {item!r} in {spec!r}. Write settings as NAME:key=value:key=value."
+            )
+        settings[key.strip()] = value.strip()
+    return name.strip(), settings
+
+
+def build(kind: str, spec: str, known: Mapping[str, type[T]]) -> T:
+    """Make the dataclass that ``spec`` names, with its settings read by the types of its fields."""
+    name, settings = parse(spec)
+    if name not in known:
+        raise UnknownName(kind, name, known)
+    return dataclass_from_text(kind, name, known[name], settings)
+
+
+def dataclass_from_text(kind: str, name: str, cls: type[T], settings: Mapping[str, str]) -> T:
+    """Make ``cls`` from settings given as text; an unknown setting is named, never swallowed."""
+    hints = typing.get_type_hints(cls)
+    fields = {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for key, text in settings.items():
+        if key not in fields:
+            raise UnknownName(f"setting of {kind} {name!r}:", key, fields or ["(it has none)"])
+        values[key] = read_value(f"{name}:{key}", text, fields[key])
+    return cls(**values)
+
+
+def read_value(what: str, text: str, wanted: Any) -> Any:
+    """Read ``text`` as the type ``wanted``: bool, int, float, str, or one of them or None."""
+    if isinstance(wanted, types.UnionType) or typing.get_origin(wanted) is typing.Union:
+        options = typing.get_args(wanted)
+        if text.lower() == "none" and type(None) in options:
+            return None
+        simple = [t for t in (bool, int, float, str) if t in options]
+        if not simple:
+            raise ConfigError(f"{what} cannot be given as text; set it from Python.")
+        wanted = simple[0] if len(simple) == 1 or simple[0] is not str else str
+    if typing.get_origin(wanted) is typing.Literal:
+        if text not in typing.get_args(wanted):
+            raise UnknownName(f"value of {what}:", text, typing.get_args(wanted))
+        return text
+    try:
+        if wanted is bool:
+            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[
+                text.lower()
+            ]
+        if wanted in (int, float, str):
+            return wanted(text)
+    except (ValueError, KeyError):
+        kinds = {bool: "true or false", int: "a whole number", float: "a number"}
+        raise ConfigError(f"{what} must be {kinds[wanted]}, not {text!r}.") from None
+    raise ConfigError(f"{what} cannot be given as text; set it from Python.")

@@ -1,0 +1,77 @@
+"""What a run gives: figures, curves and settings, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+JSON_KEYS = (
+    "strategy",
+    "workers",
+    "seed",
+    "virtual_s",
+    "worker_steps",
+    "steps_per_s",
+    "ideal_share",
+    "idle_share",
+    "staleness_mean",
+    "staleness_max",
+    "discrepancy_max",
+    "bytes_per_step",
+    "loss",
+    "accuracy",
+    "trace_sha256",
+)
+
+
+@dataclass(frozen=True)
+class Sample:
+    """The state of a run at one moment."""
+
+    virtual_s: float
+    worker_steps: int
+    loss: float | None
+    accuracy: float | None
+    discrepancy: float
+    """The largest ‖x_i - x_j‖."""
+    consensus: float
+    """mean_i ‖x_i - mean‖², AD-PSGD's M_k."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """The figures of one run; times in virtual seconds."""
+
+    strategy: str
+    workers: int
+    seed: int
+    virtual_s: float
+    worker_steps: int
+    steps_per_s: float
+    """Worker-steps per virtual second."""
+    ideal_share: float
+    """steps_per_s over Σ 1/t_i, the rate at which nobody ever waits."""
+    idle_share: float
+    """The share of worker-time in which no gradient is being computed."""
+    staleness_mean: float
+    staleness_max: float
+    discrepancy_max: float
+    bytes_per_step: float
+    loss: float | None
+    accuracy: float | None
+    trace_sha256: str
+    target: float | None
+    target_s: float | None
+    """When the accuracy first reached the target; None: never, or there was none."""
+    curve: tuple[Sample, ...]
+    by_worker: tuple[dict[str, Any], ...]
+    settings: dict[str, Any]
+
+    def as_json(self) -> dict[str, Any]:
+        """The figures under their documented names."""
+        return {key: getattr(self, key) for key in JSON_KEYS}
+
+    def as_record(self) -> dict[str, Any]:
+        """Everything, as plain data."""
+        return dataclasses.asdict(self)

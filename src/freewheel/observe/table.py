@@ -1,0 +1,54 @@
+"""Results as a table for the terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from freewheel.observe.result import Result
+
+
+def short(value: float | None, digits: int = 3) -> str:
+    """A number for people: a few significant digits, no exponent where it can be helped."""
+    if value is None:
+        return "–"
+    if value == 0:
+        return "0"
+    if abs(value) >= 10**digits:
+        return f"{value:,.0f}"
+    return f"{value:.{digits}g}" if abs(value) >= 1e-4 else f"{value:.1e}"
+
+
+def share(value: float | None) -> str:
+    """A share in per cent."""
+    return "–" if value is None else f"{100 * value:.1f}%"
+
+
+def results_table(results: Sequence[Result]) -> Table:
+    """One row per strategy; columns nobody has a value for are left out."""
+    columns: list[tuple[str, list[str]]] = [
+        ("strategy", [r.strategy for r in results]),
+        ("waits for", [r.settings["waits_for"] for r in results]),
+        ("virtual s", [short(r.virtual_s, 4) for r in results]),
+        ("steps/s", [short(r.steps_per_s, 4) for r in results]),
+        ("of ideal", [share(r.ideal_share) for r in results]),
+        ("idle", [share(r.idle_share) for r in results]),
+        ("stale mean", [short(r.staleness_mean) for r in results]),
+        ("max", [short(r.staleness_max) for r in results]),
+        ("discrep.", [short(r.discrepancy_max) for r in results]),
+        ("kB/step", [short(r.bytes_per_step / 1e3) for r in results]),
+        ("loss", [short(r.loss) for r in results]),
+        ("accuracy", [share(r.accuracy) for r in results]),
+    ]
+    target = next((r.target for r in results if r.target is not None), None)
+    if target is not None:
+        reached = [f"{r.target_s:.3f}" if r.target_s is not None else "never" for r in results]
+        columns.append((f"s to {share(target)}", reached))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    columns = [(name, cells) for name, cells in columns if any(cell != "–" for cell in cells)]
+    for name, _ in columns:
+        table.add_column(name, justify="left" if name in ("strategy", "waits for") else "right", no_wrap=True)
+    for row in zip(*(cells for _, cells in columns), strict=True):
+        table.add_row(*row)
+    return table

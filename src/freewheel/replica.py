@@ -1,0 +1,184 @@
+"""A worker's weights as one flat vector, and the corrections waiting for them.
+
+All trainable parameters of one dtype and device become views of one flat buffer. The vector that travels
+is the concatenation of the buffers in the widest of their dtypes; with one buffer (the usual case) it is
+that buffer, and nothing is converted.
+
+Weights move in two ways only: by the optimizer, and by `boundary`, which adds what is pending. Both run
+between two steps, so a forward or backward pass never sees weights that changed half-way.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from freewheel.errors import ConfigError
+
+
+@dataclass(slots=True)
+class Block:
+    """One flat buffer, its gradient, and where it lies in the vector."""
+
+    weights: Tensor
+    gradient: Tensor
+    start: int
+
+    @property
+    def stop(self) -> int:
+        """Where the next block starts."""
+        return self.start + self.weights.numel()
+
+
+class Replica:
+    """Flat weights with pending corrections. `blocks` is empty for a replica that only has a size."""
+
+    def __init__(self, blocks: list[Block], blank: Tensor | None = None) -> None:
+        self.blocks = blocks
+        self._blank = blank
+        if blank is not None:
+            self.size, self.dtype = blank.numel(), blank.dtype
+        else:
+            self.size = blocks[-1].stop
+            self.dtype = functools.reduce(torch.promote_types, (block.weights.dtype for block in blocks))
+        self._pending: Tensor | None = None
+
+    @classmethod
+    def of(cls, model: nn.Module) -> Replica:
+        """Make the model's trainable parameters and their gradients views of flat buffers, in place."""
+        return cls(_flatten(model.named_parameters()))
+
+    @classmethod
+    def blank(cls, size: int) -> Replica:
+        """A replica of zeros without a model, for simulations of timing only."""
+        return cls([], torch.zeros(size))
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights as one vector, without what is pending; a view where there is one block."""
+        if self._blank is not None:
+            return self._blank
+        return self._join([block.weights for block in self.blocks])
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradients as one vector; a view where there is one block."""
+        if self._blank is not None:
+            return self._blank
+        return self._join([block.gradient for block in self.blocks])
+
+    def set_gradient(self, vector: Tensor) -> None:
+        """Overwrite the gradients."""
+        for block in self.blocks:
+            block.gradient.copy_(vector[block.start : block.stop])
+
+    def snapshot(self) -> Tensor:
+        """A copy of the weights, with what is pending."""
+        if self._pending is not None:
+            return self.weights + self._pending
+        return self.weights.clone()
+
+    def correct(self, vector: Tensor) -> None:
+        """Add a correction to what is pending. The vector is handed over: do not use it afterwards."""
+        if self._pending is None:
+            self._pending = vector
+        else:
+            # Not in place: a strategy may have handed over a vector that a peer still holds.
+            self._pending = self._pending + vector
+
+    def boundary(self) -> None:
+        """Add what is pending to the weights."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            if self._blank is not None:
+                self._blank += pending
+            for block in self.blocks:
+                block.weights += pending[block.start : block.stop]
+
+    def load(self, vector: Tensor) -> None:
+        """Overwrite the weights and drop what is pending."""
+        self._pending = None
+        if self._blank is not None:
+            self._blank.copy_(vector)
+        for block in self.blocks:
+            block.weights.copy_(vector[block.start : block.stop])
+
+    def parameters(self) -> list[nn.Parameter]:
+        """One parameter per block, in the model's memory: an elementwise optimizer needs no more."""
+        parameters = []
+        for block in self.blocks:
+            parameter = nn.Parameter(block.weights)
+            parameter.grad = block.gradient
+            parameters.append(parameter)
+        return parameters
+
+    def _join(self, parts: list[Tensor]) -> Tensor:
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat([part.to(self.dtype) for part in parts])
+
+
+def _flatten(named: Iterable[tuple[str, nn.Parameter]]) -> list[Block]:
+    """Move parameters into flat buffers, one per dtype and device, in order of first appearance."""
+    groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    seen: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
+    twins: list[tuple[nn.Parameter, nn.Parameter]] = []
+    for name, parameter in named:  # named_parameters yields a parameter tied by identity once
+        if not parameter.requires_grad:
+            continue
+        if not parameter.is_floating_point():
+            raise ConfigError(
+                f"parameter {name} is {parameter.dtype}; only floating-point weights can be averaged."
+            )
+        place = (parameter.untyped_storage().data_ptr(), int(parameter.storage_offset()))
+        if parameter.numel() and place in seen:  # tied by memory: two parameters over the same numbers
+            other, first = seen[place]
+            if first.shape != parameter.shape or first.stride() != parameter.stride():
+                raise ConfigError(
+                    f"parameters {other} and {name} share memory with different shapes; clone one of them."
+                )
+            twins.append((parameter, first))
+            continue
+        seen[place] = (name, parameter)
+        groups.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    if not groups:
+        raise ConfigError(
+            "the model has no trainable parameter; set requires_grad on what should be trained."
+        )
+    blocks, start = [], 0
+    for (dtype, device), parameters in groups.items():
+        size = sum(parameter.numel() for parameter in parameters)
+        block = Block(
+            torch.empty(size, dtype=dtype, device=device),
+            torch.zeros(size, dtype=dtype, device=device),
+            start,
+        )
+        at = 0
+        for parameter in parameters:
+            weights, gradient = (_view(flat, at, parameter) for flat in (block.weights, block.gradient))
+            weights.copy_(parameter.detach())
+            parameter.data, parameter.grad = weights, gradient
+            at += parameter.numel()
+        blocks.append(block)
+        start = block.stop
+    for parameter, first in twins:
+        parameter.data, parameter.grad = first.data, first.grad
+    return blocks
+
+
+def _view(flat: Tensor, at: int, like: Tensor) -> Tensor:
+    """A piece of the flat buffer in the shape, and where it is dense the memory order, of a parameter."""
+    piece = flat[at : at + like.numel()]
+    by_stride = sorted(zip(like.stride(), like.shape, strict=True), reverse=True)
+    dense, expected = True, like.numel()
+    for stride, length in by_stride:  # channels-last weights keep their order; others become contiguous
+        if length > 1:
+            expected //= length
+            dense = dense and stride == expected
+    if dense:
+        return piece.as_strided(like.shape, like.stride(), piece.storage_offset())
+    return piece.view(like.shape)

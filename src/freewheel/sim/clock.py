@@ -1,0 +1,159 @@
+"""An asyncio event loop in virtual time.
+
+The clock stands still while code runs and jumps to the next timer when nothing is left to run. Timers
+of the same moment fire in the order in which they were set, so one seed gives one run. There is no
+input or output in this loop: when neither a ready callback nor a timer is left, nothing can ever happen
+again, and `run_until_idle` returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import heapq
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+
+class Callback:
+    """Something to be called, now or later; cancelling is free, it is skipped when its turn comes."""
+
+    __slots__ = ("args", "moment", "run")
+
+    def __init__(self, moment: float, run: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.moment, self.args = moment, args
+        self.run: Callable[..., Any] | None = run
+
+    def cancel(self) -> None:
+        """Never call it."""
+        self.run = None
+
+    def cancelled(self) -> bool:
+        """Whether it was cancelled."""
+        return self.run is None
+
+    def when(self) -> float:
+        """The virtual time it is meant for."""
+        return self.moment
+
+
+class VirtualLoop(asyncio.AbstractEventLoop):
+    """Runs tasks, futures and timers; owns the virtual clock.
+
+    Context variables are those of whoever runs the loop: callbacks get no context of their own.
+    """
+
+    def __init__(self) -> None:
+        self._now = 0.0
+        self._serial = 0
+        self._ready: deque[Callback] = deque()
+        self._timers: list[tuple[float, int, Callback]] = []
+        self._running = False
+        self._stopping = False
+        self._failure: BaseException | None = None
+
+    # -- what asyncio's tasks, futures, timeouts and locks ask of a loop --
+
+    def time(self) -> float:
+        """Virtual seconds since the loop was made."""
+        return self._now
+
+    def call_soon(  # type: ignore[override]
+        self, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> Callback:
+        """Run the callback in this moment, after what is already ready."""
+        handle = Callback(self._now, callback, args)
+        self._ready.append(handle)
+        return handle
+
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> Callback:
+        """Run the callback at a virtual time; the past means now."""
+        if when < self._now:
+            when = self._now
+        timer = Callback(when, callback, args)
+        self._serial += 1
+        heapq.heappush(self._timers, (when, self._serial, timer))
+        return timer
+
+    def call_later(  # type: ignore[override]
+        self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
+    ) -> Callback:
+        """Run the callback after a virtual delay."""
+        return self.call_at(self._now + delay, callback, *args)
+
+    def create_future(self) -> asyncio.Future[Any]:
+        """Make a future that belongs to this loop."""
+        return asyncio.Future(loop=self)
+
+    def create_task(  # type: ignore[override]
+        self,
+        coro: Coroutine[Any, Any, Any],
+        *,
+        name: str | None = None,
+        context: contextvars.Context | None = None,
+        **_: Any,
+    ) -> asyncio.Task[Any]:
+        """Start a coroutine in this moment."""
+        return asyncio.Task(coro, loop=self, name=name, context=context)
+
+    def get_debug(self) -> bool:
+        """Never: asyncio's debug mode reads the wall clock."""
+        return False
+
+    def is_running(self) -> bool:
+        """Whether `run_until_idle` is on the stack."""
+        return self._running
+
+    def is_closed(self) -> bool:
+        """Never: there is nothing to close."""
+        return False
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """Keep a failure nobody awaited, so that it ends the run instead of vanishing."""
+        self._failure = self._failure or context.get("exception") or RuntimeError(context.get("message"))
+        self._stopping = True
+
+    # -- running --
+
+    def stop(self) -> None:
+        """Let `run_until_idle` return after the callback that is running now."""
+        self._stopping = True
+
+    def run_until_idle(self) -> None:
+        """Run until somebody calls `stop` or nothing can happen any more; raise what nobody caught."""
+        self._running, self._stopping = True, False
+        asyncio._set_running_loop(self)
+        ready, timers = self._ready, self._timers
+        try:
+            while not self._stopping:
+                if ready:
+                    handle = ready.popleft()
+                    if handle.run is not None:
+                        handle.run(*handle.args)
+                elif timers:
+                    moment, _, handle = heapq.heappop(timers)
+                    if handle.run is not None:
+                        self._now = moment
+                        handle.run(*handle.args)
+                else:
+                    break
+        finally:
+            asyncio._set_running_loop(None)
+            self._running = False
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def run(self, coro: Coroutine[Any, Any, Any]) -> Any:
+        """Run one coroutine to its end; what it leaves scheduled stays scheduled."""
+        task = self.create_task(coro)
+        task.add_done_callback(lambda _: self.stop())
+        self.run_until_idle()
+        if not task.done():
+            task.cancel()
+            self.run_until_idle()
+            raise RuntimeError("nothing is left to wait for, yet the coroutine has not ended")
+        return task.result()

@@ -1,0 +1,159 @@
+"""How long a gradient takes, for each worker and step."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from freewheel.errors import ConfigError, UnknownName
+
+KINDS = {
+    "constant": "every step takes the mean",
+    "uniform": "between (1 - spread) and (1 + spread) times the mean",
+    "exponential": "memoryless around the mean",
+    "lognormal": "spread is the deviation of the logarithm; the mean is kept",
+    "trace": "step times in ms from a file",
+}
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Compute times: a distribution around a mean, for each worker its own random numbers."""
+
+    ms: float = 10.0
+    kind: str = "constant"
+    spread: float = 0.3
+    slow: Mapping[int, float] = field(default_factory=dict)
+    """Rank to factor: this worker takes that many times as long."""
+    pauses: Sequence[tuple[int, float, float]] = ()
+    """(rank, at_s, for_s): a step that begins after at_s is held up once by for_s."""
+    trace: Sequence[Sequence[float]] = ()
+    """For kind "trace": rows of step times in ms, one column for all workers or one for each; repeated."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UnknownName("compute model", self.kind, KINDS)
+        if not (self.ms > 0 and math.isfinite(self.ms)):
+            raise ConfigError(f"the compute time must be above 0 ms, not {self.ms:g}.")
+        if self.kind == "uniform" and not 0 <= self.spread <= 1:
+            raise ConfigError(
+                f"the spread of uniform compute times must lie between 0 and 1, not {self.spread:g}."
+            )
+        if self.spread < 0:
+            raise ConfigError(f"the spread of compute times must be 0 or more, not {self.spread:g}.")
+        if self.kind == "trace" and not self.trace:
+            raise ConfigError("compute times from a trace need a file with at least one row: trace:FILE.")
+        for rank, factor in self.slow.items():
+            if not (factor > 0 and math.isfinite(factor)):
+                raise ConfigError(f"the slowness of worker {rank} must be above 0, not {factor:g}.")
+        for rank, at_s, for_s in self.pauses:
+            if at_s < 0 or for_s < 0:
+                raise ConfigError(f"the pause of worker {rank} must have times of 0 s or more.")
+
+    @classmethod
+    def parse(cls, text: str, **rest: object) -> Compute:
+        """Read "constant", "uniform:0.2", "exponential", "lognormal:0.3" or "trace:FILE"."""
+        kind, _, value = text.partition(":")
+        if kind == "trace":
+            return cls(kind=kind, trace=read_trace(value), **rest)  # type: ignore[arg-type]
+        if not value:
+            return cls(kind=kind, **rest)  # type: ignore[arg-type]
+        try:
+            return cls(kind=kind, spread=float(value), **rest)  # type: ignore[arg-type]
+        except ConfigError:
+            raise
+        except ValueError:
+            raise ConfigError(f"the spread in {text!r} must be a number, as in lognormal:0.3.") from None
+
+    def check(self, workers: int) -> None:
+        """Refuse slow or paused workers that do not exist, and a trace of another width."""
+        for what, ranks in (("slow", self.slow), ("paused", [rank for rank, _, _ in self.pauses])):
+            for rank in ranks:
+                if not 0 <= rank < workers:
+                    raise ConfigError(
+                        f"{what} worker {rank} does not exist: there are only workers 0 to {workers - 1}."
+                    )
+        for row in self.trace:
+            if len(row) not in (1, workers):
+                raise ConfigError(
+                    f"a trace row has {len(row)} step times; it needs 1, or {workers}, one for each worker."
+                )
+
+    def mean_s(self, rank: int) -> float:
+        """The mean time of a step in seconds, pauses left out."""
+        if self.kind == "trace":
+            return (
+                sum(row[rank % len(row)] for row in self.trace)
+                / len(self.trace)
+                / 1e3
+                * self.slow.get(rank, 1.0)
+            )
+        return self.ms / 1e3 * self.slow.get(rank, 1.0)
+
+    def ideal_rate(self, workers: int) -> float:
+        """Σ 1/t_i: steps per second of all workers if nobody ever waited."""
+        return sum(1 / self.mean_s(rank) for rank in range(workers))
+
+
+class Clockwork:
+    """One worker's step times."""
+
+    def __init__(self, compute: Compute, rank: int, rng: random.Random) -> None:
+        self.compute, self.rank, self.rng = compute, rank, rng
+        self.mean_s = compute.mean_s(rank)
+        self.factor = 1.0
+        """How many times slower a fault has made this worker."""
+        self.steps = 0
+        self.pauses = sorted(
+            ((at_s, for_s) for who, at_s, for_s in compute.pauses if who == rank), reverse=True
+        )
+
+    def next_s(self, now: float) -> tuple[float, float]:
+        """How long the next gradient takes, and a pause before it, in seconds."""
+        compute = self.compute
+        pause = 0.0
+        while self.pauses and self.pauses[-1][0] <= now:
+            pause += self.pauses.pop()[1]
+        if compute.kind == "constant":
+            took = self.mean_s
+        elif compute.kind == "uniform":
+            took = self.mean_s * self.rng.uniform(1 - compute.spread, 1 + compute.spread)
+        elif compute.kind == "exponential":
+            took = self.rng.expovariate(1.0) * self.mean_s
+        elif compute.kind == "lognormal":
+            took = self.mean_s * self.rng.lognormvariate(-(compute.spread**2) / 2, compute.spread)
+        else:
+            row = compute.trace[self.steps % len(compute.trace)]
+            took = row[self.rank % len(row)] / 1e3 * compute.slow.get(self.rank, 1.0)
+        self.steps += 1
+        return took * self.factor, pause
+
+
+def read_trace(path: str) -> list[list[float]]:
+    """Step times in ms: JSON (a list of numbers or of rows), or lines of numbers split by space or comma."""
+    try:
+        text = Path(path).read_text()
+    except OSError as error:
+        raise ConfigError(f"cannot read the trace of step times {path!r}: {error.strerror}.") from None
+    try:
+        rows = (
+            json.loads(text)
+            if text.lstrip().startswith("[")
+            else [
+                line.replace(",", " ").split()
+                for line in text.splitlines()
+                if line.strip() and not line.startswith("#")
+            ]
+        )
+        trace = [[float(value) for value in (row if isinstance(row, list) else [row])] for row in rows]
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"the trace {path!r} must hold numbers: step times in ms, one row for each step."
+        ) from None
+    if not trace or any(not row or min(row) <= 0 for row in trace):
+        raise ConfigError(f"the trace {path!r} must hold at least one step time, each above 0 ms.")
+    return trace

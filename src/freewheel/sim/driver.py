@@ -1,0 +1,338 @@
+"""The simulation: workers, faults and the clock, from the first step to the result."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor
+
+from freewheel.errors import Deadlock, Diverged, PeerLost, RunStopped, WorkerLost
+from freewheel.observe.counters import Counters
+from freewheel.observe.result import Result, Sample
+from freewheel.sim.clock import VirtualLoop
+from freewheel.sim.fabric import Wire
+from freewheel.sim.faults import Fault
+from freewheel.sim.links import Network
+from freewheel.sim.scenario import Scenario
+from freewheel.sim.trace import Trace
+from freewheel.sim.worker import SimulatedWorker, Study
+from freewheel.strategy import Strategy
+from freewheel.task import Task
+
+COPY = ("copy",)
+
+
+class Simulation:
+    """One strategy in one scenario. Make it, `run` it once, look at its `workers` if you like."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        task: Task,
+        scenario: Scenario,
+        *,
+        progress: Callable[[int, int], None] | None = None,
+        trace_file: TextIO | None = None,
+    ) -> None:
+        strategy.check(scenario.workers)
+        self.strategy, self.task, self.scenario = strategy, task, scenario
+        self.progress = progress or (lambda _done, _all: None)
+        self.budget = scenario.workers * scenario.steps
+        self.completed = 0
+        self.finished_s: float | None = None
+        self.failure: BaseException | None = None
+        self.samples: list[Sample] = []
+        self.discrepancy_max = 0.0
+        self.past_lives: list[tuple[int, Counters]] = []
+        self.momentum = strategy.momentum if scenario.momentum is None else scenario.momentum
+        if scenario.lr is not None:
+            self.lr = scenario.lr
+        else:  # momentum adds up 1/(1 - momentum) steps, some strategies the steps of all workers
+            self.lr = task.lr * (1 - self.momentum) * strategy.rate_share(scenario.workers)
+
+        task.prepare(scenario.workers, scenario.seed)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(scenario.seed)
+            self.start_model = task.model()
+        weights = [p for p in self.start_model.parameters() if p.requires_grad]
+        size = sum(p.numel() for p in weights)
+        model_bytes = sum(p.numel() * p.element_size() for p in weights)
+        if scenario.model_mb is not None:
+            model_bytes = round(scenario.model_mb * 1e6)
+        if not scenario.gradients:  # a short vector stands for the model; a ring cuts it into equal parts
+            size = scenario.workers * -(-1024 // scenario.workers)
+        self.model_bytes, self.blank_size = model_bytes, size
+
+        self.loop = VirtualLoop()  # type: ignore[abstract]
+        self.trace = Trace(trace_file)
+        network = Network(scenario.links, scenario.workers)
+        self.wire = Wire(self.loop, network, self.trace, scenario.workers, model_bytes / size)
+        self.workers: dict[int, SimulatedWorker] = {}
+        for rank in range(scenario.workers):
+            self.workers[rank] = self._worker(rank)
+        self.judge = self._study(0) if scenario.gradients else None
+
+    # -- running --
+
+    def run(self) -> Result:
+        """Run to the end of the budget; deliver what is under way; measure."""
+        # The models are small: a second thread costs more than it gives, and with one thread the result
+        # does not depend on how many cores a machine has.
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return self._run()
+        finally:
+            torch.set_num_threads(threads)
+
+    def _run(self) -> Result:
+        for worker in self.workers.values():
+            worker.launch(self.scenario.steps if self.strategy.lockstep() else None, None, self._stepped)
+        faults = [self.loop.call_at(fault.at_s, self._strike, fault) for fault in self.scenario.faults]
+        try:
+            self._advance()
+            if self.finished_s is None:
+                raise self._standstill()
+            for fault in faults:
+                fault.cancel()
+            for worker in self.workers.values():
+                worker.end_training()
+            self._advance()
+            for worker in self.workers.values():
+                worker.replica.boundary()
+            return self._result()
+        finally:
+            for worker in self.workers.values():
+                worker.die()
+            self.failure = None
+            self.loop.run_until_idle()  # let cancelled coroutines unwind
+
+    def _advance(self) -> None:
+        self.loop.run_until_idle()
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+    def _stepped(self) -> None:
+        """A worker has completed a step."""
+        self.completed += 1
+        done = self.completed
+        if done % self.scenario.workers == 0:
+            self._measure_discrepancy()
+        every = max(1, self.budget // self.scenario.evaluations) if self.scenario.evaluations else 0
+        if every and done % every == 0 and done < self.budget:
+            self.samples.append(self._sample())
+        if done % 64 == 0:
+            self.progress(done, self.budget)
+        if done == self.budget:
+            self.finished_s = self.loop.time()
+            self.loop.stop()
+
+    def _fail(self, worker: SimulatedWorker, error: BaseException) -> None:
+        if self.failure is None:
+            self.failure = self._explain(worker, error) if isinstance(error, PeerLost) else error
+            if isinstance(error, PeerLost):
+                self.failure.__cause__ = error
+        self.loop.stop()
+
+    def _explain(self, worker: SimulatedWorker, error: PeerLost) -> RunStopped:
+        if self.strategy.waits_for == "server":
+            why = "it held the parameter server. Let another worker crash, or use a strategy without a server"
+        else:
+            why = f"{self.strategy.name} needs every worker. Take one that waits for nobody"
+        return WorkerLost(
+            f"{self.strategy.name} stopped at {self.loop.time():.3f} s: worker {worker.rank} lost worker "
+            f"{error.peer} ({error.why}), and {why}: adpsgd, nodelay_free or dasgd."
+        )
+
+    def _standstill(self) -> RunStopped:
+        """Nothing is left to happen before the budget is used up: say who waits for whom."""
+        if not self.workers:
+            return WorkerLost(f"no worker is left at {self.loop.time():.3f} s: every one has crashed.")
+        waits = {rank: worker.fabric.waits() for rank, worker in self.workers.items()}
+        needs = {
+            rank: [(peer, tag) for peer, tag in waiting if peer is not None]
+            for rank, waiting in waits.items()
+        }
+        circle = _circle({rank: [peer for peer, _ in waiting] for rank, waiting in needs.items()})
+        told = [
+            f"worker {rank} waits for worker {peer} ({'/'.join(map(str, tag))})"
+            for rank in circle or sorted(needs)
+            for peer, tag in needs[rank]
+            if not circle or peer in circle
+        ]
+        return Deadlock(f"deadlock at {self.loop.time():.3f} s: {', '.join(told) or 'all workers wait'}.")
+
+    # -- workers and faults --
+
+    def _study(self, rank: int) -> Study:
+        seed = f"data/{self.scenario.seed}/{rank}/{self.wire.life[rank]}"
+        return Study(self.task, self.start_model, rank, seed, self.lr, self.momentum)
+
+    def _worker(self, rank: int) -> SimulatedWorker:
+        study = self._study(rank) if self.scenario.gradients else None
+        worker = SimulatedWorker(
+            rank, self.strategy, self.scenario, self.wire, study, self.blank_size, self._fail
+        )
+        worker.node.momentum = self.momentum
+        return worker
+
+    def _strike(self, fault: Fault) -> None:
+        """Let a fault happen."""
+        rank, wire = fault.rank, self.wire
+        self.trace.add((self.loop.time(), "fault", str(fault)))
+        if fault.kind == "crash" and rank in self.workers:
+            worker = self.workers.pop(rank)
+            worker.die()
+            self.past_lives.append((rank, worker.node.counters))
+            wire.crash(rank)
+        elif fault.kind == "restart" and rank not in self.workers:
+            self._restart(rank)
+        elif fault.kind == "slow" and rank in self.workers:
+            self.workers[rank].clockwork.factor *= fault.factor
+        elif fault.kind == "throttle":
+            wire.network.throttle(rank, fault.factor)
+        elif fault.kind in ("cut", "heal"):
+            act = wire.cut_link if fault.kind == "cut" else wire.heal_link
+            peers = range(self.scenario.workers) if fault.peer is None else (fault.peer,)
+            for peer in peers:
+                if peer != rank:
+                    act(rank, peer)
+
+    def _restart(self, rank: int) -> None:
+        """Bring a worker back: it copies a living one's weights over the network before it trains."""
+        worker = self._worker(rank)
+        self.workers[rank] = worker
+        worker.launch(None, self._copy(worker), self._stepped)
+
+    async def _copy(self, worker: SimulatedWorker) -> None:
+        while len(worker.fabric.members) > 1:
+            donor = next(peer for peer in worker.fabric.members if peer != worker.rank)
+            self.workers[donor].fabric.post(worker.rank, COPY, self.workers[donor].replica.snapshot())
+            try:
+                worker.replica.load((await worker.fabric.receive(COPY, donor)).payload)
+                return
+            except PeerLost:
+                continue
+
+    # -- measuring --
+
+    def _answer(self) -> Tensor:
+        """The model the strategy would ship: the mean of the workers' parts."""
+        parts = [part for w in self.workers.values() if (part := w.strategy.answer(w.node)) is not None]
+        if not parts:
+            raise WorkerLost(f"no worker that holds the answer is left at {self.loop.time():.3f} s.")
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total.div_(len(parts))
+
+    def _measure_discrepancy(self) -> tuple[float, float]:
+        """The largest distance between two replicas, and the mean squared distance to their mean."""
+        if self.judge is None:
+            return 0.0, 0.0
+        vectors = [worker.replica.weights for worker in self.workers.values()]
+        discrepancy, consensus = spread(vectors)
+        self.discrepancy_max = max(self.discrepancy_max, discrepancy)
+        return discrepancy, consensus
+
+    def _sample(self) -> Sample:
+        loss = accuracy = None
+        if self.judge is not None:
+            self.judge.replica.load(self._answer())
+            loss, accuracy = self.task.evaluate(self.judge.model)
+            if loss != loss or abs(loss) == float("inf"):
+                raise Diverged(
+                    f"{self.strategy.name} diverged: the answer's loss is {loss:g} after {self.completed} "
+                    f"worker-steps at {self.loop.time():.3f} s. Lower the learning rate."
+                )
+        discrepancy, consensus = self._measure_discrepancy()
+        now = self.loop.time() if self.finished_s is None else self.finished_s
+        return Sample(now, self.completed, loss, accuracy, discrepancy, consensus)
+
+    def _lives(self) -> Iterator[tuple[int, Counters]]:
+        yield from self.past_lives
+        for rank, worker in self.workers.items():
+            yield rank, worker.node.counters
+
+    def _result(self) -> Result:
+        scenario, virtual_s = self.scenario, self.finished_s
+        assert virtual_s is not None
+        last = self._sample()
+        self.samples.append(last)
+        lives = list(self._lives())
+        counters = [c for _, c in lives]
+        alive_s = sum(c.alive_s for c in counters)
+        stale = sum(c.staleness_count for c in counters)
+        steps_per_s = self.completed / virtual_s
+        reached = [
+            s.virtual_s for s in self.samples if scenario.target and (s.accuracy or 0.0) >= scenario.target
+        ]
+        self.progress(self.completed, self.budget)
+        return Result(
+            strategy=self.strategy.name,
+            workers=scenario.workers,
+            seed=scenario.seed,
+            virtual_s=virtual_s,
+            worker_steps=self.completed,
+            steps_per_s=steps_per_s,
+            ideal_share=steps_per_s / scenario.compute.ideal_rate(scenario.workers),
+            idle_share=max(0.0, 1 - sum(c.compute_s for c in counters) / alive_s),
+            staleness_mean=sum(c.staleness_sum for c in counters) / stale if stale else 0.0,
+            staleness_max=float(max(c.staleness_max for c in counters)),
+            discrepancy_max=max(self.discrepancy_max, *(c.discrepancy_max for c in counters)),
+            bytes_per_step=sum(c.bytes_out for c in counters) / self.completed,
+            loss=last.loss,
+            accuracy=last.accuracy,
+            trace_sha256=self.trace.sha256(),
+            target=scenario.target,
+            target_s=reached[0] if reached else None,
+            curve=tuple(self.samples),
+            by_worker=tuple({"rank": rank, **dataclasses.asdict(c)} for rank, c in lives),
+            settings=self._settings(),
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        settings = {
+            name: value if isinstance(value, int | float | str | None) else str(value)
+            for name, value in vars(self.strategy).items()
+        }
+        return {
+            "strategy": settings,
+            "scenario": dataclasses.asdict(self.scenario),
+            "lr": self.lr,
+            "momentum": self.momentum,
+            "model_bytes": self.model_bytes,
+            "waits_for": self.strategy.waits_for,
+            "staleness": self.strategy.staleness,
+        }
+
+
+def spread(vectors: list[Tensor]) -> tuple[float, float]:
+    """The largest distance between two of the vectors, and their mean squared distance to their mean."""
+    n, size = len(vectors), vectors[0].numel()
+    if n < 2:
+        return 0.0, 0.0
+    gram = torch.zeros(n, n, dtype=torch.float64)
+    for at in range(0, size, 65536):  # in pieces, so that no second copy of all replicas is made
+        rows = torch.stack([vector[at : at + 65536] for vector in vectors]).double()
+        rows -= rows.mean(0)  # distances stay; small differences of large numbers do not cancel
+        gram.addmm_(rows, rows.T)
+    norms = gram.diagonal()
+    squares = norms.unsqueeze(0) + norms.unsqueeze(1) - 2 * gram
+    return float(squares.max().clamp_(min=0).sqrt()), float(norms.mean())
+
+
+def _circle(graph: dict[int, list[int]]) -> list[int]:
+    """A circle in a graph of who waits for whom, or nothing."""
+    for start in sorted(graph):
+        path, at = [start], start
+        while graph.get(at):
+            at = graph[at][0]
+            if at in path:
+                return path[path.index(at) :]
+            path.append(at)
+    return []

@@ -1,0 +1,264 @@
+"""The virtual fabric: messages through the ports of a modelled network, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from freewheel.errors import PeerLost
+from freewheel.fabric.base import Message, Note, Tag
+from freewheel.observe.counters import Counters
+from freewheel.sim.clock import VirtualLoop
+from freewheel.sim.links import Network
+from freewheel.sim.trace import Trace
+
+HEADER_BYTES = 64
+
+
+class Wire:
+    """What all virtual fabrics of a run share: the network, who lives, which links are cut."""
+
+    def __init__(
+        self, loop: VirtualLoop, network: Network, trace: Trace, workers: int, value_bytes: float
+    ) -> None:
+        self.loop, self.network, self.trace = loop, network, trace
+        self.workers = workers
+        self.value_bytes = value_bytes
+        """What one number of a vector weighs on the wire; lets a small vector stand for a large model."""
+        self.ends: dict[int, VirtualFabric] = {}
+        self.life = [0] * workers
+        """How often each worker has been started; a message belongs to one life of both ends."""
+        self.cut: set[tuple[int, int]] = set()
+        self.silent_s = 2.0
+        """How long a cut link stays unnoticed; a broken connection is noticed at once."""
+        self.latency_s = network.latency_s
+
+    def attach(self, rank: int) -> VirtualFabric:
+        """Let a worker begin a life: it reaches, and is reached by, all others that live."""
+        self.life[rank] += 1
+        end = VirtualFabric(self, rank)
+        others = tuple(self.ends)
+        self.ends[rank] = end
+        for peer in others:
+            if (rank, peer) not in self.cut:
+                self.meet(rank, peer)
+        return end
+
+    def meet(self, a: int, b: int) -> None:
+        """Let two workers know of each other."""
+        for one, other in ((a, b), (b, a)):
+            if one in self.ends and other in self.ends:
+                self.ends[one].gain(other)
+
+    def part(self, a: int, b: int, why: str) -> None:
+        """Let two workers know that they have lost each other."""
+        for one, other in ((a, b), (b, a)):
+            if one in self.ends:
+                self.ends[one].lose(other, why)
+
+    def crash(self, rank: int) -> None:
+        """End a worker's life: what it had not finished sending is lost; peers see the connection break."""
+        del self.ends[rank]
+        self.life[rank] += 1
+        for peer in tuple(self.ends):
+            self.loop.call_later(self.latency_s, self._notice_crash, rank, peer, self.life[rank])
+
+    def _notice_crash(self, rank: int, peer: int, life: int) -> None:
+        if self.life[rank] == life and peer in self.ends:
+            self.ends[peer].lose(rank, "crashed")
+
+    def cut_link(self, a: int, b: int) -> None:
+        """Lose all messages between two workers from now on; they notice after a while of silence."""
+        self.cut |= {(a, b), (b, a)}
+        self.loop.call_later(self.silent_s, self._notice_cut, a, b)
+
+    def _notice_cut(self, a: int, b: int) -> None:
+        if (a, b) in self.cut:
+            self.part(a, b, "its link is cut")
+
+    def heal_link(self, a: int, b: int) -> None:
+        """Let two workers reach each other again; they notice at once."""
+        self.cut -= {(a, b), (b, a)}
+        self.meet(a, b)
+
+
+@dataclass(slots=True)
+class Flight:
+    """A message under way."""
+
+    message: Message
+    peer: int
+    size: int
+    life: int
+    """The receiver's life it is meant for."""
+    last_byte: float
+    """When its last byte leaves the sender, as far as the ports reached so far let it."""
+    left: asyncio.Future[None] | None
+
+
+class VirtualFabric:
+    """One worker's end of the virtual network, for one life."""
+
+    def __init__(self, wire: Wire, rank: int) -> None:
+        self.wire, self.rank, self.world_size = wire, rank, wire.workers
+        self.counters = Counters()
+        self.life = wire.life[rank]
+        self.members: tuple[int, ...] = (rank,)
+        self._reach = {rank}  # the same, for looking up
+        self._lost: dict[int, str] = {}
+        self._boxes: dict[Tag, deque[Message]] = {}
+        self._waiters: dict[Tag, list[tuple[int | None, Sequence[int], asyncio.Future[Message]]]] = {}
+
+    # -- the contract of a fabric --
+
+    def send(
+        self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()
+    ) -> asyncio.Future[None]:
+        """Begin to send; the future is done when the last byte has left.
+
+        A message that fits into the latency's worth of bandwidth leaves at once. A longer one leaves no
+        faster than the receiver's port takes it in: that is TCP's flow control.
+        """
+        if peer not in self._reach:
+            raise PeerLost(peer, self._lost.get(peer, "not there"))
+        left: asyncio.Future[None] = self.wire.loop.create_future()
+        self._transmit(peer, tag, vector, note, left)
+        return left
+
+    def post(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> None:
+        """Send without waiting; a message to a peer that is gone is dropped and counted."""
+        if peer not in self._reach:
+            self.counters.messages_dropped += 1
+            return
+        self._transmit(peer, tag, vector, note, None)
+
+    async def receive(self, tag: Tag, peer: int | None = None, among: Sequence[int] = ()) -> Message:
+        """Wait for the next message with this tag; see Fabric.receive."""
+        box = self._boxes.get(tag)
+        if box:
+            for at, message in enumerate(box):
+                if peer is None or message.sender == peer:
+                    del box[at]
+                    if not box:
+                        del self._boxes[tag]
+                    return message
+        for needed in (peer,) if peer is not None else among:
+            if needed not in self._reach:
+                raise PeerLost(needed, self._lost.get(needed, "not there"))
+        future: asyncio.Future[Message] = self.wire.loop.create_future()
+        waiter = (peer, among, future)
+        self._waiters.setdefault(tag, []).append(waiter)
+        try:
+            return await future
+        finally:
+            waiters = self._waiters[tag]
+            waiters.remove(waiter)
+            if not waiters:
+                del self._waiters[tag]
+
+    def forget(self, tag: Tag) -> None:
+        """Drop what has arrived with this tag and nobody received."""
+        self._boxes.pop(tag, None)
+
+    # -- members come and go --
+
+    def gain(self, peer: int) -> None:
+        """A peer is within reach."""
+        self._lost.pop(peer, None)
+        self._reach.add(peer)
+        self.members = tuple(sorted(self._reach))
+
+    def lose(self, peer: int, why: str) -> None:
+        """A peer is gone: whoever waits for it is told."""
+        if peer not in self._reach:
+            return
+        self._lost[peer] = why
+        self._reach.discard(peer)
+        self.members = tuple(sorted(self._reach))
+        for waiters in list(self._waiters.values()):
+            for awaited, among, future in waiters:
+                if (peer == awaited or peer in among) and not future.done():
+                    future.set_exception(PeerLost(peer, why))
+
+    def waits(self) -> list[tuple[int | None, Tag]]:
+        """Whom this worker waits for, and for what."""
+        return [(peer, tag) for tag, waiters in self._waiters.items() for peer, _, _ in waiters]
+
+    # -- through the ports --
+
+    def _transmit(
+        self, peer: int, tag: Tag, vector: Tensor | None, note: Note, left: asyncio.Future[None] | None
+    ) -> None:
+        wire, loop = self.wire, self.wire.loop
+        message = Message(self.rank, tag, vector, note)
+        if peer == self.rank:  # a worker that talks to itself (the server's own training) uses no network
+            loop.call_soon(self._deliver, message, self.life)
+            if left is not None:
+                left.set_result(None)
+            return
+        size = HEADER_BYTES + 8 * len(note)
+        if vector is not None:
+            size += round(vector.numel() * wire.value_bytes)
+        self.counters.bytes_out += size
+        self.counters.messages_out += 1
+        now = loop.time()
+        wire.trace.add((now, "send", self.rank, peer, tag, size))
+        out, backbone, _, latency_s = wire.network.path(self.rank, peer)
+        start, end = out.take(now, now, size)
+        flight = Flight(message, peer, size, wire.life[peer], end, left)
+        if backbone is None:
+            loop.call_at(start + latency_s, self._arrive, flight)
+        else:
+            loop.call_at(start, self._cross, flight)
+        if left is not None:
+            loop.call_at(end, self._left, flight)
+
+    def _cross(self, flight: Flight) -> None:
+        """The first byte has reached the backbone."""
+        _, backbone, _, latency_s = self.wire.network.path(self.rank, flight.peer)
+        assert backbone is not None
+        start, flight.last_byte = backbone.take(self.wire.loop.time(), flight.last_byte, flight.size)
+        self.wire.loop.call_at(start + latency_s, self._arrive, flight)
+
+    def _arrive(self, flight: Flight) -> None:
+        """The first byte has reached the receiver's port."""
+        wire = self.wire
+        _, _, into, latency_s = wire.network.path(self.rank, flight.peer)
+        _, done = into.take(wire.loop.time(), flight.last_byte + latency_s, flight.size)
+        flight.last_byte = max(flight.last_byte, done - latency_s)
+        wire.loop.call_at(done, self._land, flight)
+
+    def _left(self, flight: Flight) -> None:
+        """The last byte would have left by now; it has, unless a later port takes it in more slowly."""
+        assert flight.left is not None
+        if flight.left.done():
+            return
+        if flight.last_byte > self.wire.loop.time():
+            self.wire.loop.call_at(flight.last_byte, self._left, flight)
+        else:
+            flight.left.set_result(None)
+
+    def _land(self, flight: Flight) -> None:
+        """The last byte has arrived: hand over, unless either side's life ended or the link was cut."""
+        wire, message, peer = self.wire, flight.message, flight.peer
+        if (
+            wire.life[peer] != flight.life
+            or wire.life[self.rank] != self.life
+            or (self.rank, peer) in wire.cut
+        ):
+            return
+        wire.trace.add((wire.loop.time(), "land", self.rank, peer, message.tag))
+        wire.ends[peer]._deliver(message, flight.life)
+
+    def _deliver(self, message: Message, life: int) -> None:
+        if self.life != life:
+            return
+        for peer, _, future in self._waiters.get(message.tag, ()):
+            if (peer is None or peer == message.sender) and not future.done():
+                future.set_result(message)
+                return
+        self._boxes.setdefault(message.tag, deque()).append(message)

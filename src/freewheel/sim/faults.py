@@ -1,0 +1,70 @@
+"""What goes wrong, and when: faults at given virtual times.
+
+crash:3@0.5        worker 3 dies at 0.5 s
+restart:3@1.0      and comes back at 1.0 s with a copy of a living worker's weights
+cut:3@0.5          worker 3 can reach nobody; cut:3-5@0.5 cuts one link
+heal:3@2.0         the reverse
+slow:3x10@0.5      worker 3 computes 10 times slower from then on (x0.1: faster again)
+throttle:3x10@0.5  its link is 10 times slower from then on
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from freewheel.errors import ConfigError, UnknownName
+
+KINDS = ("crash", "restart", "cut", "heal", "slow", "throttle")
+_FORM = re.compile(r"(\w+):(\d+)(?:-(\d+))?(?:x([\d.eE+-]+))?@([\d.eE+-]+)$")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that happens to one worker, or to the link between two, at a virtual time."""
+
+    kind: str
+    rank: int
+    at_s: float
+    peer: int | None = None
+    factor: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise UnknownName("fault", self.kind, KINDS)
+        if self.at_s < 0 or self.factor <= 0:
+            raise ConfigError(f"fault {self}: the time must be 0 s or more and the factor above 0.")
+        if self.peer is not None and self.kind not in ("cut", "heal"):
+            raise ConfigError(f"fault {self}: only cut and heal take two workers.")
+        if self.kind in ("slow", "throttle") and self.factor == 1.0:
+            raise ConfigError(
+                f"fault {self}: say how many times slower, as in {self.kind}:{self.rank}x10@{self.at_s:g}."
+            )
+
+    def __str__(self) -> str:
+        peer = "" if self.peer is None else f"-{self.peer}"
+        factor = "" if self.factor == 1.0 else f"x{self.factor:g}"
+        return f"{self.kind}:{self.rank}{peer}{factor}@{self.at_s:g}"
+
+    @classmethod
+    def parse(cls, text: str) -> Fault:
+        """Read one fault in the form above."""
+        match = _FORM.match(text.strip())
+        if not match:
+            raise ConfigError(
+                f"cannot read the fault {text!r}. Write KIND:WORKER@SECONDS, as in crash:3@0.5, cut:3-5@0.5 "
+                f"or slow:3x10@0.5; kinds: {', '.join(KINDS)}."
+            )
+        kind, rank, peer, factor, at_s = match.groups()
+        try:
+            return cls(kind, int(rank), float(at_s), int(peer) if peer else None, float(factor or 1.0))
+        except ConfigError:
+            raise
+        except ValueError:
+            raise ConfigError(f"cannot read the numbers in the fault {text!r}.") from None
+
+    def check(self, workers: int) -> None:
+        """Refuse a worker that does not exist."""
+        for rank in (self.rank, self.peer):
+            if rank is not None and not 0 <= rank < workers:
+                raise ConfigError(f"fault {self}: there is no worker {rank}, only 0 to {workers - 1}.")

@@ -1,0 +1,100 @@
+"""The network as ports: who can send how fast to whom.
+
+Every worker has a port out and a port in; a message passes the sender's port out, the shared backbone
+(if there is one), and the receiver's port in. Each port serves one message at a time, first come first
+served, so a parameter server's port really becomes a bottleneck. Messages are cut through: a port starts
+to pass a message on as soon as its first byte is there, so an uncontended transfer costs
+latency + bytes / (slowest port), not the sum over the ports.
+
+Workers of one machine (``workers_per_node``) talk over a faster local path that never touches the
+backbone. Buffers between ports are unlimited, but a sender feels a full receiver: see VirtualFabric.send.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from freewheel.errors import ConfigError
+
+BYTES_PER_MBIT = 1e6 / 8
+
+
+@dataclass(frozen=True)
+class Links:
+    """What the network is like; speeds in Mbit/s, times in ms."""
+
+    mbit: float = 1000.0
+    latency_ms: float = 0.2
+    slow: Mapping[int, float] = field(default_factory=dict)
+    """Rank to factor: this worker's ports are that many times slower."""
+    backbone_mbit: float | None = None
+    """One port that every message between two machines must pass; None: the switch is never full."""
+    workers_per_node: int = 1
+    node_mbit: float = 100_000.0
+    node_latency_ms: float = 0.01
+
+    def __post_init__(self) -> None:
+        for name, value in (("link", self.mbit), ("backbone", self.backbone_mbit), ("node", self.node_mbit)):
+            if value is not None and not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"the {name} bandwidth must be above 0 Mbit/s, not {value:g}.")
+        for name, value in (("latency", self.latency_ms), ("latency inside a node", self.node_latency_ms)):
+            if not (value >= 0 and math.isfinite(value)):
+                raise ConfigError(f"the {name} must be 0 ms or more, not {value:g}.")
+        if self.workers_per_node < 1:
+            raise ConfigError(f"workers per node must be at least 1, not {self.workers_per_node}.")
+        for rank, factor in self.slow.items():
+            if not (factor > 0 and math.isfinite(factor)):
+                raise ConfigError(f"the slow-link factor of worker {rank} must be above 0, not {factor:g}.")
+
+    def check(self, workers: int) -> None:
+        """Refuse a slow link of a worker that does not exist."""
+        for rank in self.slow:
+            if not 0 <= rank < workers:
+                raise ConfigError(f"slow link of worker {rank}: there are only workers 0 to {workers - 1}.")
+
+
+class Port:
+    """A place that passes one message at a time."""
+
+    __slots__ = ("bytes_per_s", "free_at")
+
+    def __init__(self, mbit: float) -> None:
+        self.bytes_per_s = mbit * BYTES_PER_MBIT
+        self.free_at = 0.0
+
+    def take(self, first_byte: float, last_byte: float, size: int) -> tuple[float, float]:
+        """Reserve the port for a message that reaches it between two moments; return when it passes."""
+        start = first_byte if first_byte > self.free_at else self.free_at
+        end = start + size / self.bytes_per_s
+        self.free_at = end if end > last_byte else last_byte
+        return start, self.free_at
+
+
+class Network:
+    """The ports of one run and the paths through them."""
+
+    def __init__(self, links: Links, workers: int) -> None:
+        links.check(workers)
+        self.links = links
+        speeds = [links.mbit / links.slow.get(rank, 1.0) for rank in range(workers)]
+        self.out = [Port(mbit) for mbit in speeds]
+        self.into = [Port(mbit) for mbit in speeds]
+        self.local_out = [Port(links.node_mbit) for _ in range(workers)]
+        self.local_into = [Port(links.node_mbit) for _ in range(workers)]
+        self.backbone = Port(links.backbone_mbit) if links.backbone_mbit else None
+        self.latency_s = links.latency_ms / 1e3
+        self.node_latency_s = links.node_latency_ms / 1e3
+
+    def path(self, source: int, target: int) -> tuple[Port, Port | None, Port, float]:
+        """The port out, the backbone if it is passed, the port in, and the latency in seconds."""
+        size = self.links.workers_per_node
+        if size > 1 and source // size == target // size:
+            return self.local_out[source], None, self.local_into[target], self.node_latency_s
+        return self.out[source], self.backbone, self.into[target], self.latency_s
+
+    def throttle(self, rank: int, factor: float) -> None:
+        """Make a worker's ports this many times slower than they are now."""
+        for port in (self.out[rank], self.into[rank]):
+            port.bytes_per_s /= factor

@@ -1,0 +1,54 @@
+"""What is simulated, apart from the strategy: the settings of a run as one value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from freewheel.errors import ConfigError, at_least
+from freewheel.sim.compute import Compute
+from freewheel.sim.faults import Fault
+from freewheel.sim.links import Links
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Workers, machines, network, faults, budget and seed."""
+
+    workers: int = 8
+    steps: int = 200
+    """Worker-steps per worker: the budget is workers × steps, which fast workers may use up."""
+    compute: Compute = field(default_factory=Compute)
+    links: Links = field(default_factory=Links)
+    faults: Sequence[Fault] = ()
+    seed: int = 0
+    gradients: bool = True
+    """False: timing only, no model is trained."""
+    lr: float | None = None
+    """None: the task's own."""
+    momentum: float | None = None
+    """None: the strategy's own."""
+    model_mb: float | None = None
+    """What a model weighs on the wire; None: what the task's model weighs."""
+    target: float | None = None
+    """An accuracy; the time until it is reached is reported."""
+    evaluations: int = 40
+    """How often the loss, accuracy and discrepancy of the answer are measured along the way."""
+
+    def __post_init__(self) -> None:
+        at_least("workers", self.workers, 1)
+        at_least("steps", self.steps, 1)
+        at_least("evaluations", self.evaluations, 0)
+        if self.lr is not None and not (self.lr >= 0 and math.isfinite(self.lr)):
+            raise ConfigError(f"the learning rate must be 0 or more, not {self.lr:g}.")
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise ConfigError(f"the momentum must be at least 0 and below 1, not {self.momentum:g}.")
+        if self.model_mb is not None and not (self.model_mb > 0 and math.isfinite(self.model_mb)):
+            raise ConfigError(f"the model's size must be above 0 MB, not {self.model_mb:g}.")
+        if self.target is not None and not 0 < self.target <= 1:
+            raise ConfigError(f"the target accuracy must lie between 0 and 1, not {self.target:g}.")
+        self.compute.check(self.workers)
+        self.links.check(self.workers)
+        for fault in self.faults:
+            fault.check(self.workers)

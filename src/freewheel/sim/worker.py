@@ -1,0 +1,178 @@
+"""One simulated worker: its node, its model, its tasks, and the time it spends."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import torch
+from torch import nn
+
+from freewheel.errors import Diverged
+from freewheel.node import Node
+from freewheel.replica import Replica
+from freewheel.sim.compute import Clockwork
+from freewheel.sim.fabric import VirtualFabric, Wire
+from freewheel.sim.scenario import Scenario
+from freewheel.strategy import Strategy
+from freewheel.task import Task
+
+
+class Study:
+    """What a simulated worker learns: a task's model with its own optimizer and batches."""
+
+    def __init__(
+        self, task: Task, start: nn.Module, rank: int, seed: str, lr: float, momentum: float
+    ) -> None:
+        self.task, self.rank = task, rank
+        self.model = copy.deepcopy(start)
+        self.replica = Replica.of(self.model)
+        # One parameter that holds all weights: the same numbers, fewer calls.
+        self.optimizer = torch.optim.SGD(self.replica.parameters(), lr, momentum, nesterov=momentum > 0)
+        self.generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(62))
+
+    def gradient(self) -> tuple[float, float]:
+        """Compute the next gradient; return the loss and the gradient's norm."""
+        for block in self.replica.blocks:
+            block.gradient.zero_()
+        loss = self.task.loss(self.model, self.task.batch(self.rank, self.generator))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.item(), torch.linalg.vector_norm(self.replica.gradient).item()
+
+    def step(self) -> None:
+        """Let the optimizer move the weights."""
+        self.optimizer.step()
+
+    def score(self) -> float:
+        """The loss of this worker's model on data common to all."""
+        return self.task.score(self.model)
+
+
+class SimulatedWorker:
+    """A worker in one of its lives."""
+
+    def __init__(
+        self,
+        rank: int,
+        strategy: Strategy,
+        scenario: Scenario,
+        wire: Wire,
+        study: Study | None,
+        blank_size: int,
+        fail: Callable[[SimulatedWorker, BaseException], None],
+    ) -> None:
+        self.rank, self.strategy, self.study = rank, strategy.copy(), study
+        self.loop, self.trace, self._fail = wire.loop, wire.trace, fail
+        self.replica = study.replica if study else Replica.blank(blank_size)
+        life = f"{scenario.seed}/{rank}/{wire.life[rank]}"
+        self.clockwork = Clockwork(scenario.compute, rank, random.Random(f"compute/{life}"))
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.training: asyncio.Task[Any] | None = None
+        self.born_s = self.loop.time()
+        self.computing_since: float | None = None
+        # The fabric counts bytes for the node; the node is made of the fabric.
+        self.fabric: VirtualFabric = wire.attach(rank)
+        self.node = Node(
+            self.fabric,
+            self.replica,
+            random.Random(f"node/{life}"),
+            spawn=self.spawn,
+            meet=self.strategy.meet,
+            score=study.score if study else None,
+        )
+        self.fabric.counters = self.node.counters
+
+    def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        """Run a coroutine in this worker's life; a failure of it is the run's."""
+        task = self.loop.create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self.tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._fail(self, task.exception())  # type: ignore[arg-type]
+
+    def launch(
+        self, steps: int | None, join: Coroutine[Any, Any, None] | None, done: Callable[[], None]
+    ) -> None:
+        """Start: join if this is a later life, then train, with the background beside it."""
+        if self.strategy.defines("meet"):
+            self.spawn(self.node.answer_calls())
+        self.training = self.spawn(self._train(steps, join, done))
+
+    async def _train(
+        self, steps: int | None, join: Coroutine[Any, Any, None] | None, done: Callable[[], None]
+    ) -> None:
+        node, strategy, study, counters = self.node, self.strategy, self.study, self.node.counters
+        if join is not None:
+            node.rejoined = True
+            node.hold()
+            await join
+            node.release()
+        await strategy.start(node)
+        if strategy.defines("background"):
+            self.spawn(strategy.background(node))
+        before, after = strategy.defines("before_step"), strategy.defines("after_step")
+        # A strategy with a staleness of its own records it; for the others the node's measure is taken.
+        measured = type(strategy).staleness is not Strategy.staleness
+        while steps is None or counters.steps < steps:
+            stale = node.unmerged_steps
+            took, pause = self.clockwork.next_s(self.loop.time())
+            if pause:
+                await asyncio.sleep(pause)
+            self.computing_since = self.loop.time()
+            await asyncio.sleep(took)
+            self.stop_computing()
+            node.step_s += (took - node.step_s) / (counters.steps + 1)
+            if not measured:
+                counters.stale(stale)
+            if study is not None:
+                self._learn(study)
+            if before:
+                await strategy.before_step(node)
+            if study is not None:
+                study.step()
+            counters.steps += 1
+            if after:
+                await strategy.after_step(node)
+            self.replica.boundary()
+            node.stepped()
+            self.trace.add((self.loop.time(), "step", self.rank, counters.steps, node.loss))
+            done()
+
+    def _learn(self, study: Study) -> None:
+        node = self.node
+        node.loss, norm = study.gradient()
+        if not (math.isfinite(node.loss) and math.isfinite(norm)):
+            what = f"a loss of {node.loss:g}" if math.isfinite(norm) else "a gradient that is not finite"
+            raise Diverged(
+                f"{self.strategy.name} diverged: worker {self.rank} got {what} first, in its step "
+                f"{node.counters.steps + 1} at {self.loop.time():.3f} s. Lower the learning rate."
+            )
+        if norm > node.counters.gradient_norm_max:
+            node.counters.gradient_norm_max = norm
+
+    def stop_computing(self) -> None:
+        """Count the time of a gradient that is finished, or cut off."""
+        if self.computing_since is not None:
+            self.node.counters.compute_s += self.loop.time() - self.computing_since
+            self.computing_since = None
+
+    def end_training(self) -> None:
+        """Let go of the gradient that is under way; communication goes on."""
+        self.stop_computing()
+        self.node.counters.alive_s = self.loop.time() - self.born_s
+        if self.training is not None:
+            self.training.cancel()
+
+    def die(self) -> None:
+        """End this life at once."""
+        self.end_training()
+        for task in list(self.tasks):
+            task.cancel()

@@ -1,0 +1,82 @@
+"""A-PSGD: asynchronous SGD with a parameter server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+from torch import Tensor
+
+from freewheel.strategy import Strategy, Waits
+
+if TYPE_CHECKING:
+    from freewheel.node import Node
+
+SERVER = 0
+"""The rank whose communication thread is the server."""
+
+
+def add(centre: Tensor, update: Tensor) -> Tensor:
+    """The server's rule: x <- x + u, and x goes back."""
+    centre += update
+    return centre.clone()
+
+
+@dataclass
+class ASGD(Strategy):
+    """Send every update to a server that adds it at once, and go on from the server's model.
+
+        worker:  x <- server's x;  u = update at x;  send u, wait for the new x
+        server:  x <- x + u(x_{k-τ_k})        in the order of arrival
+
+    Late, lost and doubled messages: a late update is added late (its delay τ_k counts the updates that came
+    between; its mean is n - 1 at any speeds). A lost worker is not missed; losing worker 0, the server,
+    stops the run.
+
+    Example:
+        >>> import freewheel as fw
+        >>> fw.simulate("asgd", workers=4, steps=50).staleness_mean
+        2.97
+
+    Reference: asynchronous parameter-server SGD, the A-PSGD baseline of AD-PSGD (Lian et al., ICML 2018).
+    Differences: the worker's own optimizer makes the update, so momentum is local to a worker.
+    """
+
+    name = "asgd"
+    reference = "parameter-server ASGD, the A-PSGD baseline of Lian et al., ICML 2018"
+    waits_for: ClassVar[Waits] = "server"
+    staleness = "gradient delay: updates the server took between a gradient's read and its arrival"
+
+    def rate_share(self, world_size: int) -> float:
+        """The updates of all workers add up."""
+        return 1 / world_size
+
+    async def start(self, node: Node) -> None:
+        """All begin with the same model; a worker that comes back reads the server's."""
+        self.x = node.snapshot()
+        if node.rank == SERVER:
+            self.centre = self.x.clone()
+        elif node.rejoined:
+            s, self.x = self.x, (await node.ask(SERVER, None)).vector
+            node.correct(self.x - s)
+
+    async def background(self, node: Node) -> None:
+        """Worker 0 is the server."""
+        if node.rank == SERVER:
+            await node.serve(self.centre, add)
+
+    async def after_step(self, node: Node) -> None:
+        """Push and pull."""
+        await self.push(node)
+
+    async def push(self, node: Node) -> None:
+        """Send what was done since the last pull; take the server's model."""
+        s = node.snapshot()
+        answer = await node.ask(SERVER, s - self.x)
+        node.stale(answer.delay)
+        self.x = answer.vector
+        node.correct(self.x - s)
+
+    def answer(self, node: Node) -> Tensor | None:
+        """The server's model."""
+        return self.centre.clone() if node.rank == SERVER else None

@@ -1,0 +1,73 @@
+"""EASGD: workers on springs around a centre."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from freewheel.errors import ConfigError, at_least
+from freewheel.strategies.asgd import SERVER
+from freewheel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from freewheel.node import Node
+
+
+@dataclass
+class EASGD(Strategy):
+    """Pull worker and centre towards each other every few steps; the centre is the answer.
+
+        every τ steps:  e = α (x_i - c);   c <- c + e;   x_i <- x_i - e
+
+    Settings: interval (τ), alpha (α; None: 0.9/n, so that n workers pull the centre by 0.9).
+    Late, lost and doubled messages: a late worker pulls late; a lost one is not missed; losing worker 0,
+    the server, stops the run.
+
+    Example:
+        >>> import freewheel as fw
+        >>> result = fw.simulate(fw.EASGD(interval=4), workers=4, steps=40)
+
+    Reference: Zhang, Choromanska, LeCun, "Deep learning with elastic averaging SGD", NeurIPS 2015.
+    Differences: the server computes e from the worker's snapshot, so both sides use the same one.
+    """
+
+    name = "easgd"
+    reference = "Zhang, Choromanska, LeCun, NeurIPS 2015"
+    waits_for = "server"
+
+    interval: int = 4
+    alpha: float | None = None
+
+    def check(self, world_size: int) -> None:
+        """α is a share."""
+        at_least(f"{self.name}: the interval", self.interval, 1)
+        if self.alpha is not None and not 0 < self.alpha < 1:
+            raise ConfigError(f"{self.name}: alpha must lie between 0 and 1, not {self.alpha:g}.")
+
+    async def start(self, node: Node) -> None:
+        """The centre begins where the workers do."""
+        if node.rank == SERVER:
+            self.centre = node.snapshot()
+
+    async def background(self, node: Node) -> None:
+        """Worker 0 holds the centre."""
+        alpha = self.alpha or 0.9 / node.world_size
+
+        def pull(centre: Tensor, x: Tensor) -> Tensor:
+            e = alpha * (x - centre)
+            centre += e
+            return e.neg_()
+
+        if node.rank == SERVER:
+            await node.serve(self.centre, pull)
+
+    async def after_step(self, node: Node) -> None:
+        """Every τ steps: pull."""
+        if node.steps % self.interval == 0:
+            node.correct((await node.ask(SERVER, node.snapshot())).vector)
+
+    def answer(self, node: Node) -> Tensor | None:
+        """The centre."""
+        return self.centre.clone() if node.rank == SERVER else None

@@ -1,0 +1,70 @@
+"""SGD without gradient delay, Algorithm 2 (cyclic)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from freewheel.errors import ConfigError, at_least
+from freewheel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from freewheel.node import Node
+
+
+@dataclass
+class NoDelay(Strategy):
+    """Merge all models in the background while everybody computes on, at most τ gradients ahead.
+
+    With β = τ/2, at the end of each cycle of β steps:
+
+        wait for the merge of the last cycle's snapshots s:  P = mean_j s_j
+        x_i <- P + (x_i - s_i)        the common model, with the last β updates replayed on it
+        s_i <- x_i, and its merge begins beside the next β steps
+
+    Settings: tau (τ, even).
+    Late, lost and doubled messages: a merge that takes longer than β steps makes workers wait at the end
+    of the cycle, the only place where they can; a lost worker stops the run (see nodelay_free).
+
+    Example:
+        >>> import freewheel as fw
+        >>> fw.simulate(fw.NoDelay(tau=8), workers=4, steps=40).staleness_max <= 8
+        True
+
+    Reference: Talyansky et al., "Asynchronous SGD without gradient delay for efficient distributed
+    training", ICLR 2019 submission, Algorithm 2.
+    Differences: a ring of all workers instead of a parameter server, with the same result.
+    """
+
+    name = "nodelay"
+    reference = "Talyansky et al., ICLR 2019 submission, Algorithm 2 (the same rule as CoCoD-SGD)"
+    waits_for = "all"
+    keeps_mean = True
+
+    tau: int = 16
+
+    def check(self, world_size: int) -> None:
+        """A cycle is half of τ."""
+        at_least("nodelay: the staleness bound tau", self.tau, 2)
+        if self.tau % 2:
+            raise ConfigError(
+                f"nodelay: tau must be even, since a cycle has tau/2 steps, not {self.tau}. "
+                f"Take {self.tau - 1} or {self.tau + 1}, or nodelay_free, which has no cycle."
+            )
+
+    async def start(self, node: Node) -> None:
+        """Begin with the merge of the common start, so that every cycle looks the same."""
+        self.begin_merge(node)
+
+    async def after_step(self, node: Node) -> None:
+        """At the end of a cycle: take the last merge in, begin the next."""
+        if node.steps % (self.tau // 2):
+            return
+        p = await self.merge
+        node.correct(p - self.s)
+        self.begin_merge(node)
+
+    def begin_merge(self, node: Node) -> None:
+        """Snapshot now; merge beside training."""
+        self.s = node.snapshot()
+        self.merge = node.beside(node.mean(self.s))

@@ -1,0 +1,64 @@
+"""SASGD: bulk-synchronous SGD with rare aggregation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from freewheel.errors import at_least
+from freewheel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from freewheel.node import Node
+
+
+@dataclass
+class SASGD(Strategy):
+    """Step alone T times, then add up what all workers did by one global reduction.
+
+        for t = 1..T:  x' <- x' + u_i                 local steps from the common x
+        x <- x + (γ_p/γ) Σ_j Σ_t u_j ;  x' <- x       everybody waits for the reduction
+
+    With γ_p = γ/p (the default) this is Local SGD, also called K-AVG: the mean of the models. With
+    γ_p = γ all workers' updates are added up, which needs a small γ.
+
+    Settings: interval (T), scale (γ_p/γ; None is 1/p).
+    Late, lost and doubled messages: a late worker delays everybody once in T steps; a lost one stops the run.
+
+    Example:
+        >>> import freewheel as fw
+        >>> fw.simulate(fw.SASGD(interval=8), workers=4, steps=40).staleness_max
+        7.0
+
+    Reference: Cong, Bhardwaj, Feng, "An efficient, distributed stochastic gradient descent algorithm for
+    deep-learning applications", ICPP 2017.
+    Differences: sums the optimizer's updates instead of raw gradients, which is the same for plain SGD and
+    lets any optimizer be used.
+    """
+
+    name = "sasgd"
+    reference = "Cong, Bhardwaj, Feng, ICPP 2017; with γ_p = γ/p also Local SGD and K-AVG"
+    waits_for = "all"
+    keeps_mean = True
+
+    interval: int = 8
+    scale: float | None = None
+
+    def check(self, world_size: int) -> None:
+        """T is a number of steps."""
+        at_least("sasgd: the interval T", self.interval, 1)
+
+    async def start(self, node: Node) -> None:
+        """Remember the common model x."""
+        self.x = node.snapshot()
+
+    async def after_step(self, node: Node) -> None:
+        """Every T steps: reduce."""
+        if node.steps % self.interval:
+            return
+        s = node.snapshot()
+        p = node.world_size
+        scale = 1 / p if self.scale is None else self.scale
+        total = await node.sum(s - self.x)
+        self.x = self.x + scale * total
+        node.correct(self.x - s)

@@ -1,0 +1,103 @@
+"""The contract of a strategy: what a worker exchanges, with whom, when, and how it is merged.
+
+A strategy is a dataclass: its fields are its settings. Every worker gets a copy of its own and may keep
+state on it (made in `start`). It sees a `Node` and nothing else: no clock, no socket, no thread.
+
+The order of things at a worker:
+
+    start                            once, before the first step; all workers hold the same weights
+    compute a gradient
+    before_step                      gradients are ready, weights have not moved; training waits for it
+    the optimizer's step
+    after_step                       weights have moved; training waits for it
+    boundary: corrections are added  then the next gradient
+
+    background                       runs beside all of this and never makes training wait
+
+What a strategy does not define costs nothing.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
+
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from freewheel.node import Node
+
+Waits = Literal["nobody", "server", "group", "neighbours", "all"]
+
+
+@dataclass
+class Strategy:
+    """Base of all strategies; alone it lets every worker train for itself."""
+
+    name: ClassVar[str]
+    reference: ClassVar[str]
+    """Authors, title, venue: what to cite."""
+
+    waits_for: ClassVar[Waits] = "nobody"
+    """Whose progress a step may have to wait for. "all" and "neighbours" run in lockstep."""
+
+    keeps_mean: ClassVar[bool] = False
+    """Whether the mean of all replicas moves only by the optimizers' updates."""
+
+    staleness: ClassVar[str] = "own gradients that no other worker has seen"
+    """What its staleness figures count."""
+
+    momentum: ClassVar[float] = 0.0
+    """The momentum it is meant to be used with, where a caller does not choose one."""
+
+    def rate_share(self, world_size: int) -> float:
+        """The part of a learning rate for one worker that suits this strategy on many.
+
+        1 where updates are averaged; 1/n where the updates of n workers add up on one model.
+        """
+        return 1.0
+
+    def check(self, world_size: int) -> None:
+        """Refuse settings that cannot work with this many workers (raise ConfigError)."""
+
+    async def start(self, node: Node) -> None:
+        """Before the first step, on every worker."""
+
+    async def before_step(self, node: Node) -> None:
+        """Gradients are ready, weights have not moved."""
+
+    async def after_step(self, node: Node) -> None:
+        """The optimizer has moved the weights."""
+
+    async def background(self, node: Node) -> None:
+        """Beside training."""
+
+    def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
+        """The correction to this worker in an exchange; runs on both of its sides."""
+        raise NotImplementedError(f"{type(self).__name__} called node.exchange without defining meet")
+
+    def answer(self, node: Node) -> Tensor | None:
+        """This worker's part in the answer, which is the mean of all parts; None: it has no part."""
+        return node.snapshot()
+
+    # -- for those who drive a strategy --
+
+    def copy(self) -> Self:
+        """A copy with the same settings, for one worker."""
+        return copy.copy(self)
+
+    @classmethod
+    def defines(cls, method: str) -> bool:
+        """Whether the strategy has its own form of one of the methods above."""
+        return getattr(cls, method) is not getattr(Strategy, method)
+
+    @classmethod
+    def lockstep(cls) -> bool:
+        """Whether all workers make the same number of steps."""
+        return cls.waits_for in ("all", "neighbours")
+
+    @classmethod
+    def summary(cls) -> str:
+        """The first line of the docstring."""
+        return (cls.__doc__ or "").strip().splitlines()[0]

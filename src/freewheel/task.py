@@ -1,0 +1,40 @@
+"""The contract of a task: a model, a worker's batches, a loss, and how good a model is."""
+
+from __future__ import annotations
+
+import abc
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+
+class Task(abc.ABC):
+    """A problem to train on. `prepare` is called once before anything else."""
+
+    lr: ClassVar[float]
+    """A learning rate that suits every strategy on a handful of workers."""
+
+    @abc.abstractmethod
+    def prepare(self, workers: int, seed: int) -> None:
+        """Load or make the data for this many workers."""
+
+    @abc.abstractmethod
+    def model(self) -> nn.Module:
+        """A fresh model; the caller has seeded torch."""
+
+    @abc.abstractmethod
+    def batch(self, worker: int, generator: torch.Generator) -> Any:
+        """The next batch of a worker."""
+
+    @abc.abstractmethod
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The loss to take the gradient of."""
+
+    @abc.abstractmethod
+    def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
+        """Loss and accuracy (None: there is no such thing) on data nobody trained on."""
+
+    def score(self, model: nn.Module) -> float:
+        """The loss on data common to all workers, by which they may compare themselves."""
+        return self.evaluate(model)[0]

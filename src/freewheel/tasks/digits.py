@@ -1,0 +1,92 @@
+"""Handwritten digits: 1,797 images of 8×8 pixels that come with scikit-learn."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from freewheel.errors import at_least
+from freewheel.task import Task
+
+TEST_IMAGES = 360
+PART = 256
+"""How many training images workers compare themselves by."""
+
+
+def mlp() -> nn.Module:
+    """64 pixels, 64 hidden units, 10 digits."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def cnn() -> nn.Module:
+    """Two convolutions and a linear layer."""
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(32 * 4 * 4, 10),
+    )
+
+
+NETS = {"mlp": mlp, "cnn": cnn}
+
+
+@dataclass
+class Digits(Task):
+    """Tell ten digits apart; all workers draw from the same training images.
+
+    Settings: net (mlp or cnn), batch_size.
+    """
+
+    lr: ClassVar[float] = 0.2
+
+    net: Literal["mlp", "cnn"] = "mlp"
+    batch_size: int = 32
+
+    def __post_init__(self) -> None:
+        at_least("digits: batch_size", self.batch_size, 1)
+
+    def prepare(self, workers: int, seed: int) -> None:
+        """Load the images and split them, always in the same way."""
+        from sklearn.datasets import load_digits  # slow to import, so only where it is used
+
+        data = load_digits()
+        images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
+        labels = torch.tensor(data.target)
+        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+        self.images, self.labels = images[order[TEST_IMAGES:]], labels[order[TEST_IMAGES:]]
+        self.test_images, self.test_labels = images[order[:TEST_IMAGES]], labels[order[:TEST_IMAGES]]
+
+    def model(self) -> nn.Module:
+        """The net that was asked for."""
+        return NETS[self.net]()
+
+    def batch(self, worker: int, generator: torch.Generator) -> Any:
+        """Random training images."""
+        at = torch.randint(len(self.labels), (self.batch_size,), generator=generator)
+        return self.images[at], self.labels[at]
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """Cross-entropy."""
+        images, labels = batch
+        return F.cross_entropy(model(images), labels)
+
+    @torch.no_grad()
+    def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
+        """Loss and accuracy on the test images."""
+        outputs = model(self.test_images)
+        loss = F.cross_entropy(outputs, self.test_labels)
+        hits = outputs.argmax(1) == self.test_labels
+        return loss.item(), hits.float().mean().item()
+
+    @torch.no_grad()
+    def score(self, model: nn.Module) -> float:
+        """Training loss on a fixed part of the images."""
+        return float(F.cross_entropy(model(self.images[:PART]), self.labels[:PART]))

@@ -1,0 +1,408 @@
+"""Who may talk to whom: graphs as values.
+
+A topology is a name, a size and a cycle of mixing matrices W, one per step (a static graph has one). W_ij is
+the share that worker i takes of worker j's snapshot; each W is doubly stochastic, so mixing keeps the mean.
+Describing a graph needs no network: every worker builds the same value from the same text.
+
+    ring                         each worker and the two beside it
+    torus:rows=4                 a grid whose sides are joined
+    complete                     everybody with everybody
+    bipartite_ring               a ring on which even ranks ask and odd ranks answer
+    exponential                  hops of 1, 2, 4, 8 … to both sides
+    one_peer_exponential         one hop a step, 1, 2, 4 … in turn; exact for powers of two
+    hierarchical:nodes=2         complete inside a node, and between the nodes' first workers
+    star                         everybody with worker 0
+    random_regular:degree=4      random, the same number of neighbours for all
+    edges:list=0-1/1-2           the edges as listed
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import typing
+from bisect import bisect_left
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from freewheel import names
+from freewheel.errors import ConfigError, UnknownName
+
+Matrix = npt.NDArray[np.float64]
+
+
+class _Row(NamedTuple):
+    """One worker's row of W: its peers in order, their weights, and what it keeps of itself."""
+
+    peers: tuple[int, ...]
+    weights: tuple[float, ...]
+    own: float
+
+
+@dataclass(frozen=True)
+class Topology:
+    """A graph over workers 0 … size-1 and its mixing weights. Made by the functions of this module."""
+
+    name: str
+    size: int
+    # Rows, not matrices: a lookup is one index, and a sparse graph of a thousand workers stays small.
+    cycle: tuple[tuple[_Row, ...], ...] = field(repr=False)
+    groups: tuple[tuple[int, ...], ...] = field(repr=False)
+    passive: frozenset[int] = field(repr=False, default=frozenset())
+
+    def __hash__(self) -> int:
+        # The rows of a large graph would take milliseconds to hash; equality still compares them.
+        return hash((self.name, self.size))
+
+    @property
+    def period(self) -> int:
+        """The number of steps after which the cycle of graphs starts again; 1 for a static graph."""
+        return len(self.cycle)
+
+    def neighbours(self, rank: int, step: int = 0) -> tuple[int, ...]:
+        """The peers whose snapshots ``rank`` mixes in at ``step``, sorted."""
+        return self._row(rank, step).peers
+
+    def listeners(self, rank: int, step: int = 0) -> tuple[int, ...]:
+        """The peers that mix in ``rank``'s snapshot at ``step``, sorted."""
+        self._check(rank)
+        return self._listeners[step % len(self.cycle)][rank]
+
+    def weight(self, rank: int, peer: int, step: int = 0) -> float:
+        """W_ij: the share ``rank`` takes of ``peer``'s snapshot at ``step``; 0 where they do not talk."""
+        self._check(peer)
+        row = self._row(rank, step)
+        if peer == rank:
+            return row.own
+        at = bisect_left(row.peers, peer)
+        return row.weights[at] if at < len(row.peers) and row.peers[at] == peer else 0.0
+
+    def mixing_matrix(self, step: int = 0) -> Matrix:
+        """W at ``step``: a new size × size array, doubly stochastic."""
+        w = np.zeros((self.size, self.size))
+        for rank, row in enumerate(self.cycle[step % len(self.cycle)]):
+            w[rank, list(row.peers)] = row.weights
+            w[rank, rank] = row.own
+        return w
+
+    @cached_property
+    def spectral_gap(self) -> float:
+        """How fast mixing averages, per step: 0 never, 1 exactly.
+
+        1 - max(|λ2|, |λn|) of W; over a cycle, 1 - ‖P - 11ᵀ/n‖^(1/period) with P the product of its W.
+        """
+        p = np.eye(self.size)
+        for step in range(self.period):
+            p = self.mixing_matrix(step) @ p
+        # W is symmetric when static, and then this norm is max(|λ2|, |λn|).
+        residual = float(np.linalg.norm(p - 1 / self.size, 2))
+        # Rounding is no residual: where the mean is exact the gap is 1, to the last digit.
+        return 1.0 - residual ** (1 / self.period) if residual > 1e-12 else 1.0
+
+    @cached_property
+    def edges(self) -> tuple[tuple[int, int], ...]:
+        """All pairs (i, j), i < j, that talk at any step of the cycle, in either direction."""
+        pairs: list[tuple[int, int]] = []
+        for i in range(self.size):
+            talks: set[int] = set()
+            for step in range(self.period):
+                talks.update(self.neighbours(i, step), self.listeners(i, step))
+            pairs.extend((i, j) for j in sorted(talks) if i < j)
+        return tuple(pairs)
+
+    def initiates(self, rank: int) -> bool:
+        """Whether ``rank`` may start an exchange; False for AD-PSGD's passive workers, which only answer."""
+        self._check(rank)
+        return rank not in self.passive
+
+    def _check(self, rank: int) -> None:
+        # A negative rank would quietly index from the end.
+        if not 0 <= rank < self.size:
+            raise ConfigError(
+                f"there is no worker {rank} in a topology of {self.size}. Ranks go from 0 to {self.size - 1}."
+            )
+
+    def _row(self, rank: int, step: int) -> _Row:
+        self._check(rank)
+        return self.cycle[step % len(self.cycle)][rank]
+
+    @cached_property
+    def _listeners(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        cycle = []
+        for rows in self.cycle:
+            heard: list[list[int]] = [[] for _ in range(self.size)]
+            for rank, row in enumerate(rows):
+                for peer in row.peers:
+                    heard[peer].append(rank)
+            cycle.append(tuple(map(tuple, heard)))
+        return tuple(cycle)
+
+
+def ring(n: int) -> Topology:
+    """Each of ``n`` workers and the two beside it."""
+    _check_size(n)
+    return _undirected("ring", n, _ring_edges(n))
+
+
+def torus(n: int, rows: int | None = None) -> Topology:
+    """A grid of ``rows`` × n/rows whose sides are joined; the most square one unless ``rows`` says otherwise.
+
+    One row is a ring; it is all that a prime ``n`` allows.
+    """
+    _check_size(n)
+    divisors = _divisors(n)
+    if rows is None:
+        rows = max(d for d in divisors if d * d <= n)
+    if rows not in divisors:
+        raise ConfigError(
+            f"a torus of {n} workers cannot have {rows} rows: they must divide {n}. "
+            f"Allowed: {_listed(divisors)}."
+        )
+    columns = n // rows
+    right = [(i, i - i % columns + (i + 1) % columns) for i in range(n)]
+    down = [(i, (i + columns) % n) for i in range(n)]
+    return _undirected("torus", n, right + down)
+
+
+def complete(n: int) -> Topology:
+    """Everybody with everybody: one mixing step is the exact mean."""
+    _check_size(n)
+    return _undirected("complete", n, _complete_edges(range(n)))
+
+
+def bipartite_ring(n: int) -> Topology:
+    """A ring on which even ranks start exchanges and odd ranks answer (AD-PSGD's active and passive sets).
+
+    No two workers of one set are joined, so nobody can wait in a circle.
+    """
+    _check_size(n)
+    if n % 2 and n > 1:
+        raise ConfigError(
+            f"a bipartite_ring needs an even number of workers, not {n}: on an odd ring two of one set would "
+            f"meet. Take {n - 1} or {n + 1} workers, or the topology 'ring'."
+        )
+    return _undirected("bipartite_ring", n, _ring_edges(n), passive=frozenset(range(1, n, 2)))
+
+
+def exponential(n: int) -> Topology:
+    """Each worker and those 1, 2, 4, 8 … hops away on either side."""
+    _check_size(n)
+    return _undirected("exponential", n, [(i, (i + hop) % n) for hop in _hops(n) for i in range(n)])
+
+
+def one_peer_exponential(n: int) -> Topology:
+    """Step k: each worker i keeps half of itself and takes half of i + 2^(k mod period); directed.
+
+    After one period of floor(log2(n-1)) + 1 steps the mean is exact if ``n`` is a power of two, else close.
+    """
+    _check_size(n)
+    # A lone worker has no hops, but a cycle needs at least one step.
+    cycle = tuple(tuple(_Row(((i + hop) % n,), (0.5,), 0.5) for i in range(n)) for hop in _hops(n))
+    return Topology("one_peer_exponential", n, cycle or ((_Row((), (), 1.0),),), (tuple(range(n)),))
+
+
+def deal(n: int, nodes: int) -> tuple[tuple[int, ...], ...]:
+    """Workers 0 to n-1 dealt to nodes in order of rank, as evenly as can be. A lone worker is a node."""
+    _check_size(n)
+    if not 1 <= nodes <= max(n, 2):
+        raise ConfigError(f"{n} workers cannot be shared out over {nodes} nodes. Allowed: 1 to {n} nodes.")
+    nodes = min(nodes, n)
+    starts = [n * k // nodes for k in range(nodes + 1)]
+    return tuple(tuple(range(start, stop)) for start, stop in itertools.pairwise(starts))
+
+
+def hierarchical(n: int, nodes: int = 2) -> Topology:
+    """``n`` workers in ``nodes`` nodes: complete inside each, and between the nodes' first workers."""
+    groups = deal(n, nodes)
+    edges = [edge for group in groups for edge in _complete_edges(group)]
+    edges += _complete_edges([group[0] for group in groups])
+    return _undirected("hierarchical", n, edges, groups=groups)
+
+
+def star(n: int) -> Topology:
+    """Everybody with worker 0 and with nobody else."""
+    _check_size(n)
+    return _undirected("star", n, [(0, i) for i in range(1, n)])
+
+
+def random_regular(n: int, degree: int = 4, seed: int = 0) -> Topology:
+    """A random connected graph where each of ``n`` workers has ``degree`` neighbours; ``seed`` fixes it."""
+    _check_size(n)
+    if n == 1:
+        return _undirected("random_regular", 1, [])
+    # An edge has two ends, so workers × degree is even; and one neighbour each makes nothing but pairs.
+    allowed = [d for d in range(1, n) if n * d % 2 == 0 and (d > 1 or n == 2)]
+    if degree not in allowed:
+        raise ConfigError(
+            f"no connected graph gives each of {n} workers {degree} neighbours. "
+            f"Allowed for {n} workers: degree {_listed(allowed)}."
+        )
+    import networkx
+
+    # One generator for all tries: trying seed + 1 next would make two seeds give the same graph.
+    rng = random.Random(seed)
+    for _ in range(10_000):
+        graph = networkx.random_regular_graph(degree, n, seed=rng)
+        if networkx.is_connected(graph):
+            return _undirected("random_regular", n, list(graph.edges))
+    raise ConfigError(
+        f"found no connected random graph of {n} workers with degree={degree} and seed={seed}. "
+        "Take another seed or a larger degree."
+    )
+
+
+def from_edges(n: int, edges: Iterable[tuple[int, int]]) -> Topology:
+    """The undirected graph of these pairs of workers; it must be connected."""
+    _check_size(n)
+    pairs = list(edges)
+    for i, j in pairs:
+        if not (0 <= i < n and 0 <= j < n):
+            raise ConfigError(
+                f"the edge {i}-{j} leaves the topology: {n} workers have ranks 0 to {n - 1}. "
+                "Correct the edge or start more workers."
+            )
+        if i == j:
+            raise ConfigError(
+                f"the edge {i}-{j} joins a worker to itself. Remove it: each keeps a share of itself."
+            )
+    import networkx
+
+    graph = networkx.Graph(pairs)
+    graph.add_nodes_from(range(n))
+    parts = sorted(sorted(part) for part in networkx.connected_components(graph))
+    if len(parts) > 1:
+        raise ConfigError(
+            f"the topology is not connected: its parts are {_parted(parts)}. Add an edge between them."
+        )
+    return _undirected("edges", n, pairs)
+
+
+_BUILDERS: dict[str, Callable[..., Topology]] = {
+    "ring": ring,
+    "torus": torus,
+    "complete": complete,
+    "bipartite_ring": bipartite_ring,
+    "exponential": exponential,
+    "one_peer_exponential": one_peer_exponential,
+    "hierarchical": hierarchical,
+    "star": star,
+    "random_regular": random_regular,
+}
+
+NAMES: tuple[str, ...] = (*_BUILDERS, "edges")
+"""The names that `resolve` knows; all but ``edges`` stand alone, without settings."""
+
+
+def resolve(spec: str | Topology, size: int) -> Topology:
+    """The topology that ``spec`` names, for ``size`` workers; one already built must have that size."""
+    if isinstance(spec, str):
+        return _from_text(spec, size)
+    if spec.size != size:
+        raise ConfigError(
+            f"the topology {spec.name!r} was built for {spec.size} workers, but there are {size}. "
+            f"Build it for {size}, or give its name and let the run build it."
+        )
+    return spec
+
+
+# Every worker of a simulated run asks for the same graph, which may have a million entries.
+@lru_cache(maxsize=32)
+def _from_text(spec: str, size: int) -> Topology:
+    name, settings = names.parse(spec)
+    if name not in NAMES:
+        raise UnknownName("topology", name, NAMES)
+    if name == "edges":
+        _check_settings(name, settings, ["list"])
+        if "list" not in settings:
+            raise ConfigError("the topology 'edges' needs its edges. Write edges:list=0-1/1-2/2-3.")
+        return from_edges(size, [_read_edge(text) for text in settings["list"].split("/")])
+    builder = _BUILDERS[name]
+    hints = {key: hint for key, hint in typing.get_type_hints(builder).items() if key not in ("n", "return")}
+    _check_settings(name, settings, hints)
+    values = {key: names.read_value(f"{name}:{key}", text, hints[key]) for key, text in settings.items()}
+    return builder(size, **values)
+
+
+def _check_settings(name: str, given: Iterable[str], known: Iterable[str]) -> None:
+    known = list(known)
+    for key in given:
+        if key not in known:
+            raise UnknownName(f"setting of topology {name!r}:", key, known or ["(it has none)"])
+
+
+def _read_edge(text: str) -> tuple[int, int]:
+    first, _, second = text.partition("-")
+    try:
+        return int(first), int(second)
+    except ValueError:
+        raise ConfigError(
+            f"cannot read {text!r} as an edge. Write two ranks with a dash between them, and a slash between "
+            "edges: edges:list=0-1/1-2."
+        ) from None
+
+
+def _undirected(
+    name: str,
+    n: int,
+    edges: Iterable[tuple[int, int]],
+    groups: tuple[tuple[int, ...], ...] | None = None,
+    passive: frozenset[int] = frozenset(),
+) -> Topology:
+    """A static graph with Metropolis-Hastings weights; edges may be doubled, and loops are dropped."""
+    peers: list[set[int]] = [set() for _ in range(n)]
+    for i, j in edges:
+        # A ring or torus with a side of one or two folds onto itself: i joins i, or the same peer twice.
+        if i != j:
+            peers[i].add(j)
+            peers[j].add(i)
+    degrees = [len(mine) for mine in peers]
+    rows = []
+    for degree, mine in zip(degrees, peers, strict=True):
+        order = tuple(sorted(mine))
+        # W_ij depends on the pair alone, so W is symmetric, and rows that sum to one make columns that do.
+        weights = tuple([1 / (1 + max(degree, degrees[peer])) for peer in order])
+        rows.append(_Row(order, weights, 1 - math.fsum(weights)))
+    return Topology(name, n, (tuple(rows),), groups or (tuple(range(n)),), passive)
+
+
+def _check_size(n: int) -> None:
+    if n < 1:
+        raise ConfigError(f"a topology needs at least one worker, not {n}.")
+
+
+def _ring_edges(n: int) -> list[tuple[int, int]]:
+    return [(i, (i + 1) % n) for i in range(n)]
+
+
+def _complete_edges(ranks: Iterable[int]) -> list[tuple[int, int]]:
+    order = list(ranks)
+    return [(i, j) for at, i in enumerate(order) for j in order[at + 1 :]]
+
+
+def _hops(n: int) -> list[int]:
+    """The powers of two below ``n``."""
+    return [1 << k for k in range((n - 1).bit_length())]
+
+
+def _divisors(n: int) -> list[int]:
+    return [d for d in range(1, n + 1) if n % d == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    """Numbers in a row, the middle left out where there are too many to read."""
+    words = [str(number) for number in numbers]
+    return ", ".join(words if len(words) <= 8 else [*words[:6], "…", words[-1]])
+
+
+def _parted(parts: list[list[int]]) -> str:
+    """The parts as prose: ``{0, 1}, {2} and {3}``."""
+    shown = [f"{{{_listed(part)}}}" for part in parts]
+    if len(shown) > 4:
+        shown = [*shown[:3], f"{len(parts) - 3} more"]
+    return f"{', '.join(shown[:-1])} and {shown[-1]}"
