@@ -5,11 +5,11 @@ from __future__ import annotations
 import sys
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 import freewheel
 from freewheel import strategies, tasks, topology
+from freewheel.cli.console import output
 from freewheel.cli.simulate import simulate
 from freewheel.errors import FreewheelError
 
@@ -34,7 +34,7 @@ def list_strategies() -> None:
     for name, strategy in strategies.ALL.items():
         settings = " ".join(f"{key}={value}" for key, value in vars(strategy()).items())
         table.add_row(name, strategy.waits_for, strategy.summary(), settings, strategy.reference)
-    console = Console()
+    console = output()
     console.print(table)
     console.print(
         f"\nSettings: NAME:key=value:key=value. Topologies: {', '.join(topology.NAMES)}. "

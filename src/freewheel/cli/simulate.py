@@ -14,10 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from freewheel import strategies, tasks
+from freewheel.cli.console import output
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.observe.files import check_writable, write_whole
+from freewheel.observe.files import check_writable, open_text, write_whole
 from freewheel.observe.result import Result
-from freewheel.observe.table import results_table
+from freewheel.observe.table import results_tables
 from freewheel.sim.compute import Compute
 from freewheel.sim.driver import Simulation
 from freewheel.sim.faults import Fault
@@ -122,11 +123,12 @@ def simulate(
     for path in (json_path, report, trace):
         check_writable(path)
     results, stopped = _run_all(chosen, problem, scenario, trace, keep_going)
-    console = Console()
+    console = output()
     if results:
-        console.print(results_table(results))
-        for result in results:
-            console.print(f"{result.strategy} trace {result.trace_sha256}", highlight=False, style="dim")
+        for table in results_tables(results, console.width):
+            console.print(table)
+        if len(results) == 1:
+            console.print(f"trace sha256 {results[0].trace_sha256}", highlight=False, soft_wrap=True)
         if json_path is not None:
             write_whole(json_path, json.dumps([result.as_json() for result in results], indent=2) + "\n")
         if report is not None:
@@ -144,9 +146,13 @@ def _run_all(
     results: list[Result] = []
     stopped: list[str] = []
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    errors = Console(stderr=True)
     # On stderr, so that a table sent into a file stays a table.
-    file = contextlib.nullcontext() if trace is None else trace.open("w", encoding="utf-8")
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars, file as trace_file:
+    file = contextlib.nullcontext() if trace is None else open_text(trace)
+    with (
+        Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars,
+        file as trace_file,
+    ):
         for one in chosen:
             bar = bars.add_task(one.name, total=scenario.workers * scenario.steps)
 

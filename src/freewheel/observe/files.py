@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import TextIO
 
 from freewheel.errors import ConfigError
 
@@ -22,6 +23,15 @@ def write_whole(path: Path, text: str) -> None:
         except BaseException:
             os.unlink(name)
             raise
+    except OSError as error:
+        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}. Choose another place.") from None
+
+
+def open_text(path: Path) -> TextIO:
+    """Open a text file for writing as one goes; make the folder if it is missing."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("w", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}. Choose another place.") from None
 

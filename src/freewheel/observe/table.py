@@ -25,28 +25,42 @@ def share(value: float | None) -> str:
     return "–" if value is None else f"{100 * value:.1f}%"
 
 
-def results_table(results: Sequence[Result]) -> Table:
-    """One row per strategy; columns nobody has a value for are left out."""
-    columns: list[tuple[str, list[str]]] = [
+def results_tables(results: Sequence[Result], width: int) -> list[Table]:
+    """One row per strategy; two tables below each other where one would not fit the width."""
+    timing: list[tuple[str, list[str]]] = [
         ("strategy", [r.strategy for r in results]),
         ("waits for", [r.settings["waits_for"] for r in results]),
         ("virtual s", [short(r.virtual_s, 4) for r in results]),
         ("steps/s", [short(r.steps_per_s, 4) for r in results]),
         ("of ideal", [share(r.ideal_share) for r in results]),
         ("idle", [share(r.idle_share) for r in results]),
-        ("stale mean", [short(r.staleness_mean) for r in results]),
-        ("max", [short(r.staleness_max) for r in results]),
-        ("discrep.", [short(r.discrepancy_max) for r in results]),
         ("kB/step", [short(r.bytes_per_step / 1e3) for r in results]),
+    ]
+    learning: list[tuple[str, list[str]]] = [
+        ("stale mean", [short(r.staleness_mean) for r in results]),
+        ("stale max", [short(r.staleness_max) for r in results]),
+        ("discrepancy", [short(r.discrepancy_max) for r in results]),
         ("loss", [short(r.loss) for r in results]),
         ("accuracy", [share(r.accuracy) for r in results]),
     ]
     target = next((r.target for r in results if r.target is not None), None)
     if target is not None:
         reached = [f"{r.target_s:.3f}" if r.target_s is not None else "never" for r in results]
-        columns.append((f"s to {share(target)}", reached))
-    table = Table(box=None, pad_edge=False, header_style="bold")
+        learning.append((f"s to {share(target)}", reached))
+    learning.append(("trace", [r.trace_sha256[:10] for r in results]))
+    if _width(timing + learning) <= width:
+        return [_table(timing + learning)]
+    return [_table(timing), _table(timing[:1] + learning)]
+
+
+def _width(columns: list[tuple[str, list[str]]]) -> int:
+    return sum(max(map(len, (name, *cells))) + 2 for name, cells in columns)
+
+
+def _table(columns: list[tuple[str, list[str]]]) -> Table:
+    """A table without the columns nobody has a value for."""
     columns = [(name, cells) for name, cells in columns if any(cell != "–" for cell in cells)]
+    table = Table(box=None, pad_edge=False, header_style="bold")
     for name, _ in columns:
         table.add_column(name, justify="left" if name in ("strategy", "waits for") else "right", no_wrap=True)
     for row in zip(*(cells for _, cells in columns), strict=True):

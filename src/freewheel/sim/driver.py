@@ -42,6 +42,9 @@ class Simulation:
         self.progress = progress or (lambda _done, _all: None)
         self.budget = scenario.workers * scenario.steps
         self.completed = 0
+        # Whole rounds, at whose end all workers of a synchronous strategy have made the same steps.
+        rounds = scenario.evaluations and -(-scenario.steps // scenario.evaluations)
+        self.every = rounds * scenario.workers
         self.finished_s: float | None = None
         self.failure: BaseException | None = None
         self.samples: list[Sample] = []
@@ -122,8 +125,7 @@ class Simulation:
         done = self.completed
         if done % self.scenario.workers == 0:
             self._measure_discrepancy()
-        every = max(1, self.budget // self.scenario.evaluations) if self.scenario.evaluations else 0
-        if every and done % every == 0 and done < self.budget:
+        if self.every and done % self.every == 0 and done < self.budget:
             self.samples.append(self._sample())
         if done % 64 == 0:
             self.progress(done, self.budget)

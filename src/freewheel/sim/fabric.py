@@ -31,7 +31,7 @@ class Wire:
         """What one number of a vector weighs on the wire; lets a small vector stand for a large model."""
         self.ends: dict[int, VirtualFabric] = {}
         self.life = [0] * workers
-        """How often each worker has been started; a message belongs to one life of both ends."""
+        """How often each worker has been started."""
         self.cut: set[tuple[int, int]] = set()
         self.silent_s = 2.0
         """How long a cut link stays unnoticed; a broken connection is noticed at once."""
@@ -44,6 +44,7 @@ class Wire:
         others = tuple(self.ends)
         self.ends[rank] = end
         for peer in others:
+            self.ends[peer].lose(rank, "restarted")  # some may not have noticed yet that it was gone
             if (rank, peer) not in self.cut:
                 self.meet(rank, peer)
         return end
@@ -61,14 +62,13 @@ class Wire:
                 self.ends[one].lose(other, why)
 
     def crash(self, rank: int) -> None:
-        """End a worker's life: what it had not finished sending is lost; peers see the connection break."""
+        """End a worker's life: what it had under way is lost; peers see the connection break."""
         del self.ends[rank]
-        self.life[rank] += 1
         for peer in tuple(self.ends):
             self.loop.call_later(self.latency_s, self._notice_crash, rank, peer, self.life[rank])
 
     def _notice_crash(self, rank: int, peer: int, life: int) -> None:
-        if self.life[rank] == life and peer in self.ends:
+        if self.life[rank] == life and peer in self.ends:  # not if it has come back meanwhile
             self.ends[peer].lose(rank, "crashed")
 
     def cut_link(self, a: int, b: int) -> None:
@@ -93,8 +93,8 @@ class Flight:
     message: Message
     peer: int
     size: int
-    life: int
-    """The receiver's life it is meant for."""
+    target: VirtualFabric | None
+    """The receiver's end in the life it is meant for; None: it was dead, which nobody had noticed."""
     last_byte: float
     """When its last byte leaves the sender, as far as the ports reached so far let it."""
     left: asyncio.Future[None] | None
@@ -106,7 +106,6 @@ class VirtualFabric:
     def __init__(self, wire: Wire, rank: int) -> None:
         self.wire, self.rank, self.world_size = wire, rank, wire.workers
         self.counters = Counters()
-        self.life = wire.life[rank]
         self.members: tuple[int, ...] = (rank,)
         self._reach = {rank}  # the same, for looking up
         self._lost: dict[int, str] = {}
@@ -196,7 +195,7 @@ class VirtualFabric:
         wire, loop = self.wire, self.wire.loop
         message = Message(self.rank, tag, vector, note)
         if peer == self.rank:  # a worker that talks to itself (the server's own training) uses no network
-            loop.call_soon(self._deliver, message, self.life)
+            loop.call_soon(self._deliver, message)
             if left is not None:
                 left.set_result(None)
             return
@@ -209,7 +208,7 @@ class VirtualFabric:
         wire.trace.add((now, "send", self.rank, peer, tag, size))
         out, backbone, _, latency_s = wire.network.path(self.rank, peer)
         start, end = out.take(now, now, size)
-        flight = Flight(message, peer, size, wire.life[peer], end, left)
+        flight = Flight(message, peer, size, wire.ends.get(peer), end, left)
         if backbone is None:
             loop.call_at(start + latency_s, self._arrive, flight)
         else:
@@ -245,18 +244,13 @@ class VirtualFabric:
     def _land(self, flight: Flight) -> None:
         """The last byte has arrived: hand over, unless either side's life ended or the link was cut."""
         wire, message, peer = self.wire, flight.message, flight.peer
-        if (
-            wire.life[peer] != flight.life
-            or wire.life[self.rank] != self.life
-            or (self.rank, peer) in wire.cut
-        ):
+        alive = wire.ends.get(self.rank) is self and wire.ends.get(peer) is flight.target
+        if not alive or flight.target is None or (self.rank, peer) in wire.cut:
             return
         wire.trace.add((wire.loop.time(), "land", self.rank, peer, message.tag))
-        wire.ends[peer]._deliver(message, flight.life)
+        flight.target._deliver(message)
 
-    def _deliver(self, message: Message, life: int) -> None:
-        if self.life != life:
-            return
+    def _deliver(self, message: Message) -> None:
         for peer, _, future in self._waiters.get(message.tag, ()):
             if (peer is None or peer == message.sender) and not future.done():
                 future.set_result(message)

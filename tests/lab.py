@@ -1,0 +1,75 @@
+"""What the tests share: runs whose workers can be looked at, and networks that do not matter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+import freewheel as fw
+from freewheel import strategies, tasks
+from freewheel.sim.driver import Simulation
+
+FAST = fw.Links(mbit=1e6, latency_ms=1e-4)
+"""A network too fast to matter."""
+
+JITTER = fw.Compute(kind="uniform", spread=0.2)
+"""Compute times that keep workers from walking in step."""
+
+
+def make(strategy: str | fw.Strategy, task: str | fw.Task = "quadratic", **settings: Any) -> Simulation:
+    """A simulation that has not run yet."""
+    return Simulation(strategies.resolve(strategy), tasks.resolve(task), fw.Scenario(**settings))
+
+
+def run(strategy: str | fw.Strategy, task: str | fw.Task = "quadratic", **settings: Any) -> Simulation:
+    """A simulation that has run; its result is in `.result`."""
+    simulation = make(strategy, task, **settings)
+    simulation.result = simulation.run()  # type: ignore[attr-defined]
+    return simulation
+
+
+def timing(strategy: str | fw.Strategy, **settings: Any) -> fw.Result:
+    """The result of a run without gradients."""
+    return make(strategy, gradients=False, **settings).run()
+
+
+def after_every_step(simulation: Simulation, look: Callable[[], None]) -> None:
+    """Call `look` whenever a worker has completed a step."""
+    inner = simulation._stepped
+
+    def stepped() -> None:
+        look()
+        inner()
+
+    simulation._stepped = stepped  # type: ignore[method-assign]
+
+
+def replicas(simulation: Simulation) -> torch.Tensor:
+    """All replicas, with what is pending, one row each."""
+    return torch.stack([worker.replica.snapshot() for _, worker in sorted(simulation.workers.items())])
+
+
+def largest_distance(rows: torch.Tensor) -> float:
+    """The largest distance between two rows."""
+    return float(torch.cdist(rows, rows, compute_mode="donot_use_mm_for_euclid_dist").max())
+
+
+def record_updates(simulation: Simulation) -> list[torch.Tensor]:
+    """The sum of all optimizer updates, kept up to date in a list of one."""
+    total = [torch.zeros_like(replicas(simulation)[0])]
+
+    def watch(study: Any) -> None:
+        inner = study.step
+
+        def step() -> None:
+            before = study.replica.weights.clone()
+            inner()
+            total[0] += study.replica.weights - before
+
+        study.step = step
+
+    for worker in simulation.workers.values():
+        watch(worker.study)
+    return total

@@ -1,0 +1,127 @@
+"""The command line, as a person meets it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from freewheel.observe.result import JSON_KEYS
+
+SMALL = ["--task", "quadratic", "--workers", "3", "--steps", "10"]
+
+
+def freewheel(*arguments, cwd=None):
+    command = [sys.executable, "-c", "from freewheel.cli.main import main; main()", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=100)
+
+
+def test_simulate_prints_a_table_and_writes_json_and_report(tmp_path):
+    out, report = tmp_path / "out.json", tmp_path / "new" / "report.html"
+    files = ["--json", str(out), "--report", str(report)]
+    done = freewheel("simulate", "--strategy", "adpsgd,allreduce", *SMALL, "--slow", "0:10", *files)
+    assert done.returncode == 0, done.stderr
+    assert not done.stderr.strip()
+    results = json.loads(out.read_text())
+    assert [r["strategy"] for r in results] == ["adpsgd", "allreduce"]
+    assert all(list(r) == list(JSON_KEYS) for r in results)
+    assert results[0]["worker_steps"] == 30
+    assert results[0]["accuracy"] is None
+    lines = done.stdout.splitlines()
+    assert lines[0].split()[0] == "strategy"
+    assert any(line.startswith("adpsgd ") and "nobody" in line for line in lines)
+    assert "…" not in done.stdout
+    for result in results:
+        assert result["trace_sha256"][:10] in done.stdout
+    assert str(report) in done.stdout
+    assert "<html" in report.read_text()
+
+
+def test_the_same_command_gives_the_same_json(tmp_path):
+    texts = []
+    for name in ("a", "b"):
+        freewheel(
+            "simulate",
+            "--strategy",
+            "dasgd",
+            *SMALL,
+            "--compute",
+            "exponential",
+            "--json",
+            str(tmp_path / name),
+        )
+        texts.append((tmp_path / name).read_text())
+    assert texts[0] == texts[1]
+
+
+def test_strategies_lists_all():
+    from freewheel.strategies import ALL
+
+    done = freewheel("strategies")
+    assert done.returncode == 0
+    assert set(ALL) <= {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
+    assert "Lian" in done.stdout
+
+
+def test_help_and_version():
+    assert "simulate" in freewheel("--help").stdout
+    assert freewheel("--version").stdout.startswith("freewheel 0.")
+    assert "--link-mbit" in freewheel("simulate", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategy", "adspgd"], "unknown strategy 'adspgd'. Did you mean 'adpsgd'?"),
+        (["--task", "mnist"], "unknown task 'mnist'"),
+        (["--topology", "rign"], "unknown topology 'rign'. Did you mean 'ring'?"),
+        (["--topology", "edges:list=0-1/2-3", "--workers", "4"], "{0, 1} and {2, 3}"),
+        (["--strategy", "none", "--topology", "ring"], "none of the chosen strategies has one"),
+        (["--workers", "0"], "workers must be at least 1, not 0"),
+        (["--slow", "9:5", "--workers", "4"], "slow worker 9 does not exist"),
+        (["--slow", "fast"], "cannot read --slow 'fast': write RANK:FACTOR, as in 0:5"),
+        (["--link-mbit", "0"], "link bandwidth must be above 0"),
+        (["--link-mbit=-5"], "link bandwidth must be above 0"),
+        (["--strategy", "sasgd:interval=0"], "interval T must be at least 1"),
+        (["--strategy", "nodelay:tau=3"], "tau must be even"),
+        (["--fault", "crash"], "cannot read the fault 'crash'"),
+        (["--strategy", "adpsgd,none", "--trace", "t"], "--trace takes the events of one strategy"),
+        (["--json", "/"], "it is a folder"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, tmp_path):
+    done = freewheel("simulate", *arguments, "--report", "report.html", cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--strategy", "none,adpsgd", "--lr", "100"], "diverged: worker"),
+        (["--strategy", "none,allreduce", "--fault", "crash:1@0.05"], "allreduce stopped at"),
+    ],
+)
+def test_a_run_that_cannot_go_on_leaves_nothing_half_written(arguments, message, tmp_path):
+    arguments = [*arguments, "--task", "quadratic", "--workers", "3", "--steps", "500", "--json", "out.json"]
+    done = freewheel("simulate", *arguments, "--report", "report.html", cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_keep_going_shows_those_that_could(tmp_path):
+    done = freewheel(
+        "simulate", "--strategy", "allreduce,adpsgd", *SMALL, "--fault", "crash:1@0.05", "--keep-going",
+        "--json", "out.json", cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert "allreduce stopped at" in done.stderr
+    assert [r["strategy"] for r in json.loads((tmp_path / "out.json").read_text())] == ["adpsgd"]
