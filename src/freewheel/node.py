@@ -100,6 +100,10 @@ class Node:
         self._snapshot_steps = self.steps
         return self._replica.snapshot()
 
+    def weights(self) -> Tensor:
+        """The same for looking at: a copy that is not going to be merged."""
+        return self._replica.snapshot()
+
     def correct(self, vector: Tensor) -> None:
         """Add a vector to the weights at the next boundary. It is handed over: do not change it later."""
         self._merged_steps = self._snapshot_steps

@@ -123,7 +123,7 @@ class _Run:
         return Bound("time per step", 1e3 * measured, 1e3 * bound, "ms", source, "about")
 
     def rate(self, bound: float, source: str, kind: Kind) -> Bound:
-        return Bound("worker-steps per second", self.result.steps_per_s, bound, "1/s", source, kind)
+        return Bound("worker-steps per second", self.result.steps_per_s, bound, "per s", source, kind)
 
     def idle(self, bound: float, source: str, kind: Kind) -> Bound:
         return Bound("idle share", self.result.idle_share, bound, "", source, kind)
@@ -169,7 +169,9 @@ def _hierarchical_sasgd(run: _Run) -> Iterator[Bound]:
 def _allreduce(run: _Run) -> Iterator[Bound]:
     # Replicas are equal after equally many steps. A sample taken while some workers have made a step that
     # the others are about to make sees one update of difference.
-    if all(sample.worker_steps % run.n == 0 for sample in run.result.curve):
+    if run.result.loss is None:
+        pass  # nothing was trained, so nothing can differ
+    elif all(sample.worker_steps % run.n == 0 for sample in run.result.curve):
         yield run.discrepancy(0.0, "identical replicas: synchronous SGD")
     elif run.update:
         norm, eta = run.update

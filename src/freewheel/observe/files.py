@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from pathlib import Path
 from typing import TextIO
 
@@ -13,18 +12,20 @@ from freewheel.errors import ConfigError
 def write_whole(path: Path, text: str) -> None:
     """Write a text file in one act; make the folder if it is missing."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        target = path.resolve()
+        if target.exists() and not target.is_file():
+            # A folder refuses; /dev/null and its like take the text and must not be replaced by a file.
+            target.write_text(text, encoding="utf-8")
+            return
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(name, 0o644)
-            os.replace(name, path)
-        except BaseException:
-            os.unlink(name)
-            raise
+            part.write_text(text, encoding="utf-8")
+            os.replace(part, target)
+        finally:
+            part.unlink(missing_ok=True)
     except OSError as error:
-        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}. Choose another place.") from None
+        raise _cannot_write(path, error) from None
 
 
 def open_text(path: Path) -> TextIO:
@@ -33,7 +34,7 @@ def open_text(path: Path) -> TextIO:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("w", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"cannot write {str(path)!r}: {error.strerror}. Choose another place.") from None
+        raise _cannot_write(path, error) from None
 
 
 def check_writable(path: Path | None) -> None:
@@ -47,3 +48,8 @@ def check_writable(path: Path | None) -> None:
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"cannot write {str(path)!r}: {str(folder)!r} is not a folder one can write to.")
+
+
+def _cannot_write(path: Path, error: OSError) -> ConfigError:
+    why = error.strerror or error
+    return ConfigError(f"cannot write {str(path)!r}: {why}. Give a file in a folder that can be written to.")

@@ -318,9 +318,9 @@ def spread(vectors: list[Tensor]) -> tuple[float, float]:
     n, size = len(vectors), vectors[0].numel()
     if n < 2:
         return 0.0, 0.0
-    gram = torch.zeros(n, n, dtype=torch.float64)
+    gram = vectors[0].new_zeros(n, n)
     for at in range(0, size, 65536):  # in pieces, so that no second copy of all replicas is made
-        rows = torch.stack([vector[at : at + 65536] for vector in vectors]).double()
+        rows = torch.stack([vector[at : at + 65536] for vector in vectors])
         rows -= rows.mean(0)  # distances stay; small differences of large numbers do not cancel
         gram.addmm_(rows, rows.T)
     norms = gram.diagonal()

@@ -65,8 +65,8 @@ class FreeNoDelay(Strategy):
 
     async def after_step(self, node: Node) -> None:
         """At the bound τ: wait for a merge."""
-        if self.tau is not None and node.unmerged_steps >= self.tau:
-            await self.ask(node)
+        while self.tau is not None and node.unmerged_steps >= self.tau and await self.ask(node):
+            pass
 
     async def background(self, node: Node) -> None:
         """Ask for a merge whenever there is something to merge."""
@@ -77,15 +77,20 @@ class FreeNoDelay(Strategy):
             if node.unmerged_steps >= self.every:
                 await self.ask(node)
 
-    async def ask(self, node: Node) -> None:
-        """Ask the leader for a merge after the last one known here; return when it is over."""
+    async def ask(self, node: Node) -> bool:
+        """Ask the leader for a merge after the last one known here; return when it is over.
+
+        False: the one asked does not think it is the leader, which passes when both see the same workers.
+        """
         self.asked += 1
         leader, reply = node.members[0], ("merge", "over", self.asked)
         try:
             await node.send(leader, WANT, note=(self.asked, self.number))
-            self.number = int((await node.receive(reply, leader)).note[0])
+            number, leads = (await node.receive(reply, leader)).note
         except PeerLost:
-            pass  # the next step asks the next leader
+            return True  # there is another leader to ask
+        self.number = int(number)
+        return bool(leads)
 
     async def lead(self, node: Node) -> None:
         """As the worker of lowest rank: begin a merge, see that all have its result, let it count."""
@@ -94,10 +99,11 @@ class FreeNoDelay(Strategy):
             want = await node.receive(WANT)
             asked, known = want.note
             # Who asks without knowing of the last merge may be in it: it looks again first.
-            if known == number and node.rank == node.members[0]:
+            leads = node.rank == node.members[0]
+            if known == number and leads:
                 number += 1
                 await self.conduct(node, number)
-            node.post(want.sender, ("merge", "over", int(asked)), note=(number,))
+            node.post(want.sender, ("merge", "over", int(asked)), note=(number, leads))
 
     async def conduct(self, node: Node, number: int) -> None:
         """One merge: begin, collect "I have it" from all members, say commit or drop."""

@@ -1,0 +1,172 @@
+"""Numbers and settings in words."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from freewheel.observe.report.runs import Run, differing, flatten
+from freewheel.observe.result import Result
+
+
+def number(value: float | None) -> str:
+    """A number to read: three significant digits, whole numbers as they are, never an exponent like 1e+00."""
+    if value is None:
+        return "–"
+    if math.isnan(value):
+        return "not a number"
+    if math.isinf(value):
+        return "∞" if value > 0 else "-∞"
+    if abs(value) >= 1e9 or 0 < abs(value) < 1e-4:
+        return _power(value)
+    if value == int(value) or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.{2 - math.floor(math.log10(abs(value)))}f}"
+
+
+def _power(value: float) -> str:
+    mantissa, _, exponent = f"{value:.2e}".partition("e")
+    return f"{mantissa} × 10{str(int(exponent)).translate(str.maketrans('-0123456789', '⁻⁰¹²³⁴⁵⁶⁷⁸⁹'))}"
+
+
+def percent(value: float | None) -> str:
+    """A share in per cent."""
+    return "–" if value is None else f"{100 * value:.1f} %"
+
+
+def listed(words: Sequence[str]) -> str:
+    """Words with commas and an "and"."""
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def scenario_in_words(results: Sequence[Result]) -> str:
+    """What was simulated, in words."""
+    words = _scenario(results[0])
+    differ = differing([flatten(result.settings.get("scenario", {})) for result in results])
+    if not differ:
+        return words
+    return f"The runs differ in {listed(differ)}; their settings are below. The first: {words}"
+
+
+def _scenario(result: Result) -> str:
+    settings, n = result.settings, result.workers
+    scenario = settings.get("scenario", {})
+    compute, links = scenario.get("compute", {}), scenario.get("links", {})
+    each = f", {scenario['steps']:,} each on average" if n > 1 and "steps" in scenario else ""
+    said = [f"{_count(n, 'worker')} with {_count(result.worker_steps, 'step')} in all{each}"]
+    if compute:
+        said.append(_compute(compute))
+    if links:
+        said.append(_links(links))
+    if settings.get("model_bytes"):
+        said.append(f"a model of {_size(settings['model_bytes'])}")
+    if scenario.get("gradients") is False:
+        said.append("timing only, no model is trained")
+    faults = scenario.get("faults") or ()
+    said.append("; ".join(_fault(fault) for fault in faults) if faults else "no faults")
+    said.append(f"seed {result.seed}")
+    return f"{'. '.join(part[0].upper() + part[1:] for part in said)}."
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def _size(size_bytes: float) -> str:
+    return f"{number(size_bytes / 1e6)} MB" if size_bytes >= 1e6 else f"{number(size_bytes / 1e3)} kB"
+
+
+def _compute(compute: dict[str, Any]) -> str:
+    ms, spread = f"{compute['ms']:,g} ms", compute["spread"]
+    kinds = {
+        "constant": f"a gradient takes {ms}",
+        "uniform": f"a gradient takes {ms} on average, uniform within {100 * spread:g} % of it",
+        "exponential": f"a gradient takes {ms} on average, exponentially distributed",
+        "lognormal": f"a gradient takes {ms} on average, lognormal with a spread of {spread:g}",
+        "trace": "gradients take as long as in a recorded trace",
+    }
+    words = kinds.get(compute["kind"], f"compute times: {compute['kind']}")
+    words += _slower(compute.get("slow", {}), "takes", "as long")
+    for rank, at_s, for_s in compute.get("pauses", ()):
+        words += f"; worker {rank} pauses for {for_s:g} s at {at_s:g} s"
+    return words
+
+
+def _slower(slow: dict[Any, float], verb: str, what: str) -> str:
+    said = [f"worker {rank} {verb} {factor:g} times {what}" for rank, factor in slow.items()]
+    if len(said) > 6:
+        said = [*said[:5], f"{len(said) - 5} more workers differ too"]
+    return "".join(f", {part}" for part in said)
+
+
+def _links(links: dict[str, Any]) -> str:
+    words = f"links of {links['mbit']:,g} Mbit/s with {links['latency_ms']:,g} ms latency"
+    words += _slower(links.get("slow", {}), "has", "slower ones")
+    if links.get("backbone_mbit"):
+        words += f", through a backbone of {links['backbone_mbit']:,g} Mbit/s"
+    if links.get("workers_per_node", 1) > 1:
+        words += f", {links['workers_per_node']} workers on each machine"
+    return words
+
+
+def _fault(fault: dict[str, Any]) -> str:
+    rank, peer, factor = fault["rank"], fault.get("peer"), f"{fault.get('factor', 1.0):g}"
+    link = f"the link of workers {rank} and {peer}" if peer is not None else f"the network of worker {rank}"
+    kinds = {
+        "crash": f"worker {rank} crashes",
+        "restart": f"worker {rank} comes back",
+        "cut": f"{link} is cut",
+        "heal": f"{link} is whole again",
+        "slow": f"worker {rank} becomes {factor} times slower",
+        "throttle": f"the link of worker {rank} becomes {factor} times slower",
+    }
+    return f"{kinds.get(fault['kind'], fault['kind'])} at {fault['at_s']:g} s"
+
+
+def findings(runs: Sequence[Run]) -> str:
+    """The main result in a few sentences."""
+    reference = next((run for run in runs if run.result.strategy == "allreduce"), None)
+    said = [_first_to_target(runs, reference)] if any(run.result.target for run in runs) else []
+    top = max(run.result.steps_per_s for run in runs)
+    best = [run for run in runs if run.result.steps_per_s >= 0.999 * top]
+    share = percent(best[0].result.ideal_share)
+    if len(runs) == 1:
+        idle = percent(runs[0].result.idle_share)
+        said.append(
+            f"{runs[0].label} makes {number(top)} worker-steps per second, {share} of what its workers can "
+            f"do when none ever waits; they are idle for {idle} of the time."
+        )
+        return " ".join(said)
+    rate = f"{listed([run.label for run in best])} {'makes' if len(best) == 1 else 'make'} the most "
+    rate += f"worker-steps per second: {number(top)}, {share} of what they can do when none ever waits"
+    if reference is not None and reference not in best:
+        slow = reference.result
+        rate += f", and {number(top / slow.steps_per_s)} times as many as {reference.label}, whose workers "
+        rate += f"are idle for {percent(slow.idle_share)} of the time"
+    said.append(f"{rate}.")
+    return " ".join(said)
+
+
+def _first_to_target(runs: Sequence[Run], reference: Run | None) -> str:
+    target = f"{100 * next(run.result.target for run in runs if run.result.target):g} %"
+    reached = sorted(
+        ((run.result.target_s, run) for run in runs if run.result.target_s is not None),
+        key=lambda pair: pair[0],
+    )
+    if not reached:
+        return f"No run reaches the target accuracy of {target}."
+    first_s, first = reached[0]
+    words = f"{first.label} reaches the target accuracy of {target} "
+    words += f"{'first, ' if len(runs) > 1 else ''}after {number(first_s)} s"
+    if reference is not None and reference is not first:
+        slow_s = reference.result.target_s
+        if slow_s is None:
+            words += f"; {reference.label} does not reach it"
+        elif first_s:
+            words += f", {number(slow_s / first_s)} times as fast as {reference.label}"
+    trying = [run for run in runs if run.result.target and run is not reference]
+    late = [run.label for run in trying if run.result.target_s is None]
+    if late:
+        words += f"; {listed(late)} {'does' if len(late) == 1 else 'do'} not reach it in this run"
+    return f"{words}."

@@ -1,0 +1,153 @@
+"""Rules about the code itself: the map, the public names, the documentation that is run."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import freewheel
+from freewheel.cli.main import main
+from freewheel.strategies import ALL
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "freewheel"
+DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "docs/DESIGN.md")]
+
+
+def test_the_map_names_every_room():
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    rooms = {f"src/freewheel/{p.name}/" for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    rooms |= {f"src/freewheel/{p.name}" for p in SOURCE.glob("*.py")}
+    rooms |= {f"tests/{p.parent.name}" for p in (ROOT / "tests").glob("*/test_*.py")}
+    named = set(re.findall(r"`((?:src|tests)/[\w/.]+)`", text))
+    assert named == rooms
+
+
+def test_the_public_names_are_listed_and_exist():
+    assert freewheel.__all__ == sorted(freewheel.__all__, key=lambda n: (not n.isupper(), n))
+    for name in freewheel.__all__:
+        assert getattr(freewheel, name) is not None
+    assert {strategy.__name__ for strategy in ALL.values()} <= set(freewheel.__all__)
+
+
+def test_importing_stays_light():
+    heavy = ["sklearn", "plotly", "networkx", "typer", "rich"]
+    code = f"import sys, freewheel; print([m for m in {heavy} if m in sys.modules])"
+    alone = (
+        "import sys, torch; print([m for m in ['networkx'] if m in sys.modules])"  # torch may bring it along
+    )
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    by_torch = subprocess.run(
+        [sys.executable, "-c", alone], capture_output=True, text=True, check=True
+    ).stdout
+    assert set(ast.literal_eval(loaded)) <= set(ast.literal_eval(by_torch))
+
+
+def test_strategies_know_no_time_and_no_randomness_of_their_own():
+    for path in (SOURCE / "strategies").glob("*.py"):
+        tree = ast.parse(path.read_text())
+        imported = {
+            name.split(".")[0]
+            for node in ast.walk(tree)
+            for name in (
+                [alias.name for alias in node.names]
+                if isinstance(node, ast.Import)
+                else [node.module or ""]
+                if isinstance(node, ast.ImportFrom)
+                else []
+            )
+        }
+        assert imported <= {"__future__", "collections", "dataclasses", "freewheel", "torch", "typing"}, path
+        assert "torch.distributed" not in path.read_text()
+
+
+def test_one_strategy_a_file():
+    for name, strategy in ALL.items():
+        assert strategy.__module__ == f"freewheel.strategies.{name}"
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_strategy_is_documented_and_its_example_runs(name):
+    strategy = ALL[name]
+    text = strategy.__doc__ or ""
+    for part in ("Late, lost and doubled messages:", "Example:", "Reference:"):
+        assert part in text, f"{name}: no {part}"
+    settings = set(vars(strategy()))
+    own = {field for field in settings if field in strategy.__annotations__}
+    for field in own:
+        assert re.search(rf"\b{field}\b", text), f"{name}: the setting {field} is not explained"
+    runner = doctest.DocTestRunner(verbose=False)
+    for test in doctest.DocTestFinder(recurse=False).find(strategy, name, globs={}):
+        assert test.examples
+        runner.run(test)
+    assert runner.summarize(verbose=False).failed == 0
+
+
+def test_the_example_of_simulate_runs():
+    assert doctest.testmod(importlib.import_module("freewheel.api")).failed == 0
+
+
+def blocks(path: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", path.read_text(), flags=re.S)
+
+
+@pytest.mark.parametrize("block", blocks(ROOT / "README.md", "python"))
+def test_what_the_readme_shows_runs(block, capsys):
+    exec(compile(block, "README.md", "exec"), {})
+
+
+COMMANDS = [
+    line for block in blocks(ROOT / "README.md", "bash") for line in block.replace("\\\n", " ").splitlines()
+]
+
+
+@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("freewheel ")])
+def test_the_commands_in_the_readme_run(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", shlex.split(command, comments=True))
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code in (0, None)
+    assert capsys.readouterr().out
+
+
+def test_the_readme_has_exactly_two_set_up_commands():
+    assert [line for line in COMMANDS if line.startswith("make ")] == ["make demo", "make test"]
+
+
+def test_the_readme_names_every_strategy_and_every_dependency():
+    text = (ROOT / "README.md").read_text()
+    project = (ROOT / "pyproject.toml").read_text()
+    needed = re.findall(r'^    "([\w-]+)[<>=]', project.split("optional-dependencies")[0], flags=re.M)
+    assert len(needed) >= 7
+    for name in [*ALL, *needed]:
+        assert re.search(rf"`{name}`", text), f"README.md does not name `{name}`"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(path):
+    for link in re.findall(r"\]\(([^)#]+)\)", path.read_text()):
+        assert link.startswith("http") or (path.parent / link).exists(), f"{path.name}: {link}"
+
+
+def test_contributing_s_example_is_a_strategy_that_works():
+    text = re.search(r"```python\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), flags=re.S)
+    lines = [line[3:] for line in text.group(1).splitlines()]
+    scope = {"dataclass": __import__("dataclasses").dataclass, "Strategy": freewheel.Strategy}
+    scope["at_least"] = freewheel.errors.at_least
+    exec(compile("\n".join(lines), "CONTRIBUTING.md", "exec"), scope)
+    result = freewheel.simulate(scope["Swarm"](every=2), "quadratic", workers=4, steps=300)
+    assert result.loss < 0.2  # from 40
+
+
+def test_modules_stay_readable():
+    for path in SOURCE.rglob("*.py"):
+        assert len(path.read_text().splitlines()) <= 450, path

@@ -1,0 +1,510 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import freewheel as fw
+from freewheel.errors import ConfigError
+from freewheel.observe import report
+from freewheel.observe.report import words
+from freewheel.observe.result import Result, Sample
+
+FIGURES = ["loss-time", "accuracy-time", "loss-steps", "discrepancy-time", "idle", "speed", "staleness"]
+SCENARIO: dict[str, Any] = {
+    "workers": 4,
+    "steps": 100,
+    "compute": {"ms": 10.0, "kind": "constant", "spread": 0.3, "slow": {}, "pauses": (), "trace": ()},
+    "links": {
+        "mbit": 1000.0,
+        "latency_ms": 0.2,
+        "slow": {},
+        "backbone_mbit": None,
+        "workers_per_node": 1,
+        "node_mbit": 1e5,
+        "node_latency_ms": 0.01,
+    },
+    "faults": (),
+    "seed": 7,
+    "gradients": True,
+}
+
+
+def made(strategy: str, settings: dict[str, Any] | None = None, **figures: Any) -> Result:
+    scenario = {**SCENARIO, **figures.pop("scenario", {})}
+    result = Result(
+        strategy=strategy,
+        workers=4,
+        seed=7,
+        virtual_s=1.25,
+        worker_steps=400,
+        steps_per_s=320.0,
+        ideal_share=0.8,
+        idle_share=0.2,
+        staleness_mean=1.5,
+        staleness_max=3.0,
+        discrepancy_max=0.25,
+        bytes_per_step=12_345.0,
+        loss=0.125,
+        accuracy=0.91,
+        trace_sha256="c0ffee" * 10,
+        target=0.9,
+        target_s=0.75,
+        curve=(
+            Sample(0.25, 80, 2.0, 0.4, 0.2, 0.01),
+            Sample(0.75, 240, 0.5, 0.9, 0.0, 0.0),
+            Sample(1.25, 400, 0.125, 0.91, 0.25, 0.02),
+        ),
+        by_worker=({"gradient_norm_max": 3.0, "bytes_out": 100, "messages_out": 1},),
+        settings={
+            "strategy": settings or {},
+            "scenario": scenario,
+            "lr": 0.1,
+            "momentum": 0.0,
+            "model_bytes": 4_000_000,
+            "waits_for": "all",
+            "staleness": "own gradients",
+        },
+    )
+    return dataclasses.replace(result, **figures)
+
+
+def untrained(strategy: str) -> Result:
+    curve = (Sample(0.5, 200, None, None, 0.0, 0.0), Sample(1.25, 400, None, None, 0.0, 0.0))
+    timing = {"scenario": {"gradients": False}, "curve": curve, "target": None, "target_s": None}
+    return made(strategy, loss=None, accuracy=None, discrepancy_max=0.0, **timing)
+
+
+class Page(HTMLParser):
+    """What a test wants to know of a page."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.remote: list[str] = []
+        self.tags: list[str] = []
+        self.said = ""
+        self.scripts: list[str] = []
+        self.rows: list[list[str]] = []
+        self.depth: list[str] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        if tag == "script":
+            self.scripts.append("")
+        if tag == "tr":
+            self.rows.append([])
+        if tag in ("td", "th") and self.rows:
+            self.rows[-1].append("")
+        if tag != "meta":
+            self.depth.append(tag)
+        for name, value in attrs:
+            if name == "id":
+                self.ids.append(value or "")
+            if name in ("src", "href", "action", "data", "poster", "srcset", "xlink:href"):
+                self.remote.append(f"{tag} {name}={value}")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.depth.pop() == tag, f"</{tag}> closes another element"
+
+    def handle_data(self, data: str) -> None:
+        inside = self.depth[-1] if self.depth else ""
+        if inside == "script":
+            self.scripts[-1] += data
+        elif inside != "style":
+            self.said += data
+            if self.rows and self.rows[-1] and {"td", "th"} & set(self.depth):
+                self.rows[-1][-1] += data
+
+    def row(self, first: str, width: int) -> dict[str, str]:
+        """The row of the table with this many columns that begins with this name, by its heads."""
+        heads = next(row for row in self.rows if len(row) == width)
+        return dict(zip(heads, next(row for row in self.rows if row[0] == first), strict=True))
+
+
+def page_of(results: Sequence[Result], title: str = "A title", command: str = "freewheel simulate") -> Page:
+    return Page(report.html(results, title=title, command=command))
+
+
+def figures_of(page: Page) -> dict[str, Any]:
+    figures: dict[str, Any] = json.loads(page.scripts[1])
+    assert list(figures) == [name.removeprefix("figure-") for name in page.ids if name != "figure-data"]
+    return figures
+
+
+# -- the page ------------------------------------------------------------------------------------
+
+
+def test_a_page_has_its_parts_in_order() -> None:
+    page = page_of(
+        [made("allreduce"), made("adpsgd")], title="One slow worker", command="freewheel simulate -n 4"
+    )
+    parts = [
+        "One slow worker",
+        "4 workers with 400 steps in all, 100 each on average. A gradient takes 10 ms. Links of 1,000 Mbit/s "
+        "with 0.2 ms latency. A model of 4 MB. No faults. Seed 7.",
+        "freewheel simulate -n 4",
+        "What you see",
+        "Figures of all runs",
+        "Loss over time",
+        "Measured against theory",
+        "Settings",
+        "Made with",
+    ]
+    places = [page.said.find(part) for part in parts]
+    assert places == sorted(places)
+    assert places[0] >= 0
+    assert "c0ffee" * 10 in page.said
+    assert page.depth == []
+
+
+def test_a_page_asks_for_nothing_from_anywhere() -> None:
+    text = report.html([made("allreduce")], title="t", command="c")
+    page = Page(text)
+    assert page.remote == []
+    assert not {"link", "iframe", "img", "object", "embed", "base", "form"} & set(page.tags)
+    assert "url(" not in re.findall(r"<style>(.*?)</style>", text, re.DOTALL)[0]
+    assert "default-src 'none'" in text
+    own = page.scripts[-1]
+    assert not re.search(r"https?:", own)
+    # Plotly's toolbar has a button that uploads the figure unless it is told not to.
+    assert "showSendToCloud: false" in own
+    assert "displaylogo: false" in own
+
+
+def test_plotly_is_inlined_once() -> None:
+    from plotly.offline import get_plotlyjs
+
+    text = report.html([made("allreduce"), made("adpsgd")], title="t", command="c")
+    assert text.count(get_plotlyjs()[:2000]) == 1
+    assert len(text) < len(get_plotlyjs()) + 60_000
+
+
+def test_what_comes_from_outside_is_escaped() -> None:
+    evil = "</script><script>alert(1)</script>\"'&"
+    scenario = {"faults": ({"kind": evil, "rank": 0, "at_s": 1.0, "peer": None, "factor": 1.0},)}
+    result = made(evil, {"topology": evil, evil: evil}, trace_sha256=evil, scenario=scenario)
+    result.settings.update(waits_for=evil, staleness=evil)
+    page = page_of([result, made("adpsgd")], title=evil, command=evil)
+    assert len(page.scripts) == 3  # plotly, the figures, and the page's own
+    assert not any("alert" in script for script in (page.scripts[0], page.scripts[2]))
+    assert "<" not in page.scripts[1]
+    assert page.said.count(evil) >= 8
+    assert page.depth == []
+    # Plotly reads HTML in its texts, so there it must be escaped once more.
+    data = json.dumps(figures_of(page))
+    assert "<script" not in data
+    assert "&lt;script&gt;" in data
+
+
+# -- figures -------------------------------------------------------------------------------------
+
+
+def test_all_figures_are_there_and_show_every_run() -> None:
+    figures = figures_of(page_of([made("allreduce"), made("adpsgd"), made("none")]))
+    assert list(figures) == FIGURES
+    for name, figure in figures.items():
+        assert {trace["name"] for trace in figure["data"]} == {"allreduce", "adpsgd", "none"}, name
+        assert all(trace["x"] and len(trace["x"]) == len(trace["y"]) for trace in figure["data"]), name
+    assert figures["loss-time"]["layout"]["yaxis"]["type"] == "log"
+    assert figures["loss-time"]["data"][0]["x"] == [0.25, 0.75, 1.25]
+    assert figures["loss-steps"]["data"][0]["x"] == [80, 240, 400]
+    assert figures["loss-steps"]["data"][0]["y"] == [2.0, 0.5, 0.125]
+    assert figures["accuracy-time"]["layout"]["shapes"][0]["y0"] == 0.9
+    assert figures["speed"]["data"][0]["x"] == [pytest.approx(400.0)]  # the ideal, behind the bar
+    assert figures["speed"]["data"][1]["x"] == [320.0]
+
+
+def test_zeros_and_what_rounding_leaves_of_them_are_not_drawn_on_a_log_axis() -> None:
+    curve = (
+        Sample(0.1, 40, 1.0, 0.1, 0.5, 0.0),
+        Sample(0.2, 80, 0.0, 0.1, 0.0, 0.0),
+        Sample(0.3, 120, 1e-9, 0.1, 1e-9, 0.0),
+    )
+    figures = figures_of(page_of([made("sasgd", {"interval": 8, "scale": None}, curve=curve)]))
+    assert figures["discrepancy-time"]["data"][0]["y"] == [0.5]
+    assert figures["loss-time"]["data"][0]["y"] == [1.0, 1e-9]  # a loss may really be that small
+    assert figures["accuracy-time"]["data"][0]["y"] == [0.1, 0.1, 0.1]
+
+
+def test_bars_are_sorted_with_the_best_on_top() -> None:
+    runs = [
+        made(name, idle_share=idle, steps_per_s=rate, staleness_max=stale)
+        for name, idle, rate, stale in [
+            ("a", 0.5, 100.0, 9.0),
+            ("b", 0.1, 300.0, 20.0),
+            ("c", 0.3, 200.0, 1.0),
+        ]
+    ]
+    figures = figures_of(page_of(runs))
+    order = {
+        name: figures[name]["layout"]["yaxis"]["categoryarray"] for name in ("idle", "speed", "staleness")
+    }
+    assert order == {"idle": ["b", "c", "a"], "speed": ["b", "c", "a"], "staleness": ["c", "a", "b"]}
+    top, bottom = reversed(figures["idle"]["layout"]["yaxis"]["range"])
+    assert top < 0 < bottom
+
+
+def test_fifteen_runs_look_different_and_the_same_in_every_figure() -> None:
+    runs = [made(f"strategy{k}") for k in range(15)]
+    text = report.html(runs, title="t", command="c")
+    figures = figures_of(Page(text))
+    looks = {t["name"]: (t["line"]["color"], t["line"]["dash"]) for t in figures["loss-time"]["data"]}
+    assert len(set(looks.values())) == 15
+    for name in ("accuracy-time", "loss-steps", "discrepancy-time"):
+        assert {t["name"]: (t["line"]["color"], t["line"]["dash"]) for t in figures[name]["data"]} == looks
+    for trace in figures["idle"]["data"]:
+        assert trace["marker"]["color"] == looks[trace["name"]][0]
+    chips = re.findall(r'data-run="(\d+)"', text)
+    assert chips == [t["legendgroup"] for t in figures["loss-time"]["data"]]
+
+
+def test_timing_alone_leaves_figures_out_and_says_so() -> None:
+    page = page_of([untrained("allreduce"), untrained("adpsgd")])
+    assert list(figures_of(page)) == ["idle", "speed", "staleness"]
+    assert "measured timing only" in page.said
+    assert page.row("allreduce", 12)["loss"] == "–"
+    assert page.row("allreduce", 12)["discrepancy"] == "–"
+
+
+def test_one_untrained_run_beside_a_trained_one_is_named() -> None:
+    page = page_of([made("allreduce"), untrained("adpsgd")])
+    figures = figures_of(page)
+    assert [trace["name"] for trace in figures["loss-time"]["data"]] == ["allreduce"]
+    assert "adpsgd measured timing only" in page.said
+
+
+def test_a_task_without_accuracy_leaves_one_figure_out() -> None:
+    curve = tuple(dataclasses.replace(s, accuracy=None) for s in made("a").curve)
+    page = page_of([made("allreduce", accuracy=None, target=None, target_s=None, curve=curve)])
+    assert list(figures_of(page)) == [name for name in FIGURES if name != "accuracy-time"]
+    assert "nothing to draw: accuracy over time" in page.said
+
+
+def test_a_single_run_without_samples_along_the_way() -> None:
+    page = page_of([made("adpsgd", curve=made("a").curve[-1:])])
+    assert list(figures_of(page)) == FIGURES
+    assert figures_of(page)["loss-time"]["data"][0]["mode"] == "lines+markers"
+    assert "adpsgd makes 320 worker-steps per second, 80.0 % of what" in page.said
+
+
+# -- tables and words ----------------------------------------------------------------------------
+
+
+def test_the_table_has_all_figures_to_read() -> None:
+    page = page_of([made("adpsgd", bytes_per_step=1_234_567.0, loss=0.000123456, discrepancy_max=1.23e-7)])
+    assert page.row("adpsgd", 13) == {
+        "strategy": "adpsgd",
+        "waits for": "all",
+        "virtual\xa0s": "1.25",
+        "steps/s": "320",
+        "share of\xa0ideal": "80.0 %",
+        "idle": "20.0 %",
+        "staleness mean": "1.50",
+        "staleness max": "3",
+        "discrepancy": "1.23 × 10⁻⁷",
+        "kB/step": "1,235",
+        "loss": "0.000123",
+        "accuracy": "91.0 %",
+        "s to target": "0.750",
+    }
+
+
+def test_the_best_of_each_column_is_marked() -> None:
+    runs = [made("a", steps_per_s=100.0), made("b", steps_per_s=300.0), made("c", steps_per_s=300.0)]
+    text = report.html(runs, title="t", command="c")
+    assert re.findall(r'<td class="best">(.*?)</td>', text) == ["300", "300"]  # elsewhere all are equal
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "–"),
+        (0, "0"),
+        (1, "1"),
+        (1.0, "1"),
+        (-2.5, "-2.50"),
+        (0.1, "0.100"),
+        (12.345, "12.3"),
+        (123.45, "123"),
+        (1234567.8, "1,234,568"),
+        (2e12, "2.00 × 10¹²"),
+        (0.00099, "0.000990"),
+        (9.65e-10, "9.65 × 10⁻¹⁰"),
+        (float("inf"), "∞"),
+        (float("-inf"), "-∞"),
+        (float("nan"), "not a number"),
+    ],
+)
+def test_numbers_can_be_read(value: float | None, text: str) -> None:
+    assert words.number(value) == text
+
+
+def test_the_first_to_the_target_is_named_and_compared() -> None:
+    runs = [
+        made("allreduce", target_s=1.2, steps_per_s=100.0, idle_share=0.75),
+        made("adpsgd", target_s=0.3),
+        made("dasgd", target_s=None),
+    ]
+    said = page_of(runs).said
+    assert (
+        "adpsgd reaches the target accuracy of 90 % first, after 0.300 s, 4 times as fast as allreduce"
+        in said
+    )
+    assert "; dasgd does not reach it in this run." in said
+    assert "adpsgd and dasgd make the most worker-steps per second: 320, 80.0 %" in said
+    assert "3.20 times as many as allreduce, whose workers are idle for 75.0 % of the time." in said
+    assert "No run reaches the target accuracy of 90 %" in page_of([made("adpsgd", target_s=None)]).said
+    assert "target" not in page_of([made("adpsgd", target=None, target_s=None)]).said.split("Settings")[0]
+
+
+def test_the_scenario_is_told_in_words() -> None:
+    fault = {"peer": None, "factor": 1.0, "rank": 3, "at_s": 0.5}
+    scenario = {
+        "compute": {**SCENARIO["compute"], "kind": "lognormal", "slow": {0: 5}, "pauses": ((2, 1.0, 0.5),)},
+        "links": {**SCENARIO["links"], "slow": {1: 10.0}, "backbone_mbit": 100.0, "workers_per_node": 2},
+        "faults": ({**fault, "kind": "crash"}, {**fault, "kind": "cut", "peer": 1}),
+    }
+    said = page_of([made("adpsgd", scenario=scenario)]).said
+    assert (
+        "A gradient takes 10 ms on average, lognormal with a spread of 0.3, worker 0 takes 5 times as long"
+        in said
+    )
+    assert "; worker 2 pauses for 0.5 s at 1 s." in said
+    assert (
+        "worker 1 has 10 times slower ones, through a backbone of 100 Mbit/s, 2 workers on each machine"
+        in said
+    )
+    assert "Worker 3 crashes at 0.5 s; the link of workers 3 and 1 is cut at 0.5 s." in said
+
+
+def test_runs_of_one_strategy_are_told_apart() -> None:
+    four, eight = made("sasgd", {"interval": 4, "scale": None}), made("sasgd", {"interval": 8, "scale": None})
+    page = page_of([four, eight, eight, made("adpsgd")])
+    names = [trace["name"] for trace in figures_of(page)["loss-time"]["data"]]
+    assert names == ["sasgd:interval=4", "sasgd:interval=8 (1)", "sasgd:interval=8 (2)", "adpsgd"]
+
+
+def test_runs_of_different_scenarios_are_told_apart() -> None:
+    slow = {"compute": {**SCENARIO["compute"], "slow": {0: 5.0}}}
+    page = page_of([made("adpsgd"), made("adpsgd", scenario=slow)])
+    names = [trace["name"] for trace in figures_of(page)["loss-time"]["data"]]
+    assert names == ["adpsgd:compute.slow=–", "adpsgd:compute.slow.0=5.0"]
+    assert "The runs differ in compute.slow and compute.slow.0; their settings are below." in page.said
+    assert "Scenario of all runs" not in page.said
+
+
+def test_theory_is_compared_and_a_broken_bound_is_named_in_words() -> None:
+    good = made("nodelay", {"tau": 8}, staleness_max=8.0, idle_share=0.0)
+    page = page_of([good])
+    assert "All 3 hold." in page.said
+    assert ["nodelay", "largest staleness", "8 steps", "at most 8 steps", "1", "✓ yes"] in [
+        row[:6] for row in page.rows
+    ]
+    assert "✗" not in page.said
+    page = page_of([dataclasses.replace(good, staleness_max=10.0), made("dpsgd")])
+    assert "1 of 3 does not hold." in page.said
+    assert ["nodelay", "largest staleness", "10 steps", "at most 8 steps", "1.25", "✗ no"] in [
+        row[:6] for row in page.rows
+    ]
+    assert "No theory speaks about" in page_of([made("dpsgd")]).said
+
+
+def test_settings_show_how_fast_a_topology_mixes() -> None:
+    page = page_of([made("adpsgd", {"topology": "ring"})])
+    mixing = {row[0]: row[1] for row in page.rows if len(row) == 2}
+    assert mixing["strategy.topology"] == "ring"
+    assert mixing["ρ of the topology (AD-PSGD, assumption 3)"] == "0.750"  # 1 - (1 - cos(2π/4))/4
+    assert mixing["spectral gap of the topology"] == "0.667"
+    custom = page_of([made("adpsgd", {"topology": "Topology(name='mine', size=4)"})])
+    assert "spectral gap" not in custom.said
+
+
+def test_a_report_needs_a_result() -> None:
+    with pytest.raises(ConfigError, match="at least one result"):
+        report.html([], title="t", command="c")
+
+
+# -- the file ------------------------------------------------------------------------------------
+
+
+def test_a_report_is_written_into_folders_that_are_made(tmp_path: Path) -> None:
+    path = tmp_path / "runs" / "first" / "report.html"
+    report.write(path, [made("adpsgd")], title="t", command="c")
+    assert path.read_text(encoding="utf-8") == report.html([made("adpsgd")], title="t", command="c")
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("broken", ["html", "write", "replace"])
+def test_a_report_that_fails_leaves_the_old_one_untouched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, broken: str
+) -> None:
+    path = tmp_path / "report.html"
+    path.write_text("the old one")
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def half(self: Path, text: str, **_: Any) -> None:
+        with self.open("w") as file:
+            file.write(text[:1000])
+        fail()
+
+    if broken == "html":
+        monkeypatch.setattr(report, "theory_table", fail)
+    elif broken == "write":
+        monkeypatch.setattr(Path, "write_text", half)
+    else:
+        monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises((ConfigError, OSError), match="No space left"):
+        report.write(path, [made("adpsgd")], title="t", command="c")
+    assert path.read_text() == "the old one"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "file" / "report.html"))):
+        report.write(tmp_path / "file" / "report.html", [made("adpsgd")], title="t", command="c")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        report.write(tmp_path, [made("adpsgd")], title="t", command="c")
+
+
+def test_a_link_stays_a_link(tmp_path: Path) -> None:
+    target, link = tmp_path / "target.html", tmp_path / "link.html"
+    target.write_text("old")
+    link.symlink_to(target)
+    report.write(link, [made("adpsgd")], title="t", command="c")
+    assert link.is_symlink()
+    assert target.read_text().startswith("<!doctype html>")
+
+
+def test_what_is_no_file_is_written_to_and_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    monkeypatch.setattr(report, "html", lambda *_, **__: "a page that fits into a pipe")
+    report.write(pipe, [made("adpsgd")], title="t", command="c")
+    assert os.read(reader, 100) == b"a page that fits into a pipe"
+    os.close(reader)
+    assert list(tmp_path.iterdir()) == [pipe]
+    assert pipe.is_fifo()
+
+
+def test_a_simulated_run_makes_a_report() -> None:
+    results = [fw.simulate(name, "quadratic", workers=4, steps=20) for name in ("allreduce", "adpsgd")]
+    page = page_of(results)
+    assert list(figures_of(page)) == [name for name in FIGURES if name != "accuracy-time"]
+    assert page.row("adpsgd", 12)["waits for"] == "nobody"
+    assert "✗" not in page.said
