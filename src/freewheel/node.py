@@ -188,6 +188,11 @@ class Node:
         who, tag = self._gathering("broadcast", members, tag)
         return (await collectives.broadcast(self._fabric, who, root, vector, tag)).payload
 
+    @property
+    def exchanges(self) -> int:
+        """How many exchanges this worker has taken part in, whoever began them."""
+        return self.counters.exchanges["done"]
+
     async def exchange(self, peer: int) -> bool:
         """Swap snapshots with a peer; both add `Strategy.meet` of the two. False: busy, or gone."""
         return await self._exchanges.call(peer)

@@ -27,8 +27,11 @@ class ADPSGD(Strategy):
     The two corrections sum to zero, so the mean of all replicas moves only by the optimizers' updates,
     whatever steps fall in between.
 
+    Each worker takes part in about one exchange a step: it calls a neighbour after a step in which no
+    other worker has called it.
+
     Settings: topology (who may meet whom), tries (neighbours asked before the worker lets a step pass
-    without an exchange of its own), every (steps between two exchanges of its own).
+    without an exchange), every (steps for each exchange).
     Late, lost and doubled messages: a late peer delays only the pair's own exchange, never a step. A peer
     lost before both have both snapshots: neither corrects. See fabric/exchange.py.
 
@@ -62,13 +65,16 @@ class ADPSGD(Strategy):
         return (theirs - mine).mul_(0.5)
 
     async def background(self, node: Node) -> None:
-        """One exchange of its own for each step, with the first free one of a few random neighbours."""
+        """One exchange for each step, with the first free one of a few random neighbours."""
         graph = topology.resolve(self.topology, node.world_size)
         if not graph.initiates(node.rank):
             return
         while True:
-            await node.next_step()
-            if node.steps % self.every == 0:
-                for peer, _ in zip(node.peers(graph), range(self.tries), strict=False):
-                    if await node.exchange(peer):
-                        break
+            before = node.exchanges
+            for _ in range(self.every):
+                await node.next_step()
+            if node.exchanges > before:
+                continue  # another worker called: that was this worker's exchange
+            for peer, _ in zip(node.peers(graph), range(self.tries), strict=False):
+                if await node.exchange(peer):
+                    break
