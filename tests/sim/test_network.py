@@ -94,6 +94,13 @@ def test_a_slow_worker_s_link_is_slow_both_ways_and_only_its_own():
     assert arrived[1] == pytest.approx(2 * MESSAGE_S + 0.005)  # behind the other in the sender's port only
 
 
+def test_the_way_out_may_be_slower_than_the_way_in():
+    w = wire(3, out_mbit=0.8)
+    ends = play(w, send(w, 1, 0), send(w, 2, 0), receive(w, 1, 0), receive(w, 2, 0))
+    assert ends[2] == pytest.approx(10 * MESSAGE_S + 0.005)
+    assert ends[3] == pytest.approx(10 * MESSAGE_S + 0.005, rel=0.11)  # the way in is shared and fast
+
+
 def test_a_backbone_is_shared_by_all():
     w = wire(4, backbone_mbit=8.0)
     arrived = play(w, send(w, 0, 1), send(w, 2, 3), receive(w, 0, 1), receive(w, 2, 3))[2:]

@@ -45,6 +45,15 @@ def test_a_trace_from_a_file_is_repeated(tmp_path):
     assert compute.ideal_rate(2) == pytest.approx(1 / 0.02 + 1 / 0.03)
 
 
+def test_one_worker_may_have_a_model_of_its_own():
+    own = fw.Compute(ms=40, kind="uniform", spread=0.5)
+    compute = fw.Compute(ms=20, of={1: own}, slow={1: 2})
+    assert set(times(compute, 0)) == {0.02}
+    assert len(set(times(compute, 1))) > 100
+    assert statistics.fmean(times(compute, 1)) == pytest.approx(compute.mean_s(1), rel=0.05) == 0.08
+    assert compute.ideal_rate(2) == pytest.approx(1 / 0.02 + 1 / 0.08)
+
+
 def test_a_pause_holds_a_worker_up_once():
     usual = fw.simulate("none", "quadratic", workers=1, steps=10)
     paused = fw.simulate(

@@ -42,9 +42,12 @@ def simulate(
     seed: Annotated[int, typer.Option(help="One seed, one run.")] = 0,
     compute_ms: Annotated[float, typer.Option(help="Mean time of a gradient.")] = 10.0,
     compute: Annotated[
-        str,
-        typer.Option(help="constant, uniform:0.3, exponential, lognormal:0.3 or trace:FILE (ms per step)."),
-    ] = "constant",
+        list[str] | None,
+        typer.Option(
+            help="constant, uniform:0.3, exponential, lognormal:0.3 or trace:FILE (ms per step); "
+            "RANK=MODEL for one worker; repeatable."
+        ),
+    ] = None,
     slow: Annotated[
         list[str] | None, typer.Option(help="RANK:FACTOR, this worker computes slower; repeatable.")
     ] = None,
@@ -52,6 +55,7 @@ def simulate(
         list[str] | None, typer.Option(help="RANK:AT_S:FOR_S, this worker stops for a while.")
     ] = None,
     link_mbit: Annotated[float, typer.Option(help="Bandwidth of each worker, in and out.")] = 1000.0,
+    out_mbit: Annotated[float | None, typer.Option(help="Bandwidth out, where it differs.")] = None,
     latency_ms: Annotated[float, typer.Option(help="Latency of every link.")] = 0.2,
     slow_link: Annotated[
         list[str] | None, typer.Option(help="RANK:FACTOR, this worker's link is slower.")
@@ -94,14 +98,10 @@ def simulate(
         workers=workers,
         steps=steps,
         seed=seed,
-        compute=Compute.parse(
-            compute,
-            ms=compute_ms,
-            slow={rank: factor for rank, (factor,) in _many("--slow", slow, 1)},
-            pauses=[(rank, *numbers) for rank, numbers in _many("--pause", pause, 2)],
-        ),
+        compute=_compute(compute or [], compute_ms, slow, pause),
         links=Links(
             mbit=link_mbit,
+            out_mbit=out_mbit,
             latency_ms=latency_ms,
             slow={rank: factor for rank, (factor,) in _many("--slow-link", slow_link, 1)},
             backbone_mbit=backbone_mbit,
@@ -138,6 +138,28 @@ def simulate(
             console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
     if stopped:
         raise RunStopped("; ".join(stopped))
+
+
+def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[str] | None) -> Compute:
+    """The compute times of all workers, from a model for all and models for single ones."""
+    common, own = "constant", {}
+    for text in models:
+        rank, sign, model = text.partition("=")
+        if not sign:
+            common = text
+        elif rank.isdecimal():
+            own[int(rank)] = Compute.parse(model, ms=ms)
+        else:
+            raise ConfigError(
+                f"cannot read --compute {text!r}: write MODEL or RANK=MODEL, as in 3=exponential."
+            )
+    return Compute.parse(
+        common,
+        ms=ms,
+        slow={rank: factor for rank, (factor,) in _many("--slow", slow, 1)},
+        pauses=[(rank, *numbers) for rank, numbers in _many("--pause", pause, 2)],
+        of=own,
+    )
 
 
 def _run_all(

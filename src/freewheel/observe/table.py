@@ -39,7 +39,7 @@ def results_tables(results: Sequence[Result], width: int) -> list[Table]:
     learning: list[tuple[str, list[str]]] = [
         ("stale mean", [short(r.staleness_mean) for r in results]),
         ("stale max", [short(r.staleness_max) for r in results]),
-        ("discrepancy", [short(r.discrepancy_max) for r in results]),
+        ("discrepancy", [short(r.discrepancy_max) if r.loss is not None else "–" for r in results]),
         ("loss", [short(r.loss) for r in results]),
         ("accuracy", [share(r.accuracy) for r in results]),
     ]

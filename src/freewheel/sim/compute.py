@@ -33,6 +33,8 @@ class Compute:
     """(rank, at_s, for_s): a step that begins after at_s is held up once by for_s."""
     trace: Sequence[Sequence[float]] = ()
     """For kind "trace": rows of step times in ms, one column for all workers or one for each; repeated."""
+    of: Mapping[int, Compute] = field(default_factory=dict)
+    """Rank to a model of its own; `slow` and `pauses` of the whole still count."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -71,7 +73,8 @@ class Compute:
 
     def check(self, workers: int) -> None:
         """Refuse slow or paused workers that do not exist, and a trace of another width."""
-        for what, ranks in (("slow", self.slow), ("paused", [rank for rank, _, _ in self.pauses])):
+        paused = [rank for rank, _, _ in self.pauses]
+        for what, ranks in (("slow", self.slow), ("paused", paused), ("specially computing", self.of)):
             for rank in ranks:
                 if not 0 <= rank < workers:
                     raise ConfigError(
@@ -85,14 +88,11 @@ class Compute:
 
     def mean_s(self, rank: int) -> float:
         """The mean time of a step in seconds, pauses left out."""
-        if self.kind == "trace":
-            return (
-                sum(row[rank % len(row)] for row in self.trace)
-                / len(self.trace)
-                / 1e3
-                * self.slow.get(rank, 1.0)
-            )
-        return self.ms / 1e3 * self.slow.get(rank, 1.0)
+        model = self.of.get(rank, self)
+        mean_ms = model.ms
+        if model.kind == "trace":
+            mean_ms = sum(row[rank % len(row)] for row in model.trace) / len(model.trace)
+        return mean_ms / 1e3 * self.slow.get(rank, 1.0)
 
     def ideal_rate(self, workers: int) -> float:
         """Σ 1/t_i: steps per second of all workers if nobody ever waited."""
@@ -103,10 +103,10 @@ class Clockwork:
     """One worker's step times."""
 
     def __init__(self, compute: Compute, rank: int, rng: random.Random) -> None:
-        self.compute, self.rank, self.rng = compute, rank, rng
-        self.mean_s = compute.mean_s(rank)
-        self.factor = 1.0
-        """How many times slower a fault has made this worker."""
+        self.rank, self.rng = rank, rng
+        self.model = compute.of.get(rank, compute)
+        self.factor = compute.slow.get(rank, 1.0)
+        """How many times slower this worker is; a fault may change it."""
         self.steps = 0
         self.pauses = sorted(
             ((at_s, for_s) for who, at_s, for_s in compute.pauses if who == rank), reverse=True
@@ -114,21 +114,21 @@ class Clockwork:
 
     def next_s(self, now: float) -> tuple[float, float]:
         """How long the next gradient takes, and a pause before it, in seconds."""
-        compute = self.compute
         pause = 0.0
         while self.pauses and self.pauses[-1][0] <= now:
             pause += self.pauses.pop()[1]
-        if compute.kind == "constant":
-            took = self.mean_s
-        elif compute.kind == "uniform":
-            took = self.mean_s * self.rng.uniform(1 - compute.spread, 1 + compute.spread)
-        elif compute.kind == "exponential":
-            took = self.rng.expovariate(1.0) * self.mean_s
-        elif compute.kind == "lognormal":
-            took = self.mean_s * self.rng.lognormvariate(-(compute.spread**2) / 2, compute.spread)
+        model, mean_s = self.model, self.model.ms / 1e3
+        if model.kind == "constant":
+            took = mean_s
+        elif model.kind == "uniform":
+            took = mean_s * self.rng.uniform(1 - model.spread, 1 + model.spread)
+        elif model.kind == "exponential":
+            took = mean_s * self.rng.expovariate(1.0)
+        elif model.kind == "lognormal":
+            took = mean_s * self.rng.lognormvariate(-(model.spread**2) / 2, model.spread)
         else:
-            row = compute.trace[self.steps % len(compute.trace)]
-            took = row[self.rank % len(row)] / 1e3 * compute.slow.get(self.rank, 1.0)
+            row = model.trace[self.steps % len(model.trace)]
+            took = row[self.rank % len(row)] / 1e3
         self.steps += 1
         return took * self.factor, pause
 

@@ -26,6 +26,8 @@ class Links:
     """What the network is like; speeds in Mbit/s, times in ms."""
 
     mbit: float = 1000.0
+    """Of every worker's port in, and of its port out unless that has a speed of its own."""
+    out_mbit: float | None = None
     latency_ms: float = 0.2
     slow: Mapping[int, float] = field(default_factory=dict)
     """Rank to factor: this worker's ports are that many times slower."""
@@ -36,7 +38,8 @@ class Links:
     node_latency_ms: float = 0.01
 
     def __post_init__(self) -> None:
-        for name, value in (("link", self.mbit), ("backbone", self.backbone_mbit), ("node", self.node_mbit)):
+        speeds = {"link": self.mbit, "outgoing": self.out_mbit, "backbone": self.backbone_mbit}
+        for name, value in (*speeds.items(), ("node", self.node_mbit)):
             if value is not None and not (value > 0 and math.isfinite(value)):
                 raise ConfigError(f"the {name} bandwidth must be above 0 Mbit/s, not {value:g}.")
         for name, value in (("latency", self.latency_ms), ("latency inside a node", self.node_latency_ms)):
@@ -78,9 +81,9 @@ class Network:
     def __init__(self, links: Links, workers: int) -> None:
         links.check(workers)
         self.links = links
-        speeds = [links.mbit / links.slow.get(rank, 1.0) for rank in range(workers)]
-        self.out = [Port(mbit) for mbit in speeds]
-        self.into = [Port(mbit) for mbit in speeds]
+        slow = [links.slow.get(rank, 1.0) for rank in range(workers)]
+        self.out = [Port((links.out_mbit or links.mbit) / factor) for factor in slow]
+        self.into = [Port(links.mbit / factor) for factor in slow]
         self.local_out = [Port(links.node_mbit) for _ in range(workers)]
         self.local_into = [Port(links.node_mbit) for _ in range(workers)]
         self.backbone = Port(links.backbone_mbit) if links.backbone_mbit else None
