@@ -107,6 +107,11 @@ def refused(make, message):
         (lambda: fw.Fault.parse("slow:1@1"), r"how many times slower, as in slow:1x10@1"),
         (lambda: fw.Fault.parse("crash:1@1e"), r"cannot read the (numbers|fault)"),
         (lambda: fw.Scenario(workers=3, faults=[fw.Fault("crash", 3, 1)]), r"no worker 3, only 0 to 2"),
+        (lambda: fw.Scenario(faults=[fw.Fault("restart", 3, 1)]), r"restart:3@1: worker 3 lives then"),
+        (
+            lambda: fw.Scenario(faults=[fw.Fault("crash", 3, 2), fw.Fault("crash", 3, 1)]),
+            r"crash:3@2: worker 3 is dead then",
+        ),
     ],
 )
 def test_wrong_values_are_refused_with_what_is_allowed(make, message):

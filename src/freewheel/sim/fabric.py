@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from freewheel.errors import PeerLost
 from freewheel.fabric.base import Message, Note, Tag
+from freewheel.fabric.mailbox import Mailbox
 from freewheel.observe.counters import Counters
 from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.links import Network
@@ -100,19 +98,13 @@ class Flight:
     left: asyncio.Future[None] | None
 
 
-class VirtualFabric:
+class VirtualFabric(Mailbox):
     """One worker's end of the virtual network, for one life."""
 
     def __init__(self, wire: Wire, rank: int) -> None:
-        self.wire, self.rank, self.world_size = wire, rank, wire.workers
+        super().__init__(rank)
+        self.wire, self.world_size = wire, wire.workers
         self.counters = Counters()
-        self.members: tuple[int, ...] = (rank,)
-        self._reach = {rank}  # the same, for looking up
-        self._lost: dict[int, str] = {}
-        self._boxes: dict[Tag, deque[Message]] = {}
-        self._waiters: dict[Tag, list[tuple[int | None, Sequence[int], asyncio.Future[Message]]]] = {}
-
-    # -- the contract of a fabric --
 
     def send(
         self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()
@@ -122,70 +114,17 @@ class VirtualFabric:
         A message that fits into the latency's worth of bandwidth leaves at once. A longer one leaves no
         faster than the receiver's port takes it in: that is TCP's flow control.
         """
-        if peer not in self._reach:
-            raise PeerLost(peer, self._lost.get(peer, "not there"))
+        self.need(peer)
         left: asyncio.Future[None] = self.wire.loop.create_future()
         self._transmit(peer, tag, vector, note, left)
         return left
 
     def post(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> None:
         """Send without waiting; a message to a peer that is gone is dropped and counted."""
-        if peer not in self._reach:
+        if not self.reaches(peer):
             self.counters.messages_dropped += 1
             return
         self._transmit(peer, tag, vector, note, None)
-
-    async def receive(self, tag: Tag, peer: int | None = None, among: Sequence[int] = ()) -> Message:
-        """Wait for the next message with this tag; see Fabric.receive."""
-        box = self._boxes.get(tag)
-        if box:
-            for at, message in enumerate(box):
-                if peer is None or message.sender == peer:
-                    del box[at]
-                    if not box:
-                        del self._boxes[tag]
-                    return message
-        for needed in (peer,) if peer is not None else among:
-            if needed not in self._reach:
-                raise PeerLost(needed, self._lost.get(needed, "not there"))
-        future: asyncio.Future[Message] = self.wire.loop.create_future()
-        waiter = (peer, among, future)
-        self._waiters.setdefault(tag, []).append(waiter)
-        try:
-            return await future
-        finally:
-            waiters = self._waiters[tag]
-            waiters.remove(waiter)
-            if not waiters:
-                del self._waiters[tag]
-
-    def forget(self, tag: Tag) -> None:
-        """Drop what has arrived with this tag and nobody received."""
-        self._boxes.pop(tag, None)
-
-    # -- members come and go --
-
-    def gain(self, peer: int) -> None:
-        """A peer is within reach."""
-        self._lost.pop(peer, None)
-        self._reach.add(peer)
-        self.members = tuple(sorted(self._reach))
-
-    def lose(self, peer: int, why: str) -> None:
-        """A peer is gone: whoever waits for it is told."""
-        if peer not in self._reach:
-            return
-        self._lost[peer] = why
-        self._reach.discard(peer)
-        self.members = tuple(sorted(self._reach))
-        for waiters in list(self._waiters.values()):
-            for awaited, among, future in waiters:
-                if (peer == awaited or peer in among) and not future.done():
-                    future.set_exception(PeerLost(peer, why))
-
-    def waits(self) -> list[tuple[int | None, Tag]]:
-        """Whom this worker waits for, and for what."""
-        return [(peer, tag) for tag, waiters in self._waiters.items() for peer, _, _ in waiters]
 
     # -- through the ports --
 
@@ -195,7 +134,7 @@ class VirtualFabric:
         wire, loop = self.wire, self.wire.loop
         message = Message(self.rank, tag, vector, note)
         if peer == self.rank:  # a worker that talks to itself (the server's own training) uses no network
-            loop.call_soon(self._deliver, message)
+            loop.call_soon(self.deliver, message)
             if left is not None:
                 left.set_result(None)
             return
@@ -248,11 +187,4 @@ class VirtualFabric:
         if not alive or flight.target is None or (self.rank, peer) in wire.cut:
             return
         wire.trace.add((wire.loop.time(), "land", self.rank, peer, message.tag))
-        flight.target._deliver(message)
-
-    def _deliver(self, message: Message) -> None:
-        for peer, _, future in self._waiters.get(message.tag, ()):
-            if (peer is None or peer == message.sender) and not future.done():
-                future.set_result(message)
-                return
-        self._boxes.setdefault(message.tag, deque()).append(message)
+        flight.target.deliver(message)

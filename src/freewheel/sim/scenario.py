@@ -50,5 +50,18 @@ class Scenario:
             raise ConfigError(f"the target accuracy must lie between 0 and 1, not {self.target:g}.")
         self.compute.check(self.workers)
         self.links.check(self.workers)
-        for fault in self.faults:
+        self._check_faults()
+
+    def _check_faults(self) -> None:
+        """Refuse faults of workers that do not exist, or do not live at that time."""
+        dead: set[int] = set()
+        for fault in sorted(self.faults, key=lambda fault: fault.at_s):
             fault.check(self.workers)
+            if fault.kind == "restart":
+                if fault.rank not in dead:
+                    raise ConfigError(f"fault {fault}: worker {fault.rank} lives then; let it crash before.")
+                dead.remove(fault.rank)
+            elif fault.kind in ("crash", "slow") and fault.rank in dead:
+                raise ConfigError(f"fault {fault}: worker {fault.rank} is dead then; restart it before.")
+            if fault.kind == "crash":
+                dead.add(fault.rank)
