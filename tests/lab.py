@@ -10,6 +10,7 @@ import torch
 import freewheel as fw
 from freewheel import strategies, tasks
 from freewheel.sim.driver import Simulation
+from freewheel.sim.worker import SimulatedWorker
 
 FAST = fw.Links(mbit=1e6, latency_ms=1e-4)
 """A network too fast to matter."""
@@ -39,9 +40,9 @@ def after_every_step(simulation: Simulation, look: Callable[[], None]) -> None:
     """Call `look` whenever a worker has completed a step."""
     inner = simulation._stepped
 
-    def stepped() -> None:
+    def stepped(worker: SimulatedWorker) -> None:
         look()
-        inner()
+        inner(worker)
 
     simulation._stepped = stepped  # type: ignore[method-assign]
 

@@ -35,6 +35,8 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
             raise ConfigError(
                 f"cannot read {item!r} in {spec!r}. Write settings as NAME:key=value:key=value."
             )
+        if key.strip() in settings:
+            raise ConfigError(f"{key.strip()!r} is given twice in {spec!r}; give it once.")
         settings[key.strip()] = value.strip()
     return name.strip(), settings
 

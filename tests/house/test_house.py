@@ -65,7 +65,15 @@ def test_strategies_know_no_time_and_no_randomness_of_their_own():
                 else []
             )
         }
-        assert imported <= {"__future__", "collections", "dataclasses", "freewheel", "torch", "typing"}, path
+        assert imported <= {
+            "__future__",
+            "collections",
+            "dataclasses",
+            "freewheel",
+            "math",
+            "torch",
+            "typing",
+        }, path
         assert "torch.distributed" not in path.read_text()
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import re
@@ -454,19 +455,22 @@ def test_a_report_that_fails_leaves_the_old_one_untouched(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    def half(self: Path, text: str, **_: Any) -> None:
-        with self.open("w") as file:
-            file.write(text[:1000])
-        fail()
+    class Full(io.StringIO):
+        write = fail
+
+    def half(path: Path, *_: Any, **__: Any) -> Any:
+        path.touch()
+        return Full()
 
     if broken == "html":
         monkeypatch.setattr(report, "theory_table", fail)
     elif broken == "write":
-        monkeypatch.setattr(Path, "write_text", half)
+        monkeypatch.setattr(Path, "open", half)
     else:
         monkeypatch.setattr(os, "replace", fail)
     with pytest.raises((ConfigError, OSError), match="No space left"):
         report.write(path, [made("adpsgd")], title="t", command="c")
+    monkeypatch.undo()
     assert path.read_text() == "the old one"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 import typer
 from rich.table import Table
@@ -61,10 +62,19 @@ def _root(
 def main() -> None:
     """Run a command; a mistake of the user's is one line and exit code 2."""
     try:
-        app()
+        sys.exit(app(standalone_mode=False))
     except FreewheelError as error:
-        print(f"freewheel: {error}", file=sys.stderr)
-        sys.exit(2)
+        _complain(str(error))
     except KeyboardInterrupt:
         print("freewheel: interrupted", file=sys.stderr)
         sys.exit(130)
+    except Exception as error:
+        # The option parser's word on a wrong option; anything else is our bug and keeps its traceback.
+        if not hasattr(error, "format_message"):
+            raise
+        _complain(error.format_message())
+
+
+def _complain(message: str) -> NoReturn:
+    print(message if message.startswith("Usage:") else f"freewheel: {message}", file=sys.stderr)
+    sys.exit(2)

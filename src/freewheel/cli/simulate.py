@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from freewheel import strategies, tasks
 from freewheel.cli.console import output
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.observe.files import check_writable, open_text, write_whole
+from freewheel.observe.files import check_writable, open_whole, write_whole
 from freewheel.observe.result import Result
 from freewheel.observe.table import results_tables
 from freewheel.sim.compute import Compute
@@ -170,7 +170,7 @@ def _run_all(
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     errors = Console(stderr=True)
     # On stderr, so that a table sent into a file stays a table.
-    file = contextlib.nullcontext() if trace is None else open_text(trace)
+    file = contextlib.nullcontext() if trace is None else open_whole(trace)
     with (
         Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars,
         file as trace_file,
@@ -202,7 +202,11 @@ def _with_topology(chosen: list[Strategy], topology: str | None) -> list[Strateg
 
 
 def _many(option: str, texts: list[str] | None, numbers: int) -> list[tuple[int, tuple[float, ...]]]:
-    return [_rank_and_numbers(option, text, numbers) for text in texts or []]
+    read = [_rank_and_numbers(option, text, numbers) for text in texts or []]
+    twice = {rank for rank, _ in read if [r for r, _ in read].count(rank) > 1}
+    if twice and numbers == 1:
+        raise ConfigError(f"{option} is given twice for worker {min(twice)}; give it once.")
+    return read
 
 
 def _rank_and_numbers(option: str, text: str, numbers: int) -> tuple[int, tuple[float, ...]]:

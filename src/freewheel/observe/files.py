@@ -2,39 +2,44 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
 from freewheel.errors import ConfigError
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file in one act; make the folder if it is missing."""
+@contextlib.contextmanager
+def open_whole(path: Path) -> Iterator[TextIO]:
+    """Open a text file that takes its place when it is complete; an error leaves what was there before."""
     try:
         target = path.resolve()
         if target.exists() and not target.is_file():
             # A folder refuses; /dev/null and its like take the text and must not be replaced by a file.
-            target.write_text(text, encoding="utf-8")
+            with target.open("w", encoding="utf-8") as file:
+                yield file
             return
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f".{target.name}.{os.getpid()}.part")
         try:
-            part.write_text(text, encoding="utf-8")
+            with part.open("w", encoding="utf-8") as file:
+                yield file
             os.replace(part, target)
         finally:
             part.unlink(missing_ok=True)
     except OSError as error:
-        raise _cannot_write(path, error) from None
+        why = error.strerror or error
+        raise ConfigError(
+            f"cannot write {str(path)!r}: {why}. Give a file in a folder that can be written to."
+        ) from None
 
 
-def open_text(path: Path) -> TextIO:
-    """Open a text file for writing as one goes; make the folder if it is missing."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise _cannot_write(path, error) from None
+def write_whole(path: Path, text: str) -> None:
+    """Write a text file in one act; make the folder if it is missing."""
+    with open_whole(path) as file:
+        file.write(text)
 
 
 def check_writable(path: Path | None) -> None:
@@ -48,8 +53,3 @@ def check_writable(path: Path | None) -> None:
         folder = folder.parent
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         raise ConfigError(f"cannot write {str(path)!r}: {str(folder)!r} is not a folder one can write to.")
-
-
-def _cannot_write(path: Path, error: OSError) -> ConfigError:
-    why = error.strerror or error
-    return ConfigError(f"cannot write {str(path)!r}: {why}. Give a file in a folder that can be written to.")

@@ -45,7 +45,7 @@ class Compute:
             raise ConfigError(
                 f"the spread of uniform compute times must lie between 0 and 1, not {self.spread:g}."
             )
-        if self.spread < 0:
+        if not (self.spread >= 0 and math.isfinite(self.spread)):
             raise ConfigError(f"the spread of compute times must be 0 or more, not {self.spread:g}.")
         if self.kind == "trace" and not self.trace:
             raise ConfigError("compute times from a trace need a file with at least one row: trace:FILE.")
@@ -53,7 +53,7 @@ class Compute:
             if not (factor > 0 and math.isfinite(factor)):
                 raise ConfigError(f"the slowness of worker {rank} must be above 0, not {factor:g}.")
         for rank, at_s, for_s in self.pauses:
-            if at_s < 0 or for_s < 0:
+            if not (at_s >= 0 and for_s >= 0 and math.isfinite(at_s + for_s)):
                 raise ConfigError(f"the pause of worker {rank} must have times of 0 s or more.")
 
     @classmethod
@@ -62,6 +62,8 @@ class Compute:
         kind, _, value = text.partition(":")
         if kind == "trace":
             return cls(kind=kind, trace=read_trace(value), **rest)  # type: ignore[arg-type]
+        if kind in ("constant", "exponential") and value:
+            raise ConfigError(f"compute times that are {kind} have no spread; write {kind!r}, not {text!r}.")
         if not value:
             return cls(kind=kind, **rest)  # type: ignore[arg-type]
         try:
@@ -137,8 +139,9 @@ def read_trace(path: str) -> list[list[float]]:
     """Step times in ms: JSON (a list of numbers or of rows), or lines of numbers split by space or comma."""
     try:
         text = Path(path).read_text()
-    except OSError as error:
-        raise ConfigError(f"cannot read the trace of step times {path!r}: {error.strerror}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is not text"
+        raise ConfigError(f"cannot read the trace of step times {path!r}: {why}.") from None
     try:
         rows = (
             json.loads(text)
@@ -154,6 +157,6 @@ def read_trace(path: str) -> list[list[float]]:
         raise ConfigError(
             f"the trace {path!r} must hold numbers: step times in ms, one row for each step."
         ) from None
-    if not trace or any(not row or min(row) <= 0 for row in trace):
+    if not trace or any(not row or not all(0 < ms < math.inf for ms in row) for row in trace):
         raise ConfigError(f"the trace {path!r} must hold at least one step time, each above 0 ms.")
     return trace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
@@ -76,6 +77,7 @@ class Simulation:
         self.workers: dict[int, SimulatedWorker] = {}
         for rank in range(scenario.workers):
             self.workers[rank] = self._worker(rank)
+        self.last = self.workers[0]
         self.judge = self._study(0) if scenario.gradients else None
 
     # -- running --
@@ -99,8 +101,8 @@ class Simulation:
             self._advance()
             if self.finished_s is None:
                 raise self._standstill()
-            for fault in faults:
-                fault.cancel()
+            for timer in faults:
+                timer.cancel()
             for worker in self.workers.values():
                 worker.end_training()
             self._advance()
@@ -119,8 +121,9 @@ class Simulation:
             failure, self.failure = self.failure, None
             raise failure
 
-    def _stepped(self) -> None:
+    def _stepped(self, worker: SimulatedWorker) -> None:
         """A worker has completed a step."""
+        self.last = worker
         self.completed += 1
         done = self.completed
         if done % self.scenario.workers == 0:
@@ -246,10 +249,15 @@ class Simulation:
         if self.judge is not None:
             self.judge.replica.load(self._answer())
             loss, accuracy = self.task.evaluate(self.judge.model)
-            if loss != loss or abs(loss) == float("inf"):
+            if not math.isfinite(loss):
+                # Who has stepped last, unless somebody's weights are already worse than its loss.
+                first = next(
+                    (w for w in self.workers.values() if not w.replica.weights.isfinite().all()), self.last
+                )
                 raise Diverged(
-                    f"{self.strategy.name} diverged: the answer's loss is {loss:g} after {self.completed} "
-                    f"worker-steps at {self.loop.time():.3f} s. Lower the learning rate."
+                    f"{self.strategy.name} diverged: the answer's loss is {loss:g}, first seen after worker "
+                    f"{first.rank} made its step {first.node.steps} at {self.loop.time():.3f} s. "
+                    "Lower the learning rate."
                 )
         discrepancy, consensus = self._measure_discrepancy()
         now = self.loop.time() if self.finished_s is None else self.finished_s

@@ -10,6 +10,7 @@ throttle:3x10@0.5  its link is 10 times slower from then on
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -32,10 +33,14 @@ class Fault:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UnknownName("fault", self.kind, KINDS)
-        if self.at_s < 0 or self.factor <= 0:
+        if not (0 <= self.at_s < math.inf and 0 < self.factor < math.inf):
             raise ConfigError(f"fault {self}: the time must be 0 s or more and the factor above 0.")
         if self.peer is not None and self.kind not in ("cut", "heal"):
             raise ConfigError(f"fault {self}: only cut and heal take two workers.")
+        if self.peer == self.rank:
+            raise ConfigError(f"fault {self}: a worker has no link to itself.")
+        if self.factor != 1.0 and self.kind not in ("slow", "throttle"):
+            raise ConfigError(f"fault {self}: only slow and throttle take a factor.")
         if self.kind in ("slow", "throttle") and self.factor == 1.0:
             raise ConfigError(
                 f"fault {self}: say how many times slower, as in {self.kind}:{self.rank}x10@{self.at_s:g}."

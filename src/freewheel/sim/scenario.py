@@ -40,6 +40,8 @@ class Scenario:
         at_least("workers", self.workers, 1)
         at_least("steps", self.steps, 1)
         at_least("evaluations", self.evaluations, 0)
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"the seed must be at least 0 and below 2**63, not {self.seed}.")
         if self.lr is not None and not (self.lr >= 0 and math.isfinite(self.lr)):
             raise ConfigError(f"the learning rate must be 0 or more, not {self.lr:g}.")
         if self.momentum is not None and not 0 <= self.momentum < 1:

@@ -99,7 +99,10 @@ class SimulatedWorker:
             self._fail(self, task.exception())  # type: ignore[arg-type]
 
     def launch(
-        self, steps: int | None, join: Coroutine[Any, Any, None] | None, done: Callable[[], None]
+        self,
+        steps: int | None,
+        join: Coroutine[Any, Any, None] | None,
+        done: Callable[[SimulatedWorker], None],
     ) -> None:
         """Start: join if this is a later life, then train, with the background beside it."""
         if self.strategy.defines("meet"):
@@ -107,7 +110,10 @@ class SimulatedWorker:
         self.training = self.spawn(self._train(steps, join, done))
 
     async def _train(
-        self, steps: int | None, join: Coroutine[Any, Any, None] | None, done: Callable[[], None]
+        self,
+        steps: int | None,
+        join: Coroutine[Any, Any, None] | None,
+        done: Callable[[SimulatedWorker], None],
     ) -> None:
         node, strategy, study, counters = self.node, self.strategy, self.study, self.node.counters
         if join is not None:
@@ -144,7 +150,7 @@ class SimulatedWorker:
             self.replica.boundary()
             node.stepped()
             self.trace.add((self.loop.time(), "step", self.rank, counters.steps, node.loss))
-            done()
+            done(self)
 
     def _learn(self, study: Study) -> None:
         node = self.node

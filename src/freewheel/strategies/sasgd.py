@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from freewheel.errors import at_least
+from freewheel.errors import ConfigError, at_least
 from freewheel.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -45,8 +46,10 @@ class SASGD(Strategy):
     scale: float | None = None
 
     def check(self, world_size: int) -> None:
-        """T is a number of steps."""
+        """T is a number of steps, the scale a factor."""
         at_least("sasgd: the interval T", self.interval, 1)
+        if self.scale is not None and not 0 < self.scale < math.inf:
+            raise ConfigError(f"sasgd: the scale γ_p/γ must be above 0, not {self.scale:g}.")
 
     async def start(self, node: Node) -> None:
         """Remember the common model x."""
