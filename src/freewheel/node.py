@@ -54,7 +54,7 @@ class Node:
         self._fabric, self._replica, self._spawn, self._score = fabric, replica, spawn, score
         self._meet = meet
         self._client: server.Client | None = None
-        self._exchanges = Exchanges(fabric, self, spawn)
+        self._exchanges = Exchanges(fabric, self, spawn, random.randrange(2**40))
         self._seen_steps = 0
         self._snapshot_steps = 0
         self._merged_steps = 0
@@ -161,8 +161,12 @@ class Node:
         return await self._fabric.receive(tag, peer, among)
 
     def forget(self, tag: Tag) -> None:
-        """Drop messages with this tag that nobody received."""
+        """Drop messages with this tag that nobody received, and those that still arrive."""
         self._fabric.forget(tag)
+
+    async def members_change(self) -> None:
+        """Wait until a worker comes within reach or is lost."""
+        await self._fabric.changed()
 
     async def sum(self, vector: Tensor, members: Sequence[int] | None = None, tag: Tag = ()) -> Tensor:
         """The sum of the members' vectors (a ring); all of them must call it."""

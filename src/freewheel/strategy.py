@@ -81,6 +81,10 @@ class Strategy:
         """This worker's part in the answer, which is the mean of all parts; None: it has no part."""
         return node.weights()
 
+    def handover(self, node: Node) -> Tensor:
+        """The weights a worker that joins begins with, if it copies this one."""
+        return node.weights()
+
     # -- for those who drive a strategy --
 
     def copy(self) -> Self:
@@ -91,6 +95,11 @@ class Strategy:
     def defines(cls, method: str) -> bool:
         """Whether the strategy has its own form of one of the methods above."""
         return getattr(cls, method) is not getattr(Strategy, method)
+
+    @classmethod
+    def needs(cls, rank: int) -> bool:
+        """Whether a run cannot go on without this worker."""
+        return cls.waits_for in ("all", "neighbours", "group") or (cls.waits_for == "server" and rank == 0)
 
     @classmethod
     def lockstep(cls) -> bool:

@@ -2,7 +2,8 @@
 
 What a fabric guarantees:
 - Messages of one sender with one tag arrive in the order they were sent, or not at all.
-- A message from a worker's earlier life (before it crashed) never arrives.
+- A connection that broke is over: a message sent before a peer was lost never arrives after it, nor one from
+  a worker's earlier life.
 - `receive` from a named peer ends: with the message, or with PeerLost once the peer is known to be gone.
 - Vectors are handed over, not copied: a sender does not change a vector it has sent, a receiver does not
   change a vector it has received.
@@ -65,4 +66,10 @@ class Fabric(Protocol):
         """
 
     def forget(self, tag: Tag) -> None:
-        """Drop what has arrived with this tag and nobody received."""
+        """Drop what has arrived with this tag and nobody received, and what still arrives."""
+
+    async def changed(self) -> None:
+        """Wait until a peer comes or goes."""
+
+    def epoch(self, peer: int) -> int:
+        """How often a peer has been lost."""

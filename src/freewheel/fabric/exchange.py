@@ -51,13 +51,17 @@ class Exchanges:
     """One worker's exchanges: `call` starts one, `serve` answers the others' calls."""
 
     def __init__(
-        self, fabric: Fabric, party: Party, spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+        self,
+        fabric: Fabric,
+        party: Party,
+        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+        serial: int,
     ) -> None:
         self.fabric, self.party, self.spawn = fabric, party, spawn
         self.partner: int | None = None
         self.calling = False  # waiting for the answer to our own call: rule 3
-        self.waiting: deque[tuple[int, Tag]] = deque()
-        self.serial = 0
+        self.waiting: deque[tuple[int, Tag, int]] = deque()
+        self.serial = serial  # begins anywhere, so that no life of a worker repeats another's
 
     async def call(self, peer: int) -> bool:
         """Try to exchange with a peer; False if it (or this replica) is busy, or gone."""
@@ -83,6 +87,9 @@ class Exchanges:
         except PeerLost:
             self.party.count("failed")
             return False
+        except asyncio.CancelledError:
+            self.waiting.clear()  # this life is over
+            raise
         finally:
             self.calling = False
             self._release(tag)
@@ -95,7 +102,7 @@ class Exchanges:
             if self.partner is None:
                 self._accept(peer, tag)
             elif self.calling and peer > self.fabric.rank:
-                self.waiting.append((peer, tag))
+                self.waiting.append((peer, tag, self.fabric.epoch(peer)))
             else:
                 self.fabric.post(peer, tag, note=BUSY)
 
@@ -118,6 +125,9 @@ class Exchanges:
             # Only a caller that has our whole snapshot can have corrected.
             whole = sending is not None and sending.done() and not sending.exception()
             self.party.count("half" if whole else "failed")
+        except asyncio.CancelledError:
+            self.waiting.clear()
+            raise
         finally:
             if sending is not None:
                 sending.cancel()
@@ -126,9 +136,13 @@ class Exchanges:
     def _release(self, tag: Tag) -> None:
         self.fabric.forget(tag)
         self.partner = None
+        taken = False
         while self.waiting:
-            peer, waiting_tag = self.waiting.popleft()
-            if self.partner is None and peer in self.fabric.members:
-                self._accept(peer, waiting_tag)
-            else:
+            peer, waiting_tag, epoch = self.waiting.popleft()
+            if epoch != self.fabric.epoch(peer):
+                continue  # it called over a connection that has broken since
+            if taken:
                 self.fabric.post(peer, waiting_tag, note=BUSY)
+            else:
+                taken = True
+                self._accept(peer, waiting_tag)

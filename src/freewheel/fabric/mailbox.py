@@ -24,6 +24,10 @@ class Mailbox:
         self._lost: dict[int, str] = {}
         self._boxes: dict[Tag, deque[Message]] = {}
         self._waiters: dict[Tag, list[tuple[int | None, Sequence[int], asyncio.Future[Message]]]] = {}
+        self._forgotten: dict[Tag, None] = {}
+        self._leaving: dict[int, list[asyncio.Future[None]]] = {}
+        self._epochs: dict[int, int] = {}
+        self._change: asyncio.Future[None] | None = None
 
     # -- for those who want messages --
 
@@ -51,12 +55,34 @@ class Mailbox:
                 del self._waiters[tag]
 
     def forget(self, tag: Tag) -> None:
-        """Drop what has arrived with this tag and nobody received."""
+        """Drop what has arrived with this tag and nobody received, and what still arrives."""
         self._boxes.pop(tag, None)
+        self._forgotten[tag] = None
+        if len(self._forgotten) > 1024:
+            del self._forgotten[next(iter(self._forgotten))]
+
+    def clear(self) -> None:
+        """Drop everything that has arrived and nobody received."""
+        self._boxes.clear()
+
+    async def changed(self) -> None:
+        """Wait until a peer comes or goes."""
+        if self._change is None:
+            self._change = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._change)
+
+    def epoch(self, peer: int) -> int:
+        """How often a peer has been lost: what was said in one epoch means nothing in the next."""
+        return self._epochs.get(peer, 0)
 
     def waits(self) -> list[tuple[int | None, Tag]]:
         """Whom this worker waits for, and for what."""
-        return [(peer, tag) for tag, waiters in self._waiters.items() for peer, _, _ in waiters]
+        return [
+            (whom, tag)
+            for tag, waiters in self._waiters.items()
+            for peer, among, _ in waiters
+            for whom in (among or (peer,))
+        ]
 
     # -- for the fabric --
 
@@ -75,22 +101,48 @@ class Mailbox:
             if (peer is None or peer == message.sender) and not future.done():
                 future.set_result(message)
                 return
+        if message.tag in self._forgotten:
+            return
         self._boxes.setdefault(message.tag, deque()).append(message)
 
     def gain(self, peer: int) -> None:
         """A peer is within reach."""
         self._lost.pop(peer, None)
         self._reach.add(peer)
-        self.members = tuple(sorted(self._reach))
+        self._members_changed()
 
     def lose(self, peer: int, why: str) -> None:
-        """A peer is gone: whoever waits for it is told."""
+        """A peer is gone: whoever waits for it, or is sending to it, is told; what it said is void."""
         if peer not in self._reach:
             return
         self._lost[peer] = why
+        self._epochs[peer] = self.epoch(peer) + 1
         self._reach.discard(peer)
-        self.members = tuple(sorted(self._reach))
+        self._members_changed()
+        for tag in list(self._boxes):
+            kept = deque(message for message in self._boxes[tag] if message.sender != peer)
+            if kept:
+                self._boxes[tag] = kept
+            else:
+                del self._boxes[tag]
+        for left in self._leaving.pop(peer, ()):
+            if not left.done():
+                left.set_exception(PeerLost(peer, why))
+                left.exception()  # whoever awaits it hears of it; nobody has to
         for waiters in list(self._waiters.values()):
             for awaited, among, future in waiters:
                 if (peer == awaited or peer in among) and not future.done():
                     future.set_exception(PeerLost(peer, why))
+
+    def leaving(self, peer: int, left: asyncio.Future[None]) -> None:
+        """Remember a message on its way out, to fail it when its receiver is lost."""
+        ways = self._leaving.setdefault(peer, [])
+        ways.append(left)
+        if len(ways) > 16:
+            self._leaving[peer] = [one for one in ways if not one.done()]
+
+    def _members_changed(self) -> None:
+        self.members = tuple(sorted(self._reach))
+        if self._change is not None:
+            self._change.set_result(None)
+            self._change = None

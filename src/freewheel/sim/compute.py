@@ -52,6 +52,11 @@ class Compute:
         for rank, factor in self.slow.items():
             if not (factor > 0 and math.isfinite(factor)):
                 raise ConfigError(f"the slowness of worker {rank} must be above 0, not {factor:g}.")
+        for rank, own in self.of.items():
+            if own.slow or own.pauses or own.of:
+                raise ConfigError(
+                    f"the compute model of worker {rank} may not have slow, pauses or of itself."
+                )
         for rank, at_s, for_s in self.pauses:
             if not (at_s >= 0 and for_s >= 0 and math.isfinite(at_s + for_s)):
                 raise ConfigError(f"the pause of worker {rank} must have times of 0 s or more.")
@@ -82,7 +87,7 @@ class Compute:
                     raise ConfigError(
                         f"{what} worker {rank} does not exist: there are only workers 0 to {workers - 1}."
                     )
-        for row in self.trace:
+        for row in (row for model in (self, *self.of.values()) for row in model.trace):
             if len(row) not in (1, workers):
                 raise ConfigError(
                     f"a trace row has {len(row)} step times; it needs 1, or {workers}, one for each worker."
@@ -104,14 +109,15 @@ class Compute:
 class Clockwork:
     """One worker's step times."""
 
-    def __init__(self, compute: Compute, rank: int, rng: random.Random) -> None:
+    def __init__(self, compute: Compute, rank: int, rng: random.Random, now: float = 0.0) -> None:
         self.rank, self.rng = rank, rng
         self.model = compute.of.get(rank, compute)
         self.factor = compute.slow.get(rank, 1.0)
         """How many times slower this worker is; a fault may change it."""
         self.steps = 0
         self.pauses = sorted(
-            ((at_s, for_s) for who, at_s, for_s in compute.pauses if who == rank), reverse=True
+            ((at_s, for_s) for who, at_s, for_s in compute.pauses if who == rank and at_s >= now),
+            reverse=True,
         )
 
     def next_s(self, now: float) -> tuple[float, float]:

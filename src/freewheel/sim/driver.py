@@ -50,6 +50,8 @@ class Simulation:
         self.failure: BaseException | None = None
         self.samples: list[Sample] = []
         self.discrepancy_max = 0.0
+        self.slower: dict[int, float] = {}
+        """How many times slower faults have made each worker."""
         self.past_lives: list[tuple[int, Counters]] = []
         self.momentum = strategy.momentum if scenario.momentum is None else scenario.momentum
         if scenario.lr is not None:
@@ -110,6 +112,8 @@ class Simulation:
                 worker.replica.boundary()
             return self._result()
         finally:
+            for timer in faults:
+                timer.cancel()
             for worker in self.workers.values():
                 worker.die()
             self.failure = None
@@ -136,21 +140,21 @@ class Simulation:
             self.finished_s = self.loop.time()
             self.loop.stop()
 
-    def _fail(self, worker: SimulatedWorker, error: BaseException) -> None:
+    def _fail(self, error: BaseException) -> None:
         if self.failure is None:
-            self.failure = self._explain(worker, error) if isinstance(error, PeerLost) else error
+            self.failure = self._explain(error) if isinstance(error, PeerLost) else error
             if isinstance(error, PeerLost):
                 self.failure.__cause__ = error
         self.loop.stop()
 
-    def _explain(self, worker: SimulatedWorker, error: PeerLost) -> RunStopped:
+    def _explain(self, error: PeerLost) -> RunStopped:
         if self.strategy.waits_for == "server":
             why = "it held the parameter server. Let another worker crash, or use a strategy without a server"
         else:
             why = f"{self.strategy.name} needs every worker. Take one that waits for nobody"
         return WorkerLost(
-            f"{self.strategy.name} stopped at {self.loop.time():.3f} s: worker {worker.rank} lost worker "
-            f"{error.peer} ({error.why}), and {why}: adpsgd, nodelay_free or dasgd."
+            f"{self.strategy.name} stopped at {self.loop.time():.3f} s: it lost worker {error.peer} "
+            f"({error.why}), and {why}: adpsgd, nodelay_free or dasgd."
         )
 
     def _standstill(self) -> RunStopped:
@@ -194,9 +198,12 @@ class Simulation:
             worker.die()
             self.past_lives.append((rank, worker.node.counters))
             wire.crash(rank)
+            if self.strategy.needs(rank):
+                self._fail(PeerLost(rank, "crashed"))
         elif fault.kind == "restart" and rank not in self.workers:
             self._restart(rank)
         elif fault.kind == "slow" and rank in self.workers:
+            self.slower[rank] = self.slower.get(rank, 1.0) * fault.factor
             self.workers[rank].clockwork.factor *= fault.factor
         elif fault.kind == "throttle":
             wire.network.throttle(rank, fault.factor)
@@ -210,24 +217,31 @@ class Simulation:
     def _restart(self, rank: int) -> None:
         """Bring a worker back: it copies a living one's weights over the network before it trains."""
         worker = self._worker(rank)
+        worker.clockwork.factor *= self.slower.get(rank, 1.0)
         self.workers[rank] = worker
         worker.launch(None, self._copy(worker), self._stepped)
 
     async def _copy(self, worker: SimulatedWorker) -> None:
-        while len(worker.fabric.members) > 1:
-            donor = next(peer for peer in worker.fabric.members if peer != worker.rank)
-            self.workers[donor].fabric.post(worker.rank, COPY, self.workers[donor].replica.snapshot())
+        """Load a living worker's weights; where nobody has any, begin anew."""
+        while donors := [w for w in self.workers.values() if w.ready and w.rank in worker.fabric.members]:
+            donor = donors[0]
+            worker.fabric.clear()  # what has arrived until now is in the copy
+            donor.fabric.post(worker.rank, COPY, donor.strategy.handover(donor.node))
             try:
-                worker.replica.load((await worker.fabric.receive(COPY, donor)).payload)
+                worker.replica.load((await worker.fabric.receive(COPY, donor.rank)).payload)
                 return
             except PeerLost:
                 continue
+
+    def _trained(self) -> list[SimulatedWorker]:
+        """The workers that have weights worth looking at."""
+        return [worker for worker in self.workers.values() if worker.ready]
 
     # -- measuring --
 
     def _answer(self) -> Tensor:
         """The model the strategy would ship: the mean of the workers' parts."""
-        parts = [part for w in self.workers.values() if (part := w.strategy.answer(w.node)) is not None]
+        parts = [part for w in self._trained() if (part := w.strategy.answer(w.node)) is not None]
         if not parts:
             raise WorkerLost(f"no worker that holds the answer is left at {self.loop.time():.3f} s.")
         total = parts[0].clone()
@@ -239,7 +253,9 @@ class Simulation:
         """The largest distance between two replicas, and the mean squared distance to their mean."""
         if self.judge is None:
             return 0.0, 0.0
-        vectors = [worker.replica.weights for worker in self.workers.values()]
+        vectors = [worker.replica.weights for worker in self._trained()]
+        if not vectors:
+            return 0.0, 0.0
         discrepancy, consensus = spread(vectors)
         self.discrepancy_max = max(self.discrepancy_max, discrepancy)
         return discrepancy, consensus
@@ -339,10 +355,12 @@ def spread(vectors: list[Tensor]) -> tuple[float, float]:
 def _circle(graph: dict[int, list[int]]) -> list[int]:
     """A circle in a graph of who waits for whom, or nothing."""
     for start in sorted(graph):
-        path, at = [start], start
-        while graph.get(at):
-            at = graph[at][0]
-            if at in path:
-                return path[path.index(at) :]
-            path.append(at)
+        paths = [[start]]
+        while paths:
+            path = paths.pop()
+            for after in graph.get(path[-1], ()):
+                if after == start and len(path) > 1:
+                    return path
+                if after not in path:
+                    paths.append([*path, after])
     return []

@@ -30,7 +30,9 @@ class Wire:
         self.ends: dict[int, VirtualFabric] = {}
         self.life = [0] * workers
         """How often each worker has been started."""
-        self.cut: set[tuple[int, int]] = set()
+        self.cut: dict[tuple[int, int], int] = {}
+        """Links that are cut, each with the number of its cut."""
+        self.cuts = 0
         self.silent_s = 2.0
         """How long a cut link stays unnoticed; a broken connection is noticed at once."""
         self.latency_s = network.latency_s
@@ -71,17 +73,20 @@ class Wire:
 
     def cut_link(self, a: int, b: int) -> None:
         """Lose all messages between two workers from now on; they notice after a while of silence."""
-        self.cut |= {(a, b), (b, a)}
-        self.loop.call_later(self.silent_s, self._notice_cut, a, b)
+        self.cuts += 1
+        self.cut[a, b] = self.cut[b, a] = self.cuts
+        self.loop.call_later(self.silent_s, self._notice_cut, a, b, self.cuts)
 
-    def _notice_cut(self, a: int, b: int) -> None:
-        if (a, b) in self.cut:
+    def _notice_cut(self, a: int, b: int, number: int) -> None:
+        if self.cut.get((a, b)) == number:
             self.part(a, b, "its link is cut")
 
     def heal_link(self, a: int, b: int) -> None:
-        """Let two workers reach each other again; they notice at once."""
-        self.cut -= {(a, b), (b, a)}
-        self.meet(a, b)
+        """Let two workers reach each other again, over a new connection: what was lost stays lost."""
+        if self.cut.pop((a, b), None):
+            del self.cut[b, a]
+            self.part(a, b, "its link was cut")
+            self.meet(a, b)
 
 
 @dataclass(slots=True)
@@ -93,6 +98,8 @@ class Flight:
     size: int
     target: VirtualFabric | None
     """The receiver's end in the life it is meant for; None: it was dead, which nobody had noticed."""
+    epoch: int
+    """The sender's epoch of the receiver when it was sent."""
     last_byte: float
     """When its last byte leaves the sender, as far as the ports reached so far let it."""
     left: asyncio.Future[None] | None
@@ -105,6 +112,10 @@ class VirtualFabric(Mailbox):
         super().__init__(rank)
         self.wire, self.world_size = wire, wire.workers
         self.counters = Counters()
+        self._departed: dict[int, float] = {}
+        """When the last message to each peer leaves this worker's port."""
+        self._landing: dict[int, float] = {}
+        """When it has landed."""
 
     def send(
         self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()
@@ -117,6 +128,8 @@ class VirtualFabric(Mailbox):
         self.need(peer)
         left: asyncio.Future[None] = self.wire.loop.create_future()
         self._transmit(peer, tag, vector, note, left)
+        if peer != self.rank:
+            self.leaving(peer, left)
         return left
 
     def post(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> None:
@@ -147,7 +160,11 @@ class VirtualFabric(Mailbox):
         wire.trace.add((now, "send", self.rank, peer, tag, size))
         out, backbone, _, latency_s = wire.network.path(self.rank, peer)
         start, end = out.take(now, now, size)
-        flight = Flight(message, peer, size, wire.ends.get(peer), end, left)
+        before = self._departed.get(peer, 0.0)
+        if start < before:  # short, and behind a long one of its own connection
+            start, end = before, before + end - start
+        self._departed[peer] = end
+        flight = Flight(message, peer, size, wire.ends.get(peer), self.epoch(peer), end, left)
         if backbone is None:
             loop.call_at(start + latency_s, self._arrive, flight)
         else:
@@ -168,6 +185,9 @@ class VirtualFabric(Mailbox):
         _, _, into, latency_s = wire.network.path(self.rank, flight.peer)
         _, done = into.take(wire.loop.time(), flight.last_byte + latency_s, flight.size)
         flight.last_byte = max(flight.last_byte, done - latency_s)
+        # Short messages slip past long ones of other connections, but not past those of their own.
+        done = max(done, self._landing.get(flight.peer, 0.0))
+        self._landing[flight.peer] = done
         wire.loop.call_at(done, self._land, flight)
 
     def _left(self, flight: Flight) -> None:
@@ -184,7 +204,8 @@ class VirtualFabric(Mailbox):
         """The last byte has arrived: hand over, unless either side's life ended or the link was cut."""
         wire, message, peer = self.wire, flight.message, flight.peer
         alive = wire.ends.get(self.rank) is self and wire.ends.get(peer) is flight.target
-        if not alive or flight.target is None or (self.rank, peer) in wire.cut:
+        same = self.epoch(peer) == flight.epoch and (self.rank, peer) not in wire.cut
+        if not alive or not same or flight.target is None:
             return
         wire.trace.add((wire.loop.time(), "land", self.rank, peer, message.tag))
         flight.target.deliver(message)

@@ -2,7 +2,8 @@
 
 Every worker has a port out and a port in; a message passes the sender's port out, the shared backbone
 (if there is one), and the receiver's port in. Each port serves one message at a time, first come first
-served, so a parameter server's port really becomes a bottleneck. Messages are cut through: a port starts
+served, so a parameter server's port really becomes a bottleneck; only messages of one packet slip in
+between, as they do on a wire. Messages are cut through: a port starts
 to pass a message on as soon as its first byte is there, so an uncontended transfer costs
 latency + bytes / (slowest port), not the sum over the ports.
 
@@ -19,6 +20,8 @@ from dataclasses import dataclass, field
 from freewheel.errors import ConfigError
 
 BYTES_PER_MBIT = 1e6 / 8
+PACKET_BYTES = 1500
+"""A message that fits into one packet does not wait for a long one of another connection to pass."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +72,12 @@ class Port:
 
     def take(self, first_byte: float, last_byte: float, size: int) -> tuple[float, float]:
         """Reserve the port for a message that reaches it between two moments; return when it passes."""
+        takes = size / self.bytes_per_s
+        if size <= PACKET_BYTES and first_byte < self.free_at:
+            self.free_at += takes
+            return first_byte, max(first_byte + takes, last_byte)
         start = first_byte if first_byte > self.free_at else self.free_at
-        end = start + size / self.bytes_per_s
+        end = start + takes
         self.free_at = end if end > last_byte else last_byte
         return start, self.free_at
 

@@ -63,14 +63,17 @@ class SimulatedWorker:
         wire: Wire,
         study: Study | None,
         blank_size: int,
-        fail: Callable[[SimulatedWorker, BaseException], None],
+        fail: Callable[[BaseException], None],
     ) -> None:
         self.rank, self.strategy, self.study = rank, strategy.copy(), study
         self.loop, self.trace, self._fail = wire.loop, wire.trace, fail
         self.replica = study.replica if study else Replica.blank(blank_size)
         life = f"{scenario.seed}/{rank}/{wire.life[rank]}"
-        self.clockwork = Clockwork(scenario.compute, rank, random.Random(f"compute/{life}"))
-        self.tasks: set[asyncio.Task[Any]] = set()
+        rng = random.Random(f"compute/{life}")
+        self.clockwork = Clockwork(scenario.compute, rank, rng, self.loop.time())
+        self.tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that a life ends the same way twice
+        self.ready = False
+        """Whether it has weights to train: not while it copies another's."""
         self.training: asyncio.Task[Any] | None = None
         self.born_s = self.loop.time()
         self.computing_since: float | None = None
@@ -89,14 +92,14 @@ class SimulatedWorker:
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine in this worker's life; a failure of it is the run's."""
         task = self.loop.create_task(work)
-        self.tasks.add(task)
+        self.tasks[task] = None
         task.add_done_callback(self._ended)
         return task
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
-        self.tasks.discard(task)
+        self.tasks.pop(task, None)
         if not task.cancelled() and task.exception() is not None:
-            self._fail(self, task.exception())  # type: ignore[arg-type]
+            self._fail(task.exception())  # type: ignore[arg-type]
 
     def launch(
         self,
@@ -121,6 +124,7 @@ class SimulatedWorker:
             node.hold()
             await join
             node.release()
+        self.ready = True
         await strategy.start(node)
         if strategy.defines("background"):
             self.spawn(strategy.background(node))

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from freewheel.errors import ConfigError, at_least
+from torch import Tensor
+
+from freewheel.errors import ConfigError, PeerLost, at_least
 from freewheel.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -26,9 +28,10 @@ class DASGD(Strategy):
     and the other has not: ‖x_i - x_j‖ <= γ·Q·S_ij.
 
     Settings: interval (None: the number of workers, as the authors recommend), form.
-    Late, lost and doubled messages: late updates are added late; if the network cannot keep up, a
-    broadcast carries more steps instead of queueing. Messages lost with a dying worker leave a lasting
-    offset between those who heard them and those who did not.
+    Late, lost and doubled messages: late updates are added late; if a peer's link cannot keep up, a
+    message to it carries more steps instead of queueing. Messages that are lost, with a dying worker or on
+    a link that is cut, leave a lasting offset between those who heard them and those who did not; so may
+    the first moments of a worker that comes back.
 
     Example:
         >>> import freewheel as fw
@@ -51,6 +54,10 @@ class DASGD(Strategy):
         """In the paper's form the updates of all workers add up."""
         return 1 / world_size if self.form == "sum" else 1.0
 
+    def handover(self, node: Node) -> Tensor:
+        """Without own updates that are still to be broadcast: the new worker will hear of them."""
+        return self.base.clone()
+
     def check(self, world_size: int) -> None:
         """The interval counts steps."""
         at_least("dasgd: the broadcast interval", self.interval, 1)
@@ -65,10 +72,15 @@ class DASGD(Strategy):
         """How many gradients of each worker are in this replica (its own: those that were broadcast)."""
         self.theirs = [0] * node.world_size
         """How many of this worker's gradients each other one had when it last wrote."""
+        self.owed: dict[int, Tensor] = {}
+        """What could not be sent to a peer yet, because the last message to it is still leaving."""
+        self.sending: set[int] = set()
 
     async def after_step(self, node: Node) -> None:
         """Record how many own gradients the others lack."""
-        node.stale(sum(node.steps - had for peer, had in enumerate(self.theirs) if peer != node.rank))
+        # A worker that came back counts its steps anew; what others know of its earlier life is more.
+        lacks = (max(0, node.steps - self.theirs[peer]) for peer in node.members if peer != node.rank)
+        node.stale(sum(lacks))
 
     async def background(self, node: Node) -> None:
         """Broadcast every few steps."""
@@ -77,10 +89,10 @@ class DASGD(Strategy):
         while True:
             await node.next_step()
             if node.steps - self.sent >= interval:
-                await self.tell(node)
+                self.tell(node)
 
-    async def tell(self, node: Node) -> None:
-        """Broadcast own updates since the last time; wait only for the sender's own port."""
+    def tell(self, node: Node) -> None:
+        """Broadcast own updates since the last time; what a peer cannot take yet is added up for it."""
         s = node.snapshot()
         delta, self.base, self.sent = s - self.base, s, node.steps
         self.applied[node.rank] = node.steps
@@ -89,8 +101,23 @@ class DASGD(Strategy):
             shrink = delta * (1 - node.world_size)
             self.base = self.base + shrink
             node.correct(shrink)
-        others = [peer for peer in node.members if peer != node.rank]
-        await node.send_all(others, UPDATE, delta, note=tuple(self.applied))
+        for peer in node.members:
+            if peer != node.rank:
+                self.owed[peer] = self.owed[peer] + delta if peer in self.owed else delta
+                if peer not in self.sending:
+                    node.beside(self.pay(node, peer))
+
+    async def pay(self, node: Node, peer: int) -> None:
+        """Send a peer what it is owed until that is nothing."""
+        self.sending.add(peer)
+        try:
+            while peer in self.owed:
+                await node.send(peer, UPDATE, self.owed.pop(peer), note=tuple(self.applied))
+        except PeerLost:
+            node.counters.messages_dropped += 1
+            self.owed.pop(peer, None)
+        finally:
+            self.sending.discard(peer)
 
     async def listen(self, node: Node) -> None:
         """Add what arrives; the base moves along, so that own updates stay s - base."""

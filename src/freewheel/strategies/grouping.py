@@ -62,13 +62,14 @@ class Grouping(ASGD):
     def check(self, world_size: int) -> None:
         """At least one step is needed to measure speeds."""
         at_least("grouping: warmup", self.warmup, 1)
-        if self.ratio < 1:
+        if not self.ratio >= 1:
             raise ConfigError(f"grouping: ratio must be at least 1, not {self.ratio:g}.")
 
     async def start(self, node: Node) -> None:
         """Begin as one group."""
         await super().start(node)
         self.group = tuple(range(node.world_size))
+        self.new = node.rank != self.group[0]
 
     async def before_step(self, node: Node) -> None:
         """Average the gradients of the group."""
@@ -81,7 +82,9 @@ class Grouping(ASGD):
         x = None
         if node.rank == lead:
             answer = await node.ask(SERVER, s - self.x)
-            node.stale(answer.delay)
+            if not self.new:  # before its first answer a lead has read no version of the server's model
+                node.stale(answer.delay)
+            self.new = False
             x = answer.vector
         self.x = await node.broadcast(lead, x, self.group, tag)
         node.correct(self.x - s)

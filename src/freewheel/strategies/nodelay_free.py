@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from freewheel.errors import PeerLost, at_least
 from freewheel.strategy import Strategy
 
 if TYPE_CHECKING:
-    from freewheel.fabric.base import Tag
+    from freewheel.fabric.base import Message, Tag
     from freewheel.node import Node
 
 WANT: Tag = ("merge", "want")
@@ -33,8 +34,9 @@ class FreeNoDelay(Strategy):
     Settings: every (updates that call for a merge), tau (a worker that many gradients ahead of its last
     merge waits for the next; None: it never waits).
     Late, lost and doubled messages: a merge in which a worker is lost is dropped on all sides and done
-    again with the others; if the leader is lost while it says "commit", some may have heard it (counted
-    as half) and the next merge evens it out.
+    again with the others, and of two members that cannot reach each other one is left out; if the leader
+    is lost while it says "commit", some may have heard it (counted as half) and the next merge evens it
+    out. A worker at τ that can be in no merge waits until it can.
 
     Example:
         >>> import freewheel as fw
@@ -62,16 +64,25 @@ class FreeNoDelay(Strategy):
         """Numbers of merges start anywhere, so that those of a worker's earlier life mean nothing."""
         self.number = node.random.randrange(2**40)
         self.asked = 0
+        self.taking: asyncio.Task[None] | None = None
+        self.news = asyncio.Event()
+        """A merge counted here, or a worker came or went."""
+        self.apart: set[tuple[int, int]] = set()
+        """As leader: pairs of workers that cannot reach each other, though both are within reach."""
 
     async def after_step(self, node: Node) -> None:
         """At the bound τ: wait for a merge."""
-        while self.tau is not None and node.unmerged_steps >= self.tau and await self.ask(node):
-            pass
+        while self.tau is not None and node.unmerged_steps >= self.tau:
+            self.news.clear()
+            if not await self.ask(node) and node.unmerged_steps >= self.tau:
+                await self.news.wait()  # asking again changes nothing before that
 
     async def background(self, node: Node) -> None:
         """Ask for a merge whenever there is something to merge."""
         node.beside(self.lead(node))
         node.beside(self.follow(node))
+        if self.tau is not None:
+            node.beside(self.watch(node))
         while True:
             await node.next_step()
             if node.unmerged_steps >= self.every:
@@ -80,79 +91,120 @@ class FreeNoDelay(Strategy):
     async def ask(self, node: Node) -> bool:
         """Ask the leader for a merge after the last one known here; return when it is over.
 
-        False: the one asked does not think it is the leader, which passes when both see the same workers.
+        False: there was none with this worker in it, and will be none until workers come or go.
         """
         self.asked += 1
         leader, reply = node.members[0], ("merge", "over", self.asked)
         try:
             await node.send(leader, WANT, note=(self.asked, self.number))
-            number, leads = (await node.receive(reply, leader)).note
+            number, useful = (await node.receive(reply, leader)).note
         except PeerLost:
             return True  # there is another leader to ask
         self.number = int(number)
-        return bool(leads)
+        return bool(useful)
+
+    async def watch(self, node: Node) -> None:
+        """Let a worker at τ look again when the others change."""
+        while True:
+            await node.members_change()
+            self.news.set()
+
+    # -- as the worker of lowest rank --
 
     async def lead(self, node: Node) -> None:
-        """As the worker of lowest rank: begin a merge, see that all have its result, let it count."""
+        """Begin a merge when one is wanted, see that all have its result, let it count."""
         number = self.number
+        merges = 0
         while True:
             want = await node.receive(WANT)
             asked, known = want.note
-            # Who asks without knowing of the last merge may be in it: it looks again first.
             leads = node.rank == node.members[0]
+            useful = leads
+            # Who asks without knowing of the last merge may be in it: it looks again first.
             if known == number and leads:
-                number += 1
-                await self.conduct(node, number)
-            node.post(want.sender, ("merge", "over", int(asked)), note=(number, leads))
+                number, merges = number + 1, merges + 1
+                if merges % 8 == 0:
+                    self.apart.clear()  # links heal: try everybody again from time to time
+                members = self.choose(node)
+                await self.conduct(node, number, members)
+                useful = want.sender in members
+            node.post(want.sender, ("merge", "over", int(asked)), note=(number, useful))
 
-    async def conduct(self, node: Node, number: int) -> None:
+    def choose(self, node: Node) -> list[int]:
+        """The members of the next merge: all within reach, and of a pair that is apart only the first."""
+        members: list[int] = []
+        for rank in node.members:
+            if not any((other, rank) in self.apart for other in members):
+                members.append(rank)
+        return members
+
+    async def conduct(self, node: Node, number: int, members: list[int]) -> None:
         """One merge: begin, collect "I have it" from all members, say commit or drop."""
-        members = node.members
+        have_tag: Tag = ("merge", "have", number)
         for peer in members:
             node.post(peer, BEGIN, note=(number, *members))
         verdict = 1.0
         try:
             for _ in members:
-                verdict = min(verdict, (await node.receive(("merge", "have", number), among=members)).note[0])
-                if not verdict:
-                    break  # the others wait in a ring that is broken
+                have = await node.receive(have_tag, among=members)
+                verdict, lost = have.note
+                if not verdict:  # the others wait in a ring that is broken
+                    if lost in node.members:
+                        self.apart.add((min(have.sender, int(lost)), max(have.sender, int(lost))))
+                    break
         except PeerLost:
             verdict = 0.0
-        node.forget(("merge", "have", number))
+        node.forget(have_tag)
         for peer in members:
             node.post(peer, ("merge", "verdict", number), note=(verdict,))
 
+    # -- as a member --
+
     async def follow(self, node: Node) -> None:
-        """Take part in the merges that the leader begins."""
+        """Take part in the merges that are begun, one at a time."""
         while True:
             begin = await node.receive(BEGIN)
-            leader, number = begin.sender, int(begin.note[0])
-            members = [int(rank) for rank in begin.note[1:]]
-            s = node.snapshot()
-            merge = node.beside(self.take_part(node, s, members, leader, number))
-            try:
-                verdict = (await node.receive(("merge", "verdict", number), leader)).note[0]
-            except PeerLost:
-                node.counters.merges["half"] += merge.done()
-                verdict = 0.0
-            p = merge.result() if verdict else None
-            if p is not None:
-                node.correct(p - s)
-            else:
-                merge.cancel()
-                node.forget(("mean", "merge", number))
-            node.counters.merges["dropped" if p is None else "done"] += 1
+            if self.taking is not None and not self.taking.done():
+                if begin.sender != node.members[0]:
+                    have = ("merge", "have", int(begin.note[0]))
+                    node.post(begin.sender, have, note=(0.0, -1.0))
+                    continue
+                # Two leaders, who see different workers, must not hold two rings that wait for each other:
+                # the one that leads by what this worker sees goes first.
+                self.taking.cancel()
+            self.taking = node.beside(self.take_part(node, begin))
 
-    async def take_part(
+    async def take_part(self, node: Node, begin: Message) -> None:
+        """Give a snapshot, get the mean; correct if the leader says that all have it."""
+        leader, number = begin.sender, int(begin.note[0])
+        members = [int(rank) for rank in begin.note[1:]]
+        s = node.snapshot()
+        merge = node.beside(self.merge(node, s, members, leader, number))
+        outcome = "dropped"
+        try:
+            verdict = (await node.receive(("merge", "verdict", number), leader)).note[0]
+            if verdict and (p := merge.result()) is not None:
+                node.correct(p - s)
+                outcome = "done"
+                self.news.set()
+        except PeerLost:
+            if merge.done() and merge.result() is not None:
+                outcome = "half"  # the leader may have told others
+        finally:
+            merge.cancel()
+            node.forget(("mean", "merge", number))
+            node.forget(("merge", "verdict", number))
+            node.counters.merges[outcome] += 1
+
+    async def merge(
         self, node: Node, s: Tensor, members: list[int], leader: int, number: int
     ) -> Tensor | None:
         """The mean of the snapshots, or None if a member was lost; tells the leader which."""
-        p = None
+        p, lost = None, -1
         try:
-            # Two who see different leaders must not sit in two rings that wait for each other.
-            if leader == node.members[0]:
-                p = await node.mean(s, members, tag=("merge", number))
-        except PeerLost:
-            pass
-        node.post(leader, ("merge", "have", number), note=(float(p is not None),))
+            p = await node.mean(s, members, tag=("merge", number))
+        except PeerLost as error:
+            lost = error.peer
+        finally:
+            node.post(leader, ("merge", "have", number), note=(float(p is not None), float(lost)))
         return p
