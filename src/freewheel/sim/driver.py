@@ -354,13 +354,17 @@ def spread(vectors: list[Tensor]) -> tuple[float, float]:
 
 def _circle(graph: dict[int, list[int]]) -> list[int]:
     """A circle in a graph of who waits for whom, or nothing."""
-    for start in sorted(graph):
-        paths = [[start]]
-        while paths:
-            path = paths.pop()
-            for after in graph.get(path[-1], ()):
-                if after == start and len(path) > 1:
-                    return path
-                if after not in path:
-                    paths.append([*path, after])
-    return []
+    done: set[int] = set()
+
+    def walk(path: list[int]) -> list[int]:
+        for after in graph.get(path[-1], ()):
+            if after in path[:-1]:
+                return path[path.index(after) :]
+            if after not in done and after != path[-1]:
+                found = walk([*path, after])
+                if found:
+                    return found
+        done.add(path[-1])
+        return []
+
+    return next((circle for start in sorted(graph) if (circle := walk([start]))), [])
