@@ -36,6 +36,14 @@ def test_a_link_that_heals_before_its_silence_is_noticed_leaves_nobody_waiting()
         faulty("allreduce", *quick, workers=4, steps=200)
 
 
+def test_a_cut_link_holds_up_only_its_two_ends():
+    """Until the silence is noticed its ends wait for each other; nobody else may wait with them."""
+    simulation = faulty("adpsgd", "cut:2-3@0.1", workers=8, steps=150, gradients=False)
+    others = [done for rank, done in enumerate(exchanges(simulation)) if rank not in (2, 3)]
+    assert min(others) > 90
+    assert max(exchanges(simulation)[2:4]) < 50
+
+
 def test_a_caller_that_died_is_not_accepted_in_its_next_life():
     faults = ["cut:0-1@0.5", "crash:3@1.0", "restart:3@1.2", "heal:0-1@2.6"]
     for seed in (1, 2):
@@ -149,8 +157,9 @@ def test_one_slow_link_leaves_the_others_exchanges_alone():
     settings = {"workers": 8, "steps": 200, "model_mb": 1.0, "gradients": False}
     slow = run("adpsgd", links=fw.Links(slow={3: 100}), **settings)
     calm = run("adpsgd", **settings)
-    others = [done for rank, done in enumerate(exchanges(slow)) if rank != 3]
-    assert min(others) > 0.4 * sum(exchanges(calm)) / 8
+    others = sorted(done for rank, done in enumerate(exchanges(slow)) if rank != 3)
+    # In two seconds one or two of them meet worker 3, which takes most of that time; the others do not care.
+    assert others[2] > 0.7 * sum(exchanges(calm)) / 8
 
 
 def test_one_slow_link_leaves_the_others_broadcasts_alone():

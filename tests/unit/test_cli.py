@@ -39,6 +39,12 @@ def test_simulate_prints_a_table_and_writes_json_and_report(tmp_path):
     assert "<html" in report.read_text()
 
 
+def test_what_faults_cost_is_said():
+    done = freewheel("simulate", *SMALL, "--fault", "crash:1@0.05", "--fault", "crash:2@9")
+    assert done.returncode == 0, done.stderr
+    assert "1 faults never happened" in done.stdout
+
+
 def test_the_same_command_gives_the_same_json(tmp_path):
     texts = []
     for name in ("a", "b"):

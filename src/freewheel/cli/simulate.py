@@ -127,6 +127,9 @@ def simulate(
     if results:
         for table in results_tables(results, console.width):
             console.print(table)
+        for result in results:
+            if trouble := _trouble(result):
+                console.print(f"{result.strategy}: {trouble}", highlight=False, soft_wrap=True)
         if len(results) == 1:
             console.print(f"trace sha256 {results[0].trace_sha256}", highlight=False, soft_wrap=True)
         if json_path is not None:
@@ -189,6 +192,25 @@ def _run_all(
                 stopped.append(str(error))
             bars.remove_task(bar)
     return results, stopped
+
+
+def _trouble(result: Result) -> str:
+    """What faults cost, in words; nothing where there were none."""
+
+    def total(kind: str, outcome: str) -> int:
+        return sum(int(worker[kind][outcome]) for worker in result.by_worker)
+
+    counts = {
+        "exchanges failed": total("exchanges", "failed"),
+        "merges dropped": total("merges", "dropped"),
+        "perhaps counted on one side only": total("exchanges", "half") + total("merges", "half"),
+        "messages to lost workers dropped": sum(w["messages_dropped"] for w in result.by_worker),
+    }
+    words = [f"{count} {what}" for what, count in counts.items() if count]
+    late = [fault for fault in result.settings["scenario"]["faults"] if fault["at_s"] > result.virtual_s]
+    if late:
+        words.append(f"{len(late)} faults never happened, the run ended at {result.virtual_s:.3f} s")
+    return ", ".join(words)
 
 
 def _with_topology(chosen: list[Strategy], topology: str | None) -> list[Strategy]:

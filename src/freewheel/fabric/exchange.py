@@ -12,7 +12,9 @@ Rules, and what they buy:
    slow link holds up only the two at its ends.
 3. Two who call at the same moment must not both hang up. A callee that is itself still waiting for an
    answer lets a caller of higher rank wait for that answer, and says "busy" to one of lower rank. Waiting
-   goes from higher to lower ranks only, so it never forms a circle, on any graph.
+   goes from higher to lower ranks only, so it never forms a circle, on any graph. And it is short: an
+   answer that takes much longer than answers usually do comes over a broken link, and those who wait are
+   sent away.
 4. The caller's "done" follows its snapshot on the same path. If it never arrives, the callee drops the
    exchange and counts it as half: the caller may or may not have corrected. That is the only gap.
 """
@@ -61,6 +63,9 @@ class Exchanges:
         self.partner: int | None = None
         self.calling = False  # waiting for the answer to our own call: rule 3
         self.waiting: deque[tuple[int, Tag, int]] = deque()
+        self.answer_s = 0.05  # how long a quick answer takes; learned from every answer
+        self.called_at = 0.0
+        self.patience: asyncio.TimerHandle | None = None
         self.serial = serial  # begins anywhere, so that no life of a worker repeats another's
 
     async def call(self, peer: int) -> bool:
@@ -72,8 +77,10 @@ class Exchanges:
         tag: Tag = ("exchange", self.fabric.rank, self.serial)
         self.partner, self.calling = peer, True
         try:
+            self.called_at = self._now()
             self.fabric.post(peer, CALL, None, (self.serial,))
             answer = (await self.fabric.receive(tag, peer)).note
+            self.answer_s = min(1.02 * self.answer_s, self._now() - self.called_at)
             self.calling = False
             if answer == BUSY:
                 self.party.count("busy")
@@ -101,8 +108,15 @@ class Exchanges:
             peer, tag = request.sender, ("exchange", request.sender, int(request.note[0]))
             if self.partner is None:
                 self._accept(peer, tag)
-            elif self.calling and peer > self.fabric.rank:
+            elif (
+                self.calling
+                and peer > self.fabric.rank
+                and self._now() - self.called_at <= self._patience_s()
+            ):
                 self.waiting.append((peer, tag, self.fabric.epoch(peer)))
+                if self.patience is None:
+                    loop = asyncio.get_running_loop()
+                    self.patience = loop.call_later(self._patience_s(), self._send_away)
             else:
                 self.fabric.post(peer, tag, note=BUSY)
 
@@ -133,9 +147,25 @@ class Exchanges:
                 sending.cancel()
             self._release(tag)
 
+    def _send_away(self) -> None:
+        """Let nobody wait any longer for the answer to our own call."""
+        self.patience = None
+        while self.waiting:
+            peer, tag, _ = self.waiting.popleft()
+            self.fabric.post(peer, tag, note=BUSY)
+
+    def _patience_s(self) -> float:
+        return 8 * self.answer_s + 1e-3
+
+    def _now(self) -> float:
+        return asyncio.get_running_loop().time()
+
     def _release(self, tag: Tag) -> None:
         self.fabric.forget(tag)
         self.partner = None
+        if self.patience is not None:
+            self.patience.cancel()
+            self.patience = None
         taken = False
         while self.waiting:
             peer, waiting_tag, epoch = self.waiting.popleft()

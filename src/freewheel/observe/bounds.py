@@ -88,7 +88,7 @@ class _Run:
     def _times_s(self, scenario: dict[str, Any]) -> list[float] | None:
         """What a gradient takes each worker, where that is one number for the whole run."""
         compute = scenario.get("compute", {})
-        if not self.undisturbed or compute.get("kind") != "constant":
+        if not self.undisturbed or compute.get("kind") != "constant" or compute.get("of"):
             return None
         slow = {int(rank): factor for rank, factor in compute.get("slow", {}).items()}
         return [compute["ms"] / 1e3 * slow.get(rank, 1.0) for rank in range(self.n)]
@@ -105,7 +105,10 @@ class _Run:
         # many workers share a small model.
         hop_bytes = sent / messages if messages else 0.0
         return theory.ring_allreduce_s(
-            self.n, self.n * hop_bytes, links["latency_ms"] / 1e3, links["mbit"] * 1e6 / 8
+            self.n,
+            self.n * hop_bytes,
+            links["latency_ms"] / 1e3,
+            min(links["mbit"], links.get("out_mbit") or links["mbit"]) * 1e6 / 8,
         )
 
     def whole(self, interval: int) -> bool:

@@ -88,6 +88,8 @@ def _compute(compute: dict[str, Any]) -> str:
     }
     words = kinds.get(compute["kind"], f"compute times: {compute['kind']}")
     words += _slower(compute.get("slow", {}), "takes", "as long")
+    for rank, own in compute.get("of", {}).items():
+        words += f"; worker {rank} has {own['kind']} times of its own"
     for rank, at_s, for_s in compute.get("pauses", ()):
         words += f"; worker {rank} pauses for {for_s:g} s at {at_s:g} s"
     return words
@@ -102,6 +104,8 @@ def _slower(slow: dict[Any, float], verb: str, what: str) -> str:
 
 def _links(links: dict[str, Any]) -> str:
     words = f"links of {links['mbit']:,g} Mbit/s with {links['latency_ms']:,g} ms latency"
+    if links.get("out_mbit"):
+        words += f" and {links['out_mbit']:,g} Mbit/s out"
     words += _slower(links.get("slow", {}), "has", "slower ones")
     if links.get("backbone_mbit"):
         words += f", through a backbone of {links['backbone_mbit']:,g} Mbit/s"
