@@ -2,7 +2,7 @@
 
     adpsgd                         a name
     sasgd:interval=8               a name and a setting
-    hierarchical:nodes=2:workers=4 several settings
+    random_regular:degree=4:seed=1 several settings
 
 A list of them is separated by commas.
 """

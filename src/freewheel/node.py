@@ -54,7 +54,7 @@ class Node:
         self._fabric, self._replica, self._spawn, self._score = fabric, replica, spawn, score
         self._meet = meet
         self._client: server.Client | None = None
-        self._exchanges = Exchanges(fabric, self, spawn, random.randrange(2**40))
+        self._exchanges = Exchanges(fabric, self, spawn, random)
         self._seen_steps = 0
         self._snapshot_steps = 0
         self._merged_steps = 0

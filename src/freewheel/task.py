@@ -33,7 +33,7 @@ class Task(abc.ABC):
 
     @abc.abstractmethod
     def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
-        """Loss and accuracy (None: there is no such thing) on data nobody trained on."""
+        """Loss and accuracy (None: there is none) on data nobody trained on; the model is in eval mode."""
 
     def score(self, model: nn.Module) -> float:
         """The loss on data common to all workers, by which they may compare themselves."""

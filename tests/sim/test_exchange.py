@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 import freewheel as fw
 from freewheel.fabric.exchange import Exchanges
 from freewheel.tasks import Quadratic
+from freewheel.topology import resolve
 from lab import make, record_updates, replicas, run
 
 TOPOLOGIES = [
@@ -83,6 +84,24 @@ def test_a_replica_takes_part_in_one_exchange_at_a_time(monkeypatch):
 def test_two_who_call_each_other_at_once_still_meet():
     simulation = run("adpsgd", workers=2, steps=20)  # equal constant speeds: they always call at once
     assert simulation.workers[0].node.counters.exchanges["done"] >= 19
+
+
+@pytest.mark.parametrize("topology", ["star", "hierarchical", "hierarchical:nodes=4", "ring", "complete"])
+def test_every_edge_is_used_by_workers_in_step(topology):
+    """Equal constant speeds: ties must not always be won by the same worker."""
+    simulation = make("adpsgd", workers=8, steps=300, gradients=False)
+    for worker in simulation.workers.values():
+        worker.strategy.topology = topology
+    pairs = set()
+    for worker in simulation.workers.values():
+
+        def met(peer, mine, theirs, node=worker.node, inner=worker.node.met):
+            pairs.add((min(node.rank, peer), max(node.rank, peer)))
+            inner(peer, mine, theirs)
+
+        worker.node.met = met
+    simulation.run()
+    assert pairs == set(resolve(topology, 8).edges)
 
 
 def test_workers_in_step_find_partners():

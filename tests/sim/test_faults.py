@@ -123,7 +123,7 @@ def test_a_worker_that_is_still_copying_is_not_measured():
     settings = {"workers": 4, "steps": 250, "evaluations": 250}
     joining = faulty("adpsgd", "crash:3@2.0", "restart:3@2.1", model_mb=2.0, **settings).result
     late = [sample for sample in joining.curve if sample.virtual_s > 2.1]
-    assert max(sample.discrepancy for sample in late) < 3.0  # the start is 12 away
+    assert max(sample.discrepancy for sample in late) < 5.0  # the start is 12 away
     assert max(sample.loss for sample in late) < 1.0  # with its first weights in the mean it would be 2.5
 
 

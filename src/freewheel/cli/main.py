@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.table import Table
@@ -27,21 +28,30 @@ app.command(name="simulate")(simulate)
 
 
 @app.command(name="strategies")
-def list_strategies() -> None:
-    """List the strategies, their settings, and where each comes from."""
+def list_strategies(
+    name: Annotated[
+        str | None, typer.Argument(help="Explain this one: its rule, settings and reference.")
+    ] = None,
+) -> None:
+    """List the strategies and where each comes from; or explain one."""
+    if name is not None:
+        strategy = type(strategies.resolve(name))
+        settings = " ".join(f"{key}={value}" for key, value in vars(strategy()).items())
+        print(f"{name}: {inspect.getdoc(strategy)}\n\nWaits for: {strategy.waits_for}.")
+        print(f"Staleness counts: {strategy.staleness}.\nDefaults: {settings or 'no settings'}")
+        return
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("strategy", "waits for", "what it does", "settings", "reference"):
+    for heading in ("strategy", "waits for", "what it does", "reference"):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("strategy", "waits for"))
     for name, strategy in strategies.ALL.items():
-        settings = " ".join(f"{key}={value}" for key, value in vars(strategy()).items())
-        table.add_row(name, strategy.waits_for, strategy.summary(), settings, strategy.reference)
+        table.add_row(name, strategy.waits_for, strategy.summary(), strategy.reference)
     console = output()
     console.print(table)
+    known = f"Topologies: {', '.join(topology.NAMES)}. Tasks: {', '.join(tasks.ALL)}."
     console.print(
-        f"\nSettings: NAME:key=value:key=value. Topologies: {', '.join(topology.NAMES)}. "
-        f"Tasks: {', '.join(tasks.ALL)}.",
-        highlight=False,
+        "\nfreewheel strategies NAME explains one. Settings: NAME:key=value:key=value.", highlight=False
     )
+    console.print(known, highlight=False)
 
 
 def _version(wanted: bool) -> None:

@@ -120,6 +120,9 @@ def simulate(
         raise ConfigError("--trace takes the events of one strategy; give only one.")
     for one in chosen:
         one.check(workers)
+    paths = [path.resolve() for path in (json_path, report, trace) if path is not None]
+    if len(set(paths)) < len(paths):
+        raise ConfigError("--json, --report and --trace must be different files.")
     for path in (json_path, report, trace):
         check_writable(path)
     results, stopped = _run_all(chosen, problem, scenario, trace, keep_going)

@@ -15,14 +15,17 @@ Rules, and what they buy:
    goes from higher to lower ranks only, so it never forms a circle, on any graph. And it is short: an
    answer that takes much longer than answers usually do comes over a broken link, and those who wait are
    sent away.
-4. The caller's "done" follows its snapshot on the same path. If it never arrives, the callee drops the
+4. Workers in step call in the same order every time. Each must get its turn: a caller that has been served
+   clearly more often than one that was sent away is itself sent away every other time.
+5. The caller's "done" follows its snapshot on the same path. If it never arrives, the callee drops the
    exchange and counts it as half: the caller may or may not have corrected. That is the only gap.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+import random
+from collections import Counter, deque
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
@@ -57,16 +60,18 @@ class Exchanges:
         fabric: Fabric,
         party: Party,
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
-        serial: int,
+        rng: random.Random,
     ) -> None:
-        self.fabric, self.party, self.spawn = fabric, party, spawn
+        self.fabric, self.party, self.spawn, self.random = fabric, party, spawn, rng
         self.partner: int | None = None
         self.calling = False  # waiting for the answer to our own call: rule 3
         self.waiting: deque[tuple[int, Tag, int]] = deque()
+        self.served: Counter[int] = Counter()
+        self.refused: set[int] = set()
         self.answer_s = 0.05  # how long a quick answer takes; learned from every answer
         self.called_at = 0.0
         self.patience: asyncio.TimerHandle | None = None
-        self.serial = serial  # begins anywhere, so that no life of a worker repeats another's
+        self.serial = rng.randrange(2**40)  # begins anywhere, so that no life of a worker repeats another's
 
     async def call(self, peer: int) -> bool:
         """Try to exchange with a peer; False if it (or this replica) is busy, or gone."""
@@ -106,7 +111,7 @@ class Exchanges:
         while True:
             request = await self.fabric.receive(CALL)
             peer, tag = request.sender, ("exchange", request.sender, int(request.note[0]))
-            if self.partner is None:
+            if self.partner is None and self._turn(peer):
                 self._accept(peer, tag)
             elif (
                 self.calling
@@ -118,9 +123,22 @@ class Exchanges:
                     loop = asyncio.get_running_loop()
                     self.patience = loop.call_later(self._patience_s(), self._send_away)
             else:
-                self.fabric.post(peer, tag, note=BUSY)
+                self._refuse(peer, tag)
+
+    def _turn(self, peer: int) -> bool:
+        """Rule 4."""
+        enough = self.served[peer] - 4
+        self.refused.intersection_update(self.fabric.members)
+        starved = enough >= 0 and any(self.served[other] <= enough for other in self.refused)
+        return not starved or self.random.random() < 0.5
+
+    def _refuse(self, peer: int, tag: Tag) -> None:
+        self.refused.add(peer)
+        self.fabric.post(peer, tag, note=BUSY)
 
     def _accept(self, peer: int, tag: Tag) -> None:
+        self.refused.discard(peer)
+        self.served[peer] += 1
         self.partner = peer  # taken from this moment, before anything is awaited
         self.spawn(self._answer(peer, tag))
 
@@ -152,7 +170,7 @@ class Exchanges:
         self.patience = None
         while self.waiting:
             peer, tag, _ = self.waiting.popleft()
-            self.fabric.post(peer, tag, note=BUSY)
+            self._refuse(peer, tag)
 
     def _patience_s(self) -> float:
         return 8 * self.answer_s + 1e-3
@@ -167,12 +185,14 @@ class Exchanges:
             self.patience.cancel()
             self.patience = None
         taken = False
+        if len(self.waiting) > 1:  # workers in step call in the same order every time: each gets its turn
+            self.random.shuffle(self.waiting)
         while self.waiting:
             peer, waiting_tag, epoch = self.waiting.popleft()
             if epoch != self.fabric.epoch(peer):
                 continue  # it called over a connection that has broken since
             if taken:
-                self.fabric.post(peer, waiting_tag, note=BUSY)
+                self._refuse(peer, waiting_tag)
             else:
                 taken = True
                 self._accept(peer, waiting_tag)

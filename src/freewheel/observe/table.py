@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from freewheel.observe.report.runs import named_runs
 from freewheel.observe.result import Result
 
 
@@ -27,8 +28,9 @@ def share(value: float | None) -> str:
 
 def results_tables(results: Sequence[Result], width: int) -> list[Table]:
     """One row per strategy; two tables below each other where one would not fit the width."""
+    labels = [run.label for run in named_runs(results)]
     timing: list[tuple[str, list[str]]] = [
-        ("strategy", [r.strategy for r in results]),
+        ("strategy", labels),
         ("waits for", [r.settings["waits_for"] for r in results]),
         ("virtual s", [short(r.virtual_s, 4) for r in results]),
         ("steps/s", [short(r.steps_per_s, 4) for r in results]),
@@ -39,7 +41,7 @@ def results_tables(results: Sequence[Result], width: int) -> list[Table]:
     learning: list[tuple[str, list[str]]] = [
         ("stale mean", [short(r.staleness_mean) for r in results]),
         ("stale max", [short(r.staleness_max) for r in results]),
-        ("discrepancy", [short(r.discrepancy_max) if r.loss is not None else "–" for r in results]),
+        ("discrep.", [short(r.discrepancy_max) if r.loss is not None else "–" for r in results]),
         ("loss", [short(r.loss) for r in results]),
         ("accuracy", [share(r.accuracy) for r in results]),
     ]
@@ -47,9 +49,11 @@ def results_tables(results: Sequence[Result], width: int) -> list[Table]:
     if target is not None:
         reached = [f"{r.target_s:.3f}" if r.target_s is not None else "never" for r in results]
         learning.append((f"s to {share(target)}", reached))
-    learning.append(("trace", [r.trace_sha256[:10] for r in results]))
-    if _width(timing + learning) <= width:
-        return [_table(timing + learning)]
+    trace = ("trace", [r.trace_sha256[:10] for r in results])
+    if _width([*timing, *learning, trace]) <= width:
+        return [_table([*timing, *learning, trace])]
+    if _width([*timing, trace]) <= width:
+        timing.append(trace)
     return [_table(timing), _table(timing[:1] + learning)]
 
 

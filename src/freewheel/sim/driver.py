@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from freewheel.errors import Deadlock, Diverged, PeerLost, RunStopped, WorkerLost
 from freewheel.observe.counters import Counters
@@ -81,6 +81,8 @@ class Simulation:
             self.workers[rank] = self._worker(rank)
         self.last = self.workers[0]
         self.judge = self._study(0) if scenario.gradients else None
+        if self.judge is not None:
+            self.judge.model.eval()
 
     # -- running --
 
@@ -91,7 +93,9 @@ class Simulation:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return self._run()
+            with torch.random.fork_rng(devices=[]):  # dropout draws from torch's own generator
+                torch.manual_seed(self.scenario.seed)
+                return self._run()
         finally:
             torch.set_num_threads(threads)
 
@@ -260,10 +264,18 @@ class Simulation:
         self.discrepancy_max = max(self.discrepancy_max, discrepancy)
         return discrepancy, consensus
 
+    def _average_buffers(self, model: nn.Module) -> None:
+        """Give the answer the mean of the workers' buffers (BatchNorm's statistics)."""
+        studies = [worker.study for worker in self._trained() if worker.study is not None]
+        for name, buffer in model.named_buffers():
+            if buffer.is_floating_point() and studies:
+                buffer.copy_(torch.stack([study.model.get_buffer(name) for study in studies]).mean(0))
+
     def _sample(self) -> Sample:
         loss = accuracy = None
         if self.judge is not None:
             self.judge.replica.load(self._answer())
+            self._average_buffers(self.judge.model)
             loss, accuracy = self.task.evaluate(self.judge.model)
             if not math.isfinite(loss):
                 # Who has stepped last, unless somebody's weights are already worse than its loss.

@@ -39,6 +39,11 @@ class Scenario:
     def __post_init__(self) -> None:
         at_least("workers", self.workers, 1)
         at_least("steps", self.steps, 1)
+        if self.workers > 10_000 or self.workers * self.steps > 10**9:
+            raise ConfigError(
+                f"{self.workers} workers × {self.steps} steps is more than can be simulated here. "
+                "Allowed: 10,000 workers, and a billion worker-steps in all."
+            )
         at_least("evaluations", self.evaluations, 0)
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"the seed must be at least 0 and below 2**63, not {self.seed}.")

@@ -49,7 +49,11 @@ class Study:
 
     def score(self) -> float:
         """The loss of this worker's model on data common to all."""
-        return self.task.score(self.model)
+        self.model.eval()
+        try:
+            return self.task.score(self.model)
+        finally:
+            self.model.train()
 
 
 class SimulatedWorker:

@@ -30,8 +30,8 @@ class ASGD(Strategy):
         server:  x <- x + u(x_{k-τ_k})        in the order of arrival
 
     Late, lost and doubled messages: a late update is added late (its delay τ_k counts the updates that came
-    between; its mean is n - 1 at any speeds). A lost worker is not missed; losing worker 0, the server,
-    stops the run.
+    between; its mean is n - 1 at any speeds). A worker that dies is not missed; losing worker 0, the
+    server, or a worker's link to it, stops the run.
 
     Example:
         >>> import freewheel as fw
@@ -39,7 +39,8 @@ class ASGD(Strategy):
         2.97
 
     Reference: asynchronous parameter-server SGD, the A-PSGD baseline of AD-PSGD (Lian et al., ICML 2018).
-    Differences: the worker's own optimizer makes the update, so momentum is local to a worker.
+    Differences: the worker's own optimizer makes the update, so momentum is local to a worker. Worker 0
+    reaches its own server without a network, and so makes more of the steps where the model is large.
     """
 
     name = "asgd"

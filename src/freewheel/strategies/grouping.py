@@ -29,7 +29,8 @@ class Grouping(ASGD):
     """All-reduce inside groups of workers of similar speed; a parameter server between the groups.
 
         in a group:     g <- mean of the group's gradients;  one optimizer step, the same in all of them
-        its first one:  push u = x - (server's x at the last pull);  hand the server's x to the group
+        its first one:  push u = (x - server's x at the last pull)·(group's share of the workers);
+                        hand the server's x to the group
         server:         x <- x + u        in the order of arrival
 
     Groups are formed after a few synchronous steps in which speeds are measured.
@@ -43,8 +44,8 @@ class Grouping(ASGD):
         >>> result = fw.simulate("grouping", workers=4, steps=40, compute=fw.Compute(slow={3: 4}))
 
     Reference: "Grouping-SGD", CCGrid 2019.
-    Differences: only the abstract was at hand. One server instead of one for each layer; a push counts the
-    same whatever the size of its group, as in parameter-server SGD over groups.
+    Differences: only the abstract was at hand. One server instead of one for each layer; a push counts by
+    the size of its group, so that every worker's data count the same and a round of all groups is one step.
     """
 
     name = "grouping"
@@ -56,7 +57,7 @@ class Grouping(ASGD):
     warmup: int = 2
 
     def rate_share(self, world_size: int) -> float:
-        """Inside a group gradients are averaged, and groups are few."""
+        """Inside a group gradients are averaged, and between groups pushes count by their share."""
         return 1.0
 
     def check(self, world_size: int) -> None:
@@ -81,7 +82,8 @@ class Grouping(ASGD):
         s = node.snapshot()
         x = None
         if node.rank == lead:
-            answer = await node.ask(SERVER, s - self.x)
+            share = len(self.group) / node.world_size
+            answer = await node.ask(SERVER, share * (s - self.x))
             if not self.new:  # before its first answer a lead has read no version of the server's model
                 node.stale(answer.delay)
             self.new = False
