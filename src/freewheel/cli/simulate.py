@@ -13,14 +13,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from freewheel import strategies, tasks
+from freewheel import api, strategies, tasks
 from freewheel.cli.console import output
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.observe.files import check_writable, open_whole, write_whole
 from freewheel.observe.result import Result
 from freewheel.observe.table import results_tables
 from freewheel.sim.compute import Compute
-from freewheel.sim.driver import Simulation
 from freewheel.sim.faults import Fault
 from freewheel.sim.links import Links
 from freewheel.sim.scenario import Scenario
@@ -188,7 +187,7 @@ def _run_all(
                 bars.update(bar, completed=done, total=total)  # type: ignore[arg-type]
 
             try:
-                results.append(Simulation(one, task, scenario, progress=show, trace_file=trace_file).run())
+                results.append(api.simulate(one, task, scenario, progress=show, trace_file=trace_file))
             except RunStopped as error:
                 if not keep_going:
                     raise

@@ -128,8 +128,10 @@ class Exchanges:
     def _turn(self, peer: int) -> bool:
         """Rule 4."""
         enough = self.served[peer] - 4
+        if enough < 0:
+            return True
         self.refused.intersection_update(self.fabric.members)
-        starved = enough >= 0 and any(self.served[other] <= enough for other in self.refused)
+        starved = any(self.served[other] <= enough for other in self.refused)
         return not starved or self.random.random() < 0.5
 
     def _refuse(self, peer: int, tag: Tag) -> None:

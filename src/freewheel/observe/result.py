@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,7 +70,3 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """The figures under their documented names."""
         return {key: getattr(self, key) for key in JSON_KEYS}
-
-    def as_record(self) -> dict[str, Any]:
-        """Everything, as plain data."""
-        return dataclasses.asdict(self)

@@ -134,10 +134,10 @@ class Simulation:
         self.last = worker
         self.completed += 1
         done = self.completed
-        if done % self.scenario.workers == 0:
-            self._measure_discrepancy()
         if self.every and done % self.every == 0 and done < self.budget:
             self.samples.append(self._sample())
+        elif done % self.scenario.workers == 0:  # a sample measures it too
+            self._measure_discrepancy()
         if done % 64 == 0:
             self.progress(done, self.budget)
         if done == self.budget:
