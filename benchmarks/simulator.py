@@ -25,7 +25,7 @@ from freewheel.strategies import resolve
 from freewheel.task import Task
 from freewheel.tasks import Digits
 
-ROUNDS = 3
+ROUNDS = 7
 
 
 def plain_loop(task: Task, steps: int) -> float:
@@ -56,7 +56,15 @@ def gradients(net: str) -> dict[str, float]:
     task = Digits(net=net)  # type: ignore[arg-type]
     task.prepare(workers, 0)
     plain_loop(task, 50)
-    pairs = [(simulation(task, workers, steps), plain_loop(task, workers * steps)) for _ in range(ROUNDS)]
+    half = workers * steps // 2
+    pairs = []
+    for _ in range(ROUNDS):  # half of the plain loop before, half after: a machine that slows down hits both
+        before, simulated, after = (
+            plain_loop(task, half),
+            simulation(task, workers, steps),
+            plain_loop(task, half),
+        )
+        pairs.append((simulated, before + after))
     simulated, plain = (statistics.median(column) for column in zip(*pairs, strict=True))
     return {"simulated_s": simulated, "plain_s": plain, "ratio": statistics.median(s / p for s, p in pairs)}
 

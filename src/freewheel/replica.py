@@ -107,15 +107,6 @@ class Replica:
         for block in self.blocks:
             block.weights.copy_(vector[block.start : block.stop])
 
-    def parameters(self) -> list[nn.Parameter]:
-        """One parameter per block, in the model's memory: an elementwise optimizer needs no more."""
-        parameters = []
-        for block in self.blocks:
-            parameter = nn.Parameter(block.weights)
-            parameter.grad = block.gradient
-            parameters.append(parameter)
-        return parameters
-
     def _join(self, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1:
             return parts[0]

@@ -131,26 +131,6 @@ def test_a_snapshot_is_a_copy():
     assert snapshot.any()
 
 
-def test_an_optimizer_over_blocks_makes_the_same_steps_as_one_over_parameters():
-    torch.manual_seed(0)
-    one = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    other = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
-    other.load_state_dict(one.state_dict())
-    replica = Replica.of(one)
-    flat = torch.optim.SGD(replica.parameters(), 0.1, momentum=0.9, nesterov=True)
-    plain = torch.optim.SGD(other.parameters(), 0.1, momentum=0.9, nesterov=True)
-    for _ in range(5):
-        x = torch.randn(8, 4)
-        replica.gradient.zero_()
-        one(x).square().mean().backward()
-        flat.step()
-        plain.zero_grad()
-        other(x).square().mean().backward()
-        plain.step()
-    for p, q in zip(one.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(p, q)
-
-
 def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(ConfigError, match="no trainable parameter"):
         Replica.of(nn.ReLU())

@@ -33,7 +33,7 @@ class Scenario:
     """What a model weighs on the wire; None: what the task's model weighs."""
     target: float | None = None
     """An accuracy; the time until it is reached is reported."""
-    evaluations: int = 40
+    evaluations: int = 25
     """How often the loss, accuracy and discrepancy of the answer are measured along the way."""
 
     def __post_init__(self) -> None:

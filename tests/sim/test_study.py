@@ -1,0 +1,30 @@
+"""What a simulated worker learns must be what PyTorch would have made of it."""
+
+import copy
+
+import pytest
+import torch
+
+from freewheel.sim.worker import Study
+from freewheel.tasks import Digits
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_a_study_steps_as_torch_sgd_does(momentum):
+    task = Digits()
+    task.prepare(1, 0)
+    torch.manual_seed(0)
+    start = task.model()
+    study = Study(task, start, 0, "seed", 0.1, momentum)
+    plain = copy.deepcopy(start)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum, nesterov=momentum > 0)
+    generator = torch.Generator()
+    generator.set_state(study.generator.get_state())
+    for _ in range(8):
+        study.gradient()
+        study.step()
+        optimizer.zero_grad()
+        task.loss(plain, task.batch(0, generator)).backward()
+        optimizer.step()
+    for ours, theirs in zip(study.model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
