@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import random
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
@@ -60,6 +61,7 @@ class Node:
         self._merged_steps = 0
         self._stepped: asyncio.Future[None] | None = None
         self._merges = 0
+        self._apart = 0.0
 
     # -- who is there --
 
@@ -97,7 +99,7 @@ class Node:
 
     def snapshot(self) -> Tensor:
         """A copy of the weights, corrections that are still pending included."""
-        self._snapshot_steps = self.steps
+        self._snapshot_steps, self._apart = self.steps, 0.0
         return self._replica.snapshot()
 
     def weights(self) -> Tensor:
@@ -237,13 +239,17 @@ class Node:
         """Answer the others' exchanges for ever."""
         return self._exchanges.serve()
 
-    def met(self, peer: int, mine: Tensor, theirs: Tensor) -> None:
+    def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
+        """A piece of an exchange: what the strategy makes of it; on the way, how far apart the two are."""
+        partner = self._exchanges.partner
+        if partner is not None and self.rank < partner:  # both sides would measure the same
+            self._apart = math.hypot(self._apart, torch.linalg.vector_norm(theirs - mine).item())
+        return self._meet(mine, theirs)
+
+    def met(self, correction: Tensor) -> None:
         """An exchange is complete."""
-        if self.rank < peer:  # both sides would measure the same
-            distance = torch.linalg.vector_norm(theirs - mine).item()
-            if distance > self.counters.discrepancy_max:
-                self.counters.discrepancy_max = distance
-        self.correct(self._meet(mine, theirs))
+        self.counters.discrepancy_max = max(self.counters.discrepancy_max, self._apart)
+        self.correct(correction)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

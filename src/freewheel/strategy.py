@@ -74,7 +74,10 @@ class Strategy:
         """Beside training."""
 
     def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
-        """The correction to this worker in an exchange; runs on both of its sides."""
+        """The correction to this worker in an exchange; runs on both of its sides.
+
+        Element by element: it may be given the same piece of both vectors, one piece after the other.
+        """
         raise NotImplementedError(f"{type(self).__name__} called node.exchange without defining meet")
 
     def answer(self, node: Node) -> Tensor | None:
@@ -91,10 +94,9 @@ class Strategy:
         """A copy with the same settings, for one worker."""
         return copy.copy(self)
 
-    @classmethod
-    def defines(cls, method: str) -> bool:
-        """Whether the strategy has its own form of one of the methods above."""
-        return getattr(cls, method) is not getattr(Strategy, method)
+    def defines(self, method: str) -> bool:
+        """Whether the strategy, with these settings, has its own form of one of the methods above."""
+        return getattr(type(self), method) is not getattr(Strategy, method)
 
     @classmethod
     def needs(cls, rank: int) -> bool:

@@ -69,9 +69,9 @@ def test_a_replica_takes_part_in_one_exchange_at_a_time(monkeypatch):
         assert busy[node.rank] == 1
         return inner_snapshot(node)
 
-    def met(node, peer, mine, theirs):
+    def met(node, correction):
         busy[node.rank] -= 1
-        inner_met(node, peer, mine, theirs)
+        inner_met(node, correction)
 
     simulation = make("adpsgd", workers=6, steps=20, links=fw.Links(mbit=0.1), evaluations=0)
     monkeypatch.setattr(simulation, "_answer", lambda: torch.zeros(16, dtype=torch.float64))
@@ -95,9 +95,9 @@ def test_every_edge_is_used_by_workers_in_step(topology):
     pairs = set()
     for worker in simulation.workers.values():
 
-        def met(peer, mine, theirs, node=worker.node, inner=worker.node.met):
-            pairs.add((min(node.rank, peer), max(node.rank, peer)))
-            inner(peer, mine, theirs)
+        def met(correction, node=worker.node, inner=worker.node.met):
+            pairs.add((min(node.rank, node._exchanges.partner), max(node.rank, node._exchanges.partner)))
+            inner(correction)
 
         worker.node.met = met
     simulation.run()

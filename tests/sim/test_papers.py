@@ -83,7 +83,7 @@ def test_nodelay_merges_the_mean_of_one_cycle_ago(workers):
 
         async def after_step(node, strategy=worker.strategy, inner=worker.strategy.after_step):
             if node.steps % step == 0:
-                strategy.merged = await strategy.merge
+                strategy.merged = (await strategy.merge).clone()
             await inner(node)
 
         worker.strategy.begin_merge, worker.strategy.after_step = begin_merge, after_step

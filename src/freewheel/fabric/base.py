@@ -6,13 +6,13 @@ What a fabric guarantees:
   a worker's earlier life.
 - `receive` from a named peer ends: with the message, or with PeerLost once the peer is known to be gone.
 - Vectors are handed over, not copied: a sender does not change a vector it has sent, a receiver does not
-  change a vector it has received.
+  change a vector it has received. The one exception is `blend`, which may overwrite what it was given.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -20,6 +20,8 @@ from torch import Tensor
 
 Tag: TypeAlias = tuple[str | int, ...]
 Note: TypeAlias = tuple[float, ...]
+Meet: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""Makes a correction of one's own weights and another's, element by element."""
 
 
 @dataclass(slots=True)
@@ -63,6 +65,15 @@ class Fabric(Protocol):
         """Wait for the next message with this tag: from one peer, from anybody, or from anybody `among`.
 
         Raises PeerLost when the peer, or one of those among whom it is awaited, is gone.
+        """
+
+    async def blend(
+        self, peer: int, tag: Tag, mine: Tensor, meet: Meet, sending: asyncio.Future[None]
+    ) -> Tensor:
+        """Receive a vector and return meet(mine, theirs), while `sending` takes mine to the same peer.
+
+        A real fabric does it piece by piece as the bytes come and go, and writes the result over mine: one
+        pass through the cache instead of several through memory, and no vector for theirs.
         """
 
     def forget(self, tag: Tag) -> None:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from freewheel.fabric.base import Fabric, Message, Note, Tag
+
+PIECE = 1 << 20
+"""How many numbers go round a ring at once: what is under way needs little memory with any model."""
 
 
 async def send_and_receive(
@@ -29,20 +31,26 @@ async def send_and_receive(
 
 async def ring_sum(fabric: Fabric, members: Sequence[int], vector: Tensor, tag: Tag) -> Tensor:
     """Sum the members' vectors; each sends 2(n-1)/n of a vector. The given vector is left alone."""
+    total = vector.clone()
+    for at in range(0, total.numel(), PIECE):
+        await _ring(fabric, members, total[at : at + PIECE], tag)
+    return total
+
+
+async def _ring(fabric: Fabric, members: Sequence[int], total: Tensor, tag: Tag) -> None:
+    """Replace a vector by the sum of the members' vectors."""
     n = len(members)
     if n == 1:
-        return vector.clone()
+        return
     me = members.index(fabric.rank)
     right, left = members[(me + 1) % n], members[(me - 1) % n]
-    chunks = list(vector.tensor_split(n))
+    parts = total.tensor_split(n)
     for hop in range(n - 1):  # reduce-scatter: the sums travel round and grow
-        message = await send_and_receive(fabric, right, left, tag, chunks[(me - hop) % n])
-        at = (me - hop - 1) % n
-        chunks[at] = chunks[at] + message.payload
+        mine = parts[(me - hop) % n].clone()  # what is sent belongs to the receiver
+        parts[(me - hop - 1) % n].add_((await send_and_receive(fabric, right, left, tag, mine)).payload)
     for hop in range(n - 1):  # all-gather: the finished sums travel round
-        message = await send_and_receive(fabric, right, left, tag, chunks[(me + 1 - hop) % n])
-        chunks[(me - hop) % n] = message.payload
-    return torch.cat(chunks)
+        mine = parts[(me + 1 - hop) % n].clone()
+        parts[(me - hop) % n].copy_((await send_and_receive(fabric, right, left, tag, mine)).payload)
 
 
 async def broadcast(

@@ -33,7 +33,6 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric.base import Fabric, Tag
-from freewheel.fabric.collectives import send_and_receive
 
 CALL: Tag = ("call",)
 YES, BUSY = (1.0,), (0.0,)
@@ -45,7 +44,10 @@ class Party(Protocol):
     def snapshot(self) -> Tensor:
         """The weights, with what is pending."""
 
-    def met(self, peer: int, mine: Tensor, theirs: Tensor) -> None:
+    def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
+        """The correction that follows from the two snapshots, or from the same piece of both."""
+
+    def met(self, correction: Tensor) -> None:
         """Both snapshots are here and the other side has them too: correct."""
 
     def count(self, outcome: str) -> None:
@@ -71,6 +73,7 @@ class Exchanges:
         self.answer_s = 0.05  # how long a quick answer takes; learned from every answer
         self.called_at = 0.0
         self.patience: asyncio.TimerHandle | None = None
+        self.left = False  # whether the whole of our snapshot has left, in the exchange under way
         self.serial = rng.randrange(2**40)  # begins anywhere, so that no life of a worker repeats another's
 
     async def call(self, peer: int) -> bool:
@@ -90,9 +93,8 @@ class Exchanges:
             if answer == BUSY:
                 self.party.count("busy")
                 return False
-            mine = self.party.snapshot()
-            theirs = (await send_and_receive(self.fabric, peer, peer, tag, mine)).payload
-            self.party.met(peer, mine, theirs)
+            correction = await self._swap(peer, tag)
+            self.party.met(correction)
             self.fabric.post(peer, tag)
             self.party.count("done")
             return True
@@ -146,26 +148,30 @@ class Exchanges:
 
     async def _answer(self, peer: int, tag: Tag) -> None:
         self.fabric.post(peer, tag, note=YES)
-        mine = self.party.snapshot()
-        sending = None
+        self.left = False
         try:
-            sending = self.fabric.send(peer, tag, mine)
-            theirs = (await self.fabric.receive(tag, peer)).payload
-            await sending
+            correction = await self._swap(peer, tag)
             await self.fabric.receive(tag, peer)
-            self.party.met(peer, mine, theirs)
+            self.party.met(correction)
             self.party.count("done")
         except PeerLost:
             # Only a caller that has our whole snapshot can have corrected.
-            whole = sending is not None and sending.done() and not sending.exception()
-            self.party.count("half" if whole else "failed")
+            self.party.count("half" if self.left else "failed")
         except asyncio.CancelledError:
             self.waiting.clear()
             raise
         finally:
-            if sending is not None:
-                sending.cancel()
             self._release(tag)
+
+    async def _swap(self, peer: int, tag: Tag) -> Tensor:
+        """Snapshots in both directions at once."""
+        mine = self.party.snapshot()
+        sending = self.fabric.send(peer, tag, mine)
+        try:
+            return await self.fabric.blend(peer, tag, mine, self.party.meet, sending)
+        finally:
+            self.left = sending.done() and not sending.exception()
+            sending.cancel()
 
     def _send_away(self) -> None:
         """Let nobody wait any longer for the answer to our own call."""

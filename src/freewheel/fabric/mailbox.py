@@ -10,8 +10,10 @@ import asyncio
 from collections import deque
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import Message, Tag
+from freewheel.fabric.base import Meet, Message, Tag
 
 
 class Mailbox:
@@ -53,6 +55,14 @@ class Mailbox:
             waiters.remove(waiter)
             if not waiters:
                 del self._waiters[tag]
+
+    async def blend(
+        self, peer: int, tag: Tag, mine: Tensor, meet: Meet, sending: asyncio.Future[None]
+    ) -> Tensor:
+        """Receive the whole of theirs, then combine; see Fabric.blend."""
+        theirs = (await self.receive(tag, peer)).payload
+        await sending
+        return meet(mine, theirs)
 
     def forget(self, tag: Tag) -> None:
         """Drop what has arrived with this tag and nobody received, and what still arrives."""

@@ -76,18 +76,15 @@ class DASGD(Strategy):
         """What could not be sent to a peer yet, because the last message to it is still leaving."""
         self.sending: set[int] = set()
 
-    async def after_step(self, node: Node) -> None:
-        """Record how many own gradients the others lack."""
-        # A worker that came back counts its steps anew; what others know of its earlier life is more.
-        lacks = (max(0, node.steps - self.theirs[peer]) for peer in node.members if peer != node.rank)
-        node.stale(sum(lacks))
-
     async def background(self, node: Node) -> None:
         """Broadcast every few steps."""
         node.beside(self.listen(node))
         interval = self.interval or node.world_size
         while True:
             await node.next_step()
+            # A worker that came back counts its steps anew; what others know of its earlier life is more.
+            lacks = (max(0, node.steps - self.theirs[peer]) for peer in node.members if peer != node.rank)
+            node.stale(sum(lacks))  # own gradients the others lack
             if node.steps - self.sent >= interval:
                 self.tell(node)
 

@@ -61,7 +61,7 @@ class NoDelay(Strategy):
         if node.steps % (self.tau // 2):
             return
         p = await self.merge
-        node.correct(p - self.s)
+        node.correct(p.sub_(self.s))
         self.begin_merge(node)
 
     def begin_merge(self, node: Node) -> None:

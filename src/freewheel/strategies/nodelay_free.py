@@ -60,6 +60,10 @@ class FreeNoDelay(Strategy):
         at_least("nodelay_free: every", self.every, 1)
         at_least("nodelay_free: tau", self.tau, self.every)
 
+    def defines(self, method: str) -> bool:
+        """Without τ no step waits."""
+        return super().defines(method) and not (method == "after_step" and self.tau is None)
+
     async def start(self, node: Node) -> None:
         """Numbers of merges start anywhere, so that those of a worker's earlier life mean nothing."""
         self.number = node.random.randrange(2**40)
@@ -184,7 +188,7 @@ class FreeNoDelay(Strategy):
         try:
             verdict = (await node.receive(("merge", "verdict", number), leader)).note[0]
             if verdict and (p := merge.result()) is not None:
-                node.correct(p - s)
+                node.correct(p.sub_(s))
                 outcome = "done"
                 self.news.set()
         except PeerLost:

@@ -1,13 +1,15 @@
-"""What the commands train: small problems with known answers."""
+"""What the commands train: small problems with known answers, and data you bring along."""
 
 from __future__ import annotations
 
 from freewheel import names
 from freewheel.task import Task
+from freewheel.tasks.chars import Chars
+from freewheel.tasks.cifar10 import Cifar10
 from freewheel.tasks.digits import Digits
 from freewheel.tasks.quadratic import Quadratic
 
-ALL: dict[str, type[Task]] = {"quadratic": Quadratic, "digits": Digits}
+ALL: dict[str, type[Task]] = {"quadratic": Quadratic, "digits": Digits, "cifar10": Cifar10, "chars": Chars}
 
 
 def resolve(spec: str | Task) -> Task:
@@ -15,4 +17,4 @@ def resolve(spec: str | Task) -> Task:
     return spec if isinstance(spec, Task) else names.build("task", spec, ALL)
 
 
-__all__ = ["ALL", "Digits", "Quadratic", "Task", "resolve"]
+__all__ = ["ALL", "Chars", "Cifar10", "Digits", "Quadratic", "Task", "resolve"]
