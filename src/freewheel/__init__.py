@@ -1,6 +1,6 @@
 """Freewheel: train one model on many workers of which none has to wait for another."""
 
-from freewheel.api import simulate
+from freewheel.api import attach, simulate
 from freewheel.errors import (
     ConfigError,
     Deadlock,
@@ -14,6 +14,7 @@ from freewheel.errors import (
 from freewheel.node import Node
 from freewheel.observe.result import Result
 from freewheel.replica import Replica
+from freewheel.runtime.attach import Worker
 from freewheel.sim.compute import Compute
 from freewheel.sim.faults import Fault
 from freewheel.sim.links import Links
@@ -73,5 +74,7 @@ __all__ = [
     "Topology",
     "UnknownName",
     "WorkerLost",
+    "Worker",
+    "attach",
     "simulate",
 ]

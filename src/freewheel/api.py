@@ -3,14 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TextIO
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal, TextIO
+
+import torch
+from torch import nn
 
 from freewheel import strategies, tasks
 from freewheel.observe.result import Result
+from freewheel.runtime.attach import Worker
 from freewheel.sim.driver import Simulation
 from freewheel.sim.scenario import Scenario
 from freewheel.strategy import Strategy
 from freewheel.task import Task
+
+
+def attach(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: str | Strategy = "adpsgd",
+    *,
+    wire: Literal["fp32", "bf16"] = "fp32",
+    bind: str | None = None,
+    tls: str | Path | None = None,
+    folder: str | Path | None = None,
+    seed: int = 0,
+    join_timeout_s: float = 300.0,
+) -> Worker:
+    """Make a training loop one worker of a run; use it in a with-statement around the loop.
+
+    Which worker of how many is read from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which `freewheel run`
+    and torchrun set; without them the script trains alone. The loop does not change: the optimizer's own
+    step is where corrections are added.
+
+    wire: what vectors travel as; bf16 halves the bytes. bind: the address to listen on (default: loopback;
+    "auto": the one that reaches MASTER_ADDR). tls: a folder of `freewheel keys`. folder: where to write
+    records. seed: of the choice of peers.
+
+        >>> import freewheel as fw, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with fw.attach(model, optimizer, "adpsgd") as worker:
+        ...     for _ in range(3):
+        ...         loss = model(torch.ones(4, 2)).square().mean()
+        ...         optimizer.zero_grad()
+        ...         loss.backward()
+        ...         optimizer.step()
+        >>> worker.rank, worker.world_size, worker.metrics()["steps"]
+        (0, 1, 3)
+    """
+    return Worker(
+        model,
+        optimizer,
+        strategies.resolve(strategy),
+        version=version("freewheel"),
+        wire=wire,
+        bind=bind,
+        tls=tls,
+        folder=folder,
+        seed=seed,
+        join_timeout_s=join_timeout_s,
+    )
 
 
 def simulate(

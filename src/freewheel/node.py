@@ -227,6 +227,11 @@ class Node:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
+    @property
+    def idle(self) -> bool:
+        """Whether no exchange is under way."""
+        return self._exchanges.partner is None
+
     def hold(self) -> None:
         """Be busy for exchanges until `release`: this worker has no weights yet."""
         self._exchanges.partner = self.rank
@@ -249,7 +254,8 @@ class Node:
     def met(self, correction: Tensor) -> None:
         """An exchange is complete."""
         self.counters.discrepancy_max = max(self.counters.discrepancy_max, self._apart)
-        self.correct(correction)
+        self._merged_steps = self._snapshot_steps
+        self._replica.correct(correction, own=True)
 
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:

@@ -26,7 +26,9 @@ class Block:
 
     weights: Tensor
     gradient: Tensor
+    """Empty where the parameters keep gradients of their own."""
     start: int
+    parameters: list[nn.Parameter]
 
     @property
     def stop(self) -> int:
@@ -50,7 +52,7 @@ class Replica:
     @classmethod
     def of(cls, model: nn.Module) -> Replica:
         """Make the model's trainable parameters and their gradients views of flat buffers, in place."""
-        return cls(_flatten(model.named_parameters()))
+        return cls(flatten(model.named_parameters()))
 
     @classmethod
     def blank(cls, size: int) -> Replica:
@@ -82,8 +84,11 @@ class Replica:
             return self.weights + self._pending
         return self.weights.clone()
 
-    def correct(self, vector: Tensor) -> None:
-        """Add a correction to what is pending. The vector is handed over: do not use it afterwards."""
+    def correct(self, vector: Tensor, own: bool = False) -> None:
+        """Add a correction to what is pending. The vector is handed over: do not use it afterwards.
+
+        `own` says that nobody else holds it either, so that its memory may be used again.
+        """
         if self._pending is None:
             self._pending = vector
         else:
@@ -113,8 +118,8 @@ class Replica:
         return torch.cat([part.to(self.dtype) for part in parts])
 
 
-def _flatten(named: Iterable[tuple[str, nn.Parameter]]) -> list[Block]:
-    """Move parameters into flat buffers, one per dtype and device, in order of first appearance."""
+def flatten(named: Iterable[tuple[str, nn.Parameter]], gradients: bool = True) -> list[Block]:
+    """Move parameters (and gradients) into flat buffers, one per dtype and device, in order of appearance."""
     groups: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     seen: dict[tuple[int, int], tuple[str, nn.Parameter]] = {}
     twins: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -145,19 +150,24 @@ def _flatten(named: Iterable[tuple[str, nn.Parameter]]) -> list[Block]:
         size = sum(parameter.numel() for parameter in parameters)
         block = Block(
             torch.empty(size, dtype=dtype, device=device),
-            torch.zeros(size, dtype=dtype, device=device),
+            torch.zeros(size if gradients else 0, dtype=dtype, device=device),
             start,
+            parameters,
         )
         at = 0
         for parameter in parameters:
-            weights, gradient = (_view(flat, at, parameter) for flat in (block.weights, block.gradient))
+            weights = _view(block.weights, at, parameter)
             weights.copy_(parameter.detach())
-            parameter.data, parameter.grad = weights, gradient
+            parameter.data = weights
+            if gradients:
+                parameter.grad = _view(block.gradient, at, parameter)
             at += parameter.numel()
         blocks.append(block)
         start = block.stop
     for parameter, first in twins:
-        parameter.data, parameter.grad = first.data, first.grad
+        parameter.data = first.data
+        if gradients:
+            parameter.grad = first.grad
     return blocks
 
 

@@ -67,6 +67,9 @@ class Fabric(Protocol):
         Raises PeerLost when the peer, or one of those among whom it is awaited, is gone.
         """
 
+    def rounded(self, tag: Tag, vector: Tensor) -> Tensor:
+        """The vector as the others will see it (a wire format may be coarser), in place."""
+
     async def blend(
         self, peer: int, tag: Tag, mine: Tensor, meet: Meet, sending: asyncio.Future[None]
     ) -> Tensor:

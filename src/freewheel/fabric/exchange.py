@@ -165,7 +165,7 @@ class Exchanges:
 
     async def _swap(self, peer: int, tag: Tag) -> Tensor:
         """Snapshots in both directions at once."""
-        mine = self.party.snapshot()
+        mine = self.fabric.rounded(tag, self.party.snapshot())
         sending = self.fabric.send(peer, tag, mine)
         try:
             return await self.fabric.blend(peer, tag, mine, self.party.meet, sending)

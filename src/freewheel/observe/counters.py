@@ -12,7 +12,9 @@ class Counters:
     steps: int = 0
     compute_s: float = 0.0
     alive_s: float = 0.0
+    blocked_s: float = 0.0
     bytes_out: int = 0
+    bytes_in: int = 0
     messages_out: int = 0
     messages_dropped: int = 0
     exchanges: dict[str, int] = field(default_factory=lambda: {"done": 0, "busy": 0, "half": 0, "failed": 0})

@@ -1,0 +1,124 @@
+"""What travels over a connection: a header that is checked before anything else is read.
+
+    header   magic, protocol, kind, dtype, lengths of tag and note, sender, incarnation, numbers, run
+    tag      JSON, a list of words and whole numbers
+    note     numbers (doubles)
+    vector   raw numbers, in pieces; see fabric/tcp.py
+
+A header that does not belong to this run, this sender or this model ends the connection before a byte of the
+rest is read.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from dataclasses import dataclass
+
+import torch
+
+from freewheel.fabric.base import Note, Tag
+
+MAGIC = b"FWHL"
+PROTOCOL = 1
+HEADER = struct.Struct("!4sBBBxHHIIQ16s")
+TAG_BYTES = 512
+NOTES = 1 << 15
+
+DTYPES: dict[int, torch.dtype] = {
+    1: torch.float32,
+    2: torch.bfloat16,
+    3: torch.float64,
+    4: torch.float16,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class Kind(enum.IntEnum):
+    """What a frame is for."""
+
+    HELLO = 1
+    """The first one in both directions; its tag says who is there, with what."""
+    REFUSE = 2
+    """Instead of a hello: the tag says why."""
+    MESSAGE = 3
+    PING = 4
+    """I am still here."""
+    BYE = 5
+    """I leave; the tag says why."""
+
+
+KINDS = frozenset(Kind)
+
+
+class BadFrame(Exception):
+    """Bytes that are no frame of this run; the message says what is wrong with them."""
+
+
+@dataclass(slots=True)
+class Frame:
+    """A header, read."""
+
+    kind: Kind
+    sender: int
+    incarnation: int
+    dtype: torch.dtype | None
+    numel: int
+    tag_bytes: int
+    notes: int
+
+    @property
+    def rest(self) -> int:
+        """How many bytes of tag and note follow."""
+        return self.tag_bytes + 8 * self.notes
+
+
+def pack(
+    kind: Kind,
+    run: bytes,
+    sender: int,
+    incarnation: int,
+    tag: Tag = (),
+    note: Note = (),
+    dtype: torch.dtype | None = None,
+    numel: int = 0,
+) -> bytes:
+    """A frame up to its vector."""
+    words = json.dumps(tag, separators=(",", ":")).encode() if tag else b""
+    if len(words) > TAG_BYTES or len(note) > NOTES:
+        raise ValueError(f"a tag of {len(words)} bytes and a note of {len(note)} numbers do not fit a frame")
+    code = 0 if dtype is None else CODES[dtype]
+    head = HEADER.pack(MAGIC, PROTOCOL, kind, code, len(words), len(note), sender, incarnation, numel, run)
+    return bytes(head + words + struct.pack(f"!{len(note)}d", *note))
+
+
+def parse(head: bytes | bytearray, run: bytes, longest: int) -> Frame:
+    """Check a header; nothing of this run has a vector of more than `longest` numbers."""
+    magic, protocol, kind, code, tag_bytes, notes, sender, incarnation, numel, its_run = HEADER.unpack(head)
+    if magic != MAGIC:
+        raise BadFrame("it does not speak Freewheel's protocol")
+    if protocol != PROTOCOL:
+        raise BadFrame(f"it speaks protocol {protocol}, not {PROTOCOL}: another version of freewheel")
+    if its_run != run:
+        raise BadFrame("it belongs to another run")
+    if kind not in KINDS:
+        raise BadFrame(f"it sent a frame of unknown kind {kind}")
+    if tag_bytes > TAG_BYTES or notes > NOTES:
+        raise BadFrame(f"it sent a tag of {tag_bytes} bytes and a note of {notes} numbers")
+    if code and code not in DTYPES:
+        raise BadFrame(f"it sent numbers of unknown type {code}")
+    if numel > longest or (numel and not code):
+        raise BadFrame(f"it sent a vector of {numel} numbers, where the longest of this run has {longest}")
+    return Frame(Kind(kind), sender, incarnation, DTYPES.get(code), numel, tag_bytes, notes)
+
+
+def parse_rest(frame: Frame, rest: bytes | bytearray) -> tuple[Tag, Note]:
+    """Tag and note."""
+    try:
+        words = json.loads(bytes(rest[: frame.tag_bytes])) if frame.tag_bytes else []
+    except ValueError:
+        raise BadFrame("it sent a tag that is not JSON") from None
+    if not isinstance(words, list) or not all(type(word) in (str, int) for word in words):
+        raise BadFrame("it sent a tag that is not a list of words and whole numbers")
+    return tuple(words), struct.unpack(f"!{frame.notes}d", rest[frame.tag_bytes :])

@@ -1,0 +1,480 @@
+"""The real network: one connection for each pair of workers, vectors straight from and into tensor memory.
+
+Every connection has a task that reads and one that writes. Messages to a peer leave in the order they were
+sent. Vectors travel in pieces that fit a processor's cache. A peer whose connection breaks, that sends what
+does not belong to this run, or that is silent for too long, is lost: whoever waits for it is told. Of a pair
+the worker of higher rank calls again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+import ssl
+from collections import deque
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freewheel.errors import PeerLost
+from freewheel.fabric import frames
+from freewheel.fabric.base import Meet, Message, Note, Tag
+from freewheel.fabric.frames import BadFrame, Frame, Kind
+from freewheel.fabric.greeting import Identity
+from freewheel.fabric.line import Line, dial, listen, open_line
+from freewheel.fabric.mailbox import Mailbox
+from freewheel.observe.counters import Counters
+
+PIECE = 1 << 17
+"""Numbers that are read, written and blended at once."""
+GREETING_S = 10.0
+"""How long a connection may take to say who it is."""
+PING_S = 1.0
+RUNTIME = "run"
+"""The first word of tags that are not a strategy's."""
+
+log = logging.getLogger("freewheel")
+
+
+class Sending(asyncio.Future):  # type: ignore[type-arg]
+    """A message on its way out, and how much of its vector has left."""
+
+    def __init__(
+        self, head: bytes, vector: Tensor | None, wire: torch.dtype, loop: asyncio.AbstractEventLoop
+    ) -> None:
+        super().__init__(loop=loop)
+        self.head, self.vector, self.wire, self.sent = head, vector, wire, 0
+        self._moved: asyncio.Future[None] | None = None
+
+    def move(self, sent: int) -> None:
+        """So much has left."""
+        self.sent = sent
+        if self._moved is not None and not self._moved.done():
+            self._moved.set_result(None)
+
+    async def reach(self, numel: int) -> None:
+        """Wait until so much has left."""
+        while self.sent < numel and not self.done():
+            self._moved = asyncio.get_running_loop().create_future()
+            await self._moved
+
+
+@dataclass(slots=True)
+class Blend:
+    """A vector that is to be combined with another while both travel."""
+
+    mine: Tensor
+    meet: Meet
+    sending: Sending
+    done: asyncio.Future[None]
+
+
+class Link:
+    """A connection with a peer that has said who it is."""
+
+    def __init__(self, line: Line, peer: int, incarnation: int, address: str, caller: int) -> None:
+        self.line, self.peer, self.incarnation, self.address = line, peer, incarnation, address
+        self.caller = caller
+        self.queue: deque[Sending] = deque()
+        self.wake = asyncio.Event()
+        self.spoke_s = 0.0
+        self.sent = self.got = 0
+        """Messages of the strategy, for telling whether any is still under way."""
+        self.task: asyncio.Task[None] | None = None
+
+    def put(self, sending: Sending) -> None:
+        """Let a message leave after those before it."""
+        self.queue.append(sending)
+        self.wake.set()
+
+
+class TcpFabric(Mailbox):
+    """One worker's end of the real network. Lives in the communication thread's event loop."""
+
+    def __init__(
+        self,
+        me: Identity,
+        counters: Counters,
+        dtype: torch.dtype = torch.float32,
+        wire: torch.dtype | None = None,
+        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
+        silence_s: float = 20.0,
+    ) -> None:
+        super().__init__(me.rank)
+        self.me, self.world_size, self.counters = me, me.world_size, counters
+        self.dtype, self.wire = dtype, wire or dtype
+        self.silence_s = silence_s
+        self.book: dict[int, tuple[str, int]] = {}
+        """Where each peer was last known to listen."""
+        self._tls_server = tls[0] if tls else None
+        self._tls_client = tls[1] if tls else None
+        self._links: dict[int, Link] = {}
+        self._blends: dict[tuple[int, Tag], Blend] = {}
+        self._listener: socket.socket | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closing = False
+        self._loop = asyncio.get_running_loop()
+
+    # -- life --
+
+    def open(self, host: str, port: int = 0) -> int:
+        """Listen; return the port."""
+        self._listener = listen(host, port)
+        self._spawn(self._accept(self._listener))
+        self._spawn(self._watch())
+        return int(self._listener.getsockname()[1])
+
+    async def connect(self, peer: int, host: str, port: int) -> None:
+        """Call a peer; PeerLost with the reason if it cannot be had."""
+        self.book[peer] = (host, port)
+        try:
+            async with asyncio.timeout(GREETING_S):
+                line = await dial(host, port, self._tls_client)
+                try:
+                    await line.write(self.me.hello())
+                    frame, tag, _ = await self._head(line)
+                    self.me.check(frame, tag, peer)
+                except BaseException:
+                    line.close()
+                    raise
+        except (OSError, EOFError, TimeoutError, BadFrame) as error:
+            raise PeerLost(peer, f"{host}:{port}: {_words(error)}") from error
+        self._install(Link(line, peer, frame.incarnation, f"{host}:{port}", self.rank))
+
+    async def close(self, why: str = "it has finished") -> None:
+        """Say goodbye, then close everything."""
+        self._closing = True
+        bye = [self._queue(link, Kind.BYE, tag=(why[:200],)) for link in self._links.values()]
+        if bye:
+            await asyncio.wait(bye, timeout=1.0)
+        if self._listener is not None:
+            listener, self._listener = self._listener, None
+        else:
+            listener = None
+        tasks = [*self._tasks, *(link.task for link in self._links.values() if link.task)]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if listener is not None:
+            listener.close()
+
+    # -- what strategies use --
+
+    def send(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> Sending:
+        """Begin to send; the future is done when the last byte was handed to the system."""
+        self.need(peer)
+        if peer == self.rank:
+            left = Sending(b"", vector, self.dtype, self._loop)
+            left.set_result(None)
+            self._loop.call_soon(self.deliver, Message(peer, tag, vector, note))
+            return left
+        sending = self._queue(self._links[peer], Kind.MESSAGE, tag, vector, note)
+        self.leaving(peer, sending)
+        return sending
+
+    def post(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> None:
+        """Send without waiting; a message to a peer that is gone is dropped and counted."""
+        if self.reaches(peer):
+            self.send(peer, tag, vector, note)
+        else:
+            self.counters.messages_dropped += 1
+
+    def rounded(self, tag: Tag, vector: Tensor) -> Tensor:
+        """The vector as the others will see it, in place: what two sides compute from it is then the same."""
+        wire = self._wire(tag)
+        return vector if wire == vector.dtype else vector.copy_(vector.to(wire))
+
+    def _wire(self, tag: Tag) -> torch.dtype:
+        """What a strategy sends may be rounded; weights to begin or end with are not."""
+        return self.dtype if tag[:1] == (RUNTIME,) else self.wire
+
+    async def blend(
+        self, peer: int, tag: Tag, mine: Tensor, meet: Meet, sending: asyncio.Future[None]
+    ) -> Tensor:
+        """Combine piece by piece, each as soon as theirs is here and mine has left; see Fabric.blend."""
+        if tag in self._boxes or not isinstance(sending, Sending):
+            return await super().blend(peer, tag, mine, meet, sending)
+        self.need(peer)
+        blend = Blend(mine, meet, sending, self._loop.create_future())
+        self._blends[peer, tag] = blend
+        try:
+            await blend.done
+            await sending
+        finally:
+            self._blends.pop((peer, tag), None)
+        return mine
+
+    def lose(self, peer: int, why: str) -> None:
+        """A peer is gone: whoever blends with it is told too."""
+        for (whom, _), blend in list(self._blends.items()):
+            if whom == peer and not blend.done.done():
+                blend.done.set_exception(PeerLost(peer, why))
+        super().lose(peer, why)
+
+    def traffic(self) -> dict[int, tuple[int, int]]:
+        """With each peer: messages of the strategy sent and got over the present connection."""
+        return {peer: (link.sent, link.got) for peer, link in self._links.items()}
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing waits to leave."""
+        return not self._blends and not any(link.queue for link in self._links.values())
+
+    # -- greeting --
+
+    async def _accept(self, listener: socket.socket) -> None:
+        while True:
+            sock, address = await self._loop.sock_accept(listener)
+            self._spawn(self._greet(sock, f"{address[0]}:{address[1]}"))
+
+    async def _greet(self, sock: socket.socket, address: str) -> None:
+        """A connection came in: let it say who it is."""
+        line: Line | None = None
+        try:
+            async with asyncio.timeout(GREETING_S):
+                line = await open_line(sock, self._tls_server, server=True)
+                try:
+                    frame, tag, _ = await self._head(line)
+                    self.me.check(frame, tag)
+                    self._check_life(frame)
+                except BadFrame as error:
+                    with contextlib.suppress(OSError):
+                        await line.write(self._frame(Kind.REFUSE, tag=(str(error)[:200],)))
+                    raise
+                await line.write(self.me.hello())
+        except (OSError, EOFError, TimeoutError, BadFrame, ssl.SSLError) as error:
+            log.warning("refused a connection from %s: %s", address, _words(error))
+            if line is not None:
+                line.close()
+            sock.close()
+        except BaseException:
+            if line is not None:
+                line.close()
+            sock.close()
+            raise
+        else:
+            self._install(Link(line, frame.sender, frame.incarnation, address, frame.sender))
+
+    def _check_life(self, frame: Frame) -> None:
+        known = self._links.get(frame.sender)
+        if known is None or frame.incarnation > known.incarnation:
+            return
+        if frame.incarnation < known.incarnation:
+            raise BadFrame(f"it is an earlier life of worker {frame.sender}")
+        if known.caller == self.rank > frame.sender:  # both called at once: one call is enough
+            raise BadFrame("this worker has called already")
+
+    def _install(self, link: Link) -> None:
+        known = self._links.get(link.peer)
+        if known is not None:
+            self._unlink(known, "it connected again")
+        self._links[link.peer] = link
+        link.task = asyncio.create_task(self._keep(link))
+        self.gain(link.peer)
+
+    # -- connections --
+
+    async def _keep(self, link: Link) -> None:
+        """Read and write until either ends."""
+        both = [asyncio.create_task(self._read(link)), asyncio.create_task(self._write(link))]
+        why = "closed"
+        try:
+            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                why = self._ended(link, task.exception())
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+            link.line.close()
+            self._unlink(link, why)
+
+    def _ended(self, link: Link, error: BaseException | None) -> str:
+        if isinstance(error, _Left):
+            self.book.pop(link.peer, None)  # do not call again
+            return str(error)
+        if isinstance(error, BadFrame):
+            log.warning("refused worker %d at %s: %s", link.peer, link.address, error)
+        elif error is not None and not isinstance(error, OSError | EOFError):
+            log.error("the connection with worker %d failed", link.peer, exc_info=error)
+        return _words(error) if error is not None else "closed"
+
+    def _unlink(self, link: Link, why: str) -> None:
+        if self._links.get(link.peer) is not link:
+            return
+        del self._links[link.peer]
+        if link.task is not None and link.task is not asyncio.current_task():
+            link.task.cancel()
+        self.lose(link.peer, why)
+        for sending in link.queue:
+            sending.cancel()
+        if not self._closing and link.peer in self.book and self.rank > link.peer:
+            self._spawn(self._call_again(link.peer))
+
+    async def _call_again(self, peer: int) -> None:
+        wait_s = 0.5
+        while peer in self.book and peer not in self._links:
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, 8.0)
+            with contextlib.suppress(PeerLost):
+                if peer in self.book and peer not in self._links:
+                    await self.connect(peer, *self.book[peer])
+
+    async def _watch(self) -> None:
+        """Send signs of life; drop who gives none."""
+        while True:
+            await asyncio.sleep(PING_S)
+            now = self._loop.time()
+            for link in list(self._links.values()):
+                silent_s = now - link.line.heard_s
+                if silent_s > self.silence_s:
+                    self._unlink(link, f"it has been silent for {silent_s:.0f} s")
+                elif not link.queue and now - link.spoke_s >= PING_S:
+                    self._queue(link, Kind.PING)
+
+    # -- writing --
+
+    def _frame(self, kind: Kind, tag: Tag = (), note: Note = (), vector: Tensor | None = None) -> bytes:
+        dtype, numel = (None, 0) if vector is None else (self._wire(tag), vector.numel())
+        return frames.pack(kind, self.me.run, self.rank, self.me.incarnation, tag, note, dtype, numel)
+
+    def _queue(
+        self, link: Link, kind: Kind, tag: Tag = (), vector: Tensor | None = None, note: Note = ()
+    ) -> Sending:
+        sending = Sending(self._frame(kind, tag, note, vector), vector, self._wire(tag), self._loop)
+        if kind is Kind.MESSAGE:
+            self.counters.messages_out += 1
+            link.sent += tag[0] != RUNTIME
+        link.put(sending)
+        return sending
+
+    async def _write(self, link: Link) -> None:
+        line = link.line
+        while True:
+            while not link.queue:
+                link.wake.clear()
+                await link.wake.wait()
+            sending = link.queue.popleft()
+            if sending.cancelled():
+                continue  # nobody wants it any more, and it has not begun
+            link.spoke_s = self._loop.time()
+            await line.write(sending.head)
+            self.counters.bytes_out += len(sending.head)
+            if sending.vector is not None:
+                await self._write_vector(line, sending)
+            if not sending.done():
+                sending.set_result(None)
+
+    async def _write_vector(self, line: Line, sending: Sending) -> None:
+        vector = sending.vector
+        assert vector is not None
+        if not vector.is_contiguous():
+            vector = vector.contiguous()
+        for at in range(0, vector.numel(), PIECE):
+            data = _memory(vector[at : at + PIECE].to(sending.wire))
+            await line.write(data)
+            self.counters.bytes_out += len(data)
+            sending.move(min(at + PIECE, vector.numel()))
+
+    # -- reading --
+
+    async def _head(self, line: Line) -> tuple[Frame, Tag, Note]:
+        """The next frame up to its vector."""
+        head = bytearray(frames.HEADER.size)
+        await line.read(memoryview(head))
+        frame = frames.parse(head, self.me.run, self.me.longest)
+        rest = bytearray(frame.rest)
+        await line.read(memoryview(rest))
+        self.counters.bytes_in += len(head) + len(rest)
+        return (frame, *frames.parse_rest(frame, rest))
+
+    async def _read(self, link: Link) -> None:
+        staging = torch.empty(PIECE, dtype=self.wire)
+        while True:
+            frame, tag, note = await self._head(link.line)
+            if frame.sender != link.peer or frame.incarnation != link.incarnation:
+                raise BadFrame(f"it is worker {link.peer} and says to be worker {frame.sender}")
+            if frame.kind is Kind.BYE:
+                raise _Left(str(tag[0]) if tag else "it has left")
+            if frame.kind is Kind.PING:
+                continue
+            if frame.kind is not Kind.MESSAGE:
+                raise BadFrame("it says hello twice")
+            link.got += tag[:1] != (RUNTIME,)
+            if frame.dtype is None:
+                self.deliver(Message(link.peer, tag, None, note))
+                await asyncio.sleep(0)  # who was waiting runs before the next frame: it may want to blend it
+                continue
+            if frame.dtype != self._wire(tag):
+                raise BadFrame(f"it sends {frame.dtype}, not {self._wire(tag)}: give all the same wire")
+            blend = self._blends.get((link.peer, tag))
+            if blend is not None and not blend.done.done():
+                await self._blend_in(link, frame, blend, staging)
+                continue
+            vector = torch.empty(frame.numel, dtype=self.dtype)
+            for at in range(0, frame.numel, PIECE):
+                into = vector[at : at + PIECE]
+                piece = into if frame.dtype == self.dtype else staging[: into.numel()]
+                await self._read_piece(link.line, piece)
+                if piece is not into:
+                    into.copy_(piece)
+            blend = self._blends.get((link.peer, tag))
+            if blend is not None and not blend.done.done():  # it was asked for while it arrived
+                await blend.sending.reach(frame.numel)
+                blend.mine.copy_(blend.meet(blend.mine, vector))
+                blend.done.set_result(None)
+            else:
+                self.deliver(Message(link.peer, tag, vector, note))
+
+    async def _blend_in(self, link: Link, frame: Frame, blend: Blend, staging: Tensor) -> None:
+        numel = blend.mine.numel()
+        if frame.numel != numel:
+            raise BadFrame(f"a vector of {frame.numel} numbers in exchange for one of {numel}")
+        for at in range(0, numel, PIECE):
+            mine = blend.mine[at : at + PIECE]
+            piece = staging[: mine.numel()]
+            await self._read_piece(link.line, piece)
+            await blend.sending.reach(at + mine.numel())
+            mine.copy_(blend.meet(mine, piece.to(self.dtype)))
+        if not blend.done.done():
+            blend.done.set_result(None)
+
+    async def _read_piece(self, line: Line, piece: Tensor) -> None:
+        memory = _memory(piece)
+        await line.read(memory)
+        self.counters.bytes_in += len(memory)
+        # A sum is finite only if all numbers are; one that overflows is looked at more closely.
+        if not math.isfinite(piece.sum().item()) and not piece.isfinite().all():
+            raise BadFrame("it sent numbers that are not finite")
+
+    # -- tasks --
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._over)
+
+    def _over(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            log.error("the network of worker %d failed", self.rank, exc_info=task.exception())
+
+
+class _Left(Exception):
+    """The peer said goodbye."""
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _words(error: BaseException) -> str:
+    if isinstance(error, TimeoutError):
+        return f"no answer within {GREETING_S:.0f} s"
+    return str(error) or type(error).__name__

@@ -1,0 +1,1 @@
+"""Real processes and wall-clock time: attach, launch, keys."""

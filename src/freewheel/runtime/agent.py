@@ -1,0 +1,353 @@
+"""A worker's communication thread: an event loop with the fabric, the node and the strategy's coroutines."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import random
+import ssl
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from freewheel.errors import ConfigError, PeerLost, WorkerLost
+from freewheel.fabric import collectives
+from freewheel.fabric.base import Tag
+from freewheel.fabric.greeting import Identity
+from freewheel.fabric.tcp import RUNTIME, TcpFabric
+from freewheel.node import Node
+from freewheel.observe.counters import Counters
+from freewheel.runtime.live import LiveReplica
+from freewheel.runtime.rendezvous import POLL_S, Rendezvous
+from freewheel.strategy import Strategy
+
+T = TypeVar("T")
+
+START: Tag = (RUNTIME, "start")
+COPY: Tag = (RUNTIME, "copy")
+FINISHED: Tag = (RUNTIME, "finished")
+STOP: Tag = (RUNTIME, "stop")
+CONSENSUS: Tag = (RUNTIME, "consensus")
+DRAIN_S = 10.0
+"""How long messages that are still under way at the end of a run are waited for."""
+
+
+class Agent:
+    """The communication thread's side of a worker."""
+
+    def __init__(
+        self,
+        me: Identity,
+        replica: LiveReplica,
+        strategy: Strategy,
+        *,
+        seed: int,
+        wire: torch.dtype | None,
+        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None,
+        score: Callable[[], float],
+        buffers: Callable[[], Tensor],
+    ) -> None:
+        self.me, self.replica, self.strategy = me, replica, strategy.copy()
+        self.failure: BaseException | None = None
+        self.stopped = False
+        """Whether a worker has asked all to stop."""
+        self.finished: dict[int, int] = {}
+        """Workers whose loop has ended, each with the epoch in which it said so."""
+        self.ready = False
+        """Whether this worker has weights that others may copy."""
+        self._seed, self._wire, self._tls = seed, wire, tls
+        self._score, self._buffers = score, buffers
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._parts = 0
+        self.counters = Counters()
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="freewheel", daemon=True)
+        self._thread.start()
+        self.call(self._make())
+
+    # -- from the training thread --
+
+    def begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Start a coroutine in the communication thread."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop)
+
+    def call(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the communication thread and wait for it."""
+        return self.begin(work).result()
+
+    def stepped(self) -> None:
+        """A step is complete: wake what waits for it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: this worker has left
+            self.loop.call_soon_threadsafe(self.node.stepped)
+
+    def close(self, why: str) -> None:
+        """Say goodbye, end everything, end the thread."""
+        if not self._thread.is_alive():
+            return
+        try:
+            self.begin(self._close(why)).result(timeout=10.0)
+        finally:
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(timeout=10.0)
+
+    # -- the thread --
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.run_until_complete(self.loop.shutdown_default_executor())
+            self.loop.close()
+
+    async def _make(self) -> None:
+        self.fabric = TcpFabric(self.me, self.counters, self.replica.dtype, self._wire, self._tls)
+        self.node = Node(
+            self.fabric,
+            self.replica,
+            random.Random(f"node/{self._seed}/{self.me.rank}/{self.me.incarnation}"),
+            spawn=self.spawn,
+            meet=self.strategy.meet,
+            score=self._score,
+        )
+        self.node.counters = self.counters
+
+    async def _close(self, why: str) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self.fabric.close(why)
+
+    def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        """Run a coroutine beside training; a failure of it stops training at its next step."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None and self.failure is None:
+            self.failure = error
+
+    # -- joining --
+
+    async def join(self, rendezvous: Rendezvous, bind: str, address: str, timeout_s: float) -> None:
+        """Meet the others: connect, get the weights to begin with, start the strategy."""
+        first = self.me.incarnation == 1
+        try:
+            port = self.fabric.open(bind)
+        except OSError as error:
+            raise ConfigError(
+                f"cannot listen on {bind}: {error.strerror or error}. Give bind an address of this machine."
+            ) from None
+        await asyncio.to_thread(rendezvous.publish, address, port, self.me.incarnation)
+        others = [peer for peer in range(self.me.world_size) if peer != self.me.rank]
+        gone: dict[int, str] = {}
+        end = self.loop.time() + timeout_s
+        while missing := [peer for peer in others if peer not in self.fabric.members and peer not in gone]:
+            for peer in missing:
+                # The higher rank calls; one that comes back calls everybody.
+                if peer < self.me.rank or not first:
+                    await self._call(rendezvous, peer, gone, first)
+                elif (why := await asyncio.to_thread(rendezvous.absent, peer)) is not None:
+                    gone[peer] = why
+            if self.loop.time() > end:
+                raise WorkerLost(
+                    f"worker {self.me.rank} waited {timeout_s:g} s for worker"
+                    f"{'s' * (len(missing) > 1)} {', '.join(map(str, missing))} to join. "
+                    "Start all workers, or give attach a longer join_timeout_s."
+                )
+            await asyncio.sleep(POLL_S)
+        if first and gone and any(self.strategy.needs(peer) for peer in gone):
+            peer, why = next((peer, why) for peer, why in gone.items() if self.strategy.needs(peer))
+            raise WorkerLost(f"{self.strategy.name} needs worker {peer}, which is not coming: {why.rstrip(".")}.")
+
+    async def _call(self, rendezvous: Rendezvous, peer: int, gone: dict[int, str], first: bool) -> None:
+        if (why := await asyncio.to_thread(rendezvous.absent, peer)) is not None:
+            gone[peer] = why
+            return
+        known = await asyncio.to_thread(rendezvous.look_up, peer)
+        try:
+            if known is not None:
+                await self.fabric.connect(peer, *known)
+            elif not first:
+                gone[peer] = "it has not come yet"
+        except PeerLost as error:
+            if "refused this worker" in error.why and "called already" not in error.why:
+                raise ConfigError(f"worker {self.me.rank} cannot join: {error}.") from None
+            if not first:
+                gone[peer] = error.why  # it comes back by itself
+
+    async def start(self) -> None:
+        """Begin with worker 0's weights, or a living worker's; then let the strategy run."""
+        strategy, node = self.strategy, self.node
+        self.spawn(self._hand_out_copies())
+        self.spawn(self._hear(FINISHED, self._note_finished))
+        self.spawn(self._hear(STOP, self._note_stop))
+        self.spawn(self._hand_out_parts())
+        if strategy.defines("meet"):
+            self.spawn(node.answer_calls())
+        node.hold()
+        if self.me.incarnation > 1:
+            node.rejoined = True
+            await self._copy()
+        elif self.me.world_size > 1:
+            members = self.fabric.members
+            root = members[0]
+            vector = self.replica.snapshot() if self.me.rank == root else None
+            message = await collectives.broadcast(self.fabric, members, root, vector, START)
+            if self.me.rank != root:
+                self.replica.load(message.payload)
+        await strategy.start(node)
+        node.release()
+        self.ready = True
+        if strategy.defines("background"):
+            self.spawn(strategy.background(node))
+
+    async def _copy(self) -> None:
+        """Load a living worker's weights; where nobody has any, the lowest rank begins anew."""
+        tries = 0
+        while True:
+            for peer in self.fabric.members:
+                if peer == self.me.rank:
+                    continue
+                tries += 1
+                try:
+                    self.fabric.post(peer, COPY, note=(tries,))
+                    answer = await self.fabric.receive((*COPY, tries), peer)
+                except PeerLost:
+                    continue
+                if answer.vector is not None:
+                    self.replica.load(answer.vector)
+                    return
+            if self.fabric.members[0] == self.me.rank:
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def _hand_out_copies(self) -> None:
+        while True:
+            request = await self.fabric.receive(COPY)
+            vector = self.strategy.handover(self.node) if self.ready else None
+            self.fabric.post(request.sender, (*COPY, int(request.note[0])), vector)
+
+    # -- what workers tell each other beside the strategy --
+
+    async def _hear(self, tag: Tag, act: Callable[[int], None]) -> None:
+        while True:
+            act((await self.fabric.receive(tag)).sender)
+
+    def _note_finished(self, peer: int) -> None:
+        self.finished[peer] = self.fabric.epoch(peer)
+
+    def _note_stop(self, _peer: int) -> None:
+        self.stopped = True
+
+    async def tell_all(self, tag: Tag) -> None:
+        """Tell every other worker."""
+        for peer in self.fabric.members:
+            if peer != self.me.rank:
+                self.fabric.post(peer, tag)
+
+    def waits_for_finished(self) -> int | None:
+        """A worker whose loop has ended, if there is one."""
+        return next((peer for peer, epoch in self.finished.items() if self.fabric.epoch(peer) == epoch), None)
+
+    # -- the end --
+
+    async def finish(self) -> tuple[Tensor, Tensor]:
+        """Wait until all loops have ended and nothing is under way; return the mean weights and buffers."""
+        while True:
+            await self.tell_all(FINISHED)
+            others = [peer for peer in self.fabric.members if peer != self.me.rank]
+            if all(self.finished.get(peer) == self.fabric.epoch(peer) for peer in others):
+                break
+            with contextlib.suppress(TimeoutError):  # a new member must be told
+                await asyncio.wait_for(self.fabric.changed(), POLL_S)
+        for attempt in range(3):
+            members = self.fabric.members
+            try:
+                await self._drain(members, attempt)
+                return await self._mean(members, attempt)
+            except (PeerLost, TimeoutError):
+                continue
+        return await self.consensus()
+
+    async def _drain(self, members: tuple[int, ...], attempt: int) -> None:
+        """Wait until every message that was sent has been received, twice in a row."""
+        end, before, k = self.loop.time() + DRAIN_S, None, 0
+        while self.loop.time() < end:
+            k += 1
+            traffic = self.fabric.traffic()
+            idle = self.fabric.quiet and self.node.idle
+            state = [float(idle)]
+            for peer in members:
+                state += traffic.get(peer, (0, 0))
+            tag: Tag = (RUNTIME, "drain", attempt, k, *members[:8])
+            notes = await asyncio.wait_for(
+                collectives.gather(self.fabric, members, tuple(state), tag), DRAIN_S
+            )
+            if notes == before and _nothing_under_way(members, notes):
+                return
+            before = notes
+            await asyncio.sleep(0.002)
+
+    async def _mean(self, members: tuple[int, ...], attempt: int) -> tuple[Tensor, Tensor]:
+        part = self.strategy.answer(self.node)
+        notes = await collectives.gather(
+            self.fabric, members, (float(part is not None),), (*CONSENSUS, "who", attempt)
+        )
+        parts = sum(note[0] for note in notes.values())
+        vector = torch.zeros(self.replica.size, dtype=self.replica.dtype) if part is None else part
+        weights = await collectives.ring_sum(self.fabric, members, vector, (*CONSENSUS, "weights", attempt))
+        buffers = self._buffers()
+        if buffers.numel():
+            tag = (*CONSENSUS, "buffers", attempt)
+            buffers = (await collectives.ring_sum(self.fabric, members, buffers, tag)).div_(len(members))
+        return weights.div_(parts), buffers
+
+    async def consensus(self) -> tuple[Tensor, Tensor]:
+        """The mean of all workers' answers and buffers, collected by this one; nobody's training waits."""
+        self._parts += 1
+        tag = (RUNTIME, "part", self._parts)
+        part, buffers, members = self.strategy.answer(self.node), self._buffers(), 1
+        parts = int(part is not None)
+        weights = torch.zeros(self.replica.size, dtype=self.replica.dtype) if part is None else part
+        asked = [peer for peer in self.fabric.members if peer != self.me.rank]
+        for peer in asked:
+            self.fabric.post(peer, (RUNTIME, "part"), note=(self._parts,))
+        for peer in asked:
+            try:
+                theirs = (await self.fabric.receive((*tag, "weights"), peer)).vector
+                their_buffers = (await self.fabric.receive((*tag, "buffers"), peer)).payload
+            except PeerLost:
+                continue
+            if theirs is not None:
+                weights, parts = weights.add_(theirs), parts + 1
+            buffers, members = buffers.add_(their_buffers), members + 1
+        if not parts:
+            raise WorkerLost("no worker that holds the answer is left.")
+        return weights.div_(parts), buffers.div_(members)
+
+    async def _hand_out_parts(self) -> None:
+        while True:
+            request = await self.fabric.receive((RUNTIME, "part"))
+            tag = (RUNTIME, "part", int(request.note[0]))
+            part = self.strategy.answer(self.node) if self.ready else None
+            self.fabric.post(request.sender, (*tag, "weights"), part)
+            self.fabric.post(request.sender, (*tag, "buffers"), self._buffers())
+
+
+def _nothing_under_way(members: tuple[int, ...], notes: dict[int, tuple[float, ...]]) -> bool:
+    """Whether all are idle and each has got what the others sent it."""
+    at = {peer: 1 + 2 * k for k, peer in enumerate(members)}
+    return all(
+        notes[one][0] and (one == other or notes[one][at[other]] == notes[other][at[one] + 1])
+        for one in members
+        for other in members
+    )

@@ -1,0 +1,365 @@
+"""A worker: what `fw.attach` gives. The training thread's side; the communication thread's is the agent.
+
+The optimizer's step hooks are where training and communication meet:
+
+    before the step     strategies that must wait for others do it here
+    the step            weights move
+    after the step      strategies that must wait do it here; then the boundary adds what is pending
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import logging
+import math
+import time
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
+from freewheel.fabric.greeting import Identity
+from freewheel.replica import Replica, flatten
+from freewheel.runtime import keys
+from freewheel.runtime.agent import STOP, Agent
+from freewheel.runtime.live import LiveReplica
+from freewheel.runtime.records import Recorder
+from freewheel.runtime.rendezvous import Options, Place, Rendezvous, address_for
+from freewheel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from freewheel.runtime.loader import Loader
+
+WIRES = {"fp32": None, "bf16": torch.bfloat16}
+GRACE_S = 5.0
+"""How long a step may wait for a worker whose loop has ended."""
+
+log = logging.getLogger("freewheel")
+
+
+class Worker:
+    """One worker of a run: a context manager around a training loop that need not change."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        strategy: Strategy,
+        *,
+        version: str,
+        wire: Literal["fp32", "bf16"] = "fp32",
+        bind: str | None = None,
+        tls: str | Path | None = None,
+        folder: str | Path | None = None,
+        seed: int = 0,
+        join_timeout_s: float = 300.0,
+    ) -> None:
+        if wire not in WIRES:
+            raise ConfigError(f"wire must be one of {', '.join(WIRES)}, not {wire!r}.")
+        self._model, self._optimizer, self._strategy = model, optimizer, strategy
+        self._wire, self._bind, self._tls = WIRES[wire], bind, tls
+        self._folder, self._seed, self._timeout_s, self._version = folder, seed, join_timeout_s, version
+        self._place = Place.read()
+        self.rank, self.world_size = self._place.rank, self._place.world_size
+        strategy.check(self.world_size)
+        self._check_optimizer()
+        self._answer: tuple[Tensor, Tensor] | None = None
+        self._hooks: list[Any] = []
+        self._loss: Tensor | float = math.nan
+        self._began_s = self._step_began_s = 0.0
+        self._store: Rendezvous | None = None
+
+    def _check_optimizer(self) -> None:
+        mine = {id(parameter) for parameter in self._model.parameters()}
+        theirs = [p for group in self._optimizer.param_groups for p in group["params"]]
+        if not any(id(parameter) in mine for parameter in theirs):
+            raise ConfigError(
+                "the optimizer trains none of the model's parameters; make it of model.parameters()."
+            )
+
+    # -- for the user --
+
+    def loader(
+        self,
+        dataset: Any,
+        batch_size: int = 1,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> Loader:
+        """Batches of this worker's share of a data set; over all workers every sample once a pass."""
+        from freewheel.runtime.loader import Loader
+
+        return Loader(
+            dataset,
+            batch_size,
+            self.rank,
+            self.world_size,
+            shuffle=shuffle,
+            seed=seed,
+            drop_last=drop_last,
+            stopped=lambda: self.stopped,
+            **options,
+        )
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a worker has called `stop`."""
+        return self._agent.stopped
+
+    def stop(self) -> None:
+        """Let the loaders of all workers end after their current batch."""
+        self._agent.stopped = True
+        self._agent.call(self._agent.tell_all(STOP))
+
+    def report(self, loss: Tensor | float) -> None:
+        """Say what the training loss is, for the records and for strategies that compare workers."""
+        self._loss = loss.detach() if isinstance(loss, Tensor) else loss
+
+    def metrics(self) -> dict[str, Any]:
+        """What this worker has done so far, as plain data."""
+        counters, elapsed_s = self._agent.counters, time.perf_counter() - self._began_s
+        stale = counters.staleness_count
+        return {
+            "rank": self.rank,
+            "steps": counters.steps,
+            "elapsed_s": elapsed_s,
+            "steps_per_s": counters.steps / elapsed_s,
+            "blocked_share": counters.blocked_s / elapsed_s,
+            "exchanges": dict(counters.exchanges),
+            "merges": dict(counters.merges),
+            "staleness_mean": counters.staleness_sum / stale if stale else 0.0,
+            "staleness_max": counters.staleness_max,
+            "discrepancy_max": counters.discrepancy_max,
+            "bytes_out": counters.bytes_out,
+            "bytes_in": counters.bytes_in,
+            "messages_dropped": counters.messages_dropped,
+            "members": list(self._agent.fabric.members),
+            "loss": self._last_loss(),
+        }
+
+    def consensus(self) -> nn.Module:
+        """A copy of the model with the mean of all workers' weights: what to evaluate and to ship.
+
+        Inside the with-block it asks the other workers, whose training goes on; after it, it is the mean of
+        what all ended with. Buffers (BatchNorm's statistics) are averaged too.
+        """
+        weights, buffers = self._answer or self._agent.call(self._agent.consensus())
+        clone = copy.deepcopy(getattr(self._model, "_orig_mod", self._model))
+        clone.zero_grad(set_to_none=True)
+        Replica(flatten(clone.named_parameters(), gradients=False)).load(weights)
+        _set_buffers(clone, buffers)
+        return clone
+
+    # -- life --
+
+    def __enter__(self) -> Self:
+        place = self._place
+        options, incarnation, model = Options(run="0" * 32), 1, ""
+        if place.world_size > 1:
+            self._store = Rendezvous(place, self._timeout_s)
+            options, incarnation = self._store.options(), self._store.incarnation()
+            model = self._store.check_model(self._model, incarnation)
+        tls = self._tls or options.tls
+        bind = self._bind or options.bind or self._loopback()
+        self._replica = LiveReplica(self._model)
+        me = Identity(
+            bytes.fromhex(options.run),
+            self.rank,
+            self.world_size,
+            incarnation,
+            self._version,
+            model,
+            longest=max(self._replica.size, _buffers(self._model).numel()),
+        )
+        self._agent = Agent(
+            me,
+            self._replica,
+            self._strategy,
+            seed=self._seed,
+            wire=self._wire,
+            tls=keys.contexts(Path(tls)) if tls else None,
+            score=self._score,
+            buffers=lambda: _buffers(self._model).to(self._replica.dtype),
+        )
+        self._agent.node.momentum = float(self._optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
+        try:
+            if self._store is not None:
+                address = address_for(place.host) if bind in ("0.0.0.0", "auto") else bind
+                bind = address if bind == "auto" else bind
+                self._agent.call(self._agent.join(self._store, bind, address, self._timeout_s))
+            self._agent.call(self._agent.start())
+            self._recorder = Recorder(
+                self.metrics, self._folder or options.folder, self.rank, console=options.console
+            )
+        except BaseException as error:
+            if self._store is not None:
+                self._store.leave(str(error) or type(error).__name__)
+            self._agent.close("it could not join")
+            raise
+        self._began_s = self._step_began_s = time.perf_counter()
+        self._attach()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        try:
+            if error is None:
+                self._check()
+                self._answer = self._patiently(self._agent.finish())
+        finally:
+            self._recorder.close()
+            why = "it has finished" if error is None else f"it left with {type(error).__name__}"
+            self._agent.close(why)
+
+    def _loopback(self) -> str:
+        if not self._place.spans_hosts():
+            return "127.0.0.1"
+        raise ConfigError(
+            f"this run may span machines (MASTER_ADDR={self._place.host}), and workers listen on loopback "
+            'unless told otherwise. Give attach bind="auto" (the address that reaches MASTER_ADDR) or an '
+            "address of this machine, or start with `freewheel run --bind ADDRESS`."
+        )
+
+    # -- steps --
+
+    def _attach(self) -> None:
+        strategy, node = self._agent.strategy, self._agent.node
+        self._before = strategy.before_step if strategy.defines("before_step") else None
+        self._after = strategy.after_step if strategy.defines("after_step") else None
+        self._wakes = strategy.defines("background")
+        # A strategy with a staleness of its own records it; for the others the node's measure is taken.
+        self._measured = type(strategy).staleness is not Strategy.staleness
+        self._stale = node.unmerged_steps
+        self._hooks = [
+            self._optimizer.register_step_pre_hook(self._before_step),
+            self._optimizer.register_step_post_hook(self._after_step),
+        ]
+
+    def _before_step(self, *_: Any) -> None:
+        """The optimizer is about to step."""
+        node, replica = self._agent.node, self._replica
+        if self._agent.failure is not None:
+            self._check()
+        computed_s = time.perf_counter() - self._step_began_s
+        counters = node.counters
+        counters.compute_s += computed_s
+        node.step_s += (computed_s - node.step_s) / (counters.steps + 1)
+        if not self._measured:
+            counters.stale(self._stale)
+        if self._before is not None:
+            self._wait(self._before)
+        replica.begin_moving()
+
+    def _after_step(self, *_: Any) -> None:
+        """The optimizer has stepped."""
+        node, replica = self._agent.node, self._replica
+        node.counters.steps += 1
+        if self._after is not None:
+            replica.end_moving()
+            replica.parked = True
+            try:
+                self._wait(self._after)
+            finally:
+                replica.parked = False
+            replica.begin_moving()
+        replica.boundary()
+        replica.end_moving()
+        if self._wakes:
+            self._agent.stepped()
+        self._stale = node.unmerged_steps
+        self._step_began_s = time.perf_counter()
+
+    def _wait(self, act: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        """Let training wait for the strategy."""
+        began_s = time.perf_counter()
+        if self._replica.cuda:
+            torch.cuda.current_stream().synchronize()
+        work = self._agent.begin(act(self._agent.node))
+        waited_s = 0.0
+        try:
+            while True:
+                try:
+                    work.result(timeout=1.0)
+                    return
+                except concurrent.futures.TimeoutError:
+                    ended = self._agent.waits_for_finished()
+                    waited_s = waited_s + 1.0 if ended is not None else 0.0
+                    if waited_s >= GRACE_S and self._strategy.lockstep():
+                        work.cancel()
+                        raise RunStopped(
+                            f"{self._strategy.name} needs every worker in every step, and the loop of worker "
+                            f"{ended} has ended. Give all workers the same number of steps."
+                        ) from None
+        except PeerLost as error:
+            raise self._explain(error) from error
+        finally:
+            self._agent.counters.blocked_s += time.perf_counter() - began_s
+
+    def _patiently(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """Wait for the communication thread; corrections that arrive meanwhile are added."""
+        future = self._agent.begin(work)
+        while True:
+            try:
+                return future.result(timeout=0.01)
+            except concurrent.futures.TimeoutError:
+                self._replica.begin_moving()
+                self._replica.boundary()
+                self._replica.end_moving()
+
+    def _check(self) -> None:
+        """Raise what failed beside training."""
+        failure = self._agent.failure
+        if isinstance(failure, PeerLost):
+            raise self._explain(failure) from failure
+        if failure is not None:
+            raise failure
+
+    def _explain(self, error: PeerLost) -> RunStopped:
+        return WorkerLost(
+            f"{self._strategy.name} stopped: it lost worker {error.peer} ({error.why}), which it cannot do "
+            "without. Strategies that wait for nobody go on: adpsgd, nodelay_free or dasgd."
+        )
+
+    # -- losses --
+
+    def _last_loss(self) -> float:
+        return float(self._loss)
+
+    def _score(self) -> float:
+        loss = self._last_loss()
+        if not math.isnan(loss):
+            return loss
+        if self._agent.counters.steps > 1:
+            raise ConfigError(
+                f"{self._strategy.name} compares the workers' losses: call worker.report(loss) in every step."
+            )
+        return math.inf
+
+
+def _floating(model: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+def _buffers(model: nn.Module) -> Tensor:
+    """BatchNorm's statistics and the like as one vector."""
+    parts = [buffer.detach().flatten().float().cpu() for buffer in _floating(model)]
+    return torch.cat(parts) if parts else torch.empty(0)
+
+
+@torch.no_grad()
+def _set_buffers(model: nn.Module, vector: Tensor) -> None:
+    at = 0
+    for buffer in _floating(model):
+        buffer.copy_(vector[at : at + buffer.numel()].view(buffer.shape))
+        at += buffer.numel()

@@ -1,0 +1,209 @@
+"""How the workers of a run find each other: the environment says where the store is, the store says the rest.
+
+The store (a c10d TCPStore: the launcher's, torchrun's, or worker 0's) holds the run's options, the model's
+signature and the address book. It is needed to join, not to train.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import ipaddress
+import json
+import os
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from freewheel.errors import ConfigError, WorkerLost
+
+POLL_S = 0.05
+OPTIONS = "freewheel/options"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in its run, as the environment gives it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+    hosted: bool = False
+    """Whether a launcher holds the store."""
+    attempt: str = "0"
+    """torchrun starts all workers anew after a failure; what an earlier attempt left does not count."""
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ) -> Place:
+        """From RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; alone where there is none of them."""
+        if "RANK" not in environment and "WORLD_SIZE" not in environment:
+            return cls()
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if not environment.get(name)]
+        if missing and environment.get("WORLD_SIZE") != "1":
+            raise ConfigError(
+                f"the environment has no {', '.join(missing)}. Start workers with `freewheel run` or torchrun, "
+                f"or set {', '.join(names)}; with none of them set a script trains alone."
+            )
+        numbers = {}
+        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+            text = environment.get(name, "0")
+            if not text.isdecimal():
+                raise ConfigError(f"{name}={text!r} in the environment is not a whole number.")
+            numbers[name] = int(text)
+        rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"RANK={rank} and WORLD_SIZE={world_size} in the environment do not fit: ranks go from 0 to "
+                "WORLD_SIZE - 1."
+            )
+        return cls(
+            rank,
+            world_size,
+            numbers["LOCAL_WORLD_SIZE"],
+            environment.get("MASTER_ADDR", "127.0.0.1"),
+            numbers["MASTER_PORT"],
+            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+        )
+
+    def spans_hosts(self) -> bool:
+        """Whether workers may sit on other machines."""
+        if self.local_world_size == self.world_size:
+            return False
+        try:
+            return not ipaddress.ip_address(socket.gethostbyname(self.host)).is_loopback
+        except OSError:
+            return True
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the launcher tells every worker of a run."""
+
+    run: str
+    folder: str | None = None
+    bind: str | None = None
+    tls: str | None = None
+    console: bool = False
+
+
+class Rendezvous:
+    """One worker's view of the store."""
+
+    def __init__(self, place: Place, timeout_s: float) -> None:
+        self.place, self.timeout_s = place, timeout_s
+        try:
+            base = TCPStore(
+                place.host,
+                place.port,
+                place.world_size,
+                is_master=place.rank == 0 and not place.hosted,
+                timeout=timedelta(seconds=timeout_s),
+                wait_for_workers=False,
+            )
+        except Exception as error:  # torch has no type of its own for it
+            raise ConfigError(
+                f"worker {place.rank} cannot reach the rendezvous at {place.host}:{place.port} "
+                f"({str(error).splitlines()[0][:120]}). Check MASTER_ADDR and MASTER_PORT, and that worker 0 runs."
+            ) from None
+        self._base: Store = base
+        self._store: Store = PrefixStore(f"freewheel/{place.attempt}", base)
+        self._keep = base
+
+    def options(self) -> Options:
+        """The launcher's options; where there is no launcher of ours, those of whoever came first."""
+        mine = json.dumps({"run": secrets.token_hex(16)})
+        store = self._base if self._base.check([OPTIONS]) else self._store
+        text = store.compare_set(OPTIONS, "", mine) if store is self._store else store.get(OPTIONS)
+        given = json.loads(text)
+        return Options(**{key: value for key, value in given.items() if key in Options.__dataclass_fields__})
+
+    def incarnation(self) -> int:
+        """Which life of this rank this is, from 1 on."""
+        return int(self._store.add(f"life/{self.place.rank}", 1))
+
+    def check_model(self, model: nn.Module, incarnation: int) -> str:
+        """Compare the model with worker 0's; return the digest of the signature both have."""
+        mine = json.dumps(signature(model))
+        if self.place.rank == 0 and incarnation == 1:
+            self._store.set("model", mine)
+        elif (theirs := self._get("model", "worker 0")) != mine:
+            why = _first_difference(json.loads(theirs), json.loads(mine))
+            self.leave(f"its model differs from worker 0's: {why}")
+            raise ConfigError(
+                f"worker {self.place.rank} was refused: its model differs from worker 0's. {why} "
+                "Build the same model on every worker."
+            )
+        return hashlib.sha256(mine.encode()).hexdigest()[:32]
+
+    def publish(self, host: str, port: int, incarnation: int) -> None:
+        """Enter this worker into the address book."""
+        self._store.set(f"address/{self.place.rank}", json.dumps([host, port, incarnation]))
+
+    def look_up(self, peer: int) -> tuple[str, int] | None:
+        """Where a peer listens; None: not known yet."""
+        if not self._store.check([f"address/{peer}"]):
+            return None
+        host, port, _ = json.loads(self._store.get(f"address/{peer}"))
+        return str(host), int(port)
+
+    def leave(self, why: str) -> None:
+        """Tell those who still gather that this worker is not coming."""
+        with contextlib.suppress(RuntimeError):  # the store may have left with worker 0
+            self._store.set(f"absent/{self.place.rank}", why)
+
+    def absent(self, peer: int) -> str | None:
+        """Why a peer is not coming, if it said so."""
+        if not self._store.check([f"absent/{peer}"]):
+            return None
+        return str(self._store.get(f"absent/{peer}").decode())
+
+    def _get(self, key: str, whose: str) -> str:
+        end = time.monotonic() + self.timeout_s
+        while not self._store.check([key]):
+            if time.monotonic() > end:
+                raise WorkerLost(f"{whose} did not come to the rendezvous within {self.timeout_s:g} s.")
+            time.sleep(POLL_S)
+        return str(self._store.get(key).decode())
+
+
+def signature(model: nn.Module) -> list[list[Any]]:
+    """Name, shape and type of every trainable parameter."""
+    return [
+        [name, list(parameter.shape), str(parameter.dtype).removeprefix("torch.")]
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def _first_difference(theirs: list[list[Any]], mine: list[list[Any]]) -> str:
+    for k in range(max(len(theirs), len(mine))):
+        one = mine[k] if k < len(mine) else None
+        other = theirs[k] if k < len(theirs) else None
+        if one != other:
+            return f"The first difference: {_describe(one)} here, {_describe(other)} at worker 0."
+    return "They differ."
+
+
+def _describe(parameter: list[Any] | None) -> str:
+    if parameter is None:
+        return "no further parameter"
+    name, shape, dtype = parameter
+    return f"{name} of shape {tuple(shape)} in {dtype}"
+
+
+def address_for(host: str) -> str:
+    """The address of this machine from which a host is reached."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])

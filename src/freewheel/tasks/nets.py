@@ -1,0 +1,118 @@
+"""The nets of the larger tasks: ResNet-20 and a small VGG for images, a small GPT for text."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+
+def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
+    """A 3×3 convolution with He's weights; BatchNorm follows, so there is no bias."""
+    layer = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+    nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    return layer
+
+
+def classifier(inputs: int, classes: int) -> nn.Linear:
+    """The last layer. No ReLU follows, so it keeps torch's smaller first weights."""
+    layer = nn.Linear(inputs, classes)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+class BasicBlock(nn.Module):
+    """Two convolutions beside a shortcut that has no weights (option A of the paper).
+
+    Where the image shrinks, the shortcut takes every second pixel and fills the new channels with zeros.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.first, self.first_norm = convolution(inputs, outputs, stride), nn.BatchNorm2d(outputs)
+        self.second, self.second_norm = convolution(outputs, outputs), nn.BatchNorm2d(outputs)
+        self.stride, self.extra = stride, outputs - inputs
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The block's output, in the same or half the size."""
+        out = F.relu(self.first_norm(self.first(x)))
+        out = self.second_norm(self.second(out))
+        if self.stride != 1 or self.extra:
+            x = F.pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, 0, self.extra))
+        return F.relu(out + x)
+
+
+def resnet20(classes: int = 10) -> nn.Module:
+    """ResNet-20 for 32×32 images: 6·3 + 2 = 20 layers with weights, 0.27 million of them.
+
+    Reference: He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", CVPR 2016, section 4.2.
+    """
+    layers: list[nn.Module] = [convolution(3, 16), nn.BatchNorm2d(16), nn.ReLU()]
+    inputs = 16
+    for outputs in (16, 32, 64):
+        for _ in range(3):
+            layers.append(BasicBlock(inputs, outputs, stride=1 if inputs == outputs else 2))
+            inputs = outputs
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), classifier(64, classes)]
+    return nn.Sequential(*layers)
+
+
+def vgg(classes: int = 10) -> nn.Module:
+    """A small VGG with BatchNorm: three blocks of two convolutions, 1.15 million weights."""
+    layers: list[nn.Module] = []
+    inputs = 3
+    for outputs in (64, 128, 256):
+        for _ in range(2):
+            layers += [convolution(inputs, outputs), nn.BatchNorm2d(outputs), nn.ReLU()]
+            inputs = outputs
+        layers.append(nn.MaxPool2d(2))
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), classifier(inputs, classes)]
+    return nn.Sequential(*layers)
+
+
+class TransformerBlock(nn.Module):
+    """Attention to what came before, then a small net for each character; each normalises first."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape: windows × characters × width."""
+        windows, length, width = x.shape
+        parts = self.queries_keys_values(self.attention_norm(x))
+        parts = parts.view(windows, length, 3, self.heads, width // self.heads)
+        queries, keys, values = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.attention_out(seen.transpose(1, 2).reshape(windows, length, width))
+        out: Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return out
+
+
+class GPT(nn.Module):
+    """A small GPT: learned positions, and one matrix for the characters read and those guessed (tied)."""
+
+    def __init__(self, characters: int, context: int, width: int, layers: int, heads: int) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(characters, width)
+        self.positions = nn.Embedding(context, width)
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(layers)))
+        self.norm = nn.LayerNorm(width)
+        self.guess = nn.Linear(width, characters, bias=False)
+        self.guess.weight = self.characters.weight
+        for name, parameter in self.named_parameters():  # GPT-2's first weights
+            if parameter.dim() == 2:  # what is added to the sum of all layers starts smaller
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if "_out" in name else 0.02)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+
+    def forward(self, characters: Tensor) -> Tensor:
+        """For each place in windows × characters, how likely each next character is (logits)."""
+        x = self.characters(characters) + self.positions.weight[: characters.shape[1]]
+        guesses: Tensor = self.guess(self.norm(self.blocks(x)))
+        return guesses
