@@ -8,6 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from freewheel.errors import ConfigError
+
 
 class Task(abc.ABC):
     """A problem to train on. `prepare` is called once before anything else."""
@@ -18,6 +20,11 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def prepare(self, workers: int, seed: int) -> None:
         """Load or make the data for this many workers."""
+
+    def to(self, device: torch.device) -> None:
+        """Move the data: from now on batches are there. A task that only knows the CPU stays there."""
+        if device.type != "cpu":
+            raise ConfigError(f"this task cannot be trained on {device}; take the CPU.")
 
     @abc.abstractmethod
     def model(self) -> nn.Module:

@@ -12,7 +12,10 @@ from rich.table import Table
 import freewheel
 from freewheel import strategies, tasks, topology
 from freewheel.cli.console import output
+from freewheel.cli.keys import keys
+from freewheel.cli.run import run
 from freewheel.cli.simulate import simulate
+from freewheel.cli.train import compare, train
 from freewheel.errors import FreewheelError
 
 app = typer.Typer(
@@ -25,6 +28,12 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(name="simulate")(simulate)
+app.command(name="run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
+    run
+)
+app.command(name="train")(train)
+app.command(name="compare")(compare)
+app.command(name="keys")(keys)
 
 
 @app.command(name="strategies")

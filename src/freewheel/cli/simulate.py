@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from freewheel import api, strategies, tasks
 from freewheel.cli.console import output
+from freewheel.cli.options import ranks_and_numbers
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.observe.files import check_writable, open_whole, write_whole
 from freewheel.observe.result import Result
@@ -102,7 +103,7 @@ def simulate(
             mbit=link_mbit,
             out_mbit=out_mbit,
             latency_ms=latency_ms,
-            slow={rank: factor for rank, (factor,) in _many("--slow-link", slow_link, 1)},
+            slow={rank: factor for rank, (factor,) in ranks_and_numbers("--slow-link", slow_link, 1)},
             backbone_mbit=backbone_mbit,
             workers_per_node=workers_per_node,
         ),
@@ -161,8 +162,8 @@ def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[s
     return Compute.parse(
         common,
         ms=ms,
-        slow={rank: factor for rank, (factor,) in _many("--slow", slow, 1)},
-        pauses=[(rank, *numbers) for rank, numbers in _many("--pause", pause, 2)],
+        slow={rank: factor for rank, (factor,) in ranks_and_numbers("--slow", slow, 1)},
+        pauses=[(rank, *numbers) for rank, numbers in ranks_and_numbers("--pause", pause, 2)],
         of=own,
     )
 
@@ -223,26 +224,6 @@ def _with_topology(chosen: list[Strategy], topology: str | None) -> list[Strateg
         for one in having:
             one.topology = topology
     return chosen
-
-
-def _many(option: str, texts: list[str] | None, numbers: int) -> list[tuple[int, tuple[float, ...]]]:
-    read = [_rank_and_numbers(option, text, numbers) for text in texts or []]
-    twice = {rank for rank, _ in read if [r for r, _ in read].count(rank) > 1}
-    if twice and numbers == 1:
-        raise ConfigError(f"{option} is given twice for worker {min(twice)}; give it once.")
-    return read
-
-
-def _rank_and_numbers(option: str, text: str, numbers: int) -> tuple[int, tuple[float, ...]]:
-    """Read RANK:NUMBER or RANK:NUMBER:NUMBER."""
-    rank, *rest = text.split(":")
-    try:
-        if len(rest) != numbers:
-            raise ValueError
-        return int(rank), tuple(float(number) for number in rest)
-    except ValueError:
-        form = {1: "RANK:FACTOR, as in 0:5", 2: "RANK:AT_S:FOR_S, as in 0:0.5:1.0"}[numbers]
-        raise ConfigError(f"cannot read {option} {text!r}: write {form}.") from None
 
 
 def _command() -> str:

@@ -29,10 +29,14 @@ def share(value: float | None) -> str:
 def results_tables(results: Sequence[Result], width: int) -> list[Table]:
     """One row per strategy; two tables below each other where one would not fit the width."""
     labels = [run.label for run in named_runs(results)]
+    clock = results[0].settings.get("clock", "virtual")
     timing: list[tuple[str, list[str]]] = [
         ("strategy", labels),
         ("waits for", [r.settings["waits_for"] for r in results]),
-        ("virtual s", [short(r.virtual_s, 4) for r in results]),
+        (
+            f"{clock} s",
+            [short(r.virtual_s, 4) for r in results],
+        ),
         ("steps/s", [short(r.steps_per_s, 4) for r in results]),
         ("of ideal", [share(r.ideal_share) for r in results]),
         ("idle", [share(r.idle_share) for r in results]),
@@ -49,7 +53,7 @@ def results_tables(results: Sequence[Result], width: int) -> list[Table]:
     if target is not None:
         reached = [f"{r.target_s:.3f}" if r.target_s is not None else "never" for r in results]
         learning.append((f"s to {share(target)}", reached))
-    trace = ("trace", [r.trace_sha256[:10] for r in results])
+    trace = ("trace", [r.trace_sha256[:10] or "–" for r in results])
     if _width([*timing, *learning, trace]) <= width:
         return [_table([*timing, *learning, trace])]
     if _width([*timing, trace]) <= width:

@@ -8,7 +8,7 @@ import contextlib
 import random
 import ssl
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from typing import Any, TypeVar
 
 import torch
@@ -166,7 +166,9 @@ class Agent:
             await asyncio.sleep(POLL_S)
         if first and gone and any(self.strategy.needs(peer) for peer in gone):
             peer, why = next((peer, why) for peer, why in gone.items() if self.strategy.needs(peer))
-            raise WorkerLost(f"{self.strategy.name} needs worker {peer}, which is not coming: {why.rstrip(".")}.")
+            raise WorkerLost(
+                f"{self.strategy.name} needs worker {peer}, which is not coming: {why.rstrip('.')}."
+            )
 
     async def _call(self, rendezvous: Rendezvous, peer: int, gone: dict[int, str], first: bool) -> None:
         if (why := await asyncio.to_thread(rendezvous.absent, peer)) is not None:
@@ -313,33 +315,40 @@ class Agent:
 
     async def consensus(self) -> tuple[Tensor, Tensor]:
         """The mean of all workers' answers and buffers, collected by this one; nobody's training waits."""
+        weights = buffers = None
+        parts = members = 0
+        async for _, part, their_buffers, _ in self.parts():
+            if part is not None:
+                weights = part if weights is None else weights.add_(part)
+                parts += 1
+            buffers = their_buffers if buffers is None else buffers.add_(their_buffers)
+            members += 1
+        if weights is None or buffers is None:
+            raise WorkerLost("no worker that holds the answer is left.")
+        return weights.div_(parts), buffers.div_(members)
+
+    async def parts(self) -> AsyncIterator[tuple[int, Tensor | None, Tensor, int]]:
+        """Of every worker: its rank, its part in the answer, its buffers, its steps. Own the vectors."""
         self._parts += 1
-        tag = (RUNTIME, "part", self._parts)
-        part, buffers, members = self.strategy.answer(self.node), self._buffers(), 1
-        parts = int(part is not None)
-        weights = torch.zeros(self.replica.size, dtype=self.replica.dtype) if part is None else part
+        tag: Tag = (RUNTIME, "part", self._parts)
+        yield self.me.rank, self.strategy.answer(self.node), self._buffers(), self.counters.steps
         asked = [peer for peer in self.fabric.members if peer != self.me.rank]
         for peer in asked:
             self.fabric.post(peer, (RUNTIME, "part"), note=(self._parts,))
         for peer in asked:
             try:
-                theirs = (await self.fabric.receive((*tag, "weights"), peer)).vector
-                their_buffers = (await self.fabric.receive((*tag, "buffers"), peer)).payload
+                part = await self.fabric.receive((*tag, "weights"), peer)
+                buffers = await self.fabric.receive((*tag, "buffers"), peer)
             except PeerLost:
                 continue
-            if theirs is not None:
-                weights, parts = weights.add_(theirs), parts + 1
-            buffers, members = buffers.add_(their_buffers), members + 1
-        if not parts:
-            raise WorkerLost("no worker that holds the answer is left.")
-        return weights.div_(parts), buffers.div_(members)
+            yield peer, part.vector, buffers.payload, int(part.note[0])
 
     async def _hand_out_parts(self) -> None:
         while True:
             request = await self.fabric.receive((RUNTIME, "part"))
-            tag = (RUNTIME, "part", int(request.note[0]))
+            tag: Tag = (RUNTIME, "part", int(request.note[0]))
             part = self.strategy.answer(self.node) if self.ready else None
-            self.fabric.post(request.sender, (*tag, "weights"), part)
+            self.fabric.post(request.sender, (*tag, "weights"), part, note=(self.counters.steps,))
             self.fabric.post(request.sender, (*tag, "buffers"), self._buffers())
 
 

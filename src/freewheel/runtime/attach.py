@@ -52,6 +52,7 @@ class Worker:
         strategy: Strategy,
         *,
         version: str,
+        place: Place | None = None,
         wire: Literal["fp32", "bf16"] = "fp32",
         bind: str | None = None,
         tls: str | Path | None = None,
@@ -64,7 +65,7 @@ class Worker:
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._wire, self._bind, self._tls = WIRES[wire], bind, tls
         self._folder, self._seed, self._timeout_s, self._version = folder, seed, join_timeout_s, version
-        self._place = Place.read()
+        self._place = place or Place.read()
         self.rank, self.world_size = self._place.rank, self._place.world_size
         strategy.check(self.world_size)
         self._check_optimizer()
@@ -155,7 +156,7 @@ class Worker:
         clone = copy.deepcopy(getattr(self._model, "_orig_mod", self._model))
         clone.zero_grad(set_to_none=True)
         Replica(flatten(clone.named_parameters(), gradients=False)).load(weights)
-        _set_buffers(clone, buffers)
+        set_flat_buffers(clone, buffers)
         return clone
 
     # -- life --
@@ -177,7 +178,7 @@ class Worker:
             incarnation,
             self._version,
             model,
-            longest=max(self._replica.size, _buffers(self._model).numel()),
+            longest=max(self._replica.size, flat_buffers(self._model).numel()),
         )
         self._agent = Agent(
             me,
@@ -187,7 +188,7 @@ class Worker:
             wire=self._wire,
             tls=keys.contexts(Path(tls)) if tls else None,
             score=self._score,
-            buffers=lambda: _buffers(self._model).to(self._replica.dtype),
+            buffers=lambda: flat_buffers(self._model).to(self._replica.dtype),
         )
         self._agent.node.momentum = float(self._optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
         try:
@@ -351,14 +352,15 @@ def _floating(model: nn.Module) -> list[Tensor]:
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 
-def _buffers(model: nn.Module) -> Tensor:
+def flat_buffers(model: nn.Module) -> Tensor:
     """BatchNorm's statistics and the like as one vector."""
     parts = [buffer.detach().flatten().float().cpu() for buffer in _floating(model)]
     return torch.cat(parts) if parts else torch.empty(0)
 
 
 @torch.no_grad()
-def _set_buffers(model: nn.Module, vector: Tensor) -> None:
+def set_flat_buffers(model: nn.Module, vector: Tensor) -> None:
+    """The way back."""
     at = 0
     for buffer in _floating(model):
         buffer.copy_(vector[at : at + buffer.numel()].view(buffer.shape))

@@ -13,6 +13,7 @@ neither.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -21,11 +22,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from freewheel.replica import Block, Replica, flatten
+from freewheel.replica import Replica, flatten
 
 POLL_S = 5e-5
 TRIES = 20
 """Snapshots torn by a boundary before the training thread is asked to make one."""
+PATIENCE_S = 0.1
+"""How long weights may be found moving before it is asked: a step with a closure computes while they move."""
 
 
 @dataclass(slots=True)
@@ -51,7 +54,8 @@ class LiveReplica(Replica):
         """The training thread waits after its step: corrections may be added at once."""
         self._slot: deque[Correction] = deque()
         self._spare: deque[Tensor] = deque(maxlen=2)
-        self._wanted: Tensor | None = None
+        self._wanted: deque[Tensor] = deque()
+        self._made = False
         self.cuda = any(block.weights.is_cuda for block in self.blocks)
         if self.cuda:
             self._side = torch.cuda.Stream(device=self.blocks[0].weights.device)  # type: ignore[no-untyped-call]
@@ -74,9 +78,10 @@ class LiveReplica(Replica):
             moved.record(torch.cuda.current_stream(self.blocks[0].weights.device))
             self._moved = moved
         self.version += 1
-        if (wanted := self._wanted) is not None:
-            self._copy(wanted)
-            self._wanted = None
+        if self._wanted:
+            with contextlib.suppress(IndexError):  # it may have been taken back
+                self._copy(self._wanted.pop())
+                self._made = True
 
     def boundary(self) -> None:
         """Add what is pending to the weights; call between begin_moving and end_moving."""
@@ -105,15 +110,37 @@ class LiveReplica(Replica):
     def snapshot(self) -> Tensor:
         """A copy of the weights, with what is pending, of one moment between two steps."""
         into = self._take()
-        for _ in range(TRIES):
-            while (version := self.version) % 2:
-                time.sleep(POLL_S)
-            if self._copy(into) and (self.cuda or version == self.version):
-                return into
-        self._wanted = into  # the weights move nearly all the time: the training thread makes the copy
-        while self._asked():
-            time.sleep(POLL_S)
+        while not self._try(into) and not self._ask(into):
+            pass
         return into
+
+    def _try(self, into: Tensor) -> bool:
+        """Copy the weights while they stand still; False if they move nearly all the time."""
+        tries, end_s = 0, time.monotonic() + PATIENCE_S
+        while tries < TRIES and time.monotonic() < end_s:
+            if (version := self.version) % 2:
+                time.sleep(POLL_S)
+                continue
+            tries += 1
+            if self._copy(into) and (self.cuda or version == self.version):
+                return True
+        return False
+
+    def _ask(self, into: Tensor) -> bool:
+        """Let the training thread make the copy after its step; False if it makes none just now."""
+        self._made = False
+        self._wanted.append(into)
+        while True:
+            version = self.version
+            time.sleep(POLL_S)
+            if version % 2 == 0 and version == self.version and not self._made:
+                try:  # it computes, or waits for this very thread: take the order back
+                    self._wanted.pop()
+                    return False
+                except IndexError:
+                    pass  # it is being copied
+            elif self._made:
+                return True
 
     def correct(self, vector: Tensor, own: bool = False) -> None:
         """Let a vector be added at the next boundary."""
@@ -145,7 +172,7 @@ class LiveReplica(Replica):
     def gradient(self) -> Tensor:
         """The gradients as one vector, in `before_step`; where there is none, zeros."""
         flat = self._take()
-        for block, parameter, at in self._places():
+        for parameter, at in self._places():
             into = flat[at : at + parameter.numel()]
             if parameter.grad is None:
                 into.zero_()
@@ -155,7 +182,7 @@ class LiveReplica(Replica):
 
     def set_gradient(self, vector: Tensor) -> None:
         """Let the optimizer use these gradients."""
-        for _, parameter, at in self._places():
+        for parameter, at in self._places():
             piece = vector[at : at + parameter.numel()].view(parameter.shape)
             if parameter.grad is None:
                 parameter.grad = torch.empty_like(parameter)
@@ -163,16 +190,11 @@ class LiveReplica(Replica):
 
     # -- both --
 
-    def _asked(self) -> bool:
-        return self._wanted is not None
-
     def _copy(self, into: Tensor) -> bool:
         """Copy the weights and what is pending; False if a boundary came between."""
         pending = None
-        try:
+        with contextlib.suppress(IndexError):  # the boundary may take it at any moment
             pending = self._slot[0].vector
-        except IndexError:
-            pass
         if not self.cuda and pending is not None and len(self.blocks) == 1:
             torch.add(self.blocks[0].weights, pending, out=into)
             return True
@@ -223,9 +245,9 @@ class LiveReplica(Replica):
         except IndexError:
             return torch.empty(self.size, dtype=self.dtype, pin_memory=self.cuda)
 
-    def _places(self) -> Iterator[tuple[Block, nn.Parameter, int]]:
+    def _places(self) -> Iterator[tuple[nn.Parameter, int]]:
         for block in self.blocks:
             at = block.start
             for parameter in block.parameters:
-                yield block, parameter, at
+                yield parameter, at
                 at += parameter.numel()

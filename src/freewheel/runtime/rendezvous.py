@@ -15,7 +15,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -51,8 +51,8 @@ class Place:
         missing = [name for name in names if not environment.get(name)]
         if missing and environment.get("WORLD_SIZE") != "1":
             raise ConfigError(
-                f"the environment has no {', '.join(missing)}. Start workers with `freewheel run` or torchrun, "
-                f"or set {', '.join(names)}; with none of them set a script trains alone."
+                f"the environment has no {', '.join(missing)}. Start workers with `freewheel run` or "
+                f"torchrun, or set {', '.join(names)}; with none of them set a script trains alone."
             )
         numbers = {}
         for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
@@ -97,36 +97,32 @@ class Options:
     console: bool = False
 
 
+_stores: dict[Place, tuple[Store, int]] = {}
+"""The store of each place in this process, and how often it was used: a script may attach several times."""
+
+
 class Rendezvous:
     """One worker's view of the store."""
 
     def __init__(self, place: Place, timeout_s: float) -> None:
         self.place, self.timeout_s = place, timeout_s
-        try:
-            base = TCPStore(
-                place.host,
-                place.port,
-                place.world_size,
-                is_master=place.rank == 0 and not place.hosted,
-                timeout=timedelta(seconds=timeout_s),
-                wait_for_workers=False,
-            )
-        except Exception as error:  # torch has no type of its own for it
-            raise ConfigError(
-                f"worker {place.rank} cannot reach the rendezvous at {place.host}:{place.port} "
-                f"({str(error).splitlines()[0][:120]}). Check MASTER_ADDR and MASTER_PORT, and that worker 0 runs."
-            ) from None
-        self._base: Store = base
-        self._store: Store = PrefixStore(f"freewheel/{place.attempt}", base)
-        self._keep = base
+        self._base, used = _stores.get(place) or (_connect(place, timeout_s), 0)
+        _stores[place] = self._base, used + 1
+        self._used = used
+        self._store: Store = PrefixStore(f"freewheel/{place.attempt}/{used}", self._base)
 
     def options(self) -> Options:
         """The launcher's options; where there is no launcher of ours, those of whoever came first."""
-        mine = json.dumps({"run": secrets.token_hex(16)})
-        store = self._base if self._base.check([OPTIONS]) else self._store
-        text = store.compare_set(OPTIONS, "", mine) if store is self._store else store.get(OPTIONS)
+        node = self.place.rank // max(1, self.place.local_world_size)
+        own = f"{OPTIONS}/{node}"  # a launcher on another host has an address of its own to listen on
+        if self._base.check([OPTIONS]):
+            text = self._base.get(own if self._base.check([own]) else OPTIONS)
+        else:
+            text = self._store.compare_set(OPTIONS, "", json.dumps({"run": secrets.token_hex(16)}))
         given = json.loads(text)
-        return Options(**{key: value for key, value in given.items() if key in Options.__dataclass_fields__})
+        options = Options(**{key: given[key] for key in Options.__dataclass_fields__ if key in given})
+        # What is said in a process's second use of a run does not belong to its first.
+        return replace(options, run=hashlib.sha256(f"{options.run}/{self._used}".encode()).hexdigest()[:32])
 
     def incarnation(self) -> int:
         """Which life of this rank this is, from 1 on."""
@@ -175,6 +171,23 @@ class Rendezvous:
                 raise WorkerLost(f"{whose} did not come to the rendezvous within {self.timeout_s:g} s.")
             time.sleep(POLL_S)
         return str(self._store.get(key).decode())
+
+
+def _connect(place: Place, timeout_s: float) -> Store:
+    try:
+        return TCPStore(
+            place.host,
+            place.port,
+            place.world_size,
+            is_master=place.rank == 0 and not place.hosted,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"worker {place.rank} cannot reach the rendezvous at {place.host}:{place.port} "
+            f"({str(error).splitlines()[0][:120]}). Check MASTER_ADDR and MASTER_PORT, and worker 0."
+        ) from None
 
 
 def signature(model: nn.Module) -> list[list[Any]]:

@@ -52,7 +52,7 @@ def _read_npz(path: Path) -> tuple[Split, Split]:
             if not isinstance(arrays, np.lib.npyio.NpzFile):
                 raise _Unfit("it holds a single array")
             return _split(arrays, "train"), _split(arrays, "test")
-    except (OSError, EOFError, ValueError, TypeError, zipfile.BadZipFile, zlib.error) as error:
+    except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
         raise _Unfit(f"it cannot be read as an .npz file ({_first_line(error)})") from None
 
 
@@ -88,9 +88,8 @@ def _decode(data: NDArray[Any], ends: NDArray[Any], part: str) -> NDArray[Any]:
     try:
         from PIL import Image  # type: ignore[import-not-found, unused-ignore]  # needed here only
     except ImportError:
-        raise ConfigError(
-            "cifar10: the data are JPEG images, and Pillow, which decodes them, is not installed. "
-            "Install it (pip install pillow), or give a file of pixels."
+        raise _Unfit(
+            "its images are JPEG files, and Pillow, which decodes them, is not installed (pip install pillow)"
         ) from None
     if data.dtype != np.uint8 or data.ndim != 1:
         raise _Unfit(f"{part}_jpeg is {_looks(data)} instead of uint8, one long row of bytes")
@@ -106,8 +105,8 @@ def _decode(data: NDArray[Any], ends: NDArray[Any], part: str) -> NDArray[Any]:
                 if image.size != (SIDE, SIDE):
                     raise _Unfit(f"image {k} of {part} has {image.width}×{image.height} pixels, not 32×32")
                 images[k] = np.asarray(image.convert("RGB"))
-        except (OSError, ValueError, SyntaxError) as error:  # Pillow's for broken files
-            raise _Unfit(f"image {k} of {part} is no JPEG ({_first_line(error)})") from None
+        except (OSError, ValueError, SyntaxError):  # Pillow's for broken files
+            raise _Unfit(f"image {k} of {part} cannot be decoded as JPEG") from None
         start = end
     return images
 

@@ -13,7 +13,7 @@ from freewheel.observe.files import write_whole
 from freewheel.observe.report.figures import all_figures, figure_box, legend
 from freewheel.observe.report.runs import named_runs
 from freewheel.observe.report.tables import results_table, settings_tables, theory_table, versions
-from freewheel.observe.report.words import findings, scenario_in_words
+from freewheel.observe.report.words import clock, findings, scenario_in_words
 from freewheel.observe.result import Result
 
 __all__ = ["html", "write"]
@@ -42,9 +42,9 @@ def html(results: Sequence[Result], *, title: str, command: str) -> str:
         f'<section class="see"><h2>What you see</h2><p>{escape(findings(runs))}</p></section>',
         "<h2>Figures of all runs</h2>",
         results_table(runs),
-        '<p class="note">Times are virtual seconds. Marked: the best of a column. Discrepancy is the largest '
-        "distance between two replicas. Staleness is counted in each strategy’s own measure, named in its "
-        "settings below.</p>",
+        f'<p class="note">Times are {clock(results)} seconds. Marked: the best of a column. Discrepancy is '
+        "the largest distance between two replicas. Staleness is counted in each strategy’s own measure, "
+        "named in its settings below.</p>",
         "<section><h2>Over time and side by side</h2>",
         f'<p class="note">{escape(omitted)}</p>' if omitted else "",
         legend(runs),

@@ -38,7 +38,7 @@ def all_figures(runs: Sequence[Run]) -> tuple[dict[str, Figure], str]:
 
 
 _AXES = {
-    "virtual_s": ("virtual time, s", "%{x:.3~f} s"),
+    "virtual_s": ("time, s", "%{x:.3~f} s"),
     "worker_steps": ("worker-steps of all workers", "%{x:,d} worker-steps"),
     "loss": ("loss", "loss %{y:.3~g}"),
     "accuracy": ("accuracy", "accuracy %{y:.1%}"),
@@ -137,7 +137,7 @@ def _speed(runs: Sequence[Run]) -> Figure:
         ideal = {"x": [rate / share if share else 0.0], "width": 0.84, "marker": {"color": FAINT}}
         data.append(_bar(run, 0.0, "", "ideal %{x:,.4~r} steps/s", **ideal))
         data.append(_bar(run, rate, number(rate), f"%{{x:,.4~r}} steps/s, {percent(share)} of the ideal"))
-    xaxis = {"title": {"text": "worker-steps per virtual second"}, "tickformat": ",~r"}
+    xaxis = {"title": {"text": "worker-steps per second"}, "tickformat": ",~r"}
     said = "The pale bar is the ideal Σ 1/t_i: every worker computes and none waits."
     return _bars("Speed against the ideal", said, order, data, xaxis)
 

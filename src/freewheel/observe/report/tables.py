@@ -27,7 +27,7 @@ class _Column:
 
 
 _COLUMNS = (
-    _Column("virtual&nbsp;s", lambda r: r.virtual_s, best=min),
+    _Column("seconds", lambda r: r.virtual_s, best=min),
     _Column("steps/s", lambda r: r.steps_per_s, best=max),
     _Column("share of&nbsp;ideal", lambda r: r.ideal_share, percent, max),
     _Column("idle", lambda r: r.idle_share, percent, min),

@@ -40,6 +40,11 @@ def listed(words: Sequence[str]) -> str:
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
+def clock(results: Sequence[Result]) -> str:
+    """Whose seconds these are: "virtual" or "wall-clock"."""
+    return "wall-clock" if results[0].settings.get("clock") == "wall" else "virtual"
+
+
 def scenario_in_words(results: Sequence[Result]) -> str:
     """What was simulated, in words."""
     words = _scenario(results[0])
@@ -57,6 +62,11 @@ def _scenario(result: Result) -> str:
     said = [f"{_count(n, 'worker')} with {_count(result.worker_steps, 'step')} in all{each}"]
     if compute:
         said.append(_compute(compute))
+    elif "compute_ms" in scenario:
+        least = f"a step takes at least {scenario['compute_ms']:g} ms" if scenario["compute_ms"] else ""
+        slower = _slower(scenario.get("slow", {}), "takes", "as long").removeprefix(", ")
+        said += [words for words in (least, slower) if words]
+        said.append("real processes on this machine")
     if links:
         said.append(_links(links))
     if settings.get("model_bytes"):

@@ -1,0 +1,231 @@
+"""``freewheel bench``: Freewheel beside PyTorch's DDP and gloo, measured on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from freewheel import names, strategies
+from freewheel.bench.figure import Figure
+from freewheel.bench.rates import Load, Span
+from freewheel.bench.rates import Progress as Show
+from freewheel.cli.console import output
+from freewheel.errors import ConfigError, RunStopped
+from freewheel.observe.files import check_writable, write_whole
+from freewheel.observe.table import share, short
+
+app = typer.Typer(
+    name="bench", help="Measure Freewheel beside others on this machine, in one run.", no_args_is_help=True
+)
+
+Json = Annotated[Path | None, typer.Option("--json", help="Write the figures and all raw numbers here.")]
+Quick = Annotated[bool, typer.Option("--quick", help="One short round: whether it works, not how well.")]
+Workers = Annotated[int, typer.Option(help="How many workers.")]
+ComputeMs = Annotated[float, typer.Option(help="Time of a gradient; workers sleep through it.")]
+Seconds = Annotated[float, typer.Option(help="How long each leg steps in each round.")]
+Rounds = Annotated[int, typer.Option(help="How often the legs take turns.")]
+ModelMb = Annotated[float, typer.Option(help="What the model weighs, in MB of fp32.")]
+Strategies = Annotated[str, typer.Option(help="One or several, separated by commas.")]
+Slow = Annotated[
+    list[str] | None,
+    typer.Option(help="RANK:FACTOR, this worker computes slower; repeatable; none: all are equal."),
+]
+Wire = Annotated[str, typer.Option(help="fp32, or bf16 for half the bytes.")]
+
+Column = tuple[str, Callable[[Figure], str]]
+"""A heading, and what stands below it."""
+
+COMMUNICATION: list[Column] = [
+    ("strategy", lambda f: f.of),
+    ("freewheel", lambda f: share(f.freewheel)),
+    ("DDP", lambda f: share(f.theirs)),
+    ("ratio", lambda f: short(f.ratio)),
+    ("alone steps/s", lambda f: short(f.raw["alone_steps_per_s"], 4)),
+    ("freewheel", lambda f: short(f.raw["freewheel_steps_per_s"], 4)),
+    ("DDP", lambda f: short(f.raw["ddp_steps_per_s"], 4)),
+    ("blocked", lambda f: f"{100 * f.raw['blocked_share']:.2f}%"),
+    ("waiting (alone)", lambda f: f"{share(f.raw['waiting_share'])} ({share(f.raw['alone_waiting_share'])})"),
+    ("exchanges/step", lambda f: short(f.raw["exchanges_per_step"])),
+]
+
+
+@app.command()
+def straggler(
+    workers: Workers = 4,
+    model_mb: ModelMb = 4.0,
+    compute_ms: ComputeMs = 50.0,
+    slow: Slow = None,
+    strategy: Strategies = "adpsgd,nodelay_free",
+    seconds: Seconds = 10.0,
+    rounds: Rounds = 3,
+    wire: Wire = "fp32",
+    quick: Quick = False,
+    json_path: Json = None,
+) -> None:
+    """Step rates with one worker ten times slower, as shares of the rate without communication."""
+    from freewheel.bench.straggler import straggler
+
+    load = Load(workers, model_mb, compute_ms, _slow(slow or ["0:10"]), _wire(wire))
+    chosen, span = _strategies(strategy, workers), _span(seconds, rounds, quick)
+    found = _measured(lambda show: straggler(load, chosen, span, show), json_path)
+    _print(
+        COMMUNICATION,
+        found,
+        "Rates of all workers together, as shares of the same workers' without communication.",
+    )
+
+
+@app.command()
+def network(
+    link_mbit: Annotated[float, typer.Option(help="Bandwidth of each worker's link, in and out.")] = 100.0,
+    workers: Workers = 4,
+    model_mb: ModelMb = 10.0,
+    compute_ms: ComputeMs = 50.0,
+    slow: Slow = None,
+    strategy: Strategies = "adpsgd,nodelay_free",
+    seconds: Seconds = 20.0,
+    rounds: Rounds = 2,
+    wire: Wire = "fp32",
+    quick: Quick = False,
+    json_path: Json = None,
+) -> None:
+    """Step rates on narrow links (network namespaces behind a bridge): needs root and iproute2."""
+    from freewheel.bench.namespaces import check_possible
+    from freewheel.bench.network import network
+
+    load = Load(workers, model_mb, compute_ms, _slow(slow or ["none"]), _wire(wire))
+    chosen, span = _strategies(strategy, workers), _span(seconds, rounds, quick)
+    check_possible()
+    found = _measured(lambda show: network(load, link_mbit, chosen, span, show), json_path)
+    columns: list[Column] = [
+        *COMMUNICATION,
+        ("links used", lambda f: share(f.raw["freewheel_link_used"])),
+        ("DDP", lambda f: share(f.raw["ddp_link_used"])),
+    ]
+    _print(columns, found, f"Links of {link_mbit:g} Mbit/s; shares as in freewheel bench straggler.")
+
+
+@app.command()
+def swap(
+    mb: Annotated[str, typer.Option(help="Sizes, separated by commas.")] = "1,45,400",
+    rounds: Rounds = 5,
+    quick: Quick = False,
+    json_path: Json = None,
+) -> None:
+    """Two processes swap snapshots, both directions at once, beside gloo's isend and irecv."""
+    from freewheel.bench.swap import swap
+
+    sizes = [_number("--mb", text) for text in names.split(mb)]
+    if not sizes:
+        raise ConfigError("--mb names no size: write sizes in MB, separated by commas, as in 1,45,400.")
+    found = _measured(lambda show: swap(sizes, 1 if quick else rounds, show), json_path)
+    columns: list[Column] = [
+        ("what", lambda f: f"{f.name} {f.of}"),
+        ("freewheel ms", lambda f: short(f.freewheel)),
+        ("gloo ms", lambda f: short(f.theirs)),
+        ("ratio", lambda f: short(f.ratio)),
+        ("freewheel CPU ms", lambda f: short(f.raw["freewheel_cpu_ms"])),
+        ("gloo CPU ms", lambda f: short(f.raw["gloo_cpu_ms"])),
+        ("CPU ratio", lambda f: short(f.raw["cpu_ratio"])),
+    ]
+    _print(columns, found, "swap: both have both vectors; exchange: both have (theirs - mine)/2.")
+
+
+@app.command()
+def overhead(
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    slices: Annotated[int, typer.Option(help="Slices of about 0.1 s of each loop.")] = 100,
+    quick: Quick = False,
+    json_path: Json = None,
+) -> None:
+    """Step time attached with adpsgd and an idle network, beside the plain loop."""
+    from freewheel.bench.overhead import devices_named, overhead
+
+    devices = devices_named(device)
+    found = _measured(lambda show: overhead(devices, 3 if quick else slices, show), json_path)
+    columns: list[Column] = [
+        ("device", lambda f: f.of),
+        ("attached ms", lambda f: short(f.freewheel, 4)),
+        ("plain ms", lambda f: short(f.theirs, 4)),
+        ("ratio", lambda f: f"{f.ratio:.4f}"),
+        ("overhead", lambda f: f"{f.raw['overhead_percent']:+.2f}%"),
+        ("noise", lambda f: f"{f.raw['noise_percent']:+.2f}%"),
+    ]
+    _print(columns, found, "Medians; noise: a second plain loop beside the first.")
+
+
+def _measured(work: Callable[[Show], list[Figure]], json_path: Path | None) -> list[Figure]:
+    """Do the work with a bar on stderr; write what was found."""
+    check_writable(json_path)
+    columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    errors = Console(stderr=True)
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
+        bar = bars.add_task("starting", total=1.0)
+        try:
+            found = work(lambda what, done: bars.update(bar, description=what, completed=done))
+        except RunStopped as error:
+            # A worker that failed has more to say than the one line that ends the command.
+            for note in getattr(error, "__notes__", ()):
+                print(note, file=sys.stderr)
+            raise
+    if json_path is not None:
+        write_whole(json_path, json.dumps([figure.as_json() for figure in found], indent=2) + "\n")
+    return found
+
+
+def _print(columns: Sequence[Column], found: Sequence[Figure], note: str) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for at, (heading, _) in enumerate(columns):
+        table.add_column(heading, justify="right" if at else "left", no_wrap=True)
+    for figure in found:
+        table.add_row(*(cell(figure) for _, cell in columns))
+    console = output()
+    console.print(table)
+    console.print(note, highlight=False, soft_wrap=True)
+
+
+def _span(seconds: float, rounds: int, quick: bool) -> Span:
+    return Span(min(seconds, 1.0), 1) if quick else Span(seconds, rounds)
+
+
+def _strategies(text: str, workers: int) -> list[str]:
+    """The strategies of a list, all looked at before the first is run; all is every one of them."""
+    for one in strategies.resolve_all(text):
+        one.check(workers)
+    return [one for part in names.split(text) for one in (strategies.ALL if part == "all" else [part])]
+
+
+def _slow(texts: Sequence[str]) -> dict[int, float]:
+    """Read RANK:FACTOR, or none for nobody."""
+    if list(texts) == ["none"]:
+        return {}
+    slow: dict[int, float] = {}
+    for text in texts:
+        rank, _, factor = text.partition(":")
+        if not rank.isdecimal():
+            raise ConfigError(f"cannot read --slow {text!r}: write RANK:FACTOR, as in 0:10, or none.")
+        if int(rank) in slow:
+            raise ConfigError(f"--slow is given twice for worker {rank}; give it once.")
+        slow[int(rank)] = _number("--slow", factor)
+    return slow
+
+
+def _number(option: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"cannot read {option}: {text!r} is not a number.") from None
+
+
+def _wire(text: str) -> str:
+    if text not in ("fp32", "bf16"):
+        raise ConfigError(f"--wire must be fp32 or bf16, not {text!r}.")
+    return text

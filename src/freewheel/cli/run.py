@@ -1,0 +1,122 @@
+"""``freewheel run``: a training script as several workers."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import os
+import sys
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from freewheel.errors import ConfigError
+from freewheel.runtime.launcher import launch
+
+
+def run(
+    command: Annotated[
+        list[str], typer.Argument(metavar="SCRIPT", help="What to run; the rest is the script's.")
+    ],
+    workers: Annotated[int, typer.Option("-n", "--workers", help="How many workers on this host.")],
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
+    restarts: Annotated[int, typer.Option(help="How often each worker that dies is started again.")] = 0,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where records go; default: runs/DATE_TIME.", show_default=False)
+    ] = None,
+    bind: Annotated[
+        str | None, typer.Option(help="The address workers listen on; default: loopback.")
+    ] = None,
+    tls: Annotated[
+        Path | None, typer.Option(help="Keys, as freewheel keys makes them: encrypt, admit members only.")
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="How many hosts, each with a launcher and -n workers.")] = 1,
+    node: Annotated[int, typer.Option(help="Which of them this is; node 0 holds the rendezvous.")] = 0,
+    master: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, where the hosts meet.")] = None,
+    wait_s: Annotated[float, typer.Option(help="How long to wait for node 0.")] = 60.0,
+) -> None:
+    """Run a training script as several workers, on this host or on several."""
+    program = _module(command) if module else _script(command)
+    new = None
+    if folder is None and node == 0:
+        folder = _new_folder()
+        new = folder
+    try:
+        code = launch(
+            program,
+            workers,
+            output=Prefixed(),
+            restarts=restarts,
+            folder=folder,
+            bind=bind,
+            tls=tls,
+            nodes=nodes,
+            node=node,
+            master=master,
+            wait_s=wait_s,
+        )
+    except ConfigError:  # leave nothing behind of a run that never was
+        with contextlib.suppress(OSError):
+            if new is not None:
+                new.rmdir()
+                new.parent.rmdir()
+        raise
+    except BrokenPipeError:  # whoever read our output has gone, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 141
+    raise typer.Exit(code)
+
+
+class Prefixed:
+    """Prints whole lines with the worker's rank before them, in a colour of its own on a terminal."""
+
+    def __call__(self, rank: int | None, text: str, error: bool) -> None:
+        """Print one line where the worker printed it: stdout or stderr."""
+        stream = sys.stderr if error else sys.stdout
+        label = "freewheel:" if rank is None else f"[{rank}]"
+        if stream.isatty() and "NO_COLOR" not in os.environ:
+            colour = 1 if rank is None else 31 + (rank + 1) % 6
+            label = f"\x1b[{colour}m{label}\x1b[0m"
+        encoding = stream.encoding or "utf-8"
+        line = f"{label} {text}\n".encode(encoding, "backslashreplace").decode(encoding)
+        stream.write(line)
+        stream.flush()
+
+
+def _script(command: list[str]) -> list[str]:
+    script = Path(command[0])
+    if script.is_dir() and not (script / "__main__.py").is_file():
+        raise ConfigError(f"{command[0]!r} is a folder without __main__.py; name a Python file.")
+    if not script.exists():
+        hint = " For a module write -m before it." if script.suffix != ".py" else ""
+        raise ConfigError(f"there is no script {command[0]!r}: looked for {script.absolute()}.{hint}")
+    return [sys.executable, *command]
+
+
+def _module(command: list[str]) -> list[str]:
+    top = command[0].partition(".")[0]
+    if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
+        raise ConfigError(
+            f"there is no module {command[0]!r}: looked in {Path.cwd()} and where Python keeps packages."
+        )
+    return [sys.executable, "-m", *command]
+
+
+def _new_folder() -> Path:
+    """A name nobody has: two runs of the same second get two folders."""
+    stamp = Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    folder, number = stamp, 1
+    while True:
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            number += 1
+            folder = stamp.with_name(f"{stamp.name}_{number}")
+        except OSError as error:
+            raise ConfigError(
+                f"cannot make {str(folder)!r}: {error.strerror}. Give --folder one that can be written to."
+            ) from None
+        else:
+            return folder

@@ -1,0 +1,169 @@
+"""``freewheel train`` and ``freewheel compare``: built-in tasks on real processes."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from freewheel import names, strategies
+from freewheel.cli.console import output
+from freewheel.cli.options import ranks_and_numbers
+from freewheel.errors import ConfigError, RunStopped
+from freewheel.observe.files import check_writable, write_whole
+from freewheel.observe.result import Result
+from freewheel.observe.table import results_tables
+from freewheel.training.job import DDP, Job, train_all
+
+SIDE_BY_SIDE = "ddp,allreduce,sasgd,nodelay,nodelay_free,adpsgd,dasgd,asgd,easgd"
+
+Strategy = Annotated[str, typer.Option(help="One strategy, with settings: adpsgd:topology=ring.")]
+Strategies = Annotated[
+    str, typer.Option(help="Several, separated by commas; all; ddp is PyTorch's own DistributedDataParallel.")
+]
+Task = Annotated[str, typer.Option(help="digits, digits:net=cnn, cifar10, cifar10:net=vgg or chars.")]
+Data = Annotated[Path | None, typer.Option(help="The task's data: cifar10's file or folder, chars' text.")]
+Workers = Annotated[int, typer.Option(help="How many processes.")]
+Steps = Annotated[int, typer.Option(help="Budget: workers × steps in all; fast workers may use it up.")]
+Slow = Annotated[
+    list[str] | None, typer.Option(help="RANK:FACTOR, this worker is slower, by sleeping; repeatable.")
+]
+ComputeMs = Annotated[
+    float, typer.Option(help="A step takes at least this long, by sleeping: a machine for every worker.")
+]
+Rate = Annotated[float | None, typer.Option(help="Learning rate; default: the task's, scaled.")]
+Momentum = Annotated[float | None, typer.Option(help="Nesterov momentum; default: the strategy's.")]
+Decay = Annotated[float, typer.Option(help="Weight decay.")]
+Schedule = Annotated[str, typer.Option(help="Of the learning rate: constant or cosine.")]
+Wire = Annotated[str, typer.Option(help="What vectors travel as: fp32 or bf16.")]
+Device = Annotated[str, typer.Option(help="cpu or cuda; workers share one device.")]
+Target = Annotated[float | None, typer.Option(help="Accuracy to time, e.g. 0.9.")]
+Seed = Annotated[int, typer.Option(help="Of weights, batches and peers.")]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
+Report = Annotated[Path | None, typer.Option(help="Write an HTML report here.")]
+Folder = Annotated[Path | None, typer.Option(help="Where records and logs go; default: runs/DATE_TIME.")]
+
+
+def train(
+    strategy: Strategy = "adpsgd",
+    task: Task = "digits",
+    data: Data = None,
+    workers: Workers = 4,
+    steps: Steps = 200,
+    slow: Slow = None,
+    compute_ms: ComputeMs = 0.0,
+    lr: Rate = None,
+    momentum: Momentum = None,
+    weight_decay: Decay = 0.0,
+    schedule: Schedule = "constant",
+    wire: Wire = "fp32",
+    device: Device = "cpu",
+    target: Target = None,
+    seed: Seed = 0,
+    json_path: Json = None,
+    report: Report = None,
+    folder: Folder = None,
+) -> None:
+    """Train a built-in task with real processes on this machine."""
+    if "," in strategy:
+        raise ConfigError("train takes one strategy; `freewheel compare` takes several.")
+    compare(
+        strategy, task, data, workers, steps, slow, compute_ms, lr, momentum, weight_decay, schedule, wire,
+        device, target, seed, json_path, report, folder,
+    )  # fmt: skip
+
+
+def compare(
+    strategy: Strategies = SIDE_BY_SIDE,
+    task: Task = "digits",
+    data: Data = None,
+    workers: Workers = 4,
+    steps: Steps = 200,
+    slow: Slow = None,
+    compute_ms: ComputeMs = 0.0,
+    lr: Rate = None,
+    momentum: Momentum = None,
+    weight_decay: Decay = 0.0,
+    schedule: Schedule = "constant",
+    wire: Wire = "fp32",
+    device: Device = "cpu",
+    target: Target = None,
+    seed: Seed = 0,
+    json_path: Json = None,
+    report: Report = None,
+    folder: Folder = None,
+) -> None:
+    """Train the same task with several strategies, one after the other, and print one table."""
+    if data is not None:
+        if not data.exists():
+            raise ConfigError(f"--data {str(data)!r}: there is no such file or folder.")
+        task = f"{task}:data={data.resolve()}"
+    for path in (json_path, report):
+        check_writable(path)
+    job = Job(
+        task=task,
+        workers=workers,
+        steps=steps,
+        seed=seed,
+        slow={rank: factor for rank, (factor,) in ranks_and_numbers("--slow", slow, 1)},
+        compute_ms=compute_ms,
+        lr=lr,
+        momentum=momentum,
+        weight_decay=weight_decay,
+        schedule=schedule,
+        wire=wire,
+        device=device,
+        target=target,
+    )
+    jobs = [replace(job, strategy=one) for one in _chosen(strategy)]
+    folder = folder or Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    outcomes = _run_all(jobs, folder.resolve())
+    results = [one for one in outcomes if isinstance(one, Result)]
+    stopped = [str(one) for one in outcomes if not isinstance(one, Result)]
+    if not results:
+        raise RunStopped(" ".join(stopped))
+    console = output()
+    for table in results_tables(results, console.width):
+        console.print(table)
+    console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
+    if json_path is not None:
+        write_whole(json_path, json.dumps([result.as_json() for result in results], indent=2) + "\n")
+    if report is not None:
+        from freewheel.observe.report import write  # plotly is slow to import
+
+        title = f"Freewheel: {task.partition(':')[0]} on {workers} processes"
+        write(report, results, title=title, command=shlex.join(["freewheel", *sys.argv[1:]]))
+        console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
+    if stopped:
+        raise RunStopped(" ".join(stopped))
+
+
+def _chosen(spec: str) -> list[str]:
+    if spec == "all":
+        return [DDP, *strategies.ALL]
+    chosen = names.split(spec)
+    for one in chosen:
+        if one != DDP:
+            strategies.resolve(one)
+    return chosen
+
+
+def _run_all(jobs: list[Job], folder: Path) -> list[Result | RunStopped]:
+    columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    errors = Console(stderr=True)
+    total = jobs[0].workers * jobs[0].steps
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
+        bar = bars.add_task("starting", total=total * len(jobs))
+
+        def show(number: int, done: int) -> None:
+            bars.update(bar, description=jobs[number].strategy, completed=number * total + min(done, total))
+
+        return train_all(jobs, folder, show)

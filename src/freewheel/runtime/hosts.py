@@ -1,0 +1,163 @@
+"""Where the launchers of a run meet: the store of node 0, and what they tell each other through it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import ipaddress
+import socket
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from freewheel.errors import ConfigError
+
+BEAT_S = 1.0  # between two signs of life of a launcher
+SILENT_S = 30.0  # a node whose launcher gave no sign of life for so long is dead
+
+
+def parse_address(master: str) -> tuple[str, int]:
+    """Read HOST:PORT; an IPv6 address stands in brackets."""
+    host, _, port = master.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"cannot read master {master!r}: write HOST:PORT, as in 10.0.0.1:29500.")
+    return host, int(port)
+
+
+def listen(host: str, port: int, option: str) -> socket.socket:
+    """A listening socket on one address of this machine; port 0 takes a free one."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1024)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"{option}: port {port} of {host} is in use; give another one.") from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"{option}: this machine has no address {host}; give one that `ip address` lists."
+            ) from None
+        why = error.strerror or error
+        raise ConfigError(
+            f"{option}: cannot listen on {host!r}: {why}. Give an address of this machine."
+        ) from None
+    return listener
+
+
+def host_store(master: str | None, nodes: int) -> tuple[TCPStore, str, int]:
+    """Host the store in this process, on one address only: ``master``, or a free port of loopback."""
+    host, port = parse_address(master) if master is not None else ("127.0.0.1", 0)
+    listener = listen(host, port, "master")
+    address, port = listener.getsockname()[:2]
+    if nodes > 1 and host not in (address, "localhost") and ipaddress.ip_address(address).is_loopback:
+        listener.close()
+        raise ConfigError(
+            f"master: {host} means {address} on this machine, where no other host gets to; give its address."
+        )
+    # The store takes the socket over; handed none, it would listen on every address of the machine.
+    store = TCPStore(host, port, None, True, timedelta(seconds=60), False, master_listen_fd=listener.detach())
+    return store, host, port
+
+
+def join_store(master: str, node: int, wait_s: float) -> tuple[TCPStore, str, int]:
+    """Reach node 0's store, which may come up later than we do."""
+    host, port = parse_address(master)
+    until_s = time.monotonic() + wait_s
+    hint = f"Start node 0 first, and let its port {port} be reached from here."
+
+    def retry(what: Callable[[], bool]) -> None:
+        why: object = "no answer"
+        while time.monotonic() < until_s:
+            try:
+                if what():
+                    return
+                why = "there is no run there"
+            except (OSError, RuntimeError) as error:
+                why = getattr(error, "strerror", None) or error
+            time.sleep(0.1)
+        raise ConfigError(f"cannot reach the rendezvous at {master} within {wait_s:g} s ({why}). {hint}")
+
+    def reachable() -> bool:
+        # Tried with a plain socket: the store's own way of waiting cannot be interrupted and is noisy.
+        socket.create_connection((host, port), timeout=2).close()
+        return True
+
+    retry(reachable)
+    try:
+        store = TCPStore(host, port, None, False, timedelta(seconds=max(1.0, until_s - time.monotonic())))
+    except RuntimeError as error:
+        raise ConfigError(f"{master} is no rendezvous: {str(error).splitlines()[0]} {hint}") from None
+    retry(lambda: store.check(["freewheel/options"]))
+    seen = store.add(f"freewheel/beat/{node}", 0)
+    if seen:
+        time.sleep(2 * BEAT_S)
+        if store.add(f"freewheel/beat/{node}", 0) != seen:
+            raise ConfigError(f"node {node} is in this run already; give every host a node of its own.")
+    store.delete_key(f"freewheel/ended/{node}")
+    return store, host, port
+
+
+class Beat:
+    """Shows node 0 that this node's launcher lives, and at the end how its workers ended.
+
+    In a thread: where the network is cut, a call of the store hangs.
+    """
+
+    def __init__(self, store: TCPStore, node: int) -> None:
+        self._store, self._node = store, node
+        self._code = 1
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="freewheel-beat", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        # Without node 0 the workers here go on; there is nobody left to tell.
+        with contextlib.suppress(RuntimeError):
+            while True:
+                self._store.add(f"freewheel/beat/{self._node}", 1)
+                if self._end.wait(BEAT_S):
+                    break
+            self._store.set(f"freewheel/ended/{self._node}", str(self._code))
+
+    def end(self, code: int = 1, *, hurry: bool = False) -> None:
+        """Report the exit code of this node and stop; a second call changes nothing."""
+        if not self._end.is_set():
+            self._code = code
+            self._end.set()
+            self._thread.join(0.2 if hurry else 5.0)
+
+
+class Others:
+    """What node 0 knows of the other nodes' launchers. Asked from the moment its own workers have ended."""
+
+    def __init__(self, store: TCPStore, nodes: int) -> None:
+        self._store = store
+        self._signs = dict.fromkeys(range(1, nodes), (-1, 0.0))  # beats seen, and when the last one was
+        self.failure = 0
+
+    def missing(self, say: Callable[[str], None]) -> bool:
+        """Whether the store is still needed: some node has neither reported its end nor gone silent."""
+        now_s = time.monotonic()
+        for node, (beats, since_s) in list(self._signs.items()):
+            if self._store.check([f"freewheel/ended/{node}"]):
+                self.failure = self.failure or int(self._store.get(f"freewheel/ended/{node}"))
+                del self._signs[node]
+                continue
+            seen = self._store.add(f"freewheel/beat/{node}", 0)
+            if seen != beats:
+                self._signs[node] = (seen, now_s)
+            elif now_s > since_s + SILENT_S:
+                say(f"node {node} has given no sign of life for {SILENT_S:g} s; not waiting for it")
+                self.failure = self.failure or 1
+                del self._signs[node]
+        return bool(self._signs)

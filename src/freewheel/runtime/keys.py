@@ -1,0 +1,148 @@
+"""Keys for one run: who holds them is a member, nobody else is.
+
+A set is three files: ``ca.pem`` (the run's own certificate authority), ``worker.pem`` and ``worker.key`` (the
+certificate and the private key all workers of the run share). The authority's private key is not kept, so
+nobody can add a member to a set later: make a new set for a new run.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import ssl
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from freewheel.errors import ConfigError, at_least
+
+FILES = ("ca.pem", "worker.pem", "worker.key")
+LONGEST_DAYS = 3650
+
+
+def make(folder: Path, days: int = 30) -> datetime:
+    """Write a new set into a folder, all three files or none, and say until when it is valid.
+
+    Existing files are never overwritten.
+    """
+    at_least("days", days, 1)
+    if days > LONGEST_DAYS:
+        raise ConfigError(f"days must be at most {LONGEST_DAYS}, not {days}; a set is for one run.")
+    until, texts = _new_set(days)
+    made: list[Path] = []
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in zip(FILES, texts, strict=True):
+            path = folder / name
+            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            made.append(path)
+            with open(handle, "wb") as file:
+                file.write(text)
+    except BaseException as error:
+        for path in made:
+            with suppress(OSError):
+                path.unlink()
+        if isinstance(error, FileExistsError) and folder.is_dir():
+            raise ConfigError(
+                f"{error.filename} exists already and stays; give another folder or remove the old set."
+            ) from None
+        if isinstance(error, OSError):
+            why = error.strerror or error
+            raise ConfigError(
+                f"cannot write keys into {str(folder)!r}: {why}. Give a folder that can be written to."
+            ) from None
+        raise
+    return until
+
+
+def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """The two ends of mutual TLS 1.3 between members of a run: for who is called, and for who calls.
+
+    Both ends must show a certificate of this set's authority; no other authority counts, and no host name is
+    looked at, since membership is what is proven. Mind that a caller learns that it was refused only when it
+    first reads: that is how TLS 1.3 goes.
+    """
+    cure = "`freewheel keys DIR` makes a new set."
+    ca, certificate, key = (folder / name for name in FILES)
+    missing = [path.name for path in (ca, certificate, key) if not path.is_file()]
+    if missing:
+        raise ConfigError(f"{str(folder)!r} is not a set of keys: {' and '.join(missing)} missing. {cure}")
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:
+        for context in (server, client):
+            context.minimum_version = ssl.TLSVersion.TLSv1_3
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.load_verify_locations(ca)
+            context.load_cert_chain(certificate, key, password="")  # never ask the terminal for one
+        server.num_tickets = 0  # every connection proves its membership anew
+        _shake_hands(server, client)
+    except ssl.SSLCertVerificationError as error:
+        raise ConfigError(
+            f"the keys in {str(folder)!r} are not valid: {error.verify_message}. {cure}"
+        ) from None
+    except OSError as error:  # an SSLError is one
+        why = getattr(error, "reason", None) or error.strerror or error
+        raise ConfigError(f"cannot use the keys in {str(folder)!r}: {why}. {cure}") from None
+    return server, client
+
+
+def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
+    """Let the two ends meet in memory: shows at once whether key, certificate, authority and dates fit."""
+    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+    calling = client.wrap_bio(to_client, to_server)
+    called = server.wrap_bio(to_server, to_client, server_side=True)
+    for end in (calling, called, calling, called):
+        with suppress(ssl.SSLWantReadError):
+            end.do_handshake()
+
+
+def _new_set(days: int) -> tuple[datetime, tuple[bytes, bytes, bytes]]:
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.hazmat.primitives.asymmetric import ec
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+    except ImportError:
+        raise ConfigError("making keys needs a package more: pip install 'freewheel[tls]'") from None
+
+    now = datetime.now(UTC)
+    until = now + timedelta(days=days)
+    run = secrets.token_hex(4)
+
+    def name(what: str) -> x509.Name:
+        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"freewheel {what} {run}")])
+
+    def certificate(
+        subject: str, key: ec.EllipticCurvePrivateKey, authority: ec.EllipticCurvePrivateKey, ca: bool
+    ) -> x509.CertificateBuilder:
+        usage = dict.fromkeys(
+            ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
+             "encipher_only", "decipher_only"), False,
+        )  # fmt: skip
+        usage |= {"digital_signature": not ca, "key_cert_sign": ca, "crl_sign": ca}
+        issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+        return (
+            x509.CertificateBuilder()
+            .subject_name(name(subject))
+            .issuer_name(name("authority"))
+            .public_key(key.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - timedelta(minutes=5))  # clocks of other hosts may be behind
+            .not_valid_after(until)
+            .add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
+            .add_extension(x509.KeyUsage(**usage), critical=True)
+            .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+            .add_extension(issuer, critical=False)
+        )
+
+    authority, worker = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+    both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+    ca = certificate("authority", authority, authority, ca=True).sign(authority, hashes.SHA256())
+    member = certificate("worker", worker, authority, ca=False).add_extension(both, critical=False)
+    pem = serialization.Encoding.PEM
+    return until, (
+        ca.public_bytes(pem),
+        member.sign(authority, hashes.SHA256()).public_bytes(pem),
+        worker.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()),
+    )

@@ -1,0 +1,239 @@
+"""Start the workers of a run on this host, keep them together and end with the right exit code.
+
+The launcher hosts the rendezvous store (on several hosts: that of node 0 does), writes the run's options into
+it and starts the workers with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` … in the environment, like torchrun.
+
+What holds:
+
+- A worker that dies is started again under its rank as often as ``restarts`` says; nobody else is disturbed.
+- A worker that is lost for good does not end the others: their strategy decides whether they can go on.
+- Each worker leads a process group of its own. A group ends with its worker, and all groups end with the
+  launcher, also when it is killed.
+- One thread does everything here: lines are never mixed, and ``tick`` may draw on the same terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import signal
+import time
+import uuid
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from freewheel.errors import ConfigError, at_least
+from freewheel.runtime import keys
+from freewheel.runtime.hosts import Beat, Others, host_store, join_store, listen
+from freewheel.runtime.processes import Keeper, Output, Process, ending_signals, pump
+
+LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
+GRACE_S = 1.5  # between passing on Ctrl-C and killing
+
+
+class Captured:
+    """Output that is kept, not printed: the newest lines of each worker; all of them in files if wanted.
+
+    ``lines[rank]`` are a worker's, ``lines[None]`` the launcher's own words (who failed, who was restarted).
+    """
+
+    def __init__(self, folder: Path | None = None, newest: int = 40) -> None:
+        self.lines: defaultdict[int | None, deque[str]] = defaultdict(lambda: deque(maxlen=newest))
+        self._folder = folder
+
+    def __call__(self, rank: int | None, text: str, error: bool) -> None:
+        """Keep one line."""
+        self.lines[rank].append(text)
+        if self._folder is not None:
+            name = "launcher.log" if rank is None else f"worker-{rank}.log"
+            with (self._folder / name).open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+
+def launch(
+    command: Sequence[str],
+    workers: int,
+    *,
+    output: Output,
+    restarts: int = 0,
+    folder: Path | None = None,
+    bind: str | None = None,
+    tls: Path | None = None,
+    console: bool = True,
+    nodes: int = 1,
+    node: int = 0,
+    master: str | None = None,
+    wait_s: float = 60.0,
+    env: Mapping[str, str] | None = None,
+    tick: Callable[[], None] | None = None,
+) -> int:
+    """Run a command as so many workers on this host and return the exit code of the run.
+
+    It is that of the first worker that failed for good (128 + its number for a signal), 0 without one,
+    130 or 143 after Ctrl-C or SIGTERM, which end everything within two seconds. ``output`` gets every line,
+    ``tick`` is called several times a second; when one of them raises, all workers are killed and the caller
+    gets the error. On several hosts each runs a launcher with its own ``node`` and ``bind``; ``master`` is an
+    address of node 0 (HOST:PORT), whose other options hold for nodes that give no folder or keys themselves.
+    """
+    _check(workers, restarts, nodes, node, master, bind, tls)
+    here: dict[str, Any] = {
+        "folder": str(folder.resolve()) if folder is not None else None,
+        "bind": bind,
+        "tls": str(tls.resolve()) if tls is not None else None,
+    }
+    shape = f"{nodes} nodes with {workers} workers each"
+    if node == 0:
+        store, host, port = host_store(master, nodes)
+        options = {"run": uuid.uuid4().hex, **here, "console": console}
+        store.set("freewheel/shape", shape)
+        store.set("freewheel/options", json.dumps(options))
+    else:
+        store, host, port = join_store(str(master), node, wait_s)
+        options = _from_node_0(store, shape, here)
+    _make(options["folder"])
+    store.set(f"freewheel/options/{node}", json.dumps(options))
+    fair = max(1, len(os.sched_getaffinity(0)) // workers)  # more threads than cores slow everybody down
+    environment = {"OMP_NUM_THREADS": str(fair), **os.environ, **(env or {})}
+    environment |= {
+        "WORLD_SIZE": str(nodes * workers),
+        "LOCAL_WORLD_SIZE": str(workers),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # a store listens there already
+        "PYTHONUNBUFFERED": "1",
+    }
+    of_all = f" of {nodes * workers} (node {node})" if nodes > 1 else ""
+    threads, records = environment["OMP_NUM_THREADS"], options["folder"] or "none"
+    output(None, f"workers: {workers}{of_all}, OMP_NUM_THREADS: {threads}, records: {records}", True)
+    with contextlib.ExitStack() as ends:  # what is opened here is closed, whatever happens, last things first
+        caught = ends.enter_context(ending_signals())
+        beat = Beat(store, node) if node > 0 else None
+        if beat is not None:
+            ends.callback(beat.end)
+        keeper = ends.enter_context(Keeper())
+        selector = ends.enter_context(selectors.DefaultSelector())
+        processes = []
+        for local in range(workers):
+            own = {**environment, "RANK": str(node * workers + local), "LOCAL_RANK": str(local)}
+            processes.append(Process(command, own, output, keeper, selector))
+            ends.callback(processes[-1].kill)
+        run = _Run(processes, restarts, output, caught)
+        run.until_ended(selector, tick)
+        if node == 0:
+            run.until_others_ended(store, nodes, tick)
+        if beat is not None:
+            beat.end(run.code(), hurry=bool(caught))
+        return run.code()
+
+
+class _Run:
+    """The workers of this host from their start to the last one's end."""
+
+    def __init__(self, processes: list[Process], restarts: int, output: Output, caught: list[int]) -> None:
+        self._all, self._restarts, self._caught = processes, restarts, caught
+        self._output = output
+        self._running = list(processes)
+        self._failure = 0
+
+    def until_ended(self, selector: selectors.BaseSelector, tick: Callable[[], None] | None) -> None:
+        """Start them, show what they say, restart those that die, pass on signals, until none is left."""
+        for process in self._all:
+            process.start()
+        kill_at_s, look_at_s = None, 0.0
+        while self._running:
+            pump(selector, LOOK_S)
+            now_s = time.monotonic()
+            if now_s < look_at_s:
+                continue
+            look_at_s = now_s + LOOK_S
+            if self._caught:
+                if kill_at_s is None:
+                    kill_at_s = now_s + GRACE_S
+                    self._signal(self._caught[0])
+                if now_s >= kill_at_s or len(self._caught) > 1:
+                    self._signal(signal.SIGKILL)
+            elif tick is not None:
+                tick()
+            for process in list(self._running):
+                code = process.ended()
+                if code is not None:
+                    self._ended(process, code)
+
+    def until_others_ended(self, store: TCPStore, nodes: int, tick: Callable[[], None] | None) -> None:
+        """Keep the store up until the other nodes need it no more."""
+        others = Others(store, nodes)
+        while not self._caught and others.missing(lambda text: self._output(None, text, True)):
+            time.sleep(LOOK_S)
+            if tick is not None:
+                tick()
+        self._failure = self._failure or others.failure
+
+    def code(self) -> int:
+        """The exit code of the run."""
+        return 128 + self._caught[0] if self._caught else self._failure
+
+    def _signal(self, number: int) -> None:
+        for process in self._running:
+            process.signal(number)
+
+    def _ended(self, process: Process, code: int) -> None:
+        if code == 0 or self._caught:
+            self._running.remove(process)
+            return
+        what = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
+        how = f"worker {process.rank} ended with {what}"
+        if process.restarts < self._restarts:
+            process.restarts += 1
+            self._output(None, f"{how}; it starts again ({process.restarts} of {self._restarts})", True)
+            process.start()
+            return
+        self._running.remove(process)
+        self._failure = self._failure or (code if code > 0 else 128 - code)
+        others = f"; {len(self._running)} of {len(self._all)} go on" if self._running else ""
+        self._output(None, how + others, True)
+
+
+def _check(
+    workers: int, restarts: int, nodes: int, node: int, master: str | None, bind: str | None, tls: Path | None
+) -> None:
+    at_least("workers", workers, 1)
+    at_least("restarts", restarts, 0)
+    at_least("nodes", nodes, 1)
+    if not 0 <= node < nodes:
+        raise ConfigError(f"node must be 0 to {nodes - 1} in a run of {nodes} nodes, not {node}.")
+    if nodes > 1 and master is None:
+        raise ConfigError("several nodes must know where to meet: give master, HOST:PORT of node 0.")
+    if nodes > 1 and bind is None:
+        raise ConfigError(
+            "workers listen on loopback, where other hosts do not get to: give bind, this host's own address."
+        )
+    if bind is not None:
+        listen(bind, 0, "bind").close()
+    if tls is not None:
+        keys.contexts(tls)
+
+
+def _from_node_0(store: TCPStore, shape: str, here: dict[str, Any]) -> dict[str, Any]:
+    """What holds on this node: what node 0 says, except for what is said here of this host's own places."""
+    theirs = store.get("freewheel/shape").decode()
+    if theirs != shape:
+        raise ConfigError(f"node 0 runs {theirs}, this node {shape}; give all the same -n and --nodes.")
+    options: dict[str, Any] = json.loads(store.get("freewheel/options"))
+    return options | {key: value for key, value in here.items() if value is not None}
+
+
+def _make(folder: str | None) -> None:
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the run folder {folder!r}: {error.strerror}. Give one that can be written to."
+        ) from None

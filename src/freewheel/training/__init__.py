@@ -1,0 +1,1 @@
+"""Training a built-in task with real processes: what `freewheel train` and `freewheel compare` do."""

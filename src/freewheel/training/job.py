@@ -1,0 +1,158 @@
+"""One training run on real processes: what it is asked to do, and how it is started."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from freewheel import strategies, tasks
+from freewheel.errors import ConfigError, RunStopped, at_least
+from freewheel.observe.result import Result
+from freewheel.runtime.launcher import Captured, launch
+from freewheel.training.outcome import read_outcome
+
+DDP = "ddp"
+"""PyTorch's DistributedDataParallel on gloo: not a strategy of ours, but what they are compared with."""
+SCHEDULES = ("constant", "cosine")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task, a strategy, and how many workers of what speed."""
+
+    task: str = "digits"
+    strategy: str = "adpsgd"
+    workers: int = 4
+    steps: int = 200
+    """Worker-steps per worker: the budget is workers × steps, which fast workers may use up."""
+    seed: int = 0
+    slow: dict[int, float] = field(default_factory=dict)
+    """Workers that take so many times as long, by sleeping."""
+    compute_ms: float = 0.0
+    """A step takes at least so long, by sleeping: as if each worker had a machine of its own."""
+    lr: float | None = None
+    momentum: float | None = None
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    wire: str = "fp32"
+    device: str = "cpu"
+    target: float | None = None
+    evaluations: int = 25
+
+    def __post_init__(self) -> None:
+        at_least("workers", self.workers, 1)
+        at_least("steps", self.steps, 1)
+        at_least("evaluations", self.evaluations, 1)
+        at_least("compute-ms", self.compute_ms, 0)
+        at_least("weight-decay", self.weight_decay, 0)
+        for rank, factor in self.slow.items():
+            if not 0 <= rank < self.workers:
+                raise ConfigError(
+                    f"--slow {rank}:{factor:g}: there is no worker {rank}, only 0 to {self.workers - 1}."
+                )
+            at_least(f"the factor of worker {rank}", factor, 1)
+        if self.schedule not in SCHEDULES:
+            raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, not {self.schedule!r}.")
+        if self.target is not None and not 0 < self.target <= 1:
+            raise ConfigError(f"the target accuracy must lie between 0 and 1, not {self.target:g}.")
+        tasks.resolve(self.task)
+        if self.strategy != DDP:
+            strategies.resolve(self.strategy).check(self.workers)
+        self._check_device()
+
+    def _check_device(self) -> None:
+        import torch
+
+        try:
+            kind = torch.device(self.device).type
+        except RuntimeError:
+            kind = ""
+        if kind not in ("cpu", "cuda"):
+            raise ConfigError(f"device must be cpu or cuda, not {self.device!r}.")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device cuda: this machine has no CUDA device that torch can use; take cpu.")
+
+    def save(self, path: Path) -> None:
+        """Write it where the workers read it."""
+        path.write_text(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> Job:
+        """Read it again."""
+        given = json.loads(path.read_text())
+        given["slow"] = {int(rank): factor for rank, factor in given["slow"].items()}
+        return cls(**given)
+
+
+def train_all(
+    jobs: Sequence[Job], folder: Path, progress: Callable[[int, int], None] = lambda number, done: None
+) -> list[Result | RunStopped]:
+    """Run jobs one after the other in one set of processes; progress hears which one, and its worker-steps.
+
+    A job that fails leaves its reason in the place of its result; the next one is run all the same.
+    """
+    homes = [folder / name(number, job) for number, job in enumerate(jobs)]
+    for job, home in zip(jobs, homes, strict=True):
+        home.mkdir(parents=True, exist_ok=True)
+        for old in home.glob("*.json*"):
+            old.unlink()
+        job.save(home / "job.json")
+    output = Captured(folder)
+    workers = jobs[0].workers
+
+    def tick() -> None:
+        begun = [number for number, home in enumerate(homes) if (home / "worker-0.jsonl").exists()]
+        if begun:
+            progress(begun[-1], steps_made(homes[begun[-1]], workers))
+
+    code = launch(
+        [sys.executable, "-m", "freewheel.training.process", *map(str, homes)],
+        workers,
+        output=output,
+        folder=folder,
+        console=False,
+        tick=tick,
+    )
+    if code in (130, 143):
+        raise KeyboardInterrupt
+    results: list[Result | RunStopped] = []
+    for job, home in zip(jobs, homes, strict=True):
+        try:
+            results.append(read_outcome(home, dataclasses.asdict(job)))
+        except RunStopped as error:
+            why = str(error) or _last_words(output, workers)
+            results.append(RunStopped(f"{job.strategy}: {why} Its logs are in {folder}."))
+    return results
+
+
+def name(number: int, job: Job) -> str:
+    """The folder of a job among others."""
+    return f"{number}-{job.strategy.replace(':', '-').replace('/', '-')}"
+
+
+def steps_made(folder: Path, workers: int) -> int:
+    """What the workers' records say so far."""
+    made = 0
+    for rank in range(workers):
+        path = folder / f"worker-{rank}.jsonl"
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - 4096))
+                lines = file.read().splitlines()
+            made += int(json.loads(lines[-1])["steps"])
+        except (OSError, IndexError, ValueError, KeyError):
+            continue  # not there yet, or being written
+    return made
+
+
+def _last_words(output: Captured, workers: int) -> str:
+    """The line that says most about a failure: the first worker's last error."""
+    for rank in range(workers):
+        lines = [line for line in output.lines[rank] if line.strip()]
+        if lines and ("Error" in lines[-1] or "freewheel" in lines[-1]):
+            return lines[-1].removeprefix("freewheel.errors.")
+    return "a worker ended without a word"

@@ -1,0 +1,314 @@
+"""One worker process of jobs: ``python -m freewheel.training.process FOLDER...``, a folder for each job."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from freewheel import api, strategies, tasks
+from freewheel.errors import Diverged, FreewheelError
+from freewheel.replica import Replica, flatten
+from freewheel.runtime.attach import Worker, flat_buffers, set_flat_buffers
+from freewheel.sim.driver import spread
+from freewheel.task import Task
+from freewheel.training.job import DDP, Job
+
+WARM_UP = 5
+
+
+class Pace:
+    """How long a step takes: what it computes, and what it sleeps to be slower."""
+
+    def __init__(self, job: Job, rank: int, compute: Callable[[], Any]) -> None:
+        took = []
+        for _ in range(WARM_UP):
+            begin = time.perf_counter()
+            compute()
+            took.append(time.perf_counter() - begin)
+        own_s = statistics.median(took)
+        self.step_s = max(own_s, job.compute_ms / 1e3) * job.slow.get(rank, 1.0)
+        """What a step takes without communication."""
+        self.sleep_s = self.step_s - own_s
+
+    def __call__(self) -> None:
+        """Sleep as long as a slower machine would have computed."""
+        if self.sleep_s > 0:
+            time.sleep(self.sleep_s)
+
+
+class Budget:
+    """The worker-steps of all workers: those who wait for nobody take them as they need them, in handfuls."""
+
+    def __init__(self, job: Job, lockstep: bool, number: int) -> None:
+        self.job, self.lockstep, self.total = job, lockstep, job.workers * job.steps
+        self._key = f"training/{number}/steps"
+        self._handful = max(1, min(10, job.steps // 20))
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        self._store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+
+    def steps(self) -> Iterator[float]:
+        """One turn for each step, with the share of the budget that is used up."""
+        if self.lockstep:
+            for step in range(self.job.steps):
+                yield step / self.job.steps
+            return
+        while True:
+            begin = int(self._store.add(self._key, self._handful)) - self._handful
+            for step in range(begin, min(begin + self._handful, self.total)):
+                yield step / self.total
+            if begin + self._handful >= self.total:
+                return
+
+
+class Samples:
+    """The answer from time to time, kept to be looked at when training is over."""
+
+    def __init__(self, job: Job, active: bool) -> None:
+        self.job, self.active, self.next = job, active, 0
+        self.kept: list[dict[str, Any]] = []
+        self.pending: list[Any] = []
+
+    def due(self, share: float) -> bool:
+        """Whether it is time for another one."""
+        if not self.active or share * self.job.evaluations < self.next:
+            return False
+        self.next = math.floor(share * self.job.evaluations) + 1
+        return True
+
+    def keep(self, parts: list[tuple[int, Tensor | None, Tensor, int]]) -> None:
+        """Remember the mean of the workers' parts, and how far they are apart."""
+        vectors = [part for _, part, _, _ in parts if part is not None]
+        discrepancy, consensus = spread([vector.float() for vector in vectors])
+        mean = vectors[0].clone()
+        for vector in vectors[1:]:
+            mean += vector
+        buffers = torch.stack([buffers for _, _, buffers, _ in parts]).mean(0)
+        self.kept.append(
+            {
+                "time": time.time(),
+                "worker_steps": sum(steps for *_, steps in parts),
+                "weights": mean.div_(len(vectors)),
+                "buffers": buffers,
+                "discrepancy": discrepancy,
+                "consensus": consensus,
+            }
+        )
+
+    def ask(self, worker: Worker) -> None:
+        """Collect the parts beside training."""
+
+        async def collect() -> None:
+            agent = worker._agent
+            self.keep([(rank, _own(part), buffers, n) async for rank, part, buffers, n in agent.parts()])
+
+        self.pending = [one for one in self.pending if not one.done()]
+        if not self.pending:  # a slow network: better fewer samples than many under way
+            self.pending.append(worker._agent.begin(collect()))
+
+    def evaluate(self, task: Task, model: nn.Module) -> list[dict[str, Any]]:
+        """Loss and accuracy of all that was kept."""
+        model.eval()
+        replica = Replica(flatten(model.named_parameters(), gradients=False))
+        for sample in self.kept:
+            replica.load(sample.pop("weights").to(replica.dtype))
+            set_flat_buffers(model, sample.pop("buffers"))
+            sample["loss"], sample["accuracy"] = task.evaluate(model)
+        return self.kept
+
+
+def _own(part: Tensor | None) -> Tensor | None:
+    return None if part is None else part.clone()
+
+
+def main(folders: list[Path]) -> None:
+    """Run all jobs; one that fails does not keep the next from being run."""
+    rank = int(os.environ["RANK"])
+    for number, folder in enumerate(folders):
+        try:
+            outcome = run(folder, number)
+        except FreewheelError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+            outcome = {"failed": str(error)}
+        (folder / f"outcome-{rank}.json").write_text(json.dumps(outcome))
+
+
+def run(folder: Path, number: int) -> dict[str, Any]:
+    """Train; return what came of it."""
+    job = Job.load(folder / "job.json")
+    rank, device = int(os.environ["RANK"]), torch.device(job.device)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    task = tasks.resolve(job.task)
+    task.prepare(job.workers, job.seed)
+    task.to(device)
+    torch.manual_seed(job.seed)
+    model = task.model().to(device)
+    generator = torch.Generator().manual_seed(random.Random(f"{job.seed}/{rank}").getrandbits(62))
+    strategy = None if job.strategy == DDP else strategies.resolve(job.strategy)
+    # As in the simulator: momentum adds up 1/(1 - momentum) steps, some strategies all workers' steps.
+    momentum = job.momentum if job.momentum is not None else (strategy.momentum if strategy else 0.0)
+    lr = job.lr
+    if lr is None:
+        lr = task.lr * (1 - momentum) * (strategy.rate_share(job.workers) if strategy else 1.0)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr, momentum, nesterov=momentum > 0, weight_decay=job.weight_decay
+    )
+
+    def compute() -> Tensor:
+        optimizer.zero_grad()
+        loss = task.loss(model, task.batch(rank, generator))
+        loss.backward()  # type: ignore[no-untyped-call]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return loss
+
+    pace = Pace(job, rank, compute)
+    optimizer.zero_grad()
+    lockstep = strategy is None or strategy.lockstep()
+    budget = Budget(job, lockstep, number)
+    fastest = min(range(job.workers), key=lambda one: (job.slow.get(one, 1.0), one))
+    samples = Samples(job, rank == fastest)
+    train = _with_ddp if strategy is None else _attached
+    outcome, final = train(job, folder, rank, model, optimizer, task, generator, pace, budget, samples, lr)
+    outcome |= {"rank": rank, "lr": lr, "momentum": momentum, "waits_for": "all", "staleness": "none"}
+    if strategy is not None:
+        outcome |= {"waits_for": strategy.waits_for, "staleness": strategy.staleness}
+        outcome["strategy"] = {
+            key: value if isinstance(value, int | float | str | None) else str(value)
+            for key, value in vars(strategy).items()
+        }
+    outcome["model_bytes"] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    if samples.active:
+        outcome["samples"] = samples.evaluate(task, task.model().to(device))
+        final.eval()
+        outcome["loss"], outcome["accuracy"] = task.evaluate(final)
+    return outcome
+
+
+def _set_lr(optimizer: torch.optim.Optimizer, job: Job, lr: float, share: float) -> None:
+    if job.schedule == "cosine":
+        optimizer.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * share))
+
+
+def _check(loss: Tensor, job: Job, rank: int, step: int) -> None:
+    if not math.isfinite(loss.item()):
+        raise Diverged(
+            f"{job.strategy} diverged: worker {rank} got a loss of {loss.item():g} in its step {step}. "
+            "Lower the learning rate."
+        )
+
+
+def _attached(
+    job: Job,
+    folder: Path,
+    rank: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    task: Task,
+    generator: torch.Generator,
+    pace: Pace,
+    budget: Budget,
+    samples: Samples,
+    lr: float,
+) -> tuple[dict[str, Any], nn.Module]:
+    """The loop as a user writes it."""
+    settings: dict[str, Any] = {"wire": job.wire, "seed": job.seed, "folder": folder}
+    with api.attach(model, optimizer, job.strategy, **settings) as worker:
+        began = time.time()
+        for step, share in enumerate(budget.steps()):
+            _set_lr(optimizer, job, lr, share)
+            if samples.due(share):
+                samples.ask(worker)
+            loss = task.loss(model, task.batch(rank, generator))
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            pace()
+            worker.report(loss)
+            if step % 20 == 0:
+                _check(loss.detach(), job, rank, step)
+            optimizer.step()
+        if next(model.parameters()).is_cuda:
+            torch.cuda.synchronize()
+        ended, metrics = time.time(), worker.metrics()
+        compute_s = worker._agent.counters.compute_s
+    for one in samples.pending:
+        with contextlib.suppress(Exception):
+            one.result(timeout=10)
+    return {"began": began, "ended": ended, "compute_s": compute_s, **metrics}, worker.consensus()
+
+
+def _with_ddp(
+    job: Job,
+    folder: Path,
+    rank: int,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    task: Task,
+    generator: torch.Generator,
+    pace: Pace,
+    budget: Budget,
+    samples: Samples,
+    lr: float,
+) -> tuple[dict[str, Any], nn.Module]:
+    """The same loop with DistributedDataParallel."""
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    dist.init_process_group("gloo")
+    replica = Replica(flatten(model.named_parameters(), gradients=False))
+    parallel = DistributedDataParallel(model)
+    dist.barrier()
+    began = time.time()
+    record = (folder / f"worker-{rank}.jsonl").open("w")
+    for step, share in enumerate(budget.steps()):
+        _set_lr(optimizer, job, lr, share)
+        if samples.due(share):
+            samples.keep([(rank, replica.weights.cpu().clone(), flat_buffers(model), step * job.workers)])
+        loss = task.loss(parallel, task.batch(rank, generator))
+        optimizer.zero_grad()
+        pace()
+        loss.backward()  # type: ignore[no-untyped-call]
+        if step % 20 == 0:
+            _check(loss.detach(), job, rank, step)
+            record.write(json.dumps({"steps": step}) + "\n")
+            record.flush()
+        optimizer.step()
+    if next(model.parameters()).is_cuda:
+        torch.cuda.synchronize()
+    ended = time.time()
+    record.close()
+    dist.barrier()
+    dist.destroy_process_group()
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    sent = round(job.steps * 2 * (job.workers - 1) / job.workers * size)
+    none = {"done": 0, "busy": 0, "half": 0, "failed": 0}
+    return {
+        "began": began,
+        "ended": ended,
+        "compute_s": min(ended - began, job.steps * pace.step_s),
+        "steps": job.steps,
+        "bytes_out": sent,
+        "exchanges": none,
+        "merges": none,
+        "messages_dropped": 0,
+        "staleness_mean": 0.0,
+        "staleness_max": 0.0,
+        "discrepancy_max": 0.0,
+    }, model
+
+
+if __name__ == "__main__":
+    main([Path(folder) for folder in sys.argv[1:]])
