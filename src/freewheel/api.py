@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -53,11 +52,13 @@ def attach(
         >>> worker.rank, worker.world_size, worker.metrics()["steps"]
         (0, 1, 3)
     """
+    from freewheel import __version__  # defined after this module was imported
+
     return Worker(
         model,
         optimizer,
         strategies.resolve(strategy),
-        version=version("freewheel"),
+        version=__version__,
         wire=wire,
         bind=bind,
         tls=tls,
