@@ -26,6 +26,7 @@ from freewheel.replica import Replica
 from freewheel.topology import Topology
 
 T = TypeVar("T")
+SCRATCH = 1 << 17
 
 
 class Node:
@@ -62,6 +63,7 @@ class Node:
         self._stepped: asyncio.Future[None] | None = None
         self._merges = 0
         self._apart = 0.0
+        self._scratch = torch.empty(0)
 
     # -- who is there --
 
@@ -248,8 +250,19 @@ class Node:
         """A piece of an exchange: what the strategy makes of it; on the way, how far apart the two are."""
         partner = self._exchanges.partner
         if partner is not None and self.rank < partner:  # both sides would measure the same
-            self._apart = math.hypot(self._apart, torch.linalg.vector_norm(theirs - mine).item())
+            self._apart = math.hypot(self._apart, self._distance(mine, theirs))
         return self._meet(mine, theirs)
+
+    def _distance(self, one: Tensor, other: Tensor) -> float:
+        """How far two vectors are apart, with little memory of its own."""
+        if self._scratch.dtype != one.dtype or self._scratch.numel() < min(one.numel(), SCRATCH):
+            self._scratch = torch.empty(min(one.numel(), SCRATCH), dtype=one.dtype)
+        apart = 0.0
+        for at in range(0, one.numel(), SCRATCH):
+            piece = one[at : at + SCRATCH]
+            torch.sub(other[at : at + SCRATCH], piece, out=self._scratch[: piece.numel()])
+            apart = math.hypot(apart, torch.linalg.vector_norm(self._scratch[: piece.numel()]).item())
+        return apart
 
     def met(self, correction: Tensor) -> None:
         """An exchange is complete."""

@@ -77,6 +77,7 @@ class Strategy:
         """The correction to this worker in an exchange; runs on both of its sides.
 
         Element by element: it may be given the same piece of both vectors, one piece after the other.
+        `theirs` may be overwritten (and returned); `mine` must stay as it is.
         """
         raise NotImplementedError(f"{type(self).__name__} called node.exchange without defining meet")
 

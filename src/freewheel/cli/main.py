@@ -11,6 +11,7 @@ from rich.table import Table
 
 import freewheel
 from freewheel import strategies, tasks, topology
+from freewheel.cli import bench
 from freewheel.cli.console import output
 from freewheel.cli.keys import keys
 from freewheel.cli.run import run
@@ -34,6 +35,7 @@ app.command(name="run", context_settings={"ignore_unknown_options": True, "allow
 app.command(name="train")(train)
 app.command(name="compare")(compare)
 app.command(name="keys")(keys)
+app.add_typer(bench.app, name="bench")
 
 
 @app.command(name="strategies")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.machinery
 import os
+import signal
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -14,6 +15,8 @@ import typer
 
 from freewheel.errors import ConfigError
 from freewheel.runtime.launcher import launch
+
+INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def run(
@@ -66,6 +69,10 @@ def run(
     except BrokenPipeError:  # whoever read our output has gone, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
+    if code in INTERRUPTED:
+        # All workers are gone; taking torch apart in an orderly way lasts longer than Ctrl-C may.
+        sys.stdout.flush()
+        os._exit(code)
     raise typer.Exit(code)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 Tag: TypeAlias = tuple[str | int, ...]
 Note: TypeAlias = tuple[float, ...]
 Meet: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Makes a correction of one's own weights and another's, element by element."""
+"""Makes a correction of one's own weights and another's, element by element; may overwrite the other's."""
 
 
 @dataclass(slots=True)

@@ -121,4 +121,6 @@ def parse_rest(frame: Frame, rest: bytes | bytearray) -> tuple[Tag, Note]:
         raise BadFrame("it sent a tag that is not JSON") from None
     if not isinstance(words, list) or not all(type(word) in (str, int) for word in words):
         raise BadFrame("it sent a tag that is not a list of words and whole numbers")
+    if not all(str(word).isprintable() for word in words):  # what is logged must stay one line
+        raise BadFrame("it sent a tag with characters that cannot be printed")
     return tuple(words), struct.unpack(f"!{frame.notes}d", rest[frame.tag_bytes :])

@@ -66,7 +66,7 @@ class Mailbox:
         """Receive the whole of theirs, then combine; see Fabric.blend."""
         theirs = (await self.receive(tag, peer)).payload
         await sending
-        return meet(mine, theirs)
+        return meet(mine, theirs.clone())  # it is also the peer's
 
     def forget(self, tag: Tag) -> None:
         """Drop what has arrived with this tag and nobody received, and what still arrives."""

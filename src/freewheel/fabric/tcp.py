@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import math
 import socket
 import ssl
+import threading
 from collections import deque
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +35,8 @@ from freewheel.fabric.line import Line, dial, listen, open_line
 from freewheel.fabric.mailbox import Mailbox
 from freewheel.observe.counters import Counters
 
+LONG = 1 << 15
+"""Vectors of at least so many numbers are moved in threads."""
 PIECE = 1 << 17
 """Numbers that are read, written and blended at once."""
 GREETING_S = 10.0
@@ -50,19 +56,18 @@ class Sending(asyncio.Future):  # type: ignore[type-arg]
     ) -> None:
         super().__init__(loop=loop)
         self.head, self.vector, self.wire, self.sent = head, vector, wire, 0
-        self._moved: asyncio.Future[None] | None = None
+        self.moved = threading.Condition()
 
     def move(self, sent: int) -> None:
         """So much has left."""
-        self.sent = sent
-        if self._moved is not None and not self._moved.done():
-            self._moved.set_result(None)
+        with self.moved:
+            self.sent = sent
+            self.moved.notify_all()
 
-    async def reach(self, numel: int) -> None:
+    async def reach(self, numel: int, line: Line) -> None:
         """Wait until so much has left."""
         while self.sent < numel and not self.done():
-            self._moved = asyncio.get_running_loop().create_future()
-            await self._moved
+            await line.pause(self.moved)
 
 
 @dataclass(slots=True)
@@ -119,6 +124,8 @@ class TcpFabric(Mailbox):
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
+        # Each connection reads and writes at once at most.
+        self._threads = ThreadPoolExecutor(2 * me.world_size, thread_name_prefix="freewheel-line")
         self._loop = asyncio.get_running_loop()
 
     # -- life --
@@ -157,12 +164,13 @@ class TcpFabric(Mailbox):
             listener, self._listener = self._listener, None
         else:
             listener = None
-        tasks = [*self._tasks, *(link.task for link in self._links.values() if link.task)]
+        tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         if listener is not None:
             listener.close()
+        await asyncio.to_thread(self._threads.shutdown)
 
     # -- what strategies use --
 
@@ -230,8 +238,15 @@ class TcpFabric(Mailbox):
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
-            sock, address = await self._loop.sock_accept(listener)
-            self._spawn(self._greet(sock, f"{address[0]}:{address[1]}"))
+            try:
+                sock, address = await self._loop.sock_accept(listener)
+            except OSError as error:  # no handle is left, for one; who calls tries again
+                log.warning("cannot take a connection: %s", _words(error))
+                await asyncio.sleep(PING_S)
+                continue
+            greeting = self._spawn(self._greet(sock, f"{address[0]}:{address[1]}"))
+            # One that is cancelled before it begins cannot close the socket itself.
+            greeting.add_done_callback(functools.partial(_close_if_cancelled, sock))
 
     async def _greet(self, sock: socket.socket, address: str) -> None:
         """A connection came in: let it say who it is."""
@@ -275,7 +290,7 @@ class TcpFabric(Mailbox):
         if known is not None:
             self._unlink(known, "it connected again")
         self._links[link.peer] = link
-        link.task = asyncio.create_task(self._keep(link))
+        link.task = self._spawn(self._keep(link))
         self.gain(link.peer)
 
     # -- connections --
@@ -291,9 +306,11 @@ class TcpFabric(Mailbox):
         finally:
             for task in both:
                 task.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
-            link.line.close()
-            self._unlink(link, why)
+            try:
+                await asyncio.gather(*both, return_exceptions=True)
+            finally:
+                link.line.close()
+                self._unlink(link, why)
 
     def _ended(self, link: Link, error: BaseException | None) -> str:
         if isinstance(error, _Left):
@@ -367,11 +384,11 @@ class TcpFabric(Mailbox):
             await line.write(sending.head)
             self.counters.bytes_out += len(sending.head)
             if sending.vector is not None:
-                await self._write_vector(line, sending)
+                await self._move(line, sending.vector.numel(), partial(self._write_vector, sending))
             if not sending.done():
                 sending.set_result(None)
 
-    async def _write_vector(self, line: Line, sending: Sending) -> None:
+    async def _write_vector(self, sending: Sending, line: Line) -> None:
         vector = sending.vector
         assert vector is not None
         if not vector.is_contiguous():
@@ -381,6 +398,19 @@ class TcpFabric(Mailbox):
             await line.write(data)
             self.counters.bytes_out += len(data)
             sending.move(min(at + PIECE, vector.numel()))
+
+    async def _move(self, line: Line, numel: int, work: Callable[[Line], Coroutine[Any, Any, None]]) -> None:
+        """Read or write a vector: a long one in a thread of its own."""
+        blocking = line.blocking() if numel >= LONG else None
+        if blocking is None:
+            await work(line)
+            return
+
+        def run() -> None:
+            with blocking as thread_line:
+                _complete(work(thread_line))
+
+        await self._loop.run_in_executor(self._threads, run)
 
     # -- reading --
 
@@ -415,35 +445,38 @@ class TcpFabric(Mailbox):
                 raise BadFrame(f"it sends {frame.dtype}, not {self._wire(tag)}: give all the same wire")
             blend = self._blends.get((link.peer, tag))
             if blend is not None and not blend.done.done():
-                await self._blend_in(link, frame, blend, staging)
+                await self._move(link.line, frame.numel, partial(self._blend_in, frame, blend, staging))
+                if not blend.done.done():
+                    blend.done.set_result(None)
                 continue
             vector = torch.empty(frame.numel, dtype=self.dtype)
-            for at in range(0, frame.numel, PIECE):
-                into = vector[at : at + PIECE]
-                piece = into if frame.dtype == self.dtype else staging[: into.numel()]
-                await self._read_piece(link.line, piece)
-                if piece is not into:
-                    into.copy_(piece)
+            await self._move(link.line, frame.numel, partial(self._read_vector, frame, vector, staging))
             blend = self._blends.get((link.peer, tag))
             if blend is not None and not blend.done.done():  # it was asked for while it arrived
-                await blend.sending.reach(frame.numel)
+                await blend.sending.reach(frame.numel, link.line)
                 blend.mine.copy_(blend.meet(blend.mine, vector))
                 blend.done.set_result(None)
             else:
                 self.deliver(Message(link.peer, tag, vector, note))
 
-    async def _blend_in(self, link: Link, frame: Frame, blend: Blend, staging: Tensor) -> None:
+    async def _read_vector(self, frame: Frame, vector: Tensor, staging: Tensor, line: Line) -> None:
+        for at in range(0, frame.numel, PIECE):
+            into = vector[at : at + PIECE]
+            piece = into if frame.dtype == self.dtype else staging[: into.numel()]
+            await self._read_piece(line, piece)
+            if piece is not into:
+                into.copy_(piece)
+
+    async def _blend_in(self, frame: Frame, blend: Blend, staging: Tensor, line: Line) -> None:
         numel = blend.mine.numel()
         if frame.numel != numel:
             raise BadFrame(f"a vector of {frame.numel} numbers in exchange for one of {numel}")
         for at in range(0, numel, PIECE):
             mine = blend.mine[at : at + PIECE]
             piece = staging[: mine.numel()]
-            await self._read_piece(link.line, piece)
-            await blend.sending.reach(at + mine.numel())
+            await self._read_piece(line, piece)
+            await blend.sending.reach(at + mine.numel(), line)
             mine.copy_(blend.meet(mine, piece.to(self.dtype)))
-        if not blend.done.done():
-            blend.done.set_result(None)
 
     async def _read_piece(self, line: Line, piece: Tensor) -> None:
         memory = _memory(piece)
@@ -455,15 +488,21 @@ class TcpFabric(Mailbox):
 
     # -- tasks --
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._over)
+        return task
 
     def _over(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("the network of worker %d failed", self.rank, exc_info=task.exception())
+
+
+def _close_if_cancelled(sock: socket.socket, task: asyncio.Task[None]) -> None:
+    if task.cancelled():
+        sock.close()
 
 
 class _Left(Exception):
@@ -478,3 +517,12 @@ def _words(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {GREETING_S:.0f} s"
     return str(error) or type(error).__name__
+
+
+def _complete(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that never gives way."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("a coroutine gave way in a thread")

@@ -62,7 +62,7 @@ class ADPSGD(Strategy):
 
     def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
         """Half of the difference, on both sides."""
-        return (theirs - mine).mul_(0.5)
+        return theirs.sub_(mine).mul_(0.5)
 
     async def background(self, node: Node) -> None:
         """One exchange for each step, with the first free one of a few random neighbours."""
