@@ -27,6 +27,7 @@ def attach(
     bind: str | None = None,
     tls: str | Path | None = None,
     folder: str | Path | None = None,
+    tensorboard: str | Path | None = None,
     seed: int = 0,
     join_timeout_s: float = 300.0,
 ) -> Worker:
@@ -38,7 +39,7 @@ def attach(
 
     wire: what vectors travel as; bf16 halves the bytes. bind: the address to listen on (default: loopback;
     "auto": the one that reaches MASTER_ADDR). tls: a folder of `freewheel keys`. folder: where to write
-    records. seed: of the choice of peers.
+    records (JSON lines). tensorboard: where to write them for TensorBoard, too. seed: of the choice of peers.
 
         >>> import freewheel as fw, torch
         >>> model = torch.nn.Linear(2, 1)
@@ -63,6 +64,7 @@ def attach(
         bind=bind,
         tls=tls,
         folder=folder,
+        tensorboard=tensorboard,
         seed=seed,
         join_timeout_s=join_timeout_s,
     )

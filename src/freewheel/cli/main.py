@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import sys
 from typing import Annotated, NoReturn
 
@@ -29,9 +30,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(name="simulate")(simulate)
-app.command(name="run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(
-    run
-)
+app.command(name="run", context_settings={"allow_interspersed_args": False})(run)
 app.command(name="train")(train)
 app.command(name="compare")(compare)
 app.command(name="keys")(keys)
@@ -87,8 +86,8 @@ def main() -> None:
     except FreewheelError as error:
         _complain(str(error))
     except KeyboardInterrupt:
-        print("freewheel: interrupted", file=sys.stderr)
-        sys.exit(130)
+        print("freewheel: interrupted", file=sys.stderr, flush=True)
+        os._exit(130)  # taking torch apart would take longer than people wait
     except Exception as error:
         # The option parser's word on a wrong option; anything else is our bug and keeps its traceback.
         if not hasattr(error, "format_message"):

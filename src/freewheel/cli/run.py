@@ -38,6 +38,9 @@ def run(
     nodes: Annotated[int, typer.Option(help="How many hosts, each with a launcher and -n workers.")] = 1,
     node: Annotated[int, typer.Option(help="Which of them this is; node 0 holds the rendezvous.")] = 0,
     master: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, where the hosts meet.")] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Write the records here for TensorBoard, too (an extra).")
+    ] = None,
     wait_s: Annotated[float, typer.Option(help="How long to wait for node 0.")] = 60.0,
 ) -> None:
     """Run a training script as several workers, on this host or on several."""
@@ -58,6 +61,7 @@ def run(
             nodes=nodes,
             node=node,
             master=master,
+            tensorboard=tensorboard,
             wait_s=wait_s,
         )
     except ConfigError:  # leave nothing behind of a run that never was

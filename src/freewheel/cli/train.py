@@ -49,6 +49,9 @@ Target = Annotated[float | None, typer.Option(help="Accuracy to time, e.g. 0.9."
 Seed = Annotated[int, typer.Option(help="Of weights, batches and peers.")]
 Json = Annotated[Path | None, typer.Option("--json", help="Write the figures here.")]
 Report = Annotated[Path | None, typer.Option(help="Write an HTML report here.")]
+Board = Annotated[
+    Path | None, typer.Option("--tensorboard", help="Write the records here for TensorBoard, too (an extra).")
+]
 Folder = Annotated[Path | None, typer.Option(help="Where records and logs go; default: runs/DATE_TIME.")]
 
 
@@ -71,13 +74,14 @@ def train(
     json_path: Json = None,
     report: Report = None,
     folder: Folder = None,
+    tensorboard: Board = None,
 ) -> None:
     """Train a built-in task with real processes on this machine."""
     if "," in strategy:
         raise ConfigError("train takes one strategy; `freewheel compare` takes several.")
     compare(
         strategy, task, data, workers, steps, slow, compute_ms, lr, momentum, weight_decay, schedule, wire,
-        device, target, seed, json_path, report, folder,
+        device, target, seed, json_path, report, folder, tensorboard,
     )  # fmt: skip
 
 
@@ -100,6 +104,7 @@ def compare(
     json_path: Json = None,
     report: Report = None,
     folder: Folder = None,
+    tensorboard: Board = None,
 ) -> None:
     """Train the same task with several strategies, one after the other, and print one table."""
     if data is not None:
@@ -125,7 +130,7 @@ def compare(
     )
     jobs = [replace(job, strategy=one) for one in _chosen(strategy)]
     folder = folder or Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    outcomes = _run_all(jobs, folder.resolve())
+    outcomes = _run_all(jobs, folder.resolve(), tensorboard)
     results = [one for one in outcomes if isinstance(one, Result)]
     stopped = [str(one) for one in outcomes if not isinstance(one, Result)]
     if not results:
@@ -156,7 +161,7 @@ def _chosen(spec: str) -> list[str]:
     return chosen
 
 
-def _run_all(jobs: list[Job], folder: Path) -> list[Result | RunStopped]:
+def _run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Result | RunStopped]:
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     errors = Console(stderr=True)
     total = jobs[0].workers * jobs[0].steps
@@ -166,4 +171,4 @@ def _run_all(jobs: list[Job], folder: Path) -> list[Result | RunStopped]:
         def show(number: int, done: int) -> None:
             bars.update(bar, description=jobs[number].strategy, completed=number * total + min(done, total))
 
-        return train_all(jobs, folder, show)
+        return train_all(jobs, folder, show, tensorboard)

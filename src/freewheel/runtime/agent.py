@@ -34,6 +34,7 @@ STOP: Tag = (RUNTIME, "stop")
 CONSENSUS: Tag = (RUNTIME, "consensus")
 DRAIN_S = 10.0
 """How long messages that are still under way at the end of a run are waited for."""
+NO_ANSWER = "no worker that holds the answer is left."
 
 
 class Agent:
@@ -256,9 +257,11 @@ class Agent:
             if peer != self.me.rank:
                 self.fabric.post(peer, tag)
 
-    def waits_for_finished(self) -> int | None:
-        """A worker whose loop has ended, if there is one."""
-        return next((peer for peer, epoch in self.finished.items() if self.fabric.epoch(peer) == epoch), None)
+    async def waits_for_finished(self) -> int | None:
+        """A worker that is waited for although its loop has ended: all it sent before it said so is here."""
+        awaited = {peer for peer, _ in self.fabric.waits()}
+        ended = ((peer, epoch) for peer, epoch in self.finished.items() if peer in awaited)
+        return next((peer for peer, epoch in ended if self.fabric.epoch(peer) == epoch), None)
 
     # -- the end --
 
@@ -275,9 +278,13 @@ class Agent:
             members = self.fabric.members
             try:
                 await self._drain(members, attempt)
-                return await self._mean(members, attempt)
+                answer = await self._mean(members, attempt)
             except (PeerLost, TimeoutError):
                 continue
+            with contextlib.suppress(PeerLost, TimeoutError):  # nobody leaves before all have it
+                have = collectives.gather(self.fabric, members, (), (*CONSENSUS, "have", attempt))
+                await asyncio.wait_for(have, DRAIN_S)
+            return answer
         return await self.consensus()
 
     async def _drain(self, members: tuple[int, ...], attempt: int) -> None:
@@ -305,6 +312,8 @@ class Agent:
             self.fabric, members, (float(part is not None),), (*CONSENSUS, "who", attempt)
         )
         parts = sum(note[0] for note in notes.values())
+        if not parts:
+            raise WorkerLost(NO_ANSWER)
         vector = torch.zeros(self.replica.size, dtype=self.replica.dtype) if part is None else part
         weights = await collectives.ring_sum(self.fabric, members, vector, (*CONSENSUS, "weights", attempt))
         buffers = self._buffers()
@@ -324,7 +333,7 @@ class Agent:
             buffers = their_buffers if buffers is None else buffers.add_(their_buffers)
             members += 1
         if weights is None or buffers is None:
-            raise WorkerLost("no worker that holds the answer is left.")
+            raise WorkerLost(NO_ANSWER)
         return weights.div_(parts), buffers.div_(members)
 
     async def parts(self) -> AsyncIterator[tuple[int, Tensor | None, Tensor, int]]:

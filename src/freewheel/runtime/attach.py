@@ -57,6 +57,7 @@ class Worker:
         bind: str | None = None,
         tls: str | Path | None = None,
         folder: str | Path | None = None,
+        tensorboard: str | Path | None = None,
         seed: int = 0,
         join_timeout_s: float = 300.0,
     ) -> None:
@@ -64,6 +65,7 @@ class Worker:
             raise ConfigError(f"wire must be one of {', '.join(WIRES)}, not {wire!r}.")
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._wire, self._bind, self._tls = WIRES[wire], bind, tls
+        self._tensorboard = tensorboard
         self._folder, self._seed, self._timeout_s, self._version = folder, seed, join_timeout_s, version
         self._place = place or Place.read()
         self.rank, self.world_size = self._place.rank, self._place.world_size
@@ -88,7 +90,7 @@ class Worker:
     def loader(
         self,
         dataset: Any,
-        batch_size: int = 1,
+        batch_size: int,
         *,
         shuffle: bool = True,
         seed: int = 0,
@@ -118,7 +120,7 @@ class Worker:
     def stop(self) -> None:
         """Let the loaders of all workers end after their current batch."""
         self._agent.stopped = True
-        self._agent.call(self._agent.tell_all(STOP))
+        self._agent.begin(self._agent.tell_all(STOP))
 
     def report(self, loss: Tensor | float) -> None:
         """Say what the training loss is, for the records and for strategies that compare workers."""
@@ -152,6 +154,7 @@ class Worker:
         Inside the with-block it asks the other workers, whose training goes on; after it, it is the mean of
         what all ended with. Buffers (BatchNorm's statistics) are averaged too.
         """
+        self._replica.end_moving()  # a step may have raised
         weights, buffers = self._answer or self._agent.call(self._agent.consensus())
         clone = copy.deepcopy(getattr(self._model, "_orig_mod", self._model))
         clone.zero_grad(set_to_none=True)
@@ -198,7 +201,11 @@ class Worker:
                 self._agent.call(self._agent.join(self._store, bind, address, self._timeout_s))
             self._agent.call(self._agent.start())
             self._recorder = Recorder(
-                self.metrics, self._folder or options.folder, self.rank, console=options.console
+                self.metrics,
+                self._folder or options.folder,
+                self.rank,
+                console=options.console,
+                tensorboard=self._tensorboard or options.tensorboard,
             )
         except BaseException as error:
             if self._store is not None:
@@ -214,6 +221,7 @@ class Worker:
     ) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._replica.end_moving()  # a step may have raised
         try:
             if error is None:
                 self._check()
@@ -221,6 +229,8 @@ class Worker:
         finally:
             self._recorder.close()
             why = "it has finished" if error is None else f"it left with {type(error).__name__}"
+            if error is not None and self._store is not None:
+                self._store.leave(why)  # some may not have joined yet
             self._agent.close(why)
 
     def _loopback(self) -> str:
@@ -294,9 +304,9 @@ class Worker:
                     work.result(timeout=1.0)
                     return
                 except concurrent.futures.TimeoutError:
-                    ended = self._agent.waits_for_finished()
+                    ended = self._agent.call(self._agent.waits_for_finished())
                     waited_s = waited_s + 1.0 if ended is not None else 0.0
-                    if waited_s >= GRACE_S and self._strategy.lockstep():
+                    if waited_s >= GRACE_S and self._strategy.waits_for in ("all", "neighbours", "group"):
                         work.cancel()
                         raise RunStopped(
                             f"{self._strategy.name} needs every worker in every step, and the loop of worker "

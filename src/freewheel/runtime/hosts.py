@@ -122,11 +122,12 @@ class Beat:
 
     def _run(self) -> None:
         # Without node 0 the workers here go on; there is nobody left to tell.
-        with contextlib.suppress(RuntimeError):
-            while True:
+        with contextlib.suppress(RuntimeError, OSError):
+            while not self._end.is_set():
                 self._store.add(f"freewheel/beat/{self._node}", 1)
-                if self._end.wait(BEAT_S):
-                    break
+                self._end.wait(BEAT_S)
+                # The store would say at length that it has gone; a plain socket finds out quietly.
+                socket.create_connection((self._store.host, self._store.port), timeout=5).close()
             self._store.set(f"freewheel/ended/{self._node}", str(self._code))
 
     def end(self, code: int = 1, *, hurry: bool = False) -> None:

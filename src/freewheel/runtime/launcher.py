@@ -34,7 +34,7 @@ from freewheel.runtime.hosts import Beat, Others, host_store, join_store, listen
 from freewheel.runtime.processes import Keeper, Output, Process, ending_signals, pump
 
 LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
-GRACE_S = 1.5  # between passing on Ctrl-C and killing
+GRACE_S = 1.4  # between passing on Ctrl-C and killing
 
 
 class Captured:
@@ -66,6 +66,7 @@ def launch(
     bind: str | None = None,
     tls: Path | None = None,
     console: bool = True,
+    tensorboard: Path | None = None,
     nodes: int = 1,
     node: int = 0,
     master: str | None = None,
@@ -91,6 +92,7 @@ def launch(
     if node == 0:
         store, host, port = host_store(master, nodes)
         options = {"run": uuid.uuid4().hex, **here, "console": console}
+        options["tensorboard"] = str(tensorboard.resolve()) if tensorboard is not None else None
         store.set("freewheel/shape", shape)
         store.set("freewheel/options", json.dumps(options))
     else:
@@ -155,6 +157,7 @@ class _Run:
             if self._caught:
                 if kill_at_s is None:
                     kill_at_s = now_s + GRACE_S
+                    self._output(None, f"{signal.Signals(self._caught[0]).name}: ending all workers", True)
                     self._signal(self._caught[0])
                 if now_s >= kill_at_s or len(self._caught) > 1:
                     self._signal(signal.SIGKILL)

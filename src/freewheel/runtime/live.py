@@ -66,7 +66,7 @@ class LiveReplica(Replica):
 
     def begin_moving(self) -> None:
         """The optimizer is about to move the weights."""
-        self.version += 1
+        self.version += 1 - self.version % 2  # a step that raised has left it odd
         if self.cuda and (copied := self._copied) is not None:
             self._copied = None
             torch.cuda.current_stream(self.blocks[0].weights.device).wait_event(copied)
@@ -77,7 +77,7 @@ class LiveReplica(Replica):
             moved = torch.cuda.Event()  # type: ignore[no-untyped-call]
             moved.record(torch.cuda.current_stream(self.blocks[0].weights.device))
             self._moved = moved
-        self.version += 1
+        self.version += self.version % 2
         if self._wanted:
             with contextlib.suppress(IndexError):  # it may have been taken back
                 self._copy(self._wanted.pop())

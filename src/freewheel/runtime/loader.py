@@ -100,7 +100,8 @@ class Loader:
 
     `epoch` is the number of the pass under way, or of the first one; each new iteration adds one to it. The
     same seed and epoch give the same batches, and the same random numbers to the processes that DataLoader
-    starts for the pass; those of other workers get others. When `stopped` says so, a pass ends after the batch in hand and no other one begins.
+    starts for the pass; those of other workers get others. When `stopped` says so, a pass ends after the
+    batch in hand and no other one begins.
 
     `dataset` has a length and is read by index: a Dataset, a tensor, a list. The options are DataLoader's
     (`num_workers`, `collate_fn`, `pin_memory`, …).

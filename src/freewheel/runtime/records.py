@@ -15,6 +15,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
+from freewheel.errors import ConfigError
+
 RECORD_S = 1.0
 CONSOLE_S = 5.0
 
@@ -31,8 +33,10 @@ class Recorder:
         rank: int,
         *,
         console: bool = False,
+        tensorboard: str | Path | None = None,
     ) -> None:
         self._metrics, self._console = metrics, console and rank == 0
+        self._board = _board(tensorboard, rank) if tensorboard is not None else None
         self._file: TextIO | None = None
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -43,7 +47,7 @@ class Recorder:
                 self._file = path.open("a", encoding="utf-8")
             except OSError as error:
                 log.warning("no records: cannot write %s (%s)", path, error.strerror or error)
-        if self._file is not None or self._console:
+        if self._file is not None or self._console or self._board is not None:
             self._thread = threading.Thread(target=self._run, name="freewheel-records", daemon=True)
             self._thread.start()
 
@@ -56,6 +60,8 @@ class Recorder:
         self._write(last=True)
         if self._file is not None:
             self._file.close()
+        if self._board is not None:
+            self._board.close()
 
     def _run(self) -> None:
         spoke_s = time.monotonic()
@@ -74,7 +80,21 @@ class Recorder:
             except OSError as error:
                 log.warning("no more records: %s", error.strerror or error)
                 self._file = None
+        if self._board is not None:
+            for name, value in record.items():
+                if isinstance(value, int | float) and name not in ("time", "rank", "last"):
+                    self._board.add_scalar(f"freewheel/{name}", value, record["steps"])
         return record
+
+
+def _board(folder: str | Path, rank: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "tensorboard is not installed: pip install 'freewheel[tensorboard]', or leave the option away."
+        ) from None
+    return SummaryWriter(str(Path(folder) / f"worker-{rank}"))
 
 
 def line(record: dict[str, Any]) -> str:

@@ -95,6 +95,7 @@ class Options:
     bind: str | None = None
     tls: str | None = None
     console: bool = False
+    tensorboard: str | None = None
 
 
 _stores: dict[Place, tuple[Store, int]] = {}
@@ -144,6 +145,7 @@ class Rendezvous:
 
     def publish(self, host: str, port: int, incarnation: int) -> None:
         """Enter this worker into the address book."""
+        self._store.delete_key(f"absent/{self.place.rank}")  # of an earlier life
         self._store.set(f"address/{self.place.rank}", json.dumps([host, port, incarnation]))
 
     def look_up(self, peer: int) -> tuple[str, int] | None:

@@ -133,15 +133,9 @@ def _read_batch(path: Path) -> Split:
         raise _Unfit(f"{path.name} has no data and labels")
     if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != 3 * SIDE * SIDE:
         raise _Unfit(f"the data of {path.name} are {_looks(rows)} instead of uint8, N×3072")
-    if not all(isinstance(label, int) for label in labels):
-        raise _Unfit(f"the labels of {path.name} are not whole numbers")
+    if not all(isinstance(label, int) and 0 <= label < CLASSES for label in labels):
+        raise _Unfit(f"the labels of {path.name} are not whole numbers from 0 to 9")
     return _checked(rows.reshape(-1, 3, SIDE, SIDE), np.array(labels, np.int64), path.name)
-
-
-def _dtype(name: Any, align: Any = False, copy: Any = False) -> np.dtype[Any]:
-    """numpy.dtype, which no longer takes the 0 and 1 that old pickles have for False and True."""
-    kind: np.dtype[Any] = np.dtype(name, bool(align), bool(copy))
-    return kind
 
 
 _RECONSTRUCT = np.empty(0).__reduce__()[0]
@@ -158,7 +152,7 @@ class _OnlyArrays(pickle.Unpickler):
         ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
         ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,  # written by numpy 2
         ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): _dtype,
+        ("numpy", "dtype"): np.dtype,
     }
 
     def find_class(self, module_name: str, global_name: str) -> Any:

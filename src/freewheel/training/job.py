@@ -89,7 +89,10 @@ class Job:
 
 
 def train_all(
-    jobs: Sequence[Job], folder: Path, progress: Callable[[int, int], None] = lambda number, done: None
+    jobs: Sequence[Job],
+    folder: Path,
+    progress: Callable[[int, int], None] = lambda number, done: None,
+    tensorboard: Path | None = None,
 ) -> list[Result | RunStopped]:
     """Run jobs one after the other in one set of processes; progress hears which one, and its worker-steps.
 
@@ -115,6 +118,7 @@ def train_all(
         output=output,
         folder=folder,
         console=False,
+        tensorboard=tensorboard,
         tick=tick,
     )
     if code in (130, 143):

@@ -1,0 +1,585 @@
+"""The launcher with real processes: what workers are told, what is printed, who is left behind (nobody)."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import TCPStore
+
+from freewheel.cli.main import main
+from freewheel.cli.run import Prefixed
+from freewheel.errors import ConfigError
+from freewheel.runtime import hosts, processes
+from freewheel.runtime.launcher import Captured, launch
+
+DEADLINE_S = 60
+
+
+@pytest.fixture
+def script(tmp_path):
+    """Write a worker's program; gives the command that runs it."""
+
+    def write(text: str, name: str = "worker.py") -> list[str]:
+        path = tmp_path / name
+        path.write_text("import os, signal, sys\nrank = int(os.environ['RANK'])\n" + text)
+        return [sys.executable, "-S", str(path)]
+
+    return write
+
+
+class Gate:
+    """Workers wait at it (a line of their program) until the test opens it, once for each."""
+
+    def __init__(self, path) -> None:
+        os.mkfifo(path)
+        self.wait = f"os.read(os.open({str(path)!r}, os.O_RDONLY), 1)\n"
+        self._handle = os.open(path, os.O_RDWR)
+
+    def open(self) -> None:
+        os.write(self._handle, b"!")
+
+    def close(self) -> None:
+        os.close(self._handle)
+
+
+@pytest.fixture
+def gate(tmp_path):
+    with contextlib.closing(Gate(tmp_path / "gate")) as one:
+        yield one
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+# What workers are told.
+
+TELL = """
+import json, torch.distributed as dist
+told = {key: os.environ.get(key) for key in sys.argv[1:]}
+store = dist.TCPStore(told["MASTER_ADDR"], int(told["MASTER_PORT"]), is_master=False)
+told["options"] = json.loads(store.get("freewheel/options"))
+port = f"{int(told['MASTER_PORT']):04X}"
+rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
+told["listening"] = [row[1] for row in rows if row[1].endswith(":" + port) and row[3] == "0A"]
+print(json.dumps(told))
+"""
+
+
+def test_workers_are_told_who_they_are_and_what_the_options_are(script, tmp_path, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    command = script(TELL)
+    command.remove("-S")  # torch is a package
+    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"]
+    names += ["TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "EXTRA"]
+    output = Captured()
+    folder = tmp_path / "new" / "run"
+    code = launch([*command, *names], 2, output=output, folder=folder, bind="127.0.0.1", env={"EXTRA": "yes"})
+    assert code == 0, output.lines
+    told = [json.loads(output.lines[rank][-1]) for rank in range(2)]
+    threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
+    for rank in range(2):
+        listening = told[rank].pop("listening")
+        assert listening
+        assert all(address.startswith("0100007F:") for address in listening), "not on loopback only"
+        options = told[rank].pop("options")
+        assert re.fullmatch("[0-9a-f]{32}", options.pop("run"))
+        assert options == {"folder": str(folder), "bind": "127.0.0.1", "tls": None, "console": True}
+        assert told[rank].pop("MASTER_PORT").isdecimal()
+        assert told[rank] == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "OMP_NUM_THREADS": threads,
+            "PYTHONUNBUFFERED": "1",
+            "EXTRA": "yes",
+        }
+    assert folder.is_dir()
+
+
+def test_threads_the_user_asked_for_stay(script, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    output = Captured()
+    assert launch(script("print(os.environ['OMP_NUM_THREADS'])"), 1, output=output) == 0
+    assert list(output.lines[0]) == ["7"]
+
+
+# What is printed.
+
+
+def test_lines_stay_whole_and_in_order_when_all_write_at_once(script):
+    command = script("""
+for number in range(300):
+    for end, letter in ((1, "o"), (2, "e")):
+        text = f"{letter}{rank}-{number} " + letter * 500 + "\\n"
+        for start in range(0, len(text), 97):
+            os.write(end, text[start:start + 97].encode())
+os.write(1, b"the end")
+""")
+    seen: list[tuple[int | None, str, bool]] = []
+    assert launch(command, 4, output=lambda *line: seen.append(line)) == 0
+    for rank in range(4):
+        for error, letter in ((False, "o"), (True, "e")):
+            lines = [text for who, text, where in seen if who == rank and where is error]
+            wanted = [f"{letter}{rank}-{number} " + letter * 500 for number in range(300)]
+            assert lines == wanted + ([] if error else ["the end"])
+
+
+def test_of_a_progress_bar_the_newest_state_is_shown(script, monkeypatch):
+    bar = """
+for percent in range(0, 101, 10):
+    os.write(1, f"\\r{percent:3d}% done".encode())
+os.write(1, b"\\r\\n")
+os.write(1, b"windows\\r\\n\\nmore\\r100%\\r      \\r")
+"""
+    output = Captured()
+    assert launch(script(bar), 1, output=output) == 0
+    assert list(output.lines[0]) == ["100% done", "windows", "", "100%"]
+    # A bar that is never finished is seen now and then all the same.
+    monkeypatch.setattr(processes, "PROGRESS_S", -1.0)
+    monkeypatch.setattr(processes, "LONGEST_LINE", 1000)
+    output = Captured()
+    halves = "import time\nfor p in range(3):\n    os.write(1, f'\\r{p}'.encode())\n"
+    assert launch(script(halves + "os.write(1, b'x' * 5000)"), 1, output=output) == 0
+    assert "2" + "x" * 5000 in "".join(output.lines[0])
+    assert max(map(len, output.lines[0])) <= 5001
+
+
+def test_output_that_is_no_text_does_no_harm(script):
+    output = Captured()
+    assert launch(script("os.write(1, b'\\xff\\xfe ok\\n')"), 1, output=output) == 0
+    assert output.lines[0][-1].endswith(" ok")
+
+
+def test_captured_output_goes_to_files_too(script, tmp_path):
+    output = Captured(tmp_path, newest=1)
+    assert launch(script("print('one')\nprint('two')\nsys.exit(rank)"), 2, output=output) == 1
+    assert list(output.lines[1]) == ["two"]
+    assert (tmp_path / "worker-1.log").read_text() == "one\ntwo\n"
+    assert "worker 1 ended with exit code 1" in (tmp_path / "launcher.log").read_text()
+
+
+@pytest.mark.parametrize(("terminal", "line"), [(True, "\x1b[34m[2]\x1b[0m ×\n"), (False, "[2] ×\n")])
+def test_a_rank_has_a_colour_on_a_terminal_only(monkeypatch, terminal, line):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = io.StringIO()
+    monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
+    monkeypatch.setattr(sys, "stdout", stream)
+    Prefixed()(2, "×", False)
+    assert stream.getvalue() == line
+
+
+def test_tick_is_called_and_its_error_ends_the_run(script, gate):
+    pids: list[int] = []
+
+    class Enough(Exception):
+        pass
+
+    def tick() -> None:
+        if len(pids) == 2:
+            raise Enough
+
+    def output(rank: int | None, text: str, error: bool) -> None:
+        if rank is not None and text.isdecimal():
+            pids.append(int(text))
+
+    with pytest.raises(Enough):
+        launch(script("print(os.getpid())\n" + gate.wait), 2, output=output, tick=tick)
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+# How it ends.
+
+
+def test_the_first_failure_gives_the_exit_code_and_the_others_go_on(script, gate):
+    command = script(
+        f"if rank == 1: sys.exit(5)\n{gate.wait}print('went on')\nsys.exit(7 if rank == 0 else 0)"
+    )
+    output = Captured()
+
+    def watch(rank: int | None, text: str, error: bool) -> None:
+        output(rank, text, error)
+        if text == "worker 1 ended with exit code 5; 2 of 3 go on":
+            gate.open()
+            gate.open()
+
+    assert launch(command, 3, output=watch) == 5
+    assert [list(output.lines[rank]) for rank in range(3)] == [["went on"], [], ["went on"]]
+    assert "worker 0 ended with exit code 7" in output.lines[None][-1]
+
+
+def test_a_signal_is_128_and_its_number(script):
+    output = Captured()
+    assert launch(script("os.kill(os.getpid(), signal.SIGKILL)"), 1, output=output) == 137
+    assert output.lines[None][-1] == "worker 0 ended with signal 9 (Killed)"
+
+
+STUBBORN = """
+print("started", rank)
+with open(sys.argv[1] + str(rank), "a") as file:
+    file.write("x")
+if rank == 1:
+    if os.path.getsize(sys.argv[1] + "1") < 3:
+        os.abort() if os.path.getsize(sys.argv[1] + "1") == 1 else sys.exit(3)
+    os.write(os.open(sys.argv[2], os.O_WRONLY), b"!")
+else:
+    os.read(os.open(sys.argv[2], os.O_RDONLY), 1)
+"""
+
+
+def test_a_worker_that_dies_is_started_again_and_the_others_do_not_notice(script, tmp_path, gate):
+    command = [*script(STUBBORN), str(tmp_path / "starts"), str(tmp_path / "gate")]
+    output = Captured()
+    assert launch(command, 2, output=output, restarts=2) == 0
+    assert list(output.lines[1]) == ["started 1"] * 3
+    assert list(output.lines[0]) == ["started 0"]
+    said = [line for line in output.lines[None] if "starts again" in line]
+    assert [re.search(r"worker 1 .*\((\d of \d)\)", line).group(1) for line in said] == ["1 of 2", "2 of 2"]
+
+
+def test_restarts_are_counted_for_each_worker_and_end(script):
+    output = Captured()
+    assert launch(script("print('started')\nsys.exit(4)"), 2, output=output, restarts=1) == 4
+    assert [list(output.lines[rank]) for rank in range(2)] == [["started"] * 2] * 2
+
+
+def test_children_end_with_their_worker(script, left_over):
+    command = script("""
+import subprocess
+child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+print(child.pid)
+""")
+    output = Captured()
+    assert launch(command, 1, output=output) == 0  # and does not wait for the child that holds the pipe
+    left_over.append(int(output.lines[0][0]))
+    assert gone(left_over[0])
+
+
+# Nobody is left behind. A handle on a process becomes readable when it ends, whoever its parent is.
+
+FAMILY = """
+import subprocess
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-S", "-c", "import signal; signal.pause()"])
+print("family", os.getpid(), child.pid)
+while True:
+    signal.pause()
+"""
+
+POLITE = """
+def bye(number, frame):
+    print("bye", number)
+    sys.exit(0)
+signal.signal(signal.SIGINT, bye)
+signal.signal(signal.SIGTERM, bye)
+print("family", os.getpid())
+while True:
+    signal.pause()
+"""
+
+
+def gone(pid: int) -> bool:
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    with open(handle):
+        return bool(select.select([handle], [], [], DEADLINE_S)[0])
+
+
+@contextlib.contextmanager
+def running(cwd, *arguments):
+    """Start ``freewheel run``, end it with everything it may have left."""
+    command = [sys.executable, "-c", "from freewheel.cli.main import main; main()", "run", *arguments]
+    pipe = subprocess.PIPE
+    launcher = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=cwd)
+    try:
+        yield launcher
+    finally:
+        launcher.kill()
+        launcher.communicate()
+
+
+def families(launcher, workers: int) -> list[int]:
+    """Wait until so many workers have told the pids of their families."""
+    pids: list[int] = []
+    seen: list[str] = []
+    for _ in range(workers):
+        told = None
+        while told is None:
+            seen.append(launcher.stdout.readline())
+            assert seen[-1], f"the launcher ended early: {''.join(seen)}"
+            told = re.search(r"\] family (.*)", seen[-1])
+        pids += map(int, told.group(1).split())
+    return pids
+
+
+@pytest.fixture
+def left_over():
+    """Ends by pid what a failing test leaves behind."""
+    pids: list[int] = []
+    yield pids
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupt_ends_everybody_also_children_that_will_not(script, tmp_path, number, code, left_over):
+    script(FAMILY)
+    with running(tmp_path, "-n", "2", "--restarts", "9", "worker.py") as launcher:
+        left_over += families(launcher, 2)
+        assert len(left_over) == 4
+        launcher.send_signal(number)
+        assert launcher.wait(DEADLINE_S) == code
+        assert all(gone(pid) for pid in left_over)
+
+
+def test_an_interrupt_reaches_the_workers_before_they_are_killed(script, tmp_path, left_over):
+    script(POLITE)
+    with running(tmp_path, "-n", "2", "worker.py") as launcher:
+        left_over += families(launcher, 2)
+        launcher.send_signal(signal.SIGINT)
+        rest, _ = launcher.communicate(timeout=DEADLINE_S)
+        assert launcher.returncode == 130
+        assert sorted(rest.splitlines()) == [
+            "[0] bye 2",
+            "[1] bye 2",
+            "freewheel: SIGINT: ending all workers",
+        ]
+
+
+def test_a_launcher_that_is_killed_takes_everybody_along(script, tmp_path, left_over):
+    script(FAMILY)
+    with running(tmp_path, "-n", "2", "worker.py") as launcher:
+        left_over += families(launcher, 2)
+        assert len(left_over) == 4
+        launcher.kill()
+        assert all(gone(pid) for pid in left_over)
+
+
+# The command.
+
+
+def test_run_prints_ranks_makes_a_folder_and_leaves_the_script_its_options(script, tmp_path):
+    script("print(*sys.argv[1:])\nprint('oops', file=sys.stderr)\nsys.exit(3 * rank)")
+    with running(tmp_path, "-n", "2", "worker.py", "-n", "7", "--restarts", "--help") as launcher:
+        text, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 3
+    (folder,) = (tmp_path / "runs").iterdir()
+    lines = text.splitlines()
+    assert lines[0].startswith("freewheel: workers: 2, ")
+    assert lines[0].endswith(str(folder))
+    for rank in range(2):
+        assert f"[{rank}] -n 7 --restarts --help" in lines
+        assert f"[{rank}] oops" in lines
+
+
+def command_line(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
+    monkeypatch.setattr(sys, "argv", ["freewheel", *arguments])
+    with pytest.raises(SystemExit) as left:
+        main()
+    captured = capsys.readouterr()
+    return left.value.code, captured.out, captured.err
+
+
+def test_run_m_runs_a_module_of_this_folder(script, tmp_path, monkeypatch, capsys):
+    script("print(__name__, *sys.argv[1:])", name="training.py")
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = command_line(monkeypatch, capsys, "run", "-n", "1", "-m", "training", "-m", "--lr", "1")
+    assert (code, out) == (0, "[0] __main__ -m --lr 1\n")
+
+
+def test_keys_makes_a_set_that_run_takes(script, tmp_path, monkeypatch, capsys):
+    script("print('hello')")
+    monkeypatch.chdir(tmp_path)
+    code, out, _ = command_line(monkeypatch, capsys, "keys", "k", "--days", "2")
+    assert not code
+    assert "--tls k" in out
+    code, out, _ = command_line(monkeypatch, capsys, "run", "-n", "1", "--tls", "k", "worker.py")
+    assert (code, out) == (0, "[0] hello\n")
+    (tmp_path / "k" / "worker.key").unlink()
+    code, _, err = command_line(monkeypatch, capsys, "run", "-n", "1", "--tls", "k", "worker.py")
+    assert code == 2
+    assert "worker.key missing" in err
+    assert "`freewheel keys DIR`" in err
+
+
+HERE = ["--bind", "127.0.0.1"]
+MEET = ["--master", "127.0.0.1:{free}"]
+WRONG = {
+    "no such script": (["-n", "2", "nothing.py"], r"no script 'nothing.py': looked for /.*/nothing.py"),
+    "a folder": (["-n", "2", "."], "folder without __main__.py"),
+    "no such module": (["-n", "2", "-m", "no_module.at_all"], "no module 'no_module.at_all'"),
+    "no workers": (["-n", "0", "worker.py"], "workers must be at least 1, not 0"),
+    "no number of workers": (["worker.py"], "Missing option '-n'"),
+    "unknown option": (["-n", "2", "--speed", "9", "worker.py"], "--speed"),
+    "negative restarts": (["-n", "2", "--restarts", "-1", "worker.py"], "restarts must be at least 0"),
+    "node too large": (
+        ["-n", "2", "--nodes", "2", "--node", "2", *HERE, "--master", "127.0.0.1:1", "worker.py"],
+        "node must be 0 to 1 in a run of 2 nodes, not 2",
+    ),
+    "no master": (["-n", "2", "--nodes", "2", *HERE, "worker.py"], "give master, HOST:PORT"),
+    "no bind": (["-n", "2", "--nodes", "2", "--master", "127.0.0.1:1", "worker.py"], "give bind"),
+    "not our address": (["-n", "2", "--bind", "192.0.2.1", "worker.py"], "no address 192.0.2.1"),
+    "no address": (["-n", "2", "--bind", "no.host.invalid", "worker.py"], "bind: cannot listen on"),
+    "unreadable master": (["-n", "2", "--master", "here", "worker.py"], "cannot read master 'here'"),
+    "master elsewhere": (["-n", "2", "--master", "192.0.2.1:9", "worker.py"], "no address 192.0.2.1"),
+    "no keys": (["-n", "2", "--tls", "nowhere", "worker.py"], "ca.pem and worker.pem and worker.key missing"),
+    "folder is a file": (["-n", "2", "--folder", "worker.py", "worker.py"], "cannot make the run folder"),
+    "nobody there": (
+        ["-n", "1", "--nodes", "2", "--node", "1", *HERE, "--wait-s", "0.3", *MEET, "worker.py"],
+        r"cannot reach the rendezvous at 127.0.0.1:\d+ within 0.3 s \(Connection refused\)",
+    ),
+    "port in use": (["-n", "2", "--master", "127.0.0.1:{used}", "worker.py"], "port .* is in use"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_cannot_be_is_one_line_and_code_2(case, script, tmp_path, monkeypatch, capfd):
+    arguments, said = WRONG[case]
+    script("print('started')")
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ports = {"used": server.getsockname()[1], "free": free_port()}
+        arguments = [argument.format(**ports) for argument in arguments]
+        code, out, err = command_line(monkeypatch, capfd, "run", *arguments)
+    assert code == 2
+    assert re.search(said, err), err
+    assert err.startswith("freewheel: ")
+    assert err.count("\n") == 1
+    assert not out
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_program_that_cannot_start_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="cannot start '/no/program'"):
+        launch(["/no/program"], 2, output=Captured())
+
+
+# Several hosts, here two launchers on one.
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_two_nodes_are_one_run_and_node_0_keeps_the_store_for_the_other(script, tmp_path, gate):
+    port = free_port()
+    command = script(f"""
+import socket
+print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+print(os.getpid())
+if rank == 3:
+    {gate.wait}
+    socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()
+    print("the store is up")
+    sys.exit(6)
+""")
+    outputs = [Captured(), Captured()]
+    patience = iter(range(5))
+    options: dict[int, dict] = {}
+
+    def tick_of_node_0() -> None:
+        # Once its own workers are gone it waits: only then may the other node's last worker go on.
+        pids = [int(line) for rank in (0, 1) for line in list(outputs[0].lines[rank])[1:]]
+        if len(pids) == 2 and not any(map(alive, pids)) and next(patience, None) is None:
+            gate.open()
+
+    def tick_of_node_1() -> None:
+        if not options:
+            store = TCPStore("127.0.0.1", port, is_master=False)
+            options.update({node: json.loads(store.get(f"freewheel/options/{node}")) for node in (0, 1)})
+
+    def run(node: int) -> int:
+        try:
+            return launch(
+                command,
+                2,
+                output=outputs[node],
+                bind=f"127.0.0.{node + 1}",
+                folder=tmp_path / "records" if node == 0 else None,
+                nodes=2,
+                node=node,
+                master=f"127.0.0.1:{port}",
+                tick=(tick_of_node_0, tick_of_node_1)[node],
+            )
+        finally:
+            gate.open()  # if node 0 does not wait, let the other one find that out
+
+    with ThreadPoolExecutor(2) as pool:
+        codes = list(pool.map(run, (1, 0)))
+    told = [outputs[rank // 2].lines[rank][0] for rank in range(4)]
+    assert told == ["0 4 0 2", "1 4 1 2", "2 4 0 2", "3 4 1 2"]
+    assert outputs[1].lines[3][-1] == "the store is up"
+    assert codes == [6, 6]  # node 0 speaks for the run
+    assert options[1] == options[0] | {"bind": "127.0.0.2"}
+    assert options[0]["folder"] == str(tmp_path / "records")
+
+
+def test_node_0_does_not_wait_for_ever_for_a_node_that_is_gone(script, monkeypatch):
+    monkeypatch.setattr(hosts, "SILENT_S", 0.3)
+    output = Captured()
+    place = {"nodes": 2, "bind": "127.0.0.1", "master": f"127.0.0.1:{free_port()}"}
+    assert launch(script("print('done')"), 1, output=output, **place) == 1
+    assert list(output.lines[0]) == ["done"]
+    assert "node 1 has given no sign of life" in output.lines[None][-1]
+
+
+def test_nodes_that_do_not_fit_are_refused(script, gate, monkeypatch):
+    monkeypatch.setattr(hosts, "BEAT_S", 0.1)
+    place = {"nodes": 2, "bind": "127.0.0.1", "master": f"127.0.0.1:{free_port()}", "output": Captured()}
+    started = threading.Barrier(3)
+
+    def run(node: int) -> int:
+        ticks = iter([started.wait])  # only the first time
+        return launch(command, 1, node=node, tick=lambda: next(ticks, int)(), **place)
+
+    command = script(gate.wait)
+    with ThreadPoolExecutor(2) as pool:
+        codes = [pool.submit(run, node) for node in (0, 1)]
+        started.wait(DEADLINE_S)
+        try:
+            with pytest.raises(ConfigError, match="node 1 is in this run already"):
+                launch(command, 1, node=1, **place)
+        finally:
+            for _ in codes:
+                gate.open()
+        assert [code.result() for code in codes] == [0, 0]
+
+
+def test_a_node_of_another_shape_is_refused(script, gate, monkeypatch):
+    monkeypatch.setattr(hosts, "SILENT_S", 0.1)
+    place = {"nodes": 2, "bind": "127.0.0.1", "master": f"127.0.0.1:{free_port()}", "output": Captured()}
+    command = script(gate.wait)
+    with ThreadPoolExecutor(1) as pool:
+        code = pool.submit(launch, command, 1, **place)
+        try:
+            with pytest.raises(ConfigError, match="node 0 runs 2 nodes with 1 workers each"):
+                launch(command, 3, node=1, **place)
+        finally:
+            gate.open()
+        assert code.result() == 1
