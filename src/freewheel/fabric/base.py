@@ -20,6 +20,8 @@ from torch import Tensor
 
 Tag: TypeAlias = tuple[str | int, ...]
 Note: TypeAlias = tuple[float, ...]
+EXCHANGE = "exchange"
+"""The first word of tags whose vectors are swapped by `send` and `blend`, and by nothing else."""
 Meet: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Makes a correction of one's own weights and another's, element by element; may overwrite the other's."""
 

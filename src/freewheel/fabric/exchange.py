@@ -32,7 +32,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import Fabric, Tag
+from freewheel.fabric.base import EXCHANGE, Fabric, Tag
 
 CALL: Tag = ("call",)
 YES, BUSY = (1.0,), (0.0,)
@@ -82,7 +82,7 @@ class Exchanges:
             self.party.count("busy")
             return False
         self.serial += 1
-        tag: Tag = ("exchange", self.fabric.rank, self.serial)
+        tag: Tag = (EXCHANGE, self.fabric.rank, self.serial)
         self.partner, self.calling = peer, True
         try:
             self.called_at = self._now()
@@ -112,7 +112,7 @@ class Exchanges:
         """Answer calls for ever."""
         while True:
             request = await self.fabric.receive(CALL)
-            peer, tag = request.sender, ("exchange", request.sender, int(request.note[0]))
+            peer, tag = request.sender, (EXCHANGE, request.sender, int(request.note[0]))
             if self.partner is None and self._turn(peer):
                 self._accept(peer, tag)
             elif (

@@ -47,6 +47,8 @@ class Kind(enum.IntEnum):
     """I am still here."""
     BYE = 5
     """I leave; the tag says why."""
+    NEAR = 6
+    """A message whose vector lies in a window; the note says where. See fabric/shared.py."""
 
 
 KINDS = frozenset(Kind)

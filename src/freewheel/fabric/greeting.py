@@ -22,17 +22,19 @@ class Identity:
     """A digest of the model's parameters: names, shapes, types."""
     longest: int
     """The length of the longest vector of the run."""
+    place: str = ""
+    """Where this process runs, for finding those that can share memory; empty: nobody can."""
 
-    def hello(self) -> bytes:
+    def hello(self, near: bool = True) -> bytes:
         """The first frame of this worker on a connection."""
-        tag = ("hello", self.version, self.model)
+        tag = ("hello", self.version, self.model, self.place if near else "")
         return frames.pack(Kind.HELLO, self.run, self.rank, self.incarnation, tag)
 
     def check(self, frame: Frame, tag: Tag, peer: int | None = None) -> None:
         """BadFrame unless the other side is a worker (`peer`) of our run with our model and our version."""
         if frame.kind is Kind.REFUSE:
             raise BadFrame(f"it refused this worker: {tag[0] if tag else 'it did not say why'}")
-        if frame.kind is not Kind.HELLO or len(tag) != 3 or tag[0] != "hello":
+        if frame.kind is not Kind.HELLO or len(tag) != 4 or tag[0] != "hello":
             raise BadFrame("it did not say hello")
         if tag[1] != self.version:
             raise BadFrame(f"it runs freewheel {tag[1]}, this worker {self.version}: install one version")

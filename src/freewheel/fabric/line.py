@@ -27,13 +27,17 @@ class Line(Protocol):
     heard_s: float
     """When the last byte came, by the event loop's clock."""
 
+    @property
+    def local(self) -> bool:
+        """Whether both ends have the same address: they are on one machine."""
+
     async def read(self, into: memoryview) -> None:
         """Fill the memory; EOFError when the other side has closed."""
 
     async def write(self, data: memoryview | bytes) -> None:
         """Hand all bytes to the system."""
 
-    async def pause(self, news: threading.Condition) -> None:
+    async def pause(self, news: threading.Condition, at_most_s: float) -> None:
         """Wait for news, or for a moment."""
 
     def blocking(self) -> contextlib.AbstractContextManager[Line] | None:
@@ -58,6 +62,14 @@ class PlainLine:
         sock.setblocking(True)  # in the event loop MSG_DONTWAIT says otherwise
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
+    @property
+    def local(self) -> bool:
+        """Whether both ends have the same address."""
+        try:
+            return bool(self._socket.getsockname()[0] == self._socket.getpeername()[0])
+        except OSError:  # the other side has left already
+            return False
+
     async def read(self, into: memoryview) -> None:
         """Fill the memory; EOFError when the other side has closed."""
         while len(into):
@@ -77,7 +89,7 @@ class PlainLine:
             except BlockingIOError:
                 await self._until(self._loop.add_writer, self._loop.remove_writer)
 
-    async def pause(self, news: threading.Condition) -> None:
+    async def pause(self, news: threading.Condition, at_most_s: float) -> None:
         """Wait for a moment."""
         await asyncio.sleep(0.001)
 
@@ -140,6 +152,10 @@ class _ThreadLine:
         self._line, self._socket = line, sock
 
     @property
+    def local(self) -> bool:
+        return self._line.local
+
+    @property
     def heard_s(self) -> float:
         return self._line.heard_s
 
@@ -154,9 +170,9 @@ class _ThreadLine:
     async def write(self, data: memoryview | bytes) -> None:
         self._socket.sendall(data)
 
-    async def pause(self, news: threading.Condition) -> None:
+    async def pause(self, news: threading.Condition, at_most_s: float) -> None:
         with news:
-            news.wait(0.002)
+            news.wait(at_most_s)
         if self._line.closed:
             raise EOFError("the connection was closed")
 
@@ -169,6 +185,8 @@ class _ThreadLine:
 
 class TlsLine:
     """A TLS connection."""
+
+    local = False
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
@@ -191,7 +209,7 @@ class TlsLine:
         self._writer.write(data)
         await self._writer.drain()
 
-    async def pause(self, news: threading.Condition) -> None:
+    async def pause(self, news: threading.Condition, at_most_s: float) -> None:
         """Wait for a moment."""
         await asyncio.sleep(0.001)
 

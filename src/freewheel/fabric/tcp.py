@@ -12,15 +12,11 @@ import asyncio
 import contextlib
 import functools
 import logging
-import math
+import os
 import socket
 import ssl
-import threading
 from collections import deque
-from collections.abc import Callable, Coroutine
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Coroutine
 from typing import Any
 
 import torch
@@ -28,11 +24,13 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import frames
-from freewheel.fabric.base import Meet, Message, Note, Tag
+from freewheel.fabric.base import EXCHANGE, Meet, Message, Note, Tag
 from freewheel.fabric.frames import BadFrame, Frame, Kind
 from freewheel.fabric.greeting import Identity
 from freewheel.fabric.line import Line, dial, listen, open_line
 from freewheel.fabric.mailbox import Mailbox
+from freewheel.fabric.shared import Windows
+from freewheel.fabric.vectors import Blend, Mover, Sending
 from freewheel.observe.counters import Counters
 
 LONG = 1 << 15
@@ -48,44 +46,14 @@ RUNTIME = "run"
 log = logging.getLogger("freewheel")
 
 
-class Sending(asyncio.Future):  # type: ignore[type-arg]
-    """A message on its way out, and how much of its vector has left."""
-
-    def __init__(
-        self, head: bytes, vector: Tensor | None, wire: torch.dtype, loop: asyncio.AbstractEventLoop
-    ) -> None:
-        super().__init__(loop=loop)
-        self.head, self.vector, self.wire, self.sent = head, vector, wire, 0
-        self.moved = threading.Condition()
-
-    def move(self, sent: int) -> None:
-        """So much has left."""
-        with self.moved:
-            self.sent = sent
-            self.moved.notify_all()
-
-    async def reach(self, numel: int, line: Line) -> None:
-        """Wait until so much has left."""
-        while self.sent < numel and not self.done():
-            await line.pause(self.moved)
-
-
-@dataclass(slots=True)
-class Blend:
-    """A vector that is to be combined with another while both travel."""
-
-    mine: Tensor
-    meet: Meet
-    sending: Sending
-    done: asyncio.Future[None]
-
-
 class Link:
     """A connection with a peer that has said who it is."""
 
     def __init__(self, line: Line, peer: int, incarnation: int, address: str, caller: int) -> None:
         self.line, self.peer, self.incarnation, self.address = line, peer, incarnation, address
         self.caller = caller
+        self.near = False
+        """Whether both see each other's windows."""
         self.queue: deque[Sending] = deque()
         self.wake = asyncio.Event()
         self.spoke_s = 0.0
@@ -124,8 +92,11 @@ class TcpFabric(Mailbox):
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
-        # Each connection reads and writes at once at most.
-        self._threads = ThreadPoolExecutor(2 * me.world_size, thread_name_prefix="freewheel-line")
+        self.windows = Windows()
+        """Vectors that peers on the same machine read where they lie."""
+        self.mover = Mover(counters, dtype, me.world_size)
+        self._far: set[int] = set()
+        """Peers that cannot see this worker's windows, or it theirs, although they should."""
         self._loop = asyncio.get_running_loop()
 
     # -- life --
@@ -144,7 +115,7 @@ class TcpFabric(Mailbox):
             async with asyncio.timeout(GREETING_S):
                 line = await dial(host, port, self._tls_client)
                 try:
-                    await line.write(self.me.hello())
+                    await line.write(self.me.hello(near=self._tls_client is None))
                     frame, tag, _ = await self._head(line)
                     self.me.check(frame, tag, peer)
                 except BaseException:
@@ -152,7 +123,7 @@ class TcpFabric(Mailbox):
                     raise
         except (OSError, EOFError, TimeoutError, BadFrame) as error:
             raise PeerLost(peer, f"{host}:{port}: {_words(error)}") from error
-        self._install(Link(line, peer, frame.incarnation, f"{host}:{port}", self.rank))
+        self._install(Link(line, peer, frame.incarnation, f"{host}:{port}", self.rank), tag)
 
     async def close(self, why: str = "it has finished") -> None:
         """Say goodbye, then close everything."""
@@ -170,7 +141,8 @@ class TcpFabric(Mailbox):
         await asyncio.gather(*tasks, return_exceptions=True)
         if listener is not None:
             listener.close()
-        await asyncio.to_thread(self._threads.shutdown)
+        await asyncio.to_thread(self.mover.close)
+        self.windows.forget_peers()
 
     # -- what strategies use --
 
@@ -207,6 +179,9 @@ class TcpFabric(Mailbox):
     ) -> Tensor:
         """Combine piece by piece, each as soon as theirs is here and mine has left; see Fabric.blend."""
         if tag in self._boxes or not isinstance(sending, Sending):
+            if isinstance(sending, Sending) and sending.window is not None:
+                await sending.reach(mine.numel(), self._links[peer].line)  # until the peer has read it
+                sending.set_result(None)
             return await super().blend(peer, tag, mine, meet, sending)
         self.need(peer)
         blend = Blend(mine, meet, sending, self._loop.create_future())
@@ -262,7 +237,7 @@ class TcpFabric(Mailbox):
                     with contextlib.suppress(OSError):
                         await line.write(self._frame(Kind.REFUSE, tag=(str(error)[:200],)))
                     raise
-                await line.write(self.me.hello())
+                await line.write(self.me.hello(near=self._tls_client is None))
         except (OSError, EOFError, TimeoutError, BadFrame, ssl.SSLError) as error:
             log.warning("refused a connection from %s: %s", address, _words(error))
             if line is not None:
@@ -274,7 +249,7 @@ class TcpFabric(Mailbox):
             sock.close()
             raise
         else:
-            self._install(Link(line, frame.sender, frame.incarnation, address, frame.sender))
+            self._install(Link(line, frame.sender, frame.incarnation, address, frame.sender), tag)
 
     def _check_life(self, frame: Frame) -> None:
         known = self._links.get(frame.sender)
@@ -285,7 +260,9 @@ class TcpFabric(Mailbox):
         if known.caller == self.rank > frame.sender:  # both called at once: one call is enough
             raise BadFrame("this worker has called already")
 
-    def _install(self, link: Link) -> None:
+    def _install(self, link: Link, greeting: Tag) -> None:
+        link.near = bool(self.me.place) and greeting[3:] == (self.me.place,) and link.line.local
+        link.near = link.near and link.peer not in self._far
         known = self._links.get(link.peer)
         if known is not None:
             self._unlink(known, "it connected again")
@@ -364,7 +341,15 @@ class TcpFabric(Mailbox):
     def _queue(
         self, link: Link, kind: Kind, tag: Tag = (), vector: Tensor | None = None, note: Note = ()
     ) -> Sending:
-        sending = Sending(self._frame(kind, tag, note, vector), vector, self._wire(tag), self._loop)
+        window = self.windows.of(vector) if vector is not None and link.near and tag[0] == EXCHANGE else None
+        if window is not None:
+            note = (os.getpid(), window.fd, window.numel, window.renew())
+            head = self._frame(Kind.NEAR, tag, note)
+            sending = Sending(head, None, self.dtype, self._loop, window)
+            self.counters.bytes_out += window.numel * window.dtype.itemsize
+        else:
+            head = self._frame(kind, tag, note, vector)
+            sending = Sending(head, vector, self._wire(tag), self._loop)
         if kind is Kind.MESSAGE:
             self.counters.messages_out += 1
             link.sent += tag[0] != RUNTIME
@@ -384,33 +369,9 @@ class TcpFabric(Mailbox):
             await line.write(sending.head)
             self.counters.bytes_out += len(sending.head)
             if sending.vector is not None:
-                await self._move(line, sending.vector.numel(), partial(self._write_vector, sending))
-            if not sending.done():
+                await self.mover.write(line, sending)
+            if sending.window is None and not sending.done():
                 sending.set_result(None)
-
-    async def _write_vector(self, sending: Sending, line: Line) -> None:
-        vector = sending.vector
-        assert vector is not None
-        if not vector.is_contiguous():
-            vector = vector.contiguous()
-        for at in range(0, vector.numel(), PIECE):
-            data = _memory(vector[at : at + PIECE].to(sending.wire))
-            await line.write(data)
-            self.counters.bytes_out += len(data)
-            sending.move(min(at + PIECE, vector.numel()))
-
-    async def _move(self, line: Line, numel: int, work: Callable[[Line], Coroutine[Any, Any, None]]) -> None:
-        """Read or write a vector: a long one in a thread of its own."""
-        blocking = line.blocking() if numel >= LONG else None
-        if blocking is None:
-            await work(line)
-            return
-
-        def run() -> None:
-            with blocking as thread_line:
-                _complete(work(thread_line))
-
-        await self._loop.run_in_executor(self._threads, run)
 
     # -- reading --
 
@@ -425,7 +386,6 @@ class TcpFabric(Mailbox):
         return (frame, *frames.parse_rest(frame, rest))
 
     async def _read(self, link: Link) -> None:
-        staging = torch.empty(PIECE, dtype=self.wire)
         while True:
             frame, tag, note = await self._head(link.line)
             if frame.sender != link.peer or frame.incarnation != link.incarnation:
@@ -434,9 +394,12 @@ class TcpFabric(Mailbox):
                 raise _Left(str(tag[0]) if tag else "it has left")
             if frame.kind is Kind.PING:
                 continue
-            if frame.kind is not Kind.MESSAGE:
+            if frame.kind not in (Kind.MESSAGE, Kind.NEAR):
                 raise BadFrame("it says hello twice")
             link.got += tag[:1] != (RUNTIME,)
+            if frame.kind is Kind.NEAR:
+                await self._read_near(link, tag, note)
+                continue
             if frame.dtype is None:
                 self.deliver(Message(link.peer, tag, None, note))
                 await asyncio.sleep(0)  # who was waiting runs before the next frame: it may want to blend it
@@ -445,46 +408,36 @@ class TcpFabric(Mailbox):
                 raise BadFrame(f"it sends {frame.dtype}, not {self._wire(tag)}: give all the same wire")
             blend = self._blends.get((link.peer, tag))
             if blend is not None and not blend.done.done():
-                await self._move(link.line, frame.numel, partial(self._blend_in, frame, blend, staging))
-                if not blend.done.done():
-                    blend.done.set_result(None)
+                await self.mover.blend(link.line, frame.numel, blend)
                 continue
-            vector = torch.empty(frame.numel, dtype=self.dtype)
-            await self._move(link.line, frame.numel, partial(self._read_vector, frame, vector, staging))
-            blend = self._blends.get((link.peer, tag))
-            if blend is not None and not blend.done.done():  # it was asked for while it arrived
-                await blend.sending.reach(frame.numel, link.line)
-                blend.mine.copy_(blend.meet(blend.mine, vector))
-                blend.done.set_result(None)
-            else:
-                self.deliver(Message(link.peer, tag, vector, note))
+            vector = await self.mover.read(link.line, frame.dtype, frame.numel)
+            await self._arrived(link, tag, note, vector)
 
-    async def _read_vector(self, frame: Frame, vector: Tensor, staging: Tensor, line: Line) -> None:
-        for at in range(0, frame.numel, PIECE):
-            into = vector[at : at + PIECE]
-            piece = into if frame.dtype == self.dtype else staging[: into.numel()]
-            await self._read_piece(line, piece)
-            if piece is not into:
-                into.copy_(piece)
+    async def _read_near(self, link: Link, tag: Tag, note: Note) -> None:
+        """A vector that lies in a window of the peer's."""
+        if not link.near or len(note) != 4 or not 0 < note[2] <= self.me.longest:
+            raise BadFrame("it shows a window this worker cannot see")
+        pid, fd, numel, serial = (int(number) for number in note)
+        try:
+            window = self.windows.open(pid, fd, numel, self.dtype)
+        except OSError as error:
+            self._far.add(link.peer)  # next time it is told to send its vectors
+            raise BadFrame(f"its window cannot be opened: {error}") from None
+        blend = self._blends.get((link.peer, tag))
+        if blend is not None and not blend.done.done() and blend.sending.window is not None:
+            await self.mover.blend_near(link.line, window, serial, blend)
+        else:
+            vector = await self.mover.read_near(link.line, window, serial)
+            await self._arrived(link, tag, (), vector)
 
-    async def _blend_in(self, frame: Frame, blend: Blend, staging: Tensor, line: Line) -> None:
-        numel = blend.mine.numel()
-        if frame.numel != numel:
-            raise BadFrame(f"a vector of {frame.numel} numbers in exchange for one of {numel}")
-        for at in range(0, numel, PIECE):
-            mine = blend.mine[at : at + PIECE]
-            piece = staging[: mine.numel()]
-            await self._read_piece(line, piece)
-            await blend.sending.reach(at + mine.numel(), line)
-            mine.copy_(blend.meet(mine, piece.to(self.dtype)))
-
-    async def _read_piece(self, line: Line, piece: Tensor) -> None:
-        memory = _memory(piece)
-        await line.read(memory)
-        self.counters.bytes_in += len(memory)
-        # A sum is finite only if all numbers are; one that overflows is looked at more closely.
-        if not math.isfinite(piece.sum().item()) and not piece.isfinite().all():
-            raise BadFrame("it sent numbers that are not finite")
+    async def _arrived(self, link: Link, tag: Tag, note: Note, vector: Tensor) -> None:
+        blend = self._blends.get((link.peer, tag))
+        if blend is not None and not blend.done.done():  # it was asked for while it arrived
+            await blend.sending.reach(vector.numel(), link.line)
+            blend.mine.copy_(blend.meet(blend.mine, vector))
+            blend.finish()
+        else:
+            self.deliver(Message(link.peer, tag, vector, note))
 
     # -- tasks --
 
@@ -509,20 +462,7 @@ class _Left(Exception):
     """The peer said goodbye."""
 
 
-def _memory(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
 def _words(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {GREETING_S:.0f} s"
     return str(error) or type(error).__name__
-
-
-def _complete(work: Coroutine[Any, Any, None]) -> None:
-    """Run a coroutine that never gives way."""
-    try:
-        work.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("a coroutine gave way in a thread")

@@ -108,6 +108,8 @@ class Agent:
 
     async def _make(self) -> None:
         self.fabric = TcpFabric(self.me, self.counters, self.replica.dtype, self._wire, self._tls)
+        if self.strategy.defines("meet"):
+            self.replica.make_vector = self.fabric.windows.make
         self.node = Node(
             self.fabric,
             self.replica,

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
+from freewheel.fabric import shared
 from freewheel.fabric.greeting import Identity
 from freewheel.replica import Replica, flatten
 from freewheel.runtime import keys
@@ -182,6 +183,7 @@ class Worker:
             self._version,
             model,
             longest=max(self._replica.size, flat_buffers(self._model).numel()),
+            place=shared.place(),
         )
         self._agent = Agent(
             me,

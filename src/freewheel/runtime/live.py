@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -52,6 +52,8 @@ class LiveReplica(Replica):
         self.version = 0
         self.parked = False
         """The training thread waits after its step: corrections may be added at once."""
+        self.make_vector: Callable[[int, torch.dtype], Tensor] | None = None
+        """Makes memory for snapshots that other processes can see."""
         self._slot: deque[Correction] = deque()
         self._spare: deque[Tensor] = deque(maxlen=2)
         self._wanted: deque[Tensor] = deque()
@@ -243,6 +245,8 @@ class LiveReplica(Replica):
         try:
             return self._spare.popleft()
         except IndexError:
+            if self.make_vector is not None and not self.cuda:
+                return self.make_vector(self.size, self.dtype)
             return torch.empty(self.size, dtype=self.dtype, pin_memory=self.cuda)
 
     def _places(self) -> Iterator[tuple[nn.Parameter, int]]:

@@ -1,0 +1,233 @@
+"""Moving vectors over a line, piece by piece, each piece while it is in the processor's cache.
+
+Long vectors are moved by threads, in which a line's coroutines wait in the system and never give way, short
+ones and those over TLS in the event loop. The same code does both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freewheel.fabric.base import Meet
+from freewheel.fabric.frames import BadFrame
+from freewheel.fabric.line import Line
+from freewheel.fabric.shared import Window
+from freewheel.observe.counters import Counters
+
+LONG = 1 << 15
+"""Vectors of at least so many numbers are moved in threads."""
+PIECE = 1 << 18
+"""Numbers that are moved at once."""
+AHEAD = 3
+"""Pieces of a peer's window that are read before one's own are overwritten: nobody waits at every piece."""
+POLL_S, WAIT_S = 5e-5, 2e-3
+
+
+class Sending(asyncio.Future):  # type: ignore[type-arg]
+    """A message on its way out, and how much of its vector has left."""
+
+    def __init__(
+        self,
+        head: bytes,
+        vector: Tensor | None,
+        wire: torch.dtype,
+        loop: asyncio.AbstractEventLoop,
+        window: Window | None = None,
+    ) -> None:
+        super().__init__(loop=loop)
+        self.head, self.vector, self.wire, self.sent = head, vector, wire, 0
+        self.window = window
+        """Where the vector lies, if the peer reads it there."""
+        self.moved = threading.Condition()
+
+    def move(self, sent: int) -> None:
+        """So much has left."""
+        with self.moved:
+            self.sent = sent
+            self.moved.notify_all()
+
+    async def reach(self, numel: int, line: Line) -> None:
+        """Wait until so much has left."""
+        while (self.sent if self.window is None else self.window.read) < numel and not self.done():
+            await line.pause(self.moved, POLL_S if self.window is not None else WAIT_S)
+
+
+@dataclass(slots=True)
+class Blend:
+    """A vector that is to be combined with another while both travel."""
+
+    mine: Tensor
+    meet: Meet
+    sending: Sending
+    done: asyncio.Future[None]
+
+    def finish(self) -> None:
+        """Mine holds the result, and the peer has what it held before."""
+        if self.sending.window is not None and not self.sending.done():
+            self.sending.set_result(None)
+        if not self.done.done():
+            self.done.set_result(None)
+
+
+class Mover:
+    """Reads, writes and blends vectors."""
+
+    def __init__(self, counters: Counters, dtype: torch.dtype, workers: int) -> None:
+        self.counters, self.dtype = counters, dtype
+        # Each connection reads and writes at once at most.
+        self._threads = ThreadPoolExecutor(2 * workers, thread_name_prefix="freewheel-line")
+
+    def close(self) -> None:
+        """End the threads; their lines must have been closed."""
+        self._threads.shutdown()
+
+    async def write(self, line: Line, sending: Sending) -> None:
+        """Send the vector of a message."""
+        assert sending.vector is not None
+        await self._move(line, sending.vector.numel(), partial(self._write, sending))
+
+    async def read(self, line: Line, dtype: torch.dtype, numel: int) -> Tensor:
+        """Receive a vector."""
+        vector = torch.empty(numel, dtype=self.dtype)
+        await self._move(line, numel, partial(self._read, dtype, vector))
+        return vector
+
+    async def blend(self, line: Line, numel: int, blend: Blend) -> None:
+        """Receive a vector and combine it with another, which is on its way to the same peer."""
+        if numel != blend.mine.numel():
+            raise BadFrame(f"it sent {numel} numbers in exchange for {blend.mine.numel()}")
+        await self._move(line, numel, partial(self._blend, blend))
+        blend.finish()
+
+    async def blend_near(self, line: Line, window: Window, serial: int, blend: Blend) -> None:
+        """The same with a vector that lies in a peer's window, while the peer reads ours."""
+        if window.numel != blend.mine.numel():
+            raise BadFrame(f"it shows {window.numel} numbers for {blend.mine.numel()}")
+        await self._move(line, LONG, partial(self._look, window, serial, blend))
+        blend.finish()
+
+    async def read_near(self, line: Line, window: Window, serial: int) -> Tensor:
+        """A copy of a vector that lies in a peer's window."""
+        vector = torch.empty(window.numel, dtype=window.dtype)
+        await self._move(line, LONG, partial(self._copy, window, serial, vector))
+        return vector
+
+    # -- in a thread, or in the event loop --
+
+    async def _move(self, line: Line, numel: int, work: Callable[[Line], Coroutine[Any, Any, None]]) -> None:
+        blocking = line.blocking() if numel >= LONG else None
+        if blocking is None:
+            await work(line)
+            return
+
+        def run() -> None:
+            with blocking as thread_line:
+                _complete(work(thread_line))
+
+        await asyncio.get_running_loop().run_in_executor(self._threads, run)
+
+    async def _write(self, sending: Sending, line: Line) -> None:
+        assert sending.vector is not None
+        vector = sending.vector.contiguous()
+        for at in range(0, vector.numel(), PIECE):
+            data = _memory(vector[at : at + PIECE].to(sending.wire))
+            await line.write(data)
+            self.counters.bytes_out += len(data)
+            sending.move(min(at + PIECE, vector.numel()))
+
+    async def _read(self, dtype: torch.dtype, vector: Tensor, line: Line) -> None:
+        staging = None if dtype == self.dtype else torch.empty(min(PIECE, vector.numel()), dtype=dtype)
+        for at in range(0, vector.numel(), PIECE):
+            into = vector[at : at + PIECE]
+            piece = into if staging is None else staging[: into.numel()]
+            await self._read_piece(line, piece)
+            if staging is not None:
+                into.copy_(piece)
+
+    async def _blend(self, blend: Blend, line: Line) -> None:
+        numel = blend.mine.numel()
+        staging = torch.empty(min(PIECE, numel), dtype=blend.sending.wire)
+        for at in range(0, numel, PIECE):
+            mine = blend.mine[at : at + PIECE]
+            piece = staging[: mine.numel()]
+            await self._read_piece(line, piece)
+            await blend.sending.reach(at + mine.numel(), line)
+            mine.copy_(blend.meet(mine, piece.to(self.dtype)))
+
+    async def _look(self, window: Window, serial: int, blend: Blend, line: Line) -> None:
+        numel, theirs = blend.mine.numel(), window.vector()
+        spare = [torch.empty(min(PIECE, numel), dtype=self.dtype) for _ in range(AHEAD)]
+        waiting: deque[tuple[int, Tensor]] = deque()
+        for at in range(0, numel, PIECE):
+            piece = spare.pop()
+            self._copy_piece(window, theirs, at, piece[: min(PIECE, numel - at)])
+            _check_serial(window, serial)
+            waiting.append((at, piece))
+            if not spare or at + PIECE >= numel:
+                await self._replace(blend, waiting, spare, line)
+        while waiting:
+            await self._replace(blend, waiting, spare, line)
+        self.counters.bytes_in += blend.mine.nbytes
+
+    async def _replace(
+        self, blend: Blend, waiting: deque[tuple[int, Tensor]], spare: list[Tensor], line: Line
+    ) -> None:
+        """Write the oldest result over what the peer has read."""
+        at, piece = waiting.popleft()
+        mine = blend.mine[at : at + PIECE]
+        await blend.sending.reach(at + mine.numel(), line)
+        mine.copy_(blend.meet(mine, piece[: mine.numel()]))
+        spare.append(piece)
+
+    async def _copy(self, window: Window, serial: int, vector: Tensor, line: Line) -> None:
+        theirs = window.vector()
+        for at in range(0, vector.numel(), PIECE):
+            self._copy_piece(window, theirs, at, vector[at : at + PIECE])
+        _check_serial(window, serial)
+        self.counters.bytes_in += vector.nbytes
+
+    def _copy_piece(self, window: Window, theirs: Tensor, at: int, into: Tensor) -> None:
+        into.copy_(theirs[at : at + into.numel()])
+        window.read = at + into.numel()  # from now on the owner may overwrite it
+        _check_finite(into)
+
+    async def _read_piece(self, line: Line, piece: Tensor) -> None:
+        memory = _memory(piece)
+        await line.read(memory)
+        self.counters.bytes_in += len(memory)
+        _check_finite(piece)
+
+
+def _check_finite(piece: Tensor) -> None:
+    # A sum is finite only if all numbers are; one that overflows is looked at more closely.
+    if not math.isfinite(piece.sum().item()) and not piece.isfinite().all():
+        raise BadFrame("it sent numbers that are not finite")
+
+
+def _check_serial(window: Window, serial: int) -> None:
+    if window.serial != serial:
+        raise EOFError("the peer gave up the exchange")
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _complete(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that never gives way."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("a coroutine gave way in a thread")
