@@ -8,8 +8,8 @@ REPORT ?= runs/demo/report.html
 .PHONY: demo test check format clean
 
 demo: $(INSTALLED)
-	$(BIN)/freewheel simulate --strategy all --task digits:apart=true --workers 8 --steps 200 --compute-ms 10 \
-		--slow 0:5 --link-mbit 1000 --latency-ms 0.2 --target 0.8 --seed 0 --report $(REPORT)
+	$(BIN)/freewheel compare --task digits:apart=true --workers 4 --steps 150 --compute-ms 10 --slow 0:5 \
+		--target 0.8 --folder runs/demo --report $(REPORT)
 
 test: demo check
 	$(BIN)/pytest -n 2

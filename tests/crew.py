@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -43,22 +44,29 @@ def together(n: int, work: Callable[[Place], Any], deadline_s: float = 90.0) -> 
 
     The first failure is raised once all have ended.
     """
-    results: list[Any] = [None] * n
-    errors: list[BaseException] = []
+    ended = outcomes(n, work, deadline_s)
+    for one in ended:
+        if isinstance(one, BaseException):
+            raise one
+    return ended
+
+
+def outcomes(n: int, work: Callable[[Place], Any], deadline_s: float = 90.0) -> list[Any]:
+    """The same, with the exception of each worker that failed in place of its result."""
+    ended: list[Any] = [None] * n
 
     def run(place: Place) -> None:
         try:
-            results[place.rank] = work(place)
+            ended[place.rank] = work(place)
         except BaseException as error:
-            errors.append(error)
+            ended[place.rank] = error
 
     threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in places(n)]
+    end_s = time.monotonic() + deadline_s
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(deadline_s)
+        thread.join(max(0.0, end_s - time.monotonic()))
     stuck = [k for k, thread in enumerate(threads) if thread.is_alive()]
-    assert not stuck, f"workers {stuck} hang; errors of the others: {errors}"
-    if errors:
-        raise errors[0]
-    return results
+    assert not stuck, f"workers {stuck} hang; what became of the others: {ended}"
+    return ended

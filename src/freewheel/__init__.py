@@ -73,8 +73,8 @@ __all__ = [
     "Task",
     "Topology",
     "UnknownName",
-    "WorkerLost",
     "Worker",
+    "WorkerLost",
     "attach",
     "simulate",
 ]

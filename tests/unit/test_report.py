@@ -306,7 +306,7 @@ def test_the_table_has_all_figures_to_read() -> None:
     assert page.row("adpsgd", 13) == {
         "strategy": "adpsgd",
         "waits for": "all",
-        "virtual\xa0s": "1.25",
+        "seconds": "1.25",
         "steps/s": "320",
         "share of\xa0ideal": "80.0 %",
         "idle": "20.0 %",

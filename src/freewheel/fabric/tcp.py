@@ -15,7 +15,6 @@ import logging
 import os
 import socket
 import ssl
-from collections import deque
 from collections.abc import Coroutine
 from typing import Any
 
@@ -28,15 +27,12 @@ from freewheel.fabric.base import EXCHANGE, Meet, Message, Note, Tag
 from freewheel.fabric.frames import BadFrame, Frame, Kind
 from freewheel.fabric.greeting import Identity
 from freewheel.fabric.line import Line, dial, listen, open_line
+from freewheel.fabric.link import Link
 from freewheel.fabric.mailbox import Mailbox
-from freewheel.fabric.shared import Windows
-from freewheel.fabric.vectors import Blend, Mover, Sending
+from freewheel.fabric.shared import Window, Windows
+from freewheel.fabric.vectors import LONG, Blend, Mover, Sending
 from freewheel.observe.counters import Counters
 
-LONG = 1 << 15
-"""Vectors of at least so many numbers are moved in threads."""
-PIECE = 1 << 17
-"""Numbers that are read, written and blended at once."""
 GREETING_S = 10.0
 """How long a connection may take to say who it is."""
 PING_S = 1.0
@@ -44,27 +40,6 @@ RUNTIME = "run"
 """The first word of tags that are not a strategy's."""
 
 log = logging.getLogger("freewheel")
-
-
-class Link:
-    """A connection with a peer that has said who it is."""
-
-    def __init__(self, line: Line, peer: int, incarnation: int, address: str, caller: int) -> None:
-        self.line, self.peer, self.incarnation, self.address = line, peer, incarnation, address
-        self.caller = caller
-        self.near = False
-        """Whether both see each other's windows."""
-        self.queue: deque[Sending] = deque()
-        self.wake = asyncio.Event()
-        self.spoke_s = 0.0
-        self.sent = self.got = 0
-        """Messages of the strategy, for telling whether any is still under way."""
-        self.task: asyncio.Task[None] | None = None
-
-    def put(self, sending: Sending) -> None:
-        """Let a message leave after those before it."""
-        self.queue.append(sending)
-        self.wake.set()
 
 
 class TcpFabric(Mailbox):
@@ -96,7 +71,7 @@ class TcpFabric(Mailbox):
         """Vectors that peers on the same machine read where they lie."""
         self.mover = Mover(counters, dtype, me.world_size)
         self._far: set[int] = set()
-        """Peers that cannot see this worker's windows, or it theirs, although they should."""
+        """Peers whose windows cannot be opened, although they should."""
         self._loop = asyncio.get_running_loop()
 
     # -- life --
@@ -115,7 +90,7 @@ class TcpFabric(Mailbox):
             async with asyncio.timeout(GREETING_S):
                 line = await dial(host, port, self._tls_client)
                 try:
-                    await line.write(self.me.hello(near=self._tls_client is None))
+                    await line.write(self._hello(peer))
                     frame, tag, _ = await self._head(line)
                     self.me.check(frame, tag, peer)
                 except BaseException:
@@ -131,10 +106,7 @@ class TcpFabric(Mailbox):
         bye = [self._queue(link, Kind.BYE, tag=(why[:200],)) for link in self._links.values()]
         if bye:
             await asyncio.wait(bye, timeout=1.0)
-        if self._listener is not None:
-            listener, self._listener = self._listener, None
-        else:
-            listener = None
+        listener, self._listener = self._listener, None
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
@@ -200,14 +172,13 @@ class TcpFabric(Mailbox):
                 blend.done.set_exception(PeerLost(peer, why))
         super().lose(peer, why)
 
-    def traffic(self) -> dict[int, tuple[int, int]]:
-        """With each peer: messages of the strategy sent and got over the present connection."""
-        return {peer: (link.sent, link.got) for peer, link in self._links.items()}
+    def traffic(self) -> tuple[int, int]:
+        """Messages of the strategy sent and got over the present connections."""
+        return sum(k.sent for k in self._links.values()), sum(k.got for k in self._links.values())
 
-    @property
     def quiet(self) -> bool:
         """Whether nothing waits to leave."""
-        return not self._blends and not any(link.queue for link in self._links.values())
+        return not (self._blends or any(link.queue for link in self._links.values()))
 
     # -- greeting --
 
@@ -237,7 +208,7 @@ class TcpFabric(Mailbox):
                     with contextlib.suppress(OSError):
                         await line.write(self._frame(Kind.REFUSE, tag=(str(error)[:200],)))
                     raise
-                await line.write(self.me.hello(near=self._tls_client is None))
+                await line.write(self._hello(frame.sender))
         except (OSError, EOFError, TimeoutError, BadFrame, ssl.SSLError) as error:
             log.warning("refused a connection from %s: %s", address, _words(error))
             if line is not None:
@@ -251,6 +222,9 @@ class TcpFabric(Mailbox):
         else:
             self._install(Link(line, frame.sender, frame.incarnation, address, frame.sender), tag)
 
+    def _hello(self, peer: int) -> bytes:
+        return self.me.hello(near=self._tls_client is None and peer not in self._far)
+
     def _check_life(self, frame: Frame) -> None:
         known = self._links.get(frame.sender)
         if known is None or frame.incarnation > known.incarnation:
@@ -261,8 +235,8 @@ class TcpFabric(Mailbox):
             raise BadFrame("this worker has called already")
 
     def _install(self, link: Link, greeting: Tag) -> None:
-        link.near = bool(self.me.place) and greeting[3:] == (self.me.place,) and link.line.local
-        link.near = link.near and link.peer not in self._far
+        link.near = bool(self.me.place) and greeting[3] == self.me.place and link.line.local
+        link.near = link.near and link.peer not in self._far and self._tls_client is None
         known = self._links.get(link.peer)
         if known is not None:
             self._unlink(known, "it connected again")
@@ -341,7 +315,7 @@ class TcpFabric(Mailbox):
     def _queue(
         self, link: Link, kind: Kind, tag: Tag = (), vector: Tensor | None = None, note: Note = ()
     ) -> Sending:
-        window = self.windows.of(vector) if vector is not None and link.near and tag[0] == EXCHANGE else None
+        window = self._window(link, tag, vector)
         if window is not None:
             note = (os.getpid(), window.fd, window.numel, window.renew())
             head = self._frame(Kind.NEAR, tag, note)
@@ -355,6 +329,12 @@ class TcpFabric(Mailbox):
             link.sent += tag[0] != RUNTIME
         link.put(sending)
         return sending
+
+    def _window(self, link: Link, tag: Tag, vector: Tensor | None) -> Window | None:
+        """Where the peer can read a vector, if it can."""
+        if vector is None or vector.numel() < LONG or not link.near or tag[0] != EXCHANGE:
+            return None
+        return self.windows.of(vector)
 
     async def _write(self, link: Link) -> None:
         line = link.line
@@ -415,8 +395,10 @@ class TcpFabric(Mailbox):
 
     async def _read_near(self, link: Link, tag: Tag, note: Note) -> None:
         """A vector that lies in a window of the peer's."""
-        if not link.near or len(note) != 4 or not 0 < note[2] <= self.me.longest:
+        if not link.near or len(note) != 4 or not all(0 <= number < 2**53 for number in note):
             raise BadFrame("it shows a window this worker cannot see")
+        if note[2] > self.me.longest:
+            raise BadFrame(f"it shows {note[2]:.0f} numbers, where the longest vector has {self.me.longest}")
         pid, fd, numel, serial = (int(number) for number in note)
         try:
             window = self.windows.open(pid, fd, numel, self.dtype)

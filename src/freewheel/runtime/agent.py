@@ -294,16 +294,11 @@ class Agent:
         end, before, k = self.loop.time() + DRAIN_S, None, 0
         while self.loop.time() < end:
             k += 1
-            traffic = self.fabric.traffic()
-            idle = self.fabric.quiet and self.node.idle
-            state = [float(idle)]
-            for peer in members:
-                state += traffic.get(peer, (0, 0))
+            sent, got = self.fabric.traffic()
+            state = (float(self.fabric.quiet() and self.node.idle), float(sent), float(got))
             tag: Tag = (RUNTIME, "drain", attempt, k, *members[:8])
-            notes = await asyncio.wait_for(
-                collectives.gather(self.fabric, members, tuple(state), tag), DRAIN_S
-            )
-            if notes == before and _nothing_under_way(members, notes):
+            notes = await asyncio.wait_for(collectives.gather(self.fabric, members, state, tag), DRAIN_S)
+            if notes == before and _nothing_under_way(notes):
                 return
             before = notes
             await asyncio.sleep(0.002)
@@ -363,11 +358,7 @@ class Agent:
             self.fabric.post(request.sender, (*tag, "buffers"), self._buffers())
 
 
-def _nothing_under_way(members: tuple[int, ...], notes: dict[int, tuple[float, ...]]) -> bool:
-    """Whether all are idle and each has got what the others sent it."""
-    at = {peer: 1 + 2 * k for k, peer in enumerate(members)}
-    return all(
-        notes[one][0] and (one == other or notes[one][at[other]] == notes[other][at[one] + 1])
-        for one in members
-        for other in members
-    )
+def _nothing_under_way(notes: dict[int, tuple[float, ...]]) -> bool:
+    """Whether all are idle, and together have got as many messages as they have sent."""
+    idle, sent, got = (sum(column) for column in zip(*notes.values(), strict=True))
+    return bool(idle == len(notes) and sent == got)

@@ -77,6 +77,7 @@ class Worker:
         self._loss: Tensor | float = math.nan
         self._began_s = self._step_began_s = 0.0
         self._store: Rendezvous | None = None
+        self._inside = False
 
     def _check_optimizer(self) -> None:
         mine = {id(parameter) for parameter in self._model.parameters()}
@@ -156,6 +157,10 @@ class Worker:
         what all ended with. Buffers (BatchNorm's statistics) are averaged too.
         """
         self._replica.end_moving()  # a step may have raised
+        if self._answer is None and not self._inside:
+            raise RunStopped(
+                "there is no consensus: call it inside the with-block, or after it has ended well."
+            )
         weights, buffers = self._answer or self._agent.call(self._agent.consensus())
         clone = copy.deepcopy(getattr(self._model, "_orig_mod", self._model))
         clone.zero_grad(set_to_none=True)
@@ -183,6 +188,7 @@ class Worker:
             self._version,
             model,
             longest=max(self._replica.size, flat_buffers(self._model).numel()),
+            wire="bf16" if self._wire else "fp32",
             place=shared.place(),
         )
         self._agent = Agent(
@@ -215,6 +221,7 @@ class Worker:
             self._agent.close("it could not join")
             raise
         self._began_s = self._step_began_s = time.perf_counter()
+        self._inside = True
         self._attach()
         return self
 
@@ -223,6 +230,7 @@ class Worker:
     ) -> None:
         for hook in self._hooks:
             hook.remove()
+        self._inside = False
         self._replica.end_moving()  # a step may have raised
         try:
             if error is None:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from freewheel.errors import ConfigError
 from freewheel.replica import Replica, flatten
 
 POLL_S = 5e-5
@@ -59,6 +60,10 @@ class LiveReplica(Replica):
         self._wanted: deque[Tensor] = deque()
         self._made = False
         self.cuda = any(block.weights.is_cuda for block in self.blocks)
+        devices = {block.weights.device for block in self.blocks}
+        if self.cuda and len(devices) > 1:
+            names = ", ".join(sorted(map(str, devices)))
+            raise ConfigError(f"the model's parameters lie on {names}; put all of them on one device.")
         if self.cuda:
             self._side = torch.cuda.Stream(device=self.blocks[0].weights.device)  # type: ignore[no-untyped-call]
             self._moved: torch.cuda.Event | None = None

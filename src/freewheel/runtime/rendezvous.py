@@ -80,9 +80,9 @@ class Place:
         """Whether workers may sit on other machines."""
         if self.local_world_size == self.world_size:
             return False
-        try:
-            return not ipaddress.ip_address(socket.gethostbyname(self.host)).is_loopback
-        except OSError:
+        try:  # a machine's own name may mean loopback on that machine, and something else on others
+            return self.host != "localhost" and not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
             return True
 
 

@@ -27,7 +27,7 @@ class Quadratic(Task):
         f_i(x) = 1/2 (x - o_i)ᵀ A_i (x - o_i),     f = mean_i f_i,     L = largest eigenvalue of any A_i
 
     Gradients carry noise ξ with E‖ξ‖² = sigma². With `clip` they are shortened to that norm, so that they
-    are bounded as seed 1's L and DASGD's Q demand (the loss is then no longer theirs, the direction is).
+    are bounded as nodelay's L and DASGD's Q demand (the loss is then no longer theirs, the direction is).
     The optimum, f(optimum) and L are known; `evaluate` returns f(x) - f(optimum).
 
     Settings: size (dimension), sigma (noise), spread (how far apart the optima o_i lie), clip,

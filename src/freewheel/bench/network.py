@@ -1,0 +1,49 @@
+"""Narrow links: how much of their own speed do workers keep, and how much of the links do they use?
+
+Each worker runs in a network namespace behind a bridge, with a token bucket both ways (`namespaces.py`). The
+used share of a link is the bytes it carried in the window, over what it could have carried.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+
+from freewheel.bench.figure import Figure
+from freewheel.bench.legs import DDP
+from freewheel.bench.namespaces import Network
+from freewheel.bench.rates import Load, Pace, Progress, Span, measure
+from freewheel.bench.straggler import figures
+
+
+def network(
+    load: Load, link_mbit: float, strategies: Sequence[str], span: Span, progress: Progress
+) -> list[Figure]:
+    """Measure all legs on a network of namespaces; one figure for each strategy."""
+    with Network(load.workers, link_mbit) as built:
+        paces = measure(load, strategies, span, progress, built.places, built.bytes_moved)
+
+    def used(pace: Pace) -> list[float]:
+        """The used share of every link and direction."""
+        return [used_share(count, link_mbit, span.seconds) for count in pace.metered]
+
+    def mean_used(leg: str) -> float:
+        return statistics.median(statistics.fmean(used(pace)) for pace in paces[leg])
+
+    found = []
+    for figure in figures("network", load, strategies, span, paces):
+        links = {
+            "link_mbit": link_mbit,
+            "freewheel_link_used": mean_used(figure.of),
+            "ddp_link_used": mean_used(DDP),
+            "freewheel_link_used_least": min(min(used(pace)) for pace in paces[figure.of]),
+            "link_used_by_round": {leg: [used(pace) for pace in paces[leg]] for leg in (figure.of, DDP)},
+        }
+        found.append(replace(figure, raw={**links, **figure.raw}))
+    return found
+
+
+def used_share(moved_bytes: int, link_mbit: float, seconds: float) -> float:
+    """Which share of what a link can carry it did carry."""
+    return 8 * moved_bytes / (link_mbit * 1e6 * seconds)

@@ -1,0 +1,511 @@
+"""What strangers, broken peers and members that lie can do to a run: cost it one line of the log.
+
+Workers 0 and 1 of three train, with the optimizer frozen and all weights 1, so that anything applied shows.
+Worker 2 is the test: raw sockets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import random
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import freewheel as fw
+from crew import places
+from freewheel import strategies
+from freewheel.fabric import frames, tcp
+from freewheel.fabric.frames import BadFrame, Frame, Kind, pack
+from freewheel.fabric.greeting import Identity
+from freewheel.runtime.rendezvous import Place, Rendezvous
+
+pytestmark = pytest.mark.integration
+
+SIZE = 1000
+DEADLINE_S = 30.0
+HEADER = frames.HEADER.size
+
+
+class Run:
+    """Workers 0 and 1 of three, training until `end`."""
+
+    def __init__(self, tls: Path | None = None) -> None:
+        self.over = threading.Event()
+        self.workers: dict[int, fw.Worker] = {}
+        self.errors: list[BaseException] = []
+        self.began = threading.Barrier(3)
+        self.tls = tls
+        first, second, third = places(3)
+        self.threads = [threading.Thread(target=self.train, args=(p,), daemon=True) for p in (first, second)]
+        for thread in self.threads:
+            thread.start()
+        Rendezvous(third, DEADLINE_S).leave("it is played by the test")
+        self.began.wait(DEADLINE_S)
+
+    def train(self, place: Place) -> None:
+        model = nn.Linear(SIZE, 1, bias=False)
+        nn.init.ones_(model.weight)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        worker = fw.Worker(
+            model, optimizer, strategies.resolve("adpsgd"), version="test", place=place, tls=self.tls
+        )
+        model.weight.grad = torch.ones_like(model.weight)
+        try:
+            with worker:
+                self.workers[place.rank] = worker
+                self.began.wait(DEADLINE_S)
+                while not self.over.is_set():
+                    time.sleep(1e-3)  # this is the computing
+                    optimizer.step()
+        except BaseException as error:
+            self.errors.append(error)
+            self.over.set()
+
+    @property
+    def me(self) -> Identity:
+        """Who the test may claim to be: a good member, rank 2, on another machine."""
+        return replace(self.workers[0]._agent.me, rank=2, place="")
+
+    def call(self) -> socket.socket:
+        """A connection to worker 0."""
+        sock = socket.create_connection(self.workers[0]._agent.fabric._listener.getsockname(), DEADLINE_S)
+        sock.settimeout(DEADLINE_S)
+        return sock
+
+    def join(self, me: Identity | None = None) -> socket.socket:
+        """A connection to worker 0 over which both have said hello."""
+        sock = self.call()
+        sock.sendall((me or self.me).hello())
+        frame, tag = read(sock, self.me)[:2]
+        assert (frame.kind, tag[0]) == (Kind.HELLO, "hello")
+        self.until(lambda: 2 in self.members())
+        return sock
+
+    def members(self) -> tuple[int, ...]:
+        return self.workers[0]._agent.fabric.members
+
+    def exchanges(self) -> int:
+        """How many exchanges worker 1 has completed; the other side was worker 0."""
+        return self.workers[1].metrics()["exchanges"]["done"]
+
+    def until(self, true: Callable[[], bool]) -> None:
+        end_s = time.monotonic() + DEADLINE_S
+        while not true():
+            assert time.monotonic() < end_s, "it does not happen"
+            assert not self.errors, self.errors
+            time.sleep(1e-3)
+
+    def check(self) -> None:
+        """The two still exchange, and their weights are what they were."""
+        before = self.exchanges()
+        self.until(lambda: self.exchanges() >= before + 3)
+        for worker in self.workers.values():
+            assert bool((worker._replica.snapshot() == 1).all())
+
+    def end(self) -> None:
+        self.over.set()
+        for thread in self.threads:
+            thread.join(DEADLINE_S)
+        assert not any(thread.is_alive() for thread in self.threads)
+        assert not self.errors
+        for worker in self.workers.values():
+            assert bool((worker.consensus().weight == 1).all())
+
+
+def read(sock: socket.socket, me: Identity) -> tuple[Frame, Any, Any]:
+    """The next frame, with its vector read over."""
+    frame = frames.parse(exactly(sock, HEADER), me.run, me.longest)
+    tag, note = frames.parse_rest(frame, exactly(sock, frame.rest))
+    if frame.dtype is not None:
+        exactly(sock, frame.numel * frame.dtype.itemsize)
+    return frame, tag, note
+
+
+def exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        got = sock.recv(size - len(data))
+        if not got:
+            raise EOFError
+        data += got
+    return data
+
+
+def wait_for_close(sock: socket.socket) -> None:
+    """Read until the other side has closed."""
+    with contextlib.suppress(ConnectionError):
+        while sock.recv(1 << 16):
+            pass
+
+
+class Lines(logging.Handler):
+    """What the logger "freewheel" says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(self.format(record))
+
+
+@pytest.fixture
+def lines() -> Iterator[Lines]:
+    handler = Lines()
+    logging.getLogger("freewheel").addHandler(handler)
+    yield handler
+    logging.getLogger("freewheel").removeHandler(handler)
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tcp, "GREETING_S", 0.5)
+        patch.setattr(tcp, "PING_S", 0.1)
+        one = Run()
+        yield one
+        one.end()
+
+
+def refused(run: Run, lines: Lines, sock: socket.socket, words: str) -> None:
+    """Worker 0 closes the connection, says so in one line, and goes on."""
+    address = "{}:{}".format(*sock.getsockname())
+    wait_for_close(sock)
+    sock.close()
+    run.until(lambda: bool(lines.texts))
+    run.check()
+    assert len(lines.texts) == 1, lines.texts
+    (text,) = lines.texts
+    assert "\n" not in text
+    assert address in text
+    assert words in text
+
+
+# -- strangers --
+
+
+def header(run: Run, **changes: Any) -> bytes:
+    """The header of worker 2's hello, but for what is changed; followed by its tag."""
+    hello = run.me.hello()
+    names = ("magic", "protocol", "kind", "dtype", "tag_bytes", "notes", "sender", "incarnation", "numel")
+    fields = dict(zip((*names, "run"), frames.HEADER.unpack(hello[:HEADER]), strict=True))
+    return frames.HEADER.pack(*{**fields, **changes}.values()) + hello[HEADER:]
+
+
+STRANGERS: dict[str, tuple[Callable[[Run], bytes], str]] = {
+    "random bytes": (lambda run: random.Random(1).randbytes(5000), "does not speak Freewheel's protocol"),
+    "a browser": (lambda run: b"GET / HTTP/1.1\r\nHost: here\r\n" + b"\r\n" * 20, "does not speak"),
+    "another protocol": (lambda run: header(run, protocol=9), "it speaks protocol 9"),
+    "another run": (lambda run: replace(run.me, run=bytes(16)).hello(), "it belongs to another run"),
+    "another version": (lambda run: replace(run.me, version="9.9").hello(), "it runs freewheel 9.9"),
+    "another model": (lambda run: replace(run.me, model="0").hello(), "its model has other parameters"),
+    "our own rank": (lambda run: replace(run.me, rank=0).hello(), "it says to be worker 0 of 3"),
+    "a rank too far": (lambda run: replace(run.me, rank=3).hello(), "it says to be worker 3 of 3"),
+    "an unknown kind": (lambda run: header(run, kind=17), "a frame of unknown kind 17"),
+    "an unknown type": (lambda run: header(run, dtype=17), "numbers of unknown type 17"),
+    "beyond the model": (
+        lambda run: header(run, dtype=1, numel=SIZE + 1),
+        f"a vector of {SIZE + 1} numbers, where the longest of this run has {SIZE}",
+    ),
+    "an endless vector": (lambda run: header(run, dtype=1, numel=2**64 - 1), "a vector of"),
+    "an endless tag": (lambda run: header(run, tag_bytes=65535), "a tag of 65535 bytes"),
+    "an endless note": (lambda run: header(run, notes=65535), "a note of 65535 numbers"),
+    "no JSON": (lambda run: header(run)[:HEADER] + b"x" * (len(run.me.hello()) - HEADER), "is not JSON"),
+    "no hello": (lambda run: pack(Kind.MESSAGE, run.me.run, 2, 1, ("call",), (1.0,)), "did not say hello"),
+    "a refusal": (lambda run: pack(Kind.REFUSE, run.me.run, 2, 1, ("go",)), "refused this worker: go"),
+    "a forged line": (
+        lambda run: pack(Kind.HELLO, run.me.run, 2, 1, ("hello", "1\nERROR", "m")),
+        "characters that cannot be printed",
+    ),
+}
+
+
+@pytest.mark.parametrize("who", STRANGERS)
+def test_strangers_are_refused(who, run, lines):
+    says, words = STRANGERS[who]
+    sock = run.call()
+    sock.sendall(says(run))
+    refused(run, lines, sock, words)
+    assert 2 not in run.members()
+
+
+@pytest.mark.parametrize("who", ["another version", "another model", "a rank too far"])
+def test_who_is_refused_is_told_why(who, run, lines):
+    says, words = STRANGERS[who]
+    with run.call() as sock:
+        sock.sendall(says(run))
+        frame, tag, _ = read(sock, run.me)
+        assert frame.kind is Kind.REFUSE
+        assert words in tag[0]
+
+
+@pytest.mark.parametrize("data", [b"", b"FWHL", b"\0" * (HEADER - 1)], ids=["nothing", "a word", "nearly"])
+def test_one_that_hangs_up_at_once(data, run, lines):
+    sock = run.call()
+    sock.sendall(data)
+    sock.shutdown(socket.SHUT_WR)
+    refused(run, lines, sock, "the connection was closed")
+
+
+@pytest.mark.parametrize("data", [b"", b"FWHL"], ids=["nothing", "a word"])
+def test_one_that_says_nothing(data, run, lines):
+    sock = run.call()
+    sock.sendall(data)
+    refused(run, lines, sock, "no answer within")
+
+
+def test_one_that_never_comes_to_an_end(run, lines):
+    """A greeting whose note trickles in a byte at a time."""
+    sock = run.call()
+    sock.sendall(header(run, notes=frames.NOTES))
+    ended = threading.Event()
+
+    def trickle() -> None:
+        with contextlib.suppress(OSError):
+            while not ended.wait(0.02):
+                sock.sendall(b"\0")
+
+    thread = threading.Thread(target=trickle, daemon=True)
+    thread.start()
+    refused(run, lines, sock, "no answer within")
+    ended.set()
+    thread.join(DEADLINE_S)
+
+
+def test_a_crowd_of_strangers(run, lines):
+    crowd = [run.call() for _ in range(50)]
+    for k, sock in enumerate(crowd):
+        with contextlib.suppress(OSError):
+            sock.sendall(random.Random(k).randbytes(k))
+    run.check()
+    for sock in crowd:
+        wait_for_close(sock)
+        sock.close()
+    run.until(lambda: len(lines.texts) == 50)
+    run.check()
+    run.join().close()
+
+
+# -- members that lie --
+
+
+def message(me: Identity, tag: Any, values: Any = None, dtype: torch.dtype = torch.float32, **changes: Any):
+    """A message with a vector, as raw bytes."""
+    vector = None if values is None else torch.as_tensor(values, dtype=dtype)
+    head = pack(
+        Kind.MESSAGE,
+        me.run,
+        changes.get("sender", 2),
+        me.incarnation,
+        tag,
+        changes.get("note", ()),
+        None if vector is None else dtype,
+        changes.get("numel", 0 if vector is None else vector.numel()),
+    )
+    return head if vector is None else head + vector.view(torch.uint8).numpy().tobytes()
+
+
+def bad_tag(me: Identity) -> bytes:
+    good = message(me, ("abcd",))
+    return good[:HEADER] + b"{" * (len(good) - HEADER)
+
+
+def bad_kind(me: Identity) -> bytes:
+    good = bytearray(message(me, ("abcd",)))
+    good[5] = 77
+    return bytes(good)
+
+
+def near(me: Identity, *where: float) -> bytes:
+    """A message whose vector lies in a window: process, handle, length, serial."""
+    return pack(Kind.NEAR, me.run, 2, me.incarnation, ("x",), tuple(where))
+
+
+LIARS: dict[str, tuple[Callable[[Identity], bytes], str]] = {
+    "NaN": (lambda me: message(me, ("x",), [1.0] * 9 + [math.nan]), "not finite"),
+    "infinity": (lambda me: message(me, ("x",), [-math.inf] + [1.0] * 9), "not finite"),
+    "both infinities": (lambda me: message(me, ("x",), [-math.inf, math.inf]), "not finite"),
+    "too long": (lambda me: message(me, ("x",), [1.0], numel=SIZE + 1), "a vector of 1001 numbers"),
+    "another type": (lambda me: message(me, ("x",), [1.0], torch.bfloat16), "give all the same wire"),
+    "another sender": (lambda me: message(me, ("x",), sender=1), "it is worker 2 and says to be worker 1"),
+    "hello again": (lambda me: me.hello(), "hello twice"),
+    "random bytes": (lambda me: random.Random(2).randbytes(4000), "does not speak"),
+    "another run": (lambda me: message(replace(me, run=bytes(16)), ("x",)), "another run"),
+    "no JSON": (bad_tag, "a tag that is not JSON"),
+    "an unknown kind": (bad_kind, "unknown kind 77"),
+    "a window on another machine": (lambda me: near(me, 1, 1, 10, 1), "a window this worker cannot see"),
+}
+
+
+WINDOWS: dict[str, tuple[tuple[float, ...], str]] = {
+    "of no process": ((2**22 + 1, 3, 10, 1), "its window cannot be opened"),
+    "that is a file": ((os.getpid(), 1, 10, 1), "its window cannot be opened"),
+    "beyond the model": ((1, 1, SIZE + 1, 1), "the longest vector has 1000"),
+    "of no number": ((math.nan, 1, 10, 1), "a window this worker cannot see"),
+    "below zero": ((1, -1, 10, 1), "a window this worker cannot see"),
+    "half said": ((1, 1), "a window this worker cannot see"),
+}
+
+
+@pytest.mark.parametrize("which", WINDOWS)
+def test_members_that_show_windows_there_are_not(which, run, lines):
+    """As a member on the same machine."""
+    where, words = WINDOWS[which]
+    fabric = run.workers[0]._agent.fabric
+    with run.join(replace(run.me, place=run.workers[0]._agent.me.place)) as sock:
+        sock.sendall(near(run.me, *where))
+        refused(run, lines, sock, words)
+    run.until(lambda: 2 not in run.members())
+    fabric._far.discard(2)
+
+
+@pytest.mark.parametrize("what", LIARS)
+def test_members_that_send_what_does_not_belong_here(what, run, lines):
+    says, words = LIARS[what]
+    with run.join() as sock:
+        sock.sendall(says(run.me))
+        refused(run, lines, sock, words)
+    run.until(lambda: 2 not in run.members())
+
+
+def begin_exchange(run: Run, sock: socket.socket) -> tuple[str | int, ...]:
+    """Call worker 0, or be called by it, until both have said yes; returns the exchange's tag."""
+    for serial in range(1000):
+        mine = ("exchange", 2, serial)
+        sock.sendall(message(run.me, ("call",), note=(float(serial),)))
+        while True:
+            frame, tag, note = read(sock, run.me)
+            if frame.kind is Kind.MESSAGE and tag == ("call",):
+                theirs = ("exchange", 0, int(note[0]))
+                sock.sendall(message(run.me, theirs, note=(1.0,)))
+                return theirs
+            if tag == mine and note == (1.0,):
+                return mine
+            if tag == mine:
+                break  # busy
+    raise AssertionError("worker 0 is always busy")
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("at", [0, SIZE - 1])
+def test_numbers_that_are_none_in_an_exchange_are_not_applied(at, value, run, lines):
+    values = [5.0] * SIZE
+    values[at] = value
+    with run.join() as sock:
+        tag = begin_exchange(run, sock)
+        sock.sendall(message(run.me, tag, values))
+        refused(run, lines, sock, "it sent numbers that are not finite")
+
+
+def test_a_vector_of_another_length_in_an_exchange(run, lines):
+    with run.join() as sock:
+        tag = begin_exchange(run, sock)
+        frame = None
+        while frame is None or frame.dtype is None:  # its own snapshot: the exchange has begun
+            frame = read(sock, run.me)[0]
+        sock.sendall(message(run.me, tag, [5.0] * (SIZE - 1)))
+        refused(run, lines, sock, f"it sent {SIZE - 1} numbers in exchange for {SIZE}")
+
+
+def test_a_member_that_leaves_in_the_middle_of_an_exchange(run, lines):
+    sock = run.join()
+    tag = begin_exchange(run, sock)
+    sock.sendall(message(run.me, tag, [5.0] * SIZE)[: HEADER + 500])
+    sock.close()
+    run.until(lambda: 2 not in run.members())
+    run.check()
+    assert lines.texts == []  # a peer that is lost is no offence
+
+
+def test_a_member_that_falls_silent_in_the_middle_of_an_exchange(run, lines):
+    fabric = run.workers[0]._agent.fabric
+    sock = run.join()
+    tag = begin_exchange(run, sock)
+    sock.sendall(message(run.me, tag, [5.0] * SIZE)[: HEADER + 500])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fabric, "silence_s", 0.5)
+        run.until(lambda: 2 not in run.members())
+    run.check()
+    sock.close()
+
+
+def test_an_earlier_life_is_refused(run, lines):
+    with run.join(replace(run.me, incarnation=7)) as now:
+        sock = run.call()
+        sock.sendall(replace(run.me, incarnation=6).hello())
+        address = "{}:{}".format(*sock.getsockname())
+        wait_for_close(sock)
+        sock.close()
+        assert lines.texts == [f"refused a connection from {address}: it is an earlier life of worker 2"]
+        assert 2 in run.members()
+        with run.join(replace(run.me, incarnation=8)):  # a later one takes its place
+            wait_for_close(now)
+    run.until(lambda: 2 not in run.members())
+    run.check()
+
+
+# -- with keys --
+
+
+def test_strangers_without_keys(tmp_path, lines):
+    pytest.importorskip("cryptography")
+    from freewheel.runtime import keys
+
+    keys.make(tmp_path / "ours")
+    keys.make(tmp_path / "theirs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tcp, "GREETING_S", 0.5)
+        run = Run(tls=tmp_path / "ours")
+        crowd = []
+        for k in range(12):
+            sock = run.call()
+            crowd.append("{}:{}".format(*sock.getsockname()))
+            if k % 3 == 1:
+                sock.sendall(random.Random(k).randbytes(2000))
+            elif k % 3 == 2:
+                _, stranger = keys.contexts(tmp_path / "theirs")
+                stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
+                with contextlib.suppress(OSError):
+                    sock = stranger.wrap_socket(sock)
+                    sock.sendall(run.me.hello())
+            wait_for_close(sock)
+            sock.close()
+        run.check()
+        # Handles of closed connections are used again: those who belong here must still get in.
+        _, member = keys.contexts(tmp_path / "ours")
+        for _ in range(3):
+            with member.wrap_socket(run.call(), server_hostname="freewheel") as sock:
+                sock.sendall(run.me.hello())
+                assert read(sock, run.me)[0].kind is Kind.HELLO
+                run.until(lambda: 2 in run.members())
+            run.until(lambda: 2 not in run.members())
+        run.check()
+        run.end()
+    for address in crowd:
+        assert sum(address in text for text in lines.texts) == 1, lines.texts
+    assert len(lines.texts) == len(crowd)
+
+
+def test_the_client_of_this_test_speaks_the_protocol():
+    """Else being refused would prove nothing."""
+    me = Identity(bytes(16), 2, 3, 1, "test", "m", SIZE)
+    data = message(me, ("x",), [1.0, 2.0])
+    frame = frames.parse(data[:HEADER], me.run, SIZE)
+    assert (frame.sender, frame.numel, frame.dtype) == (2, 2, torch.float32)
+    assert struct.unpack("=2f", data[-8:]) == (1.0, 2.0)
+    with pytest.raises(BadFrame):
+        frames.parse(bad_kind(me)[:HEADER], me.run, SIZE)

@@ -1,0 +1,242 @@
+"""A replica that two threads use: no snapshot is torn, no correction lost or doubled, memory is reused.
+
+The weights move as the optimizer's hooks move them, in pieces; all elements are equal at every boundary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from freewheel.runtime import live
+from freewheel.runtime.live import LiveReplica
+
+DEADLINE_S = 60.0
+CORRECTION = float(2**14)
+"""Above the number of steps, so that their sum tells both apart; float32 still holds it exactly."""
+
+
+class Tower(nn.Module):
+    """Parameters of a few shapes and types."""
+
+    def __init__(self, *dtypes: torch.dtype, size: int = 60_000) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(nn.Parameter(torch.zeros(size, dtype=dtype)) for dtype in dtypes)
+
+
+ONE_BLOCK = (torch.float64, torch.float64)
+TWO_BLOCKS = (torch.float64, torch.float32)
+
+
+class Mover:
+    """A training thread: adds 1 to every weight in every step, parameter by parameter, then the boundary."""
+
+    def __init__(self, model: nn.Module, replica: LiveReplica, rests: bool = True) -> None:
+        self.model, self.replica, self.rests = model, replica, rests
+        self.elsewhere = torch.zeros(3 * replica.size)
+        self.begun = self.done = 0
+        self.ended = threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def step(self) -> None:
+        self.begun += 1
+        self.replica.begin_moving()
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.add_(1.0)
+        self.replica.boundary()
+        self.replica.end_moving()
+        self.done += 1
+        if self.rests:  # computes, while the weights stand still
+            self.elsewhere.add_(1.0).mul_(0.5)
+
+    def run(self) -> None:
+        while not self.ended.is_set():
+            self.step()
+
+    def __enter__(self) -> Mover:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ended.set()
+        self.thread.join(DEADLINE_S)
+        assert not self.thread.is_alive()
+
+
+def check(snapshot: torch.Tensor, least: int, most: int, corrections: int) -> None:
+    """All elements equal; so many corrections, each once; a number of steps that was true meanwhile."""
+    first = snapshot[0].item()
+    assert bool((snapshot == first).all()), "torn"
+    steps = first - CORRECTION * corrections
+    assert least <= steps <= most, f"{steps} steps, not {least} to {most}: a correction is missing or doubled"
+
+
+@pytest.mark.parametrize("rests", [True, False], ids=["with rests", "moving nearly all the time"])
+@pytest.mark.parametrize("dtypes", [ONE_BLOCK, TWO_BLOCKS], ids=["one block", "two blocks"])
+def test_no_snapshot_is_torn(dtypes, rests, monkeypatch):
+    if not rests:
+        monkeypatch.setattr(live, "PATIENCE_S", 1e-3)
+    model = Tower(*dtypes)
+    replica = LiveReplica(model)
+    with Mover(model, replica, rests) as mover:
+        while mover.done < 3:  # the thread must have begun to move
+            pass
+        for _ in range(200):
+            least = mover.done
+            snapshot = replica.snapshot()
+            check(snapshot, least, mover.begun, 0)
+            replica._spare.append(snapshot)
+    assert mover.done > 200
+
+
+@pytest.mark.parametrize("own", [True, False])
+@pytest.mark.parametrize("dtypes", [ONE_BLOCK, (torch.float64, torch.float64, torch.float32)])
+def test_a_snapshot_holds_what_is_pending_exactly_once(dtypes, own):
+    model = Tower(*dtypes, size=30_000)
+    replica = LiveReplica(model)
+    given = 0
+    with Mover(model, replica) as mover:
+        for k in range(300):
+            for _ in range(k % 3):  # several before a boundary are joined
+                replica.correct(torch.full((replica.size,), CORRECTION, dtype=replica.dtype), own=own)
+                given += 1
+            least = mover.done
+            check(replica.snapshot(), least, mover.begun, given)
+    assert given == 300
+    mover.step()  # the last one that is pending
+    check(replica.weights, mover.done, mover.done, given)
+    check(replica.snapshot(), mover.done, mover.done, given)
+
+
+def test_all_corrections_arrive_while_the_training_thread_parks_now_and_then():
+    """While it is parked the communication thread may add them itself; none gets lost at the seams."""
+    model = Tower(*ONE_BLOCK, size=20_000)
+    replica = LiveReplica(model)
+    wanted, parked, go = threading.Event(), threading.Event(), threading.Event()
+    ended, steps = threading.Event(), 0
+
+    def train() -> None:
+        nonlocal steps
+        while not ended.is_set():
+            replica.begin_moving()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(1.0)
+            if wanted.is_set():
+                replica.end_moving()
+                replica.parked = True
+                parked.set()
+                go.wait(DEADLINE_S)
+                replica.parked = False
+                replica.begin_moving()
+            replica.boundary()
+            replica.end_moving()
+            steps += 1
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    given = 0
+    for _ in range(50):
+        wanted.set()
+        assert parked.wait(DEADLINE_S)
+        for _ in range(2):
+            replica.correct(torch.full((replica.size,), CORRECTION, dtype=replica.dtype), own=True)
+            given += 1
+            assert replica.weights[0].item() >= CORRECTION * given  # added at once
+            check(replica.snapshot(), steps, steps + 1, given)
+        wanted.clear()
+        parked.clear()
+        go.set()
+        replica.correct(torch.full((replica.size,), CORRECTION, dtype=replica.dtype), own=True)
+        given += 1
+        while replica.parked:
+            pass
+        go.clear()
+    ended.set()
+    go.set()
+    thread.join(DEADLINE_S)
+    assert not thread.is_alive()
+    replica.begin_moving()
+    replica.boundary()
+    replica.end_moving()
+    check(replica.weights, steps, steps, given)
+
+
+def test_a_snapshot_ends_though_the_training_thread_does_not_step_again():
+    """The training thread may be waiting for the communication thread."""
+    model = Tower(*ONE_BLOCK, size=8)
+    replica = LiveReplica(model)
+    Mover(model, replica).step()
+    copy, torn = replica._copy, iter(range(live.TRIES))
+
+    def torn_at_first(into: torch.Tensor) -> bool:
+        if next(torn, None) is not None:
+            replica.version += 2  # a whole step fell into the copy
+        return copy(into)
+
+    replica._copy = torn_at_first  # type: ignore[method-assign]
+    taken: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: taken.append(replica.snapshot()), daemon=True)
+    thread.start()
+    thread.join(5.0)
+    assert taken, "it waits for a step that does not come"
+    check(taken[0], 1, 1, 0)
+
+
+def test_traffic_of_exchanges_needs_two_vectors():
+    model = Tower(*ONE_BLOCK, size=5_000)
+    replica = LiveReplica(model)
+    seen: dict[int, torch.Tensor] = {}  # holds them, so that the allocator cannot hand one out twice
+    with Mover(model, replica) as mover:
+        for k in range(200):
+            snapshot = replica.snapshot()
+            seen[snapshot.data_ptr()] = snapshot
+            before = mover.done
+            replica.correct(snapshot.zero_(), own=True)
+            if k % 2:  # half of the time the next exchange begins before the boundary
+                while mover.done < before + 2:
+                    pass
+    assert len(seen) <= 2
+
+
+def test_a_vector_somebody_else_holds_is_neither_changed_nor_used_again():
+    model = Tower(*ONE_BLOCK, size=1_000)
+    replica = LiveReplica(model)
+    mover = Mover(model, replica)
+    held = [torch.full((replica.size,), CORRECTION, dtype=replica.dtype) for _ in range(4)]
+    for one, another in itertools.pairwise(held):
+        replica.correct(one)
+        replica.correct(another, own=False)
+        mover.step()
+    taken = [replica.snapshot() for _ in range(4)]
+    assert all(bool((vector == CORRECTION).all()) for vector in held)
+    assert not {v.data_ptr() for v in held} & {v.data_ptr() for v in taken}
+    check(replica.weights, 3, 3, 6)
+
+
+def test_gradients_go_in_and_out_as_one_vector():
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, bias=False))
+    replica = LiveReplica(model)
+    model(torch.ones(1, 3)).sum().backward()
+    flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    assert torch.equal(replica.gradient, flat)
+    model[1].weight.grad = None  # one that took no part has zeros
+    gradient = replica.gradient
+    assert torch.equal(gradient[-2:], torch.zeros(2))
+    replica.set_gradient(gradient + 1)
+    assert torch.equal(model[1].weight.grad, torch.ones(1, 2))
+    assert torch.equal(model[0].weight.grad.flatten(), flat[:6] + 1)
+
+
+def test_loading_drops_what_is_pending():
+    model = Tower(*ONE_BLOCK, size=10)
+    replica = LiveReplica(model)
+    replica.correct(torch.full((replica.size,), CORRECTION, dtype=replica.dtype))
+    replica.load(torch.full((replica.size,), 5.0, dtype=replica.dtype))
+    Mover(model, replica).step()
+    assert bool((replica.weights == 6).all())
