@@ -879,3 +879,10 @@ def test_two_hundred_runs_leave_no_thread_and_no_socket():
 def handles() -> int:
     """How many files and sockets this process has open."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def test_rounding_is_refused_where_it_would_add_up():
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with pytest.raises(fw.ConfigError, match="swap snapshots, such as adpsgd"):
+        fw.attach(model, optimizer, "nodelay_free", wire="bf16")

@@ -118,7 +118,7 @@ def test_all_corrections_arrive_while_the_training_thread_parks_now_and_then():
     model = Tower(*ONE_BLOCK, size=20_000)
     replica = LiveReplica(model)
     wanted, parked, go = threading.Event(), threading.Event(), threading.Event()
-    ended, steps = threading.Event(), 0
+    ended, gone, steps = threading.Event(), threading.Event(), 0
 
     def train() -> None:
         nonlocal steps
@@ -129,10 +129,9 @@ def test_all_corrections_arrive_while_the_training_thread_parks_now_and_then():
                     parameter.add_(1.0)
             if wanted.is_set():
                 replica.end_moving()
-                replica.parked = True
                 parked.set()
                 go.wait(DEADLINE_S)
-                replica.parked = False
+                gone.set()
                 replica.begin_moving()
             replica.boundary()
             replica.end_moving()
@@ -144,6 +143,7 @@ def test_all_corrections_arrive_while_the_training_thread_parks_now_and_then():
     for _ in range(50):
         wanted.set()
         assert parked.wait(DEADLINE_S)
+        replica.parked = True
         for _ in range(2):
             replica.correct(torch.full((replica.size,), CORRECTION, dtype=replica.dtype), own=True)
             given += 1
@@ -151,11 +151,12 @@ def test_all_corrections_arrive_while_the_training_thread_parks_now_and_then():
             check(replica.snapshot(), steps, steps + 1, given)
         wanted.clear()
         parked.clear()
+        replica.parked = False
         go.set()
         replica.correct(torch.full((replica.size,), CORRECTION, dtype=replica.dtype), own=True)
         given += 1
-        while replica.parked:
-            pass
+        assert gone.wait(DEADLINE_S)
+        gone.clear()
         go.clear()
     ended.set()
     go.set()

@@ -2,7 +2,8 @@
 
 Models of the same make in one process: one in a plain loop, one attached with adpsgd to an idle peer. They
 take turns in short slices, there and back, so that what slows the machine slows both. A third, plain like the
-first, says how far apart two equal loops come out: the noise.
+first, says how far apart two equal loops come out: the noise. Where a model happens to lie in memory matters
+too, so it is all done again in new processes.
 """
 
 from __future__ import annotations
@@ -22,28 +23,33 @@ from freewheel.bench.processes import Parent, Place, Processes, free_port, job
 from freewheel.bench.rates import Progress
 from freewheel.errors import ConfigError, at_least
 
-PLAIN, ATTACHED, AGAIN = "plain", "attached", "plain again"
+LOOPS = PLAIN, ATTACHED, AGAIN = "plain", "attached", "plain again"
 NEVER = "adpsgd:every=1000000000"
 """adpsgd that is there and never calls: the network stays idle."""
 START_S = 120.0
 SLICE_MS = 100.0
 
 
-def overhead(devices: Sequence[str], slices: int, progress: Progress) -> list[Figure]:
-    """Measure on each device; one figure for each."""
+def overhead(devices: Sequence[str], slices: int, rounds: int, progress: Progress) -> list[Figure]:
+    """Measure on each device, each round in new processes; one figure for each device."""
     at_least("--slices", slices, 3)
+    at_least("--rounds", rounds, 1)
     found = []
     for done, device in enumerate(devices):
+        results = []
+        for turn in range(rounds):
 
-        def show(message: dict[str, Any], done: int = done, device: str = device) -> None:
-            progress(device, (done + message.get("progress", 0.0)) / len(devices))
+            def show(
+                message: dict[str, Any], done: float = done + turn / rounds, device: str = device
+            ) -> None:
+                progress(device, (done + message.get("progress", 0.0) / rounds) / len(devices))
 
-        show({})
-        asked = {"device": device, "slices": slices}
-        with Processes("freewheel.bench.overhead", asked, [Place()] * 2, free_port()) as pair:
-            results = pair.collect("result", START_S + slices * 30 * SLICE_MS / 1e3, show)
-            pair.finish(START_S)
-        found.append(_figure(device, results[0]))
+            show({})
+            asked = {"device": device, "slices": slices}
+            with Processes("freewheel.bench.overhead", asked, [Place()] * 2, free_port()) as pair:
+                results.append(pair.collect("result", START_S + slices * 30 * SLICE_MS / 1e3, show)[0])
+                pair.finish(START_S)
+        found.append(_figure(device, results))
     return found
 
 
@@ -58,20 +64,20 @@ def devices_named(name: str) -> list[str]:
     return [name]
 
 
-def _figure(device: str, result: dict[str, Any]) -> Figure:
-    ms = {who: [1e3 * s for s in result["step_s"][who]] for who in (PLAIN, ATTACHED, AGAIN)}
-    ratio, noise = (
-        statistics.median(one / plain for one, plain in zip(ms[who], ms[PLAIN], strict=True))
-        for who in (ATTACHED, AGAIN)
-    )
+def _figure(device: str, results: list[dict[str, Any]]) -> Figure:
+    ms = {who: [1e3 * s for result in results for s in result["step_s"][who]] for who in LOOPS}
+    turns = list(zip(*ms.values(), strict=True))
+    # The attached loop stands between the two plain ones in every turn: a drift cancels out.
+    ratio = statistics.median(2 * attached / (plain + again) for plain, attached, again in turns)
+    noise = statistics.median(again / plain for plain, _, again in turns)
     raw = {
         "overhead_percent": 100 * (ratio - 1),
         "noise_percent": 100 * (noise - 1),
-        "parameters": result["parameters"],
-        "steps_in_a_slice": result["steps_in_a_slice"],
+        "parameters": results[0]["parameters"],
+        "steps_in_a_slice": [result["steps_in_a_slice"] for result in results],
         "step_ms": ms,
     }
-    ours, theirs = (statistics.median(ms[who]) for who in (ATTACHED, PLAIN))
+    ours, theirs = statistics.median(ms[ATTACHED]), statistics.median(ms[PLAIN] + ms[AGAIN])
     return Figure("overhead", device, ours, "plain", theirs, ratio, "ms per step", raw)
 
 
@@ -84,7 +90,7 @@ class Loop:
     def __init__(self, device: str) -> None:
         torch.manual_seed(0)
         self.device = torch.device(device)
-        batch = 128 if device == "cpu" else 512
+        batch = 192 if device == "cpu" else 512
         self.model = _network(device).to(self.device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3, momentum=0.9)
         self.inputs = torch.randn(batch, *_shape(device), device=self.device)
@@ -136,7 +142,7 @@ def main() -> None:
     torch.set_num_threads(1)
     import freewheel as fw
 
-    loops = {who: Loop(asked["device"]) for who in (PLAIN, ATTACHED, AGAIN)}
+    loops = {who: Loop(asked["device"]) for who in LOOPS}
     attached = loops[ATTACHED]
     with fw.attach(attached.model, attached.optimizer, NEVER):
         if os.environ["RANK"] != "0":

@@ -1,39 +1,48 @@
-"""Two processes swap vectors, both directions at once: Freewheel's fabric beside gloo's isend and irecv.
+"""Two processes swap snapshots, both directions at once: Freewheel's exchanges beside gloo's isend and irecv.
 
-    swap        each side ends with the other's vector beside its own
-    exchange    each side ends with what AD-PSGD makes of both, (theirs - mine)/2
+    swap                each side ends with what the other had
+    exchange            each side ends with what AD-PSGD makes of both, (theirs - mine)/2
+    … over TCP          the same as workers of two machines do it, on loopback; those of one share memory
 
-The two take turns in the same pair of processes. Wall time is the median of all swaps of both; CPU time, user
-and system, is that of both processes together, for one swap.
+A Freewheel exchange begins with the two sides agreeing on it, which is part of its time. All take turns in
+the same pair of processes. Wall time is the median of all swaps of both sides; CPU time, user and system, is
+that of both processes together.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from freewheel import __version__
 from freewheel.bench.figure import Figure
+from freewheel.bench.legs import FLOATS_PER_MB
 from freewheel.bench.processes import Parent, Place, Processes, free_port, job
-from freewheel.bench.rates import Progress
+from freewheel.bench.rates import START_S, Progress
 from freewheel.errors import at_least
+from freewheel.fabric import shared
+from freewheel.fabric.base import Meet
+from freewheel.fabric.exchange import Exchanges
+from freewheel.fabric.greeting import Identity
+from freewheel.fabric.tcp import TcpFabric
+from freewheel.observe.counters import Counters
 from freewheel.strategies.adpsgd import ADPSGD
 
 SWAP, EXCHANGE = "swap", "exchange"
-OURS, GLOO = "freewheel", "gloo"
-START_S = 120.0
-FLOATS_PER_MB = 250_000
+NEAR, TCP, GLOO = "freewheel", "freewheel over TCP", "gloo"
 
 
 def swap(sizes_mb: Sequence[float], rounds: int, progress: Progress) -> list[Figure]:
-    """Measure each size in a pair of processes of its own; two figures for each."""
+    """Measure each size in a pair of processes of its own; four figures for each."""
     at_least("--rounds", rounds, 1)
     for mb in sizes_mb:
         at_least("--mb", mb, 0.001)
@@ -46,9 +55,10 @@ def swap(sizes_mb: Sequence[float], rounds: int, progress: Progress) -> list[Fig
         show({})
         asked = {"mb": mb, "rounds": rounds, "swaps": swaps_in_a_turn(mb)}
         with Processes("freewheel.bench.swap", asked, [Place()] * 2, free_port()) as pair:
-            sides = pair.collect("result", START_S + 2 * rounds * mb, show)
+            sides = pair.collect("result", START_S + 6 * rounds * mb, show)
             pair.finish(START_S)
-        found += [_figure(kind, mb, *(side[kind] for side in sides)) for kind in (SWAP, EXCHANGE)]
+        for way in (NEAR, TCP):
+            found += [_figure(kind, way, mb, [side[kind] for side in sides]) for kind in (SWAP, EXCHANGE)]
     return found
 
 
@@ -57,25 +67,24 @@ def swaps_in_a_turn(mb: float) -> int:
     return max(2, min(50, round(200 / mb)))
 
 
-def _figure(kind: str, mb: float, *sides: dict[str, dict[str, list[float]]]) -> Figure:
+def _figure(kind: str, way: str, mb: float, sides: Sequence[dict[str, dict[str, list[float]]]]) -> Figure:
     def wall_ms(who: str) -> float:
         return 1e3 * statistics.median(s for side in sides for s in side[who]["wall_s"])
 
     def cpu_ms(who: str) -> float:
         return 1e3 * sum(statistics.median(side[who]["cpu_s"]) for side in sides)
 
+    name = kind if way == NEAR else f"{kind} over TCP"
+    ours, theirs = wall_ms(way), wall_ms(GLOO)
     raw = {
-        "freewheel_cpu_ms": cpu_ms(OURS),
+        "freewheel_cpu_ms": cpu_ms(way),
         "gloo_cpu_ms": cpu_ms(GLOO),
-        "cpu_ratio": cpu_ms(OURS) / cpu_ms(GLOO),
-        "freewheel_mb_per_s": 2e3 * mb / wall_ms(OURS),
-        "gloo_mb_per_s": 2e3 * mb / wall_ms(GLOO),
+        "cpu_ratio": cpu_ms(way) / cpu_ms(GLOO),
         "mb": mb,
-        "wall_s": {who: [side[who]["wall_s"] for side in sides] for who in (OURS, GLOO)},
-        "cpu_s": {who: [side[who]["cpu_s"] for side in sides] for who in (OURS, GLOO)},
+        "wall_s": {who: [side[who]["wall_s"] for side in sides] for who in (way, GLOO)},
+        "cpu_s": {who: [side[who]["cpu_s"] for side in sides] for who in (way, GLOO)},
     }
-    ours, theirs = wall_ms(OURS), wall_ms(GLOO)
-    return Figure(kind, f"{mb:g} MB", ours, GLOO, theirs, theirs / ours, "ms, both directions at once", raw)
+    return Figure(name, f"{mb:g} MB", ours, GLOO, theirs, theirs / ours, "ms, both directions at once", raw)
 
 
 # -- in each of the two processes --
@@ -84,68 +93,107 @@ def _figure(kind: str, mb: float, *sides: dict[str, dict[str, list[float]]]) -> 
 class Gloo:
     """Swaps by torch.distributed, into memory that is there already: the opponent at its best."""
 
-    def __init__(self, mine: Tensor, peer: int) -> None:
-        self.mine, self.peer, self.theirs = mine, peer, torch.empty_like(mine)
+    def __init__(self, size: int, peer: int) -> None:
+        self.mine, self.theirs, self.peer = torch.randn(size), torch.zeros(size), peer
 
-    def _swap(self) -> None:
+    def swap(self) -> None:
+        """Both vectors on both sides."""
         works = [dist.isend(self.mine, self.peer), dist.irecv(self.theirs, self.peer)]
         for work in works:
             assert work is not None
             work.wait()
 
-    async def swap(self) -> None:
-        """Both vectors on both sides."""
-        self._swap()
-
-    async def exchange(self) -> None:
+    def exchange(self) -> None:
         """What AD-PSGD makes of both."""
-        self._swap()
+        self.swap()
         self.theirs.sub_(self.mine).mul_(0.5)
 
 
-class Ours:
-    """Swaps by Freewheel's fabric, as an exchange does them."""
+class Party:
+    """A worker that does nothing but exchange: the first calls, the second answers."""
 
-    def __init__(self, mine: Tensor, peer: int) -> None:
-        from freewheel import __version__
-        from freewheel.fabric.greeting import Identity
-        from freewheel.fabric.tcp import TcpFabric
-        from freewheel.observe.counters import Counters
-
-        me = Identity(b"freewheel bench ".ljust(16), 1 - peer, 2, 0, __version__, "swap", mine.numel())
-        self.mine, self.peer, self.meet = mine, peer, ADPSGD().meet
-        self.fabric, self.number = TcpFabric(me, Counters()), 0
+    def __init__(self, size: int, rank: int, near: bool) -> None:
+        place = shared.place() if near else ""
+        me = Identity(bytes(16), rank, 2, 1, __version__, "swap", longest=size, place=place)
+        self.fabric = TcpFabric(me, Counters())
+        self.peer = 1 - rank
+        self.meet: Meet = _theirs
+        self.mine = self.fabric.windows.make(size, torch.float32).copy_(torch.randn(size))
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._exchanges = Exchanges(self.fabric, self, self._spawn, random.Random(rank))
+        self._done = asyncio.Semaphore(0)
 
     async def open(self) -> None:
         """Find each other: the ports travel by gloo."""
         ports: list[Any] = [None, None]
-        dist.all_gather_object(ports, self.fabric.open("127.0.0.1"))
+        await asyncio.to_thread(dist.all_gather_object, ports, self.fabric.open("127.0.0.1"))
         if self.fabric.rank > self.peer:
             await self.fabric.connect(self.peer, "127.0.0.1", ports[self.peer])
         while self.peer not in self.fabric.members:
             await self.fabric.changed()
+        self._spawn(self._exchanges.serve())
+
+    def _spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def swap(self) -> None:
-        """Both vectors on both sides."""
-        from freewheel.fabric.collectives import send_and_receive
-
-        self.number += 1
-        await send_and_receive(self.fabric, self.peer, self.peer, (SWAP, self.number), self.mine)
+        """Each has what the other had."""
+        self.meet = _theirs
+        await self._meet()
 
     async def exchange(self) -> None:
         """What AD-PSGD makes of both."""
-        self.number += 1
-        sending = self.fabric.send(self.peer, (SWAP, self.number), self.mine)
-        await self.fabric.blend(self.peer, (SWAP, self.number), self.mine, self.meet, sending)
+        self.meet = ADPSGD().meet
+        await self._meet()
+
+    async def _meet(self) -> None:
+        if self.fabric.rank == 0:
+            while not await self._exchanges.call(self.peer):
+                await asyncio.sleep(0)
+        await self._done.acquire()
+
+    async def close(self) -> None:
+        """Say goodbye."""
+        for task in self._tasks:
+            task.cancel()
+        await self.fabric.close()
+
+    def snapshot(self) -> Tensor:
+        """The vector itself; an exchange may overwrite it."""
+        return self.mine
+
+    def met(self, _: Tensor) -> None:
+        """An exchange is complete."""
+        self._done.release()
+
+    def count(self, _: str) -> None:
+        """Nobody asks."""
 
 
-async def _timed(act: Callable[[], Awaitable[None]], times: int) -> tuple[list[float], float]:
+def _theirs(_: Tensor, theirs: Tensor) -> Tensor:
+    return theirs
+
+
+async def _timed(act: Callable[[], Any], times: int) -> tuple[list[float], float]:
     """Wall seconds of each, and CPU seconds of one."""
     cpu_s, wall_s = time.process_time(), []
-    for _ in range(times):
-        begin = time.perf_counter()
-        await act()
-        wall_s.append(time.perf_counter() - begin)
+
+    def blocking() -> None:
+        for _ in range(times):
+            begin = time.perf_counter()
+            act()
+            wall_s.append(time.perf_counter() - begin)
+
+    if asyncio.iscoroutinefunction(act):
+        for _ in range(times):
+            begin = time.perf_counter()
+            await act()
+            wall_s.append(time.perf_counter() - begin)
+    else:
+        await asyncio.to_thread(blocking)  # the fabrics' event loop goes on
     return wall_s, (time.process_time() - cpu_s) / times
 
 
@@ -153,24 +201,26 @@ async def _work(parent: Parent, asked: dict[str, Any]) -> None:
     rank = int(os.environ["RANK"])
     torch.manual_seed(rank)
     size = round(asked["mb"] * FLOATS_PER_MB)
-    gloo, ours = Gloo(torch.randn(size), 1 - rank), Ours(torch.randn(size), 1 - rank)
-    await ours.open()
-    ways: dict[str, Gloo | Ours] = {GLOO: gloo, OURS: ours}
+    gloo, near, tcp = Gloo(size, 1 - rank), Party(size, rank, near=True), Party(size, rank, near=False)
+    await near.open()
+    await tcp.open()
+    ways: dict[str, Gloo | Party] = {GLOO: gloo, NEAR: near, TCP: tcp}
     found: dict[str, dict[str, dict[str, list[float]]]] = {
         kind: {who: {"wall_s": [], "cpu_s": []} for who in ways} for kind in (SWAP, EXCHANGE)
     }
     for turn in range(-1, asked["rounds"]):
         for kind, of in found.items():
             for who, way in ways.items():
-                dist.barrier()
-                wall_s, cpu_s = await _timed(getattr(way, kind), asked["swaps"] if turn >= 0 else 1)
+                await asyncio.to_thread(dist.barrier)
+                wall_s, cpu_s = await _timed(getattr(way, kind), asked["swaps"] if turn >= 0 else 2)
                 if turn >= 0:  # the first turn warms up
                     of[who]["wall_s"] += wall_s
                     of[who]["cpu_s"].append(cpu_s)
         parent.say(progress=(turn + 1) / asked["rounds"])
     parent.say(result=found)
-    dist.barrier()
-    await ours.fabric.close()
+    await asyncio.to_thread(dist.barrier)
+    await near.close()
+    await tcp.close()
 
 
 def main() -> None:

@@ -136,13 +136,18 @@ def swap(
         ("gloo CPU ms", lambda f: short(f.raw["gloo_cpu_ms"])),
         ("CPU ratio", lambda f: short(f.raw["cpu_ratio"])),
     ]
-    _print(columns, found, "swap: both have both vectors; exchange: both have (theirs - mine)/2.")
+    _print(
+        columns,
+        found,
+        "swap: each has what the other had; exchange: each has (theirs - mine)/2.",
+    )
 
 
 @app.command()
 def overhead(
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    slices: Annotated[int, typer.Option(help="Slices of about 0.1 s of each loop.")] = 100,
+    slices: Annotated[int, typer.Option(help="Slices of 0.1 s of each loop in each round.")] = 40,
+    rounds: Annotated[int, typer.Option(help="How often it is done in new processes.")] = 3,
     quick: Quick = False,
     json_path: Json = None,
 ) -> None:
@@ -150,7 +155,9 @@ def overhead(
     from freewheel.bench.overhead import devices_named, overhead
 
     devices = devices_named(device)
-    found = _measured(lambda show: overhead(devices, 3 if quick else slices, show), json_path)
+    found = _measured(
+        lambda show: overhead(devices, *((3, 1) if quick else (slices, rounds)), show), json_path
+    )
     columns: list[Column] = [
         ("device", lambda f: f.of),
         ("attached ms", lambda f: short(f.freewheel, 4)),

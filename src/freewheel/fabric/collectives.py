@@ -48,7 +48,6 @@ async def _ring(fabric: Fabric, members: Sequence[int], total: Tensor, tag: Tag)
     for hop in range(n - 1):  # reduce-scatter: the sums travel round and grow
         mine = parts[(me - hop) % n].clone()  # what is sent belongs to the receiver
         parts[(me - hop - 1) % n].add_((await send_and_receive(fabric, right, left, tag, mine)).payload)
-    fabric.rounded(tag, parts[(me + 1) % n])  # all must end with the same sum
     for hop in range(n - 1):  # all-gather: the finished sums travel round
         mine = parts[(me + 1 - hop) % n].clone()
         parts[(me - hop) % n].copy_((await send_and_receive(fabric, right, left, tag, mine)).payload)

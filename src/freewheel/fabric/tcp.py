@@ -143,8 +143,8 @@ class TcpFabric(Mailbox):
         return vector if wire == vector.dtype else vector.copy_(vector.to(wire))
 
     def _wire(self, tag: Tag) -> torch.dtype:
-        """What a strategy sends may be rounded; weights to begin or end with are not."""
-        return self.dtype if tag[:1] == (RUNTIME,) else self.wire
+        """Only exchanges may be rounded: both sides then compute from the same rounded snapshots."""
+        return self.wire if tag[:1] == (EXCHANGE,) else self.dtype
 
     async def blend(
         self, peer: int, tag: Tag, mine: Tensor, meet: Meet, sending: asyncio.Future[None]

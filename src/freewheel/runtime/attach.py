@@ -64,6 +64,11 @@ class Worker:
     ) -> None:
         if wire not in WIRES:
             raise ConfigError(f"wire must be one of {', '.join(WIRES)}, not {wire!r}.")
+        if wire != "fp32" and not strategy.defines("meet"):
+            raise ConfigError(
+                f"wire={wire!r} is for strategies that swap snapshots, such as adpsgd. With {strategy.name} "
+                "small updates would be lost in the rounding; take fp32."
+            )
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._wire, self._bind, self._tls = WIRES[wire], bind, tls
         self._tensorboard = tensorboard
@@ -288,11 +293,7 @@ class Worker:
         node.counters.steps += 1
         if self._after is not None:
             replica.end_moving()
-            replica.parked = True
-            try:
-                self._wait(self._after)
-            finally:
-                replica.parked = False
+            self._wait(self._parked)
             replica.begin_moving()
         replica.boundary()
         replica.end_moving()
@@ -300,6 +301,15 @@ class Worker:
             self._agent.stepped()
         self._stale = node.unmerged_steps
         self._step_began_s = time.perf_counter()
+
+    async def _parked(self, node: Any) -> None:
+        """After the step, while the training thread waits: corrections need not wait for the boundary."""
+        assert self._after is not None
+        self._replica.parked = True
+        try:
+            await self._after(node)
+        finally:
+            self._replica.parked = False  # in this thread: nothing is added once the other has gone on
 
     def _wait(self, act: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         """Let training wait for the strategy."""

@@ -52,7 +52,7 @@ class LiveReplica(Replica):
         super().__init__(flatten(model.named_parameters(), gradients=False))
         self.version = 0
         self.parked = False
-        """The training thread waits after its step: corrections may be added at once."""
+        """The training thread waits after its step: corrections may be added at once. Set by the other."""
         self.make_vector: Callable[[int, torch.dtype], Tensor] | None = None
         """Makes memory for snapshots that other processes can see."""
         self._slot: deque[Correction] = deque()
