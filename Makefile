@@ -13,6 +13,7 @@ demo: $(INSTALLED)
 
 test: demo check
 	$(BIN)/pytest -n 2
+	$(BIN)/pytest -m alone
 
 check: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -260,6 +260,7 @@ def rate(results: list[dict[str, Any]]) -> float:
     return sum((len(one) - 1) / (one[-1] - one[0]) for one in within)
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("strategy", ["adpsgd", "nodelay_free", "allreduce"])
 def test_a_slow_worker_costs_what_the_simulator_says(strategy, crew):
     """Four workers, one of them five times slower: worker-steps per second within a tenth."""

@@ -85,10 +85,10 @@ class Windows:
         """A peer's window; OSError if this is not one."""
         known = self._peers.get((pid, fd))
         path = Path(f"/proc/{pid}/fd/{fd}")
-        if known is not None and (known.numel, known.dtype) == (numel, dtype):
-            # Numbers of closed handles are given out again: it may be another window by now.
-            if os.path.samestat(path.stat(), os.fstat(known.fd)):
-                return known
+        fits = known is not None and (known.numel, known.dtype) == (numel, dtype)
+        # Numbers of closed handles are given out again: it may be another window by now.
+        if known is not None and fits and os.path.samestat(path.stat(), os.fstat(known.fd)):
+            return known
         if path.readlink().name != f"memfd:{NAME} (deleted)":
             raise OSError(f"{path} is not a window")
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
