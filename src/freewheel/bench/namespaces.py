@@ -12,13 +12,13 @@ taken down again whatever happened in between, short of SIGKILL.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
 import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NoReturn
 
 from freewheel.bench.processes import Place
@@ -83,8 +83,12 @@ class Network:
             self._do("tc", "-n", namespace, "qdisc", "add", "dev", INTERFACE, *self._bucket())
 
     def _bucket(self) -> list[str]:
-        """A token bucket of 2 ms, and a queue such as a router has."""
-        burst = max(32_000, round(self.link_mbit * 1e6 / 8 * 2e-3))
+        """A token bucket of 2 ms, and a queue such as a router has.
+
+        A bucket smaller than the largest packet (64 kB: network cards cut them up, not processors) would make
+        the kernel cut, on the cores that train.
+        """
+        burst = max(80_000, round(self.link_mbit * 1e6 / 8 * 2e-3))
         limits = f"rate {self.link_mbit:f}mbit burst {burst} latency {QUEUE_MS}ms"
         return ["root", "tbf", *limits.split()]
 
@@ -101,12 +105,22 @@ class Network:
         self._left.callback(subprocess.run, command, capture_output=True)
 
     def bytes_moved(self) -> list[int]:
-        """Bytes sent and bytes received by each worker so far: sent by 0, received by 0, sent by 1 …"""
+        """Bytes sent and bytes received by each worker so far: sent by 0, received by 0, sent by 1 …
+
+        By the count of the token buckets, which charge every segment of a large packet its header.
+        """
         counts = []
         for rank in range(len(self.places)):
-            counters = Path("/sys/class/net") / self._port(rank) / "statistics"
-            counts += [int((counters / name).read_text()) for name in ("rx_bytes", "tx_bytes")]
+            counts.append(_counted("-n", self._namespace(rank), dev=INTERFACE))
+            counts.append(_counted(dev=self._port(rank)))
         return counts
+
+
+def _counted(*where: str, dev: str) -> int:
+    """Bytes that have left through an interface."""
+    command = ["tc", *where, "-statistics", "-json", "qdisc", "show", "dev", dev]
+    shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    return next(int(queue["bytes"]) for queue in shown if queue["kind"] == "tbf")
 
 
 def check_possible() -> None:

@@ -56,8 +56,7 @@ class TcpFabric(Mailbox):
     ) -> None:
         super().__init__(me.rank)
         self.me, self.world_size, self.counters = me, me.world_size, counters
-        self.dtype, self.wire = dtype, wire or dtype
-        self.silence_s = silence_s
+        self.dtype, self.wire, self.silence_s = dtype, wire or dtype, silence_s
         self.book: dict[int, tuple[str, int]] = {}
         """Where each peer was last known to listen."""
         self._tls_server = tls[0] if tls else None
@@ -350,6 +349,7 @@ class TcpFabric(Mailbox):
             self.counters.bytes_out += len(sending.head)
             if sending.vector is not None:
                 await self.mover.write(line, sending)
+                sending.vector = None  # others may keep the future
             if sending.window is None and not sending.done():
                 sending.set_result(None)
 

@@ -62,6 +62,7 @@ class NoDelay(Strategy):
             return
         p = await self.merge
         node.correct(p.sub_(self.s))
+        del p, self.s, self.merge  # large: let go before there are others
         self.begin_merge(node)
 
     def begin_merge(self, node: Node) -> None:
