@@ -57,7 +57,7 @@ class Node:
         self._meet = meet
         self._client: server.Client | None = None
         self._exchanges = Exchanges(fabric, self, spawn, random)
-        self._seen_steps = 0
+        self._seen_steps = self._awaited_step = 0
         self._snapshot_steps = 0
         self._merged_steps = 0
         self._stepped: asyncio.Future[None] | None = None
@@ -124,11 +124,13 @@ class Node:
 
     # -- steps --
 
-    async def next_step(self) -> None:
-        """Wait until this worker has made a step since the last call returned."""
-        while self.steps <= self._seen_steps:
+    async def next_step(self, count: int = 1) -> None:
+        """Wait until this worker has made so many steps since the last call returned."""
+        self._awaited_step = self._seen_steps + count
+        while self.steps < self._awaited_step:
             self._stepped = asyncio.get_running_loop().create_future()
-            await self._stepped
+            if self.steps < self._awaited_step:  # the step may have come from another thread meanwhile
+                await self._stepped
         self._seen_steps = self.steps
 
     def beside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -223,8 +225,14 @@ class Node:
 
     # -- for those who drive the node --
 
+    def due(self) -> bool:
+        """Whether somebody waits for the step that was just made."""
+        return self._stepped is not None and self.steps >= self._awaited_step
+
     def stepped(self) -> None:
         """A step is complete: wake what waits for it."""
+        if not self.due():
+            return
         waiter, self._stepped = self._stepped, None
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

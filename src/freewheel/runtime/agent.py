@@ -81,7 +81,9 @@ class Agent:
         return self.begin(work).result()
 
     def stepped(self) -> None:
-        """A step is complete: wake what waits for it."""
+        """A step is complete: wake what waits for it, and nobody else: a wake-up costs both threads time."""
+        if not self.node.due():
+            return
         with contextlib.suppress(RuntimeError):  # the loop is closed: this worker has left
             self.loop.call_soon_threadsafe(self.node.stepped)
 

@@ -71,8 +71,7 @@ class ADPSGD(Strategy):
             return
         while True:
             before = node.exchanges
-            for _ in range(self.every):
-                await node.next_step()
+            await node.next_step(self.every)
             if node.exchanges > before:
                 continue  # another worker called: that was this worker's exchange
             for peer, _ in zip(node.peers(graph), range(self.tries), strict=False):
