@@ -1,7 +1,7 @@
 """What being attached costs in memory, in vectors of model size: python benchmarks/memory.py [--mb 100]
 
-Two workers train with plain SGD and momentum, first apart, then attached. Their memory together, shared pages
-counted once (PSS), is looked at again and again; the largest sum of both phases is compared. Model, gradients and
+Two workers train with SGD and momentum, first apart, then attached. Their memory together, shared pages counted
+once (PSS), is looked at again and again; the largest sum is compared with the one before. Model, gradients and
 the optimizer's state are in both.
 """
 
@@ -115,7 +115,7 @@ def main() -> None:
         return
     figures = {name: measure(name, given.mb) for name in ("adpsgd", "nodelay", "nodelay_free")}
     for name, figure in figures.items():
-        print(f"  {name}: {figure['vectors']:.2f} vectors of {given.mb:g} MB for each worker (aim: at most 2)")
+        print(f"  {name}: {figure['vectors']:.2f} vectors of {given.mb:g} MB a worker (aim: at most 2)")
     if given.json:
         given.json.write_text(json.dumps(figures, indent=2) + "\n")
 
