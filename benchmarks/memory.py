@@ -1,8 +1,8 @@
 """What being attached costs in memory, in vectors of model size: python benchmarks/memory.py [--mb 100]
 
-Two workers train with SGD and momentum, first apart, then attached. Their memory together, shared pages counted
-once (PSS), is looked at again and again; the largest sum is compared with the one before. Model, gradients and
-the optimizer's state are in both.
+Two workers train with SGD and momentum, first apart, then attached. Their memory together, shared pages
+counted once (PSS), is looked at again and again; the largest sum is compared with the one before. Model,
+gradients and the optimizer's state are in both.
 """
 
 from __future__ import annotations
