@@ -89,7 +89,7 @@ class TcpFabric(Mailbox):
             async with asyncio.timeout(GREETING_S):
                 line = await dial(host, port, self._tls_client)
                 try:
-                    await line.write(self._hello(peer))
+                    await line.write(self.me.hello(self._shares(peer)))
                     frame, tag, _ = await self._head(line)
                     self.me.check(frame, tag, peer)
                 except BaseException:
@@ -207,22 +207,20 @@ class TcpFabric(Mailbox):
                     with contextlib.suppress(OSError):
                         await line.write(self._frame(Kind.REFUSE, tag=(str(error)[:200],)))
                     raise
-                await line.write(self._hello(frame.sender))
-        except (OSError, EOFError, TimeoutError, BadFrame, ssl.SSLError) as error:
+                await line.write(self.me.hello(self._shares(frame.sender)))
+        except BaseException as error:
+            if line is not None:
+                line.close()
+            sock.close()
+            if not isinstance(error, OSError | EOFError | BadFrame):  # silence and bad keys are OSErrors
+                raise
             log.warning("refused a connection from %s: %s", address, _words(error))
-            if line is not None:
-                line.close()
-            sock.close()
-        except BaseException:
-            if line is not None:
-                line.close()
-            sock.close()
-            raise
         else:
             self._install(Link(line, frame.sender, frame.incarnation, address, frame.sender), tag)
 
-    def _hello(self, peer: int) -> bytes:
-        return self.me.hello(near=self._tls_client is None and peer not in self._far)
+    def _shares(self, peer: int) -> bool:
+        """Whether this worker is ready to share memory with a peer: not beside keys, nor where it failed."""
+        return self._tls_client is None and peer not in self._far
 
     def _check_life(self, frame: Frame) -> None:
         known = self._links.get(frame.sender)
@@ -234,8 +232,8 @@ class TcpFabric(Mailbox):
             raise BadFrame("this worker has called already")
 
     def _install(self, link: Link, greeting: Tag) -> None:
-        link.near = bool(self.me.place) and greeting[3] == self.me.place and link.line.local
-        link.near = link.near and link.peer not in self._far and self._tls_client is None
+        same = bool(self.me.place) and greeting[3] == self.me.place and link.line.local
+        link.near = same and self._shares(link.peer)
         known = self._links.get(link.peer)
         if known is not None:
             self._unlink(known, "it connected again")

@@ -174,7 +174,7 @@ class Mover:
             self._copy_piece(window, theirs, at, piece[: min(PIECE, numel - at)])
             _check_serial(window, serial)
             waiting.append((at, piece))
-            if not spare or at + PIECE >= numel:
+            if not spare:
                 await self._replace(blend, waiting, spare, line)
         while waiting:
             await self._replace(blend, waiting, spare, line)

@@ -113,7 +113,7 @@ class Samples:
 
         async def collect() -> None:
             agent = worker._agent
-            self.keep([(rank, _own(part), buffers, n) async for rank, part, buffers, n in agent.parts()])
+            self.keep([part async for part in agent.parts()])
 
         self.pending = [one for one in self.pending if not one.done()]
         if not self.pending:  # a slow network: better fewer samples than many under way
@@ -128,10 +128,6 @@ class Samples:
             set_flat_buffers(model, sample.pop("buffers"))
             sample["loss"], sample["accuracy"] = task.evaluate(model)
         return self.kept
-
-
-def _own(part: Tensor | None) -> Tensor | None:
-    return None if part is None else part.clone()
 
 
 def main(folders: list[Path]) -> None:
