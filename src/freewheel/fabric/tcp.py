@@ -209,12 +209,14 @@ class TcpFabric(Mailbox):
                     raise
                 await line.write(self.me.hello(self._shares(frame.sender)))
         except BaseException as error:
+            refused = isinstance(error, OSError | EOFError | BadFrame)  # silence and bad keys are OSErrors
+            if refused:
+                log.warning("refused a connection from %s: %s", address, _words(error))
             if line is not None:
                 line.close()
             sock.close()
-            if not isinstance(error, OSError | EOFError | BadFrame):  # silence and bad keys are OSErrors
+            if not refused:
                 raise
-            log.warning("refused a connection from %s: %s", address, _words(error))
         else:
             self._install(Link(line, frame.sender, frame.incarnation, address, frame.sender), tag)
 
