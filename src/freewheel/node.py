@@ -108,10 +108,13 @@ class Node:
         """The same for looking at: a copy that is not going to be merged."""
         return self._replica.snapshot()
 
-    def correct(self, vector: Tensor) -> None:
-        """Add a vector to the weights at the next boundary. It is handed over: do not change it later."""
+    def correct(self, vector: Tensor, own: bool = False) -> None:
+        """Add a vector to the weights at the next boundary. It is handed over: do not change it later.
+
+        `own` says that no other worker holds it either, so that its memory may be used again.
+        """
         self._merged_steps = self._snapshot_steps
-        self._replica.correct(vector)
+        self._replica.correct(vector, own)
 
     def gradient(self) -> Tensor:
         """The gradient of this step, in `before_step`."""
@@ -183,6 +186,11 @@ class Node:
         """The mean of the members' vectors (a ring); all of them must call it."""
         who, tag = self._gathering("mean", members, tag)
         return (await collectives.ring_sum(self._fabric, who, vector, tag)).div_(len(who))
+
+    async def offset(self, vector: Tensor, members: Sequence[int] | None = None, tag: Tag = ()) -> Tensor:
+        """How far the mean of the members' vectors is from this one, written over this one."""
+        who, tag = self._gathering("offset", members, tag)
+        return await collectives.ring_offset(self._fabric, who, vector, tag)
 
     async def gather(
         self, note: Note, members: Sequence[int] | None = None, tag: Tag = ()

@@ -17,6 +17,8 @@ from torch import nn
 import freewheel as fw
 from crew import outcomes, together
 from freewheel import strategies
+from freewheel.fabric import shared
+from freewheel.fabric.vectors import NEAR_PIECE, PIECE
 from freewheel.runtime import attach as runtime
 from freewheel.runtime.rendezvous import Place
 
@@ -532,20 +534,26 @@ def move_to(worker: fw.Worker, value: torch.Tensor | float) -> None:
     replica.end_moving()
 
 
+SHORT, MANY_PIECES = 3000, 2 * PIECE + NEAR_PIECE + 5
 EXCHANGES = [
-    ("adpsgd", "fp32"),
-    ("adpsgd:topology=ring", "fp32"),
-    ("nodelay_free", "fp32"),
-    ("nodelay_free:tau=3", "fp32"),
-    ("adpsgd", "bf16"),
-    ("adpsgd:topology=ring", "bf16"),
+    ("adpsgd", "fp32", SHORT, True),
+    ("adpsgd:topology=ring", "fp32", SHORT, True),
+    ("nodelay_free", "fp32", SHORT, True),
+    ("nodelay_free:tau=3", "fp32", SHORT, True),
+    ("adpsgd", "bf16", SHORT, True),
+    ("adpsgd:topology=ring", "bf16", SHORT, True),
+    ("adpsgd", "fp32", MANY_PIECES, True),
+    ("adpsgd", "fp32", MANY_PIECES, False),
+    ("adpsgd", "bf16", MANY_PIECES, True),
 ]
 
 
-@pytest.mark.parametrize(("strategy", "wire"), EXCHANGES)
-def test_the_sum_of_all_replicas_stays_while_many_exchange(strategy, wire):
+@pytest.mark.parametrize(("strategy", "wire", "size", "near"), EXCHANGES)
+def test_the_sum_of_all_replicas_stays_while_many_exchange(strategy, wire, size, near, monkeypatch):
     """The optimizer is frozen; only corrections move. With bf16 both sides use the rounded numbers."""
-    n, size = 4, 3000
+    if not near:
+        monkeypatch.setattr(shared, "place", lambda: "")
+    n = 4
     ready = threading.Barrier(n)
 
     def work(place: Place) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:

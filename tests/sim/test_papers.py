@@ -72,27 +72,25 @@ def test_without_gradient_delay_discrepancy_grows_with_tau_and_keeps_its_bound()
 def test_nodelay_merges_the_mean_of_one_cycle_ago(workers):
     """Lemma 3.1: what arrives at the end of a cycle is the mean of all models at its beginning."""
     simulation = make(fw.NoDelay(tau=8), workers=workers, steps=40, compute=JITTER)
-    means, models, step = [], [], 4
+    means, models, step = [], {}, 4
     for worker in simulation.workers.values():
 
-        def begin_merge(node, strategy=worker.strategy, inner=worker.strategy.begin_merge):
+        def begin_merge(node, inner=worker.strategy.begin_merge):
             inner(node)
-            models.append((node.steps, strategy.s))
-            if node.steps:
-                means.append((node.steps, strategy.merged))
+            models[node.rank, node.steps] = node.weights()
 
         async def after_step(node, strategy=worker.strategy, inner=worker.strategy.after_step):
             if node.steps % step == 0:
-                strategy.merged = (await strategy.merge).clone()
+                before = models[node.rank, node.steps - step]
+                means.append((node.steps - step, before + await strategy.merge))
             await inner(node)
 
         worker.strategy.begin_merge, worker.strategy.after_step = begin_merge, after_step
     simulation.run()
     assert len(means) == workers * 10
-    for steps, merged in means:
-        cycle_ago = torch.stack([s for at, s in models if at == steps - step])
-        assert cycle_ago.shape[0] == workers
-        torch.testing.assert_close(merged, cycle_ago.mean(0), rtol=0, atol=1e-6)
+    for cycle_ago, merged in means:
+        mean = torch.stack([models[rank, cycle_ago] for rank in range(workers)]).mean(0)
+        torch.testing.assert_close(merged, mean, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("tau", [2, 6, 10, 12, 16])

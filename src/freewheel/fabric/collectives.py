@@ -37,6 +37,19 @@ async def ring_sum(fabric: Fabric, members: Sequence[int], vector: Tensor, tag: 
     return total
 
 
+async def ring_offset(fabric: Fabric, members: Sequence[int], vector: Tensor, tag: Tag) -> Tensor:
+    """Replace a vector by the mean of the members' vectors less itself: what a merge adds to the weights.
+
+    Needs no memory for the mean. If a member is lost half-way the vector is of no use any more.
+    """
+    for at in range(0, vector.numel(), PIECE):
+        mine = vector[at : at + PIECE]
+        total = mine.clone()
+        await _ring(fabric, members, total, tag)
+        mine.copy_(total.div_(len(members)).sub_(mine))
+    return vector
+
+
 async def _ring(fabric: Fabric, members: Sequence[int], total: Tensor, tag: Tag) -> None:
     """Replace a vector by the sum of the members' vectors."""
     n = len(members)

@@ -91,7 +91,7 @@ class PlainLine:
 
     async def pause(self, news: threading.Condition, at_most_s: float) -> None:
         """Wait for a moment."""
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(at_most_s)
 
     async def _until(self, add: Callable[..., None], remove: Callable[[int], object]) -> None:
         """Wait until the socket can be read, or written."""
@@ -211,7 +211,7 @@ class TlsLine:
 
     async def pause(self, news: threading.Condition, at_most_s: float) -> None:
         """Wait for a moment."""
-        await asyncio.sleep(0.001)
+        await asyncio.sleep(at_most_s)
 
     def blocking(self) -> None:
         """Two threads must not use one TLS connection at once."""

@@ -75,6 +75,10 @@ class Mailbox:
         if len(self._forgotten) > 1024:
             del self._forgotten[next(iter(self._forgotten))]
 
+    def forgotten(self, tag: Tag) -> bool:
+        """Whether nobody wants what comes with this tag any more."""
+        return tag in self._forgotten
+
     def clear(self) -> None:
         """Drop everything that has arrived and nobody received."""
         self._boxes.clear()
@@ -115,7 +119,7 @@ class Mailbox:
             if (peer is None or peer == message.sender) and not future.done():
                 future.set_result(message)
                 return
-        if message.tag in self._forgotten:
+        if self.forgotten(message.tag):
             return
         self._boxes.setdefault(message.tag, deque()).append(message)
 

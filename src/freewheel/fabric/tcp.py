@@ -30,7 +30,7 @@ from freewheel.fabric.line import Line, dial, listen, open_line
 from freewheel.fabric.link import Link
 from freewheel.fabric.mailbox import Mailbox
 from freewheel.fabric.shared import Window, Windows
-from freewheel.fabric.vectors import LONG, Blend, Mover, Sending
+from freewheel.fabric.vectors import LONG, Blend, Blends, Mover, Sending
 from freewheel.observe.counters import Counters
 
 GREETING_S = 10.0
@@ -62,7 +62,7 @@ class TcpFabric(Mailbox):
         self._tls_server = tls[0] if tls else None
         self._tls_client = tls[1] if tls else None
         self._links: dict[int, Link] = {}
-        self._blends: dict[tuple[int, Tag], Blend] = {}
+        self._blends = Blends()
         self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
@@ -156,19 +156,19 @@ class TcpFabric(Mailbox):
             return await super().blend(peer, tag, mine, meet, sending)
         self.need(peer)
         blend = Blend(mine, meet, sending, self._loop.create_future())
-        self._blends[peer, tag] = blend
-        try:
+        with self._blends.under_way(peer, tag, blend):
             await blend.done
             await sending
-        finally:
-            self._blends.pop((peer, tag), None)
         return mine
+
+    def forget(self, tag: Tag) -> None:
+        """Drop what arrives with this tag; a window shown for it is not waited for any more."""
+        super().forget(tag)
+        self._blends.look_again()
 
     def lose(self, peer: int, why: str) -> None:
         """A peer is gone: whoever blends with it is told too."""
-        for (whom, _), blend in list(self._blends.items()):
-            if whom == peer and not blend.done.done():
-                blend.done.set_exception(PeerLost(peer, why))
+        self._blends.lose(peer, why)
         super().lose(peer, why)
 
     def traffic(self) -> tuple[int, int]:
@@ -386,35 +386,35 @@ class TcpFabric(Mailbox):
                 continue
             if frame.dtype != self._wire(tag):
                 raise BadFrame(f"it sends {frame.dtype}, not {self._wire(tag)}: give all the same wire")
-            blend = self._blends.get((link.peer, tag))
-            if blend is not None and not blend.done.done():
+            if (blend := self._blends.get(link.peer, tag)) is not None:
                 await self.mover.blend(link.line, frame.numel, blend)
                 continue
-            vector = await self.mover.read(link.line, frame.dtype, frame.numel)
-            await self._arrived(link, tag, note, vector)
+            # No name for the vector here: it would be kept until the next one comes.
+            await self._arrived(link, tag, note, await self.mover.read(link.line, frame.dtype, frame.numel))
 
     async def _read_near(self, link: Link, tag: Tag, note: Note) -> None:
         """A vector that lies in a window of the peer's."""
         if not link.near or len(note) != 4 or not all(0 <= number < 2**53 for number in note):
             raise BadFrame("it shows a window this worker cannot see")
-        if note[2] > self.me.longest:
-            raise BadFrame(f"it shows {note[2]:.0f} numbers, where the longest vector has {self.me.longest}")
         pid, fd, numel, serial = (int(number) for number in note)
+        if numel > self.me.longest:
+            raise BadFrame(f"it shows {numel} numbers, where the longest vector has {self.me.longest}")
         try:
             window = self.windows.open(pid, fd, numel, self.dtype)
         except OSError as error:
             self._far.add(link.peer)  # next time it is told to send its vectors
             raise BadFrame(f"its window cannot be opened: {error}") from None
-        blend = self._blends.get((link.peer, tag))
-        if blend is not None and not blend.done.done() and blend.sending.window is not None:
-            await self.mover.blend_near(link.line, window, serial, blend)
+        blend = await self._blends.find(link.peer, tag, self.forgotten)
+        if blend is None:
+            return  # the exchange was given up
+        if blend.sending.window is not None:
+            await self.mover.blend_near(link.line, window, serial, blend, self.rank < link.peer)
         else:
             vector = await self.mover.read_near(link.line, window, serial)
             await self._arrived(link, tag, (), vector)
 
     async def _arrived(self, link: Link, tag: Tag, note: Note, vector: Tensor) -> None:
-        blend = self._blends.get((link.peer, tag))
-        if blend is not None and not blend.done.done():  # it was asked for while it arrived
+        if (blend := self._blends.get(link.peer, tag)) is not None:  # it was asked for while it arrived
             await blend.sending.reach(vector.numel(), link.line)
             blend.mine.copy_(blend.meet(blend.mine, vector))
             blend.finish()

@@ -7,10 +7,10 @@ ones and those over TLS in the event loop. The same code does both.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import threading
-from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freewheel.fabric.base import Meet
+from freewheel.errors import PeerLost
+from freewheel.fabric.base import Meet, Tag
 from freewheel.fabric.frames import BadFrame
 from freewheel.fabric.line import Line
 from freewheel.fabric.shared import Window
@@ -29,9 +30,11 @@ LONG = 1 << 15
 """Vectors of at least so many numbers are moved in threads."""
 PIECE = 1 << 18
 """Numbers that are moved at once."""
-AHEAD = 3
-"""Pieces of a peer's window that are read before one's own are overwritten: nobody waits at every piece."""
+NEAR_PIECE = 1 << 15
+"""The same between windows, where four pieces and more should fit the cache."""
 POLL_S, WAIT_S = 5e-5, 2e-3
+AT_ONCE = 8
+"""How often to look again before waiting: an event loop cannot wait for less than a millisecond."""
 
 
 class Sending(asyncio.Future):  # type: ignore[type-arg]
@@ -59,8 +62,11 @@ class Sending(asyncio.Future):  # type: ignore[type-arg]
 
     async def reach(self, numel: int, line: Line) -> None:
         """Wait until so much has left."""
+        looks = 0
         while (self.sent if self.window is None else self.window.read) < numel and not self.done():
-            await line.pause(self.moved, POLL_S if self.window is not None else WAIT_S)
+            wait_s = 0.0 if looks < AT_ONCE else POLL_S if self.window is not None else WAIT_S
+            await line.pause(self.moved, wait_s)
+            looks += 1
 
 
 @dataclass(slots=True)
@@ -78,6 +84,49 @@ class Blend:
             self.sending.set_result(None)
         if not self.done.done():
             self.done.set_result(None)
+
+
+class Blends:
+    """The exchanges whose vectors are on their way, by peer and tag."""
+
+    def __init__(self) -> None:
+        self._under_way: dict[tuple[int, Tag], Blend] = {}
+        self._asked = asyncio.Event()
+
+    def __bool__(self) -> bool:
+        return bool(self._under_way)
+
+    def get(self, peer: int, tag: Tag) -> Blend | None:
+        """The exchange a vector belongs to, if it is still wanted."""
+        blend = self._under_way.get((peer, tag))
+        return None if blend is None or blend.done.done() else blend
+
+    async def find(self, peer: int, tag: Tag, forgotten: Callable[[Tag], bool]) -> Blend | None:
+        """The same; waits for one that is about to begin."""
+        while (peer, tag) not in self._under_way and not forgotten(tag):
+            await self._asked.wait()
+        return self.get(peer, tag)
+
+    def look_again(self) -> None:
+        """An exchange has begun, or was given up."""
+        self._asked.set()
+        self._asked.clear()
+
+    @contextlib.contextmanager
+    def under_way(self, peer: int, tag: Tag, blend: Blend) -> Iterator[None]:
+        """Let the vector that comes be combined."""
+        self._under_way[peer, tag] = blend
+        self.look_again()
+        try:
+            yield
+        finally:
+            del self._under_way[peer, tag]
+
+    def lose(self, peer: int, why: str) -> None:
+        """A peer is gone: whoever exchanges with it is told."""
+        for (whom, _), blend in self._under_way.items():
+            if whom == peer and not blend.done.done():
+                blend.done.set_exception(PeerLost(peer, why))
 
 
 class Mover:
@@ -110,11 +159,11 @@ class Mover:
         await self._move(line, numel, partial(self._blend, blend))
         blend.finish()
 
-    async def blend_near(self, line: Line, window: Window, serial: int, blend: Blend) -> None:
-        """The same with a vector that lies in a peer's window, while the peer reads ours."""
+    async def blend_near(self, line: Line, window: Window, serial: int, blend: Blend, first: bool) -> None:
+        """The same where both vectors lie in windows: each side combines one half, for both."""
         if window.numel != blend.mine.numel():
             raise BadFrame(f"it shows {window.numel} numbers for {blend.mine.numel()}")
-        await self._move(line, LONG, partial(self._look, window, serial, blend))
+        await self._move(line, LONG, partial(self._halve, window, serial, blend, first))
         blend.finish()
 
     async def read_near(self, line: Line, window: Window, serial: int) -> Tensor:
@@ -165,30 +214,22 @@ class Mover:
             await blend.sending.reach(at + mine.numel(), line)
             mine.copy_(blend.meet(mine, piece.to(self.dtype)))
 
-    async def _look(self, window: Window, serial: int, blend: Blend, line: Line) -> None:
+    async def _halve(self, window: Window, serial: int, blend: Blend, first: bool, line: Line) -> None:
+        """Combine one half for both sides: the peer does the same with the other half."""
         numel, theirs = blend.mine.numel(), window.vector()
-        spare = [torch.empty(min(PIECE, numel), dtype=self.dtype) for _ in range(AHEAD)]
-        waiting: deque[tuple[int, Tensor]] = deque()
-        for at in range(0, numel, PIECE):
-            piece = spare.pop()
-            self._copy_piece(window, theirs, at, piece[: min(PIECE, numel - at)])
-            _check_serial(window, serial)
-            waiting.append((at, piece))
-            if not spare:
-                await self._replace(blend, waiting, spare, line)
-        while waiting:
-            await self._replace(blend, waiting, spare, line)
+        half = slice(0, numel // 2) if first else slice(numel // 2, numel)
+        held = torch.empty(2, NEAR_PIECE, dtype=self.dtype)
+        both = (torch.split(vector[half], NEAR_PIECE) for vector in (blend.mine, theirs))
+        for mine, other in zip(*both, strict=True):
+            before = held if len(mine) == NEAR_PIECE else held[:, : len(mine)]
+            my_copy, other_copy = before[0].copy_(mine), before[1].copy_(other)
+            _check_finite(before)
+            mine.copy_(blend.meet(mine, other_copy))
+            other.copy_(blend.meet(other, my_copy))
+        _check_serial(window, serial)
+        window.read = numel
+        await blend.sending.reach(numel, line)
         self.counters.bytes_in += blend.mine.nbytes
-
-    async def _replace(
-        self, blend: Blend, waiting: deque[tuple[int, Tensor]], spare: list[Tensor], line: Line
-    ) -> None:
-        """Write the oldest result over what the peer has read."""
-        at, piece = waiting.popleft()
-        mine = blend.mine[at : at + PIECE]
-        await blend.sending.reach(at + mine.numel(), line)
-        mine.copy_(blend.meet(mine, piece[: mine.numel()]))
-        spare.append(piece)
 
     async def _copy(self, window: Window, serial: int, vector: Tensor, line: Line) -> None:
         theirs = window.vector()

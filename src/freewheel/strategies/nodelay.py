@@ -60,12 +60,10 @@ class NoDelay(Strategy):
         """At the end of a cycle: take the last merge in, begin the next."""
         if node.steps % (self.tau // 2):
             return
-        p = await self.merge
-        node.correct(p.sub_(self.s))
-        del p, self.s, self.merge  # large: let go before there are others
+        node.correct(await self.merge, own=True)
+        del self.merge  # large: let go before there is another
         self.begin_merge(node)
 
     def begin_merge(self, node: Node) -> None:
         """Snapshot now; merge beside training."""
-        self.s = node.snapshot()
-        self.merge = node.beside(node.mean(self.s))
+        self.merge = node.beside(node.offset(node.snapshot()))

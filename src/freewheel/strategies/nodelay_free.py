@@ -182,13 +182,12 @@ class FreeNoDelay(Strategy):
         """Give a snapshot, get the mean; correct if the leader says that all have it."""
         leader, number = begin.sender, int(begin.note[0])
         members = [int(rank) for rank in begin.note[1:]]
-        s = node.snapshot()
-        merge = node.beside(self.merge(node, s, members, leader, number))
+        merge = node.beside(self.merge(node, members, leader, number))
         outcome = "dropped"
         try:
             verdict = (await node.receive(("merge", "verdict", number), leader)).note[0]
-            if verdict and (p := merge.result()) is not None:
-                node.correct(p.sub_(s))
+            if verdict and (offset := merge.result()) is not None:
+                node.correct(offset, own=True)
                 outcome = "done"
                 self.news.set()
         except PeerLost:
@@ -196,19 +195,17 @@ class FreeNoDelay(Strategy):
                 outcome = "half"  # the leader may have told others
         finally:
             merge.cancel()
-            node.forget(("mean", "merge", number))
+            node.forget(("offset", "merge", number))
             node.forget(("merge", "verdict", number))
             node.counters.merges[outcome] += 1
 
-    async def merge(
-        self, node: Node, s: Tensor, members: list[int], leader: int, number: int
-    ) -> Tensor | None:
-        """The mean of the snapshots, or None if a member was lost; tells the leader which."""
-        p, lost = None, -1
+    async def merge(self, node: Node, members: list[int], leader: int, number: int) -> Tensor | None:
+        """How far the mean is from this worker's snapshot, or None if a member was lost; tells the leader."""
+        offset, lost = None, -1
         try:
-            p = await node.mean(s, members, tag=("merge", number))
+            offset = await node.offset(node.snapshot(), members, tag=("merge", number))
         except PeerLost as error:
             lost = error.peer
         finally:
-            node.post(leader, ("merge", "have", number), note=(float(p is not None), float(lost)))
-        return p
+            node.post(leader, ("merge", "have", number), note=(float(offset is not None), float(lost)))
+        return offset
