@@ -62,7 +62,8 @@ class Node:
         self._merged_steps = 0
         self._stepped: asyncio.Future[None] | None = None
         self._merges = 0
-        self._apart = 0.0
+        self.apart = 0.0
+        """How far apart the two snapshots of an exchange are, as far as this side has seen both."""
         self._scratch = torch.empty(0)
 
     # -- who is there --
@@ -101,7 +102,7 @@ class Node:
 
     def snapshot(self) -> Tensor:
         """A copy of the weights, corrections that are still pending included."""
-        self._snapshot_steps, self._apart = self.steps, 0.0
+        self._snapshot_steps, self.apart = self.steps, 0.0
         return self._replica.snapshot()
 
     def weights(self) -> Tensor:
@@ -264,9 +265,7 @@ class Node:
 
     def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
         """A piece of an exchange: what the strategy makes of it; on the way, how far apart the two are."""
-        partner = self._exchanges.partner
-        if partner is not None and self.rank < partner:  # both sides would measure the same
-            self._apart = math.hypot(self._apart, self._distance(mine, theirs))
+        self.apart = math.hypot(self.apart, self._distance(mine, theirs))
         return self._meet(mine, theirs)
 
     def _distance(self, one: Tensor, other: Tensor) -> float:
@@ -280,9 +279,15 @@ class Node:
             apart = math.hypot(apart, torch.linalg.vector_norm(self._scratch[: piece.numel()]).item())
         return apart
 
-    def met(self, correction: Tensor) -> None:
-        """An exchange is complete."""
-        self.counters.discrepancy_max = max(self.counters.discrepancy_max, self._apart)
+    def met(self, correction: Tensor, apart: float | None = None) -> None:
+        """An exchange is complete; `apart` is what the other side has measured.
+
+        Both sides have met every piece once, or each has met one half for both, twice: the mean square is
+        the square of the distance either way.
+        """
+        if apart is not None:
+            distance = math.sqrt((self.apart**2 + apart**2) / 2)
+            self.counters.discrepancy_max = max(self.counters.discrepancy_max, distance)
         self._merged_steps = self._snapshot_steps
         self._replica.correct(correction, own=True)
 

@@ -894,3 +894,25 @@ def test_rounding_is_refused_where_it_would_add_up():
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with pytest.raises(fw.ConfigError, match="swap snapshots, such as adpsgd"):
         fw.attach(model, optimizer, "nodelay_free", wire="bf16")
+
+
+@pytest.mark.parametrize(("size", "near"), [(SHORT, True), (MANY_PIECES, True), (MANY_PIECES, False)])
+def test_how_far_apart_two_are_is_measured_over_the_whole_vector(size, near, monkeypatch):
+    """Each side meets all of the vector, or one half of it for both: together they know the distance."""
+    if not near:
+        monkeypatch.setattr(shared, "place", lambda: "")
+    apart = threading.Barrier(2)
+
+    def work(place: Place) -> float:
+        model = nn.Linear(size, 1, bias=False)
+        worker = make(place, model, torch.optim.SGD(model.parameters(), lr=0.0), "adpsgd")
+        with worker:
+            offset = torch.arange(size) / size * place.rank  # the second half is farther away
+            move_to(worker, offset)
+            apart.wait(DEADLINE_S)
+            model.weight.grad = torch.ones_like(model.weight)
+            train_until(worker, merges=1)
+        return float(worker.metrics()["discrepancy_max"])
+
+    expected = float(torch.linalg.vector_norm(torch.arange(size) / size))
+    assert max(together(2, work)) == pytest.approx(expected, rel=1e-4)

@@ -69,7 +69,7 @@ def test_a_replica_takes_part_in_one_exchange_at_a_time(monkeypatch):
         assert busy[node.rank] == 1
         return inner_snapshot(node)
 
-    def met(node, correction):
+    def met(node, correction, *_):
         busy[node.rank] -= 1
         inner_met(node, correction)
 
@@ -95,7 +95,7 @@ def test_every_edge_is_used_by_workers_in_step(topology):
     pairs = set()
     for worker in simulation.workers.values():
 
-        def met(correction, node=worker.node, inner=worker.node.met):
+        def met(correction, *apart, node=worker.node, inner=worker.node.met):
             pairs.add((min(node.rank, node._exchanges.partner), max(node.rank, node._exchanges.partner)))
             inner(correction)
 

@@ -118,6 +118,7 @@ class Party:
         self.fabric = TcpFabric(me, Counters())
         self.peer = 1 - rank
         self.meet: Meet = _theirs
+        self.apart = 0.0
         self.mine = self.fabric.windows.make(size, torch.float32).copy_(torch.randn(size))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._exchanges = Exchanges(self.fabric, self, self._spawn, random.Random(rank))
@@ -165,7 +166,7 @@ class Party:
         """The vector itself; an exchange may overwrite it."""
         return self.mine
 
-    def met(self, _: Tensor) -> None:
+    def met(self, _: Tensor, apart: float | None = None) -> None:
         """An exchange is complete."""
         self._done.release()
 

@@ -41,13 +41,16 @@ YES, BUSY = (1.0,), (0.0,)
 class Party(Protocol):
     """Whose replica takes part: gives snapshots, takes what the other had."""
 
+    apart: float
+    """How far apart the two snapshots are, as far as this side has seen both: the callee puts it together."""
+
     def snapshot(self) -> Tensor:
         """The weights, with what is pending."""
 
     def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
         """The correction that follows from the two snapshots, or from the same piece of both."""
 
-    def met(self, correction: Tensor) -> None:
+    def met(self, correction: Tensor, apart: float | None = None) -> None:
         """Both snapshots are here and the other side has them too: correct."""
 
     def count(self, outcome: str) -> None:
@@ -95,7 +98,7 @@ class Exchanges:
                 return False
             correction = await self._swap(peer, tag)
             self.party.met(correction)
-            self.fabric.post(peer, tag)
+            self.fabric.post(peer, tag, note=(self.party.apart,))
             self.party.count("done")
             return True
         except PeerLost:
@@ -151,8 +154,8 @@ class Exchanges:
         self.left = False
         try:
             correction = await self._swap(peer, tag)
-            await self.fabric.receive(tag, peer)
-            self.party.met(correction)
+            done = await self.fabric.receive(tag, peer)
+            self.party.met(correction, *done.note[:1])
             self.party.count("done")
         except PeerLost:
             # Only a caller that has our whole snapshot can have corrected.
