@@ -127,6 +127,7 @@ class Agent:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.fabric.close(why)
+        self.replica.let_go()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine beside training; a failure of it stops training at its next step."""

@@ -177,6 +177,11 @@ class LiveReplica(Replica):
         if self.cuda:
             torch.cuda.synchronize(self.blocks[0].weights.device)
 
+    def let_go(self) -> None:
+        """Keep no memory that was made for exchanges: there are none any more."""
+        self.make_vector = None
+        self._spare.clear()
+
     @property
     def gradient(self) -> Tensor:
         """The gradients as one vector, in `before_step`; where there is none, zeros."""
