@@ -28,7 +28,7 @@ from torch import nn
 import freewheel as fw
 from crew import places
 from freewheel import strategies
-from freewheel.fabric import frames, tcp
+from freewheel.fabric import door, frames, tcp
 from freewheel.fabric.frames import BadFrame, Frame, Kind, pack
 from freewheel.fabric.greeting import Identity
 from freewheel.runtime.rendezvous import Place, Rendezvous
@@ -82,7 +82,9 @@ class Run:
 
     def call(self) -> socket.socket:
         """A connection to worker 0."""
-        sock = socket.create_connection(self.workers[0]._agent.fabric._listener.getsockname(), DEADLINE_S)
+        sock = socket.create_connection(
+            self.workers[0]._agent.fabric._door.listener.getsockname(), DEADLINE_S
+        )
         sock.settimeout(DEADLINE_S)
         return sock
 
@@ -174,8 +176,8 @@ def lines() -> Iterator[Lines]:
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tcp, "GREETING_S", 0.5)
-        patch.setattr(tcp, "PING_S", 0.1)
+        patch.setattr(door, "GREETING_S", 0.5)
+        patch.setattr(tcp, "PINGS", 20)
         one = Run()
         yield one
         one.end()
@@ -468,7 +470,7 @@ def test_strangers_without_keys(tmp_path, lines):
     keys.make(tmp_path / "ours")
     keys.make(tmp_path / "theirs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tcp, "GREETING_S", 0.5)
+        patch.setattr(door, "GREETING_S", 0.5)
         run = Run(tls=tmp_path / "ours")
         crowd = []
         for k in range(12):

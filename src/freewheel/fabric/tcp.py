@@ -10,10 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
-import socket
 import ssl
 from collections.abc import Coroutine
 from typing import Any
@@ -24,18 +22,19 @@ from torch import Tensor
 from freewheel.errors import PeerLost
 from freewheel.fabric import frames
 from freewheel.fabric.base import EXCHANGE, Meet, Message, Note, Tag
+from freewheel.fabric.door import Door, read_head, words
 from freewheel.fabric.frames import BadFrame, Frame, Kind
 from freewheel.fabric.greeting import Identity
-from freewheel.fabric.line import Line, dial, listen, open_line
+from freewheel.fabric.line import Line
 from freewheel.fabric.link import Link
 from freewheel.fabric.mailbox import Mailbox
 from freewheel.fabric.shared import Window, Windows
 from freewheel.fabric.vectors import LONG, Blend, Blends, Mover, Sending
 from freewheel.observe.counters import Counters
 
-GREETING_S = 10.0
-"""How long a connection may take to say who it is."""
-PING_S = 1.0
+PINGS = 4
+"""Signs of life in the time after which silence is a loss."""
+CALL_AGAIN_S = 0.5
 RUNTIME = "run"
 """The first word of tags that are not a strategy's."""
 
@@ -52,18 +51,16 @@ class TcpFabric(Mailbox):
         dtype: torch.dtype = torch.float32,
         wire: torch.dtype | None = None,
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
-        silence_s: float = 20.0,
+        silence_s: float = 2.0,
     ) -> None:
         super().__init__(me.rank)
         self.me, self.world_size, self.counters = me, me.world_size, counters
         self.dtype, self.wire, self.silence_s = dtype, wire or dtype, silence_s
         self.book: dict[int, tuple[str, int]] = {}
         """Where each peer was last known to listen."""
-        self._tls_server = tls[0] if tls else None
-        self._tls_client = tls[1] if tls else None
+        self._encrypted = tls is not None
         self._links: dict[int, Link] = {}
         self._blends = Blends()
-        self._listener: socket.socket | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
         self.windows = Windows()
@@ -72,31 +69,27 @@ class TcpFabric(Mailbox):
         self._far: set[int] = set()
         """Peers whose windows cannot be opened, although they should."""
         self._loop = asyncio.get_running_loop()
+        self._door = Door(
+            me,
+            counters,
+            tls,
+            shares=self._shares,
+            check=self._check_life,
+            admit=self._admit,
+            spawn=self._spawn,
+        )
 
     # -- life --
 
     def open(self, host: str, port: int = 0) -> int:
         """Listen; return the port."""
-        self._listener = listen(host, port)
-        self._spawn(self._accept(self._listener))
         self._spawn(self._watch())
-        return int(self._listener.getsockname()[1])
+        return self._door.open(host, port)
 
     async def connect(self, peer: int, host: str, port: int) -> None:
         """Call a peer; PeerLost with the reason if it cannot be had."""
         self.book[peer] = (host, port)
-        try:
-            async with asyncio.timeout(GREETING_S):
-                line = await dial(host, port, self._tls_client)
-                try:
-                    await line.write(self.me.hello(self._shares(peer)))
-                    frame, tag, _ = await self._head(line)
-                    self.me.check(frame, tag, peer)
-                except BaseException:
-                    line.close()
-                    raise
-        except (OSError, EOFError, TimeoutError, BadFrame) as error:
-            raise PeerLost(peer, f"{host}:{port}: {_words(error)}") from error
+        line, frame, tag = await self._door.call(peer, host, port)
         self._install(Link(line, peer, frame.incarnation, f"{host}:{port}", self.rank), tag)
 
     async def close(self, why: str = "it has finished") -> None:
@@ -105,13 +98,11 @@ class TcpFabric(Mailbox):
         bye = [self._queue(link, Kind.BYE, tag=(why[:200],)) for link in self._links.values()]
         if bye:
             await asyncio.wait(bye, timeout=1.0)
-        listener, self._listener = self._listener, None
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if listener is not None:
-            listener.close()
+        self._door.close()
         await asyncio.to_thread(self.mover.close)
         self.windows.forget_peers()
 
@@ -179,50 +170,11 @@ class TcpFabric(Mailbox):
         """Whether nothing waits to leave."""
         return not (self._blends or any(link.queue for link in self._links.values()))
 
-    # -- greeting --
-
-    async def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, address = await self._loop.sock_accept(listener)
-            except OSError as error:  # no handle is left, for one; who calls tries again
-                log.warning("cannot take a connection: %s", _words(error))
-                await asyncio.sleep(PING_S)
-                continue
-            greeting = self._spawn(self._greet(sock, f"{address[0]}:{address[1]}"))
-            # One that is cancelled before it begins cannot close the socket itself.
-            greeting.add_done_callback(functools.partial(_close_if_cancelled, sock))
-
-    async def _greet(self, sock: socket.socket, address: str) -> None:
-        """A connection came in: let it say who it is."""
-        line: Line | None = None
-        try:
-            async with asyncio.timeout(GREETING_S):
-                line = await open_line(sock, self._tls_server, server=True)
-                try:
-                    frame, tag, _ = await self._head(line)
-                    self.me.check(frame, tag)
-                    self._check_life(frame)
-                except BadFrame as error:
-                    with contextlib.suppress(OSError):
-                        await line.write(self._frame(Kind.REFUSE, tag=(str(error)[:200],)))
-                    raise
-                await line.write(self.me.hello(self._shares(frame.sender)))
-        except BaseException as error:
-            refused = isinstance(error, OSError | EOFError | BadFrame)  # silence and bad keys are OSErrors
-            if refused:
-                log.warning("refused a connection from %s: %s", address, _words(error))
-            if line is not None:
-                line.close()
-            sock.close()
-            if not refused:
-                raise
-        else:
-            self._install(Link(line, frame.sender, frame.incarnation, address, frame.sender), tag)
+    # -- who is let in --
 
     def _shares(self, peer: int) -> bool:
         """Whether this worker is ready to share memory with a peer: not beside keys, nor where it failed."""
-        return self._tls_client is None and peer not in self._far
+        return not self._encrypted and peer not in self._far
 
     def _check_life(self, frame: Frame) -> None:
         known = self._links.get(frame.sender)
@@ -232,6 +184,9 @@ class TcpFabric(Mailbox):
             raise BadFrame(f"it is an earlier life of worker {frame.sender}")
         if known.caller == self.rank > frame.sender:  # both called at once: one call is enough
             raise BadFrame("this worker has called already")
+
+    def _admit(self, line: Line, frame: Frame, tag: Tag, address: str) -> None:
+        self._install(Link(line, frame.sender, frame.incarnation, address, frame.sender), tag)
 
     def _install(self, link: Link, greeting: Tag) -> None:
         same = bool(self.me.place) and greeting[3] == self.me.place and link.line.local
@@ -270,7 +225,7 @@ class TcpFabric(Mailbox):
             log.warning("refused worker %d at %s: %s", link.peer, link.address, error)
         elif error is not None and not isinstance(error, OSError | EOFError):
             log.error("the connection with worker %d failed", link.peer, exc_info=error)
-        return _words(error) if error is not None else "closed"
+        return words(error) if error is not None else "closed"
 
     def _unlink(self, link: Link, why: str) -> None:
         if self._links.get(link.peer) is not link:
@@ -285,24 +240,28 @@ class TcpFabric(Mailbox):
             self._spawn(self._call_again(link.peer))
 
     async def _call_again(self, peer: int) -> None:
-        wait_s = 0.5
         while peer in self.book and peer not in self._links:
-            await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, 8.0)
+            await asyncio.sleep(CALL_AGAIN_S)
             with contextlib.suppress(PeerLost):
                 if peer in self.book and peer not in self._links:
                     await self.connect(peer, *self.book[peer])
 
     async def _watch(self) -> None:
         """Send signs of life; drop who gives none."""
+        now = self._loop.time()
         while True:
-            await asyncio.sleep(PING_S)
+            ping_s, before = self.silence_s / PINGS, now
+            await asyncio.sleep(ping_s)
             now = self._loop.time()
+            if (
+                now - before > 2 * ping_s
+            ):  # this worker itself was held up: what came meanwhile is not read yet
+                continue
             for link in list(self._links.values()):
                 silent_s = now - link.line.heard_s
                 if silent_s > self.silence_s:
                     self._unlink(link, f"it has been silent for {silent_s:.0f} s")
-                elif not link.queue and now - link.spoke_s >= PING_S:
+                elif not link.queue and now - link.spoke_s >= ping_s:
                     self._queue(link, Kind.PING)
 
     # -- writing --
@@ -355,19 +314,9 @@ class TcpFabric(Mailbox):
 
     # -- reading --
 
-    async def _head(self, line: Line) -> tuple[Frame, Tag, Note]:
-        """The next frame up to its vector."""
-        head = bytearray(frames.HEADER.size)
-        await line.read(memoryview(head))
-        frame = frames.parse(head, self.me.run, self.me.longest)
-        rest = bytearray(frame.rest)
-        await line.read(memoryview(rest))
-        self.counters.bytes_in += len(head) + len(rest)
-        return (frame, *frames.parse_rest(frame, rest))
-
     async def _read(self, link: Link) -> None:
         while True:
-            frame, tag, note = await self._head(link.line)
+            frame, tag, note = await read_head(link.line, self.me, self.counters)
             if frame.sender != link.peer or frame.incarnation != link.incarnation:
                 raise BadFrame(f"it is worker {link.peer} and says to be worker {frame.sender}")
             if frame.kind is Kind.BYE:
@@ -435,16 +384,5 @@ class TcpFabric(Mailbox):
             log.error("the network of worker %d failed", self.rank, exc_info=task.exception())
 
 
-def _close_if_cancelled(sock: socket.socket, task: asyncio.Task[None]) -> None:
-    if task.cancelled():
-        sock.close()
-
-
 class _Left(Exception):
     """The peer said goodbye."""
-
-
-def _words(error: BaseException) -> str:
-    if isinstance(error, TimeoutError):
-        return f"no answer within {GREETING_S:.0f} s"
-    return str(error) or type(error).__name__
