@@ -105,6 +105,11 @@ class Node:
         self._snapshot_steps, self.apart = self.steps, 0.0
         return self._replica.snapshot()
 
+    async def fresh(self) -> Tensor:
+        """The same; waits while the weights move, and lets other communication go on meanwhile."""
+        self._snapshot_steps, self.apart = self.steps, 0.0
+        return await self._replica.fresh()
+
     def weights(self) -> Tensor:
         """The same for looking at: a copy that is not going to be merged."""
         return self._replica.snapshot()

@@ -84,6 +84,10 @@ class Replica:
             return self.weights + self._pending
         return self.weights.clone()
 
+    async def fresh(self) -> Tensor:
+        """The same for those who can wait until the weights can be copied."""
+        return self.snapshot()
+
     def correct(self, vector: Tensor, own: bool = False) -> None:
         """Add a correction to what is pending. The vector is handed over: do not use it afterwards.
 

@@ -61,13 +61,13 @@ def test_the_mean_moves_only_by_updates_whatever_interleaves(scenario, topology,
 def test_a_replica_takes_part_in_one_exchange_at_a_time(monkeypatch):
     """Between a worker's snapshot and its correction no other exchange may touch it."""
     busy: dict[int, int] = {}
-    inner_snapshot, inner_met = fw.Node.snapshot, fw.Node.met
+    inner_fresh, inner_met = fw.Node.fresh, fw.Node.met
 
-    def snapshot(node):
+    async def fresh(node):
         assert node._exchanges.partner is not None
         busy[node.rank] = busy.get(node.rank, 0) + 1
         assert busy[node.rank] == 1
-        return inner_snapshot(node)
+        return await inner_fresh(node)
 
     def met(node, correction, *_):
         busy[node.rank] -= 1
@@ -75,7 +75,7 @@ def test_a_replica_takes_part_in_one_exchange_at_a_time(monkeypatch):
 
     simulation = make("adpsgd", workers=6, steps=20, links=fw.Links(mbit=0.1), evaluations=0)
     monkeypatch.setattr(simulation, "_answer", lambda: torch.zeros(16, dtype=torch.float64))
-    monkeypatch.setattr(fw.Node, "snapshot", snapshot)
+    monkeypatch.setattr(fw.Node, "fresh", fresh)
     monkeypatch.setattr(fw.Node, "met", met)
     simulation.run()
     assert set(busy) == set(range(6))

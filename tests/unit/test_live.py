@@ -5,6 +5,7 @@ The weights move as the optimizer's hooks move them, in pieces; all elements are
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import threading
 
@@ -187,6 +188,45 @@ def test_a_snapshot_ends_though_the_training_thread_does_not_step_again():
     thread.join(5.0)
     assert taken, "it waits for a step that does not come"
     check(taken[0], 1, 1, 0)
+
+
+def test_a_step_that_computes_while_weights_move_holds_up_nothing_but_the_snapshot():
+    """A step with a closure takes long. Signs of life must still go out meanwhile."""
+    model = Tower(*ONE_BLOCK, size=8)
+    replica = LiveReplica(model)
+    mover = Mover(model, replica)
+    mover.step()
+
+    async def communicate() -> torch.Tensor:
+        replica.begin_moving()
+        copying = asyncio.create_task(replica.fresh())
+        for _ in range(3):
+            await asyncio.sleep(0)
+            assert not copying.done()
+        replica.boundary()
+        replica.end_moving()
+        return await asyncio.wait_for(copying, 5.0)
+
+    check(asyncio.run(communicate()), 1, 1, 0)
+
+
+def test_a_snapshot_that_is_given_up_leaves_no_order():
+    model = Tower(*ONE_BLOCK, size=8)
+    replica = LiveReplica(model)
+    replica._spare.append(replica.snapshot())
+
+    async def communicate() -> None:
+        replica.begin_moving()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(live, "PATIENCE_S", 0.0)
+            copying = asyncio.create_task(replica.fresh())
+            while not replica._orders:
+                await asyncio.sleep(0)
+            copying.cancel()
+            await asyncio.wait([copying])
+
+    asyncio.run(communicate())
+    assert not replica._orders
 
 
 def test_traffic_of_exchanges_needs_two_vectors():

@@ -162,7 +162,7 @@ class Party:
             task.cancel()
         await self.fabric.close()
 
-    def snapshot(self) -> Tensor:
+    async def fresh(self) -> Tensor:
         """The vector itself; an exchange may overwrite it."""
         return self.mine
 

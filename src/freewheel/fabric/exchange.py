@@ -44,7 +44,7 @@ class Party(Protocol):
     apart: float
     """How far apart the two snapshots are, as far as this side has seen both: the callee puts it together."""
 
-    def snapshot(self) -> Tensor:
+    async def fresh(self) -> Tensor:
         """The weights, with what is pending."""
 
     def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class Exchanges:
 
     async def _swap(self, peer: int, tag: Tag) -> Tensor:
         """Snapshots in both directions at once."""
-        mine = self.fabric.rounded(tag, self.party.snapshot())
+        mine = self.fabric.rounded(tag, await self.party.fresh())
         sending = self.fabric.send(peer, tag, mine)
         try:
             return await self.fabric.blend(peer, tag, mine, self.party.meet, sending)

@@ -13,10 +13,11 @@ neither.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -45,6 +46,14 @@ class Correction:
     ready: torch.cuda.Event | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Order:
+    """A snapshot the training thread is asked to make."""
+
+    into: Tensor
+    made: bool = False
+
+
 class LiveReplica(Replica):
     """Flat weights of a model that is being trained."""
 
@@ -57,8 +66,8 @@ class LiveReplica(Replica):
         """Makes memory for snapshots that other processes can see."""
         self._slot: deque[Correction] = deque()
         self._spare: deque[Tensor] = deque(maxlen=2)
-        self._wanted: deque[Tensor] = deque()
-        self._made = False
+        self._orders: deque[Order] = deque()
+        self._seen = 0
         self.cuda = any(block.weights.is_cuda for block in self.blocks)
         devices = {block.weights.device for block in self.blocks}
         if self.cuda and len(devices) > 1:
@@ -85,10 +94,11 @@ class LiveReplica(Replica):
             moved.record(torch.cuda.current_stream(self.blocks[0].weights.device))
             self._moved = moved
         self.version += self.version % 2
-        if self._wanted:
+        while self._orders:
             with contextlib.suppress(IndexError):  # it may have been taken back
-                self._copy(self._wanted.pop())
-                self._made = True
+                order = self._orders.popleft()
+                self._copy(order.into)
+                order.made = True
 
     def boundary(self) -> None:
         """Add what is pending to the weights; call between begin_moving and end_moving."""
@@ -116,40 +126,64 @@ class LiveReplica(Replica):
 
     def snapshot(self) -> Tensor:
         """A copy of the weights, with what is pending, of one moment between two steps."""
-        while self.version % 2 and not self._spare:
-            time.sleep(POLL_S)  # after the boundary the vector it has added can be used again
-        into = self._take()
-        while not self._try(into) and not self._ask(into):
-            pass
-        return into
-
-    def _try(self, into: Tensor) -> bool:
-        """Copy the weights while they stand still; False if they move nearly all the time."""
-        tries, end_s = 0, time.monotonic() + PATIENCE_S
-        while tries < TRIES and time.monotonic() < end_s:
-            if (version := self.version) % 2:
-                time.sleep(POLL_S)
-                continue
-            tries += 1
-            if self._copy(into) and (self.cuda or version == self.version):
-                return True
-        return False
-
-    def _ask(self, into: Tensor) -> bool:
-        """Let the training thread make the copy after its step; False if it makes none just now."""
-        self._made = False
-        self._wanted.append(into)
+        copying = self._copying()
         while True:
-            version = self.version
+            try:
+                next(copying)
+            except StopIteration as made:
+                vector: Tensor = made.value
+                return vector
             time.sleep(POLL_S)
-            if version % 2 == 0 and version == self.version and not self._made:
-                try:  # it computes, or waits for this very thread: take the order back
-                    self._wanted.pop()
-                    return False
-                except IndexError:
-                    pass  # it is being copied
-            elif self._made:
-                return True
+
+    async def fresh(self) -> Tensor:
+        """The same; the communication thread goes on with other things while the weights move."""
+        copying = self._copying()
+        while True:
+            try:
+                next(copying)
+            except StopIteration as made:
+                vector: Tensor = made.value
+                return vector
+            await asyncio.sleep(POLL_S)
+
+    def _copying(self) -> Generator[None, None, Tensor]:
+        """Make a snapshot; yields where it must wait for a moment."""
+        while self.version % 2 and not self._spare:
+            yield  # after the boundary the vector it has added can be used again
+        into = self._take()
+        while True:
+            tries, end_s = 0, time.monotonic() + PATIENCE_S
+            while tries < TRIES and time.monotonic() < end_s:
+                if (version := self.version) % 2:
+                    yield
+                    continue
+                tries += 1
+                if self._copy(into) and (self.cuda or version == self.version):
+                    return into
+            # Weights move nearly all the time: let the training thread make the copy after its step.
+            order = Order(into)
+            self._orders.append(order)
+            try:
+                while not order.made:
+                    yield
+                    if self._stands_still():  # it computes, or waits for this very thread
+                        self._orders.remove(order)
+                        break
+                else:
+                    return into
+            except ValueError:  # it is being copied
+                while not order.made:
+                    yield
+                return into
+            except GeneratorExit:  # nobody wants it any more
+                with contextlib.suppress(ValueError):
+                    self._orders.remove(order)
+                raise
+
+    def _stands_still(self) -> bool:
+        """Whether no step was made since this was asked before."""
+        before, self._seen = self._seen, self.version
+        return before == self.version and not before % 2
 
     def correct(self, vector: Tensor, own: bool = False) -> None:
         """Let a vector be added at the next boundary."""

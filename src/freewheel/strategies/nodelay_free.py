@@ -203,7 +203,7 @@ class FreeNoDelay(Strategy):
         """How far the mean is from this worker's snapshot, or None if a member was lost; tells the leader."""
         offset, lost = None, -1
         try:
-            offset = await node.offset(node.snapshot(), members, tag=("merge", number))
+            offset = await node.offset(await node.fresh(), members, tag=("merge", number))
         except PeerLost as error:
             lost = error.peer
         finally:
