@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from freewheel import strategies
+from freewheel.runtime import rendezvous
 from freewheel.runtime.attach import Worker
 from freewheel.runtime.rendezvous import Place
 
@@ -70,3 +71,9 @@ def outcomes(n: int, work: Callable[[Place], Any], deadline_s: float = 90.0) -> 
     stuck = [k for k, thread in enumerate(threads) if thread.is_alive()]
     assert not stuck, f"workers {stuck} hang; what became of the others: {ended}"
     return ended
+
+
+def next_life(place: Place) -> Place:
+    """The same place for a worker that comes back, as a new process would see it."""
+    rendezvous._stores.pop(place, None)
+    return place

@@ -30,6 +30,7 @@ def attach(
     tensorboard: str | Path | None = None,
     seed: int = 0,
     join_timeout_s: float = 300.0,
+    heartbeat_s: float = 2.0,
 ) -> Worker:
     """Make a training loop one worker of a run; use it in a with-statement around the loop.
 
@@ -40,6 +41,7 @@ def attach(
     wire: what vectors travel as; bf16 halves the bytes. bind: the address to listen on (default: loopback;
     "auto": the one that reaches MASTER_ADDR). tls: a folder of `freewheel keys`. folder: where to write
     records (JSON lines). tensorboard: where to write them for TensorBoard, too. seed: of the choice of peers.
+    heartbeat_s: a worker that gives no sign of life for so long is gone.
 
         >>> import freewheel as fw, torch
         >>> model = torch.nn.Linear(2, 1)
@@ -67,6 +69,7 @@ def attach(
         tensorboard=tensorboard,
         seed=seed,
         join_timeout_s=join_timeout_s,
+        heartbeat_s=heartbeat_s,
     )
 
 

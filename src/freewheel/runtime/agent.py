@@ -21,6 +21,7 @@ from freewheel.fabric.greeting import Identity
 from freewheel.fabric.tcp import RUNTIME, TcpFabric
 from freewheel.node import Node
 from freewheel.observe.counters import Counters
+from freewheel.runtime.copies import Copies, Rest
 from freewheel.runtime.live import LiveReplica
 from freewheel.runtime.rendezvous import POLL_S, Rendezvous
 from freewheel.strategy import Strategy
@@ -28,7 +29,6 @@ from freewheel.strategy import Strategy
 T = TypeVar("T")
 
 START: Tag = (RUNTIME, "start")
-COPY: Tag = (RUNTIME, "copy")
 FINISHED: Tag = (RUNTIME, "finished")
 STOP: Tag = (RUNTIME, "stop")
 CONSENSUS: Tag = (RUNTIME, "consensus")
@@ -50,7 +50,8 @@ class Agent:
         wire: torch.dtype | None,
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None,
         score: Callable[[], float],
-        buffers: Callable[[], Tensor],
+        rest: Rest,
+        heartbeat_s: float,
     ) -> None:
         self.me, self.replica, self.strategy = me, replica, strategy.copy()
         self.failure: BaseException | None = None
@@ -61,7 +62,7 @@ class Agent:
         self.ready = False
         """Whether this worker has weights that others may copy."""
         self._seed, self._wire, self._tls = seed, wire, tls
-        self._score, self._buffers = score, buffers
+        self._score, self._rest, self._heartbeat_s = score, rest, heartbeat_s
         self._tasks: set[asyncio.Task[Any]] = set()
         self._parts = 0
         self.counters = Counters()
@@ -109,7 +110,10 @@ class Agent:
             self.loop.close()
 
     async def _make(self) -> None:
-        self.fabric = TcpFabric(self.me, self.counters, self.replica.dtype, self._wire, self._tls)
+        self.fabric = TcpFabric(
+            self.me, self.counters, self.replica.dtype, self._wire, self._tls, self._heartbeat_s
+        )
+        self.copies = Copies(self.fabric, self.replica, self._rest)
         if self.strategy.defines("meet"):
             self.replica.make_vector = self.fabric.windows.make
         self.node = Node(
@@ -195,7 +199,7 @@ class Agent:
     async def start(self) -> None:
         """Begin with worker 0's weights, or a living worker's; then let the strategy run."""
         strategy, node = self.strategy, self.node
-        self.spawn(self._hand_out_copies())
+        self.spawn(self.copies.hand_out(self._handover, self.spawn))
         self.spawn(self._hear(FINISHED, self._note_finished))
         self.spawn(self._hear(STOP, self._note_stop))
         self.spawn(self._hand_out_parts())
@@ -204,7 +208,7 @@ class Agent:
         node.hold()
         if self.me.incarnation > 1:
             node.rejoined = True
-            await self._copy()
+            await self.copies.take()
         elif self.me.world_size > 1:
             members = self.fabric.members
             root = members[0]
@@ -212,37 +216,20 @@ class Agent:
             message = await collectives.broadcast(self.fabric, members, root, vector, START)
             if self.me.rank != root:
                 self.replica.load(message.payload)
+            buffers = self._rest.buffers()
+            if buffers.numel():
+                tag = (*START, "buffers")
+                message = await collectives.broadcast(self.fabric, members, root, buffers, tag)
+                if self.me.rank != root:
+                    self._rest.set_buffers(message.payload)
         await strategy.start(node)
         node.release()
         self.ready = True
         if strategy.defines("background"):
             self.spawn(strategy.background(node))
 
-    async def _copy(self) -> None:
-        """Load a living worker's weights; where nobody has any, the lowest rank begins anew."""
-        tries = 0
-        while True:
-            for peer in self.fabric.members:
-                if peer == self.me.rank:
-                    continue
-                tries += 1
-                try:
-                    self.fabric.post(peer, COPY, note=(tries,))
-                    answer = await self.fabric.receive((*COPY, tries), peer)
-                except PeerLost:
-                    continue
-                if answer.vector is not None:
-                    self.replica.load(answer.vector)
-                    return
-            if self.fabric.members[0] == self.me.rank:
-                return
-            await asyncio.sleep(POLL_S)
-
-    async def _hand_out_copies(self) -> None:
-        while True:
-            request = await self.fabric.receive(COPY)
-            vector = self.strategy.handover(self.node) if self.ready else None
-            self.fabric.post(request.sender, (*COPY, int(request.note[0])), vector)
+    def _handover(self) -> Tensor | None:
+        return self.strategy.handover(self.node) if self.ready else None
 
     # -- what workers tell each other beside the strategy --
 
@@ -316,7 +303,7 @@ class Agent:
             raise WorkerLost(NO_ANSWER)
         vector = torch.zeros(self.replica.size, dtype=self.replica.dtype) if part is None else part
         weights = await collectives.ring_sum(self.fabric, members, vector, (*CONSENSUS, "weights", attempt))
-        buffers = self._buffers()
+        buffers = self._rest.buffers()
         if buffers.numel():
             tag = (*CONSENSUS, "buffers", attempt)
             buffers = (await collectives.ring_sum(self.fabric, members, buffers, tag)).div_(len(members))
@@ -340,7 +327,7 @@ class Agent:
         """Of every worker: its rank, its part in the answer, its buffers, its steps. Own the vectors."""
         self._parts += 1
         tag: Tag = (RUNTIME, "part", self._parts)
-        yield self.me.rank, self.strategy.answer(self.node), self._buffers(), self.counters.steps
+        yield self.me.rank, self.strategy.answer(self.node), self._rest.buffers(), self.counters.steps
         asked = [peer for peer in self.fabric.members if peer != self.me.rank]
         for peer in asked:
             self.fabric.post(peer, (RUNTIME, "part"), note=(self._parts,))
@@ -358,7 +345,7 @@ class Agent:
             tag: Tag = (RUNTIME, "part", int(request.note[0]))
             part = self.strategy.answer(self.node) if self.ready else None
             self.fabric.post(request.sender, (*tag, "weights"), part, note=(self.counters.steps,))
-            self.fabric.post(request.sender, (*tag, "buffers"), self._buffers())
+            self.fabric.post(request.sender, (*tag, "buffers"), self._rest.buffers())
 
 
 def _nothing_under_way(notes: dict[int, tuple[float, ...]]) -> bool:

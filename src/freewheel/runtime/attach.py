@@ -22,12 +22,13 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
+from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost, at_least
 from freewheel.fabric import shared
 from freewheel.fabric.greeting import Identity
 from freewheel.replica import Replica, flatten
 from freewheel.runtime import keys
 from freewheel.runtime.agent import STOP, Agent
+from freewheel.runtime.copies import Rest, set_flat_buffers
 from freewheel.runtime.live import LiveReplica
 from freewheel.runtime.records import Recorder
 from freewheel.runtime.rendezvous import Options, Place, Rendezvous, address_for
@@ -61,6 +62,7 @@ class Worker:
         tensorboard: str | Path | None = None,
         seed: int = 0,
         join_timeout_s: float = 300.0,
+        heartbeat_s: float = 2.0,
     ) -> None:
         if wire not in WIRES:
             raise ConfigError(f"wire must be one of {', '.join(WIRES)}, not {wire!r}.")
@@ -72,6 +74,8 @@ class Worker:
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._wire, self._bind, self._tls = WIRES[wire], bind, tls
         self._tensorboard = tensorboard
+        at_least("heartbeat_s", heartbeat_s, 0.1)
+        self._heartbeat_s = heartbeat_s
         self._folder, self._seed, self._timeout_s, self._version = folder, seed, join_timeout_s, version
         self._place = place or Place.read()
         self.rank, self.world_size = self._place.rank, self._place.world_size
@@ -185,6 +189,7 @@ class Worker:
         tls = self._tls or options.tls
         bind = self._bind or options.bind or self._loopback()
         self._replica = LiveReplica(self._model)
+        self._rest = Rest(self._model, self._optimizer, self._replica.dtype)
         me = Identity(
             bytes.fromhex(options.run),
             self.rank,
@@ -192,7 +197,7 @@ class Worker:
             incarnation,
             self._version,
             model,
-            longest=max(self._replica.size, flat_buffers(self._model).numel()),
+            longest=max(self._replica.size, self._rest.buffers().numel()),
             wire="bf16" if self._wire else "fp32",
             place=shared.place(),
         )
@@ -204,7 +209,8 @@ class Worker:
             wire=self._wire,
             tls=keys.contexts(Path(tls)) if tls else None,
             score=self._score,
-            buffers=lambda: flat_buffers(self._model).to(self._replica.dtype),
+            rest=self._rest,
+            heartbeat_s=self._heartbeat_s,
         )
         self._agent.node.momentum = float(self._optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
         try:
@@ -376,22 +382,3 @@ class Worker:
                 f"{self._strategy.name} compares the workers' losses: call worker.report(loss) in every step."
             )
         return math.inf
-
-
-def _floating(model: nn.Module) -> list[Tensor]:
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-
-
-def flat_buffers(model: nn.Module) -> Tensor:
-    """BatchNorm's statistics and the like as one vector."""
-    parts = [buffer.detach().flatten().float().cpu() for buffer in _floating(model)]
-    return torch.cat(parts) if parts else torch.empty(0)
-
-
-@torch.no_grad()
-def set_flat_buffers(model: nn.Module, vector: Tensor) -> None:
-    """The way back."""
-    at = 0
-    for buffer in _floating(model):
-        buffer.copy_(vector[at : at + buffer.numel()].view(buffer.shape))
-        at += buffer.numel()

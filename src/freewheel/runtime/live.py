@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,9 +48,9 @@ class Correction:
 
 @dataclass(slots=True, eq=False)
 class Order:
-    """A snapshot the training thread is asked to make."""
+    """What the training thread is asked to do after its step."""
 
-    into: Tensor
+    act: Callable[[], bool]
     made: bool = False
 
 
@@ -97,7 +97,7 @@ class LiveReplica(Replica):
         while self._orders:
             with contextlib.suppress(IndexError):  # it may have been taken back
                 order = self._orders.popleft()
-                self._copy(order.into)
+                order.act()
                 order.made = True
 
     def boundary(self) -> None:
@@ -126,31 +126,28 @@ class LiveReplica(Replica):
 
     def snapshot(self) -> Tensor:
         """A copy of the weights, with what is pending, of one moment between two steps."""
-        copying = self._copying()
-        while True:
-            try:
-                next(copying)
-            except StopIteration as made:
-                vector: Tensor = made.value
-                return vector
+        while self.version % 2 and not self._spare:
+            time.sleep(POLL_S)  # after the boundary the vector it has added can be used again
+        into = self._take()
+        for _ in self._between_steps(lambda: self._copy(into)):
             time.sleep(POLL_S)
+        return into
 
     async def fresh(self) -> Tensor:
         """The same; the communication thread goes on with other things while the weights move."""
-        copying = self._copying()
-        while True:
-            try:
-                next(copying)
-            except StopIteration as made:
-                vector: Tensor = made.value
-                return vector
+        while self.version % 2 and not self._spare:
+            await asyncio.sleep(POLL_S)
+        into = self._take()
+        await self.between_steps(lambda: self._copy(into))
+        return into
+
+    async def between_steps(self, act: Callable[[], bool]) -> None:
+        """Let something look at one moment between two steps; it says whether it got to see one."""
+        for _ in self._between_steps(act):
             await asyncio.sleep(POLL_S)
 
-    def _copying(self) -> Generator[None, None, Tensor]:
-        """Make a snapshot; yields where it must wait for a moment."""
-        while self.version % 2 and not self._spare:
-            yield  # after the boundary the vector it has added can be used again
-        into = self._take()
+    def _between_steps(self, act: Callable[[], bool]) -> Iterator[None]:
+        """The same; yields where it must wait for a moment."""
         while True:
             tries, end_s = 0, time.monotonic() + PATIENCE_S
             while tries < TRIES and time.monotonic() < end_s:
@@ -158,10 +155,10 @@ class LiveReplica(Replica):
                     yield
                     continue
                 tries += 1
-                if self._copy(into) and (self.cuda or version == self.version):
-                    return into
-            # Weights move nearly all the time: let the training thread make the copy after its step.
-            order = Order(into)
+                if act() and (self.cuda or version == self.version):
+                    return
+            # Weights move nearly all the time: let the training thread do it after its step.
+            order = Order(act)
             self._orders.append(order)
             try:
                 while not order.made:
@@ -170,11 +167,11 @@ class LiveReplica(Replica):
                         self._orders.remove(order)
                         break
                 else:
-                    return into
-            except ValueError:  # it is being copied
+                    return
+            except ValueError:  # it is at it
                 while not order.made:
                     yield
-                return into
+                return
             except GeneratorExit:  # nobody wants it any more
                 with contextlib.suppress(ValueError):
                     self._orders.remove(order)

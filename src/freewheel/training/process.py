@@ -22,7 +22,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from freewheel import api, strategies, tasks
 from freewheel.errors import Diverged, FreewheelError
 from freewheel.replica import Replica, flatten
-from freewheel.runtime.attach import Worker, flat_buffers, set_flat_buffers
+from freewheel.runtime.attach import Worker
+from freewheel.runtime.copies import flat_buffers, set_flat_buffers
 from freewheel.sim.driver import spread
 from freewheel.task import Task
 from freewheel.training.job import DDP, Job

@@ -1,0 +1,142 @@
+"""Copying a living worker: its weights, its buffers and its optimizer's state, for one that joins.
+
+The worker that is copied goes on training. Its weights and its optimizer's state are read between two of
+its steps; what cannot be longer than a vector of the run may be travels in several.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from freewheel.errors import ConfigError, PeerLost
+from freewheel.fabric.base import Message, Tag
+from freewheel.fabric.tcp import RUNTIME, TcpFabric
+from freewheel.runtime import states
+from freewheel.runtime.live import LiveReplica
+from freewheel.runtime.rendezvous import POLL_S
+
+COPY: Tag = (RUNTIME, "copy")
+
+log = logging.getLogger("freewheel")
+
+
+def _beside_weights(model: nn.Module) -> list[Tensor]:
+    frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
+    return [one for one in (*model.buffers(), *frozen) if one.is_floating_point()]
+
+
+def flat_buffers(model: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
+    """BatchNorm's statistics, frozen parameters and the like as one vector."""
+    parts = [one.detach().flatten().to("cpu", dtype) for one in _beside_weights(model)]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+
+
+@torch.no_grad()
+def set_flat_buffers(model: nn.Module, vector: Tensor) -> None:
+    """The way back."""
+    at = 0
+    for one in _beside_weights(model):
+        one.copy_(vector[at : at + one.numel()].view(one.shape))
+        at += one.numel()
+
+
+class Rest:
+    """What a worker has beside the weights that train."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
+        self._model, self._dtype, self.optimizer = model, dtype, optimizer
+
+    def buffers(self) -> Tensor:
+        """BatchNorm's statistics, frozen parameters and the like."""
+        return flat_buffers(self._model, self._dtype)
+
+    def set_buffers(self, vector: Tensor) -> None:
+        """The way back."""
+        set_flat_buffers(self._model, vector)
+
+
+class Copies:
+    """One worker's side of both: copying another, and being copied."""
+
+    def __init__(self, fabric: TcpFabric, replica: LiveReplica, rest: Rest) -> None:
+        self._fabric, self._replica, self._rest = fabric, replica, rest
+        self._tries = 0
+
+    async def take(self) -> bool:
+        """Become a copy of a living worker; False: nobody has anything to copy, and others wait for this."""
+        fabric = self._fabric
+        while True:
+            for peer in fabric.members:
+                if peer != fabric.rank and await self._take_from(peer):
+                    return True
+            if fabric.members[0] == fabric.rank:
+                return False
+            await asyncio.sleep(POLL_S)
+
+    async def _take_from(self, peer: int) -> bool:
+        self._tries += 1
+        tag: Tag = (*COPY, self._tries)
+        try:
+            self._fabric.post(peer, COPY, note=(self._tries,))
+            weights = await self._fabric.receive((*tag, "weights"), peer)
+            if weights.vector is None:
+                return False
+            buffers = await self._fabric.receive((*tag, "buffers"), peer)
+            parts = [
+                (await self._fabric.receive((*tag, "state"), peer)).payload
+                for _ in range(int(weights.note[0]))
+            ]
+        except PeerLost:
+            return False
+        self._replica.load(weights.vector)
+        self._rest.set_buffers(buffers.payload)
+        if parts:
+            try:
+                self._rest.optimizer.load_state_dict(states.unpack(torch.cat(parts)))
+            except (ValueError, KeyError, RuntimeError) as error:  # it has another optimizer
+                log.warning("the optimizer begins without worker %d's state: %s", peer, error)
+        return True
+
+    async def hand_out(
+        self,
+        handover: Callable[[], Tensor | None],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        """Answer those who want a copy, for ever; `handover` gives the weights, or None: not yet."""
+        while True:
+            request = await self._fabric.receive(COPY)
+            spawn(self._give(request, handover))
+
+    async def _give(self, request: Message, handover: Callable[[], Tensor | None]) -> None:
+        peer, tag = request.sender, (*COPY, int(request.note[0]))
+        weights = handover()
+        state = await self._state() if weights is not None else None
+        parts = [] if state is None else list(torch.split(state, self._fabric.me.longest))
+        self._fabric.post(peer, (*tag, "weights"), weights, note=(len(parts),))
+        self._fabric.post(peer, (*tag, "buffers"), self._rest.buffers())
+        for part in parts:
+            self._fabric.post(peer, (*tag, "state"), part.clone())
+
+    async def _state(self) -> Tensor | None:
+        """The optimizer's state of one moment between two steps."""
+        found: list[Tensor | None] = [None]
+
+        def look() -> bool:
+            version = self._replica.version
+            try:
+                found[0] = states.pack(self._rest.optimizer.state_dict(), self._replica.dtype)
+            except ConfigError as error:
+                log.warning("%s It begins anew on the worker that joins.", error)
+                found[0] = None
+            except RuntimeError:  # a step has changed it under our eyes
+                return False
+            return version == self._replica.version
+
+        await self._replica.between_steps(look)
+        return found[0]

@@ -1,0 +1,93 @@
+"""Workers come and go: who joins copies a living worker, whole, and the others go on."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import nn
+
+import crew
+from crew import next_life, together
+from freewheel.runtime.rendezvous import Place
+
+DEADLINE_S = 60.0
+
+
+class Left(Exception):
+    """What ends a worker's first life."""
+
+
+def net(seed: int) -> nn.Module:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 2), nn.Linear(2, 1))
+    model[3].requires_grad_(False)
+    return model
+
+
+def attach(place: Place, seed: int) -> tuple[nn.Module, crew.Worker]:
+    model = net(seed)
+    weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.Adam(weights, lr=0.01)
+    made = crew.Worker(
+        model, optimizer, crew.strategies.resolve("adpsgd"), version="test", place=place, join_timeout_s=30.0
+    )
+    return model, made
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+
+
+def everything(worker: crew.Worker) -> list[torch.Tensor]:
+    """All that makes a worker: weights, statistics, frozen parameters, the optimizer's state."""
+    model = [one.detach().clone() for one in worker._model.state_dict().values() if one.is_floating_point()]
+    state = worker._optimizer.state_dict()["state"]
+    return model + [one.clone() for k in sorted(state) for _, one in sorted(state[k].items())]
+
+
+def test_all_begin_with_all_of_worker_0():
+    """Buffers and frozen parameters too."""
+
+    def work(place: Place) -> list[torch.Tensor]:
+        _, worker = attach(place, seed=place.rank)
+        with worker:
+            return everything(worker)
+
+    first, *others = together(3, work)
+    for other in others:
+        assert all(map(torch.equal, first, other))
+
+
+def test_a_worker_that_comes_back_is_a_copy_of_a_living_one():
+    gone, still, back = threading.Event(), threading.Barrier(2), threading.Event()
+
+    def work(place: Place) -> list[torch.Tensor]:
+        model, worker = attach(place, seed=place.rank)
+        if place.rank == 1:
+            try:
+                with worker:
+                    step(model, worker._optimizer)
+                    raise Left
+            except Left:
+                gone.set()
+            still.wait(DEADLINE_S)
+            model, worker = attach(next_life(place), seed=7)
+            with worker:
+                found = everything(worker)
+                back.set()
+            return found
+        with worker:
+            assert gone.wait(DEADLINE_S)
+            for _ in range(5):
+                step(model, worker._optimizer)
+            still.wait(DEADLINE_S)  # from now on nothing moves
+            assert back.wait(DEADLINE_S)
+            return everything(worker)
+
+    living, returned = together(2, work)
+    assert len(living) == len(returned) > 10
+    for mine, theirs in zip(living, returned, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
