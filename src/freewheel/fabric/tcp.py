@@ -59,6 +59,8 @@ class TcpFabric(Mailbox):
         self.book: dict[int, tuple[str, int]] = {}
         """Where each peer was last known to listen."""
         self._encrypted = tls is not None
+        self.lives: dict[int, int] = {me.rank: me.incarnation}
+        """Which life of each worker was the last one seen."""
         self._links: dict[int, Link] = {}
         self._blends = Blends()
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -195,6 +197,7 @@ class TcpFabric(Mailbox):
         if known is not None:
             self._unlink(known, "it connected again")
         self._links[link.peer] = link
+        self.lives[link.peer] = link.incarnation
         link.task = self._spawn(self._keep(link))
         self.gain(link.peer)
 

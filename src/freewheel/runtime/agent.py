@@ -8,7 +8,7 @@ import contextlib
 import random
 import ssl
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -59,6 +59,8 @@ class Agent:
         """Whether a worker has asked all to stop."""
         self.finished: dict[int, int] = {}
         """Workers whose loop has ended, each with the epoch in which it said so."""
+        self.late = False
+        """Whether this worker comes into a run that goes on already."""
         self.ready = False
         """Whether this worker has weights that others may copy."""
         self._seed, self._wire, self._tls = seed, wire, tls
@@ -147,9 +149,11 @@ class Agent:
 
     # -- joining --
 
-    async def join(self, rendezvous: Rendezvous, bind: str, address: str, timeout_s: float) -> None:
-        """Meet the others: connect, get the weights to begin with, start the strategy."""
-        first = self.me.incarnation == 1
+    async def join(
+        self, rendezvous: Rendezvous, first: Sequence[int], bind: str, address: str, timeout_s: float
+    ) -> None:
+        """Meet the others: those the run begins with (`first`); who comes later, those there are."""
+        self.late = self.me.incarnation > 1 or self.me.rank not in first
         try:
             port = self.fabric.open(bind)
         except OSError as error:
@@ -157,14 +161,16 @@ class Agent:
                 f"cannot listen on {bind}: {error.strerror or error}. Give bind an address of this machine."
             ) from None
         await asyncio.to_thread(rendezvous.publish, address, port, self.me.incarnation)
-        others = [peer for peer in range(self.me.world_size) if peer != self.me.rank]
+        others = [peer for peer in first if peer != self.me.rank]
+        if self.late:
+            others = await asyncio.to_thread(rendezvous.known)
         gone: dict[int, str] = {}
         end = self.loop.time() + timeout_s
         while missing := [peer for peer in others if peer not in self.fabric.members and peer not in gone]:
             for peer in missing:
                 # The higher rank calls; one that comes back calls everybody.
-                if peer < self.me.rank or not first:
-                    await self._call(rendezvous, peer, gone, first)
+                if peer < self.me.rank or self.late:
+                    await self._call(rendezvous, peer, gone)
                 elif (why := await asyncio.to_thread(rendezvous.absent, peer)) is not None:
                     gone[peer] = why
             if self.loop.time() > end:
@@ -174,13 +180,13 @@ class Agent:
                     "Start all workers, or give attach a longer join_timeout_s."
                 )
             await asyncio.sleep(POLL_S)
-        if first and gone and any(self.strategy.needs(peer) for peer in gone):
+        if not self.late and gone and any(self.strategy.needs(peer) for peer in gone):
             peer, why = next((peer, why) for peer, why in gone.items() if self.strategy.needs(peer))
             raise WorkerLost(
                 f"{self.strategy.name} needs worker {peer}, which is not coming: {why.rstrip('.')}."
             )
 
-    async def _call(self, rendezvous: Rendezvous, peer: int, gone: dict[int, str], first: bool) -> None:
+    async def _call(self, rendezvous: Rendezvous, peer: int, gone: dict[int, str]) -> None:
         if (why := await asyncio.to_thread(rendezvous.absent, peer)) is not None:
             gone[peer] = why
             return
@@ -188,12 +194,12 @@ class Agent:
         try:
             if known is not None:
                 await self.fabric.connect(peer, *known)
-            elif not first:
+            elif self.late:
                 gone[peer] = "it has not come yet"
         except PeerLost as error:
             if "refused this worker" in error.why and "called already" not in error.why:
                 raise ConfigError(f"worker {self.me.rank} cannot join: {error}.") from None
-            if not first:
+            if self.late:
                 gone[peer] = error.why  # it comes back by itself
 
     async def start(self) -> None:
@@ -206,22 +212,21 @@ class Agent:
         if strategy.defines("meet"):
             self.spawn(node.answer_calls())
         node.hold()
-        if self.me.incarnation > 1:
-            node.rejoined = True
-            await self.copies.take()
-        elif self.me.world_size > 1:
+        if self.late:
+            node.rejoined = await self.copies.take()
+        elif len(self.fabric.members) > 1:
             members = self.fabric.members
             root = members[0]
             vector = self.replica.snapshot() if self.me.rank == root else None
             message = await collectives.broadcast(self.fabric, members, root, vector, START)
             if self.me.rank != root:
                 self.replica.load(message.payload)
-            buffers = self._rest.buffers()
-            if buffers.numel():
-                tag = (*START, "buffers")
-                message = await collectives.broadcast(self.fabric, members, root, buffers, tag)
+            fixed = self._rest.fixed()
+            if fixed.numel():
+                tag = (*START, "fixed")
+                message = await collectives.broadcast(self.fabric, members, root, fixed, tag)
                 if self.me.rank != root:
-                    self._rest.set_buffers(message.payload)
+                    self._rest.set_fixed(message.payload)
         await strategy.start(node)
         node.release()
         self.ready = True

@@ -31,6 +31,7 @@ from freewheel.runtime.agent import STOP, Agent
 from freewheel.runtime.copies import Rest, set_flat_buffers
 from freewheel.runtime.live import LiveReplica
 from freewheel.runtime.records import Recorder
+from freewheel.runtime.registrar import Registrar
 from freewheel.runtime.rendezvous import Options, Place, Rendezvous, address_for
 from freewheel.strategy import Strategy
 
@@ -86,6 +87,7 @@ class Worker:
         self._loss: Tensor | float = math.nan
         self._began_s = self._step_began_s = 0.0
         self._store: Rendezvous | None = None
+        self._registrar: Registrar | None = None
         self._inside = False
 
     def _check_optimizer(self) -> None:
@@ -193,11 +195,11 @@ class Worker:
         me = Identity(
             bytes.fromhex(options.run),
             self.rank,
-            self.world_size,
+            self._store.most if self._store is not None else 1,
             incarnation,
             self._version,
             model,
-            longest=max(self._replica.size, self._rest.buffers().numel()),
+            longest=max(self._replica.size, self._rest.fixed().numel()),
             wire="bf16" if self._wire else "fp32",
             place=shared.place(),
         )
@@ -217,8 +219,11 @@ class Worker:
             if self._store is not None:
                 address = address_for(place.host) if bind in ("0.0.0.0", "auto") else bind
                 bind = address if bind == "auto" else bind
-                self._agent.call(self._agent.join(self._store, bind, address, self._timeout_s))
+                first = range(options.workers or place.world_size)
+                self._agent.call(self._agent.join(self._store, first, bind, address, self._timeout_s))
             self._agent.call(self._agent.start())
+            if self._store is not None:
+                self._registrar = Registrar(self._store, lambda: dict(self._agent.fabric.lives))
             self._recorder = Recorder(
                 self.metrics,
                 self._folder or options.folder,
@@ -248,6 +253,8 @@ class Worker:
                 self._check()
                 self._answer = self._patiently(self._agent.finish())
         finally:
+            if self._registrar is not None:
+                self._registrar.end()
             self._recorder.close()
             why = "it has finished" if error is None else f"it left with {type(error).__name__}"
             if error is not None and self._store is not None:

@@ -26,24 +26,31 @@ COPY: Tag = (RUNTIME, "copy")
 log = logging.getLogger("freewheel")
 
 
-def _beside_weights(model: nn.Module) -> list[Tensor]:
-    frozen = (parameter for parameter in model.parameters() if not parameter.requires_grad)
-    return [one for one in (*model.buffers(), *frozen) if one.is_floating_point()]
-
-
-def flat_buffers(model: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
-    """BatchNorm's statistics, frozen parameters and the like as one vector."""
-    parts = [one.detach().flatten().to("cpu", dtype) for one in _beside_weights(model)]
+def _flat(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    parts = [one.detach().flatten().to("cpu", dtype) for one in tensors]
     return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
 
 
 @torch.no_grad()
-def set_flat_buffers(model: nn.Module, vector: Tensor) -> None:
-    """The way back."""
+def _fill(tensors: list[Tensor], vector: Tensor) -> None:
     at = 0
-    for one in _beside_weights(model):
+    for one in tensors:
         one.copy_(vector[at : at + one.numel()].view(one.shape))
         at += one.numel()
+
+
+def _buffers(model: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+
+
+def flat_buffers(model: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
+    """BatchNorm's statistics and the like as one vector: what a consensus averages beside the weights."""
+    return _flat(_buffers(model), dtype)
+
+
+def set_flat_buffers(model: nn.Module, vector: Tensor) -> None:
+    """The way back."""
+    _fill(_buffers(model), vector)
 
 
 class Rest:
@@ -52,13 +59,21 @@ class Rest:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
         self._model, self._dtype, self.optimizer = model, dtype, optimizer
 
+    def _fixed(self) -> list[Tensor]:
+        frozen = (parameter for parameter in self._model.parameters() if not parameter.requires_grad)
+        return _buffers(self._model) + [one.data for one in frozen if one.is_floating_point()]
+
     def buffers(self) -> Tensor:
-        """BatchNorm's statistics, frozen parameters and the like."""
+        """BatchNorm's statistics and the like."""
         return flat_buffers(self._model, self._dtype)
 
-    def set_buffers(self, vector: Tensor) -> None:
+    def fixed(self) -> Tensor:
+        """The same with frozen parameters: what all begin with alike."""
+        return _flat(self._fixed(), self._dtype)
+
+    def set_fixed(self, vector: Tensor) -> None:
         """The way back."""
-        set_flat_buffers(self._model, vector)
+        _fill(self._fixed(), vector)
 
 
 class Copies:
@@ -87,7 +102,7 @@ class Copies:
             weights = await self._fabric.receive((*tag, "weights"), peer)
             if weights.vector is None:
                 return False
-            buffers = await self._fabric.receive((*tag, "buffers"), peer)
+            fixed = await self._fabric.receive((*tag, "fixed"), peer)
             parts = [
                 (await self._fabric.receive((*tag, "state"), peer)).payload
                 for _ in range(int(weights.note[0]))
@@ -95,7 +110,7 @@ class Copies:
         except PeerLost:
             return False
         self._replica.load(weights.vector)
-        self._rest.set_buffers(buffers.payload)
+        self._rest.set_fixed(fixed.payload)
         if parts:
             try:
                 self._rest.optimizer.load_state_dict(states.unpack(torch.cat(parts)))
@@ -119,7 +134,7 @@ class Copies:
         state = await self._state() if weights is not None else None
         parts = [] if state is None else list(torch.split(state, self._fabric.me.longest))
         self._fabric.post(peer, (*tag, "weights"), weights, note=(len(parts),))
-        self._fabric.post(peer, (*tag, "buffers"), self._rest.buffers())
+        self._fabric.post(peer, (*tag, "fixed"), self._rest.fixed())
         for part in parts:
             self._fabric.post(peer, (*tag, "state"), part.clone())
 

@@ -1,7 +1,8 @@
 """How the workers of a run find each other: the environment says where the store is, the store says the rest.
 
 The store (a c10d TCPStore: the launcher's, torchrun's, or worker 0's) holds the run's options, the model's
-signature and the address book. It is needed to join, not to train.
+signature and the address book. It is needed to join, not to train: when it goes, training goes on, and when
+it comes back, empty, the workers enter themselves again.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import hashlib
 import ipaddress
 import json
+import logging
 import os
 import secrets
 import socket
@@ -26,6 +28,12 @@ from freewheel.errors import ConfigError, WorkerLost
 
 POLL_S = 0.05
 OPTIONS = "freewheel/options"
+REGISTER_S = 1.0
+"""Between two looks whether the store still knows this worker."""
+STORE_S = 5.0
+"""How long a store may take to answer once training has begun."""
+
+log = logging.getLogger("freewheel")
 
 
 @dataclass(frozen=True)
@@ -96,6 +104,10 @@ class Options:
     tls: str | None = None
     console: bool = False
     tensorboard: str | None = None
+    workers: int = 0
+    """How many workers the run begins with; 0: as many as the environment says."""
+    most: int = 0
+    """How many it may have at once; 0: no more than it begins with."""
 
 
 _stores: dict[Place, tuple[Store, int]] = {}
@@ -106,22 +118,28 @@ class Rendezvous:
     """One worker's view of the store."""
 
     def __init__(self, place: Place, timeout_s: float) -> None:
-        self.place, self.timeout_s = place, timeout_s
+        self.place, self.timeout_s, self.most = place, timeout_s, place.world_size
         self._base, used = _stores.get(place) or (_connect(place, timeout_s), 0)
         _stores[place] = self._base, used + 1
         self._used = used
-        self._store: Store = PrefixStore(f"freewheel/{place.attempt}/{used}", self._base)
+        self._prefix = f"freewheel/{place.attempt}/{used}"
+        self._store: Store = PrefixStore(self._prefix, self._base)
+        self._options = self._model = self._address = ""
 
     def options(self) -> Options:
         """The launcher's options; where there is no launcher of ours, those of whoever came first."""
         node = self.place.rank // max(1, self.place.local_world_size)
-        own = f"{OPTIONS}/{node}"  # a launcher on another host has an address of its own to listen on
-        if self._base.check([OPTIONS]):
-            text = self._base.get(own if self._base.check([own]) else OPTIONS)
+        # A launcher on another host has an address of its own to listen on.
+        names = (f"{OPTIONS}/worker/{self.place.rank}", f"{OPTIONS}/{node}", OPTIONS)
+        name = next((name for name in names if self._base.check([name])), None)
+        if name is not None:
+            self._options = self._base.get(name).decode()
         else:
-            text = self._store.compare_set(OPTIONS, "", json.dumps({"run": secrets.token_hex(16)}))
-        given = json.loads(text)
+            ours = json.dumps({"run": secrets.token_hex(16)})
+            self._options = self._store.compare_set(OPTIONS, "", ours).decode()
+        given = json.loads(self._options)
         options = Options(**{key: given[key] for key in Options.__dataclass_fields__ if key in given})
+        self.most = max(options.most, options.workers, self.place.world_size)
         # What is said in a process's second use of a run does not belong to its first.
         return replace(options, run=hashlib.sha256(f"{options.run}/{self._used}".encode()).hexdigest()[:32])
 
@@ -131,7 +149,7 @@ class Rendezvous:
 
     def check_model(self, model: nn.Module, incarnation: int) -> str:
         """Compare the model with worker 0's; return the digest of the signature both have."""
-        mine = json.dumps(signature(model))
+        mine = self._model = json.dumps(signature(model))
         if self.place.rank == 0 and incarnation == 1:
             self._store.set("model", mine)
         elif (theirs := self._get("model", "worker 0")) != mine:
@@ -146,7 +164,42 @@ class Rendezvous:
     def publish(self, host: str, port: int, incarnation: int) -> None:
         """Enter this worker into the address book."""
         self._store.delete_key(f"absent/{self.place.rank}")  # of an earlier life
-        self._store.set(f"address/{self.place.rank}", json.dumps([host, port, incarnation]))
+        self._address = json.dumps([host, port, incarnation])
+        self._store.set(f"address/{self.place.rank}", self._address)
+
+    def register(self, lives: Mapping[int, int]) -> bool:
+        """Enter this worker again into a store that does not know it; whether there is a store.
+
+        What it knows of the run goes along, and which life of each rank was the last it saw: one that comes
+        back must not be taken for an earlier one. Each time over a new connection: the store's own would
+        neither notice that there is another store now nor give up on one that hangs.
+        """
+        place = self.place
+        try:
+            socket.create_connection((place.host, place.port), timeout=STORE_S).close()
+            base = TCPStore(
+                place.host, place.port, None, False, timedelta(seconds=STORE_S), wait_for_workers=False
+            )
+            store = PrefixStore(self._prefix, base)
+            if store.check([f"address/{place.rank}"]):
+                return True
+            if place.hosted:
+                base.compare_set(OPTIONS, "", self._options)
+            else:
+                store.compare_set(OPTIONS, "", self._options)
+            store.compare_set("model", "", self._model)
+            for rank, life in lives.items():
+                store.compare_set(f"life/{rank}", "", str(life))
+            store.set(f"address/{place.rank}", self._address)
+        except (OSError, RuntimeError):
+            return False
+        self._base, self._store = base, store
+        _stores[place] = base, self._used + 1
+        log.warning("the rendezvous at %s:%d was started anew; entered this worker again", *self._where())
+        return True
+
+    def _where(self) -> tuple[str, int]:
+        return self.place.host, self.place.port
 
     def look_up(self, peer: int) -> tuple[str, int] | None:
         """Where a peer listens; None: not known yet."""
@@ -154,6 +207,11 @@ class Rendezvous:
             return None
         host, port, _ = json.loads(self._store.get(f"address/{peer}"))
         return str(host), int(port)
+
+    def known(self) -> list[int]:
+        """The workers that have an address."""
+        ranks = (rank for rank in range(self.most) if rank != self.place.rank)
+        return [rank for rank in ranks if self._store.check([f"address/{rank}"])]
 
     def leave(self, why: str) -> None:
         """Tell those who still gather that this worker is not coming."""
