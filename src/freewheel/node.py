@@ -291,7 +291,7 @@ class Node:
         the square of the distance either way.
         """
         if apart is not None:
-            distance = math.sqrt((self.apart**2 + apart**2) / 2)
+            distance = math.hypot(self.apart, apart) / math.sqrt(2)
             self.counters.discrepancy_max = max(self.counters.discrepancy_max, distance)
         self._merged_steps = self._snapshot_steps
         self._replica.correct(correction, own=True)

@@ -76,7 +76,8 @@ class Strategy:
     def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
         """The correction to this worker in an exchange; runs on both of its sides.
 
-        Element by element: it may be given the same piece of both vectors, one piece after the other.
+        Element by element: it may be given the same piece of both vectors, one piece after the other. And of
+        the two alone: one side may compute it for both.
         `theirs` may be overwritten (and returned); `mine` must stay as it is.
         """
         raise NotImplementedError(f"{type(self).__name__} called node.exchange without defining meet")

@@ -75,7 +75,9 @@ class Door:
             except BaseException:
                 line.close()
                 raise
-        except (OSError, EOFError, TimeoutError, BadFrame) as error:
+        except TimeoutError as error:
+            raise PeerLost(peer, f"{host}:{port}: no answer in time") from error
+        except (OSError, EOFError, BadFrame) as error:
             raise PeerLost(peer, f"{host}:{port}: {words(error)}") from error
         return line, frame, tag
 

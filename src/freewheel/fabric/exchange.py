@@ -168,7 +168,10 @@ class Exchanges:
 
     async def _swap(self, peer: int, tag: Tag) -> Tensor:
         """Snapshots in both directions at once."""
+        epoch = self.fabric.epoch(peer)
         mine = self.fabric.rounded(tag, await self.party.fresh())
+        if epoch != self.fabric.epoch(peer):
+            raise PeerLost(peer, "the connection broke")
         sending = self.fabric.send(peer, tag, mine)
         try:
             return await self.fabric.blend(peer, tag, mine, self.party.meet, sending)

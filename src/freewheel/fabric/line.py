@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
@@ -17,6 +18,8 @@ from typing import Protocol
 LOOPBACK_BYTES = 1 << 18
 """Of a socket's buffers between two processes of one machine. What waits in them should fit a processor's
 cache: swaps of 45 MB take half the time they take with the megabytes the system would choose."""
+SIGN_US = 250_000
+"""How long a thread waits for a piece at a time: what has come by then shows that the peer lives."""
 STREAM_BYTES = 4 << 20
 """How much of a TLS connection may wait to be read."""
 
@@ -60,6 +63,7 @@ class PlainLine:
         self._users, self._lock = 0, threading.Lock()
         self.closed = False
         sock.setblocking(True)  # in the event loop MSG_DONTWAIT says otherwise
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, SIGN_US))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     @property
@@ -165,7 +169,11 @@ class _ThreadLine:
 
     async def read(self, into: memoryview) -> None:
         while len(into):
-            into = into[self._line.heard(self._socket.recv_into(into, 0, socket.MSG_WAITALL)) :]
+            try:
+                into = into[self._line.heard(self._socket.recv_into(into, 0, socket.MSG_WAITALL)) :]
+            except BlockingIOError:  # nothing came for a while; whether that is too long, others decide
+                if self._line.closed:
+                    raise EOFError("the connection was closed") from None
 
     async def write(self, data: memoryview | bytes) -> None:
         self._socket.sendall(data)

@@ -17,6 +17,8 @@ class Link:
         self.caller = caller
         self.near = False
         """Whether both see each other's windows."""
+        self.deaf = False
+        """Whether what the peer says is not being read, for this worker's own reasons."""
         self.queue: deque[Sending] = deque()
         self.wake = asyncio.Event()
         self.spoke_s = 0.0

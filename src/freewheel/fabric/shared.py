@@ -8,8 +8,10 @@ knows which part it may overwrite, and the reader whether it was overwritten und
 from __future__ import annotations
 
 import contextlib
+import itertools
 import mmap
 import os
+import secrets
 from pathlib import Path
 
 import torch
@@ -17,6 +19,8 @@ from torch import Tensor
 
 HEAD_BYTES = 4096
 NAME = "freewheel"
+_serials = itertools.count(secrets.randbits(50))
+"""No two snapshots of a process have the same number: a window may get the handle of one that is gone."""
 
 
 class Window:
@@ -55,7 +59,7 @@ class Window:
     def renew(self) -> int:
         """Another snapshot lies here now, which nobody has read."""
         self._head[1] = 0
-        self._head[0] += 1
+        self._head[0] = next(_serials)
         return self.serial
 
     def __del__(self) -> None:

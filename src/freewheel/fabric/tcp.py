@@ -145,13 +145,19 @@ class TcpFabric(Mailbox):
         if tag in self._boxes or not isinstance(sending, Sending):
             if isinstance(sending, Sending) and sending.window is not None:
                 await sending.reach(mine.numel(), self._links[peer].line)  # until the peer has read it
-                sending.set_result(None)
+                if not sending.done():
+                    sending.set_result(None)
             return await super().blend(peer, tag, mine, meet, sending)
         self.need(peer)
         blend = Blend(mine, meet, sending, self._loop.create_future())
         with self._blends.under_way(peer, tag, blend):
-            await blend.done
-            await sending
+            try:
+                await blend.done
+                await sending
+            except PeerLost:
+                if blend.failure is not None:  # it was not the peer's
+                    raise blend.failure from None
+                raise
         return mine
 
     def forget(self, tag: Tag) -> None:
@@ -161,6 +167,7 @@ class TcpFabric(Mailbox):
 
     def lose(self, peer: int, why: str) -> None:
         """A peer is gone: whoever blends with it is told too."""
+        self.windows.forget_peers()  # those that are there are opened again
         self._blends.lose(peer, why)
         super().lose(peer, why)
 
@@ -262,7 +269,7 @@ class TcpFabric(Mailbox):
                 continue
             for link in list(self._links.values()):
                 silent_s = now - link.line.heard_s
-                if silent_s > self.silence_s:
+                if silent_s > self.silence_s and not link.deaf:
                     self._unlink(link, f"it has been silent for {silent_s:.0f} s")
                 elif not link.queue and now - link.spoke_s >= ping_s:
                     self._queue(link, Kind.PING)
@@ -356,7 +363,9 @@ class TcpFabric(Mailbox):
         except OSError as error:
             self._far.add(link.peer)  # next time it is told to send its vectors
             raise BadFrame(f"its window cannot be opened: {error}") from None
+        link.deaf = True  # while this worker is not ready, nobody listens to the peer
         blend = await self._blends.find(link.peer, tag, self.forgotten)
+        link.line.heard_s, link.deaf = self._loop.time(), False
         if blend is None:
             return  # the exchange was given up
         if blend.sending.window is not None:
@@ -367,9 +376,9 @@ class TcpFabric(Mailbox):
 
     async def _arrived(self, link: Link, tag: Tag, note: Note, vector: Tensor) -> None:
         if (blend := self._blends.get(link.peer, tag)) is not None:  # it was asked for while it arrived
-            await blend.sending.reach(vector.numel(), link.line)
-            blend.mine.copy_(blend.meet(blend.mine, vector))
-            blend.finish()
+            if await blend.sending.reach(vector.numel(), link.line):
+                blend.mine.copy_(blend.combine(blend.mine, vector))
+                blend.finish()
         else:
             self.deliver(Message(link.peer, tag, vector, note))
 

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import math
 import threading
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -60,13 +61,16 @@ class Sending(asyncio.Future):  # type: ignore[type-arg]
             self.sent = sent
             self.moved.notify_all()
 
-    async def reach(self, numel: int, line: Line) -> None:
-        """Wait until so much has left."""
-        looks = 0
-        while (self.sent if self.window is None else self.window.read) < numel and not self.done():
+    async def reach(self, numel: int, line: Line) -> bool:
+        """Wait until so much has left; False: it was given up before."""
+        looks, before = 0, 0
+        while (gone := self.sent if self.window is None else self.window.read) < numel and not self.done():
+            if gone != before:  # nobody listens to the peer meanwhile, but it moves
+                before, line.heard_s = gone, time.monotonic()
             wait_s = 0.0 if looks < AT_ONCE else POLL_S if self.window is not None else WAIT_S
             await line.pause(self.moved, wait_s)
             looks += 1
+        return gone >= numel
 
 
 @dataclass(slots=True)
@@ -77,6 +81,16 @@ class Blend:
     meet: Meet
     sending: Sending
     done: asyncio.Future[None]
+    failure: BaseException | None = None
+    """What `meet` raised."""
+
+    def combine(self, mine: Tensor, theirs: Tensor) -> Tensor:
+        """What the strategy makes of a piece of both."""
+        try:
+            return self.meet(mine, theirs)
+        except BaseException as error:
+            self.failure = error
+            raise
 
     def finish(self) -> None:
         """Mine holds the result, and the peer has what it held before."""
@@ -211,21 +225,24 @@ class Mover:
             mine = blend.mine[at : at + PIECE]
             piece = staging[: mine.numel()]
             await self._read_piece(line, piece)
-            await blend.sending.reach(at + mine.numel(), line)
-            mine.copy_(blend.meet(mine, piece.to(self.dtype)))
+            if await blend.sending.reach(at + mine.numel(), line):
+                mine.copy_(blend.combine(mine, piece.to(self.dtype)))
 
     async def _halve(self, window: Window, serial: int, blend: Blend, first: bool, line: Line) -> None:
         """Combine one half for both sides: the peer does the same with the other half."""
+        _check_serial(window, serial)  # before anything is written: the handle may be another window's by now
         numel, theirs = blend.mine.numel(), window.vector()
         half = slice(0, numel // 2) if first else slice(numel // 2, numel)
-        held = torch.empty(2, NEAR_PIECE, dtype=self.dtype)
+        held, done = torch.empty(2, NEAR_PIECE, dtype=self.dtype), 0
         both = (torch.split(vector[half], NEAR_PIECE) for vector in (blend.mine, theirs))
         for mine, other in zip(*both, strict=True):
             before = held if len(mine) == NEAR_PIECE else held[:, : len(mine)]
             my_copy, other_copy = before[0].copy_(mine), before[1].copy_(other)
-            _check_finite(before)
-            mine.copy_(blend.meet(mine, other_copy))
-            other.copy_(blend.meet(other, my_copy))
+            _check_finite(before, own=before[0])
+            mine.copy_(blend.combine(mine, other_copy))
+            other.copy_(blend.combine(other, my_copy))
+            done += len(mine)
+            window.read, line.heard_s = done, time.monotonic()
         _check_serial(window, serial)
         window.read = numel
         await blend.sending.reach(numel, line)
@@ -250,9 +267,11 @@ class Mover:
         _check_finite(piece)
 
 
-def _check_finite(piece: Tensor) -> None:
+def _check_finite(piece: Tensor, own: Tensor | None = None) -> None:
     # A sum is finite only if all numbers are; one that overflows is looked at more closely.
     if not math.isfinite(piece.sum().item()) and not piece.isfinite().all():
+        if own is not None and not own.isfinite().all():
+            raise BadFrame("this worker's own weights are not finite")
         raise BadFrame("it sent numbers that are not finite")
 
 

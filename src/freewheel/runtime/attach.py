@@ -137,6 +137,10 @@ class Worker:
 
     def report(self, loss: Tensor | float) -> None:
         """Say what the training loss is, for the records and for strategies that compare workers."""
+        if isinstance(loss, Tensor) and loss.numel() != 1:
+            raise ConfigError(
+                f"report takes one number, not a tensor of shape {tuple(loss.shape)}; take its mean()."
+            )
         self._loss = loss.detach() if isinstance(loss, Tensor) else loss
 
     def metrics(self) -> dict[str, Any]:
@@ -255,11 +259,13 @@ class Worker:
         finally:
             if self._registrar is not None:
                 self._registrar.end()
-            self._recorder.close()
             why = "it has finished" if error is None else f"it left with {type(error).__name__}"
-            if error is not None and self._store is not None:
-                self._store.leave(why)  # some may not have joined yet
-            self._agent.close(why)
+            try:
+                self._recorder.close()
+            finally:
+                if error is not None and self._store is not None:
+                    self._store.leave(why)  # some may not have joined yet
+                self._agent.close(why)
 
     def _loopback(self) -> str:
         if not self._place.spans_hosts():
@@ -288,6 +294,7 @@ class Worker:
     def _before_step(self, *_: Any) -> None:
         """The optimizer is about to step."""
         node, replica = self._agent.node, self._replica
+        replica.end_moving()  # the last step may have raised, and the communication thread may be waiting
         if self._agent.failure is not None:
             self._check()
         computed_s = time.perf_counter() - self._step_began_s
@@ -328,7 +335,7 @@ class Worker:
         """Let training wait for the strategy."""
         began_s = time.perf_counter()
         if self._replica.cuda:
-            torch.cuda.current_stream().synchronize()
+            torch.cuda.current_stream(self._replica.blocks[0].weights.device).synchronize()
         work = self._agent.begin(act(self._agent.node))
         waited_s = 0.0
         try:

@@ -79,8 +79,11 @@ class Process:
         if process is None:
             return None
         # Until it is waited for, the dead process keeps its group's number from being taken by a stranger.
-        if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-            return None
+        try:
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+        except ChildProcessError:  # whoever started us ignores the end of children, and so do we
+            pass
         self.kill()
         return process.returncode
 

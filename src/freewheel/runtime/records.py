@@ -47,6 +47,7 @@ class Recorder:
                 self._file = path.open("a", encoding="utf-8")
             except OSError as error:
                 log.warning("no records: cannot write %s (%s)", path, error.strerror or error)
+        self._failed = False
         if self._file is not None or self._console or self._board is not None:
             self._thread = threading.Thread(target=self._run, name="freewheel-records", daemon=True)
             self._thread.start()
@@ -67,19 +68,28 @@ class Recorder:
         spoke_s = time.monotonic()
         while not self._ended.wait(RECORD_S):
             record = self._write()
+            if record is None:
+                return
             if self._console and time.monotonic() - spoke_s >= CONSOLE_S:
                 spoke_s = time.monotonic()
                 sys.stderr.write(line(record) + "\n")
 
-    def _write(self, last: bool = False) -> dict[str, Any]:
+    def _write(self, last: bool = False) -> dict[str, Any] | None:
+        """Write a record; None: that cannot be done any more, and training goes on without."""
+        if self._failed:
+            return None
+        try:
+            return self._put(last)
+        except Exception as error:  # whoever looks on never stops a run
+            self._failed = True
+            log.warning("no more records: %s", error)
+            return None
+
+    def _put(self, last: bool) -> dict[str, Any]:
         record = {"time": time.time(), **self._metrics(), "last": last}
         if self._file is not None:
-            try:
-                self._file.write(json.dumps(_plain(record)) + "\n")
-                self._file.flush()
-            except OSError as error:
-                log.warning("no more records: %s", error.strerror or error)
-                self._file = None
+            self._file.write(json.dumps(_plain(record)) + "\n")
+            self._file.flush()
         if self._board is not None:
             for name, value in record.items():
                 if isinstance(value, int | float) and name not in ("time", "rank", "last"):
