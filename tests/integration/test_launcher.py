@@ -97,8 +97,9 @@ def test_workers_are_told_who_they_are_and_what_the_options_are(script, tmp_path
         assert all(address.startswith("0100007F:") for address in listening), "not on loopback only"
         options = told[rank].pop("options")
         assert re.fullmatch("[0-9a-f]{32}", options.pop("run"))
-        expected = {"folder": str(folder), "bind": "127.0.0.1", "tls": None, "console": True}
-        assert options == {**expected, "tensorboard": None}
+        assert options.pop("command") == [*command, *names]
+        expected = {"folder": str(folder), "bind": "127.0.0.1", "console": True, "tensorboard": None}
+        assert options == {**expected, "workers": 2, "most": 2}
         assert told[rank].pop("MASTER_PORT").isdecimal()
         assert told[rank] == {
             "RANK": str(rank),

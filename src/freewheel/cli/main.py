@@ -15,7 +15,7 @@ from freewheel import strategies, tasks, topology
 from freewheel.cli import bench
 from freewheel.cli.console import output
 from freewheel.cli.keys import keys
-from freewheel.cli.run import run
+from freewheel.cli.run import join, run
 from freewheel.cli.simulate import simulate
 from freewheel.cli.train import compare, train
 from freewheel.errors import FreewheelError
@@ -31,6 +31,7 @@ app = typer.Typer(
 )
 app.command(name="simulate")(simulate)
 app.command(name="run", context_settings={"allow_interspersed_args": False})(run)
+app.command(name="join")(join)
 app.command(name="train")(train)
 app.command(name="compare")(compare)
 app.command(name="keys")(keys)

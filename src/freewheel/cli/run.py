@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from freewheel.errors import ConfigError
+from freewheel.runtime.launcher import join as add_workers
 from freewheel.runtime.launcher import launch
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
@@ -42,6 +43,13 @@ def run(
         Path | None, typer.Option(help="Write the records here for TensorBoard, too (an extra).")
     ] = None,
     wait_s: Annotated[float, typer.Option(help="How long to wait for node 0.")] = 60.0,
+    most: Annotated[
+        int | None,
+        typer.Option("--max", help="How many workers there may be at once; others come with freewheel join."),
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="This node 0 was lost; take the run back up where others go on.")
+    ] = False,
 ) -> None:
     """Run a training script as several workers, on this host or on several."""
     program = _module(command) if module else _script(command)
@@ -63,6 +71,8 @@ def run(
             master=master,
             tensorboard=tensorboard,
             wait_s=wait_s,
+            most=most,
+            again=again,
         )
     except ConfigError:  # leave nothing behind of a run that never was
         with contextlib.suppress(OSError):
@@ -73,6 +83,46 @@ def run(
     except BrokenPipeError:  # whoever read our output has gone, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
+    _exit(code)
+
+
+def join(
+    master: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the run can be met.")],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[SCRIPT]", help="After --: what to run; default: the run's.", show_default=False
+        ),
+    ] = None,
+    workers: Annotated[int, typer.Option("-n", "--workers", help="How many workers come.")] = 1,
+    restarts: Annotated[int, typer.Option(help="How often each worker that dies is started again.")] = 0,
+    folder: Annotated[
+        Path | None, typer.Option(help="Where records go; default: the run's.", show_default=False)
+    ] = None,
+    bind: Annotated[
+        str | None, typer.Option(help="The address workers listen on; default: the run's.")
+    ] = None,
+    tls: Annotated[
+        Path | None, typer.Option(help="Keys of the run; default: where the run has them.")
+    ] = None,
+    wait_s: Annotated[float, typer.Option(help="How long to wait for the run.")] = 60.0,
+) -> None:
+    """Add workers to a run that goes on; it must have been started with --max."""
+    code = add_workers(
+        master,
+        workers,
+        _script(command) if command else None,
+        output=Prefixed(),
+        restarts=restarts,
+        folder=folder,
+        bind=bind,
+        tls=tls,
+        wait_s=wait_s,
+    )
+    _exit(code)
+
+
+def _exit(code: int) -> None:
     if code in INTERRUPTED:
         # All workers are gone; taking torch apart in an orderly way lasts longer than Ctrl-C may.
         sys.stdout.flush()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
+import json
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -15,6 +17,8 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError
 
+FREE = "free"
+"""What a place of the run says that a worker has had and has left."""
 BEAT_S = 1.0  # between two signs of life of a launcher
 SILENT_S = 30.0  # a node whose launcher gave no sign of life for so long is dead
 
@@ -69,11 +73,11 @@ def host_store(master: str | None, nodes: int) -> tuple[TCPStore, str, int]:
     return store, host, port
 
 
-def join_store(master: str, node: int, wait_s: float) -> tuple[TCPStore, str, int]:
-    """Reach node 0's store, which may come up later than we do."""
+def reach_store(master: str, wait_s: float) -> tuple[TCPStore, str, int]:
+    """Reach the store of a run, which may come up later than we do."""
     host, port = parse_address(master)
     until_s = time.monotonic() + wait_s
-    hint = f"Start node 0 first, and let its port {port} be reached from here."
+    hint = f"Start the run first, and let its port {port} be reached from here."
 
     def retry(what: Callable[[], bool]) -> None:
         why: object = "no answer"
@@ -98,6 +102,39 @@ def join_store(master: str, node: int, wait_s: float) -> tuple[TCPStore, str, in
     except RuntimeError as error:
         raise ConfigError(f"{master} is no rendezvous: {str(error).splitlines()[0]} {hint}") from None
     retry(lambda: store.check(["freewheel/options"]))
+    return store, host, port
+
+
+def claim(store: TCPStore, workers: int, most: int, ends: contextlib.ExitStack) -> list[int]:
+    """Take so many places of a run that may have up to `most` workers; they are free again at the end."""
+    begun: int = json.loads(store.get("freewheel/options"))["workers"]
+    token = uuid.uuid4().hex
+    found: list[int] = []
+    for rank in range(most):
+        if len(found) == workers:
+            break
+        place = f"freewheel/place/{rank}"
+        free = FREE if rank < begun or store.check([place]) else ""  # the first ones have theirs already
+        if store.compare_set(place, free, token).decode() == token:
+            found.append(rank)
+            ends.callback(_let_go, store, place)
+    if len(found) < workers:
+        raise ConfigError(
+            f"the run takes up to {most} workers at once and has room for {len(found)}, not for {workers}. "
+            "Start it with a larger --max, or wait until one leaves."
+        )
+    return found
+
+
+def _let_go(store: TCPStore, place: str) -> None:
+    with contextlib.suppress(RuntimeError, OSError):  # the run may have ended before
+        socket.create_connection((store.host, store.port), timeout=1).close()
+        store.set(place, FREE)
+
+
+def join_store(master: str, node: int, wait_s: float) -> tuple[TCPStore, str, int]:
+    """Reach node 0's store as the launcher of another node."""
+    store, host, port = reach_store(master, wait_s)
     seen = store.add(f"freewheel/beat/{node}", 0)
     if seen:
         time.sleep(2 * BEAT_S)

@@ -19,6 +19,7 @@ import json
 import os
 import selectors
 import signal
+import sys
 import time
 import uuid
 from collections import defaultdict, deque
@@ -30,8 +31,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError, at_least
 from freewheel.runtime import keys
-from freewheel.runtime.hosts import Beat, Others, host_store, join_store, listen
+from freewheel.runtime.hosts import Beat, Others, claim, host_store, join_store, listen, reach_store
 from freewheel.runtime.processes import Keeper, Output, Process, ending_signals, pump
+from freewheel.runtime.rendezvous import OPTIONS
 
 LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
 GRACE_S = 1.4  # between passing on Ctrl-C and killing
@@ -71,6 +73,8 @@ def launch(
     node: int = 0,
     master: str | None = None,
     wait_s: float = 60.0,
+    most: int | None = None,
+    again: bool = False,
     env: Mapping[str, str] | None = None,
     tick: Callable[[], None] | None = None,
 ) -> int:
@@ -81,52 +85,46 @@ def launch(
     ``tick`` is called several times a second; when one of them raises, all workers are killed and the caller
     gets the error. On several hosts each runs a launcher with its own ``node`` and ``bind``; ``master`` is an
     address of node 0 (HOST:PORT), whose other options hold for nodes that give no folder or keys themselves.
+
+    Up to ``most`` workers may be there at once: others come with `join`. ``again`` says that this is a node 0
+    that was lost, and that workers of other nodes go on: the run is theirs.
     """
     _check(workers, restarts, nodes, node, master, bind, tls)
-    here: dict[str, Any] = {
-        "folder": str(folder.resolve()) if folder is not None else None,
-        "bind": bind,
-        "tls": str(tls.resolve()) if tls is not None else None,
-    }
+    at_least("max", most, nodes * workers)
+    here = _here(folder, bind, tls)
     shape = f"{nodes} nodes with {workers} workers each"
     if node == 0:
         store, host, port = host_store(master, nodes)
-        options = {"run": uuid.uuid4().hex, **here, "console": console}
-        options["tensorboard"] = str(tensorboard.resolve()) if tensorboard is not None else None
+        options: dict[str, Any] = {
+            "run": uuid.uuid4().hex,
+            "console": console,
+            "tensorboard": str(tensorboard.resolve()) if tensorboard is not None else None,
+            "workers": nodes * workers,
+            "most": most or nodes * workers,
+            "command": list(command),
+        }
+        options = (_from_workers(store, wait_s) if again else options) | here
         store.set("freewheel/shape", shape)
-        store.set("freewheel/options", json.dumps(options))
+        store.set(OPTIONS, json.dumps(options))
     else:
         store, host, port = join_store(str(master), node, wait_s)
-        options = _from_node_0(store, shape, here)
-    _make(options["folder"])
-    store.set(f"freewheel/options/{node}", json.dumps(options))
-    fair = max(1, len(os.sched_getaffinity(0)) // workers)  # more threads than cores slow everybody down
-    environment = {"OMP_NUM_THREADS": str(fair), **os.environ, **(env or {})}
-    environment |= {
-        "WORLD_SIZE": str(nodes * workers),
-        "LOCAL_WORLD_SIZE": str(workers),
-        "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # a store listens there already
-        "PYTHONUNBUFFERED": "1",
-    }
+        options = _from_node_0(store, shape) | here
+    _make(options.get("folder"))
+    store.set(f"{OPTIONS}/{node}", json.dumps(options))
+    ranks = range(node * workers, (node + 1) * workers)
+    environment = _environment(nodes * workers, workers, host, port, env)
     of_all = f" of {nodes * workers} (node {node})" if nodes > 1 else ""
-    threads, records = environment["OMP_NUM_THREADS"], options["folder"] or "none"
+    threads, records = environment["OMP_NUM_THREADS"], options.get("folder") or "none"
     output(None, f"workers: {workers}{of_all}, OMP_NUM_THREADS: {threads}, records: {records}", True)
+    if node == 0 and options["most"] > nodes * workers:
+        output(None, f"up to {options['most']} workers: others come with freewheel join {host}:{port}", True)
     with contextlib.ExitStack() as ends:  # what is opened here is closed, whatever happens, last things first
         caught = ends.enter_context(ending_signals())
         beat = Beat(store, node) if node > 0 else None
         if beat is not None:
             ends.callback(beat.end)
-        keeper = ends.enter_context(Keeper())
-        selector = ends.enter_context(selectors.DefaultSelector())
-        processes = []
-        for local in range(workers):
-            own = {**environment, "RANK": str(node * workers + local), "LOCAL_RANK": str(local)}
-            processes.append(Process(command, own, output, keeper, selector))
-            ends.callback(processes[-1].kill)
-        run = _Run(processes, restarts, output, caught)
-        run.until_ended(selector, tick)
+        run = _start(ends, command, ranks, environment, restarts, output, caught)
+        run.until_ended(tick)
         if node == 0:
             run.until_others_ended(store, nodes, tick)
         if beat is not None:
@@ -134,22 +132,100 @@ def launch(
         return run.code()
 
 
+def join(
+    master: str,
+    workers: int = 1,
+    command: Sequence[str] | None = None,
+    *,
+    output: Output,
+    restarts: int = 0,
+    folder: Path | None = None,
+    bind: str | None = None,
+    tls: Path | None = None,
+    wait_s: float = 60.0,
+    tick: Callable[[], None] | None = None,
+) -> int:
+    """Let more workers take part in a run that goes on; the exit code is theirs.
+
+    ``master`` is the run's rendezvous. Without a command they run the run's own, from this folder.
+    """
+    _check(workers, restarts, 1, 0, None, bind, tls)
+    store, host, port = reach_store(master, wait_s)
+    given: dict[str, Any] = json.loads(store.get(OPTIONS))
+    options = given | _here(folder, bind, tls)
+    _make(options.get("folder"))
+    with contextlib.ExitStack() as ends:
+        ranks = claim(store, workers, given.get("most", 0), ends)
+        for rank in ranks:
+            store.set(f"{OPTIONS}/worker/{rank}", json.dumps(options))
+        environment = _environment(given["most"], workers, host, port, None)
+        output(None, f"joining {master} as worker{'s' * (workers > 1)} {', '.join(map(str, ranks))}", True)
+        caught = ends.enter_context(ending_signals())
+        program = command or [sys.executable, *given["command"][1:]]
+        run = _start(ends, program, ranks, environment, restarts, output, caught)
+        run.until_ended(tick)
+        return run.code()
+
+
+def _environment(
+    world_size: int, here: int, host: str, port: int, more: Mapping[str, str] | None
+) -> dict[str, str]:
+    """What all workers of this host are told."""
+    fair = max(1, len(os.sched_getaffinity(0)) // here)  # more threads than cores slow everybody down
+    return {"OMP_NUM_THREADS": str(fair), **os.environ, **(more or {})} | {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(here),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # a store listens there already
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def _start(
+    ends: contextlib.ExitStack,
+    command: Sequence[str],
+    ranks: Sequence[int],
+    environment: Mapping[str, str],
+    restarts: int,
+    output: Output,
+    caught: list[int],
+) -> _Run:
+    """Make the processes of this host; they are killed with the stack, if they have not ended before."""
+    keeper = ends.enter_context(Keeper())
+    selector = ends.enter_context(selectors.DefaultSelector())
+    processes = []
+    for local, rank in enumerate(ranks):
+        own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(local)}
+        processes.append(Process(command, own, output, keeper, selector))
+        ends.callback(processes[-1].kill)
+    return _Run(processes, restarts, output, caught, selector)
+
+
 class _Run:
     """The workers of this host from their start to the last one's end."""
 
-    def __init__(self, processes: list[Process], restarts: int, output: Output, caught: list[int]) -> None:
+    def __init__(
+        self,
+        processes: list[Process],
+        restarts: int,
+        output: Output,
+        caught: list[int],
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self._selector = selector
         self._all, self._restarts, self._caught = processes, restarts, caught
         self._output = output
         self._running = list(processes)
         self._failure = 0
 
-    def until_ended(self, selector: selectors.BaseSelector, tick: Callable[[], None] | None) -> None:
+    def until_ended(self, tick: Callable[[], None] | None) -> None:
         """Start them, show what they say, restart those that die, pass on signals, until none is left."""
         for process in self._all:
             process.start()
         kill_at_s, look_at_s = None, 0.0
         while self._running:
-            pump(selector, LOOK_S)
+            pump(self._selector, LOOK_S)
             now_s = time.monotonic()
             if now_s < look_at_s:
                 continue
@@ -222,13 +298,33 @@ def _check(
         keys.contexts(tls)
 
 
-def _from_node_0(store: TCPStore, shape: str, here: dict[str, Any]) -> dict[str, Any]:
-    """What holds on this node: what node 0 says, except for what is said here of this host's own places."""
+def _here(folder: Path | None, bind: str | None, tls: Path | None) -> dict[str, Any]:
+    """What is said of this host alone; the rest is the run's."""
+    folders = {name: str(path.resolve()) for name, path in (("folder", folder), ("tls", tls)) if path}
+    return folders | ({"bind": bind} if bind is not None else {})
+
+
+def _from_workers(store: TCPStore, wait_s: float) -> dict[str, Any]:
+    """The options of a run that goes on elsewhere: its workers enter them into the new store."""
+    until_s = time.monotonic() + wait_s
+    while not store.check([OPTIONS]):
+        if time.monotonic() > until_s:
+            raise ConfigError(
+                f"no worker of the run came to this rendezvous within {wait_s:g} s. If none is left, start a "
+                "new run without --again."
+            )
+        time.sleep(LOOK_S)
+    found: dict[str, Any] = json.loads(store.get(OPTIONS))
+    return found
+
+
+def _from_node_0(store: TCPStore, shape: str) -> dict[str, Any]:
+    """What holds on this node as on node 0."""
     theirs = store.get("freewheel/shape").decode()
     if theirs != shape:
         raise ConfigError(f"node 0 runs {theirs}, this node {shape}; give all the same -n and --nodes.")
-    options: dict[str, Any] = json.loads(store.get("freewheel/options"))
-    return options | {key: value for key, value in here.items() if value is not None}
+    options: dict[str, Any] = json.loads(store.get(OPTIONS))
+    return options
 
 
 def _make(folder: str | None) -> None:
