@@ -35,6 +35,7 @@ from freewheel.observe.counters import Counters
 PINGS = 4
 """Signs of life in the time after which silence is a loss."""
 CALL_AGAIN_S = 0.5
+FINISHED = "it has finished"
 RUNTIME = "run"
 """The first word of tags that are not a strategy's."""
 
@@ -94,7 +95,7 @@ class TcpFabric(Mailbox):
         line, frame, tag = await self._door.call(peer, host, port)
         self._install(Link(line, peer, frame.incarnation, f"{host}:{port}", self.rank), tag)
 
-    async def close(self, why: str = "it has finished") -> None:
+    async def close(self, why: str = FINISHED) -> None:
         """Say goodbye, then close everything."""
         self._closing = True
         bye = [self._queue(link, Kind.BYE, tag=(why[:200],)) for link in self._links.values()]
@@ -230,6 +231,8 @@ class TcpFabric(Mailbox):
     def _ended(self, link: Link, error: BaseException | None) -> str:
         if isinstance(error, _Left):
             self.book.pop(link.peer, None)  # do not call again
+            if str(error) != FINISHED:
+                log.warning("worker %d has left the run: %s", link.peer, error)
             return str(error)
         if isinstance(error, BadFrame):
             log.warning("refused worker %d at %s: %s", link.peer, link.address, error)

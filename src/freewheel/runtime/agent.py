@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from freewheel.errors import ConfigError, PeerLost, WorkerLost
+from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
 from freewheel.fabric import collectives
 from freewheel.fabric.base import Tag
 from freewheel.fabric.greeting import Identity
@@ -34,6 +34,8 @@ STOP: Tag = (RUNTIME, "stop")
 CONSENSUS: Tag = (RUNTIME, "consensus")
 DRAIN_S = 10.0
 """How long messages that are still under way at the end of a run are waited for."""
+COMING_S = 60.0
+"""How long a worker that was started again is waited for at the end of a run."""
 NO_ANSWER = "no worker that holds the answer is left."
 
 
@@ -164,6 +166,7 @@ class Agent:
         others = [peer for peer in first if peer != self.me.rank]
         if self.late:
             others = await asyncio.to_thread(rendezvous.known)
+            over = await asyncio.to_thread(rendezvous.over)
         gone: dict[int, str] = {}
         end = self.loop.time() + timeout_s
         while missing := [peer for peer in others if peer not in self.fabric.members and peer not in gone]:
@@ -180,6 +183,11 @@ class Agent:
                     "Start all workers, or give attach a longer join_timeout_s."
                 )
             await asyncio.sleep(POLL_S)
+        if self.late and over and len(self.fabric.members) == 1:
+            raise RunStopped(
+                f"worker {self.me.rank} comes too late: the others have ended the run, and have its answer. "
+                "There is nothing left to train."
+            )
         if not self.late and gone and any(self.strategy.needs(peer) for peer in gone):
             peer, why = next((peer, why) for peer, why in gone.items() if self.strategy.needs(peer))
             raise WorkerLost(
@@ -262,12 +270,19 @@ class Agent:
 
     # -- the end --
 
-    async def finish(self) -> tuple[Tensor, Tensor]:
-        """Wait until all loops have ended and nothing is under way; return the mean weights and buffers."""
+    async def finish(self, rendezvous: Rendezvous | None = None) -> tuple[Tensor, Tensor]:
+        """Wait until all loops have ended and nothing is under way; return the mean weights and buffers.
+
+        One that was started again and is on its way is waited for: it would find nobody.
+        """
+        end_s = self.loop.time() + COMING_S
         while True:
             await self.tell_all(FINISHED)
             others = [peer for peer in self.fabric.members if peer != self.me.rank]
-            if all(self.finished.get(peer) == self.fabric.epoch(peer) for peer in others):
+            coming = rendezvous is not None and self.loop.time() < end_s
+            if coming and rendezvous is not None:
+                coming = bool(await asyncio.to_thread(rendezvous.coming, dict(self.fabric.lives)))
+            if not coming and all(self.finished.get(peer) == self.fabric.epoch(peer) for peer in others):
                 break
             with contextlib.suppress(TimeoutError):  # a new member must be told
                 await asyncio.wait_for(self.fabric.changed(), POLL_S)

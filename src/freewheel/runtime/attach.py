@@ -22,11 +22,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost, at_least
+from freewheel.errors import ConfigError, Diverged, PeerLost, RunStopped, WorkerLost, at_least
 from freewheel.fabric import shared
 from freewheel.fabric.greeting import Identity
+from freewheel.fabric.tcp import FINISHED
 from freewheel.replica import Replica, flatten
-from freewheel.runtime import keys
+from freewheel.runtime import checks, keys
 from freewheel.runtime.agent import STOP, Agent
 from freewheel.runtime.copies import Rest, set_flat_buffers
 from freewheel.runtime.live import LiveReplica
@@ -65,6 +66,7 @@ class Worker:
         join_timeout_s: float = 300.0,
         heartbeat_s: float = 2.0,
     ) -> None:
+        checks.check(model, optimizer)
         if wire not in WIRES:
             raise ConfigError(f"wire must be one of {', '.join(WIRES)}, not {wire!r}.")
         if wire != "fp32" and not strategy.defines("meet"):
@@ -81,7 +83,6 @@ class Worker:
         self._place = place or Place.read()
         self.rank, self.world_size = self._place.rank, self._place.world_size
         strategy.check(self.world_size)
-        self._check_optimizer()
         self._answer: tuple[Tensor, Tensor] | None = None
         self._hooks: list[Any] = []
         self._loss: Tensor | float = math.nan
@@ -89,14 +90,7 @@ class Worker:
         self._store: Rendezvous | None = None
         self._registrar: Registrar | None = None
         self._inside = False
-
-    def _check_optimizer(self) -> None:
-        mine = {id(parameter) for parameter in self._model.parameters()}
-        theirs = [p for group in self._optimizer.param_groups for p in group["params"]]
-        if not any(id(parameter) in mine for parameter in theirs):
-            raise ConfigError(
-                "the optimizer trains none of the model's parameters; make it of model.parameters()."
-            )
+        self._agents: Agent | None = None
 
     # -- for the user --
 
@@ -138,9 +132,9 @@ class Worker:
     def report(self, loss: Tensor | float) -> None:
         """Say what the training loss is, for the records and for strategies that compare workers."""
         if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise ConfigError(
-                f"report takes one number, not a tensor of shape {tuple(loss.shape)}; take its mean()."
-            )
+            raise ConfigError(f"report takes one number, not a tensor of shape {tuple(loss.shape)}.")
+        if not isinstance(loss, Tensor | float | int):
+            raise ConfigError(f"report takes a number, not {loss!r}.")
         self._loss = loss.detach() if isinstance(loss, Tensor) else loss
 
     def metrics(self) -> dict[str, Any]:
@@ -171,12 +165,13 @@ class Worker:
         Inside the with-block it asks the other workers, whose training goes on; after it, it is the mean of
         what all ended with. Buffers (BatchNorm's statistics) are averaged too.
         """
+        agent = self._agent
         self._replica.end_moving()  # a step may have raised
         if self._answer is None and not self._inside:
             raise RunStopped(
                 "there is no consensus: call it inside the with-block, or after it has ended well."
             )
-        weights, buffers = self._answer or self._agent.call(self._agent.consensus())
+        weights, buffers = self._answer or agent.call(agent.consensus())
         clone = copy.deepcopy(getattr(self._model, "_orig_mod", self._model))
         clone.zero_grad(set_to_none=True)
         Replica(flatten(clone.named_parameters(), gradients=False)).load(weights)
@@ -185,16 +180,35 @@ class Worker:
 
     # -- life --
 
+    @property
+    def _agent(self) -> Agent:
+        if self._agents is None:
+            raise RunStopped("this worker has not begun: use it inside `with fw.attach(…) as worker:`.")
+        return self._agents
+
     def __enter__(self) -> Self:
+        if self._agents is not None:
+            raise RunStopped("this worker has had its with-block; call attach again for another one.")
+        checks.enter(self._model)
+        try:
+            self._join()
+        except BaseException:
+            checks.leave(self._model)
+            raise
+        return self
+
+    def _join(self) -> None:
         place = self._place
         options, incarnation, model = Options(run="0" * 32), 1, ""
         if place.world_size > 1:
             self._store = Rendezvous(place, self._timeout_s)
             options, incarnation = self._store.options(), self._store.incarnation()
+            self.world_size = options.workers or place.world_size
             model = self._store.check_model(self._model, incarnation)
         tls = self._tls or options.tls
         bind = self._bind or options.bind or self._loopback()
         self._replica = LiveReplica(self._model)
+        self._homes = checks.Homes(self._model)
         self._rest = Rest(self._model, self._optimizer, self._replica.dtype)
         me = Identity(
             bytes.fromhex(options.run),
@@ -207,7 +221,7 @@ class Worker:
             wire="bf16" if self._wire else "fp32",
             place=shared.place(),
         )
-        self._agent = Agent(
+        self._agents = Agent(
             me,
             self._replica,
             self._strategy,
@@ -243,7 +257,6 @@ class Worker:
         self._began_s = self._step_began_s = time.perf_counter()
         self._inside = True
         self._attach()
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
@@ -251,21 +264,32 @@ class Worker:
         for hook in self._hooks:
             hook.remove()
         self._inside = False
+        checks.leave(self._model)
         self._replica.end_moving()  # a step may have raised
         try:
             if error is None:
                 self._check()
-                self._answer = self._patiently(self._agent.finish())
+                self._answer = self._patiently(self._agent.finish(self._store))
+                if self._store is not None:
+                    self._store.end()
+                self._check_answer(self._answer[0])
         finally:
             if self._registrar is not None:
                 self._registrar.end()
-            why = "it has finished" if error is None else f"it left with {type(error).__name__}"
+            why = FINISHED if error is None else f"it left with {type(error).__name__}"
             try:
                 self._recorder.close()
             finally:
                 if error is not None and self._store is not None:
                     self._store.leave(why)  # some may not have joined yet
                 self._agent.close(why)
+
+    def _check_answer(self, weights: Tensor) -> None:
+        if not weights.isfinite().all():
+            self._answer = None
+            raise Diverged(
+                f"worker {self.rank} ended with weights that are not finite. Lower the learning rate."
+            )
 
     def _loopback(self) -> str:
         if not self._place.spans_hosts():
@@ -295,6 +319,7 @@ class Worker:
         """The optimizer is about to step."""
         node, replica = self._agent.node, self._replica
         replica.end_moving()  # the last step may have raised, and the communication thread may be waiting
+        self._homes.look()
         if self._agent.failure is not None:
             self._check()
         computed_s = time.perf_counter() - self._step_began_s

@@ -33,7 +33,7 @@ from freewheel.errors import ConfigError, at_least
 from freewheel.runtime import keys
 from freewheel.runtime.hosts import Beat, Others, claim, host_store, join_store, listen, reach_store
 from freewheel.runtime.processes import Keeper, Output, Process, ending_signals, pump
-from freewheel.runtime.rendezvous import OPTIONS
+from freewheel.runtime.rendezvous import OPTIONS, STARTS
 
 LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
 GRACE_S = 1.4  # between passing on Ctrl-C and killing
@@ -123,7 +123,7 @@ def launch(
         beat = Beat(store, node) if node > 0 else None
         if beat is not None:
             ends.callback(beat.end)
-        run = _start(ends, command, ranks, environment, restarts, output, caught)
+        run = _start(ends, command, ranks, environment, restarts, output, caught, store)
         run.until_ended(tick)
         if node == 0:
             run.until_others_ended(store, nodes, tick)
@@ -162,7 +162,7 @@ def join(
         output(None, f"joining {master} as worker{'s' * (workers > 1)} {', '.join(map(str, ranks))}", True)
         caught = ends.enter_context(ending_signals())
         program = command or [sys.executable, *given["command"][1:]]
-        run = _start(ends, program, ranks, environment, restarts, output, caught)
+        run = _start(ends, program, ranks, environment, restarts, output, caught, store)
         run.until_ended(tick)
         return run.code()
 
@@ -190,6 +190,7 @@ def _start(
     restarts: int,
     output: Output,
     caught: list[int],
+    store: TCPStore,
 ) -> _Run:
     """Make the processes of this host; they are killed with the stack, if they have not ended before."""
     keeper = ends.enter_context(Keeper())
@@ -199,7 +200,7 @@ def _start(
         own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(local)}
         processes.append(Process(command, own, output, keeper, selector))
         ends.callback(processes[-1].kill)
-    return _Run(processes, restarts, output, caught, selector)
+    return _Run(processes, restarts, output, caught, selector, store)
 
 
 class _Run:
@@ -212,8 +213,9 @@ class _Run:
         output: Output,
         caught: list[int],
         selector: selectors.BaseSelector,
+        store: TCPStore,
     ) -> None:
-        self._selector = selector
+        self._selector, self._store = selector, store
         self._all, self._restarts, self._caught = processes, restarts, caught
         self._output = output
         self._running = list(processes)
@@ -257,6 +259,11 @@ class _Run:
         """The exit code of the run."""
         return 128 + self._caught[0] if self._caught else self._failure
 
+    def _tell(self, rank: int, starts: int) -> None:
+        """Let the workers know whether one that died comes back."""
+        with contextlib.suppress(RuntimeError, OSError):  # without the store they go on all the same
+            self._store.set(f"{STARTS}/{rank}", str(starts))
+
     def _signal(self, number: int) -> None:
         for process in self._running:
             process.signal(number)
@@ -269,10 +276,12 @@ class _Run:
         how = f"worker {process.rank} ended with {what}"
         if process.restarts < self._restarts:
             process.restarts += 1
+            self._tell(process.rank, process.restarts + 1)
             self._output(None, f"{how}; it starts again ({process.restarts} of {self._restarts})", True)
             process.start()
             return
         self._running.remove(process)
+        self._tell(process.rank, 0)
         self._failure = self._failure or (code if code > 0 else 128 - code)
         others = f"; {len(self._running)} of {len(self._all)} go on" if self._running else ""
         self._output(None, how + others, True)

@@ -28,6 +28,8 @@ from freewheel.errors import ConfigError, WorkerLost
 
 POLL_S = 0.05
 OPTIONS = "freewheel/options"
+STARTS = "freewheel/starts"
+"""How often the launcher has started each worker that died; 0: it does not any more."""
 REGISTER_S = 1.0
 """Between two looks whether the store still knows this worker."""
 STORE_S = 5.0
@@ -125,6 +127,8 @@ class Rendezvous:
         self._prefix = f"freewheel/{place.attempt}/{used}"
         self._store: Store = PrefixStore(self._prefix, self._base)
         self._options = self._model = self._address = ""
+        self.there = True
+        """Whether the store has answered when it was last asked."""
 
     def options(self) -> Options:
         """The launcher's options; where there is no launcher of ours, those of whoever came first."""
@@ -182,6 +186,7 @@ class Rendezvous:
             )
             store = PrefixStore(self._prefix, base)
             if store.check([f"address/{place.rank}"]):
+                self.there = True
                 return True
             if place.hosted:
                 base.compare_set(OPTIONS, "", self._options)
@@ -192,7 +197,9 @@ class Rendezvous:
                 store.compare_set(f"life/{rank}", "", str(life))
             store.set(f"address/{place.rank}", self._address)
         except (OSError, RuntimeError):
+            self.there = False
             return False
+        self.there = True
         self._base, self._store = base, store
         _stores[place] = base, self._used + 1
         log.warning("the rendezvous at %s:%d was started anew; entered this worker again", *self._where())
@@ -212,6 +219,27 @@ class Rendezvous:
         """The workers that have an address."""
         ranks = (rank for rank in range(self.most) if rank != self.place.rank)
         return [rank for rank in ranks if self._store.check([f"address/{rank}"])]
+
+    def coming(self, lives: Mapping[int, int]) -> list[int]:
+        """Workers that our launcher has started again and that have not joined yet."""
+        found: list[int] = []
+        if not self.there:
+            return found
+        with contextlib.suppress(RuntimeError, OSError):  # without a store nobody can come
+            for rank in range(self.most):
+                name = f"{STARTS}/{rank}"
+                if self._base.check([name]) and int(self._base.get(name)) > lives.get(rank, 0):
+                    found.append(rank)
+        return found
+
+    def end(self) -> None:
+        """Tell those who come too late that the run is over."""
+        with contextlib.suppress(RuntimeError, OSError):
+            self._store.set("over", "yes")
+
+    def over(self) -> bool:
+        """Whether the run has ended well without this worker."""
+        return bool(self._store.check(["over"]))
 
     def leave(self, why: str) -> None:
         """Tell those who still gather that this worker is not coming."""
@@ -244,6 +272,11 @@ def _connect(place: Place, timeout_s: float) -> Store:
             wait_for_workers=False,
         )
     except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                f"worker {place.rank} cannot hold the rendezvous: port {place.port} is in use. "
+                "Set another MASTER_PORT, for all workers."
+            ) from None
         raise ConfigError(
             f"worker {place.rank} cannot reach the rendezvous at {place.host}:{place.port} "
             f"({str(error).splitlines()[0][:120]}). Check MASTER_ADDR and MASTER_PORT, and worker 0."

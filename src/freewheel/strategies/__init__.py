@@ -45,6 +45,8 @@ ALL: dict[str, type[Strategy]] = {
 
 def resolve(spec: str | Strategy) -> Strategy:
     """A strategy from its name, ``name:setting=value``, or itself."""
+    if isinstance(spec, type):
+        raise ConfigError(f"a strategy is an object, not a class: write {spec.__name__}(), or a name.")
     return spec if isinstance(spec, Strategy) else names.build("strategy", spec, ALL)
 
 

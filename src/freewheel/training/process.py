@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from freewheel import api, strategies, tasks
 from freewheel.errors import Diverged, FreewheelError
@@ -59,7 +59,7 @@ class Budget:
         self._key = f"training/{number}/steps"
         self._handful = max(1, min(10, job.steps // 20))
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self._store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+        self.store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
 
     def steps(self) -> Iterator[float]:
         """One turn for each step, with the share of the budget that is used up."""
@@ -68,7 +68,7 @@ class Budget:
                 yield step / self.job.steps
             return
         while True:
-            begin = int(self._store.add(self._key, self._handful)) - self._handful
+            begin = int(self.store.add(self._key, self._handful)) - self._handful
             for step in range(begin, min(begin + self._handful, self.total)):
                 yield step / self.total
             if begin + self._handful >= self.total:
@@ -264,7 +264,9 @@ def _with_ddp(
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    dist.init_process_group("gloo")
+    # A name of its own: what an earlier job left in the store would be taken for this one's.
+    store = PrefixStore(str(folder), budget.store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=job.workers)
     replica = Replica(flatten(model.named_parameters(), gradients=False))
     parallel = DistributedDataParallel(model)
     dist.barrier()

@@ -1,0 +1,65 @@
+"""Mistakes with a model or an optimizer that would otherwise be noticed late, or never."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from freewheel.errors import ConfigError, RunStopped
+
+_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what cannot be attached."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"attach takes a torch.nn.Module first, not a {type(model).__name__}.")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"attach takes a torch.optim optimizer second, not a {type(optimizer).__name__}.")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, UninitializedParameter):
+            raise ConfigError(f"the parameter {name} has no shape yet: let the model compute once before.")
+    mine = {id(parameter) for parameter in model.parameters()}
+    theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if not any(id(parameter) in mine for parameter in theirs):
+        raise ConfigError(
+            "the optimizer trains none of the model's parameters; make it of model.parameters()."
+        )
+
+
+def enter(model: nn.Module) -> None:
+    """A model is attached once at a time."""
+    if model in _attached:
+        raise ConfigError("this model is attached already; leave its with-block first.")
+    _attached.add(model)
+
+
+def leave(model: nn.Module) -> None:
+    """It may be attached again."""
+    _attached.discard(model)
+
+
+class Homes:
+    """Sees to it that parameters stay where they were put: as parts of one vector.
+
+    `model.double()` and the like give them memory of their own, and the replica would never move again. One
+    parameter is looked at in every step, each in its turn.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        self._next = itertools.cycle([(name, one, one.data_ptr()) for name, one in trained])
+
+    def look(self) -> None:
+        """RunStopped if the next parameter has moved away."""
+        name, parameter, pointer = next(self._next)
+        if parameter.data_ptr() != pointer:
+            raise RunStopped(
+                f"the parameter {name} lies in other memory than when the model was attached, so it would no "
+                "longer be merged with the others'. Call model.to(), .half(), .double() and load_state_dict("
+                "assign=True) before attach."
+            )
