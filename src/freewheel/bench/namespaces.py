@@ -104,6 +104,14 @@ class Network:
     def _undo(self, *command: str) -> None:
         self._left.callback(subprocess.run, command, capture_output=True)
 
+    def cut(self, rank: int) -> None:
+        """Let nothing through to a worker or from it."""
+        self._do("ip", "link", "set", self._port(rank), "down")
+
+    def heal(self, rank: int) -> None:
+        """The reverse."""
+        self._do("ip", "link", "set", self._port(rank), "up")
+
     def bytes_moved(self) -> list[int]:
         """Bytes sent and bytes received by each worker so far: sent by 0, received by 0, sent by 1 …
 

@@ -18,7 +18,7 @@ from freewheel.bench.figure import Figure
 from freewheel.bench.rates import Load, Span
 from freewheel.bench.rates import Progress as Show
 from freewheel.cli.console import output
-from freewheel.errors import ConfigError, RunStopped
+from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
 from freewheel.observe.files import check_writable, write_whole
 from freewheel.observe.table import share, short
 
@@ -167,6 +167,50 @@ def overhead(
         ("noise", lambda f: f"{f.raw['noise_percent']:+.2f}%"),
     ]
     _print(columns, found, "Medians; noise: a second plain loop beside the first.")
+
+
+@app.command()
+def faults(
+    kinds: Annotated[
+        str, typer.Option("--kind", help="kill, restart, rendezvous, cut (needs root); separated by commas.")
+    ] = "kill,restart,rendezvous",
+    workers: Workers = 4,
+    model_mb: ModelMb = 4.0,
+    compute_ms: ComputeMs = 50.0,
+    strategy: Strategies = "adpsgd,dasgd,nodelay_free",
+    kills: Annotated[int, typer.Option(help="How many workers are killed, one after the other.")] = 4,
+    away_s: Annotated[float, typer.Option(help="How long the store is gone, or a link is cut.")] = 20.0,
+    quick: Quick = False,
+    json_path: Json = None,
+) -> None:
+    """Longest pause of those who are left when a worker, the rendezvous or a link fails."""
+    from freewheel.bench import faults as bench
+    from freewheel.bench.namespaces import check_possible
+
+    chosen = names.split(kinds)
+    for kind in chosen:
+        if kind not in bench.KINDS:
+            raise UnknownName("kind of fault", kind, bench.KINDS)
+    at_least("--kills", kills, 1)
+    at_least("--away-s", away_s, 0.1)
+    if bench.CUT in chosen:
+        check_possible()
+    load, which = Load(workers, model_mb, compute_ms), _strategies(strategy, workers)
+    spans = (1, 3.0) if quick else (kills, away_s)
+    found = _measured(lambda show: bench.faults(chosen, load, which, *spans, show), json_path)
+    columns: list[Column] = [
+        ("fault", lambda f: f.name),
+        ("strategy", lambda f: f.of),
+        ("longest s", lambda f: f"{f.freewheel:.3f}"),
+        ("allowed s", lambda f: f"{f.theirs:.3f}"),
+        ("without a fault s", lambda f: f"{f.raw['noise_s']:.3f}"),
+    ]
+    _print(
+        columns,
+        found,
+        "Pauses of workers that were not touched, beyond the time of a step; restart: from having imported "
+        "torch to the first step; healed: from the link's return to the first exchange.",
+    )
 
 
 def _measured(work: Callable[[Show], list[Figure]], json_path: Path | None) -> list[Figure]:

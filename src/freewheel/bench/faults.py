@@ -1,0 +1,160 @@
+"""What a fault costs those who are left: workers and their store are killed and started again, links cut.
+
+Every worker tells when it made each step. The pause of a fault is the longest time between two steps of any
+worker that was not touched, less the median time of a step, from a moment before the fault until a while
+after it. Workers sleep through their gradients, so that a core they share does not hide what others do.
+
+    kill          SIGKILL of one worker after another, each started again after a while
+    restart       the same workers: from having imported torch to being ready for the first step
+    rendezvous    SIGKILL of the store that workers met at; another one on the same port after a while
+    cut           the link of one worker is taken down and up again (network namespaces: root and iproute2)
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from freewheel.bench.crew import Crew, Step
+from freewheel.bench.figure import Figure
+from freewheel.bench.namespaces import Network
+from freewheel.bench.processes import Place
+from freewheel.bench.rates import Load, Progress
+
+KILL, RESTART, RENDEZVOUS, CUT = "kill", "restart", "rendezvous", "cut"
+KINDS = (KILL, RESTART, RENDEZVOUS, CUT)
+ALLOWED_S = 0.05
+"""How much longer than a step a survivor may pause."""
+RESTART_ALLOWED_S = 1.0
+HEAL_ALLOWED_S = 2.0
+BEFORE_S, AFTER_S = 2.0, 4.0
+DEADLINE_S = 120.0
+
+
+def faults(
+    kinds: Sequence[str], load: Load, strategies: Sequence[str], kills: int, away_s: float, progress: Progress
+) -> list[Figure]:
+    """Measure each kind of fault with each strategy."""
+    found: list[Figure] = []
+    kinds_run = [kind for kind in kinds if kind != RESTART or KILL not in kinds]  # one run gives both
+    runs = [(kind, strategy) for kind in kinds_run for strategy in strategies]
+    for done, (kind, strategy) in enumerate(runs):
+
+        def show(share: float, done: int = done, what: str = f"{kind} {strategy}") -> None:
+            progress(what, (done + share) / len(runs))
+
+        show(0.0)
+        if kind in (KILL, RESTART):
+            found += [figure for figure in _kill(load, strategy, kills, show) if figure.name in kinds]
+        elif kind == RENDEZVOUS:
+            found.append(_rendezvous(load, strategy, away_s, show))
+        else:
+            found += _cut(load, strategy, away_s, show)
+    return found
+
+
+@contextmanager
+def _running(load: Load, strategy: str, places: Sequence[Place] | None = None) -> Iterator[Crew]:
+    asked = {"model_mb": load.model_mb, "compute_ms": load.compute_ms, "strategy": strategy}
+    with Crew("freewheel.bench.faulty", asked, places or [Place()] * load.workers) as crew:
+        for rank in range(load.workers):
+            crew.start(rank)
+        crew.until(
+            "steps", lambda: all(len(crew.steps(rank)) >= 10 for rank in range(load.workers)), DEADLINE_S
+        )
+        yield crew
+
+
+def _kill(load: Load, strategy: str, kills: int, show: Callable[[float], None]) -> list[Figure]:
+    pauses, quiet, joins = [], [], []
+    with _running(load, strategy) as crew:
+        for k in range(kills):
+            rank = (k + load.workers - 1) % load.workers  # worker 0, whose rank leads, among them
+            crew.sleep(BEFORE_S)
+            moment = time.monotonic()
+            crew.kill(rank)
+            crew.sleep(AFTER_S)
+            others = [one for one in range(load.workers) if one != rank]
+            pauses.append(_pause(crew, others, moment - 0.5, moment + AFTER_S))
+            quiet.append(_pause(crew, range(load.workers), moment - BEFORE_S, moment))
+            life = crew.start(rank)
+            crew.until("a restarted worker", lambda life=life: bool(life.steps), DEADLINE_S)  # type: ignore[misc]
+            joins.append(life.said["ready"] - life.said["imported"])
+            show((k + 1) / kills)
+    raw = {
+        "pauses_s": pauses,
+        "without_faults_s": quiet,
+        "compute_ms": load.compute_ms,
+        "model_mb": load.model_mb,
+    }
+    return [
+        _figure(KILL, strategy, max(pauses), ALLOWED_S, {**raw, "noise_s": max(quiet)}),
+        _figure(RESTART, strategy, max(joins), RESTART_ALLOWED_S, {**raw, "joins_s": joins, "noise_s": 0.0}),
+    ]
+
+
+def _rendezvous(load: Load, strategy: str, away_s: float, show: Callable[[float], None]) -> Figure:
+    with _running(load, strategy) as crew:
+        crew.sleep(BEFORE_S)
+        moment = time.monotonic()
+        crew.end_store()
+        crew.sleep(away_s, lambda share: show(0.9 * share))
+        crew.start_store()
+        back = time.monotonic()
+        crew.until("all to register", crew.all_registered, DEADLINE_S)
+        registered_s = time.monotonic() - back
+        crew.sleep(BEFORE_S)
+        workers = range(load.workers)
+        pause = _pause(crew, workers, moment - 0.5, back + BEFORE_S)
+        noise = _pause(crew, workers, moment - BEFORE_S, moment)
+    raw = {"away_s": away_s, "registered_after_s": registered_s, "noise_s": noise}
+    return _figure(RENDEZVOUS, strategy, pause, ALLOWED_S, raw)
+
+
+def _cut(load: Load, strategy: str, away_s: float, show: Callable[[float], None]) -> list[Figure]:
+    with Network(load.workers, 1000.0) as network, _running(load, strategy, network.places) as crew:
+        rank = load.workers - 1
+        crew.sleep(BEFORE_S)
+        moment = time.monotonic()
+        network.cut(rank)
+        crew.sleep(away_s, show)
+        alone = len(crew.steps(rank))
+        network.heal(rank)
+        healed = time.monotonic()
+        crew.until("an exchange", lambda: _averaged_since(crew.steps(rank), healed) is not None, DEADLINE_S)
+        crew.sleep(BEFORE_S)
+        others = [one for one in range(load.workers) if one != rank]
+        pause = _pause(crew, range(load.workers), moment - 0.5, healed + BEFORE_S)
+        noise = _pause(crew, others, moment - BEFORE_S, moment)
+        averaged = _averaged_since(crew.steps(rank), healed)
+        assert averaged is not None
+        raw = {"away_s": away_s, "steps_alone": alone, "noise_s": noise}
+    return [
+        _figure(CUT, strategy, pause, ALLOWED_S, raw),
+        _figure("healed", strategy, averaged - healed, HEAL_ALLOWED_S, raw),
+    ]
+
+
+def _averaged_since(steps: Sequence[Step], moment: float) -> float | None:
+    """When a worker had first been averaged with another after a moment."""
+    before = max((step.merged for step in steps if step.time <= moment), default=0)
+    return next((step.time for step in steps if step.time > moment and step.merged > before), None)
+
+
+def _pause(crew: Crew, ranks: Sequence[int], begin: float, end: float) -> float:
+    """The longest time between two steps of any of these workers in a window, less that of a usual step."""
+    longest = 0.0
+    for rank in ranks:
+        times = [step.time for step in crew.steps(rank)]
+        usual = statistics.median(b - a for a, b in itertools.pairwise(times))
+        gaps = [b - a - usual for a, b in itertools.pairwise(times) if b > begin and a < end]
+        longest = max(longest, *gaps)
+    return longest
+
+
+def _figure(name: str, strategy: str, seconds: float, allowed_s: float, raw: dict[str, Any]) -> Figure:
+    return Figure(name, strategy, seconds, "allowed", allowed_s, seconds / allowed_s, "s", raw)

@@ -1,0 +1,37 @@
+"""One worker of a benchmark of faults: it steps until it is ended, and tells when."""
+
+from __future__ import annotations
+
+import time
+
+from freewheel.bench.processes import Parent, job
+
+
+def main() -> None:
+    """Step for ever."""
+    parent, asked = Parent(), job()
+    import torch
+
+    torch.set_num_threads(1)
+    parent.say(imported=time.monotonic())
+    import freewheel as fw
+    from freewheel.bench.legs import Weights
+
+    model = Weights(asked["model_mb"])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    with fw.attach(model, optimizer, asked["strategy"], bind=asked["address"]) as worker:
+        parent.say(ready=time.monotonic())
+        while True:
+            time.sleep(asked["compute_ms"] / 1e3)
+            optimizer.zero_grad()
+            model().backward()
+            optimizer.step()
+            metrics = worker.metrics()
+            merged = metrics["exchanges"]["done"] + metrics["merges"]["done"]
+            if not merged:  # it broadcasts
+                merged = metrics["bytes_in"]
+            parent.say(step=time.monotonic(), merged=merged, members=len(metrics["members"]))
+
+
+if __name__ == "__main__":
+    main()
