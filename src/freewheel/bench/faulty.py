@@ -13,6 +13,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
+    torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports much of torch that is not there yet
     parent.say(imported=time.monotonic())
     import freewheel as fw
     from freewheel.bench.legs import Weights

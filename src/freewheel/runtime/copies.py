@@ -1,7 +1,6 @@
 """Copying a living worker: its weights, its buffers and its optimizer's state, for one that joins.
 
-The worker that is copied goes on training. Its weights and its optimizer's state are read between two of
-its steps; what cannot be longer than a vector of the run may be travels in several.
+The worker that is copied goes on training. What is longer than a vector of the run may be travels in several.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from freewheel.runtime.live import LiveReplica
 from freewheel.runtime.rendezvous import POLL_S
 
 COPY: Tag = (RUNTIME, "copy")
+TRIES = 5
 
 log = logging.getLogger("freewheel")
 
@@ -139,19 +139,18 @@ class Copies:
             self._fabric.post(peer, (*tag, "state"), part.clone())
 
     async def _state(self) -> Tensor | None:
-        """The optimizer's state of one moment between two steps."""
-        found: list[Tensor | None] = [None]
+        """The optimizer's state, read beside training.
 
-        def look() -> bool:
-            version = self._replica.version
+        A step may fall into it, so some numbers may be one step older than others: that is less than what a
+        worker that joins differs by anyway, and training does not wait for it.
+        """
+        for _ in range(TRIES):
             try:
-                found[0] = states.pack(self._rest.optimizer.state_dict(), self._replica.dtype)
+                state = self._rest.optimizer.state_dict()
+                return await asyncio.to_thread(states.pack, state, self._replica.dtype)
             except ConfigError as error:
                 log.warning("%s It begins anew on the worker that joins.", error)
-                found[0] = None
-            except RuntimeError:  # a step has changed it under our eyes
-                return False
-            return version == self._replica.version
-
-        await self._replica.between_steps(look)
-        return found[0]
+                return None
+            except RuntimeError:  # the first step was just making it
+                await asyncio.sleep(POLL_S)
+        return None

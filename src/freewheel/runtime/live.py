@@ -48,9 +48,9 @@ class Correction:
 
 @dataclass(slots=True, eq=False)
 class Order:
-    """What the training thread is asked to do after its step."""
+    """A snapshot the training thread is asked to make."""
 
-    act: Callable[[], bool]
+    into: Tensor
     made: bool = False
 
 
@@ -97,7 +97,7 @@ class LiveReplica(Replica):
         while self._orders:
             with contextlib.suppress(IndexError):  # it may have been taken back
                 order = self._orders.popleft()
-                order.act()
+                self._copy(order.into)
                 order.made = True
 
     def boundary(self) -> None:
@@ -129,7 +129,7 @@ class LiveReplica(Replica):
         while self.version % 2 and not self._spare:
             time.sleep(POLL_S)  # after the boundary the vector it has added can be used again
         into = self._take()
-        for _ in self._between_steps(lambda: self._copy(into)):
+        for _ in self._copying(into):
             time.sleep(POLL_S)
         return into
 
@@ -138,16 +138,12 @@ class LiveReplica(Replica):
         while self.version % 2 and not self._spare:
             await asyncio.sleep(POLL_S)
         into = self._take()
-        await self.between_steps(lambda: self._copy(into))
+        for _ in self._copying(into):
+            await asyncio.sleep(POLL_S)
         return into
 
-    async def between_steps(self, act: Callable[[], bool]) -> None:
-        """Let something look at one moment between two steps; it says whether it got to see one."""
-        for _ in self._between_steps(act):
-            await asyncio.sleep(POLL_S)
-
-    def _between_steps(self, act: Callable[[], bool]) -> Iterator[None]:
-        """The same; yields where it must wait for a moment."""
+    def _copying(self, into: Tensor) -> Iterator[None]:
+        """Fill a vector with a snapshot; yields where it must wait for a moment."""
         while True:
             tries, end_s = 0, time.monotonic() + PATIENCE_S
             while tries < TRIES and time.monotonic() < end_s:
@@ -155,10 +151,10 @@ class LiveReplica(Replica):
                     yield
                     continue
                 tries += 1
-                if act() and (self.cuda or version == self.version):
+                if self._copy(into) and (self.cuda or version == self.version):
                     return
-            # Weights move nearly all the time: let the training thread do it after its step.
-            order = Order(act)
+            # Weights move nearly all the time: let the training thread make the copy after its step.
+            order = Order(into)
             self._orders.append(order)
             try:
                 while not order.made:
@@ -168,7 +164,7 @@ class LiveReplica(Replica):
                         break
                 else:
                     return
-            except ValueError:  # it is at it
+            except ValueError:  # it is being copied
                 while not order.made:
                     yield
                 return
