@@ -28,6 +28,7 @@ def attach(
     tls: str | Path | None = None,
     folder: str | Path | None = None,
     tensorboard: str | Path | None = None,
+    resume: str | Path | None = None,
     seed: int = 0,
     join_timeout_s: float = 300.0,
     heartbeat_s: float = 2.0,
@@ -40,7 +41,8 @@ def attach(
 
     wire: what vectors travel as; bf16 halves the bytes. bind: the address to listen on (default: loopback;
     "auto": the one that reaches MASTER_ADDR). tls: a folder of `freewheel keys`. folder: where to write
-    records (JSON lines). tensorboard: where to write them for TensorBoard, too. seed: of the choice of peers.
+    records (JSON lines). tensorboard: where to write them for TensorBoard, too. resume: a folder of
+    `worker.checkpoint` to go on from, where it holds one already. seed: of the choice of peers.
     heartbeat_s: a worker that gives no sign of life for so long is gone.
 
         >>> import freewheel as fw, torch
@@ -67,6 +69,7 @@ def attach(
         tls=tls,
         folder=folder,
         tensorboard=tensorboard,
+        resume=resume,
         seed=seed,
         join_timeout_s=join_timeout_s,
         heartbeat_s=heartbeat_s,

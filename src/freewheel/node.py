@@ -256,6 +256,10 @@ class Node:
         """Whether no exchange is under way."""
         return self._exchanges.partner is None
 
+    def begin_at(self, steps: int) -> None:
+        """Go on counting where an earlier run ended."""
+        self.counters.steps = self._seen_steps = self._snapshot_steps = self._merged_steps = steps
+
     def hold(self) -> None:
         """Be busy for exchanges until `release`: this worker has no weights yet."""
         self._exchanges.partner = self.rank

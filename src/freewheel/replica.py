@@ -11,7 +11,7 @@ between two steps, so a forward or backward pass never sees weights that changed
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -115,6 +115,14 @@ class Replica:
             self._blank.copy_(vector)
         for block in self.blocks:
             block.weights.copy_(vector[block.start : block.stop])
+
+    def pieces(self, vector: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        """Each parameter and what a vector has for it, as a view in the parameter's shape."""
+        for block in self.blocks:
+            at = block.start
+            for parameter in block.parameters:
+                yield parameter, _view(vector, at, parameter)
+                at += parameter.numel()
 
     def _join(self, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1:

@@ -92,6 +92,10 @@ class Strategy:
 
     # -- for those who drive a strategy --
 
+    def vectors(self) -> dict[str, Tensor]:
+        """The vectors it keeps from one step to the next, by name: a checkpoint holds them too."""
+        return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+
     def copy(self) -> Self:
         """A copy with the same settings, for one worker."""
         return copy.copy(self)

@@ -7,6 +7,7 @@ import threading
 import pytest
 import torch
 
+import freewheel as fw
 from crew import together, worker
 from freewheel.runtime.live import LiveReplica
 
@@ -117,3 +118,23 @@ def test_the_mean_is_kept_while_all_exchange():
     assert sum(done for _, done in results) > 30
     for bias, _ in results:
         torch.testing.assert_close(bias, torch.ones(1024), rtol=0, atol=1e-4)
+
+
+def test_a_checkpoint_brings_back_weights_moments_and_random_numbers(tmp_path):
+    def train(steps: int, resume: bool) -> list[torch.Tensor]:
+        torch.manual_seed(1 + resume)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Dropout(0.5)).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        with fw.attach(model, optimizer, resume=tmp_path) as attached:
+            attached.checkpoint(tmp_path, every=5)
+            for _ in range(steps):
+                optimizer.zero_grad()
+                model(torch.randn(8, 64, device="cuda")).square().mean().backward()
+                optimizer.step()
+        moments = [state["exp_avg"] for state in optimizer.state.values()]
+        return [*model.parameters(), *moments, torch.rand(4, device="cuda")]
+
+    began = train(5, resume=False)
+    for one, other in zip(train(0, resume=True), began, strict=True):
+        assert other.is_cuda
+        assert torch.equal(one, other)

@@ -210,8 +210,11 @@ class Agent:
             if self.late:
                 gone[peer] = error.why  # it comes back by itself
 
-    async def start(self) -> None:
-        """Begin with worker 0's weights, or a living worker's; then let the strategy run."""
+    async def start(self, resumed: dict[str, Tensor] | None = None) -> None:
+        """Begin with worker 0's weights, or a living worker's; then let the strategy run.
+
+        A resumed run begins with the weights each worker has, and with the strategy's vectors as given.
+        """
         strategy, node = self.strategy, self.node
         self.spawn(self.copies.hand_out(self._handover, self.spawn))
         self.spawn(self._hear(FINISHED, self._note_finished))
@@ -222,7 +225,7 @@ class Agent:
         node.hold()
         if self.late:
             node.rejoined = await self.copies.take()
-        elif len(self.fabric.members) > 1:
+        elif len(self.fabric.members) > 1 and resumed is None:
             members = self.fabric.members
             root = members[0]
             vector = self.replica.snapshot() if self.me.rank == root else None
@@ -235,7 +238,15 @@ class Agent:
                 message = await collectives.broadcast(self.fabric, members, root, fixed, tag)
                 if self.me.rank != root:
                     self._rest.set_fixed(message.payload)
+        elif len(self.fabric.members) > 1 and strategy.waits_for == "nobody" and not strategy.keeps_mean:
+            # Updates that were under way are lost, and nothing would bring the replicas together again.
+            members, resumed = self.fabric.members, {}
+            total = await collectives.ring_sum(self.fabric, members, self.replica.snapshot(), START)
+            self.replica.load(total.div_(len(members)))
         await strategy.start(node)
+        for name, vector in strategy.vectors().items():
+            if resumed and name in resumed:
+                vector.copy_(resumed[name])
         node.release()
         self.ready = True
         if strategy.defines("background"):
@@ -267,6 +278,14 @@ class Agent:
         awaited = {peer for peer, _ in self.fabric.waits()}
         ended = ((peer, epoch) for peer, epoch in self.finished.items() if peer in awaited)
         return next((peer for peer, epoch in ended if self.fabric.epoch(peer) == epoch), None)
+
+    async def hold_still(self, into: Tensor) -> dict[str, Tensor]:
+        """For a checkpoint: copy the weights into a vector and return copies of the strategy's vectors.
+
+        Here, in the thread that makes corrections, the two belong together. Training must wait for it.
+        """
+        self.replica.snapshot(into)
+        return {name: vector.clone() for name, vector in self.strategy.vectors().items()}
 
     # -- the end --
 

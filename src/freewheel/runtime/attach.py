@@ -13,8 +13,9 @@ import concurrent.futures
 import copy
 import logging
 import math
+import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -29,6 +30,7 @@ from freewheel.fabric.tcp import FINISHED
 from freewheel.replica import Replica, flatten
 from freewheel.runtime import checks, keys
 from freewheel.runtime.agent import STOP, Agent
+from freewheel.runtime.checkpoint import Checkpoints
 from freewheel.runtime.copies import Rest, set_flat_buffers
 from freewheel.runtime.live import LiveReplica
 from freewheel.runtime.records import Recorder
@@ -62,6 +64,7 @@ class Worker:
         tls: str | Path | None = None,
         folder: str | Path | None = None,
         tensorboard: str | Path | None = None,
+        resume: str | Path | None = None,
         seed: int = 0,
         join_timeout_s: float = 300.0,
         heartbeat_s: float = 2.0,
@@ -76,9 +79,10 @@ class Worker:
             )
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
         self._wire, self._bind, self._tls = WIRES[wire], bind, tls
-        self._tensorboard = tensorboard
         at_least("heartbeat_s", heartbeat_s, 0.1)
         self._heartbeat_s = heartbeat_s
+        self._tensorboard, self._resume = tensorboard, resume
+        self._checkpoints = Checkpoints(model, optimizer)
         self._folder, self._seed, self._timeout_s, self._version = folder, seed, join_timeout_s, version
         self._place = place or Place.read()
         self.rank, self.world_size = self._place.rank, self._place.world_size
@@ -87,6 +91,7 @@ class Worker:
         self._hooks: list[Any] = []
         self._loss: Tensor | float = math.nan
         self._began_s = self._step_began_s = 0.0
+        self._began_steps = 0
         self._store: Rendezvous | None = None
         self._registrar: Registrar | None = None
         self._inside = False
@@ -107,7 +112,7 @@ class Worker:
         """Batches of this worker's share of a data set; over all workers every sample once a pass."""
         from freewheel.runtime.loader import Loader
 
-        return Loader(
+        loader = Loader(
             dataset,
             batch_size,
             self.rank,
@@ -115,9 +120,28 @@ class Worker:
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
-            stopped=lambda: self.stopped,
+            stopped=self._checkpoints.watching(lambda: self.stopped),
             **options,
         )
+        self._checkpoints.made(loader)
+        return loader
+
+    def checkpoint(
+        self,
+        path: str | Path,
+        *,
+        every: int | None = 100,
+        keep: int = 3,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Let a checkpoint be written to this folder every so many steps, beside training; None: one now.
+
+        The last `keep` stay. `extra` names what else belongs to training and has state_dict and
+        load_state_dict (a scheduler, a GradScaler); in a resumed run they get their state back here.
+        """
+        if not self._inside:
+            raise ConfigError("call worker.checkpoint inside the with-block.")
+        self._checkpoints.arrange(Path(path), every, keep, extra)
 
     @property
     def stopped(self) -> bool:
@@ -145,7 +169,7 @@ class Worker:
             "rank": self.rank,
             "steps": counters.steps,
             "elapsed_s": elapsed_s,
-            "steps_per_s": counters.steps / elapsed_s,
+            "steps_per_s": (counters.steps - self._began_steps) / elapsed_s,
             "blocked_share": counters.blocked_s / elapsed_s,
             "exchanges": dict(counters.exchanges),
             "merges": dict(counters.merges),
@@ -155,6 +179,7 @@ class Worker:
             "bytes_out": counters.bytes_out,
             "bytes_in": counters.bytes_in,
             "messages_dropped": counters.messages_dropped,
+            "checkpoints": dict(self._checkpoints.counts),
             "members": list(self._agent.fabric.members),
             "loss": self._last_loss(),
         }
@@ -199,14 +224,14 @@ class Worker:
 
     def _join(self) -> None:
         place = self._place
-        options, incarnation, model = Options(run="0" * 32), 1, ""
+        options, incarnation, model = Options(run=secrets.token_hex(16)), 1, ""
         if place.world_size > 1:
             self._store = Rendezvous(place, self._timeout_s)
             options, incarnation = self._store.options(), self._store.incarnation()
             self.world_size = options.workers or place.world_size
             model = self._store.check_model(self._model, incarnation)
         tls = self._tls or options.tls
-        bind = self._bind or options.bind or self._loopback()
+        bind = self._bind or options.bind or place.loopback()
         self._replica = LiveReplica(self._model)
         self._homes = checks.Homes(self._model)
         self._rest = Rest(self._model, self._optimizer, self._replica.dtype)
@@ -239,7 +264,10 @@ class Worker:
                 bind = address if bind == "auto" else bind
                 first = range(options.workers or place.world_size)
                 self._agent.call(self._agent.join(self._store, first, bind, address, self._timeout_s))
-            self._agent.call(self._agent.start())
+            path = None if self._agent.late else self._resume  # one that comes late copies a living worker
+            workers = options.workers or place.world_size
+            vectors = self._checkpoints.begin(self._agent, path, self._store, workers)
+            self._agent.call(self._agent.start(vectors))
             if self._store is not None:
                 self._registrar = Registrar(self._store, lambda: dict(self._agent.fabric.lives))
             self._recorder = Recorder(
@@ -255,6 +283,7 @@ class Worker:
             self._agent.close("it could not join")
             raise
         self._began_s = self._step_began_s = time.perf_counter()
+        self._began_steps = self._agent.counters.steps
         self._inside = True
         self._attach()
 
@@ -269,6 +298,7 @@ class Worker:
         try:
             if error is None:
                 self._check()
+                self._checkpoints.close()
                 self._answer = self._patiently(self._agent.finish(self._store))
                 if self._store is not None:
                     self._store.end()
@@ -283,6 +313,7 @@ class Worker:
                 if error is not None and self._store is not None:
                     self._store.leave(why)  # some may not have joined yet
                 self._agent.close(why)
+                self._checkpoints.wait()
 
     def _check_answer(self, weights: Tensor) -> None:
         if not weights.isfinite().all():
@@ -290,15 +321,6 @@ class Worker:
             raise Diverged(
                 f"worker {self.rank} ended with weights that are not finite. Lower the learning rate."
             )
-
-    def _loopback(self) -> str:
-        if not self._place.spans_hosts():
-            return "127.0.0.1"
-        raise ConfigError(
-            f"this run may span machines (MASTER_ADDR={self._place.host}), and workers listen on loopback "
-            'unless told otherwise. Give attach bind="auto" (the address that reaches MASTER_ADDR) or an '
-            "address of this machine, or start with `freewheel run --bind ADDRESS`."
-        )
 
     # -- steps --
 
@@ -325,7 +347,7 @@ class Worker:
         computed_s = time.perf_counter() - self._step_began_s
         counters = node.counters
         counters.compute_s += computed_s
-        node.step_s += (computed_s - node.step_s) / (counters.steps + 1)
+        node.step_s += (computed_s - node.step_s) / (counters.steps - self._began_steps + 1)
         if not self._measured:
             counters.stale(self._stale)
         if self._before is not None:
@@ -345,6 +367,7 @@ class Worker:
         if self._wakes:
             self._agent.stepped()
         self._stale = node.unmerged_steps
+        self._checkpoints.stepped(node.counters.steps)
         self._step_began_s = time.perf_counter()
 
     async def _parked(self, node: Any) -> None:
@@ -416,7 +439,7 @@ class Worker:
         loss = self._last_loss()
         if not math.isnan(loss):
             return loss
-        if self._agent.counters.steps > 1:
+        if self._agent.counters.steps > self._began_steps + 1:
             raise ConfigError(
                 f"{self._strategy.name} compares the workers' losses: call worker.report(loss) in every step."
             )

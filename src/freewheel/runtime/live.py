@@ -124,11 +124,12 @@ class LiveReplica(Replica):
 
     # -- the communication thread --
 
-    def snapshot(self) -> Tensor:
+    def snapshot(self, into: Tensor | None = None) -> Tensor:
         """A copy of the weights, with what is pending, of one moment between two steps."""
-        while self.version % 2 and not self._spare:
-            time.sleep(POLL_S)  # after the boundary the vector it has added can be used again
-        into = self._take()
+        if into is None:
+            while self.version % 2 and not self._spare:
+                time.sleep(POLL_S)  # after the boundary the vector it has added can be used again
+            into = self._take()
         for _ in self._copying(into):
             time.sleep(POLL_S)
         return into

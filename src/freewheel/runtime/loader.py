@@ -50,6 +50,8 @@ class Shares(Sampler[list[int]]):
         self.rank, self.world_size = rank, world_size
         self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
         self.epoch = 0
+        self.first = 0
+        """Which batch a pass begins with: above 0 where a resumed run goes on in the middle of one."""
         self.sizes = self._sizes()
 
     def _sizes(self) -> list[int]:
@@ -89,8 +91,8 @@ class Shares(Sampler[list[int]]):
         order = torch.arange(self.length)
         if self.shuffle:
             order = torch.randperm(self.length, generator=seeded(f"order/{self.seed}/{self.epoch}"))
-        at = self._place(self.rank)
-        for size in self.sizes:
+        at = self._place(self.rank) + sum(self.sizes[: self.first])
+        for size in self.sizes[self.first :]:
             yield order[at : at + size].tolist()
             at += size
 
@@ -132,6 +134,8 @@ class Loader:
         options.setdefault("generator", self.random)
         self.batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.shares, **options)
         self.begun = False
+        self.given = 0
+        """How many batches of the pass the loop has been given."""
 
     @property
     def epoch(self) -> int:
@@ -143,6 +147,29 @@ class Loader:
         at_least("epoch", epoch, 0)
         self.shares.epoch = epoch
         self.begun = False
+        self.shares.first = 0
+
+    def state_dict(self) -> dict[str, int]:
+        """Where the loop is; a batch that was given counts as done."""
+        return {
+            "length": self.shares.length,
+            "batch_size": self.shares.batch_size,
+            "world_size": self.shares.world_size,
+            "epoch": self.epoch,
+            "given": self.given if self.begun else self.shares.first,
+        }
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there; dealt to another number of workers, or in other batches, the pass begins anew."""
+        if state["length"] != self.shares.length:
+            raise ConfigError(
+                f"cannot resume: the dataset has {self.shares.length} samples, the one of the checkpoint had "
+                f"{state['length']}. Give the same dataset, or begin anew."
+            )
+        self.set_epoch(state["epoch"])
+        mine = self.state_dict()
+        if all(state[name] == mine[name] for name in ("batch_size", "world_size")):
+            self.shares.first = state["given"]
 
     def __len__(self) -> int:
         return len(self.shares)
@@ -150,12 +177,15 @@ class Loader:
     def __iter__(self) -> Iterator[Any]:
         if self.stopped():
             return
-        self.shares.epoch += self.begun
-        self.begun = True
+        if self.begun:
+            self.shares.epoch += 1
+            self.shares.first = 0
+        self.begun, self.given = True, self.shares.first
         if self.random is not None:  # DataLoader seeds its processes from it
             shares = self.shares
             self.random.manual_seed(number(f"processes/{shares.seed}/{shares.epoch}/{shares.rank}"))
         for batch in self.batches:
+            self.given += 1
             yield batch
             if self.stopped():
                 return

@@ -95,6 +95,16 @@ class Place:
         except ValueError:
             return True
 
+    def loopback(self) -> str:
+        """The address to listen on if none is given; refuses it where others could not be reached."""
+        if not self.spans_hosts():
+            return "127.0.0.1"
+        raise ConfigError(
+            f"this run may span machines (MASTER_ADDR={self.host}), and workers listen on loopback "
+            'unless told otherwise. Give attach bind="auto" (the address that reaches MASTER_ADDR) or an '
+            "address of this machine, or start with `freewheel run --bind ADDRESS`."
+        )
+
 
 @dataclass(frozen=True)
 class Options:
@@ -157,7 +167,7 @@ class Rendezvous:
         if self.place.rank == 0 and incarnation == 1:
             self._store.set("model", mine)
         elif (theirs := self._get("model", "worker 0")) != mine:
-            why = _first_difference(json.loads(theirs), json.loads(mine))
+            why = first_difference(json.loads(theirs), json.loads(mine), "at worker 0")
             self.leave(f"its model differs from worker 0's: {why}")
             raise ConfigError(
                 f"worker {self.place.rank} was refused: its model differs from worker 0's. {why} "
@@ -252,6 +262,28 @@ class Rendezvous:
             return None
         return str(self._store.get(f"absent/{peer}").decode())
 
+    def say(self, key: str, text: str) -> None:
+        """Leave a word for the others."""
+        self._store.set(key, text)
+
+    def first(self, key: str, text: str) -> str:
+        """Say this unless somebody has said something under this name; what was said first."""
+        return str(self._store.compare_set(key, "", text).decode())
+
+    def hear(self, key: str, peer: int) -> str:
+        """Wait for a word of another worker; raises WorkerLost when it is not coming."""
+        end = time.monotonic() + self.timeout_s
+        while not self._store.check([key]):
+            if (why := self.absent(peer)) is not None:
+                raise WorkerLost(f"worker {peer} is not coming: {why.rstrip('.')}.")
+            if time.monotonic() > end:
+                raise WorkerLost(
+                    f"worker {peer} has said nothing of {key!r} for {self.timeout_s:g} s. "
+                    "Give all workers the same arguments, and look at its output."
+                )
+            time.sleep(POLL_S)
+        return str(self._store.get(key).decode())
+
     def _get(self, key: str, whose: str) -> str:
         end = time.monotonic() + self.timeout_s
         while not self._store.check([key]):
@@ -292,12 +324,13 @@ def signature(model: nn.Module) -> list[list[Any]]:
     ]
 
 
-def _first_difference(theirs: list[list[Any]], mine: list[list[Any]]) -> str:
+def first_difference(theirs: list[list[Any]], mine: list[list[Any]], there: str) -> str:
+    """Where two models' signatures begin to differ, in words."""
     for k in range(max(len(theirs), len(mine))):
         one = mine[k] if k < len(mine) else None
         other = theirs[k] if k < len(theirs) else None
         if one != other:
-            return f"The first difference: {_describe(one)} here, {_describe(other)} at worker 0."
+            return f"The first difference: {_describe(one)} here, {_describe(other)} {there}."
     return "They differ."
 
 

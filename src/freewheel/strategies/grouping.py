@@ -71,6 +71,7 @@ class Grouping(ASGD):
         await super().start(node)
         self.group = tuple(range(node.world_size))
         self.new = node.rank != self.group[0]
+        self.began = node.steps  # a resumed run measures speeds anew
 
     async def before_step(self, node: Node) -> None:
         """Average the gradients of the group."""
@@ -90,7 +91,7 @@ class Grouping(ASGD):
             x = answer.vector
         self.x = await node.broadcast(lead, x, self.group, tag)
         node.correct(self.x - s)
-        if node.steps == self.warmup:
+        if node.steps == self.began + self.warmup:
             speeds = await node.gather((node.step_s,), tag=("speed",))
             groups = by_speed({rank: note[0] for rank, note in speeds.items()}, self.ratio)
             self.group = next(group for group in groups if node.rank in group)

@@ -1,0 +1,239 @@
+"""Checkpoints on disk: a folder for each set, and in it a shard and a manifest for each worker.
+
+    PATH/step-00000100-3f2a9c01/worker-0-5d41402abc4b.pt     what worker 0 had after step 100, by torch.save
+    PATH/step-00000100-3f2a9c01/worker-0.json                its manifest: of which run and model, its digest
+
+The set is named by the step and the run, so that a run never writes over another's. A shard counts from the
+moment its manifest has its name; before that it is written, flushed to the disk and renamed. What was there
+before is untouched until then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+
+FORMAT = 1
+TEMPORARY = ".tmp"
+FOREIGN = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
+"""Endings of checkpoints that other programs write."""
+PIECE = 1 << 22
+PARTS = {"weights", "buffers", "optimizer", "random", "loaders", "strategy", "extra"}
+"""What a shard holds, by name."""
+
+
+class Damaged(Exception):
+    """A file is not what its manifest says."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is to be known of a shard without reading it."""
+
+    version: str
+    """Of Freewheel."""
+    run: str
+    origin: str
+    """The run that began this training; one that resumes another has its origin."""
+    rank: int
+    world_size: int
+    strategy: str
+    settings: dict[str, str]
+    optimizer: str
+    model: list[list[Any]]
+    """Name, shape and type of every trainable parameter."""
+    step: int = 0
+    time: float = 0.0
+    """When it was taken, in seconds since 1970."""
+    file: str = ""
+    size: int = 0
+    sha256: str = ""
+    format: int = FORMAT
+
+    @property
+    def set(self) -> str:
+        """The name of the set the shard belongs to."""
+        return f"step-{self.step:08d}-{self.run[:8]}"
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A shard that was found."""
+
+    path: Path
+    """Of its manifest."""
+    manifest: Manifest
+
+    @property
+    def file(self) -> Path:
+        """Where the tensors are."""
+        return self.path.parent / self.manifest.file
+
+    def delete(self) -> None:
+        """Remove it, manifest first: what is left of it never counts."""
+        self.path.unlink(missing_ok=True)
+        self.file.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # other workers' shards are still there
+            self.path.parent.rmdir()
+
+
+def write(home: Path, manifest: Manifest, state: dict[str, Any]) -> None:
+    """Write a shard and, when it is safe on the disk, its manifest. Leaves nothing if it fails (OSError)."""
+    folder = home / manifest.set
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"worker-{manifest.rank}.json"
+    before = _read(path) if path.exists() else None
+    temporary = folder / f"worker-{manifest.rank}{TEMPORARY}"
+    try:
+        with temporary.open("wb") as file:
+            digest = _Digest(file)
+            try:
+                torch.save(state, cast(BinaryIO, digest))
+            except RuntimeError as error:  # torch says only that a write failed
+                raise digest.error or error from None
+            _flush(file)
+        name = f"worker-{manifest.rank}-{digest.sha256.hexdigest()[:12]}.pt"
+        manifest = dataclasses.replace(
+            manifest, file=name, size=digest.size, sha256=digest.sha256.hexdigest()
+        )
+        temporary.rename(folder / name)
+        with temporary.open("wb") as file:
+            file.write(json.dumps(dataclasses.asdict(manifest)).encode())
+            _flush(file)
+        _flush_folder(folder)  # the shard's name is there before its manifest's is
+        temporary.rename(path)
+        _flush_folder(folder)
+        _flush_folder(home)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # if it is empty
+        raise
+    if isinstance(before, Manifest) and before.file != manifest.file:  # a worker that came back
+        (folder / before.file).unlink(missing_ok=True)
+
+
+def find(home: Path) -> tuple[list[Shard], list[str]]:
+    """The shards below a folder, and what is wrong with those that do not count."""
+    shards, wrong = [], []
+    for path in sorted(home.glob("step-*/worker-*.json")):
+        manifest = _read(path)
+        if isinstance(manifest, str):
+            wrong.append(f"{path}: {manifest}.")
+            continue
+        shard = Shard(path, manifest)
+        size = shard.file.stat().st_size if shard.file.exists() else None
+        if size is None:
+            wrong.append(f"{shard.file} is missing.")
+        elif size != manifest.size:
+            wrong.append(f"{shard.file} has {size} bytes and should have {manifest.size}: it was cut off.")
+        else:
+            shards.append(shard)
+    return shards, wrong
+
+
+def foreign(home: Path) -> Path | None:
+    """A checkpoint of another program in this folder."""
+    return next((path for path in sorted(home.iterdir()) if path.suffix in FOREIGN), None)
+
+
+def load(shard: Shard) -> dict[str, Any]:
+    """Read a shard; nothing in it is run. Raises Damaged."""
+    digest = hashlib.sha256()
+    try:
+        with shard.file.open("rb") as file:
+            while piece := file.read(PIECE):
+                digest.update(piece)
+            if digest.hexdigest() != shard.manifest.sha256:
+                raise Damaged(f"{shard.file} was changed after it was written: its SHA-256 is another.")
+            file.seek(0)
+            state = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError as error:
+        raise Damaged(f"{shard.file} cannot be read: {error.strerror or error}.") from error
+    except Damaged:
+        raise
+    except Exception as error:  # a file of unknown making: torch and pickle raise whatever they meet
+        raise Damaged(f"{shard.file} is not a shard of Freewheel: {_first_line(error)}") from error
+    if not isinstance(state, dict) or set(state) != PARTS:
+        raise Damaged(f"{shard.file} is not a shard of Freewheel: it holds other things.")
+    return state
+
+
+def leftovers(home: Path, ranks: Iterable[int]) -> Iterator[Path]:
+    """What these workers left behind when they were killed while they wrote."""
+    for rank in ranks:
+        yield from home.glob(f"step-*/worker-{rank}{TEMPORARY}")
+        for path in home.glob(f"step-*/worker-{rank}-*.pt"):
+            manifest = _read(path.parent / f"worker-{rank}.json")
+            if isinstance(manifest, str) or manifest.file != path.name:
+                yield path
+
+
+class _Digest:
+    """A file that is only appended to, and the digest of what went into it."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.sha256, self.size = hashlib.sha256(), 0
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Append."""
+        try:
+            self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+        self.sha256.update(data)
+        length = len(memoryview(data).cast("B"))
+        self.size += length
+        return length
+
+    def flush(self) -> None:
+        """torch asks for it."""
+        self._file.flush()
+
+
+def _flush(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _flush_folder(folder: Path) -> None:
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def _read(path: Path) -> Manifest | str:
+    """A manifest, or what is wrong with it."""
+    try:
+        given = json.loads(path.read_bytes())
+        if given["format"] > FORMAT:
+            return f"it was written by a newer Freewheel ({given['version']})"
+        manifest = Manifest(**given)
+        numbers = (manifest.rank, manifest.world_size, manifest.step, manifest.size)
+        good = all(type(one) is int and one >= 0 for one in numbers) and manifest.rank < manifest.world_size
+        good = good and path.name == f"worker-{manifest.rank}.json" and path.parent.name == manifest.set
+        good = good and manifest.file == Path(manifest.file).name and isinstance(manifest.time, float)
+    except OSError as error:
+        return f"it cannot be read: {error.strerror or error}"
+    except (ValueError, TypeError, KeyError, AttributeError):
+        good = False
+    return manifest if good else "it is not a manifest of Freewheel"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:160]

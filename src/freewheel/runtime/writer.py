@@ -1,0 +1,106 @@
+"""The thread that writes a worker's shards, one at a time, and removes those that are old.
+
+What goes wrong here costs a checkpoint, with one warning, and never the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from freewheel.errors import ConfigError
+from freewheel.runtime import shards
+from freewheel.runtime.shards import Manifest, Shard
+
+log = logging.getLogger("freewheel")
+
+
+class Writer:
+    """Writes one shard at a time, in a thread of its own, and removes those that are old."""
+
+    def __init__(self, home: Path, manifest: Manifest, counts: dict[str, int]) -> None:
+        self.home, self.keep = home, 1
+        self._manifest, self._counts = manifest, counts
+        self._thread: threading.Thread | None = None
+        self._warned = self._tidy = False
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoints cannot be written to {home}: {error.strerror or error}. Give a folder."
+            ) from None
+        others = {one.manifest.origin for one in shards.find(home)[0]} - {manifest.origin}
+        if others and manifest.rank == 0:
+            log.warning("%s holds checkpoints of another training, too: they stay", home)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a shard is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, step: int, state: dict[str, Any]) -> None:
+        """Write a shard beside training; it must not change until that is done."""
+        manifest = dataclasses.replace(self._manifest, step=step, time=time.time())
+        self._thread = threading.Thread(
+            target=self._run, args=(manifest, state), name="freewheel-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the shard that is being written."""
+        if self._thread is None:
+            return
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            log.warning("the last checkpoint is not written after %g s: %s", timeout_s, self.home)
+
+    def _run(self, manifest: Manifest, state: dict[str, Any]) -> None:
+        try:
+            if not self._tidy:
+                for path in shards.leftovers(self.home, self._ranks()):
+                    path.unlink(missing_ok=True)
+                    with contextlib.suppress(OSError):
+                        path.parent.rmdir()
+                self._tidy = True
+            shards.write(self.home, manifest, state)
+            self._counts["done"] += 1
+            self._warned = False
+            self._retire()
+        except OSError as error:
+            self._counts["failed"] += 1
+            if not self._warned:
+                self._warned = True
+                log.warning(
+                    "no checkpoint of step %d: %s (%s). The last good one stays, training goes on",
+                    manifest.step, error.strerror or error, self.home,
+                )  # fmt: skip
+
+    def _ranks(self) -> range:
+        """Whose shards this worker cleans up: its own, and those of workers that a larger run had."""
+        most = max((one.manifest.world_size for one in shards.find(self.home)[0]), default=0)
+        return range(self._manifest.rank, max(most, self._manifest.world_size), self._manifest.world_size)
+
+    def _retire(self) -> None:
+        """Remove what is older than the last few, but not the newest set that is whole."""
+        found = [one for one in shards.find(self.home)[0] if one.manifest.origin == self._manifest.origin]
+        found.sort(key=lambda one: one.manifest.time, reverse=True)
+        mine = [one for one in found if one.manifest.rank == self._manifest.rank]
+        if len(mine) <= self.keep:
+            return
+        oldest, ranks = mine[self.keep - 1].manifest.time, self._ranks()
+        whole = next((one.manifest.set for one in found if _whole(one, found)), None)
+        for one in found:
+            manifest = one.manifest
+            if manifest.rank in ranks and manifest.time < oldest and manifest.set != whole:
+                one.delete()
+
+
+def _whole(shard: Shard, found: list[Shard]) -> bool:
+    """Whether every worker's shard of its set is there."""
+    same = [one for one in found if one.manifest.set == shard.manifest.set]
+    return len(same) == shard.manifest.world_size
