@@ -134,7 +134,7 @@ class Checkpoints:
     # -- from the loop --
 
     def watching(self, stopped: Callable[[], bool]) -> Callable[[], bool]:
-        """What the next loader asks before each batch: whether there is to be none; on the way, it is seen."""
+        """What the next loader asks before each batch: whether there is to be none. So it is seen here."""
         number = len(self.loaders)
 
         def ask() -> bool:
