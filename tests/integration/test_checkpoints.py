@@ -620,10 +620,16 @@ import resumable
 from freewheel.runtime.rendezvous import Place
 home = Path(sys.argv[1])
 second = (home / "second").exists()
+met = False
 def die(step):
+    global met
     if step == 8 and os.environ["RANK"] == "1" and not second:
         (home / "second").touch()
         os.kill(os.getpid(), 9)
+    if not met and (second or (step == 8 and os.environ["RANK"] == "0")):  # worker 0 waits for worker 1
+        met = True
+        os.close(os.open(home / "gate", os.O_WRONLY if second else os.O_RDONLY))
+second = second and os.environ["RANK"] == "1"
 got = resumable.train(home / "saved", place=Place.read(), at_step=die, resume=True)
 if os.environ["RANK"] == "1":
     print("first step:", min(got["losses"]), flush=True)
@@ -634,6 +640,7 @@ if os.environ["RANK"] == "1":
 def test_a_worker_that_comes_back_copies_a_living_one(tmp_path):
     team(tmp_path / "saved", last=7, strategy="adpsgd")
     (tmp_path / "train.py").write_text(COMES_BACK)
+    os.mkfifo(tmp_path / "gate")
     command = [sys.executable, "-c", "from freewheel.cli.main import main; main()", "run", "-n", "2"]
     command += ["--restarts", "1", "--folder", str(tmp_path / "run")]
     with child([*command, str(tmp_path / "train.py"), str(tmp_path)]) as process:
