@@ -140,9 +140,9 @@ def _cut(load: Load, strategy: str, away_s: float, show: Callable[[float], None]
 
 
 def _averaged_since(steps: Sequence[Step], moment: float) -> float | None:
-    """When a worker had first been averaged with another after a moment."""
-    before = max((step.merged for step in steps if step.time <= moment), default=0)
-    return next((step.time for step in steps if step.time > moment and step.merged > before), None)
+    """When a worker had first been averaged with another after a moment; a merge of one does not count."""
+    together = [step for step in steps if step.time > moment and step.members > 1]
+    return next((step.time for step in together if step.merged > together[0].merged), None)
 
 
 def _pause(crew: Crew, ranks: Sequence[int], begin: float, end: float) -> float:

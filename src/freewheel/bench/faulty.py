@@ -19,6 +19,7 @@ def main() -> None:
     from freewheel.bench.legs import Weights
 
     model = Weights(asked["model_mb"])
+    broadcasts = asked["strategy"].startswith("dasgd")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     with fw.attach(model, optimizer, asked["strategy"], bind=asked["address"]) as worker:
         parent.say(ready=time.monotonic())
@@ -29,8 +30,8 @@ def main() -> None:
             optimizer.step()
             metrics = worker.metrics()
             merged = metrics["exchanges"]["done"] + metrics["merges"]["done"]
-            if not merged:  # it broadcasts
-                merged = metrics["bytes_in"]
+            if broadcasts:
+                merged = metrics["bytes_in"] // (asked["model_mb"] * 1e6)
             parent.say(step=time.monotonic(), merged=merged, members=len(metrics["members"]))
 
 

@@ -3,6 +3,7 @@
     header   magic, protocol, kind, dtype, lengths of tag and note, sender, incarnation, numbers, run
     tag      JSON, a list of words and whole numbers
     note     numbers (doubles)
+    seal     a checksum of all before it
     vector   raw numbers, in pieces; see fabric/tcp.py
 
 A header that does not belong to this run, this sender or this model ends the connection before a byte of the
@@ -14,6 +15,7 @@ from __future__ import annotations
 import enum
 import json
 import struct
+import zlib
 from dataclasses import dataclass
 
 import torch
@@ -21,8 +23,9 @@ import torch
 from freewheel.fabric.base import Note, Tag
 
 MAGIC = b"FWHL"
-PROTOCOL = 1
+PROTOCOL = 2
 HEADER = struct.Struct("!4sBBBxHHIIQ16s")
+SEAL = struct.Struct("!I")
 TAG_BYTES = 512
 NOTES = 1 << 15
 
@@ -69,11 +72,13 @@ class Frame:
     numel: int
     tag_bytes: int
     notes: int
+    checksum: int
+    """Of the header."""
 
     @property
     def rest(self) -> int:
-        """How many bytes of tag and note follow."""
-        return self.tag_bytes + 8 * self.notes
+        """How many bytes of tag, note and seal follow."""
+        return self.tag_bytes + 8 * self.notes + SEAL.size
 
 
 def pack(
@@ -92,7 +97,12 @@ def pack(
         raise ValueError(f"a tag of {len(words)} bytes and a note of {len(note)} numbers do not fit a frame")
     code = 0 if dtype is None else CODES[dtype]
     head = HEADER.pack(MAGIC, PROTOCOL, kind, code, len(words), len(note), sender, incarnation, numel, run)
-    return bytes(head + words + struct.pack(f"!{len(note)}d", *note))
+    return sealed(head + words + struct.pack(f"!{len(note)}d", *note))
+
+
+def sealed(data: bytes) -> bytes:
+    """With a checksum: a number that was damaged on the way is no tag of somebody else's exchange."""
+    return data + SEAL.pack(zlib.crc32(data))
 
 
 def parse(head: bytes | bytearray, run: bytes, longest: int) -> Frame:
@@ -112,7 +122,8 @@ def parse(head: bytes | bytearray, run: bytes, longest: int) -> Frame:
         raise BadFrame(f"it sent numbers of unknown type {code}")
     if numel > longest or (numel and not code):
         raise BadFrame(f"it sent a vector of {numel} numbers, where the longest of this run has {longest}")
-    return Frame(Kind(kind), sender, incarnation, DTYPES.get(code), numel, tag_bytes, notes)
+    dtype = DTYPES.get(code)
+    return Frame(Kind(kind), sender, incarnation, dtype, numel, tag_bytes, notes, zlib.crc32(head))
 
 
 def parse_rest(frame: Frame, rest: bytes | bytearray) -> tuple[Tag, Note]:
@@ -125,4 +136,6 @@ def parse_rest(frame: Frame, rest: bytes | bytearray) -> tuple[Tag, Note]:
         raise BadFrame("it sent a tag that is not a list of words and whole numbers")
     if not all(str(word).isprintable() for word in words):  # what is logged must stay one line
         raise BadFrame("it sent a tag with characters that cannot be printed")
-    return tuple(words), struct.unpack(f"!{frame.notes}d", rest[frame.tag_bytes :])
+    if zlib.crc32(rest[: -SEAL.size], frame.checksum) != SEAL.unpack(rest[-SEAL.size :])[0]:
+        raise BadFrame("it sent a frame that is damaged")
+    return tuple(words), struct.unpack(f"!{frame.notes}d", rest[frame.tag_bytes : -SEAL.size])
