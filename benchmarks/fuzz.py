@@ -109,7 +109,8 @@ def damaged(rng: random.Random) -> bytes:
         data[at : at + 4] = struct.pack("=f", rng.choice([math.nan, math.inf, -math.inf]))
     else:
         data[rng.randrange(end)] ^= 0xFF
-    return bytes(data) if data != whole else damaged(rng)
+    # What begins with the whole frame is that frame, and something after it.
+    return bytes(data) if not data.startswith(whole) else damaged(rng)
 
 
 async def fuzz(count: int, seed: int) -> Counter[str]:
