@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 import math
 import random
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -21,8 +21,12 @@ from freewheel.errors import PeerLost
 from freewheel.fabric import collectives, server
 from freewheel.fabric.base import Fabric, Message, Note, Tag
 from freewheel.fabric.exchange import Exchanges
+from freewheel.fabric.lineage import View
+from freewheel.fabric.merges import Group, Merge, Merges
+from freewheel.fabric.views import Views
 from freewheel.observe.counters import Counters
 from freewheel.replica import Replica
+from freewheel.strategy import Strategy
 from freewheel.topology import Topology
 
 T = TypeVar("T")
@@ -39,7 +43,7 @@ class Node:
         random: random.Random,
         *,
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
-        meet: Callable[[Tensor, Tensor], Tensor],
+        strategy: Strategy,
         score: Callable[[], float] | None = None,
     ) -> None:
         self.rank, self.world_size = fabric.rank, fabric.world_size
@@ -54,14 +58,19 @@ class Node:
         self.rejoined = False
         """Whether this worker came back into a run that went on without it."""
         self._fabric, self._replica, self._spawn, self._score = fabric, replica, spawn, score
-        self._meet = meet
+        self._strategy = strategy
         self._client: server.Client | None = None
         self._exchanges = Exchanges(fabric, self, spawn, random)
         self._seen_steps = self._awaited_step = 0
         self._snapshot_steps = 0
         self._merged_steps = 0
         self._stepped: asyncio.Future[None] | None = None
-        self._merges = 0
+        self._ahead = 0
+        self._joining = False
+        self._called_step = 0
+        """At which step the merge under way was called; it may run beside further ones."""
+        self._views = Views(fabric, spawn, self._donor)
+        self._merges = Merges(self._views, self._give, self._take, self._count_merge)
         self.apart = 0.0
         """How far apart the two snapshots of an exchange are, as far as this side has seen both."""
         self._scratch = torch.empty(0)
@@ -74,9 +83,14 @@ class Node:
         return self._fabric.members
 
     @property
+    def view(self) -> View:
+        """The workers that merge together now; see fabric/views.py."""
+        return self._views.view
+
+    @property
     def steps(self) -> int:
-        """How many optimizer steps this worker has made."""
-        return self.counters.steps
+        """How many optimizer steps this worker has made; one that copied another counts on from its steps."""
+        return self.counters.steps + self._ahead
 
     @property
     def unmerged_steps(self) -> int:
@@ -183,34 +197,43 @@ class Node:
         """Wait until a worker comes within reach or is lost."""
         await self._fabric.changed()
 
-    async def sum(self, vector: Tensor, members: Sequence[int] | None = None, tag: Tag = ()) -> Tensor:
-        """The sum of the members' vectors (a ring); all of them must call it."""
-        who, tag = self._gathering("sum", members, tag)
-        return await collectives.ring_sum(self._fabric, who, vector, tag)
+    async def merge(
+        self, act: Callable[[Merge], Awaitable[T]], group: Callable[[View], Group] | None = None
+    ) -> T:
+        """Do something with all members of the view, or a group of them, so that it counts for all or none.
 
-    async def mean(self, vector: Tensor, members: Sequence[int] | None = None, tag: Tag = ()) -> Tensor:
-        """The mean of the members' vectors (a ring); all of them must call it."""
-        who, tag = self._gathering("mean", members, tag)
-        return (await collectives.ring_sum(self._fabric, who, vector, tag)).div_(len(who))
+        All of them must call it. If a member is lost, `act` is called again in the next view; what it
+        returned in the one that counts is returned.
+        """
+        self._called_step = self.steps
+        return await self._merges.merge(act, group)
 
-    async def offset(self, vector: Tensor, members: Sequence[int] | None = None, tag: Tag = ()) -> Tensor:
-        """How far the mean of the members' vectors is from this one, written over this one."""
-        who, tag = self._gathering("offset", members, tag)
-        return await collectives.ring_offset(self._fabric, who, vector, tag)
+    async def try_merge(
+        self, act: Callable[[Merge], Awaitable[T]], group: Callable[[View], Group | None]
+    ) -> T | None:
+        """The same, once, and not at all where `group` says None; None: it was dropped on all sides."""
+        self._called_step = self.steps
+        merge = await self._merges.attempt(act, group)
+        return merge.result if merge is not None and merge.counts else None
 
-    async def gather(
-        self, note: Note, members: Sequence[int] | None = None, tag: Tag = ()
-    ) -> dict[int, Note]:
-        """Every member's note, known to every member."""
-        who, tag = self._gathering("gather", members, tag)
-        return await collectives.gather(self._fabric, who, note, tag)
+    async def view_change(self) -> None:
+        """Wait until there is another view."""
+        await self._views.changed()
 
-    async def broadcast(
-        self, root: int, vector: Tensor | None, members: Sequence[int] | None = None, tag: Tag = ()
-    ) -> Tensor:
-        """The root's vector, handed to all members."""
-        who, tag = self._gathering("broadcast", members, tag)
-        return (await collectives.broadcast(self._fabric, who, root, vector, tag)).payload
+    async def sum(self, vector: Tensor) -> Tensor:
+        """The sum of the vectors of all members of the view (a ring); all of them must call it."""
+        return await self.merge(lambda merge: merge.sum(vector))
+
+    async def mean(self, vector: Tensor) -> Tensor:
+        """The mean of the vectors of all members of the view (a ring); all of them must call it."""
+        return await self.merge(lambda merge: merge.mean(vector))
+
+    async def offset(self, vector: Tensor, members: Sequence[int], tag: Tag) -> Tensor:
+        """How far the mean of the members' vectors is from this one, written over this one.
+
+        Outside of views: raises PeerLost when a member is lost.
+        """
+        return await collectives.ring_offset(self._fabric, members, vector, ("offset", *tag))
 
     @property
     def exchanges(self) -> int:
@@ -227,7 +250,7 @@ class Node:
 
     async def ask(self, host: int, vector: Tensor | None) -> server.Answer:
         """Send a vector to the parameter server (None: only read) and wait for its answer."""
-        if self._client is None:
+        if self._client is None or self._client.server != host:
             self._client = server.Client(self._fabric, host)
         return await self._client.ask(vector)
 
@@ -275,7 +298,7 @@ class Node:
     def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
         """A piece of an exchange: what the strategy makes of it; on the way, how far apart the two are."""
         self.apart = math.hypot(self.apart, self._distance(mine, theirs))
-        return self._meet(mine, theirs)
+        return self._strategy.meet(mine, theirs)
 
     def _distance(self, one: Tensor, other: Tensor) -> float:
         """How far two vectors are apart, with little memory of its own."""
@@ -312,10 +335,48 @@ class Node:
         """Count an exchange by its outcome."""
         self.counters.exchanges[outcome] += 1
 
-    def _gathering(self, what: str, members: Sequence[int] | None, tag: Tag) -> tuple[Sequence[int], Tag]:
-        """Who takes part, and a tag of its own for each gathering: all make them in the same order."""
-        who = range(self.world_size) if members is None else members
-        if not tag:
-            self._merges += 1
-            tag = (self._merges,)
-        return who, (what, *tag)
+    # -- views --
+
+    def begin_views(self, members: Sequence[int]) -> None:
+        """Be ready for merges: these workers begin together."""
+        self._views.begin(members)
+
+    @property
+    def source(self) -> int | None:
+        """Whose weights this worker has copied to come into its view."""
+        return None if self._views.source < 0 else self._views.source
+
+    async def join(self) -> None:
+        """Come into a run that went on without this worker: into its view, with a member's weights."""
+        self.rejoined = self._joining = True
+        self._views.begin((self.rank,), newborn=True)
+        await self._merges.enter()
+        self._joining = False
+
+    def leave(self) -> None:
+        """This worker's loop has ended: the others go on without it."""
+        if self._views.begun:
+            self._spawn(self._leave())  # after a merge that the last step has begun
+
+    async def _leave(self) -> None:
+        self._views.leave(self._merges.called)
+
+    def _donor(self, joiner: int, among: Sequence[int]) -> int:
+        return self._strategy.donor(joiner, among, self.world_size)
+
+    def _give(self) -> tuple[Tensor, Note]:
+        return self._strategy.handover(self), (self._called_step,)
+
+    def _take(self, vector: Tensor, note: Note) -> None:
+        """Go on with another worker's weights, from its step."""
+        more = int(note[0]) - self._called_step
+        self._ahead += more
+        self._called_step += more
+        self._seen_steps, self._awaited_step = self._seen_steps + more, self._awaited_step + more
+        self._snapshot_steps = self._merged_steps = self.steps
+        self._replica.take_over(vector)
+        if not self._joining:
+            self._strategy.entered(self)
+
+    def _count_merge(self, outcome: str) -> None:
+        self.counters.merges[outcome] += 1

@@ -124,6 +124,10 @@ class Replica:
                 yield parameter, _view(vector, at, parameter)
                 at += parameter.numel()
 
+    def take_over(self, vector: Tensor) -> None:
+        """Go on with these weights."""
+        self.load(vector)
+
     def _join(self, parts: list[Tensor]) -> Tensor:
         if len(parts) == 1:
             return parts[0]

@@ -20,6 +20,7 @@ What a strategy does not define costs nothing.
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
@@ -90,6 +91,13 @@ class Strategy:
         """The weights a worker that joins begins with, if it copies this one."""
         return node.weights()
 
+    def entered(self, node: Node) -> None:
+        """This worker was cut off, and has just taken over another's weights and steps."""
+
+    def donor(self, joiner: int, among: Sequence[int], world_size: int) -> int:
+        """Whose weights a worker copies that comes into a view."""
+        return among[0]
+
     # -- for those who drive a strategy --
 
     def vectors(self) -> dict[str, Tensor]:
@@ -107,7 +115,12 @@ class Strategy:
     @classmethod
     def needs(cls, rank: int) -> bool:
         """Whether a run cannot go on without this worker."""
-        return cls.waits_for in ("all", "neighbours", "group") or (cls.waits_for == "server" and rank == 0)
+        return cls.waits_for == "server" and rank == 0
+
+    @classmethod
+    def merges(cls) -> bool:
+        """Whether workers merge in views, and those who come begin in one."""
+        return cls.waits_for in ("all", "neighbours", "group")
 
     @classmethod
     def lockstep(cls) -> bool:

@@ -32,8 +32,7 @@ def test_a_link_that_heals_before_its_silence_is_noticed_leaves_nobody_waiting()
     assert min(exchanges(faulty("adpsgd", *quick, workers=4, steps=200))) > 120
     assert min(merges(faulty("nodelay_free", *quick, workers=4, steps=200))) > 120
     assert min(merges(faulty("nodelay_free:tau=4", *quick, workers=4, steps=200))) > 120
-    with pytest.raises(fw.WorkerLost, match=r"allreduce stopped .* lost worker \d \(its link was cut\)"):
-        faulty("allreduce", *quick, workers=4, steps=200)
+    assert min(merges(faulty("allreduce", *quick, workers=4, steps=200))) > 190
 
 
 def test_a_cut_link_holds_up_only_its_two_ends():
@@ -135,8 +134,11 @@ def test_a_faulty_server_stops_the_run_even_if_it_comes_back():
 
 @pytest.mark.parametrize("spec", ["sasgd", "nodelay", "hierarchical_sasgd", "leader", "grouping", "dpsgd"])
 def test_a_quick_restart_does_not_hide_a_crash_from_a_synchronous_strategy(spec):
-    with pytest.raises(fw.WorkerLost, match=r"lost worker 1 \(crashed\)"):
-        faulty(spec, "crash:1@0.1", "restart:1@0.1015", workers=4, steps=100)
+    simulation = faulty(spec, "crash:1@0.1", "restart:1@0.1015", workers=4, steps=100)
+    (view,) = {worker.node.view for worker in simulation.workers.values()}
+    assert view.number > 0
+    assert view.members == (0, 1, 2, 3)
+    assert simulation.workers[1].node.rejoined
 
 
 def test_dasgd_hands_over_nothing_that_is_still_to_be_broadcast():

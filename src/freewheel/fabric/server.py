@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freewheel.fabric.base import Fabric, Tag
+from freewheel.fabric.base import Fabric, Message, Tag
 
 REQUEST: Tag = ("server", "request")
 ANSWER: Tag = ("server", "answer")
+"""Followed by the number of the question: whoever gave up waiting takes no late answer for the next one's."""
 
 Apply = Callable[[Tensor, Tensor], Tensor]
 
@@ -36,23 +37,33 @@ async def serve(fabric: Fabric, centre: Tensor, apply: Apply) -> None:
     while True:
         request = await fabric.receive(REQUEST)
         if request.vector is None:
-            fabric.post(request.sender, ANSWER, centre.clone(), note=(0, version))
+            fabric.post(request.sender, _to(request), centre.clone(), note=(0, version))
             continue
         answer = apply(centre, request.vector)
-        fabric.post(request.sender, ANSWER, answer, note=(version - request.note[0], version + 1))
+        fabric.post(request.sender, _to(request), answer, note=(version - request.note[0], version + 1))
         version += 1
+
+
+def _to(request: Message) -> Tag:
+    return (*ANSWER, int(request.note[1]))
 
 
 class Client:
     """One worker's side: asks, and remembers the version it was last answered with."""
 
     def __init__(self, fabric: Fabric, server: int) -> None:
-        self.fabric, self.server, self.version = fabric, server, 0
+        self.fabric, self.server, self.version, self.asked = fabric, server, 0, 0
 
     async def ask(self, vector: Tensor | None) -> Answer:
         """Send a vector to the server, or None to read the centre, and wait for the answer."""
-        await self.fabric.send(self.server, REQUEST, vector, note=(self.version,))
-        message = await self.fabric.receive(ANSWER, self.server)
+        self.asked += 1
+        tag: Tag = (*ANSWER, self.asked)
+        try:
+            await self.fabric.send(self.server, REQUEST, vector, note=(self.version, self.asked))
+            message = await self.fabric.receive(tag, self.server)
+        except BaseException:
+            self.fabric.forget(tag)
+            raise
         delay, version = message.note
         self.version = int(version)
         return Answer(message.payload, int(delay))

@@ -19,6 +19,8 @@ Kind = Literal["at most", "at least", "about"]
 
 ABOUT = 0.15
 """How far from its value, in parts of it, a figure may lie that a theory gives as "about"."""
+SHORT_BYTES = 64
+"""What a message without a vector weighs."""
 LOCKSTEP = ("all", "neighbours")
 """Values of waits_for under which all workers make the same number of steps."""
 
@@ -96,22 +98,22 @@ class _Run:
         return [compute["ms"] / 1e3 * slow.get(rank, 1.0) for rank in range(self.n)]
 
     def _ring_s(self, scenario: dict[str, Any]) -> float | None:
-        """What a ring over all workers takes, where all links are equal; only where nothing else is sent."""
+        """What a merge of all workers takes, where all links are equal; only where nothing else is sent."""
         links = scenario.get("links", {})
         unequal = any(factor != 1 for factor in links.get("slow", {}).values())
         if not links or unequal or links["backbone_mbit"] is not None or links["workers_per_node"] > 1:
             return None
         messages = sum(worker.get("messages_out", 0) for worker in self.result.by_worker)
         sent = sum(worker.get("bytes_out", 0) for worker in self.result.by_worker)
-        # Every message is one hop. Taking its size from the run brings the header in, which counts where
-        # many workers share a small model.
-        hop_bytes = sent / messages if messages else 0.0
-        return theory.ring_allreduce_s(
-            self.n,
-            self.n * hop_bytes,
-            links["latency_ms"] / 1e3,
-            min(links["mbit"], links.get("out_mbit") or links["mbit"]) * 1e6 / 8,
-        )
+        # Of n + 1 messages n are hops of the ring, one is short: "have" or "commit", which take a latency
+        # each. Taking the size of a hop from the run brings the header in, which counts where many workers
+        # share a small model.
+        hops = messages * self.n / (self.n + 1)
+        hop_bytes = (sent - (messages - hops) * SHORT_BYTES) / hops if messages else 0.0
+        latency_s = links["latency_ms"] / 1e3
+        bytes_per_s = min(links["mbit"], links.get("out_mbit") or links["mbit"]) * 1e6 / 8
+        ring_s = theory.ring_allreduce_s(self.n, self.n * hop_bytes, latency_s, bytes_per_s)
+        return ring_s + 2 * latency_s if messages else ring_s
 
     def whole(self, interval: int) -> bool:
         """Whether whole intervals make up nearly all of the run: then a mean over one is a mean over it."""
@@ -183,7 +185,9 @@ def _allreduce(run: _Run) -> Iterator[Bound]:
         yield run.discrepancy(norm * eta, "one update, L·η: synchronous SGD")
     yield run.staleness(0.0, "no gradient is late: synchronous SGD")
     if run.times_s and run.ring_s is not None:
-        yield run.step_s(max(run.times_s) + run.ring_s, "max t_i + 2(n-1) hops of the ring: alpha-beta model")
+        yield run.step_s(
+            max(run.times_s) + run.ring_s, "max t_i + 2(n-1) hops and 2 short messages: alpha-beta model"
+        )
 
 
 def _asgd(run: _Run) -> Iterator[Bound]:

@@ -63,6 +63,8 @@ class Agent:
         """Workers whose loop has ended, each with the epoch in which it said so."""
         self.late = False
         """Whether this worker comes into a run that goes on already."""
+        self.first: tuple[int, ...] = (me.rank,)
+        """Whom the run begins with."""
         self.ready = False
         """Whether this worker has weights that others may copy."""
         self._seed, self._wire, self._tls = seed, wire, tls
@@ -125,7 +127,7 @@ class Agent:
             self.replica,
             random.Random(f"node/{self._seed}/{self.me.rank}/{self.me.incarnation}"),
             spawn=self.spawn,
-            meet=self.strategy.meet,
+            strategy=self.strategy,
             score=self._score,
         )
         self.node.counters = self.counters
@@ -155,7 +157,7 @@ class Agent:
         self, rendezvous: Rendezvous, first: Sequence[int], bind: str, address: str, timeout_s: float
     ) -> None:
         """Meet the others: those the run begins with (`first`); who comes later, those there are."""
-        self.late = self.me.incarnation > 1 or self.me.rank not in first
+        self.late, self.first = self.me.incarnation > 1 or self.me.rank not in first, tuple(first)
         try:
             port = self.fabric.open(bind)
         except OSError as error:
@@ -188,8 +190,9 @@ class Agent:
                 f"worker {self.me.rank} comes too late: the others have ended the run, and have its answer. "
                 "There is nothing left to train."
             )
-        if not self.late and gone and any(self.strategy.needs(peer) for peer in gone):
-            peer, why = next((peer, why) for peer, why in gone.items() if self.strategy.needs(peer))
+        needed = [peer for peer in gone if self.strategy.needs(peer) or self.strategy.merges()]
+        if not self.late and needed:
+            peer, why = needed[0], gone[needed[0]]
             raise WorkerLost(
                 f"{self.strategy.name} needs worker {peer}, which is not coming: {why.rstrip('.')}."
             )
@@ -223,7 +226,9 @@ class Agent:
         if strategy.defines("meet"):
             self.spawn(node.answer_calls())
         node.hold()
-        if self.late:
+        if self.late and strategy.merges():
+            await self._enter()
+        elif self.late:
             node.rejoined = await self.copies.take()
         elif len(self.fabric.members) > 1 and resumed is None:
             members = self.fabric.members
@@ -243,6 +248,8 @@ class Agent:
             members, resumed = self.fabric.members, {}
             total = await collectives.ring_sum(self.fabric, members, self.replica.snapshot(), START)
             self.replica.load(total.div_(len(members)))
+        if strategy.merges():
+            node.begin_views(self.first)
         await strategy.start(node)
         for name, vector in strategy.vectors().items():
             if resumed and name in resumed:
@@ -251,6 +258,16 @@ class Agent:
         self.ready = True
         if strategy.defines("background"):
             self.spawn(strategy.background(node))
+
+    async def _enter(self) -> None:
+        """Come into the view of those who train: they wait, so what is copied is of one moment."""
+        self.replica.parked = True
+        try:
+            await self.node.join()
+            if (source := self.node.source) is not None:
+                await self.copies.take(source)
+        finally:
+            self.replica.parked = False
 
     def _handover(self) -> Tensor | None:
         return self.strategy.handover(self.node) if self.ready else None
@@ -294,6 +311,8 @@ class Agent:
 
         One that was started again and is on its way is waited for: it would find nobody.
         """
+        if self.node.view.number:  # else all began together, and must end together
+            self.node.leave()
         end_s = self.loop.time() + COMING_S
         while True:
             await self.tell_all(FINISHED)

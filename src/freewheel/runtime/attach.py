@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import copy
+import functools
 import logging
 import math
 import secrets
@@ -181,6 +182,7 @@ class Worker:
             "messages_dropped": counters.messages_dropped,
             "checkpoints": dict(self._checkpoints.counts),
             "members": list(self._agent.fabric.members),
+            "view": self._agent.node.view.number,
             "loss": self._last_loss(),
         }
 
@@ -351,7 +353,7 @@ class Worker:
         if not self._measured:
             counters.stale(self._stale)
         if self._before is not None:
-            self._wait(self._before)
+            self._wait(functools.partial(self._parked, self._before))
         replica.begin_moving()
 
     def _after_step(self, *_: Any) -> None:
@@ -360,7 +362,7 @@ class Worker:
         node.counters.steps += 1
         if self._after is not None:
             replica.end_moving()
-            self._wait(self._parked)
+            self._wait(functools.partial(self._parked, self._after))
             replica.begin_moving()
         replica.boundary()
         replica.end_moving()
@@ -370,12 +372,11 @@ class Worker:
         self._checkpoints.stepped(node.counters.steps)
         self._step_began_s = time.perf_counter()
 
-    async def _parked(self, node: Any) -> None:
-        """After the step, while the training thread waits: corrections need not wait for the boundary."""
-        assert self._after is not None
+    async def _parked(self, act: Callable[[Any], Coroutine[Any, Any, None]], node: Any) -> None:
+        """Beside a step, while the training thread waits: corrections need not wait for the boundary."""
         self._replica.parked = True
         try:
-            await self._after(node)
+            await act(node)
         finally:
             self._replica.parked = False  # in this thread: nothing is added once the other has gone on
 
@@ -427,7 +428,7 @@ class Worker:
     def _explain(self, error: PeerLost) -> RunStopped:
         return WorkerLost(
             f"{self._strategy.name} stopped: it lost worker {error.peer} ({error.why}), which it cannot do "
-            "without. Strategies that wait for nobody go on: adpsgd, nodelay_free or dasgd."
+            "without: it held the server. Strategies without one go on, such as adpsgd or allreduce."
         )
 
     # -- losses --

@@ -83,11 +83,11 @@ class Copies:
         self._fabric, self._replica, self._rest = fabric, replica, rest
         self._tries = 0
 
-    async def take(self) -> bool:
+    async def take(self, source: int | None = None) -> bool:
         """Become a copy of a living worker; False: nobody has anything to copy, and others wait for this."""
         fabric = self._fabric
         while True:
-            for peer in fabric.members:
+            for peer in fabric.members if source not in fabric.members else (source, *fabric.members):
                 if peer != fabric.rank and await self._take_from(peer):
                     return True
             if fabric.members[0] == fabric.rank:

@@ -196,6 +196,13 @@ class LiveReplica(Replica):
             self._place(correction)
         self._slot.append(correction)
 
+    def take_over(self, vector: Tensor) -> None:
+        """Go on with these weights: at once where the training thread waits, else from the next boundary."""
+        if self.parked:
+            self.load(vector)
+        else:
+            self.correct(vector - self.snapshot(), own=True)
+
     def load(self, vector: Tensor) -> None:
         """Overwrite the weights and drop what is pending; the training thread must not be in a step."""
         self._slot.clear()

@@ -42,6 +42,8 @@ class Simulation:
         self.strategy, self.task, self.scenario = strategy, task, scenario
         self.progress = progress or (lambda _done, _all: None)
         self.budget = scenario.workers * scenario.steps
+        self.steps = scenario.steps if strategy.lockstep() else None
+        """How many steps each worker makes; None: they share the budget."""
         self.completed = 0
         # Whole rounds, at whose end all workers of a synchronous strategy have made the same steps.
         rounds = scenario.evaluations and -(-scenario.steps // scenario.evaluations)
@@ -101,7 +103,7 @@ class Simulation:
 
     def _run(self) -> Result:
         for worker in self.workers.values():
-            worker.launch(self.scenario.steps if self.strategy.lockstep() else None, None, self._stepped)
+            worker.launch(self.steps, None, self._stepped, self._finish_if_done)
         faults = [self.loop.call_at(fault.at_s, self._strike, fault) for fault in self.scenario.faults]
         try:
             self._advance()
@@ -140,7 +142,15 @@ class Simulation:
             self._measure_discrepancy()
         if done % 64 == 0:
             self.progress(done, self.budget)
-        if done == self.budget:
+        self._finish_if_done()
+
+    def _finish_if_done(self) -> None:
+        """Where all step together, steps of lost workers are not made up for: all end at the same step."""
+        if self.steps is not None and self.workers:
+            ended = all(worker.ended for worker in self.workers.values())
+        else:
+            ended = self.completed == self.budget
+        if ended:
             self.finished_s = self.loop.time()
             self.loop.stop()
 
@@ -152,13 +162,10 @@ class Simulation:
         self.loop.stop()
 
     def _explain(self, error: PeerLost) -> RunStopped:
-        if self.strategy.waits_for == "server":
-            why = "it held the parameter server. Let another worker crash, or use a strategy without a server"
-        else:
-            why = f"{self.strategy.name} needs every worker. Take one that waits for nobody"
         return WorkerLost(
             f"{self.strategy.name} stopped at {self.loop.time():.3f} s: it lost worker {error.peer} "
-            f"({error.why}), and {why}: adpsgd, nodelay_free or dasgd."
+            f"({error.why}), which held the parameter server. Let another worker crash, or use a strategy "
+            "without a server: adpsgd, nodelay_free or dasgd."
         )
 
     def _standstill(self) -> RunStopped:
@@ -204,6 +211,7 @@ class Simulation:
             wire.crash(rank)
             if self.strategy.needs(rank):
                 self._fail(PeerLost(rank, "crashed"))
+            self._finish_if_done()
         elif fault.kind == "restart" and rank not in self.workers:
             self._restart(rank)
         elif fault.kind == "slow" and rank in self.workers:
@@ -223,7 +231,8 @@ class Simulation:
         worker = self._worker(rank)
         worker.clockwork.factor *= self.slower.get(rank, 1.0)
         self.workers[rank] = worker
-        worker.launch(None, self._copy(worker), self._stepped)
+        join = worker.node.join() if self.strategy.merges() else self._copy(worker)
+        worker.launch(self.steps, join, self._stepped, self._finish_if_done)
 
     async def _copy(self, worker: SimulatedWorker) -> None:
         """Load a living worker's weights; where nobody has any, begin anew."""
@@ -246,6 +255,8 @@ class Simulation:
     def _answer(self) -> Tensor:
         """The model the strategy would ship: the mean of the workers' parts."""
         parts = [part for w in self._trained() if (part := w.strategy.answer(w.node)) is not None]
+        if not parts and self.strategy.merges():  # its holder is lost, and its heir about to take over
+            parts = [worker.node.weights() for worker in self._trained()]
         if not parts:
             raise WorkerLost(f"no worker that holds the answer is left at {self.loop.time():.3f} s.")
         total = parts[0].clone()

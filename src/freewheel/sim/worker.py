@@ -87,6 +87,8 @@ class SimulatedWorker:
         self.tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that a life ends the same way twice
         self.ready = False
         """Whether it has weights to train: not while it copies another's."""
+        self.ended = False
+        """Whether it has made all its steps."""
         self.training: asyncio.Task[Any] | None = None
         self.born_s = self.loop.time()
         self.computing_since: float | None = None
@@ -97,7 +99,7 @@ class SimulatedWorker:
             self.replica,
             random.Random(f"node/{life}"),
             spawn=self.spawn,
-            meet=self.strategy.meet,
+            strategy=self.strategy,
             score=study.score if study else None,
         )
         self.fabric.counters = self.node.counters
@@ -119,17 +121,19 @@ class SimulatedWorker:
         steps: int | None,
         join: Coroutine[Any, Any, None] | None,
         done: Callable[[SimulatedWorker], None],
+        ended: Callable[[], None],
     ) -> None:
         """Start: join if this is a later life, then train, with the background beside it."""
         if self.strategy.defines("meet"):
             self.spawn(self.node.answer_calls())
-        self.training = self.spawn(self._train(steps, join, done))
+        self.training = self.spawn(self._train(steps, join, done, ended))
 
     async def _train(
         self,
         steps: int | None,
         join: Coroutine[Any, Any, None] | None,
         done: Callable[[SimulatedWorker], None],
+        ended: Callable[[], None],
     ) -> None:
         node, strategy, study, counters = self.node, self.strategy, self.study, self.node.counters
         if join is not None:
@@ -137,6 +141,8 @@ class SimulatedWorker:
             node.hold()
             await join
             node.release()
+        elif strategy.merges():
+            node.begin_views(range(node.world_size))
         self.ready = True
         await strategy.start(node)
         if strategy.defines("background"):
@@ -144,7 +150,7 @@ class SimulatedWorker:
         before, after = strategy.defines("before_step"), strategy.defines("after_step")
         # A strategy with a staleness of its own records it; for the others the node's measure is taken.
         measured = type(strategy).staleness is not Strategy.staleness
-        while steps is None or counters.steps < steps:
+        while steps is None or node.steps < steps:
             stale = node.unmerged_steps
             took, pause = self.clockwork.next_s(self.loop.time())
             if pause:
@@ -168,6 +174,9 @@ class SimulatedWorker:
             node.stepped()
             self.trace.add((self.loop.time(), "step", self.rank, counters.steps, node.loss))
             done(self)
+        self.ended = True
+        node.leave()
+        ended()
 
     def _learn(self, study: Study) -> None:
         node = self.node

@@ -18,7 +18,9 @@ class AllReduce(Strategy):
         g   <- mean_j g_j(x)          a ring of all workers; everybody waits for the slowest
         x_i <- optimizer step with g
 
-    Late, lost and doubled messages: a late gradient delays everybody; a lost worker stops the run.
+    Late, lost and doubled messages: a late gradient delays everybody. When a worker is lost, the step is done
+    again with those who are left, and the mean is theirs; replicas stay equal. A worker that comes begins with
+    the weights of the step at which the others wait for it.
 
     Example:
         >>> import freewheel as fw

@@ -55,6 +55,7 @@ class ASGD(Strategy):
     async def start(self, node: Node) -> None:
         """All begin with the same model; a worker that comes back reads the server's."""
         self.x = node.snapshot()
+        self.centre: Tensor | None = None
         if node.rank == SERVER:
             self.centre = self.x.clone()
         elif node.rejoined:
@@ -63,7 +64,7 @@ class ASGD(Strategy):
 
     async def background(self, node: Node) -> None:
         """Worker 0 is the server."""
-        if node.rank == SERVER:
+        if self.centre is not None:
             await node.serve(self.centre, add)
 
     async def after_step(self, node: Node) -> None:
@@ -80,4 +81,4 @@ class ASGD(Strategy):
 
     def answer(self, node: Node) -> Tensor | None:
         """The server's model."""
-        return self.centre.clone() if node.rank == SERVER else None
+        return None if self.centre is None else self.centre.clone()

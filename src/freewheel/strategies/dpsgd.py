@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from freewheel import topology
+from freewheel.errors import ConfigError
 from freewheel.strategy import Strategy
 from freewheel.topology import Topology
 
 if TYPE_CHECKING:
+    from freewheel.fabric.merges import Merge
     from freewheel.node import Node
 
 
@@ -22,8 +24,9 @@ class DPSGD(Strategy):
         x_i <- Σ_j W_ij x_j + u_i(x_i)        u_i: the optimizer's update at the model before mixing
 
     Settings: topology (its mixing matrix is W; a time-varying one is used step by step).
-    Late, lost and doubled messages: a late neighbour delays its neighbours, and so, step by step, all; a
-    lost one stops the run.
+    Late, lost and doubled messages: a step counts when all have their neighbours' models, so a late worker
+    delays all. When one is lost, the step is mixed again on a graph of the others: the same kind of graph
+    where it exists for so many, else a ring. A worker that comes begins with a copy, at a step.
 
     Example:
         >>> import freewheel as fw
@@ -47,22 +50,37 @@ class DPSGD(Strategy):
 
     async def start(self, node: Node) -> None:
         """Begin to mix the model that the first gradient is taken at."""
-        self.graph = topology.resolve(self.topology, node.world_size)
-        self.mixing = node.beside(self.mix(node, node.snapshot(), 0))
+        self.graph = self.graph_of(len(node.view.members))
+        self.mixing = node.beside(self.mix(node, [node.snapshot()]))
 
     async def after_step(self, node: Node) -> None:
         """Take the mixture in; begin to mix what the next gradient is taken at."""
         node.correct(await self.mixing)
         node.stale(0)
-        self.mixing = node.beside(self.mix(node, node.snapshot(), node.steps))
+        self.mixing = node.beside(self.mix(node, [node.snapshot()]))
 
-    async def mix(self, node: Node, s: Tensor, k: int) -> Tensor:
+    async def mix(self, node: Node, first: list[Tensor]) -> Tensor:
+        """The correction of one step; where it has to be done again, from a new snapshot."""
+        return await node.merge(
+            lambda merge: self.mixed(merge, node.rank, first.pop() if first else node.snapshot())
+        )
+
+    async def mixed(self, merge: Merge, rank: int, s: Tensor) -> Tensor:
         """Σ_j W_ij (s_j - s_i) over the neighbours j of step k."""
-        i, tag = node.rank, ("mix", k)
-        sending = node.beside(node.send_all(self.graph.listeners(i, k), tag, s))
+        at = merge.members  # workers by their place in the graph
+        if self.graph.size != len(at):
+            self.graph = self.graph_of(len(at))
+        i, k = at.index(rank), merge.number - 1
+        neighbours = [at[j] for j in self.graph.neighbours(i, k)]
+        listeners = [at[j] for j in self.graph.listeners(i, k)]
         correction = s.new_zeros(s.shape)
-        for j in self.graph.neighbours(i, k):
-            s_j = (await node.receive(tag, j)).payload
-            correction += self.graph.weight(i, j, k) * (s_j - s)
-        await sending
+        async for j, s_j in merge.swap(listeners, neighbours, s):
+            correction += self.graph.weight(i, at.index(j), k) * (s_j - s)
         return correction
+
+    def graph_of(self, size: int) -> Topology:
+        """The graph of so many workers; not every kind exists for every number."""
+        try:
+            return topology.resolve(self.topology, size)
+        except ConfigError:
+            return topology.resolve("ring", size)

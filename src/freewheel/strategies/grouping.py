@@ -6,10 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from freewheel.errors import ConfigError, at_least
-from freewheel.strategies.asgd import ASGD, SERVER
+from freewheel.fabric.merges import EVERYBODY
+from freewheel.strategies.asgd import ASGD, SERVER, add
 
 if TYPE_CHECKING:
+    from freewheel.fabric.base import Note
+    from freewheel.fabric.lineage import View
+    from freewheel.fabric.merges import Group, Merge
     from freewheel.node import Node
 
 
@@ -36,8 +42,11 @@ class Grouping(ASGD):
     Groups are formed after a few synchronous steps in which speeds are measured.
 
     Settings: ratio (how much slower the slowest of a group may be than its fastest), warmup (those steps).
-    Late, lost and doubled messages: a late worker delays its group only; a lost one stops its group and
-    with it the run.
+    Late, lost and doubled messages: a late worker delays its group only. When one is lost, all step together
+    for the length of a warm-up and form groups anew; so they do when one comes. The first worker of the view
+    is the server: if it is lost, the next goes on from the model it has read last, and other groups' updates
+    since then are lost. A step whose push is cut off is pushed with the next; if the lead that pushed it is
+    lost in that moment, it counts twice.
 
     Example:
         >>> import freewheel as fw
@@ -68,30 +77,72 @@ class Grouping(ASGD):
 
     async def start(self, node: Node) -> None:
         """Begin as one group."""
-        await super().start(node)
-        self.group = tuple(range(node.world_size))
-        self.new = node.rank != self.group[0]
-        self.began = node.steps  # a resumed run measures speeds anew
+        self.x = node.snapshot()
+        self.centre = self.x.clone() if node.rank == SERVER else None
+        self.regroup(node.view)
+
+    def regroup(self, view: View) -> None:
+        """Be one group again, as in the beginning."""
+        self.view, self.group, self.together = view, view.members, self.warmup
+        self.new = True
 
     async def before_step(self, node: Node) -> None:
         """Average the gradients of the group."""
-        node.set_gradient(await node.mean(node.gradient(), self.group, tag=("group", node.steps)))
+        node.set_gradient(await node.merge(lambda merge: merge.mean(node.gradient()), self.mates))
+
+    def mates(self, view: View) -> Group:
+        """Who averages: the group; after a loss all together."""
+        if view != self.view:
+            self.regroup(view)
+        return (EVERYBODY if self.together else 1 + self.group[0]), self.group
 
     async def after_step(self, node: Node) -> None:
         """One push and pull for the group; at the end of the warm-up, form the groups."""
-        tag, lead = ("model", node.steps), self.group[0]
         s = node.snapshot()
-        x = None
-        if node.rank == lead:
-            share = len(self.group) / node.world_size
-            answer = await node.ask(SERVER, share * (s - self.x))
-            if not self.new:  # before its first answer a lead has read no version of the server's model
-                node.stale(answer.delay)
-            self.new = False
-            x = answer.vector
-        self.x = await node.broadcast(lead, x, self.group, tag)
+        pull = await node.try_merge(
+            lambda merge: self.push_and_pull(node, merge, s),
+            lambda view: self.mates(view) if view == self.view else None,
+        )
+        if pull is None:
+            return  # lost half-way, or the view has changed: the next push takes this step along
+        self.x, delay, speeds = pull
+        if node.rank == self.group[0] and not self.new:
+            node.stale(delay)
+        self.new = False  # before its first answer a lead has read no version of the server's model
         node.correct(self.x - s)
-        if node.steps == self.began + self.warmup:
-            speeds = await node.gather((node.step_s,), tag=("speed",))
+        if speeds:
             groups = by_speed({rank: note[0] for rank, note in speeds.items()}, self.ratio)
             self.group = next(group for group in groups if node.rank in group)
+        self.together = max(0, self.together - 1)
+
+    async def push_and_pull(
+        self, node: Node, merge: Merge, s: Tensor
+    ) -> tuple[Tensor, float, dict[int, Note]]:
+        """The server's model, the updates it took in between, and at the end of the warm-up all speeds."""
+        lead, x, delay = merge.members[0], None, 0
+        if node.rank == lead:
+            share = len(merge.members) / len(merge.view.members)
+            answer = await node.ask(merge.view.members[0], share * (s - self.x))
+            self.x = s  # pushed, whatever becomes of the merge
+            x, delay = answer.vector, answer.delay
+        x = await merge.broadcast(lead, x)
+        return x, delay, await merge.gather((node.step_s,)) if self.together == 1 else {}
+
+    async def background(self, node: Node) -> None:
+        """The first worker of the view is the server; a new one goes on from the model it has read last."""
+        serving = None
+        while True:
+            first = node.view.members[0] == node.rank
+            if first and serving is None:
+                self.centre = self.centre if self.centre is not None else self.x.clone()
+                serving = node.beside(node.serve(self.centre, add))
+            elif serving is not None and not first:
+                serving.cancel()
+                serving = self.centre = None
+            await node.view_change()
+
+    def entered(self, node: Node) -> None:
+        """What was taken over is the model to go on from, for a server too."""
+        self.x = node.weights()
+        if self.centre is not None:
+            self.centre.copy_(self.x)

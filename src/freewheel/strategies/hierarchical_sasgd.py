@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from freewheel import topology
 from freewheel.errors import at_least
+from freewheel.fabric.merges import EVERYBODY
 from freewheel.strategy import Strategy
 
 if TYPE_CHECKING:
+    from freewheel.fabric.lineage import View
+    from freewheel.fabric.merges import Group, Merge
     from freewheel.node import Node
 
 
@@ -22,7 +28,7 @@ class HierarchicalSASGD(Strategy):
                        handed back inside the node
 
     Settings: nodes (workers are dealt to them in order of rank), interval (T1), global_every (k).
-    Late, lost and doubled messages: as in sasgd, per level.
+    Late, lost and doubled messages: as in sasgd, per level. A node goes on with the workers it has left.
 
     Example:
         >>> import freewheel as fw
@@ -49,21 +55,52 @@ class HierarchicalSASGD(Strategy):
         topology.deal(world_size, self.nodes)
 
     async def start(self, node: Node) -> None:
-        """Find this worker's node and the first worker of each node."""
-        groups = topology.deal(node.world_size, self.nodes)
-        self.group = next(group for group in groups if node.rank in group)
-        self.leads = [group[0] for group in groups]
+        """One who comes back begins at a merge."""
+        if node.rejoined:
+            await self.merge(node)
 
     async def after_step(self, node: Node) -> None:
         """Every T1 steps: average, at the level that is due."""
-        if node.steps % self.interval:
-            return
-        s = node.snapshot()
-        total = await node.sum(s, self.group, tag=("inside", node.steps))
-        members = len(self.group)
+        if node.steps % self.interval == 0:
+            await self.merge(node)
+
+    async def merge(self, node: Node) -> None:
+        """Average with those whose turn it is."""
+        offset = await node.merge(
+            lambda merge: self.average(node, merge), lambda view: self.level(node, view)
+        )
+        node.correct(offset)
+
+    def level(self, node: Node, view: View) -> Group:
+        """Who merges at this step: all, or the workers of one node."""
         if node.steps % (self.interval * self.global_every) == 0:
-            if node.rank in self.leads:
-                total = await node.sum(total, self.leads, tag=("between", node.steps))
-            total = await node.broadcast(self.group[0], total, self.group, tag=("back", node.steps))
-            members = node.world_size
-        node.correct(total / members - s)
+            return EVERYBODY, view.members
+        group = self.group(node.rank, node.world_size)
+        return 1 + group[0], [rank for rank in group if rank in view.members]
+
+    async def average(self, node: Node, merge: Merge) -> Tensor:
+        """How far the mean is from this worker's snapshot."""
+        s = node.snapshot()
+        every = [[rank for rank in group if rank in merge.members] for group in self.groups(node.world_size)]
+        groups = [group for group in every if group]
+        group = next(group for group in groups if node.rank in group)
+        total = await merge.sum(s, group)
+        if len(groups) > 1:
+            leads = [group[0] for group in groups]
+            if node.rank in leads:
+                total = await merge.sum(total, leads)
+            total = await merge.broadcast(group[0], total, group)
+        return total / len(merge.members) - s
+
+    def groups(self, world_size: int) -> Sequence[Sequence[int]]:
+        """The workers of each node, the lost ones too: who is lost does not move the others."""
+        return topology.deal(world_size, self.nodes)
+
+    def group(self, rank: int, world_size: int) -> Sequence[int]:
+        """The workers of one worker's node."""
+        return next(group for group in self.groups(world_size) if rank in group)
+
+    def donor(self, joiner: int, among: Sequence[int], world_size: int) -> int:
+        """One of the same node, so that both are at the same step."""
+        group = self.group(joiner, world_size)
+        return next((rank for rank in among if rank in group), among[0])

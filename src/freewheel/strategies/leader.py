@@ -6,11 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from freewheel import topology
 from freewheel.errors import ConfigError, at_least
+from freewheel.fabric.merges import EVERYBODY
 from freewheel.strategy import Strategy
 
 if TYPE_CHECKING:
+    from freewheel.fabric.lineage import View
+    from freewheel.fabric.merges import Group, Merge
     from freewheel.node import Node
 
 
@@ -24,8 +29,8 @@ class Leader(Strategy):
     Only the leader's weights are sent.
 
     Settings: interval (l), pull (λ), groups (how many), global_interval (g), global_pull (λ_g).
-    Late, lost and doubled messages: everybody waits for the comparison of losses; a lost worker stops
-    the run.
+    Late, lost and doubled messages: everybody waits for the comparison of losses. When a worker is lost,
+    those who are left compare again. A worker that comes begins with a copy, at a comparison.
 
     Example:
         >>> import freewheel as fw
@@ -59,24 +64,57 @@ class Leader(Strategy):
         topology.deal(world_size, self.groups)
 
     async def start(self, node: Node) -> None:
-        """Find this worker's group."""
-        groups = topology.deal(node.world_size, self.groups)
-        self.group = next(group for group in groups if node.rank in group)
+        """One who comes back begins at a comparison."""
+        if node.rejoined:
+            await self.compare(node)
 
     async def after_step(self, node: Node) -> None:
         """Compare and follow, at the levels that are due."""
-        if node.steps % self.interval == 0:
-            await self.follow(node, self.group, self.pull, "group")
-        if self.groups > 1 and node.steps % self.global_interval == 0:
-            await self.follow(node, range(node.world_size), self.global_pull, "all")
+        if node.steps % self.interval == 0 or self.all_due(node):
+            await self.compare(node)
         node.stale(node.steps % self.interval)
 
-    async def follow(self, node: Node, members: Sequence[int], pull: float, level: str) -> None:
-        """Compare losses, hand out the best worker's weights, move towards them."""
-        tag = (level, node.steps)
-        scores = await node.gather((node.score(),), members, tag)
-        best = min(members, key=lambda rank: (scores[rank][0], rank))
-        s = node.snapshot()
-        x_leader = await node.broadcast(best, s if node.rank == best else None, members, tag)
-        if node.rank != best:
-            node.correct(pull * (x_leader - s))
+    def all_due(self, node: Node) -> bool:
+        """Whether all compare at this step."""
+        return self.groups > 1 and node.steps % self.global_interval == 0
+
+    async def compare(self, node: Node) -> None:
+        """Find the best, move towards it."""
+        correction = await node.merge(
+            lambda merge: self.follow(node, merge), lambda view: self.level(node, view)
+        )
+        if correction is not None:
+            node.correct(correction)
+
+    def level(self, node: Node, view: View) -> Group:
+        """Who compares at this step."""
+        if self.groups == 1 or self.all_due(node):
+            return EVERYBODY, view.members
+        group = self.group(node.rank, node.world_size)
+        return 1 + group[0], [rank for rank in group if rank in view.members]
+
+    async def follow(self, node: Node, merge: Merge) -> Tensor | None:
+        """Compare losses, hand out the best worker's weights, move towards them: in the group, then all."""
+        scores = await merge.gather((node.score(),))
+        s = x = node.snapshot()
+        levels = []
+        if node.steps % self.interval == 0:
+            group = self.group(node.rank, node.world_size)
+            levels.append(([rank for rank in group if rank in merge.members], self.pull))
+        if self.all_due(node):
+            levels.append((list(merge.members), self.global_pull))
+        for members, pull in levels:
+            best = min(members, key=lambda rank: (scores[rank][0], rank))
+            x_leader = await merge.broadcast(best, x if node.rank == best else None, members)
+            if node.rank != best:
+                x = x + pull * (x_leader - x)
+        return None if x is s else x - s
+
+    def group(self, rank: int, world_size: int) -> Sequence[int]:
+        """One worker's group, the lost ones too."""
+        return next(group for group in topology.deal(world_size, self.groups) if rank in group)
+
+    def donor(self, joiner: int, among: Sequence[int], world_size: int) -> int:
+        """One of the same group, so that both are at the same step."""
+        group = self.group(joiner, world_size)
+        return next((rank for rank in among if rank in group), among[0])

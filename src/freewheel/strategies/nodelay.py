@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from freewheel.errors import ConfigError, at_least
 from freewheel.strategy import Strategy
 
@@ -24,7 +26,8 @@ class NoDelay(Strategy):
 
     Settings: tau (τ, even).
     Late, lost and doubled messages: a merge that takes longer than β steps makes workers wait at the end
-    of the cycle, the only place where they can; a lost worker stops the run (see nodelay_free).
+    of the cycle, the only place where they can. A merge in which a worker is lost is dropped on all sides and
+    done again with the others, from snapshots of that moment. A worker that comes begins at a merge.
 
     Example:
         >>> import freewheel as fw
@@ -66,4 +69,8 @@ class NoDelay(Strategy):
 
     def begin_merge(self, node: Node) -> None:
         """Snapshot now; merge beside training."""
-        self.merge = node.beside(node.offset(node.snapshot()))
+        self.merge = node.beside(self.offset(node, [node.snapshot()]))
+
+    async def offset(self, node: Node, first: list[Tensor]) -> Tensor:
+        """P - s_i; a merge that failed has used the snapshot up, and is done again from a new one."""
+        return await node.merge(lambda merge: merge.offset(first.pop() if first else node.snapshot()))

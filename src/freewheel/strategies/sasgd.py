@@ -6,10 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
 from freewheel.errors import ConfigError, at_least
 from freewheel.strategy import Strategy
 
 if TYPE_CHECKING:
+    from freewheel.fabric.merges import Merge
     from freewheel.node import Node
 
 
@@ -24,7 +27,9 @@ class SASGD(Strategy):
     γ_p = γ all workers' updates are added up, which needs a small γ.
 
     Settings: interval (T), scale (γ_p/γ; None is 1/p).
-    Late, lost and doubled messages: a late worker delays everybody once in T steps; a lost one stops the run.
+    Late, lost and doubled messages: a late worker delays everybody once in T steps. When one is lost, the
+    others reduce again without it (p is how many they are), and what it did since the last merge is lost. A
+    worker that comes begins with the common x at a merge.
 
     Example:
         >>> import freewheel as fw
@@ -52,16 +57,32 @@ class SASGD(Strategy):
             raise ConfigError(f"sasgd: the scale γ_p/γ must be above 0, not {self.scale:g}.")
 
     async def start(self, node: Node) -> None:
-        """Remember the common model x."""
+        """Remember the common model x; one who comes back does so at a merge."""
         self.x = node.snapshot()
+        if node.rejoined:
+            await self.merge(node)
 
     async def after_step(self, node: Node) -> None:
         """Every T steps: reduce."""
-        if node.steps % self.interval:
-            return
-        s = node.snapshot()
-        p = node.world_size
+        if node.steps % self.interval == 0:
+            await self.merge(node)
+
+    async def merge(self, node: Node) -> None:
+        """Add up what all have done since the last time."""
+        s, total, p = await node.merge(lambda merge: self.add_up(node, merge))
         scale = 1 / p if self.scale is None else self.scale
-        total = await node.sum(s - self.x)
         self.x = self.x + scale * total
         node.correct(self.x - s)
+
+    async def add_up(self, node: Node, merge: Merge) -> tuple[Tensor, Tensor, int]:
+        """This worker's snapshot, the sum of all updates, and how many workers made them."""
+        s = node.snapshot()
+        return s, await merge.sum(s - self.x), len(merge.members)
+
+    def handover(self, node: Node) -> Tensor:
+        """The common model."""
+        return self.x.clone()
+
+    def entered(self, node: Node) -> None:
+        """What was taken over is the common model."""
+        self.x = node.weights()

@@ -1,0 +1,200 @@
+"""Merges: what the members of a view do together counts for all of them or for none.
+
+    every member    does it: a ring, a tree, whatever; then tells the first member "have"
+    first member    when all have it: "commit" to all
+    every member    on "commit" it counts
+
+If a member is lost before, nothing more counts in this view, and all do it again in the next. If the first
+one is lost while it says "commit", some have heard it: in forming the next view each says what has counted,
+and whoever has the result lets it count too. All of them have it, for "commit" is said only then.
+
+So a merge costs one round of short messages, and no worker has to keep a vector for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from typing import Any, TypeAlias, TypeVar
+
+from torch import Tensor
+
+from freewheel.errors import PeerLost
+from freewheel.fabric import collectives
+from freewheel.fabric.base import Fabric, Note, Tag
+from freewheel.fabric.lineage import View
+from freewheel.fabric.views import Views
+
+T = TypeVar("T")
+Group: TypeAlias = tuple[int, Sequence[int]]
+"""A number of its own, and the members of the view that merge."""
+EVERYBODY = 0
+
+
+class Merge:
+    """One try at a merge, in one view. Its collectives run among its members, or `among` some of them."""
+
+    def __init__(self, fabric: Fabric, view: View, group: Group, number: int, stamp: int) -> None:
+        self.view, self.members, self.number = view, tuple(group[1]), number
+        self.group, self._fabric = group[0], fabric
+        self.tag: Tag = ("merge", stamp, self.group, number)
+        self.done = self.counts = False
+        """Whether this worker has the result; whether it counts."""
+        self.result: Any = None
+
+    async def sum(self, vector: Tensor, among: Sequence[int] = ()) -> Tensor:
+        """The sum of the members' vectors (a ring)."""
+        return await collectives.ring_sum(self._fabric, among or self.members, vector, self.tag)
+
+    async def mean(self, vector: Tensor, among: Sequence[int] = ()) -> Tensor:
+        """The mean of the members' vectors (a ring)."""
+        return (await self.sum(vector, among)).div_(len(among or self.members))
+
+    async def offset(self, vector: Tensor) -> Tensor:
+        """How far the mean of the members' vectors is from this one, written over this one."""
+        return await collectives.ring_offset(self._fabric, self.members, vector, self.tag)
+
+    async def gather(self, note: Note) -> dict[int, Note]:
+        """Every member's note, known to every member."""
+        return await collectives.gather(self._fabric, self.members, note, self.tag)
+
+    async def broadcast(self, root: int, vector: Tensor | None, among: Sequence[int] = ()) -> Tensor:
+        """The root's vector, handed to all members."""
+        got = await collectives.broadcast(self._fabric, among or self.members, root, vector, self.tag)
+        return got.payload
+
+    async def swap(
+        self, to: Sequence[int], sources: Sequence[int], vector: Tensor
+    ) -> AsyncIterator[tuple[int, Tensor]]:
+        """Send a vector to some members while receiving those of others, one after the other."""
+        sending = [self._fabric.send(peer, self.tag, vector) for peer in to]
+        try:
+            for peer in sources:
+                yield peer, (await self._fabric.receive(self.tag, peer)).payload
+            for one in sending:
+                await one
+        finally:
+            for one in sending:
+                one.cancel()
+
+    def forget(self) -> None:
+        """Drop what still arrives."""
+        for word in ((), ("in",), ("out",), ("have",), ("commit",)):
+            self._fabric.forget((*self.tag, *word))
+
+
+class Merges:
+    """One worker's merges, one at a time, from view to view."""
+
+    def __init__(
+        self,
+        views: Views,
+        give: Callable[[], tuple[Tensor, Note]],
+        take: Callable[[Tensor, Note], None],
+        count: Callable[[str], None],
+    ) -> None:
+        self.views, self.fabric = views, views.fabric
+        self._give, self._take, self._count = give, take, count
+        self.called: dict[int, int] = {}
+        """The last merge of each group that this worker has begun in the present view."""
+        self._line = 0
+
+    async def merge(
+        self, act: Callable[[Merge], Awaitable[T]], group: Callable[[View], Group] | None = None
+    ) -> T:
+        """Do something with all members of the view, or of a group of it, as often as it takes to count."""
+        while True:
+            merge = await self.attempt(act, group)
+            if merge is not None and merge.counts:
+                result: T = merge.result
+                return result
+
+    async def attempt(
+        self, act: Callable[[Merge], Awaitable[Any]], group: Callable[[View], Group | None] | None = None
+    ) -> Merge | None:
+        """Do it once; not at all, if `group` finds nobody to do it with."""
+        views = self.views
+        views.begin(range(self.fabric.world_size))
+        await self.enter()
+        whose = group(views.view) if group else (EVERYBODY, views.view.members)
+        if whose is None:
+            return None
+        number = views.record.counted.get(whose[0], 0) + 1
+        merge = Merge(self.fabric, views.view, whose, number, views.record.line)
+        if self._line != views.record.line:
+            self._line, self.called = views.record.line, {}
+        self.called[merge.group] = number
+        views.under_way = (merge.group, number, merge.members)
+        if not views.intact():
+            views.look()  # a member has left
+        merge.counts = await self._unless_over(self._try(act, merge, views.over))
+        views.under_way = None
+        if not merge.counts:
+            await views.installed()
+            merge.forget()
+            counted = views.record.counted.get(merge.group, 0) >= number
+            merge.counts = merge.done and views.whole and counted
+        self._count("done" if merge.counts else "dropped")
+        return merge
+
+    async def enter(self) -> None:
+        """Wait for a view; get the weights to begin it with, or hand them out."""
+        views = self.views
+        while True:
+            await views.installed()
+            if views.whole or await self._unless_over(self._copy(views.source, views.coming.line)):
+                break
+        while views.owed:
+            vector, note = self._give()
+            self.fabric.post(views.owed.pop(), ("view", "copy", views.record.line), vector, note)
+
+    async def _copy(self, source: int, stamp: int) -> bool:
+        tag: Tag = ("view", "copy", stamp)
+        try:
+            message = await self.fabric.receive(tag, source)
+        finally:
+            self.fabric.forget(tag)
+        self._take(message.payload, message.note)
+        self.views.adopt()
+        return True
+
+    async def _try(
+        self, act: Callable[[Merge], Awaitable[Any]], merge: Merge, over: asyncio.Future[None]
+    ) -> bool:
+        merge.result = await act(merge)
+        merge.done, rank = True, self.fabric.rank
+        first, *others = merge.members
+        if rank == first:
+            for peer in others:
+                await self.fabric.receive((*merge.tag, "have"), peer)
+        else:
+            self.fabric.post(first, (*merge.tag, "have"))
+            await self.fabric.receive((*merge.tag, "commit"), first)
+        if over.done():  # another view was promised in the same moment
+            return False
+        if rank == first:
+            for peer in others:
+                self.fabric.post(peer, (*merge.tag, "commit"))
+        self.views.record.counted[merge.group] = merge.number
+        return True
+
+    async def _unless_over(self, work: Coroutine[Any, Any, bool]) -> bool:
+        """Whether the work was done before the view was over."""
+        over, task = self.views.over, asyncio.ensure_future(work)
+        task.add_done_callback(_heard)
+        try:
+            await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not isinstance(task.exception(), PeerLost):
+                return task.result()
+            await asyncio.wait((over,))  # who has lost a peer waits for the view to end
+            task.cancel()
+            await asyncio.wait((task,))
+            return False
+        finally:
+            task.cancel()
+
+
+def _heard(task: asyncio.Task[bool]) -> None:
+    """A failure after the view was over is of no interest."""
+    if not task.cancelled():
+        task.exception()

@@ -1,0 +1,234 @@
+"""Views: whoever waits for others goes on without those who are lost, and with those who come."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import defaultdict
+from typing import Any
+
+import pytest
+import torch
+
+import freewheel as fw
+from freewheel.fabric.lineage import Record, main_line
+from freewheel.sim.driver import Simulation
+from freewheel.sim.fabric import VirtualFabric
+from lab import JITTER, largest_distance, make, replicas
+
+SPECS = [
+    "allreduce",
+    "sasgd:interval=3",
+    "hierarchical_sasgd:nodes=2:interval=2:global_every=2",
+    "nodelay:tau=4",
+    "dpsgd",
+    "dpsgd:topology=one_peer_exponential",
+    "leader",
+    "leader:groups=2:interval=2:global_interval=3",
+    "grouping:warmup=1:ratio=1.05",
+]
+
+
+def faulty(spec: str, *faults: str, silent_s: float = 0.05, **settings: Any) -> Simulation:
+    settings = {"workers": 4, "steps": 40, "compute": JITTER, "evaluations": 0, **settings}
+    simulation = make(spec, faults=[fw.Fault.parse(text) for text in faults], **settings)
+    simulation.wire.silent_s = silent_s
+    simulation.result = simulation.run()
+    return simulation
+
+
+def check(simulation: Simulation, spec: str, members: tuple[int, ...]) -> None:
+    """All who live are in one view, at the same step where all step together, equal in allreduce."""
+    assert {worker.node.view.members for worker in simulation.workers.values()} == {members}
+    assert len({worker.node.view for worker in simulation.workers.values()}) == 1
+    if simulation.strategy.lockstep():
+        assert {worker.node.steps for worker in simulation.workers.values()} == {simulation.scenario.steps}
+    if spec == "allreduce":
+        assert largest_distance(replicas(simulation)) == 0.0
+    if spec.startswith("sasgd"):
+        common = torch.stack([worker.strategy.x for worker in simulation.workers.values()])
+        assert largest_distance(common) < 1e-12
+
+
+def without(*ranks: int) -> tuple[int, ...]:
+    return tuple(rank for rank in range(4) if rank not in ranks)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("seed", range(2))
+def test_survivors_go_on(spec, seed):
+    rng = random.Random(f"{spec}/{seed}")
+    one, other = rng.sample(range(4), 2)
+    at_s, later_s = rng.uniform(0.0, 0.2), rng.choice([0.0, 0.0002, 0.0005, 0.01])
+    for victim in {0, one}:
+        check(faulty(spec, f"crash:{victim}@{at_s}", seed=seed), spec, without(victim))
+    two = [f"crash:{one}@{at_s}", f"crash:{other}@{at_s + later_s}"]
+    check(faulty(spec, *two, seed=seed), spec, without(one, other))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("seed", range(2))
+def test_who_comes_back_is_taken_in(spec, seed):
+    rng = random.Random(f"{spec}/{seed}")
+    for victim in (0, rng.randrange(1, 4)):
+        at_s, for_s = rng.uniform(0.0, 0.15), rng.choice([0.0001, 0.0006, 0.002, 0.05])
+        faults = [f"crash:{victim}@{at_s}", f"restart:{victim}@{at_s + for_s}"]
+        simulation = faulty(spec, *faults, seed=seed)
+        check(simulation, spec, without())
+        assert simulation.workers[victim].node.counters.steps > 10
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_a_last_worker_goes_on_alone(spec):
+    check(faulty(spec, "crash:0@0.05", "crash:1@0.1", "crash:3@0.1"), spec, (2,))
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("seed", range(2))
+def test_two_sides_of_a_cut_each_go_on_and_become_one_again(spec, seed):
+    rng = random.Random(f"{spec}/{seed}")
+    side = rng.choice([(0,), (2,), (0, 1), (1, 2)])
+    at_s = rng.uniform(0.0, 0.1)
+    pairs = [(a, b) for a in side for b in range(4) if b not in side]
+    faults = [f"cut:{a}-{b}@{at_s}" for a, b in pairs] + [f"heal:{a}-{b}@{at_s + 0.2}" for a, b in pairs]
+    simulation = faulty(spec, *faults, seed=seed, steps=70)
+    check(simulation, spec, without())
+
+
+def test_the_larger_side_keeps_its_weights():
+    simulation = make(
+        "allreduce", steps=60, workers=4, faults=[fw.Fault("cut", 0, 0.05), fw.Fault("heal", 0, 0.3)]
+    )
+    simulation.wire.silent_s = 0.05
+    seen: dict[str, torch.Tensor] = {}
+    simulation.loop.call_at(0.29, lambda: seen.update(apart=replicas(simulation)))
+    simulation.loop.call_at(0.34, lambda: seen.update(again=replicas(simulation)))
+    simulation.run()
+    alone, others = seen["apart"][0], seen["apart"][1]
+    assert float((alone - others).norm()) > 1
+    for again in seen["again"]:
+        assert float((again - others).norm()) < 0.7 * float((again - alone).norm())
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_of_two_that_cannot_reach_each_other_one_goes_on_by_itself_until_they_can(spec):
+    simulation = faulty(spec, "cut:1-2@0.05", "heal:1-2@1.2", steps=150)
+    check(simulation, spec, without())
+    assert simulation.workers[0].node.view.number >= 2
+
+
+def test_silence_holds_up_survivors_no_longer_than_it_takes_to_notice():
+    simulation = make("allreduce", workers=4, steps=40, faults=[fw.Fault("cut", 1, 0.1)])
+    moments: list[float] = []
+    inner = simulation._stepped
+
+    def stepped(worker):
+        if worker.rank == 0:
+            moments.append(simulation.loop.time())
+        inner(worker)
+
+    simulation._stepped = stepped
+    simulation.run()
+    assert 2.0 < max(b - a for a, b in itertools.pairwise(moments)) < 2.1
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("number", [1, 6])
+def test_the_first_member_is_lost_while_it_says_commit(spec, number, monkeypatch):
+    """One member hears it, two do not: all three let the merge count."""
+    simulation = make(spec, workers=4, steps=30, evaluations=0)
+    inner, said = VirtualFabric.post, []
+
+    def post(self, peer, tag, vector=None, note=()):
+        if tag[:2] == ("merge", 0) and tag[3:] == (number, "commit") and self.rank == 0:
+            if said:
+                return
+            said.append(peer)
+            self.wire.loop.call_later(1.5 * self.wire.latency_s, simulation._strike, fw.Fault("crash", 0, 0))
+        inner(self, peer, tag, vector, note)
+
+    monkeypatch.setattr(VirtualFabric, "post", post)
+    simulation.run()
+    assert said
+    check(simulation, spec, without(0))
+
+
+@pytest.mark.parametrize("spec", ["sasgd:interval=3", "nodelay:tau=4", "dpsgd"])
+@pytest.mark.parametrize("victim", [0, 2])
+def test_the_corrections_of_a_merge_sum_to_zero_in_every_view(spec, victim):
+    """Each merge counts for all members of its view or for none: the mean is kept."""
+    faults = [fw.Fault("crash", victim, 0.104), fw.Fault("restart", victim, 0.15)]
+    simulation = make(spec, workers=4, steps=60, compute=JITTER, faults=faults, evaluations=0)
+    sums: dict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
+
+    def watch(worker):
+        inner = worker.node.correct
+
+        def correct(vector, own=False):
+            record = worker.node._views.record
+            sums[record.line, record.counted[0]].append(vector.clone())
+            inner(vector, own)
+
+        worker.node.correct = correct
+
+    make_worker = simulation._worker
+
+    def made(rank):
+        worker = make_worker(rank)
+        watch(worker)
+        return worker
+
+    simulation._worker = made
+    for worker in simulation.workers.values():
+        watch(worker)
+    simulation.run()
+    later = {key: vectors for key, vectors in sums.items() if key[0] > 0}
+    assert len(later) > 5
+    for vectors in later.values():
+        if len(vectors) >= 3:  # the last merge of a view may be taken in after the next has begun
+            torch.testing.assert_close(
+                torch.stack(vectors).sum(0), torch.zeros_like(vectors[0]), rtol=0, atol=1e-9
+            )
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("seed", range(2))
+def test_after_any_faults_all_are_together_again(spec, seed):
+    rng = random.Random(f"{spec}/{seed}")
+    faults: list[fw.Fault] = []
+    for _ in range(4):
+        one, other = rng.sample(range(4), 2)
+        at_s = rng.uniform(0.0, 0.5)
+        peer = rng.choice([None, other])
+        for_s = rng.choice([0.01, 0.06, 0.2])
+        faults += [fw.Fault("cut", one, at_s, peer), fw.Fault("heal", one, at_s + for_s, peer)]
+    victim, at_s = rng.randrange(4), rng.uniform(0.0, 0.5)
+    faults += [fw.Fault("crash", victim, at_s), fw.Fault("restart", victim, at_s + 0.003)]
+    faults += [fw.Fault("heal", rank, 0.7) for rank in range(4)]
+    settings = {"workers": 4, "steps": 180, "compute": JITTER, "evaluations": 0, "seed": seed}
+
+    def once() -> Simulation:
+        simulation = make(spec, faults=faults, **settings)
+        simulation.wire.silent_s = 0.05
+        simulation.result = simulation.run()
+        return simulation
+
+    simulation = once()
+    check(simulation, spec, without())
+    if seed == 0:
+        assert once().result.trace_sha256 == simulation.result.trace_sha256
+
+
+def record(line: int, parents: tuple[int, ...] = (), heirs: tuple[int, ...] = ()) -> Record:
+    return Record(line, parents, heirs, heirs, {})
+
+
+def test_the_main_line():
+    assert main_line({0: record(-1), 1: record(5), 2: record(5)}) == (1, 2)
+    assert main_line({0: record(7), 1: record(5), 2: record(5)}) == (1, 2)
+    assert main_line({0: record(7), 1: record(5)}) == (0,)
+    assert main_line({1: record(-1), 2: record(-1)}) == (1,)
+    # 2 has not heard of view 9, which it had promised; 3 was not in it.
+    child = record(9, (5,), (1, 2))
+    assert main_line({1: child, 2: record(5), 3: record(5)}) == (1, 2)
+    assert main_line({1: child, 3: record(5)}) == (1,)
