@@ -19,8 +19,8 @@ class AllReduce(Strategy):
         x_i <- optimizer step with g
 
     Late, lost and doubled messages: a late gradient delays everybody. When a worker is lost, the step is done
-    again with those who are left, and the mean is theirs; replicas stay equal. A worker that comes begins with
-    the weights of the step at which the others wait for it.
+    again with those who are left, and the mean is theirs; replicas stay equal. A worker that comes begins
+    with the weights of the step at which the others wait for it.
 
     Example:
         >>> import freewheel as fw
