@@ -22,6 +22,8 @@ Tag: TypeAlias = tuple[str | int, ...]
 Note: TypeAlias = tuple[float, ...]
 EXCHANGE = "exchange"
 """The first word of tags whose vectors are swapped by `send` and `blend`, and by nothing else."""
+RUNTIME = "run"
+"""The first word of tags that are not a strategy's."""
 Meet: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Makes a correction of one's own weights and another's, element by element; may overwrite the other's."""
 

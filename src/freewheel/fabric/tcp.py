@@ -21,7 +21,7 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import frames
-from freewheel.fabric.base import EXCHANGE, Meet, Message, Note, Tag
+from freewheel.fabric.base import EXCHANGE, RUNTIME, Meet, Message, Note, Tag
 from freewheel.fabric.door import Door, read_head, words
 from freewheel.fabric.frames import BadFrame, Frame, Kind
 from freewheel.fabric.greeting import Identity
@@ -36,8 +36,6 @@ PINGS = 4
 """Signs of life in the time after which silence is a loss."""
 CALL_AGAIN_S = 0.5
 FINISHED = "it has finished"
-RUNTIME = "run"
-"""The first word of tags that are not a strategy's."""
 
 log = logging.getLogger("freewheel")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass(slots=True)
@@ -24,6 +25,26 @@ class Counters:
     staleness_max: float = 0.0
     discrepancy_max: float = 0.0
     gradient_norm_max: float = 0.0
+    samples: int = 0
+    """Dealt by leases and finished."""
+    samples_again: int = 0
+    """Of these, dealt before; and doubles this worker found as a dealer. See data/dealing.py."""
+
+    def figures(self) -> dict[str, Any]:
+        """What a real worker says of itself, as plain data."""
+        stale = self.staleness_count
+        return {
+            "exchanges": dict(self.exchanges),
+            "merges": dict(self.merges),
+            "staleness_mean": self.staleness_sum / stale if stale else 0.0,
+            "staleness_max": self.staleness_max,
+            "discrepancy_max": self.discrepancy_max,
+            "bytes_out": self.bytes_out,
+            "bytes_in": self.bytes_in,
+            "messages_dropped": self.messages_dropped,
+            "samples": self.samples,
+            "samples_again": self.samples_again,
+        }
 
     def stale(self, value: float) -> None:
         """Record the staleness of one step, in the strategy's own measure."""

@@ -14,11 +14,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from freewheel.data.dealing import Dealing
 from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Tag
+from freewheel.fabric.base import RUNTIME, Tag
 from freewheel.fabric.greeting import Identity
-from freewheel.fabric.tcp import RUNTIME, TcpFabric
+from freewheel.fabric.tcp import TcpFabric
 from freewheel.node import Node
 from freewheel.observe.counters import Counters
 from freewheel.runtime.copies import Copies, Rest
@@ -71,6 +72,8 @@ class Agent:
         self._score, self._rest, self._heartbeat_s = score, rest, heartbeat_s
         self._tasks: set[asyncio.Task[Any]] = set()
         self._parts = 0
+        self.loaders: dict[str, int] = {}
+        """How many loaders of the same kind have been made: all workers make them in the same order."""
         self.counters = Counters()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="freewheel", daemon=True)
@@ -78,6 +81,11 @@ class Agent:
         self.call(self._make())
 
     # -- from the training thread --
+
+    @property
+    def alive(self) -> bool:
+        """Whether the communication thread runs."""
+        return self._thread.is_alive()
 
     def begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
         """Start a coroutine in the communication thread."""
@@ -131,6 +139,7 @@ class Agent:
             score=self._score,
         )
         self.node.counters = self.counters
+        self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
 
     async def _close(self, why: str) -> None:
         for task in list(self._tasks):

@@ -108,9 +108,10 @@ class Worker:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        epochs: int | None = None,
         **options: Any,
     ) -> Loader:
-        """Batches of this worker's share of a data set; over all workers every sample once a pass."""
+        """Batches dealt to this worker; over all workers every sample once a pass. See `Loader`."""
         from freewheel.runtime.loader import Loader
 
         loader = Loader(
@@ -121,11 +122,20 @@ class Worker:
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
+            epochs=epochs,
             stopped=self._checkpoints.watching(lambda: self.stopped),
+            agent=lambda: self._agent,
+            leases=self._strategy.waits_for in ("nobody", "server"),  # others need as many batches each
+            check=self._check,
             **options,
         )
         self._checkpoints.made(loader)
         return loader
+
+    @property
+    def progress(self) -> float:
+        """Passes that all workers together have made over the data of the first loader, with the fraction."""
+        return next((loader.progress for loader in self._checkpoints.loaders), 0.0)
 
     def checkpoint(
         self,
@@ -165,22 +175,15 @@ class Worker:
     def metrics(self) -> dict[str, Any]:
         """What this worker has done so far, as plain data."""
         counters, elapsed_s = self._agent.counters, time.perf_counter() - self._began_s
-        stale = counters.staleness_count
         return {
             "rank": self.rank,
             "steps": counters.steps,
             "elapsed_s": elapsed_s,
             "steps_per_s": (counters.steps - self._began_steps) / elapsed_s,
             "blocked_share": counters.blocked_s / elapsed_s,
-            "exchanges": dict(counters.exchanges),
-            "merges": dict(counters.merges),
-            "staleness_mean": counters.staleness_sum / stale if stale else 0.0,
-            "staleness_max": counters.staleness_max,
-            "discrepancy_max": counters.discrepancy_max,
-            "bytes_out": counters.bytes_out,
-            "bytes_in": counters.bytes_in,
-            "messages_dropped": counters.messages_dropped,
+            **counters.figures(),
             "checkpoints": dict(self._checkpoints.counts),
+            "progress": self.progress,
             "members": list(self._agent.fabric.members),
             "view": self._agent.node.view.number,
             "loss": self._last_loss(),

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, PeerLost
-from freewheel.fabric.base import Message, Tag
-from freewheel.fabric.tcp import RUNTIME, TcpFabric
+from freewheel.fabric.base import RUNTIME, Message, Tag
+from freewheel.fabric.tcp import TcpFabric
 from freewheel.runtime import states
 from freewheel.runtime.live import LiveReplica
 from freewheel.runtime.rendezvous import POLL_S

@@ -1,109 +1,46 @@
-"""Dealing samples to workers: each worker loads its own share of one shuffled order.
+"""Loading: a worker's batches of each pass, by torch's DataLoader.
 
-All workers shuffle in the same way, from the seed and the number of the pass, so no word is spoken about
-who gets what. In a pass over n samples, worker k of w has the places k·n/w up to (k + 1)·n/w of the order.
+All workers shuffle in the same way, from the seed and the number of the pass, and cut the same order. Who
+gets what is decided in one of two ways:
+
+- `Leases`: batches are dealt to workers as they need them (data/dealing.py), so that fast workers take more.
+- `Shares`: worker k of w has the places k·n/w up to (k + 1)·n/w, for strategies in which all step together:
+  no word is spoken, and all have the same number of batches.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset
 
+from freewheel.data.order import number
+from freewheel.data.shares import Shares
 from freewheel.errors import ConfigError, at_least
+from freewheel.runtime.leases import Leases
+
+if TYPE_CHECKING:
+    from freewheel.runtime.agent import Agent
 
 DEALT_HERE = ("sampler", "batch_sampler")
 """Options of torch's DataLoader that would deal the samples in another way."""
 
 
-class Shares(Sampler[list[int]]):
-    """One worker's batches of each pass, as lists of indexes: a batch sampler for torch's DataLoader.
-
-    Over all workers each sample comes once in a pass, and every worker has the same number of batches, none
-    of them empty or above `batch_size`. Batches are full but for the last. Only where some shares are a
-    multiple of `batch_size` and others have one sample more, all are cut into equal batches (but for one
-    sample) instead, for else the rest would be a single sample here and nothing there.
-
-    With `drop_last` all batches are full, and what is left over is not seen in this pass.
-    """
-
-    def __init__(
-        self,
-        length: int,
-        batch_size: int,
-        rank: int = 0,
-        world_size: int = 1,
-        shuffle: bool = True,
-        seed: int = 0,
-        drop_last: bool = False,
-    ) -> None:
-        if not isinstance(batch_size, int):
-            raise ConfigError(f"batch_size must be a whole number, not {batch_size!r}.")
-        at_least("batch_size", batch_size, 1)
-        at_least("world_size", world_size, 1)
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"there is no worker {rank} among {world_size}, only 0 to {world_size - 1}.")
-        self.length, self.batch_size = length, batch_size
-        self.rank, self.world_size = rank, world_size
-        self.shuffle, self.seed, self.drop_last = shuffle, seed, drop_last
-        self.epoch = 0
-        self.first = 0
-        """Which batch a pass begins with: above 0 where a resumed run goes on in the middle of one."""
-        self.sizes = self._sizes()
-
-    def _sizes(self) -> list[int]:
-        """How many samples each batch of this worker has."""
-        full, workers = self.batch_size, self.world_size
-        least, most = self.length // workers, -(-self.length // workers)
-        if least == 0:
-            raise ConfigError(
-                f"{self.length} samples cannot be dealt to {workers} workers, for each needs one at least. "
-                "Give more data or take fewer workers."
-            )
-        if self.drop_last:
-            if least < full:
-                raise ConfigError(
-                    f"with drop_last nothing is left: a worker's share is {least} of {self.length} samples, "
-                    f"less than a batch of {full}. Take a batch_size of {least} or less, or drop_last=False."
-                )
-            return [full] * (least // full)
-        share, batches = self._place(self.rank + 1) - self._place(self.rank), -(-most // full)
-        if batches > least:  # only with a batch_size of 1
-            raise ConfigError(
-                f"{self.length} samples in batches of 1 are not the same number of batches for each of "
-                f"{workers} workers. Take a batch_size of 2 or more, or drop_last=True."
-            )
-        if -(-least // full) < batches:
-            return [(k + 1) * share // batches - k * share // batches for k in range(batches)]
-        return [full] * (batches - 1) + [share - full * (batches - 1)]
-
-    def _place(self, rank: int) -> int:
-        """Where in the order a worker's share begins, and the one before it ends."""
-        return rank * self.length // self.world_size
-
-    def __len__(self) -> int:
-        return len(self.sizes)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        order = torch.arange(self.length)
-        if self.shuffle:
-            order = torch.randperm(self.length, generator=seeded(f"order/{self.seed}/{self.epoch}"))
-        at = self._place(self.rank) + sum(self.sizes[: self.first])
-        for size in self.sizes[self.first :]:
-            yield order[at : at + size].tolist()
-            at += size
-
-
 class Loader:
-    """Passes over a worker's share of a dataset, by torch's DataLoader; iterate again for the next pass.
+    """Passes over a dataset, by torch's DataLoader; iterate again for the next pass.
 
     `epoch` is the number of the pass under way, or of the first one; each new iteration adds one to it. The
-    same seed and epoch give the same batches, and the same random numbers to the processes that DataLoader
+    same seed and epoch give the same order, and the same random numbers to the processes that DataLoader
     starts for the pass; those of other workers get others. When `stopped` says so, a pass ends after the
     batch in hand and no other one begins.
+
+    A batch counts as finished when the loop asks for the next one, or ends: what DataLoader's processes have
+    loaded ahead does not.
+
+    `epochs` says how many passes the run makes: the last one then ends when all workers have finished, so
+    that what one of them leaves behind is still dealt.
 
     `dataset` has a length and is read by index: a Dataset, a tensor, a list. The options are DataLoader's
     (`num_workers`, `collate_fn`, `pin_memory`, …).
@@ -119,7 +56,11 @@ class Loader:
         shuffle: bool = True,
         seed: int = 0,
         drop_last: bool = False,
+        epochs: int | None = None,
         stopped: Callable[[], bool] | None = None,
+        agent: Callable[[], Agent] | None = None,
+        leases: bool = False,
+        check: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> None:
         for name in DEALT_HERE:
@@ -128,67 +69,119 @@ class Loader:
                     f"the loader deals the samples to the workers and takes no {name}. "
                     "Leave it out, or use torch's DataLoader and deal by worker.rank and worker.world_size."
                 )
-        self.shares = Shares(count(dataset), batch_size, rank, world_size, shuffle, seed, drop_last)
-        self.stopped = stopped or (lambda: False)
+        if not options.get("in_order", True):
+            raise ConfigError(
+                "the loader has to know which batch the loop has finished and takes no in_order=False. "
+                "Leave it out."
+            )
+        at_least("epochs", epochs, 1)
+        self.stopped, self.rank, self.agent = stopped or (lambda: False), rank, agent
+        length = count(dataset)
+        self.dealer: Leases | Shares
+        if agent is None or not leases:
+            self.dealer = Shares(length, batch_size, rank, world_size, shuffle, seed, drop_last)
+        else:
+            self.dealer = Leases(
+                agent, length, batch_size, world_size, shuffle, seed, drop_last, epochs, check
+            )
         self.random = None if "generator" in options else torch.Generator()
         options.setdefault("generator", self.random)
-        self.batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.shares, **options)
+        self.batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.dealer, **options)
         self.begun = False
+        self.in_hand = self.under_way = False
         self.given = 0
         """How many batches of the pass the loop has been given."""
 
     @property
     def epoch(self) -> int:
         """The number of the pass under way, or of the first one."""
-        return self.shares.epoch
+        return self.dealer.epoch
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this one."""
         at_least("epoch", epoch, 0)
-        self.shares.epoch = epoch
-        self.begun = False
-        self.shares.first = 0
+        self.dealer.epoch = epoch
+        self.begun, self.given = False, 0
 
-    def state_dict(self) -> dict[str, int]:
-        """Where the loop is; a batch that was given counts as done."""
-        return {
-            "length": self.shares.length,
-            "batch_size": self.shares.batch_size,
-            "world_size": self.shares.world_size,
-            "epoch": self.epoch,
-            "given": self.given if self.begun else self.shares.first,
-        }
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go on from there; dealt to another number of workers, or in other batches, the pass begins anew."""
-        if state["length"] != self.shares.length:
-            raise ConfigError(
-                f"cannot resume: the dataset has {self.shares.length} samples, the one of the checkpoint had "
-                f"{state['length']}. Give the same dataset, or begin anew."
-            )
-        self.set_epoch(state["epoch"])
-        mine = self.state_dict()
-        if all(state[name] == mine[name] for name in ("batch_size", "world_size")):
-            self.shares.first = state["given"]
+    @property
+    def progress(self) -> float:
+        """Passes made by all workers together, as a fraction too."""
+        return self.dealer.progress()
 
     def __len__(self) -> int:
-        return len(self.shares)
+        return len(self.dealer)
 
     def __iter__(self) -> Iterator[Any]:
         if self.stopped():
             return
+        dealer = self.dealer
         if self.begun:
-            self.shares.epoch += 1
-            self.shares.first = 0
-        self.begun, self.given = True, self.shares.first
+            self.given = 0
+        dealer.begin(dealer.epoch + self.begun)
+        self.begun = self.under_way = True
         if self.random is not None:  # DataLoader seeds its processes from it
-            shares = self.shares
-            self.random.manual_seed(number(f"processes/{shares.seed}/{shares.epoch}/{shares.rank}"))
-        for batch in self.batches:
-            self.given += 1
-            yield batch
-            if self.stopped():
-                return
+            self.random.manual_seed(number(f"processes/{dealer.seed}/{dealer.epoch}/{self.rank}"))
+        left = True
+        try:
+            while True:
+                for batch in self.batches:
+                    self.in_hand = True
+                    self.given += 1
+                    yield batch
+                    self.in_hand = False
+                    self._count(dealer.finish())
+                    if self.stopped():
+                        return
+                if not dealer.more():
+                    break
+            left = False
+        finally:
+            in_hand, self.in_hand = self.in_hand, False
+            self.under_way = False
+            dealer.end(left, in_hand)
+
+    def _count(self, samples: int) -> None:
+        if self.agent is not None:
+            self.agent().counters.samples += samples
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the passes are: for a checkpoint taken after a step, so the batch in hand counts as finished.
+
+        In a run of many workers it holds what this worker knows to be finished by all.
+        """
+        dealer = self.dealer
+        return {
+            **self._identity(),
+            "begun": self.begun,
+            "under_way": self.under_way,
+            "given": self.given,
+            **dealer.state(self.in_hand),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there: the next iteration begins with the batch after it.
+
+        In other batches, with another seed, or in shares for another number of workers, the pass begins anew.
+        """
+        mine = self._identity()
+        if state["length"] != mine["length"]:
+            raise ConfigError(
+                f"cannot resume: the dataset has {mine['length']} samples, the one of the checkpoint had "
+                f"{state['length']}. Give the same dataset, or begin anew."
+            )
+        if any(state[name] != value for name, value in mine.items()):
+            self.set_epoch(state["epoch"])
+            return
+        self.dealer.load(state)
+        self.begun, self.given = state["begun"] and not state["under_way"], state["given"]
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a state to mean the same."""
+        dealer = self.dealer
+        kind = "leases" if isinstance(dealer, Leases) else "shares"
+        names = ("length", "batch_size", "seed", "shuffle", "drop_last")
+        parts = dealer.world_size if isinstance(dealer, Shares) else 0  # leases suit any number of workers
+        return {"kind": kind, "parts": parts, **{name: getattr(dealer, name) for name in names}}
 
 
 def count(dataset: Any) -> int:
@@ -199,17 +192,9 @@ def count(dataset: Any) -> int:
         return len(dataset)
     except TypeError:
         raise ConfigError(
-            f"a {type(dataset).__name__} has no length and no samples by index, so it cannot be dealt. "
-            "Give a dataset with __len__ and __getitem__, or use torch's DataLoader and let each "
-            "worker keep every world_size-th sample, from its rank on (worker.rank, worker.world_size)."
+            f"a {type(dataset).__name__} has no length and no samples by index, so it cannot be dealt: "
+            "nobody could say which samples are finished, nor give a lost worker's to another. Give a "
+            "dataset with __len__ and __getitem__, or use torch's DataLoader and let each worker keep every "
+            "world_size-th sample, from its rank on (worker.rank, worker.world_size). Then fast workers take "
+            "no more than slow ones, and what a lost worker had left is not seen in that pass."
         ) from None
-
-
-def number(name: str) -> int:
-    """A seed by name, the same in every process."""
-    return random.Random(name).getrandbits(62)
-
-
-def seeded(name: str) -> torch.Generator:
-    """A random generator seeded by name."""
-    return torch.Generator().manual_seed(number(name))

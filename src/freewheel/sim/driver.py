@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
@@ -55,6 +56,8 @@ class Simulation:
         self.slower: dict[int, float] = {}
         """How many times slower faults have made each worker."""
         self.past_lives: list[tuple[int, Counters]] = []
+        self.used: Counter[tuple[int, int]] = Counter()
+        """Dealt batches (pass, place) that workers now dead have used; `all_used` has everybody's."""
         self.momentum = strategy.momentum if scenario.momentum is None else scenario.momentum
         if scenario.lr is not None:
             self.lr = scenario.lr
@@ -207,6 +210,7 @@ class Simulation:
         if fault.kind == "crash" and rank in self.workers:
             worker = self.workers.pop(rank)
             worker.die()
+            self.used += worker.used
             self.past_lives.append((rank, worker.node.counters))
             wire.crash(rank)
             if self.strategy.needs(rank):
@@ -249,6 +253,10 @@ class Simulation:
     def _trained(self) -> list[SimulatedWorker]:
         """The workers that have weights worth looking at."""
         return [worker for worker in self.workers.values() if worker.ready]
+
+    def all_used(self) -> Counter[tuple[int, int]]:
+        """How often each dealt batch (pass, place) has been used, by the living and the dead."""
+        return sum((worker.used for worker in self.workers.values()), self.used)
 
     # -- measuring --
 

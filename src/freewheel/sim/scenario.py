@@ -33,6 +33,8 @@ class Scenario:
     """What a model weighs on the wire; None: what the task's model weighs."""
     target: float | None = None
     """An accuracy; the time until it is reached is reported."""
+    batches: int = 0
+    """Batches of a pass that are dealt to the workers by leases, one for each step; 0: none are dealt."""
     evaluations: int = 25
     """How often the loss, accuracy and discrepancy of the answer are measured along the way."""
 
@@ -45,6 +47,7 @@ class Scenario:
                 "Allowed: 10,000 workers, and a billion worker-steps in all."
             )
         at_least("evaluations", self.evaluations, 0)
+        at_least("batches", self.batches, 0)
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"the seed must be at least 0 and below 2**63, not {self.seed}.")
         if self.lr is not None and not (self.lr >= 0 and math.isfinite(self.lr)):

@@ -6,12 +6,15 @@ import asyncio
 import copy
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from freewheel.data.dealing import Dealing
+from freewheel.data.hand import Batch, Hand, Key
 from freewheel.errors import Diverged
 from freewheel.node import Node
 from freewheel.replica import Replica
@@ -103,6 +106,12 @@ class SimulatedWorker:
             score=study.score if study else None,
         )
         self.fabric.counters = self.node.counters
+        self.hand: Hand | None = None
+        self.used: Counter[tuple[int, int]] = Counter()
+        """Dealt batches it has used: pass and place of each."""
+        if scenario.batches:
+            dealing = Dealing(self.fabric, wire.life[rank], self.node.counters, self.spawn)
+            self.hand = dealing.hand(Key(scenario.batches, 1, 0))
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine in this worker's life; a failure of it is the run's."""
@@ -151,6 +160,7 @@ class SimulatedWorker:
         # A strategy with a staleness of its own records it; for the others the node's measure is taken.
         measured = type(strategy).staleness is not Strategy.staleness
         while steps is None or node.steps < steps:
+            batch = await self._draw(self.hand) if self.hand is not None else None
             stale = node.unmerged_steps
             took, pause = self.clockwork.next_s(self.loop.time())
             if pause:
@@ -171,12 +181,23 @@ class SimulatedWorker:
             if after:
                 await strategy.after_step(node)
             self.replica.boundary()
+            if self.hand is not None and batch is not None:
+                self.used[batch.number, batch.place] += 1
+                counters.samples += 1
+                self.hand.finish(batch)
             node.stepped()
             self.trace.add((self.loop.time(), "step", self.rank, counters.steps, node.loss))
             done(self)
         self.ended = True
         node.leave()
         ended()
+
+    async def _draw(self, hand: Hand) -> Batch:
+        """The next batch dealt to this worker, of the next pass if this one is over."""
+        while (batch := await hand.draw()) is None:
+            await hand.settle()
+            hand.begin(hand.number + 1)
+        return batch
 
     def _learn(self, study: Study) -> None:
         node = self.node

@@ -1,0 +1,348 @@
+"""Dealing: batches handed to workers in leases, by whichever living worker has the lowest rank.
+
+Every worker has a ledger of what it knows (data/ledger.py) and runs the same three services. Who wants
+batches asks the dealer, the lowest rank within reach, and says with every question what it holds and what it
+has finished since. The answer has a lease and all that is known to be finished, so that this is not lost with
+the dealer. Before it deals, a dealer asks every worker that it has not heard since it came within reach: that
+is how the role passes on, and how workers that were cut off bring in what they did meanwhile. A deputy is
+told of every lease, so that the next dealer knows what had been dealt to a worker that died with this one.
+
+A worker that reaches nobody deals to itself. It begins at a place of the order that its rank decides, so
+parts of a run that cannot reach each other begin with different samples.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple
+
+from freewheel.data.hand import GIVEN, OVER, REFUSED, RETRY_S, WAIT, Hand, Key, Stream
+from freewheel.data.ledger import Lease, Ledger, Owner, reader, take
+from freewheel.data.spans import Spans, minus, size, union
+from freewheel.errors import PeerLost
+from freewheel.fabric.base import RUNTIME, Fabric, Message, Tag
+from freewheel.observe.counters import Counters
+
+ASK: Tag = (RUNTIME, "deal", "ask")
+TELL: Tag = (RUNTIME, "deal", "tell")
+DEALT: Tag = (RUNTIME, "deal", "dealt")
+FIRST = 4
+"""Batches in the first lease of a worker whose rate nobody knows yet."""
+LEASE_S = 1.0
+"""How long a lease should last."""
+ASKERS = 16
+"""How many workers may ask in that time; where there are more, leases last longer."""
+HEAR_S = 2.0
+"""How long a dealer waits for a worker to tell what it knows."""
+ANSWER_S = 3.0
+"""How long a worker waits for a dealer that is within reach and does not answer."""
+REFUSALS = 3
+"""After so many refusals a worker no longer believes that it will reach the dealer it is told to ask."""
+
+log = logging.getLogger("freewheel")
+
+
+class Question(NamedTuple):
+    """What a worker wants and what it says of itself."""
+
+    life: int
+    number: int
+    """The pass it is in."""
+    since: int
+    """The first pass of which it takes what is left over."""
+    wants: bool
+    last: bool
+    """Whether no later pass will deal what is left over of this one."""
+    insists: bool
+    rate: float
+    """Batches it finishes in a second; 0: not known."""
+
+
+class Dealing:
+    """One worker's part in dealing, whether it asks, deals or is the deputy."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        life: int,
+        counters: Counters,
+        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+    ) -> None:
+        self.fabric, self.counters, self.spawn = fabric, counters, spawn
+        self.me: Owner = (fabric.rank, life)
+        self.streams: dict[Key, Stream] = {}
+        self._serial = 0
+        self._dealing = asyncio.Lock()
+        spawn(self._each(ASK, self._answer))
+        spawn(self._each(TELL, self._tell))
+        spawn(self._each(DEALT, self._note))
+        spawn(self._look_up())
+
+    def stream(self, key: Key) -> Stream:
+        """What is known of these data, nothing at first."""
+        return self.streams.setdefault(key, Stream(key))
+
+    def hand(self, key: Key) -> Hand:
+        """This worker's hand for these data."""
+        stream = self.stream(key)
+        stream.hand = stream.hand or Hand(self, stream)
+        return stream.hand
+
+    # -- asking --
+
+    async def ask(self, hand: Hand, wants: bool, rate: float) -> Lease | int:
+        """Tell the dealer what is finished, and get a lease or the reason why there is none."""
+        stream = hand.stream
+        silent: set[int] = set()
+        refusals = 0
+        while True:
+            dealer = next((peer for peer in self.fabric.members if peer not in silent), self.me[0])
+            insists = bool(silent) or refusals >= REFUSALS
+            question = Question(self.me[1], hand.number, hand.since, wants, hand.last, insists, rate)
+            if dealer == self.me[0]:
+                answer = await self._deal(stream, self.me, question, stream.news, {})
+                if answer != REFUSED:
+                    if not insists:
+                        stream.news = Ledger(stream.key.batches)
+                    return answer
+                continue
+            stream.heard.clear()  # another deals: should this worker have to, it must ask all again
+            try:
+                answer = await self._question(stream, dealer, question)
+            except PeerLost:
+                continue
+            except (TimeoutError, ValueError) as error:
+                log.warning("worker %d does not deal as it should: %s", dealer, error or "no answer")
+                silent.add(dealer)
+                continue
+            if answer != REFUSED:
+                return answer
+            refusals += 1
+            await asyncio.sleep(RETRY_S)
+
+    async def _question(self, stream: Stream, dealer: int, question: Question) -> Lease | int:
+        self._serial += 1
+        tag = (*ASK, self._serial)
+        held = [(q, *span) for q, one in stream.ledger.passes.items() for span in one.held.get(self.me, [])]
+        sent, stream.news = stream.news, Ledger(stream.key.batches)
+        *flags, rate = question
+        note = [*stream.key, self._serial, *flags, int(rate * 1e6), len(held)]
+        note += [number for row in held for number in row]
+        confirmed = False
+        try:
+            self.fabric.post(dealer, ASK, note=(*note, *sent.encode()))
+            async with asyncio.timeout(ANSWER_S):
+                message = await self.fabric.receive(tag, dealer)
+            read = reader(message.note)
+            kind, number, start, stop, again = take(read, 5)
+            if kind == REFUSED:
+                return REFUSED
+            theirs = Ledger.decode(stream.key.batches, read)
+            confirmed = True
+        finally:
+            if not confirmed:
+                self.fabric.forget(tag)
+                stream.news.merge(sent)
+        for q, one in theirs.passes.items():
+            stream.counted[q] = max(one.excess(), stream.counted.get(q, 0))
+        stream.ledger.merge(theirs)
+        for q, one in stream.ledger.passes.items():
+            mine = one.held.get(self.me, [])
+            if kind == GIVEN and q == number:
+                mine = union(mine, [(start, stop)])
+            one.held = {**(theirs.passes[q].held if q in theirs.passes else {}), self.me: mine}
+        if kind != GIVEN:
+            return kind
+        return Lease(number, start, stop, bool(again))
+
+    # -- dealing --
+
+    async def _deal(
+        self, stream: Stream, owner: Owner, question: Question, news: Ledger, held: dict[int, Spans]
+    ) -> Lease | int:
+        """Deal from this worker's own ledger, once it has heard everybody."""
+        async with self._dealing:
+            ledger, peer = stream.ledger, owner[0]
+            if peer in stream.mute:
+                stream.mute.discard(peer)
+                stream.heard.pop(peer, None)
+            await self._hear_all(stream)
+            if self.fabric.members[0] != self.me[0] and not question.insists:
+                return REFUSED  # one of lower rank has come meanwhile
+            if owner != self.me:
+                if not self._heard(stream, peer):
+                    return REFUSED  # it was lost meanwhile
+                stream.lives[peer] = owner[1]
+                late = (one for q, one in news.passes.items() if q < ledger.floor)
+                self._count(stream, sum(size(one.finished) for one in late))
+                ledger.merge(news)
+                ledger.hold(owner, held)
+                if self.fabric.members[0] != self.me[0]:
+                    stream.news.merge(news)  # the dealer has to hear of it
+            self._release_lost(stream)
+            self._look_for_doubles(stream)
+            stream.rates[peer] = question.rate
+            lease = None
+            if question.wants:
+                begin = self.fabric.rank * ledger.batches // self.fabric.world_size
+                lease = ledger.deal(
+                    owner, question.number, self._most(stream, question, peer), begin, question.since
+                )
+            self._tell_deputy(stream, owner, lease, news)
+            waits = question.last and ledger.held(question.number, owner)
+            ledger.tidy()
+            return lease or (WAIT if waits else OVER)
+
+    def _most(self, stream: Stream, question: Question, peer: int) -> int:
+        """How many batches a worker gets: what lasts a while, but never most of what is left.
+
+        Half of its share by rate: leases shrink towards the end of a pass, so that all end together.
+        """
+        members, rates = self.fabric.members, stream.rates
+        known = [rate for one in members if (rate := rates.get(one, 0.0)) > 0]
+        usual = sum(known) / len(known) if known else 1.0
+        rate = question.rate or usual
+        total = sum(rates.get(one, 0.0) or usual for one in members if one != peer) + rate
+        share = size(stream.ledger.free(question.number)) * rate / total / 2
+        aim = question.rate * LEASE_S * max(1.0, len(members) / ASKERS) or FIRST
+        return max(1, int(min(aim, share)))
+
+    async def _hear_all(self, stream: Stream) -> None:
+        """Let everybody who has not done so since it came within reach tell what it knows."""
+        members = self.fabric.members
+        asked = [peer for peer in members if peer != self.me[0] and not self._heard(stream, peer)]
+        if not asked:
+            return
+        self._serial += 1
+        tag = (*TELL, self._serial)
+        epochs = {peer: self.fabric.epoch(peer) for peer in asked}
+        for peer in asked:
+            self.fabric.post(peer, TELL, note=(self._serial, *stream.key))
+        told: dict[int, Ledger] = {}
+        end_s = asyncio.get_running_loop().time() + HEAR_S
+        for peer in asked:
+            try:
+                async with asyncio.timeout_at(end_s):
+                    message = await self.fabric.receive(tag, peer)
+                read = reader(message.note)
+                (life,) = take(read, 1)
+                told[peer] = Ledger.decode(stream.key.batches, read)
+            except PeerLost:
+                continue
+            except (TimeoutError, ValueError) as error:
+                log.warning("worker %d does not tell what it knows: %s", peer, error or "no answer")
+                stream.mute.add(peer)
+            else:
+                stream.lives[peer] = life
+            stream.heard[peer] = epochs[peer]
+        self.fabric.forget(tag)
+        self._learn(stream, told)
+
+    def _learn(self, stream: Stream, told: dict[int, Ledger]) -> None:
+        ledger = stream.ledger
+        for theirs in told.values():
+            ledger.merge(theirs)
+        for peer, theirs in told.items():
+            owner = (peer, stream.lives[peer])
+            ledger.hold(owner, {q: one.held.get(owner, []) for q, one in theirs.passes.items()})
+        # What was dealt to those who cannot speak for themselves, as far as others know of it.
+        for theirs in told.values():
+            for q, other in theirs.passes.items():
+                if (one := ledger.open(q)) is not None:
+                    lost = [spans for owner, spans in other.held.items() if not self._lives(stream, owner)]
+                    one.lost = minus(union(one.lost, *lost), one.finished)
+
+    def _heard(self, stream: Stream, peer: int) -> bool:
+        within = peer in self.fabric.members
+        return within and stream.heard.get(peer) == self.fabric.epoch(peer)
+
+    def _lives(self, stream: Stream, owner: Owner) -> bool:
+        """Whether a worker is within reach and in the life in which it got what it holds."""
+        peer, life = owner
+        return owner == self.me or (self._heard(stream, peer) and stream.lives.get(peer) == life)
+
+    def _release_lost(self, stream: Stream) -> None:
+        owners = {owner for one in stream.ledger.passes.values() for owner in one.held}
+        for owner in sorted(owners):
+            if not self._lives(stream, owner):
+                stream.ledger.lose(owner)
+
+    def _look_for_doubles(self, stream: Stream) -> None:
+        """Count batches that turn out to have been finished twice, as after a cut."""
+        for q, one in stream.ledger.passes.items():
+            before = stream.counted.get(q, 0)
+            if one.excess() > before:
+                stream.counted[q] = one.excess()
+                self._count(stream, one.excess() - before)
+
+    def _count(self, stream: Stream, batches: int) -> None:
+        self.counters.samples_again += batches * stream.key.batch_size
+
+    # -- services --
+
+    async def _each(self, tag: Tag, act: Callable[[Message], Coroutine[Any, Any, None]]) -> None:
+        while True:
+            message = await self.fabric.receive(tag)
+            try:
+                await act(message)
+            except ValueError as error:
+                log.warning("worker %d sent %s that cannot be read: %s", message.sender, tag[-1], error)
+
+    async def _look_up(self) -> None:
+        """Hear those who come at once, and what is left when a dealer is gone: nobody has to wait for it."""
+        while True:
+            await self.fabric.changed()
+            if self.fabric.members[0] != self.me[0]:
+                continue
+            for stream in list(self.streams.values()):
+                async with self._dealing:
+                    await self._hear_all(stream)
+                    self._look_for_doubles(stream)
+
+    async def _answer(self, message: Message) -> None:
+        """Somebody asks this worker to deal."""
+        read = reader(message.note)
+        *key, serial, life, number, since, wants, last, insists, rate, rows = take(read, 12)
+        held: dict[int, Spans] = {}
+        for _ in range(rows):
+            q, start, stop = take(read, 3)
+            held.setdefault(q, []).append((start, min(stop, key[0])))
+        stream = self.stream(Key(*key))
+        news = Ledger.decode(stream.key.batches, read)
+        question = Question(life, number, since, bool(wants), bool(last), bool(insists), rate / 1e6)
+        answer: Lease | int = REFUSED
+        if insists or self.fabric.members[0] == self.me[0]:
+            answer = await self._deal(stream, (message.sender, life), question, news, held)
+        lease = answer if isinstance(answer, Lease) else Lease(0, 0, 0, False)
+        kind = GIVEN if isinstance(answer, Lease) else answer
+        note = (kind, *lease, *(stream.ledger.encode(held=True) if kind != REFUSED else ()))
+        self.fabric.post(message.sender, (*ASK, serial), note=note)
+
+    async def _tell(self, message: Message) -> None:
+        """A new dealer asks what this worker knows."""
+        serial, *key = take(reader(message.note), 4)
+        stream = self.stream(Key(*key))
+        stream.heard.clear()
+        if stream.hand is not None:
+            stream.hand.collect()
+        note = (self.me[1], *stream.ledger.encode(held=True))
+        self.fabric.post(message.sender, (*TELL, serial), note=note)
+
+    def _tell_deputy(self, stream: Stream, owner: Owner, lease: Lease | None, news: Ledger) -> None:
+        deputy = next((peer for peer in self.fabric.members if peer not in (self.me[0], owner[0])), None)
+        if deputy is not None and (lease or news.passes):
+            note = (*stream.key, *owner, *(lease or Lease(0, 0, 0, False)), *news.encode())
+            self.fabric.post(deputy, DEALT, note=note)
+
+    async def _note(self, message: Message) -> None:
+        """Be the deputy: remember what was dealt to whom."""
+        read = reader(message.note)
+        *key, rank, life, number, start, stop, _ = take(read, 9)
+        stream = self.stream(Key(*key))
+        stream.ledger.merge(Ledger.decode(stream.key.batches, read))
+        one = stream.ledger.open(number)
+        if one is not None and start < stop:
+            spans = minus([(start, min(stop, stream.key.batches))], one.finished)
+            one.held[rank, life] = union(one.held.get((rank, life), []), spans)

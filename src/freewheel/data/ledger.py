@@ -1,0 +1,244 @@
+"""The ledger of a data set's passes: which batches are finished, who holds which, what is left to deal.
+
+State without input or output. A pass is numbered, its batches are numbered, and every worker has a ledger of
+what it knows. What ledgers say of finished batches only grows, so two are merged by union, in any order and
+any number of times:
+
+    finished    batches somebody has finished
+    counts      how many each worker has finished, in each of its lives
+    lost        batches dealt to a worker that was lost before anybody heard that it had finished them
+    left        whether a worker has broken the pass off, so that it may never be completed
+
+More counted than finished are batches finished twice (`excess`). Who holds what is only the dealer's to say,
+and its holders': it is not merged.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+from freewheel.data.spans import Spans, common, first, minus, size, union
+
+Owner: TypeAlias = tuple[int, int]
+"""A worker's rank, and which life of it."""
+BEHIND = 3
+"""A pass is closed when another is so many ahead: until then a worker that was cut off may bring news."""
+MOST_SPANS = 4096
+"""How many finished spans are told of one pass; shorter ones beyond are dealt again rather than told."""
+
+
+class Lease(NamedTuple):
+    """Batches of one pass, dealt to one worker."""
+
+    number: int
+    start: int
+    stop: int
+    again: bool
+    """Whether they had been dealt before, to a worker that was lost."""
+
+
+@dataclass(slots=True)
+class Pass:
+    """One pass over the data."""
+
+    finished: Spans = field(default_factory=list)
+    lost: Spans = field(default_factory=list)
+    counts: dict[Owner, int] = field(default_factory=dict)
+    held: dict[Owner, Spans] = field(default_factory=dict)
+    left: bool = False
+
+    def excess(self) -> int:
+        """How many batches are known to have been finished more than once."""
+        return sum(self.counts.values()) - size(self.finished)
+
+    def taken(self) -> Spans:
+        """What is finished or held."""
+        return union(self.finished, *self.held.values())
+
+
+class Ledger:
+    """What one worker knows of the passes over one data set of so many batches."""
+
+    def __init__(self, batches: int) -> None:
+        self.batches = batches
+        self.floor = 0
+        """Passes below this one are closed."""
+        self.past = 0
+        """How many batches were finished in them."""
+        self.passes: dict[int, Pass] = {}
+
+    # -- dealing --
+
+    def open(self, number: int) -> Pass | None:
+        """A pass, begun if need be; None if it is closed."""
+        if number < self.floor:
+            return None
+        return self.passes.setdefault(number, Pass())
+
+    def free(self, number: int) -> Spans:
+        """What is left to deal in a pass."""
+        one = self.passes.get(number)
+        if number < self.floor:
+            return []
+        return minus([(0, self.batches)], one.taken() if one else [])
+
+    def deal(self, owner: Owner, number: int, most: int, start: int, since: int = 0) -> Lease | None:
+        """Deal up to so many batches, from batch `start` on and round; None: nothing is left.
+
+        What lost workers left over in earlier passes, from pass `since` on, comes first. In this pass it
+        comes last: a worker that was only cut off may come back meanwhile and say that it has finished it.
+        """
+        self.open(number)
+        for q in sorted(self.passes):
+            one = self.passes[q]
+            if not since <= q <= number:
+                continue
+            free = self.free(q)
+            fresh, before = minus(free, one.lost), common(free, one.lost)
+            if q < number:
+                span = first(before, 0, most) or first(fresh, 0, most)
+                again = bool(before)
+            else:
+                span, again = first(fresh, start, most) or first(before, 0, most), not fresh
+            if span is not None:
+                one.held[owner] = union(one.held.get(owner, []), [span])
+                return Lease(q, *span, again)
+        return None
+
+    def held(self, number: int, but: Owner) -> bool:
+        """Whether anybody else holds batches of this pass or an earlier one."""
+        return any(
+            spans and owner != but
+            for q, one in self.passes.items()
+            if q <= number
+            for owner, spans in one.held.items()
+        )
+
+    # -- what is heard --
+
+    def finish(self, owner: Owner, number: int, batch: int) -> None:
+        """A worker has finished a batch it held."""
+        one = self.open(number)
+        if one is None:
+            return
+        done = [(batch, batch + 1)]
+        one.finished = union(one.finished, done)
+        one.counts[owner] = one.counts.get(owner, 0) + 1
+        one.held[owner] = minus(one.held.get(owner, []), done)
+
+    def hold(self, owner: Owner, held: dict[int, Spans]) -> None:
+        """A worker says what it holds: this and nothing else."""
+        for number in {*self.passes, *held}:
+            one = self.open(number)
+            if one is None:
+                continue
+            others = union(one.finished, *(spans for who, spans in one.held.items() if who != owner))
+            spans = minus(union(held.get(number, [])), others)
+            if spans:
+                one.held[owner] = spans
+            else:
+                one.held.pop(owner, None)
+
+    def lose(self, owner: Owner) -> None:
+        """A worker is lost: what it held may be dealt again."""
+        for one in self.passes.values():
+            one.lost = minus(union(one.lost, one.held.pop(owner, [])), one.finished)
+
+    def leave(self, number: int) -> None:
+        """A pass was broken off: it need not be kept until it is complete."""
+        if (one := self.open(number)) is not None:
+            one.left = True
+
+    def merge(self, theirs: Ledger) -> None:
+        """Learn what another ledger knows, but for who holds what."""
+        if theirs.floor > self.floor:
+            self.floor, self.past = theirs.floor, theirs.past
+            for number in [q for q in self.passes if q < self.floor]:
+                del self.passes[number]
+        for number, other in theirs.passes.items():
+            one = self.open(number)
+            if one is None:
+                continue
+            one.finished = union(one.finished, other.finished)
+            one.lost = minus(union(one.lost, other.lost), one.finished)
+            one.left = one.left or other.left
+            for owner, count in other.counts.items():
+                one.counts[owner] = max(count, one.counts.get(owner, 0))
+            for owner, spans in one.held.items():
+                one.held[owner] = minus(spans, one.finished)
+
+    def tidy(self) -> None:
+        """Close passes that are long over, or were broken off or never begun."""
+        while self.passes and max(self.passes) - self.floor >= BEHIND:
+            one = self.passes.get(self.floor)
+            done = self.batches if one is None else size(one.finished)
+            if one is not None and not one.left and (done < self.batches or any(one.held.values())):
+                return
+            self.passes.pop(self.floor, None)
+            self.past += done
+            self.floor += 1
+
+    def progress(self) -> float:
+        """Passes made by all workers together; one that nobody began counts if a later one has begun."""
+        newest = max(self.passes, default=self.floor)
+        skipped = sum(q not in self.passes for q in range(self.floor, newest))
+        return (self.past + sum(size(one.finished) for one in self.passes.values())) / self.batches + skipped
+
+    # -- as numbers --
+
+    def encode(self, held: bool = False) -> list[float]:
+        """All of it as numbers, with who holds what if asked to."""
+        numbers: list[float] = [self.floor, self.past, len(self.passes)]
+        for number, one in self.passes.items():
+            numbers += [number, one.left]
+            for spans in (one.finished, one.lost):
+                spans = sorted(spans, key=lambda span: span[0] - span[1])[:MOST_SPANS]
+                numbers += [len(spans), *(n for span in spans for n in span)]
+            numbers += [len(one.counts), *(n for who, k in one.counts.items() for n in (*who, k))]
+            rows = [(*who, *span) for who, spans in one.held.items() for span in spans] if held else []
+            numbers += [len(rows), *(n for row in rows for n in row)]
+        return numbers
+
+    @classmethod
+    def decode(cls, batches: int, read: Iterator[int]) -> Ledger:
+        """The way back; ValueError if these numbers are no ledger."""
+        ledger = cls(batches)
+        ledger.floor, ledger.past, passes = take(read, 3)
+        for _ in range(passes):
+            number, left = take(read, 2)
+            one = ledger.passes[number] = Pass(left=bool(left))
+            one.finished, one.lost = take_spans(read, batches), take_spans(read, batches)
+            for _ in range(*take(read, 1)):
+                rank, life, count = take(read, 3)
+                one.counts[rank, life] = count
+            for _ in range(*take(read, 1)):
+                rank, life, start, stop = take(read, 4)
+                one.held[rank, life] = union(one.held.get((rank, life), []), [(start, min(stop, batches))])
+        return ledger
+
+
+def reader(numbers: Sequence[float]) -> Iterator[int]:
+    """Numbers that must be whole and not negative, one after the other."""
+    for number in numbers:
+        if not (0 <= number < math.inf and number == int(number)):
+            raise ValueError(f"{number} is not a whole number")
+        yield int(number)
+
+
+def take(read: Iterator[int], count: int) -> list[int]:
+    """The next so many."""
+    taken = list(itertools.islice(read, count))
+    if len(taken) < count:
+        raise ValueError("numbers are missing")
+    return taken
+
+
+def take_spans(read: Iterator[int], batches: int) -> Spans:
+    """Spans, with their number before them."""
+    (count,) = take(read, 1)
+    ends = take(read, 2 * count)
+    return union((start, min(stop, batches)) for start, stop in zip(ends[::2], ends[1::2], strict=True))

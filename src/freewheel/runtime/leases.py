@@ -1,0 +1,181 @@
+"""Leases as torch's DataLoader draws them: the training thread's side of dealing (data/dealing.py)."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import Sampler
+
+from freewheel.data.hand import RETRY_S, Batch, Hand, Key, Stream
+from freewheel.data.ledger import Ledger, reader
+from freewheel.data.order import check_batch_size, number, order
+from freewheel.errors import ConfigError
+
+if TYPE_CHECKING:
+    from freewheel.runtime.agent import Agent
+
+
+class Leases(Sampler[list[int]]):
+    """The batches that are dealt to one worker in each pass: a batch sampler for torch's DataLoader.
+
+    Over all workers every batch of the order comes once in a pass. Which of them come here depends on the
+    speeds. Only the last batch of the order may be short; with `drop_last` it is left out.
+    """
+
+    def __init__(
+        self,
+        agent: Callable[[], Agent],
+        length: int,
+        batch_size: int,
+        world_size: int,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        epochs: int | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        check_batch_size(batch_size)
+        batches = length // batch_size if drop_last else -(-length // batch_size)
+        if batches < world_size:
+            most = length // world_size if drop_last else (length - 1) // max(1, world_size - 1)
+            cure = f"take a batch_size of {most} or less, or fewer workers" if most else "take fewer workers"
+            raise ConfigError(
+                f"{length} samples are {batches} batches of {batch_size}, less than one for each of "
+                f"{world_size} workers. Give more data, {cure}."
+            )
+        self._agent, self.length, self.batch_size, self.world_size = agent, length, batch_size, world_size
+        self.count = batches
+        self.shuffle, self.seed, self.drop_last, self.epochs = shuffle, seed, drop_last, epochs
+        self.check = check
+        self.epoch = 0
+        self.drawn: deque[Batch] = deque()
+        """Batches that DataLoader has been given and the loop has not finished."""
+        self._asked: concurrent.futures.Future[None] | None = None
+        self._orders: dict[int, torch.Tensor] = {}
+
+    @functools.cached_property
+    def agent(self) -> Agent:
+        """The communication thread, from the first use on."""
+        return self._agent()
+
+    @functools.cached_property
+    def hand(self) -> Hand:
+        """What this worker holds. Loaders that are alike are told apart by the order of their first use."""
+        agent = self.agent
+        alike = f"{self.length}/{self.batch_size}/{self.shuffle}/{self.seed}/{self.drop_last}"
+        turn = agent.loaders[alike] = agent.loaders.get(alike, 0) + 1
+        key = Key(self.count, self.batch_size, number(f"{alike}/{turn}") >> 14)
+        return agent.dealing.hand(key)
+
+    def __len__(self) -> int:
+        """Batches of this worker in a pass, if all were equally fast."""
+        return -(-self.count // self.world_size)
+
+    def begin(self, epoch: int) -> None:
+        """Begin a pass."""
+        self.epoch = epoch
+        self.hand.begin(epoch, last=self.epochs is not None and epoch >= self.epochs - 1)
+
+    def end(self, left: bool, in_hand: bool) -> None:
+        """A pass has ended here: tell the others what is finished, give back the rest."""
+        doubtful = self.drawn[0] if in_hand else None
+        self.drawn.clear()
+        self._orders.clear()
+        if not self.agent.alive:  # an exception ended the block, and nobody is there to be told
+            return
+        self._wait(self.agent.begin(self.hand.settle(left, doubtful)), patient=True)
+
+    def more(self) -> bool:
+        """In the last pass: wait for what others hold; whether some of it has come back to be dealt here."""
+        while self.hand.waits and not self.agent.stopped:
+            self._wait(self.agent.begin(self._again()))
+        return bool(self.hand.ready)
+
+    async def _again(self) -> None:
+        await asyncio.sleep(RETRY_S)
+        await self.hand.refill()
+
+    def finish(self) -> int:
+        """The oldest batch that was drawn has been used; how many samples it had."""
+        batch = self.drawn.popleft()
+        self.hand.finish(batch)
+        return min(self.batch_size, self.length - batch.place * self.batch_size)
+
+    def progress(self) -> float:
+        """Passes made by all workers together, as far as is known here."""
+        return self.hand.progress() if "hand" in self.__dict__ else float(self.epoch)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        hand = self.hand
+        while not self.agent.stopped:
+            over = hand.over  # before looking: nothing comes once it is over
+            if not hand.ready:
+                if over:
+                    return
+                self._wait(self._ask())
+                continue
+            batch = hand.ready.popleft()
+            if hand.due():
+                self._ask()
+            self.drawn.append(batch)
+            at = batch.place * self.batch_size
+            yield self._order(batch.number)[at : at + self.batch_size].tolist()
+
+    def _ask(self) -> concurrent.futures.Future[None]:
+        if self._asked is None or self._asked.done():
+            self._asked = self.agent.begin(self.hand.refill())
+        return self._asked
+
+    def _wait(self, asked: concurrent.futures.Future[None], patient: bool = False) -> None:
+        """Wait for the communication thread, but not if it has failed, or the run was stopped."""
+        began_s = time.perf_counter()
+        try:
+            while True:
+                try:
+                    return asked.result(timeout=0.2)
+                except concurrent.futures.TimeoutError:
+                    self.check()
+                    if self.agent.stopped and not patient:
+                        return None
+        finally:
+            self.agent.counters.blocked_s += time.perf_counter() - began_s
+
+    def _order(self, epoch: int) -> torch.Tensor:
+        if epoch not in self._orders:
+            self._orders[epoch] = order(self.length, self.shuffle, self.seed, epoch)
+        return self._orders[epoch]
+
+    def state(self, in_hand: bool) -> dict[str, Any]:
+        """What this worker knows to be finished, the batch in hand included."""
+        return self.agent.call(self._state(self.hand, in_hand))
+
+    async def _state(self, hand: Hand, in_hand: bool) -> dict[str, Any]:
+        key = hand.stream.key
+        hand.collect()
+        ledger = Ledger.decode(key.batches, reader(hand.stream.ledger.encode(held=True)))
+        if in_hand and self.drawn:
+            batch = self.drawn[0]
+            ledger.finish(self.agent.dealing.me, batch.number, batch.place)
+        return {"epoch": self.epoch, "ledger": ledger.encode(held=True)}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on there: what is finished there is finished here."""
+        self.epoch = state["epoch"]
+        self.agent.call(self._load(self.hand.stream, state))
+
+    async def _load(self, stream: Stream, state: dict[str, Any]) -> None:
+        known = Ledger.decode(stream.key.batches, reader(state["ledger"]))
+        for one in known.passes.values():
+            one.held.clear()
+            one.lost.clear()  # what was not finished is not in the weights either
+        for q, one in known.passes.items():
+            stream.counted[q] = one.excess()
+        stream.ledger.merge(known)
+        stream.news.merge(known)

@@ -1,0 +1,219 @@
+"""Dealing in virtual time: every batch at least once, and once only but for those that are counted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+
+import pytest
+
+import freewheel as fw
+import lab
+from freewheel.data.dealing import Dealing
+from freewheel.data.hand import Hand, Key
+from freewheel.observe.counters import Counters
+from freewheel.sim.clock import VirtualLoop
+from freewheel.sim.fabric import Wire
+from freewheel.sim.links import Network
+from freewheel.sim.trace import Trace
+
+
+class Crew:
+    """Workers that only draw batches: each sleeps through a step for every batch it is dealt."""
+
+    def __init__(
+        self, workers: int, batches: int, passes: int = 2, slow: dict[int, float] | None = None, seed: int = 0
+    ) -> None:
+        self.loop = VirtualLoop()
+        links = fw.Links(latency_ms=0.5)
+        self.wire = Wire(self.loop, Network(links, workers), Trace(None), workers, 4.0)
+        self.wire.silent_s = 0.3
+        self.batches, self.passes, self.slow = batches, passes, slow or {}
+        self.random = random.Random(seed)
+        self.used: Counter[tuple[int, int]] = Counter()
+        self.by: Counter[tuple[int, int]] = Counter()
+        """How many batches each worker used in each pass."""
+        self.ended: dict[int, float] = {}
+        self.born: dict[int, float] = {}
+        self.counters: list[Counters] = []
+        self.lives: dict[int, list[asyncio.Task]] = {}
+        self.dealings: dict[int, Dealing] = {}
+        for rank in range(workers):
+            self.start(rank)
+
+    def start(self, rank: int) -> None:
+        fabric, counters = self.wire.attach(rank), Counters()
+        tasks = self.lives[rank] = []
+        self.born[rank] = self.loop.time()
+        self.counters.append(counters)
+
+        def spawn(work):
+            tasks.append(self.loop.create_task(work))
+            return tasks[-1]
+
+        dealing = self.dealings[rank] = Dealing(fabric, self.wire.life[rank], counters, spawn)
+        spawn(self.train(rank, dealing.hand(Key(self.batches, 1, 7))))
+
+    async def train(self, rank: int, hand: Hand) -> None:
+        for number in range(self.passes):
+            hand.begin(number, last=number == self.passes - 1)
+            while (batch := await hand.draw()) is not None:
+                await asyncio.sleep(0.01 * self.slow.get(rank, 1.0) * self.random.uniform(0.8, 1.2))
+                self.used[batch.number, batch.place] += 1
+                self.by[rank, number] += 1
+                hand.finish(batch)
+            await hand.settle()
+        self.ended[rank] = self.loop.time()
+
+    def crash(self, rank: int) -> None:
+        """Unless nobody would be left who has lived long enough to know anything."""
+        now = self.loop.time()
+        others = [born for one, born in self.born.items() if one != rank and one in self.wire.ends]
+        if rank in self.wire.ends and (
+            min(others, default=now) == 0 or now - min(others, default=now) > 0.02
+        ):
+            for task in self.lives.pop(rank):
+                task.cancel()
+            self.ended.pop(rank, None)
+            self.wire.crash(rank)
+
+    def restart(self, rank: int) -> None:
+        if rank not in self.wire.ends:
+            self.start(rank)
+
+    def cut(self, *group: int) -> None:
+        self.each_link(group, self.wire.cut_link)
+
+    def heal(self, *group: int) -> None:
+        self.each_link(group, self.wire.heal_link)
+
+    def each_link(self, group, act) -> None:
+        for one in group:
+            for other in range(self.wire.workers):
+                if other not in group:
+                    act(one, other)
+
+    def at(self, moment: float, act, *args) -> None:
+        self.loop.call_at(moment, act, *args)
+
+    def run(self) -> Crew:
+        self.loop.call_at(200.0, self.loop.stop)
+        self.loop.run_until_idle()
+        assert set(self.ended) == set(self.wire.ends), "somebody hangs"
+        for tasks in self.lives.values():
+            for task in tasks:
+                task.cancel()
+        self.loop.run_until_idle()
+        return self
+
+    @property
+    def again(self) -> int:
+        return sum(counters.samples_again for counters in self.counters)
+
+    def check(self) -> None:
+        """The law."""
+        everything = {(p, b) for p in range(self.passes) for b in range(self.batches)}
+        assert set(self.used) == everything
+        twice = sum(self.used.values()) - len(everything)
+        assert twice <= self.again, f"{twice} used again, {self.again} counted"
+
+
+def test_without_faults_every_batch_is_used_once_and_fast_workers_use_more():
+    crew = Crew(4, 1000, slow={3: 10.0}).run()
+    crew.check()
+    assert crew.again == 0
+    assert set(crew.used.values()) == {1}
+    shares = [crew.by[rank, 0] for rank in range(4)]
+    assert min(shares[:3]) > 6 * shares[3] > 0
+    assert max(crew.ended.values()) < 1.1 * 2 * 1000 * 0.01 / 3.1
+
+
+def test_leases_shrink_so_that_all_end_together():
+    crew = Crew(4, 2000, passes=1, slow={3: 4.0})
+    crew.run()
+    assert max(crew.ended.values()) - min(crew.ended.values()) < 0.2
+
+
+@pytest.mark.parametrize("victim", [0, 1, 3])
+@pytest.mark.parametrize("passes", [1, 3])
+def test_a_lost_worker_s_lease_is_dealt_again(victim, passes):
+    crew = Crew(4, 300, passes)
+    crew.at(0.4, crew.crash, victim)
+    crew.run().check()
+    assert 0 < crew.again < 150
+    assert sum(crew.used.values()) - 300 * passes <= crew.again
+
+
+def test_a_dealer_that_dies_takes_no_knowledge_with_it():
+    crew = Crew(4, 2000, passes=1)
+    crew.at(2.0, crew.crash, 0)
+    crew.run().check()
+    assert sum(crew.used.values()) - 2000 < 110  # at most what it and nobody else knew: its own last lease
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_random_crashes_and_restarts(seed):
+    workers = 2 + seed % 5
+    crew = Crew(workers, 400, passes=3, slow={workers - 1: 3.0}, seed=seed)
+    dice = random.Random(seed)
+    for _ in range(100 // 5):
+        rank, moment = dice.randrange(workers), dice.uniform(0, 6.0)
+        crew.at(moment, crew.crash, rank)
+        crew.at(moment + dice.uniform(0.001, 0.5), crew.restart, rank)
+    crew.run().check()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_hundred_random_kills_in_one_run(seed):
+    crew = Crew(8, 4000, passes=3, seed=seed)
+    dice = random.Random(seed)
+    for _ in range(100):
+        rank, moment = dice.randrange(8), dice.uniform(0, 15.0)
+        crew.at(moment, crew.crash, rank)
+        crew.at(moment + dice.uniform(0.001, 0.5), crew.restart, rank)
+    crew.run().check()
+    assert crew.again < 100 * 150
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_cuts_that_heal(seed):
+    crew = Crew(5, 600, passes=3, seed=seed)
+    dice = random.Random(seed)
+    for k in range(4):
+        group = dice.sample(range(5), dice.choice([1, 2]))
+        crew.at(0.2 + 0.8 * k, crew.cut, *group)
+        crew.at(0.2 + 0.8 * k + dice.uniform(0.05, 0.75), crew.heal, *group)
+    crew.run().check()
+
+
+def test_parts_that_cannot_reach_each_other_begin_with_different_batches():
+    crew = Crew(4, 2000, passes=1)
+    crew.at(0.1, crew.cut, 2, 3)
+    crew.at(2.1, crew.heal, 2, 3)
+    crew.run().check()
+    assert sum(crew.used.values()) - 2000 <= 150
+
+
+def test_a_worker_that_comes_back_finds_its_way_to_the_pass_of_the_others():
+    crew = Crew(3, 300, passes=4)
+    crew.at(2.2, crew.crash, 0)
+    crew.at(2.4, crew.restart, 0)
+    crew.run().check()
+    assert crew.by[0, 3] > 50
+    assert sum(crew.used.values()) < 1200 + 100
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "nodelay_free"])
+def test_simulated_workers_draw_what_they_are_dealt(strategy):
+    faults = [fw.Fault.parse(text) for text in ("crash:0@0.31", "restart:0@0.5", "crash:2@0.8")]
+    slow = fw.Compute(slow={3: 5})
+    simulation = lab.run(
+        strategy, workers=4, steps=150, batches=100, gradients=False, compute=slow, faults=faults
+    )
+    used = simulation.all_used()
+    newest = max(number for number, _ in used)
+    assert newest >= 4
+    assert {(p, b) for p in range(newest - 1) for b in range(100)} <= set(used)
+    counted = sum(counters.samples_again for _, counters in simulation._lives())
+    assert 0 < sum(used.values()) - len(used) <= counted
