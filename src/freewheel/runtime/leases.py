@@ -96,7 +96,7 @@ class Leases(Sampler[list[int]]):
         """In the last pass: wait for what others hold; whether some of it has come back to be dealt here."""
         while self.hand.waits and not self.agent.stopped:
             self._wait(self.agent.begin(self._again()))
-        return bool(self.hand.ready)
+        return bool(self.hand.ready) and not self.agent.stopped
 
     async def _again(self) -> None:
         await asyncio.sleep(RETRY_S)
