@@ -62,7 +62,8 @@ def outcomes(n: int, work: Callable[[Place], Any], deadline_s: float = 90.0) -> 
         except BaseException as error:
             ended[place.rank] = error
 
-    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in places(n)]
+    everywhere = places(n)
+    threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in everywhere]
     end_s = time.monotonic() + deadline_s
     for thread in threads:
         thread.start()
@@ -70,6 +71,8 @@ def outcomes(n: int, work: Callable[[Place], Any], deadline_s: float = 90.0) -> 
         thread.join(max(0.0, end_s - time.monotonic()))
     stuck = [k for k, thread in enumerate(threads) if thread.is_alive()]
     assert not stuck, f"workers {stuck} hang; what became of the others: {ended}"
+    for place in everywhere:  # a process has one place and keeps its store; this one has had many
+        rendezvous._stores.pop(place, None)
     return ended
 
 

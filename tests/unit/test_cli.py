@@ -110,7 +110,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, tmp_path):
     ("arguments", "message"),
     [
         (["--strategy", "none,adpsgd", "--lr", "100"], "diverged: worker"),
-        (["--strategy", "none,allreduce", "--fault", "crash:1@0.05"], "allreduce stopped at"),
+        (["--strategy", "none,asgd", "--fault", "crash:0@0.05"], "asgd stopped at"),
     ],
 )
 def test_a_run_that_cannot_go_on_leaves_nothing_half_written(arguments, message, tmp_path):
@@ -125,9 +125,9 @@ def test_a_run_that_cannot_go_on_leaves_nothing_half_written(arguments, message,
 
 def test_keep_going_shows_those_that_could(tmp_path):
     done = freewheel(
-        "simulate", "--strategy", "allreduce,adpsgd", *SMALL, "--fault", "crash:1@0.05", "--keep-going",
+        "simulate", "--strategy", "asgd,adpsgd", *SMALL, "--fault", "crash:0@0.05", "--keep-going",
         "--json", "out.json", cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "allreduce stopped at" in done.stderr
+    assert "asgd stopped at" in done.stderr
     assert [r["strategy"] for r in json.loads((tmp_path / "out.json").read_text())] == ["adpsgd"]
