@@ -9,6 +9,7 @@ from torch import nn
 
 import crew
 from crew import next_life, together
+from freewheel.runtime.agent import Agent
 from freewheel.runtime.rendezvous import Place
 
 DEADLINE_S = 60.0
@@ -91,3 +92,28 @@ def test_a_worker_that_comes_back_is_a_copy_of_a_living_one():
     assert len(living) == len(returned) > 10
     for mine, theirs in zip(living, returned, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_worker_0_leaves_while_another_is_only_about_to_begin(monkeypatch):
+    """Who begins last must not wait for first weights that nobody sends any more."""
+    inner = Agent.start
+
+    async def start(agent: Agent, *arguments: object) -> None:
+        while agent.me.rank == 2 and 0 in agent.fabric.members:
+            await agent.fabric.changed()
+        await inner(agent, *arguments)
+
+    monkeypatch.setattr(Agent, "start", start)
+
+    def work(place: Place) -> list[int]:
+        model, worker = attach(place, seed=place.rank)
+        try:
+            with worker:
+                if place.rank == 0:
+                    raise Left
+                step(model, worker._optimizer)
+        except Left:
+            return []
+        return worker.metrics()["members"]
+
+    assert len(together(3, work)) == 3

@@ -13,6 +13,7 @@ from rich.table import Table
 import freewheel
 from freewheel import strategies, tasks, topology
 from freewheel.cli import bench
+from freewheel.cli.chaos import chaos
 from freewheel.cli.console import output
 from freewheel.cli.keys import keys
 from freewheel.cli.run import join, run
@@ -32,6 +33,7 @@ app = typer.Typer(
 app.command(name="simulate")(simulate)
 app.command(name="run", context_settings={"allow_interspersed_args": False})(run)
 app.command(name="join")(join)
+app.command(name="chaos")(chaos)
 app.command(name="train")(train)
 app.command(name="compare")(compare)
 app.command(name="keys")(keys)

@@ -33,6 +33,8 @@ START: Tag = (RUNTIME, "start")
 FINISHED: Tag = (RUNTIME, "finished")
 STOP: Tag = (RUNTIME, "stop")
 CONSENSUS: Tag = (RUNTIME, "consensus")
+START_S = 1.0
+"""How long the first weights are waited for before they are asked for."""
 DRAIN_S = 10.0
 """How long messages that are still under way at the end of a run are waited for."""
 COMING_S = 60.0
@@ -240,18 +242,7 @@ class Agent:
         elif self.late:
             node.rejoined = await self.copies.take()
         elif len(self.fabric.members) > 1 and resumed is None:
-            members = self.fabric.members
-            root = members[0]
-            vector = self.replica.snapshot() if self.me.rank == root else None
-            message = await collectives.broadcast(self.fabric, members, root, vector, START)
-            if self.me.rank != root:
-                self.replica.load(message.payload)
-            fixed = self._rest.fixed()
-            if fixed.numel():
-                tag = (*START, "fixed")
-                message = await collectives.broadcast(self.fabric, members, root, fixed, tag)
-                if self.me.rank != root:
-                    self._rest.set_fixed(message.payload)
+            await self._begin_alike()
         elif len(self.fabric.members) > 1 and strategy.waits_for == "nobody" and not strategy.keeps_mean:
             # Updates that were under way are lost, and nothing would bring the replicas together again.
             members, resumed = self.fabric.members, {}
@@ -267,6 +258,27 @@ class Agent:
         self.ready = True
         if strategy.defines("background"):
             self.spawn(strategy.background(node))
+
+    async def _begin_alike(self) -> None:
+        """All begin with the weights of the lowest rank. Somebody may leave in these very moments."""
+        while (root := self.fabric.members[0]) != self.me.rank:
+            try:
+                weights = await asyncio.wait_for(self.fabric.receive(START, root), START_S)
+                fixed = await self.fabric.receive((*START, "fixed"), root)
+            except PeerLost:
+                continue
+            except TimeoutError:  # it may have begun with a worker that has left since, and sends nothing
+                if await self.copies.take_once():
+                    return
+                continue
+            self.replica.load(weights.payload)
+            self._rest.set_fixed(fixed.payload)
+            return
+        if self.me.rank != self.first[0] and await self.copies.take_once():
+            return  # lower ranks have left, and others have begun before
+        for peer in self.fabric.members[1:]:
+            self.fabric.post(peer, START, self.replica.snapshot())
+            self.fabric.post(peer, (*START, "fixed"), self._rest.fixed())
 
     async def _enter(self) -> None:
         """Come into the view of those who train: they wait, so what is copied is of one moment."""

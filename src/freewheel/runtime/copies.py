@@ -85,14 +85,19 @@ class Copies:
 
     async def take(self, source: int | None = None) -> bool:
         """Become a copy of a living worker; False: nobody has anything to copy, and others wait for this."""
-        fabric = self._fabric
-        while True:
-            for peer in fabric.members if source not in fabric.members else (source, *fabric.members):
-                if peer != fabric.rank and await self._take_from(peer):
-                    return True
-            if fabric.members[0] == fabric.rank:
+        while not await self.take_once(source):
+            if self._fabric.members[0] == self._fabric.rank:
                 return False
             await asyncio.sleep(POLL_S)
+        return True
+
+    async def take_once(self, source: int | None = None) -> bool:
+        """Become a copy of a living worker, if one has begun."""
+        fabric = self._fabric
+        for peer in fabric.members if source not in fabric.members else (source, *fabric.members):
+            if peer != fabric.rank and await self._take_from(peer):
+                return True
+        return False
 
     async def _take_from(self, peer: int) -> bool:
         self._tries += 1

@@ -1,0 +1,210 @@
+"""Chaos: random faults in virtual time, and the laws that must hold whatever happens.
+
+A seed draws a strategy's run of faults: workers crash and come back, links are cut, slowed down and healed,
+workers are paused (they neither compute nor answer), and the rendezvous is lost for a while, in which nobody
+can come back. Faults end some time before the run does, so that it can be seen whether all find together.
+
+    no deadlock     the run ends by itself, without an error
+    mean            corrections of all workers sum to zero, where the strategy keeps the mean; counted half
+                    exchanges, and what a crashed worker was in the middle of, are the only gaps
+    samples         every batch of every pass that is over was used; and no more twice than were counted, but
+                    where workers died that had been cut off
+    views           at the end all workers of a waiting strategy whose loop goes on are in one view
+    staleness       never above the strategy's own bound
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from freewheel.errors import FreewheelError
+from freewheel.sim.compute import Compute
+from freewheel.sim.driver import Simulation
+from freewheel.sim.faults import Fault
+from freewheel.sim.links import Links
+from freewheel.sim.scenario import Scenario
+from freewheel.sim.worker import SimulatedWorker
+from freewheel.strategy import Strategy
+from freewheel.task import Task
+
+STEP_S = 0.01
+STEPS = 120
+FAULTS_END_S = 0.6 * STEPS * STEP_S
+SILENT_S = 0.08
+BATCHES = 96
+PAUSED = 1e4
+"""How many times slower a worker computes that is paused."""
+TOLERANCE = 1e-6
+
+
+@dataclass
+class Outcome:
+    """What became of one seed."""
+
+    strategy: str
+    seed: int
+    faults: Counter[str] = field(default_factory=Counter)
+    broken: list[str] = field(default_factory=list)
+    """The laws that did not hold, each with what was found."""
+
+
+def draw(rng: random.Random, workers: int) -> tuple[list[Fault], Counter[str]]:
+    """Faults of one run, and how many of each kind."""
+    faults: list[Fault] = []
+    kinds: Counter[str] = Counter()
+    free_s = dict.fromkeys(range(workers), 0.0)  # from when on nothing ails each worker
+    at_s = 0.0
+    store_back_s = 0.0
+    while (at_s := at_s + rng.expovariate(1 / 0.04)) < 0.8 * FAULTS_END_S:
+        if rng.random() < 0.1:  # the rendezvous is lost: who is dead stays dead until it is back
+            store_back_s = at_s + rng.uniform(0.02, 0.2)
+            kinds["store"] += 1
+            continue
+        ready = [rank for rank in range(workers) if free_s[rank] <= at_s]
+        if len(ready) < 3:
+            continue
+        rank, other = rng.sample(ready, 2)
+        end_s = min(at_s + rng.choice([0.005, 0.03, 0.1, 0.2]), FAULTS_END_S)
+        kind = rng.choice(["crash", "crash", "cut", "link", "slow", "throttle", "pause"])
+        kinds[kind] += 1
+        factor = rng.choice([2.0, 5.0, 20.0])
+        if kind == "crash":
+            end_s = max(end_s, min(store_back_s, FAULTS_END_S))
+            faults += [Fault("crash", rank, at_s), Fault("restart", rank, end_s)]
+        elif kind == "link":
+            faults += [Fault("cut", rank, at_s, other), Fault("heal", rank, end_s, other)]
+            free_s[other] = end_s + 1e-3
+        elif kind == "pause":
+            faults += [Fault("cut", rank, at_s), Fault("heal", rank, end_s)]
+            faults += [Fault("slow", rank, at_s, factor=PAUSED)]
+            faults += [Fault("slow", rank, end_s, factor=1 / PAUSED)]
+        elif kind == "cut":
+            faults += [Fault("cut", rank, at_s), Fault("heal", rank, end_s)]
+        else:
+            faults += [Fault(kind, rank, at_s, factor=factor), Fault(kind, rank, end_s, factor=1 / factor)]
+        free_s[rank] = end_s + 1e-3
+    return faults, kinds
+
+
+class Chaos(Simulation):
+    """A simulation that keeps the books its laws need."""
+
+    def __init__(self, strategy: Strategy, task: Task, scenario: Scenario) -> None:
+        self.corrections: Tensor | None = None
+        """The sum of all corrections of all lives."""
+        self.excused = 0
+        """Exchanges and merges that a worker was in the middle of when it crashed."""
+        super().__init__(strategy, task, scenario)
+        self.wire.silent_s = SILENT_S
+
+    def _worker(self, rank: int) -> SimulatedWorker:
+        worker = super()._worker(rank)
+        inner = worker.replica.correct
+
+        def correct(vector: Tensor, own: bool = False) -> None:
+            total = torch.zeros_like(vector) if self.corrections is None else self.corrections
+            self.corrections = total + vector
+            inner(vector, own)
+
+        worker.replica.correct = correct  # type: ignore[method-assign]
+        return worker
+
+    def _strike(self, fault: Fault) -> None:
+        worker = self.workers.get(fault.rank)
+        if fault.kind == "crash" and worker is not None:
+            waits = self.strategy.waits_for != "nobody"
+            self.excused += waits or not worker.node.idle or self._merging(worker)
+        super()._strike(fault)
+
+    @staticmethod
+    def _merging(worker: SimulatedWorker) -> bool:
+        taking = getattr(worker.strategy, "taking", None)
+        return taking is not None and not taking.done()
+
+    def counted(self, what: str, outcome: str) -> int:
+        """How often something ended in some way, in all lives."""
+        lives = [counters for _, counters in self._lives()]
+        return sum(getattr(counters, what)[outcome] for counters in lives)
+
+
+def run(strategy: Strategy, name: str, task: Task, seed: int, workers: int) -> Outcome:
+    """One seed with one strategy."""
+    rng = random.Random(f"chaos/{name}/{seed}")
+    faults, kinds = draw(rng, workers)
+    outcome = Outcome(name, seed, kinds)
+    deals = strategy.waits_for in ("nobody", "server")
+    scenario = Scenario(
+        workers=workers,
+        steps=STEPS,
+        compute=Compute(1e3 * STEP_S, "uniform", 0.2),
+        links=Links(latency_ms=0.2, mbit=1000.0),
+        faults=faults,
+        seed=seed,
+        batches=BATCHES if deals else 0,
+        evaluations=0,
+    )
+    chaos = Chaos(strategy, task, scenario)
+    try:
+        result = chaos.run()
+    except FreewheelError as error:
+        outcome.broken.append(f"no deadlock: {error}")
+        return outcome
+    except Exception as error:
+        outcome.broken.append(f"no deadlock: {type(error).__name__}: {error}")
+        return outcome
+    samples = _samples(chaos, kinds) if deals else ""
+    checks = (_mean(chaos), samples, _view(chaos), _staleness(chaos, result.staleness_max))
+    outcome.broken += [found for found in checks if found]
+    return outcome
+
+
+def _mean(chaos: Chaos) -> str:
+    gaps = chaos.excused + chaos.counted("exchanges", "half") + chaos.counted("merges", "half")
+    if not chaos.strategy.keeps_mean or gaps or chaos.corrections is None:
+        return ""
+    off = float(chaos.corrections.abs().max())
+    return f"mean: corrections sum to {off:.3g}, not to 0" if off > TOLERANCE else ""
+
+
+def _samples(chaos: Chaos, kinds: Counter[str]) -> str:
+    used = chaos.all_used()
+    hands = [worker.hand for worker in chaos.workers.values() if worker.hand is not None]
+    over = min((hand.number for hand in hands), default=0) - 1  # left-overs of the last one are still dealt
+    for number in range(over):
+        missing = [place for place in range(BATCHES) if not used[number, place]]
+        if missing:
+            return f"samples: {len(missing)} batches of pass {number} were never used"
+    twice = sum(count - 1 for count in used.values() if count > 1)
+    again = sum(counters.samples_again for _, counters in chaos._lives())
+    apart = kinds["cut"] + kinds["link"] + kinds["pause"]
+    if twice > again and not (apart and kinds["crash"]):
+        return f"samples: {twice} batches were used twice, {again} were counted"
+    return ""
+
+
+def _view(chaos: Chaos) -> str:
+    if not chaos.strategy.merges():
+        return ""
+    training = (worker for worker in chaos.workers.values() if worker.ready and not worker.ended)
+    views = {worker.rank: worker.node.view for worker in training}
+    if len(set(views.values())) > 1:
+        return f"views: at the end they are {views}"
+    return ""
+
+
+def _staleness(chaos: Chaos, most: float) -> str:
+    bound = getattr(chaos.strategy, "tau", None)
+    if bound is not None and most > bound:
+        return f"staleness: {most:g}, above {bound}"
+    return ""
+
+
+def chosen(strategies: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
+    """Which strategy each seed is for: they take turns."""
+    return [(strategies[k % len(strategies)], seed) for k, seed in enumerate(seeds)]
