@@ -232,7 +232,7 @@ class Dealing:
             except PeerLost:
                 continue
             except (TimeoutError, ValueError) as error:
-                log.warning("worker %d does not tell what it knows: %s", peer, error or "no answer")
+                log.debug("worker %d does not tell what it knows: %s", peer, str(error) or "no answer")
                 stream.mute.add(peer)
             else:
                 stream.lives[peer] = life

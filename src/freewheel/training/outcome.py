@@ -17,14 +17,14 @@ def read_outcome(folder: Path, job: dict[str, Any]) -> Result:
     if failed:
         raise RunStopped(failed[0])
     began, ended = min(w["began"] for w in workers), max(w["ended"] for w in workers)
-    judge = next(worker for worker in workers if "samples" in worker)
+    judge = next(worker for worker in workers if "curve" in worker)
     steps = sum(worker["steps"] for worker in workers)
     took_s = ended - began
     alive_s = sum(worker["ended"] - worker["began"] for worker in workers)
     compute_s = sum(worker["compute_s"] for worker in workers)
     # Of a worker that made no step nobody knows how fast it could be.
     ideal = sum(worker["steps"] / worker["compute_s"] for worker in workers if worker["steps"])
-    discrepancy = max(sample["discrepancy"] for sample in judge["samples"]) if judge["samples"] else 0.0
+    discrepancy = max(sample["discrepancy"] for sample in judge["curve"]) if judge["curve"] else 0.0
     last = Sample(took_s, steps, judge["loss"], judge["accuracy"], 0.0, 0.0)
     curve = (
         *(
@@ -36,7 +36,7 @@ def read_outcome(folder: Path, job: dict[str, Any]) -> Result:
                 sample["discrepancy"],
                 sample["consensus"],
             )
-            for sample in judge["samples"]
+            for sample in judge["curve"]
         ),
         last,
     )

@@ -189,7 +189,7 @@ def run(folder: Path, number: int) -> dict[str, Any]:
         }
     outcome["model_bytes"] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     if samples.active:
-        outcome["samples"] = samples.evaluate(task, task.model().to(device))
+        outcome["curve"] = samples.evaluate(task, task.model().to(device))
         final.eval()
         outcome["loss"], outcome["accuracy"] = task.evaluate(final)
     return outcome
