@@ -29,6 +29,8 @@ from freewheel.replica import Replica, flatten
 POLL_S = 5e-5
 TRIES = 20
 """Snapshots torn by a boundary before the training thread is asked to make one."""
+SPARE_S = 1.0
+"""How long a vector that is being added is waited for, before there is a third one."""
 PATIENCE_S = 0.1
 """How long weights may be found moving before it is asked: a step with a closure computes while they move."""
 
@@ -127,7 +129,8 @@ class LiveReplica(Replica):
     def snapshot(self, into: Tensor | None = None) -> Tensor:
         """A copy of the weights, with what is pending, of one moment between two steps."""
         if into is None:
-            while self.version % 2 and not self._spare:
+            end_s = time.monotonic() + SPARE_S
+            while self.version % 2 and not self._spare and time.monotonic() < end_s:
                 time.sleep(POLL_S)  # after the boundary the vector it has added can be used again
             into = self._take()
         for _ in self._copying(into):
@@ -136,7 +139,8 @@ class LiveReplica(Replica):
 
     async def fresh(self) -> Tensor:
         """The same; the communication thread goes on with other things while the weights move."""
-        while self.version % 2 and not self._spare:
+        end_s = time.monotonic() + SPARE_S
+        while self.version % 2 and not self._spare and time.monotonic() < end_s:
             await asyncio.sleep(POLL_S)
         into = self._take()
         for _ in self._copying(into):
