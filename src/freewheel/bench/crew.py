@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,13 +13,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import IO, Any
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from freewheel.bench.processes import Place, free_port
 from freewheel.errors import RunStopped
+from freewheel.runtime.rendezvous import STORE_S, reach
 
 LOOK_S = 0.02
 STORE = (
@@ -174,8 +171,7 @@ class Crew:
         """Whether the store has everybody's address."""
         ranks = range(len(self._places))
         with contextlib.suppress(OSError, RuntimeError):
-            socket.create_connection((self._address, self._port), timeout=1).close()
-            store = TCPStore(self._address, self._port, None, False, timedelta(seconds=5), False)
+            store = reach(self._address, self._port, STORE_S)
             return all(store.check([f"freewheel/0/0/address/{rank}"]) for rank in ranks)
         return False
 

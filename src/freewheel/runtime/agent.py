@@ -276,9 +276,10 @@ class Agent:
             return
         if self.me.rank != self.first[0] and await self.copies.take_once():
             return  # lower ranks have left, and others have begun before
+        mine, my_fixed = self.replica.snapshot(), self._rest.fixed()
         for peer in self.fabric.members[1:]:
-            self.fabric.post(peer, START, self.replica.snapshot())
-            self.fabric.post(peer, (*START, "fixed"), self._rest.fixed())
+            self.fabric.post(peer, START, mine)
+            self.fabric.post(peer, (*START, "fixed"), my_fixed)
 
     async def _enter(self) -> None:
         """Come into the view of those who train: they wait, so what is copied is of one moment."""
@@ -338,10 +339,8 @@ class Agent:
         while True:
             await self.tell_all(FINISHED)
             others = [peer for peer in self.fabric.members if peer != self.me.rank]
-            coming = rendezvous is not None and self.loop.time() < end_s
-            if coming and rendezvous is not None:
-                coming = bool(await asyncio.to_thread(rendezvous.coming, dict(self.fabric.lives)))
-            if not coming and all(self.finished.get(peer) == self.fabric.epoch(peer) for peer in others):
+            ended = all(self.finished.get(peer) == self.fabric.epoch(peer) for peer in others)
+            if ended and not await self._somebody_comes(rendezvous, end_s):
                 break
             with contextlib.suppress(TimeoutError):  # a new member must be told
                 await asyncio.wait_for(self.fabric.changed(), POLL_S)
@@ -357,6 +356,11 @@ class Agent:
                 await asyncio.wait_for(have, DRAIN_S)
             return answer
         return await self.consensus()
+
+    async def _somebody_comes(self, rendezvous: Rendezvous | None, end_s: float) -> bool:
+        if rendezvous is None or self.loop.time() > end_s:
+            return False
+        return bool(await asyncio.to_thread(rendezvous.coming, dict(self.fabric.lives)))
 
     async def _drain(self, members: tuple[int, ...], attempt: int) -> None:
         """Wait until every message that was sent has been received, twice in a row."""

@@ -188,35 +188,29 @@ class Rendezvous:
         back must not be taken for an earlier one. Each time over a new connection: the store's own would
         neither notice that there is another store now nor give up on one that hangs.
         """
-        place = self.place
         try:
-            socket.create_connection((place.host, place.port), timeout=STORE_S).close()
-            base = TCPStore(
-                place.host, place.port, None, False, timedelta(seconds=STORE_S), wait_for_workers=False
-            )
-            store = PrefixStore(self._prefix, base)
-            if store.check([f"address/{place.rank}"]):
-                self.there = True
-                return True
-            if place.hosted:
-                base.compare_set(OPTIONS, "", self._options)
-            else:
-                store.compare_set(OPTIONS, "", self._options)
-            store.compare_set("model", "", self._model)
-            for rank, life in lives.items():
-                store.compare_set(f"life/{rank}", "", str(life))
-            store.set(f"address/{place.rank}", self._address)
+            self._register(lives)
+            self.there = True
         except (OSError, RuntimeError):
             self.there = False
-            return False
-        self.there = True
+        return self.there
+
+    def _register(self, lives: Mapping[int, int]) -> None:
+        place = self.place
+        base = reach(place.host, place.port, STORE_S)
+        store = PrefixStore(self._prefix, base)
+        if store.check([f"address/{place.rank}"]):
+            return
+        (base if place.hosted else store).compare_set(OPTIONS, "", self._options)
+        store.compare_set("model", "", self._model)
+        for rank, life in lives.items():
+            store.compare_set(f"life/{rank}", "", str(life))
+        store.set(f"address/{place.rank}", self._address)
         self._base, self._store = base, store
         _stores[place] = base, self._used + 1
-        log.warning("the rendezvous at %s:%d was started anew; entered this worker again", *self._where())
-        return True
-
-    def _where(self) -> tuple[str, int]:
-        return self.place.host, self.place.port
+        log.warning(
+            "the rendezvous at %s:%d was started anew; entered this worker again", place.host, place.port
+        )
 
     def look_up(self, peer: int) -> tuple[str, int] | None:
         """Where a peer listens; None: not known yet."""
@@ -291,6 +285,13 @@ class Rendezvous:
                 raise WorkerLost(f"{whose} did not come to the rendezvous within {self.timeout_s:g} s.")
             time.sleep(POLL_S)
         return str(self._store.get(key).decode())
+
+
+def reach(host: str, port: int, timeout_s: float) -> TCPStore:
+    """A new connection with a store that is there already; OSError or RuntimeError if it is not."""
+    # Tried with a plain socket first: the store's own way of trying is noisy and cannot be interrupted.
+    socket.create_connection((host, port), timeout=timeout_s).close()
+    return TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
 
 
 def _connect(place: Place, timeout_s: float) -> Store:
