@@ -1,0 +1,295 @@
+"""A run as its folder tells it, live or ended, real or simulated. docs/RECORDS.md says what is in the folder.
+
+`Run.poll` reads what is new. It keeps a bounded number of points per worker, whatever the length of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from freewheel.errors import ConfigError
+from freewheel.observe.tail import Tail
+
+FORMAT = 1
+POINTS = 256
+"""So many points per worker are read of what was written before, and at most twice as many are kept."""
+RECENT = 32
+"""So many of the last samples of a worker are kept whole."""
+SILENT_S = 5.0
+"""A worker that has written nothing for so long is called silent."""
+TOGETHER_S = 5.0
+"""What several workers notice within this time is one event."""
+DEATHS = ("died", "failed")
+SUMS = ("steps", "compute_s", "peers_s", "data_s", "checkpoint_s", "exchanges", "merges", "bytes_out",
+        "bytes_in", "samples")  # fmt: skip
+LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members")
+
+
+@dataclass
+class Event:
+    """Something that happened to a worker, or to all; `by` has noticed it."""
+
+    time: float
+    what: str
+    text: str
+    rank: int | None = None
+    life: int | None = None
+    by: list[int | str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured of the answer at one moment."""
+
+    time: float
+    worker_steps: int
+    samples: float | None = None
+    loss: float | None = None
+    accuracy: float | None = None
+    discrepancy: float | None = None
+    consensus: float | None = None
+
+
+class Track:
+    """What is known of one worker: `points` by column (sums over all its lives), the last samples whole."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.life = rank, 0
+        self.latest: dict[str, Any] = {}
+        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self.points: dict[str, list[float | None]] = {name: [] for name in ("time", *SUMS, *LEVELS)}
+        self.version = 0
+        """Grows whenever points that were there before are dropped; else points are only added."""
+        self._before = dict.fromkeys(SUMS, 0.0)
+
+    def add(self, sample: dict[str, Any]) -> None:
+        """Take a sample in; one that is older than the last is left out."""
+        if not isinstance(sample["time"], int | float) or not isinstance(sample["steps"], int):
+            raise TypeError("time and steps must be numbers")
+        if self.latest and sample["time"] < self.latest["time"]:
+            return
+        life = int(sample.get("life", 1))
+        if self.latest and life > self.life:
+            for name in SUMS:
+                self._before[name] = self.points[name][-1] or 0.0
+            self.recent.clear()
+        self.life, self.latest = life, sample
+        self.recent.append(sample)
+        row = _row(sample)
+        for name, column in self.points.items():
+            value = row[name]
+            column.append(value + self._before[name] if name in self._before and value is not None else value)
+        if len(self.points["time"]) > 2 * POINTS:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Keep every second point, and the last one."""
+        for column in self.points.values():
+            del column[-2::-2]
+        self.version += 1
+
+    def value(self, name: str) -> float | None:
+        """The last value of a column; None: not known."""
+        column = self.points[name]
+        return column[-1] if column else None
+
+    def rate(self, name: str, over_s: float = 5.0) -> float | None:
+        """How fast a sum grew over the last seconds; None: there are not two samples yet."""
+        times, sums = self.points["time"], self.points[name]
+        if len(times) < 2:
+            return None
+        end = len(times) - 1
+        begin = end - 1
+        while begin > 0 and (times[end] or 0.0) - (times[begin] or 0.0) < over_s:
+            begin -= 1
+        took = (times[end] or 0.0) - (times[begin] or 0.0)
+        return ((sums[end] or 0.0) - (sums[begin] or 0.0)) / took if took > 0 else None
+
+
+def _row(sample: dict[str, Any]) -> dict[str, float | None]:
+    blocked, members = sample.get("blocked_s") or {}, sample.get("members")
+    return {
+        **{name: sample.get(name) for name in ("time", *SUMS, *LEVELS)},
+        **{f"{cause}_s": blocked.get(cause, 0.0) for cause in ("peers", "data", "checkpoint")},
+        **{name: (sample.get(name) or {}).get("done", 0) for name in ("exchanges", "merges")},
+        "members": None if members is None else len(members),
+    }
+
+
+class Run:
+    """One run: `about` it, its `workers` by rank, `events` and `evaluations` in order of time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.about: dict[str, Any] = {}
+        """What run.json says; empty while the run is starting."""
+        self.workers: dict[int, Track] = {}
+        self.events: list[Event] = []
+        self.evaluations: list[Evaluation] = []
+        self._tails: dict[str, Tail] = {}
+        self._last: dict[tuple[str, int | None, int | None], Event] = {}
+        """The last event of each kind, of each life of a worker."""
+        self.poll()
+
+    # -- reading --
+
+    def poll(self) -> bool:
+        """Read what has been written since the last call; whether there was anything."""
+        news = False
+        if not self.about:
+            self.about = _about(self.folder)
+            news = bool(self.about)
+        for path in sorted(self.folder.glob("*.jsonl")):
+            news = self._read(path) or news
+        return news
+
+    def _read(self, path: Path) -> bool:
+        name = path.name
+        kind, _, who = path.stem.partition("-")
+        if kind not in ("worker", "events", "evaluations"):
+            return False
+        tail = self._tails.setdefault(name, Tail(path, POINTS if kind == "worker" else None))
+        begun = tail.begun
+        lines = tail.read()
+        if not lines:
+            return False
+        try:
+            if kind == "worker":
+                rank = int(who)
+                if rank not in self.workers or tail.begun > begun > 0:
+                    version = self.workers[rank].version + 1 if rank in self.workers else 0
+                    self.workers[rank] = Track(rank)
+                    self.workers[rank].version = version
+                for line in lines:
+                    self.workers[rank].add(line)
+            elif kind == "events":
+                for line in lines:
+                    self._happened(line)
+                self.events.sort(key=lambda event: event.time)
+            else:
+                fields = Evaluation.__dataclass_fields__
+                self.evaluations += [
+                    Evaluation(**{k: v for k, v in one.items() if k in fields}) for one in lines
+                ]
+                self.evaluations.sort(key=lambda one: one.time)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"{str(path)!r} is not what a run writes ({type(error).__name__}: {error}). Give a folder "
+                "as `freewheel run` makes them, unchanged."
+            ) from None
+        return True
+
+    def _happened(self, line: dict[str, Any]) -> None:
+        new = Event(
+            line["time"], line["what"], line.get("text", ""), line.get("rank"), line.get("life"), [line["by"]]
+        )
+        event = self._last.get((new.what, new.rank, new.life))
+        if event is not None and abs(event.time - new.time) < TOGETHER_S and new.by[0] not in event.by:
+            event.by += new.by
+            event.time = min(event.time, new.time)
+            return
+        self.events.append(new)
+        self._last[new.what, new.rank, new.life] = new
+
+    # -- what it says --
+
+    @property
+    def clock(self) -> str:
+        """wall or virtual."""
+        return str(self.about.get("clock", "wall"))
+
+    @property
+    def now(self) -> float:
+        """The present on the run's clock: of a simulated run its last moment."""
+        return time.time() if self.clock == "wall" else self.last_s
+
+    @property
+    def began_s(self) -> float:
+        """When the first worker wrote its first sample, on the run's clock."""
+        if self.clock == "virtual":
+            return 0.0
+        firsts = [track.points["time"][0] or 0.0 for track in self.workers.values() if track.points["time"]]
+        return min([*firsts, self.about.get("started", float("inf"))], default=0.0)
+
+    @property
+    def last_s(self) -> float:
+        """When anything was last written, on the run's clock."""
+        lasts = [track.latest["time"] for track in self.workers.values() if track.latest]
+        return max([*lasts, *(event.time for event in self.events)], default=0.0)
+
+    def state(self, rank: int) -> str:
+        """joining, training, finished, dead or silent."""
+        track = self.workers[rank]
+        latest = track.latest
+        if latest.get("last"):
+            return "finished"
+        ends = (self._last.get((what, rank, life)) for what in DEATHS for life in (track.life, None))
+        if any(event is not None and event.time >= latest["time"] - 1.0 for event in ends):
+            return "dead"
+        if self.now - latest["time"] > SILENT_S and self.clock == "wall":
+            return "silent"
+        return str(latest.get("state", "training"))
+
+    @property
+    def live(self) -> bool:
+        """Whether there is anything to wait for: a worker that goes on, or none that has begun yet."""
+        if not self.workers:
+            return self.clock == "wall"
+        return any(self.state(rank) in ("joining", "training") for rank in self.workers)
+
+    def totals(self) -> Iterator[tuple[str, float]]:
+        """The sums of all workers over all their lives."""
+        for name in SUMS:
+            yield name, sum(track.value(name) or 0.0 for track in self.workers.values())
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    path = folder / "run.json"
+    try:
+        about = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error}. Is this a folder of a run?") from None
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        of = about.get("freewheel", "unknown") if isinstance(about, dict) else "unknown"
+        found = about.get("format") if isinstance(about, dict) else None
+        raise ConfigError(
+            f"{str(folder)!r} was written by freewheel {of} (records of format {found}); this version reads "
+            f"format {FORMAT}. Use that version of freewheel to show it."
+        )
+    return about
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """The run in a folder, or the runs up to two folders below; says what is wrong if there is none."""
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise ConfigError(f"{str(folder)!r} {what}. {_known(folder)}")
+    if _is_run(folder):
+        return [folder]
+    below = sorted(path for level in ("*", "*/*") for path in folder.glob(level) if _is_run(path))
+    if not below:
+        raise ConfigError(
+            f"{str(folder)!r} is no run: it has neither run.json nor records in it. {_known(folder)}"
+        )
+    return below
+
+
+def _is_run(folder: Path) -> bool:
+    names = ("run.json", "worker-*.jsonl", "events-*.jsonl")
+    return folder.is_dir() and any(next(folder.glob(name), None) is not None for name in names)
+
+
+def _known(folder: Path) -> str:
+    home = Path("runs")
+    runs = sorted(path for path in home.iterdir() if path.is_dir()) if home.is_dir() else []
+    if runs and home.resolve() != folder.resolve():
+        return f"The newest here is {runs[-1]}."
+    return "Give a folder that `freewheel run`, `train`, `compare` or `simulate --folder` has written."

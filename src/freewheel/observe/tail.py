@@ -1,0 +1,91 @@
+"""Reading a file of JSON lines that grows, and that may be taken the place of by a thinner one."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any, BinaryIO
+
+PIECE = 1 << 16
+RECENT = 64
+"""So many of the last lines are always read, however few of the others are."""
+
+
+class Tail:
+    """The lines of a file, as they come; a file that is not there yet has none.
+
+    With `most`, of a long file that is opened only so many lines are read, spread evenly, and the last ones:
+    samples are sums, so what lies between two of them is not lost, only not drawn.
+    """
+
+    def __init__(self, path: Path, most: int | None = None) -> None:
+        self.path, self._most = path, most
+        self._at = 0
+        self._inode = -1
+        self.begun = 0
+        """How often reading has started at the first line: more than once where the file was replaced."""
+        self.broken = 0
+        """Whole lines that were no JSON objects; they are left out."""
+
+    def read(self) -> list[dict[str, Any]]:
+        """What has been added since the last call; only whole lines."""
+        try:
+            with self.path.open("rb") as file:
+                return self._parse(self._new(file))
+        except OSError:
+            return []
+
+    def _new(self, file: BinaryIO) -> list[bytes]:
+        status = os.fstat(file.fileno())
+        if status.st_ino != self._inode or status.st_size < self._at:
+            self._inode, self._at = status.st_ino, 0
+            self.begun += 1
+            lines = self._spread(file, self._most) if self._most is not None else _lines(file)
+        elif status.st_size == self._at:
+            return []
+        else:
+            file.seek(self._at)
+            lines = _lines(file)
+        self._at = file.tell()
+        return lines
+
+    def _parse(self, lines: list[bytes]) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for line in lines:
+            try:
+                one = json.loads(line)
+            except ValueError:
+                one = None
+            if isinstance(one, dict):
+                found.append(one)
+            elif line.strip():
+                self.broken += 1
+        return found
+
+    @staticmethod
+    def _spread(file: BinaryIO, most: int) -> list[bytes]:
+        """Some lines of a long file, in order, and all of its last ones; all lines of a short file."""
+        size = os.fstat(file.fileno()).st_size
+        head = file.read(PIECE)
+        length = len(head) / max(1, head.count(b"\n"))
+        end = int(size - RECENT * length)
+        file.seek(0)
+        if size < 2 * most * length:
+            return _lines(file)
+        found = [file.readline()]
+        for number in range(1, most):
+            file.seek(max(file.tell(), number * end // most))
+            file.readline()  # what is left of the line we are in
+            found.append(file.readline())
+        file.seek(max(file.tell(), end))
+        file.readline()
+        return found + _lines(file)
+
+
+def _lines(file: BinaryIO) -> list[bytes]:
+    """All whole lines from here on; the file stays where the first one that is not whole begins."""
+    at = file.tell()
+    whole, newline, _ = file.read().rpartition(b"\n")
+    file.seek(at + len(whole) + len(newline))
+    return whole.split(b"\n") if newline else []

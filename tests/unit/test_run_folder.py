@@ -1,0 +1,175 @@
+"""Reading a run's folder: while it grows, after it was thinned, and when it is none."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+
+import pytest
+
+import made
+from freewheel.errors import ConfigError
+from freewheel.observe import run as run_module
+from freewheel.observe.run import POINTS, Run, find_runs
+from freewheel.observe.tail import Tail
+
+
+def test_lines_are_read_once_and_only_when_they_are_whole(tmp_path):
+    path = tmp_path / "worker-0.jsonl"
+    tail = Tail(path)
+    assert tail.read() == []
+    path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
+    assert tail.read() == [{"a": 1}, {"a": 2}]
+    assert tail.read() == []
+    with path.open("a") as file:
+        file.write(": 3}\n")
+    assert tail.read() == [{"a": 3}]
+
+
+def test_a_line_that_is_no_record_is_left_out_and_counted(tmp_path):
+    path = tmp_path / "worker-0.jsonl"
+    path.write_text('{"a": 1}\n\x00\x00\x00\n[1]\n{"a": 2}\n')
+    tail = Tail(path)
+    assert tail.read() == [{"a": 1}, {"a": 2}]
+    assert tail.broken == 2
+
+
+def test_of_a_long_file_some_lines_are_read_in_order_the_first_and_all_the_last_ones_among_them(tmp_path):
+    path = tmp_path / "worker-0.jsonl"
+    path.write_text("".join(json.dumps({"n": n, "fill": "x" * (n % 50)}) + "\n" for n in range(20_000)))
+    tail = Tail(path, most=100)
+    found = [line["n"] for line in tail.read()]
+    assert found == sorted(set(found))
+    assert found[0] == 0
+    assert found[-40:] == list(range(19_960, 20_000))
+    assert 100 < len(found) < 300
+    assert max(b - a for a, b in itertools.pairwise(found)) < 20_000 / 100 * 2
+    with path.open("a") as file:
+        file.write('{"n": 20000}\n')
+    assert tail.read() == [{"n": 20_000}]
+
+
+def test_a_file_that_took_the_place_of_another_is_read_from_its_start(tmp_path):
+    path, other = tmp_path / "worker-0.jsonl", tmp_path / "part"
+    path.write_text('{"n": 1}\n{"n": 2}\n')
+    tail = Tail(path)
+    assert len(tail.read()) == 2
+    other.write_text('{"n": 2}\n{"n": 3}\n')
+    os.replace(other, path)
+    assert [line["n"] for line in tail.read()] == [2, 3]
+    assert tail.begun == 2
+
+
+def test_a_run_says_what_was_run_who_trains_and_what_happened(tmp_path):
+    run = Run(made.run(tmp_path / "r", workers=4, samples=20))
+    assert run.about["strategy"] == "adpsgd"
+    assert {rank: run.state(rank) for rank in run.workers} == dict.fromkeys(range(4), "finished")
+    assert not run.live
+    assert dict(run.totals())["steps"] == sum(track.latest["steps"] for track in run.workers.values())
+    assert [(event.what, event.rank, event.by) for event in run.events] == [
+        ("died", 3, [0, 1, 2]),
+        ("joined", 3, [0, 1, 2]),
+    ]
+    assert len(run.evaluations) == 10
+    assert run.workers[0].rate("steps") == pytest.approx(20, rel=0.1)
+
+
+def test_only_what_is_new_is_read(tmp_path):
+    folder = made.run(tmp_path / "r", workers=2, samples=4, ended=False)
+    run = Run(folder)
+    assert not run.poll()
+    made.append(folder / "worker-1.jsonl", made.sample(1, 4, 2))
+    assert run.poll()
+    assert len(run.workers[1].points["time"]) == 5
+    assert not run.poll()
+
+
+def test_a_restarted_worker_counts_on(tmp_path):
+    made.append(tmp_path / "worker-0.jsonl", made.sample(0, 10))
+    made.append(tmp_path / "worker-0.jsonl", made.sample(0, 1, life=2, time=1010.0))
+    track = Run(tmp_path).workers[0]
+    assert track.points["steps"] == [100, 110]
+    assert track.value("bytes_out") == 110 * 4_000_000
+
+
+def test_states_of_workers(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module.time, "time", lambda: 1010.0)
+    for rank, changes in enumerate(
+        ({"time": 1009.0}, {"time": 1001.0}, {"time": 1009.0}, {"time": 1001.0, "last": True})
+    ):
+        made.append(tmp_path / f"worker-{rank}.jsonl", made.sample(rank, 0, **changes))
+    made.append(tmp_path / "events-0.jsonl", made.event(1009.5, "died", 2, 0))
+    run = Run(tmp_path)
+    assert [run.state(rank) for rank in range(4)] == ["training", "silent", "dead", "finished"]
+    assert run.live
+    made.append(tmp_path / "worker-2.jsonl", made.sample(2, 0, time=1009.8, life=2))
+    run.poll()
+    assert run.state(2) == "training"
+
+
+def test_points_are_bounded_and_the_last_ones_are_kept(tmp_path):
+    run = Run(made.run(tmp_path, workers=1, samples=4, ended=False))
+    track = run.workers[0]
+    for number in range(4, 5000):
+        track.add(made.sample(0, number, 1))
+    times = track.points["time"]
+    assert len(times) <= 2 * POINTS
+    assert times[-1] == 1000.0 + 0.5 * 4999
+    assert times == sorted(times)
+    assert {len(column) for column in track.points.values()} == {len(times)}
+    assert track.version > 0
+
+
+def test_a_thinned_file_replaces_what_was_known(tmp_path):
+    folder = made.run(tmp_path / "r", workers=1, samples=10, ended=False)
+    run = Run(folder)
+    before = run.workers[0].version
+    made.append(tmp_path / "part", *(made.sample(0, number, 1) for number in range(0, 12, 2)))
+    os.replace(tmp_path / "part", folder / "worker-0.jsonl")
+    assert run.poll()
+    assert len(run.workers[0].points["time"]) == 6
+    assert run.workers[0].version > before
+
+
+def test_a_run_that_is_starting_has_nothing_to_say_yet(tmp_path):
+    made.append(tmp_path / "events-launcher.jsonl", made.event(1000.0, "restarted", 0, "launcher"))
+    run = Run(find_runs(tmp_path)[0])
+    assert run.about == {}
+    assert run.workers == {}
+    assert run.live
+
+
+def test_runs_are_found_in_a_folder_and_below_it(tmp_path):
+    one, two = made.run(tmp_path / "set" / "0-ddp"), made.run(tmp_path / "set" / "1-adpsgd")
+    assert find_runs(one) == [one]
+    assert find_runs(tmp_path / "set") == [one, two]
+    assert find_runs(tmp_path) == [one, two]
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (lambda folder: None, "does not exist"),
+        (lambda folder: folder.write_text("x"), "is not a folder"),
+        (lambda folder: folder.mkdir(), "is no run"),
+    ],
+)
+def test_a_folder_that_is_no_run_is_named(tmp_path, prepare, says):
+    folder = tmp_path / "nothing"
+    prepare(folder)
+    with pytest.raises(ConfigError, match=says) as caught:
+        find_runs(folder)
+    assert str(folder) in str(caught.value)
+
+
+def test_a_run_of_another_version_is_refused(tmp_path):
+    made.run(tmp_path / "r", format=2, freewheel="9.9")
+    with pytest.raises(ConfigError, match=r"freewheel 9\.9 .*format 2.*reads format 1"):
+        Run(tmp_path / "r")
+
+
+def test_a_foreign_file_under_a_workers_name_is_refused(tmp_path):
+    made.append(tmp_path / "worker-0.jsonl", {"some": "thing"})
+    with pytest.raises(ConfigError, match="not what a run writes"):
+        Run(tmp_path)
