@@ -62,13 +62,13 @@ def test_every_sample_comes_once_a_pass_and_fast_workers_take_more():
     assert max(progress for _, _, progress in ended) == 2.0
 
 
-@pytest.mark.parametrize("leaver", [0, 2])
-def test_what_a_worker_that_leaves_held_is_dealt_again(leaver):
+@pytest.mark.parametrize(("strategy", "leaver"), [("adpsgd", 0), ("adpsgd", 2), ("allreduce", 0)])
+def test_what_a_worker_that_leaves_held_is_dealt_again(strategy, leaver):
     gone = threading.Event()
 
     def work(place):
         net = model()
-        made, optimizer = worker(place, net)
+        made, optimizer = worker(place, net, strategy)
         seen: list[int] = []
         try:
             with made as me:
@@ -143,6 +143,45 @@ def test_one_worker_gets_the_same_batches_again_and_goes_on_where_it_was(process
         assert rest == whole[cut:]
 
 
+def test_a_state_holds_what_this_worker_has_finished_and_not_what_others_did_after_their_own():
+    went_on = threading.Event()
+    kept: dict[int, tuple[list[int], dict]] = {}
+
+    def first(place):
+        net = model()
+        made, optimizer = worker(place, net)
+        with made as me:
+            loader, seen = me.loader(list(range(240)), batch_size=4), []
+            for number, batch in enumerate(loader, 1):
+                step(net, optimizer)
+                seen += batch.tolist()
+                if me.rank == 1 and number == 3:
+                    kept[1] = list(seen), loader.state_dict()
+                if me.rank == 1 and number == 15:  # the dealer has heard of more than 3 by now
+                    went_on.set()
+                if me.rank == 0 and number == 4:
+                    assert went_on.wait(60)
+                if me.rank == 0 and number == 6:
+                    kept[0] = list(seen), loader.state_dict()
+                if number == 20:
+                    return
+
+    def then(place):
+        net = model()
+        made, optimizer = worker(place, net)
+        with made as me:
+            loader, seen = me.loader(list(range(240)), batch_size=4, epochs=1), []
+            loader.load_state_dict({**kept[me.rank][1], "others": [kept[1 - me.rank][1]["ledger"]]})
+            for batch in loader:
+                step(net, optimizer)
+                seen += batch.tolist()
+            return seen
+
+    together(2, first)
+    rest = together(2, then)
+    assert sorted(flat([*rest, kept[0][0], kept[1][0]])) == list(range(240))
+
+
 def test_a_pass_that_is_broken_off_is_not_taken_up_again():
     def work(place):
         made, _ = worker(place, model())
@@ -175,9 +214,9 @@ def test_too_little_data_is_named():
     def work(place):
         made, _ = worker(place, model())
         with made as me:
-            with pytest.raises(fw.ConfigError, match=r"10 samples are 2 batches of 8.*batch_size of 4 or"):
+            with pytest.raises(fw.ConfigError, match=r"10 samples in batches of 8 .*batch_size of 4 or"):
                 me.loader(list(range(10)), batch_size=8)
-            with pytest.raises(fw.ConfigError, match=r"2 samples are 1 batches.*take fewer workers"):
+            with pytest.raises(fw.ConfigError, match=r"2 samples in batches of 2.*take fewer workers"):
                 me.loader(list(range(2)), batch_size=2)
             with pytest.raises(fw.ConfigError, match="batch_size of 3 or less"):
                 me.loader(list(range(10)), batch_size=4, drop_last=True)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 
 import pytest
 
 from freewheel import strategies, tasks
 from freewheel.cli.chaos import STRATEGIES
+from freewheel.data.ledger import Ledger
 from freewheel.names import split
 from freewheel.node import Node
+from freewheel.observe.counters import Counters
 from freewheel.sim import chaos
 
 WORKERS = 6
@@ -40,7 +43,7 @@ def test_a_mean_that_is_not_kept_is_found(monkeypatch):
     monkeypatch.setattr(Node, "met", met)
     monkeypatch.setattr(chaos.Chaos, "counted", lambda *_: 0)
     monkeypatch.setattr(chaos, "draw", lambda *_: ([], chaos.Counter()))
-    assert [broken.partition(":")[0] for broken in run("adpsgd", 0).broken] == ["mean"]
+    assert {broken.partition(":")[0] for broken in run("adpsgd", 0).broken} == {"mean"}
 
 
 def test_batches_that_are_lost_are_found(monkeypatch):
@@ -53,3 +56,47 @@ def test_batches_that_are_lost_are_found(monkeypatch):
 
     monkeypatch.setattr(chaos.Chaos, "all_used", all_used)
     assert any("batches of pass 0 were never used" in broken for broken in run("adpsgd", 2).broken)
+
+
+def test_laws_are_looked_at_after_every_step_and_every_fault(monkeypatch):
+    seen = []
+    inner = chaos.Chaos._result
+
+    def result(simulation):
+        seen.append((simulation.looks, simulation.completed))
+        return inner(simulation)
+
+    monkeypatch.setattr(chaos.Chaos, "_result", result)
+    assert run("adpsgd", 3).broken == []
+    ((looks, steps),) = seen
+    assert looks > steps == WORKERS * chaos.STEPS
+
+
+def test_a_bound_that_is_not_kept_is_told_when_it_happens(monkeypatch):
+    inner = Counters.stale
+
+    def stale(counters, value):
+        inner(counters, value + 100 if counters.steps == 10 else value)
+
+    monkeypatch.setattr(Counters, "stale", stale)
+    outcome = run("nodelay:tau=8", 0)
+    assert outcome.broken[0].startswith("staleness: ")
+    assert " s)" in outcome.broken[0]
+
+
+def test_members_that_do_not_agree_on_their_view_are_found(monkeypatch):
+    inner = Node.view.fget
+
+    def view(node):
+        found = inner(node)
+        members = tuple(peer for peer in found.members if peer != 2) if node.rank == 3 else found.members
+        return dataclasses.replace(found, members=members)
+
+    monkeypatch.setattr(Node, "view", property(view))
+    assert "views: " in run("allreduce", 0).broken[0]
+
+
+def test_a_batch_that_two_workers_hold_is_found(monkeypatch):
+    monkeypatch.setattr(Ledger, "free", lambda ledger, _: [(0, ledger.batches)])  # as if nothing was dealt
+    monkeypatch.setattr(chaos, "draw", lambda *_: ([], chaos.Counter()))
+    assert any("hold batch" in broken for broken in run("adpsgd", 0).broken)

@@ -23,17 +23,24 @@ class Crew:
     """Workers that only draw batches: each sleeps through a step for every batch it is dealt."""
 
     def __init__(
-        self, workers: int, batches: int, passes: int = 2, slow: dict[int, float] | None = None, seed: int = 0
+        self,
+        workers: int,
+        batches: int,
+        passes: int = 2,
+        slow: dict[int, float] | None = None,
+        seed: int = 0,
+        parts: bool = False,
     ) -> None:
         self.loop = VirtualLoop()
         links = fw.Links(latency_ms=0.5)
         self.wire = Wire(self.loop, Network(links, workers), Trace(None), workers, 4.0)
         self.wire.silent_s = 0.3
-        self.batches, self.passes, self.slow = batches, passes, slow or {}
+        self.batches, self.passes, self.slow, self.parts = batches, passes, slow or {}, parts
         self.random = random.Random(seed)
         self.used: Counter[tuple[int, int]] = Counter()
         self.by: Counter[tuple[int, int]] = Counter()
         """How many batches each worker used in each pass."""
+        self.whose: dict[tuple[int, int], int] = {}
         self.ended: dict[int, float] = {}
         self.born: dict[int, float] = {}
         self.counters: list[Counters] = []
@@ -53,7 +60,7 @@ class Crew:
             return tasks[-1]
 
         dealing = self.dealings[rank] = Dealing(fabric, self.wire.life[rank], counters, spawn)
-        spawn(self.train(rank, dealing.hand(Key(self.batches, 1, 7))))
+        spawn(self.train(rank, dealing.hand(Key(self.batches, 1, 7), self.parts)))
 
     async def train(self, rank: int, hand: Hand) -> None:
         for number in range(self.passes):
@@ -62,6 +69,7 @@ class Crew:
                 await asyncio.sleep(0.01 * self.slow.get(rank, 1.0) * self.random.uniform(0.8, 1.2))
                 self.used[batch.number, batch.place] += 1
                 self.by[rank, number] += 1
+                self.whose[batch.number, batch.place] = rank
                 hand.finish(batch)
             await hand.settle()
         self.ended[rank] = self.loop.time()
@@ -202,6 +210,42 @@ def test_a_worker_that_comes_back_finds_its_way_to_the_pass_of_the_others():
     crew.run().check()
     assert crew.by[0, 3] > 50
     assert sum(crew.used.values()) < 1200 + 100
+
+
+def test_in_parts_every_worker_keeps_to_its_own_whatever_the_speeds():
+    crew = Crew(4, 40, passes=3, slow={1: 5.0}, parts=True).run()
+    crew.check()
+    assert crew.again == 0
+    for number in range(3):
+        owners = [crew.whose[number, batch] for batch in range(40)]
+        turn = [(k - number) % 4 for k in range(4)]
+        assert owners == [rank for rank in turn for _ in range(10)]  # and parts go round
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_what_a_lost_worker_leaves_of_its_part_is_dealt_to_the_others(victim):
+    crew = Crew(4, 200, passes=3, parts=True)
+    crew.at(0.25, crew.crash, victim)
+    crew.run()
+    crew.check()
+    assert crew.by[victim, 0] < 50
+    assert sum(crew.used[0, batch] for batch in range(200)) >= 200
+
+
+def test_a_worker_that_joins_gets_a_part_of_the_next_pass():
+    crew = Crew(4, 200, passes=4, parts=True)
+    crew.at(0.1, crew.crash, 3)
+    crew.at(0.6, crew.restart, 3)
+    crew.run()
+    crew.check()
+    assert crew.by[3, 2] == 50
+
+
+@pytest.mark.parametrize("strategy", ["allreduce", "dpsgd"])
+def test_parts_are_even_where_all_step_together(strategy):
+    simulation = lab.run(strategy, workers=4, steps=50, batches=40, gradients=False)
+    assert set(simulation.all_used().values()) == {1}
+    assert len(simulation.all_used()) == 200
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "nodelay_free"])

@@ -7,6 +7,9 @@ the dealer. Before it deals, a dealer asks every worker that it has not heard si
 is how the role passes on, and how workers that were cut off bring in what they did meanwhile. A deputy is
 told of every lease, so that the next dealer knows what had been dealt to a worker that died with this one.
 
+Where all workers step together none can take more than another. There each keeps to a part of its own, which
+follows from who is there (`Question.parts`); all else is the same.
+
 A worker that reaches nobody deals to itself. It begins at a place of the order that its rank decides, so
 parts of a run that cannot reach each other begin with different samples.
 """
@@ -20,7 +23,7 @@ from typing import Any, NamedTuple
 
 from freewheel.data.hand import GIVEN, OVER, REFUSED, RETRY_S, WAIT, Hand, Key, Stream
 from freewheel.data.ledger import Lease, Ledger, Owner, reader, take
-from freewheel.data.spans import Spans, minus, size, union
+from freewheel.data.spans import Span, Spans, minus, size, union
 from freewheel.errors import PeerLost
 from freewheel.fabric.base import RUNTIME, Fabric, Message, Tag
 from freewheel.observe.counters import Counters
@@ -56,6 +59,8 @@ class Question(NamedTuple):
     last: bool
     """Whether no later pass will deal what is left over of this one."""
     insists: bool
+    parts: bool
+    """Whether every worker keeps to a part of its own, because all step together."""
     rate: float
     """Batches it finishes in a second; 0: not known."""
 
@@ -84,10 +89,10 @@ class Dealing:
         """What is known of these data, nothing at first."""
         return self.streams.setdefault(key, Stream(key))
 
-    def hand(self, key: Key) -> Hand:
-        """This worker's hand for these data."""
+    def hand(self, key: Key, parts: bool = False) -> Hand:
+        """This worker's hand for these data; `parts`: each worker is to keep to a part of its own."""
         stream = self.stream(key)
-        stream.hand = stream.hand or Hand(self, stream)
+        stream.hand = stream.hand or Hand(self, stream, parts)
         return stream.hand
 
     # -- asking --
@@ -100,7 +105,9 @@ class Dealing:
         while True:
             dealer = next((peer for peer in self.fabric.members if peer not in silent), self.me[0])
             insists = bool(silent) or refusals >= REFUSALS
-            question = Question(self.me[1], hand.number, hand.since, wants, hand.last, insists, rate)
+            question = Question(
+                self.me[1], hand.number, hand.since, wants, hand.last, insists, hand.parts, rate
+            )
             if dealer == self.me[0]:
                 answer = await self._deal(stream, self.me, question, stream.news, {})
                 if answer != REFUSED:
@@ -186,14 +193,30 @@ class Dealing:
             stream.rates[peer] = question.rate
             lease = None
             if question.wants:
-                begin = self.fabric.rank * ledger.batches // self.fabric.world_size
-                lease = ledger.deal(
-                    owner, question.number, self._most(stream, question, peer), begin, question.since
-                )
+                most = self._most(stream, question, peer)
+                begin, part = self.fabric.rank * ledger.batches // self.fabric.world_size, None
+                if question.parts:
+                    begin, part = 0, self._part(ledger.batches, peer)
+                lease = ledger.deal(owner, question.number, most, begin, question.since, part)
             self._tell_deputy(stream, owner, lease, news)
-            waits = question.last and ledger.held(question.number, owner)
+            # Where all step together, nobody can finish what it holds while this one waits.
+            waits = question.last and not question.parts and ledger.held(question.number, owner)
             ledger.tidy()
             return lease or (WAIT if waits else OVER)
+
+    def _part(self, batches: int, peer: int) -> Callable[[int], Span]:
+        """Which part of each pass belongs to a worker: equal ones, that go round from pass to pass.
+
+        They follow from the members alone, so that a run in which nobody is lost is the same every time.
+        """
+        members = self.fabric.members
+        at, count = members.index(peer), len(members)
+
+        def part(number: int) -> Span:
+            turn = (at + number) % count
+            return turn * batches // count, (turn + 1) * batches // count
+
+        return part
 
     def _most(self, stream: Stream, question: Question, peer: int) -> int:
         """How many batches a worker gets: what lasts a while, but never most of what is left.
@@ -304,14 +327,16 @@ class Dealing:
     async def _answer(self, message: Message) -> None:
         """Somebody asks this worker to deal."""
         read = reader(message.note)
-        *key, serial, life, number, since, wants, last, insists, rate, rows = take(read, 12)
+        *key, serial, life, number, since, wants, last, insists, parts, rate, rows = take(read, 13)
         held: dict[int, Spans] = {}
         for _ in range(rows):
             q, start, stop = take(read, 3)
             held.setdefault(q, []).append((start, min(stop, key[0])))
         stream = self.stream(Key(*key))
         news = Ledger.decode(stream.key.batches, read)
-        question = Question(life, number, since, bool(wants), bool(last), bool(insists), rate / 1e6)
+        question = Question(
+            life, number, since, bool(wants), bool(last), bool(insists), bool(parts), rate / 1e6
+        )
         answer: Lease | int = REFUSED
         if insists or self.fabric.members[0] == self.me[0]:
             answer = await self._deal(stream, (message.sender, life), question, news, held)

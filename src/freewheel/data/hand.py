@@ -8,7 +8,7 @@ from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
 from freewheel.data.ledger import Lease, Ledger
-from freewheel.data.spans import union
+from freewheel.data.spans import Spans, union
 from freewheel.errors import PeerLost
 
 if TYPE_CHECKING:
@@ -60,8 +60,8 @@ class Hand:
     `ready` and `finish` may be used from another thread; coroutines and `collect` belong to the fabric's.
     """
 
-    def __init__(self, dealing: Dealing, stream: Stream) -> None:
-        self.dealing, self.stream = dealing, stream
+    def __init__(self, dealing: Dealing, stream: Stream, parts: bool) -> None:
+        self.dealing, self.stream, self.parts = dealing, stream, parts
         self.number, self.last = 0, False
         self.since = 0
         """What is left over of earlier passes is not wanted: this worker has broken one off."""
@@ -79,6 +79,8 @@ class Hand:
         self._asking: asyncio.Task[None] | None = None
         self._rate = 0.0
         self._since_s, self._since = 0.0, 0
+        self.own: dict[int, Spans] = {}
+        """What this worker itself has finished in each pass, in earlier runs too: what a checkpoint keeps."""
 
     def begin(self, number: int, last: bool = False) -> None:
         """Begin a pass; `last`: wait for what others hold before it is over."""
@@ -152,10 +154,13 @@ class Hand:
             self._finished += 1
             if again or number < ledger.floor:
                 self.dealing.counters.samples_again += self.stream.key.batch_size
+            self.own[number] = union(self.own.get(number, []), [(place, place + 1)])
             if number >= ledger.floor:
                 ledger.finish(me, number, place)
                 news.finish(me, number, place)
                 news.passes[number].counts[me] = ledger.passes[number].counts[me]
+        for number in [q for q in self.own if q < ledger.floor]:
+            del self.own[number]
         self._look()
 
     def _look(self) -> None:

@@ -17,11 +17,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from freewheel.data.spans import Spans, common, first, minus, size, union
+from freewheel.data.spans import Span, Spans, common, first, minus, size, union
 
 Owner: TypeAlias = tuple[int, int]
 """A worker's rank, and which life of it."""
@@ -86,18 +86,27 @@ class Ledger:
             return []
         return minus([(0, self.batches)], one.taken() if one else [])
 
-    def deal(self, owner: Owner, number: int, most: int, start: int, since: int = 0) -> Lease | None:
+    def deal(
+        self,
+        owner: Owner,
+        number: int,
+        most: int,
+        start: int,
+        since: int = 0,
+        part: Callable[[int], Span] | None = None,
+    ) -> Lease | None:
         """Deal up to so many batches, from batch `start` on and round; None: nothing is left.
 
         What lost workers left over in earlier passes, from pass `since` on, comes first. In this pass it
         comes last: a worker that was only cut off may come back meanwhile and say that it has finished it.
+        `part` says to which part of each pass the worker is to keep.
         """
         self.open(number)
         for q in sorted(self.passes):
             one = self.passes[q]
             if not since <= q <= number:
                 continue
-            free = self.free(q)
+            free = self.free(q) if part is None else common(self.free(q), [part(q)])
             fresh, before = minus(free, one.lost), common(free, one.lost)
             if q < number:
                 span = first(before, 0, most) or first(fresh, 0, most)

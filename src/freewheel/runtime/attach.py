@@ -117,6 +117,7 @@ class Worker:
         loader = Loader(
             dataset,
             batch_size,
+            lambda: self._agent,
             self.rank,
             self.world_size,
             shuffle=shuffle,
@@ -124,8 +125,7 @@ class Worker:
             drop_last=drop_last,
             epochs=epochs,
             stopped=self._checkpoints.watching(lambda: self.stopped),
-            agent=lambda: self._agent,
-            leases=self._strategy.waits_for in ("nobody", "server"),  # others need as many batches each
+            parts=self._strategy.merges(),  # then all need as many batches each
             check=self._check,
             **options,
         )

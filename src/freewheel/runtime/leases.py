@@ -13,13 +13,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import Sampler
 
-from freewheel.data.hand import RETRY_S, Batch, Hand, Key, Stream
+from freewheel.data.hand import RETRY_S, Batch, Hand, Key
 from freewheel.data.ledger import Ledger, reader
 from freewheel.data.order import check_batch_size, number, order
+from freewheel.data.spans import size, union
 from freewheel.errors import ConfigError
 
 if TYPE_CHECKING:
     from freewheel.runtime.agent import Agent
+
+
+EARLIER = 0
+"""As which life of a worker that counts which it did in earlier runs."""
 
 
 class Leases(Sampler[list[int]]):
@@ -27,6 +32,10 @@ class Leases(Sampler[list[int]]):
 
     Over all workers every batch of the order comes once in a pass. Which of them come here depends on the
     speeds. Only the last batch of the order may be short; with `drop_last` it is left out.
+
+    With `parts`, for strategies in which all step together, each worker has a part of its own, and as many
+    batches as any other: the order is cut into equal batches (but for one sample) instead. What a lost worker
+    leaves of its part is dealt to the others.
     """
 
     def __init__(
@@ -40,16 +49,24 @@ class Leases(Sampler[list[int]]):
         drop_last: bool = False,
         epochs: int | None = None,
         check: Callable[[], None] = lambda: None,
+        parts: bool = False,
     ) -> None:
         check_batch_size(batch_size)
-        batches = length // batch_size if drop_last else -(-length // batch_size)
-        if batches < world_size:
-            most = length // world_size if drop_last else (length - 1) // max(1, world_size - 1)
+        together = batch_size * world_size if parts else batch_size
+        batches = (length // together if drop_last else -(-length // together)) * (together // batch_size)
+        if batches < world_size or length < world_size:
+            most = length // world_size if drop_last or parts else (length - 1) // max(1, world_size - 1)
             cure = f"take a batch_size of {most} or less, or fewer workers" if most else "take fewer workers"
             raise ConfigError(
-                f"{length} samples are {batches} batches of {batch_size}, less than one for each of "
-                f"{world_size} workers. Give more data, {cure}."
+                f"{length} samples in batches of {batch_size} are less than a batch for each of {world_size} "
+                f"workers. Give more data, {cure}."
             )
+        if batches > length:  # only with parts and a batch_size of 1
+            raise ConfigError(
+                f"{length} samples in batches of 1 are not the same number of batches for each of "
+                f"{world_size} workers. Take a batch_size of 2 or more, or drop_last=True."
+            )
+        self.parts = parts
         self._agent, self.length, self.batch_size, self.world_size = agent, length, batch_size, world_size
         self.count = batches
         self.shuffle, self.seed, self.drop_last, self.epochs = shuffle, seed, drop_last, epochs
@@ -72,7 +89,7 @@ class Leases(Sampler[list[int]]):
         alike = f"{self.length}/{self.batch_size}/{self.shuffle}/{self.seed}/{self.drop_last}"
         turn = agent.loaders[alike] = agent.loaders.get(alike, 0) + 1
         key = Key(self.count, self.batch_size, number(f"{alike}/{turn}") >> 14)
-        return agent.dealing.hand(key)
+        return agent.dealing.hand(key, self.parts)
 
     def __len__(self) -> int:
         """Batches of this worker in a pass, if all were equally fast."""
@@ -106,7 +123,14 @@ class Leases(Sampler[list[int]]):
         """The oldest batch that was drawn has been used; how many samples it had."""
         batch = self.drawn.popleft()
         self.hand.finish(batch)
-        return min(self.batch_size, self.length - batch.place * self.batch_size)
+        start, stop = self._places(batch.place)
+        return stop - start
+
+    def _places(self, batch: int) -> tuple[int, int]:
+        """From where to where in the order a batch goes."""
+        if self.parts and not self.drop_last:
+            return batch * self.length // self.count, (batch + 1) * self.length // self.count
+        return batch * self.batch_size, min(self.length, (batch + 1) * self.batch_size)
 
     def progress(self) -> float:
         """Passes made by all workers together, as far as is known here."""
@@ -125,8 +149,8 @@ class Leases(Sampler[list[int]]):
             if hand.due():
                 self._ask()
             self.drawn.append(batch)
-            at = batch.place * self.batch_size
-            yield self._order(batch.number)[at : at + self.batch_size].tolist()
+            start, stop = self._places(batch.place)
+            yield self._order(batch.number)[start:stop].tolist()
 
     def _ask(self) -> concurrent.futures.Future[None]:
         if self._asked is None or self._asked.done():
@@ -153,29 +177,38 @@ class Leases(Sampler[list[int]]):
         return self._orders[epoch]
 
     def state(self, in_hand: bool) -> dict[str, Any]:
-        """What this worker knows to be finished, the batch in hand included."""
+        """What this worker itself has finished, the batch in hand included.
+
+        Not what it knows of the others: they may have finished it after their own last checkpoint. What they
+        say themselves is given to `load` as "others".
+        """
         return self.agent.call(self._state(self.hand, in_hand))
 
     async def _state(self, hand: Hand, in_hand: bool) -> dict[str, Any]:
-        key = hand.stream.key
         hand.collect()
-        ledger = Ledger.decode(key.batches, reader(hand.stream.ledger.encode(held=True)))
+        known = hand.stream.ledger
+        ledger = Ledger(known.batches)
+        ledger.floor, ledger.past = known.floor, known.past
+        own = dict(hand.own)
         if in_hand and self.drawn:
-            batch = self.drawn[0]
-            ledger.finish(self.agent.dealing.me, batch.number, batch.place)
-        return {"epoch": self.epoch, "ledger": ledger.encode(held=True)}
+            number, place, _ = self.drawn[0]
+            own[number] = union(own.get(number, []), [(place, place + 1)])
+        for number, spans in own.items():
+            if (one := ledger.open(number)) is not None:
+                one.finished, one.counts = spans, {(self.agent.dealing.me[0], EARLIER): size(spans)}
+        return {"epoch": self.epoch, "since": hand.since, "ledger": [ledger.encode()]}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on there: what is finished there is finished here."""
         self.epoch = state["epoch"]
-        self.agent.call(self._load(self.hand.stream, state))
+        self.agent.call(self._load(self.hand, state))
 
-    async def _load(self, stream: Stream, state: dict[str, Any]) -> None:
-        known = Ledger.decode(stream.key.batches, reader(state["ledger"]))
-        for one in known.passes.values():
-            one.held.clear()
-            one.lost.clear()  # what was not finished is not in the weights either
-        for q, one in known.passes.items():
-            stream.counted[q] = one.excess()
-        stream.ledger.merge(known)
-        stream.news.merge(known)
+    async def _load(self, hand: Hand, state: dict[str, Any]) -> None:
+        stream, hand.since = hand.stream, state["since"]
+        for numbers in [*state["ledger"], *(one for others in state.get("others", []) for one in others)]:
+            known = Ledger.decode(stream.key.batches, reader(numbers))
+            stream.ledger.merge(known)
+            stream.news.merge(known)
+        for numbers in state["ledger"]:
+            for q, one in Ledger.decode(stream.key.batches, reader(numbers)).passes.items():
+                hand.own[q] = union(hand.own.get(q, []), one.finished)

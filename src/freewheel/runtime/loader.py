@@ -1,11 +1,7 @@
 """Loading: a worker's batches of each pass, by torch's DataLoader.
 
-All workers shuffle in the same way, from the seed and the number of the pass, and cut the same order. Who
-gets what is decided in one of two ways:
-
-- `Leases`: batches are dealt to workers as they need them (data/dealing.py), so that fast workers take more.
-- `Shares`: worker k of w has the places k·n/w up to (k + 1)·n/w, for strategies in which all step together:
-  no word is spoken, and all have the same number of batches.
+All workers shuffle in the same way, from the seed and the number of the pass, and cut the same order into
+batches, which are dealt to them as they need them (data/dealing.py).
 """
 
 from __future__ import annotations
@@ -17,7 +13,6 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from freewheel.data.order import number
-from freewheel.data.shares import Shares
 from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.leases import Leases
 
@@ -50,6 +45,7 @@ class Loader:
         self,
         dataset: Any,
         batch_size: int,
+        agent: Callable[[], Agent],
         rank: int = 0,
         world_size: int = 1,
         *,
@@ -57,9 +53,8 @@ class Loader:
         seed: int = 0,
         drop_last: bool = False,
         epochs: int | None = None,
-        stopped: Callable[[], bool] | None = None,
-        agent: Callable[[], Agent] | None = None,
-        leases: bool = False,
+        stopped: Callable[[], bool] = lambda: False,
+        parts: bool = False,
         check: Callable[[], None] = lambda: None,
         **options: Any,
     ) -> None:
@@ -75,15 +70,10 @@ class Loader:
                 "Leave it out."
             )
         at_least("epochs", epochs, 1)
-        self.stopped, self.rank, self.agent = stopped or (lambda: False), rank, agent
-        length = count(dataset)
-        self.dealer: Leases | Shares
-        if agent is None or not leases:
-            self.dealer = Shares(length, batch_size, rank, world_size, shuffle, seed, drop_last)
-        else:
-            self.dealer = Leases(
-                agent, length, batch_size, world_size, shuffle, seed, drop_last, epochs, check
-            )
+        self.stopped, self.rank, self.agent = stopped, rank, agent
+        self.dealer = Leases(
+            agent, count(dataset), batch_size, world_size, shuffle, seed, drop_last, epochs, check, parts
+        )
         self.random = None if "generator" in options else torch.Generator()
         options.setdefault("generator", self.random)
         self.batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.dealer, **options)
@@ -129,7 +119,7 @@ class Loader:
                     self.given += 1
                     yield batch
                     self.in_hand = False
-                    self._count(dealer.finish())
+                    self.agent().counters.samples += dealer.finish()
                     if self.stopped():
                         return
                 if not dealer.more():
@@ -140,14 +130,10 @@ class Loader:
             self.under_way = False
             dealer.end(left, in_hand)
 
-    def _count(self, samples: int) -> None:
-        if self.agent is not None:
-            self.agent().counters.samples += samples
-
     def state_dict(self) -> dict[str, Any]:
         """Where the passes are: for a checkpoint taken after a step, so the batch in hand counts as finished.
 
-        In a run of many workers it holds what this worker knows to be finished by all.
+        In a run of many workers it holds what this worker has finished.
         """
         dealer = self.dealer
         return {
@@ -161,7 +147,7 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: the next iteration begins with the batch after it.
 
-        In other batches, with another seed, or in shares for another number of workers, the pass begins anew.
+        In other batches, with another seed, or in parts for another number of workers, the pass begins anew.
         """
         mine = self._identity()
         if state["length"] != mine["length"]:
@@ -178,10 +164,9 @@ class Loader:
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a state to mean the same."""
         dealer = self.dealer
-        kind = "leases" if isinstance(dealer, Leases) else "shares"
         names = ("length", "batch_size", "seed", "shuffle", "drop_last")
-        parts = dealer.world_size if isinstance(dealer, Shares) else 0  # leases suit any number of workers
-        return {"kind": kind, "parts": parts, **{name: getattr(dealer, name) for name in names}}
+        parts = dealer.world_size if dealer.parts else 0  # else it suits any number of workers
+        return {"parts": parts, **{name: getattr(dealer, name) for name in names}}
 
 
 def count(dataset: Any) -> int:

@@ -101,11 +101,17 @@ def resume(home: Path, me: Manifest, waits_for: str, meeting: Meeting) -> Resume
             shard = error.args[1]
             damaged[shard.path] = str(error.args[0])
             log.warning("%s An older checkpoint is taken", error.args[0])
-        meeting.say(f"resume/{attempt}/read/{me.rank}", "" if resumed is None else "yes")
+        finished = "" if resumed is None else json.dumps([one["ledger"] for one in resumed.state["loaders"]])
+        meeting.say(f"resume/{attempt}/read/{me.rank}", finished)
         if me.rank == 0:
             read = [meeting.hear(f"resume/{attempt}/read/{rank}", rank) for rank in range(me.world_size)]
-            meeting.say(f"resume/{attempt}/all", "yes" if all(read) else "")
-        if meeting.hear(f"resume/{attempt}/all", 0) and resumed is not None:
+            known = json.dumps([json.loads(one) for one in read]) if all(read) else ""
+            meeting.say(f"resume/{attempt}/all", known)
+        everybody = meeting.hear(f"resume/{attempt}/all", 0)
+        if everybody and resumed is not None:
+            # All know what all have finished before anybody deals.
+            for loader, *ledgers in zip(resumed.state["loaders"], *json.loads(everybody), strict=False):
+                loader["others"] = ledgers
             resumed.step = plan["step"] if plan["step"] is not None else resumed.step
             log.info("resumes %s at step %d", home, resumed.step)
             return resumed
@@ -221,6 +227,7 @@ def _read(chosen: Sequence[Shard], me: Manifest) -> Resumed:
         manifest = chosen[me.rank].manifest
         return Resumed(manifest.step, manifest.origin, _load(chosen[me.rank]))
     own: dict[str, Any] | None = None
+    absent: list[dict[str, Any]] = []
     totals: dict[str, dict[str, Tensor]] = {"weights": {}, "buffers": {}}
     for shard in chosen:
         state = _load(shard)
@@ -230,13 +237,20 @@ def _read(chosen: Sequence[Shard], me: Manifest) -> Resumed:
                     total[name] = total[name] + tensor if name in total else tensor.clone()
         if shard.manifest.rank in (0, me.rank):
             own = state
+        elif me.rank == 0 and shard.manifest.rank >= me.world_size:
+            absent.append(state)
     assert own is not None
+    for state in absent:  # what they finished, worker 0 answers for from now on
+        for loader, theirs in zip(own["loaders"], state["loaders"], strict=False):
+            loader["ledger"] = loader["ledger"] + theirs["ledger"]
     for part, total in totals.items():
         own[part] |= {name: tensor / len(chosen) for name, tensor in total.items()}
     own["strategy"] = {}
     if me.rank < len(chosen):
         return Resumed(chosen[me.rank].manifest.step, chosen[0].manifest.origin, own)
     own["optimizer"] = own["random"] = None
+    for loader in own["loaders"]:
+        loader["ledger"] = []
     return Resumed(min(one.manifest.step for one in chosen), chosen[0].manifest.origin, own)
 
 

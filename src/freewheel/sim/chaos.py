@@ -9,8 +9,13 @@ can come back. Faults end some time before the run does, so that it can be seen 
                     exchanges, and what a crashed worker was in the middle of, are the only gaps
     samples         every batch of every pass that is over was used; and no more twice than were counted, but
                     where workers died that had been cut off
-    views           at the end all workers of a waiting strategy whose loop goes on are in one view
+    views           two members of one view agree on who is in it; at the end all workers of a waiting
+                    strategy whose loop goes on are in one view
     staleness       never above the strategy's own bound
+
+Staleness, views, leases (no two workers have the same batch in hand, where no link was cut) and, whenever no
+exchange is under way, the mean are looked at after every step of any worker and after every fault; the first
+time one is broken is told. Batches that were never used, and whether all find together, show at the end.
 """
 
 from __future__ import annotations
@@ -100,6 +105,11 @@ class Chaos(Simulation):
         """The sum of all corrections of all lives."""
         self.excused = 0
         """Exchanges and merges that a worker was in the middle of when it crashed."""
+        self.looks = 0
+        self.broken = ""
+        """The first law that was seen broken while the run went on, and when."""
+        self.apart = False
+        """Whether any link has been cut so far."""
         super().__init__(strategy, task, scenario)
         self.wire.silent_s = SILENT_S
 
@@ -120,7 +130,29 @@ class Chaos(Simulation):
         if fault.kind == "crash" and worker is not None:
             waits = self.strategy.waits_for != "nobody"
             self.excused += waits or not worker.node.idle or self._merging(worker)
+        self.apart = self.apart or fault.kind == "cut"
         super()._strike(fault)
+        self._look()
+
+    def _stepped(self, worker: SimulatedWorker) -> None:
+        super()._stepped(worker)
+        self._look()
+
+    def _look(self) -> None:
+        """Check what must hold at every moment."""
+        self.looks += 1
+        if self.broken:
+            return
+        stale = max((worker.node.counters.staleness_max for worker in self.workers.values()), default=0.0)
+        idle = all(worker.node.idle for worker in self.workers.values())
+        found = (
+            _staleness(self, stale)
+            or _agreement(self)
+            or ("" if self.apart else _leases(self))
+            or (_mean(self) if idle and self.strategy.defines("meet") else "")
+        )
+        if found:
+            self.broken = f"{found} (at {self.loop.time():.4f} s)"
 
     @staticmethod
     def _merging(worker: SimulatedWorker) -> bool:
@@ -138,7 +170,6 @@ def run(strategy: Strategy, name: str, task: Task, seed: int, workers: int) -> O
     rng = random.Random(f"chaos/{name}/{seed}")
     faults, kinds = draw(rng, workers)
     outcome = Outcome(name, seed, kinds)
-    deals = strategy.waits_for in ("nobody", "server")
     scenario = Scenario(
         workers=workers,
         steps=STEPS,
@@ -146,7 +177,7 @@ def run(strategy: Strategy, name: str, task: Task, seed: int, workers: int) -> O
         links=Links(latency_ms=0.2, mbit=1000.0),
         faults=faults,
         seed=seed,
-        batches=BATCHES if deals else 0,
+        batches=BATCHES,
         evaluations=0,
     )
     chaos = Chaos(strategy, task, scenario)
@@ -158,8 +189,13 @@ def run(strategy: Strategy, name: str, task: Task, seed: int, workers: int) -> O
     except Exception as error:
         outcome.broken.append(f"no deadlock: {type(error).__name__}: {error}")
         return outcome
-    samples = _samples(chaos, kinds) if deals else ""
-    checks = (_mean(chaos), samples, _view(chaos), _staleness(chaos, result.staleness_max))
+    checks = (
+        chaos.broken,
+        _mean(chaos),
+        _samples(chaos, kinds),
+        _view(chaos),
+        _staleness(chaos, result.staleness_max),
+    )
     outcome.broken += [found for found in checks if found]
     return outcome
 
@@ -185,6 +221,28 @@ def _samples(chaos: Chaos, kinds: Counter[str]) -> str:
     apart = kinds["cut"] + kinds["link"] + kinds["pause"]
     if twice > again and not (apart and kinds["crash"]):
         return f"samples: {twice} batches were used twice, {again} were counted"
+    return ""
+
+
+def _agreement(chaos: Chaos) -> str:
+    if not chaos.strategy.merges():
+        return ""
+    views = {worker.rank: worker.node.view for worker in chaos.workers.values() if worker.ready}
+    for rank, view in views.items():
+        for peer in view.members:
+            theirs = views.get(peer, view)
+            if theirs.number == view.number and theirs.members != view.members:
+                return f"views: {rank} says {view}, {peer} says {theirs}"
+    return ""
+
+
+def _leases(chaos: Chaos) -> str:
+    holders: dict[tuple[int, int], int] = {}
+    for worker in chaos.workers.values():
+        for batch in worker.hand.ready if worker.hand is not None else ():
+            other = holders.setdefault((batch.number, batch.place), worker.rank)
+            if other != worker.rank:
+                return f"samples: {other} and {worker.rank} hold batch {batch.place} of pass {batch.number}"
     return ""
 
 

@@ -111,7 +111,7 @@ class SimulatedWorker:
         """Dealt batches it has used: pass and place of each."""
         if scenario.batches:
             dealing = Dealing(self.fabric, wire.life[rank], self.node.counters, self.spawn)
-            self.hand = dealing.hand(Key(scenario.batches, 1, 0))
+            self.hand = dealing.hand(Key(scenario.batches, 1, 0), parts=self.strategy.merges())
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine in this worker's life; a failure of it is the run's."""
