@@ -10,7 +10,7 @@ from freewheel.fabric.base import Note
 
 @dataclass(frozen=True)
 class View:
-    """A numbered membership."""
+    """A numbered membership: no two views of a run have the same number, on two sides of a cut neither."""
 
     number: int
     members: tuple[int, ...]

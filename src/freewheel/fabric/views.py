@@ -1,6 +1,6 @@
 """Views: which workers go on together, agreed among themselves; no store is asked.
 
-A view is a number and its members. All begin in view 0 with everybody. When a member is lost, or somebody
+A view is a stamp and its members. All begin in view 0 with everybody. When a member is lost, or somebody
 comes, the lowest rank within reach leads:
 
     leader                            the others
@@ -382,7 +382,7 @@ class Views:
         if stamp != self._promised or self.gone:
             return
         members, heirs, parents, counted, copies = unpack(note)
-        self.view = View(stamp // self.fabric.world_size, members)
+        self.view = View(stamp, members)
         self.coming = Record(stamp, parents, heirs, members, pairs(counted))
         self.record.members = members
         self.owed = [joiner for joiner, donor in pairs(copies).items() if donor == self.rank]
