@@ -1,22 +1,17 @@
 """A worker: what `fw.attach` gives. The training thread's side; the communication thread's is the agent.
 
-The optimizer's step hooks are where training and communication meet:
-
-    before the step     strategies that must wait for others do it here
-    the step            weights move
-    after the step      strategies that must wait do it here; then the boundary adds what is pending
+Its life is here: it joins, trains and leaves. What happens at each step is in steps.py.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import copy
-import functools
 import logging
 import math
 import secrets
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Coroutine, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -24,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from freewheel.errors import ConfigError, Diverged, PeerLost, RunStopped, WorkerLost, at_least
+from freewheel.errors import ConfigError, Diverged, RunStopped, at_least
 from freewheel.fabric import shared
 from freewheel.fabric.greeting import Identity
 from freewheel.fabric.tcp import FINISHED
 from freewheel.replica import Replica, flatten
-from freewheel.runtime import checks, keys
+from freewheel.runtime import checks, keys, steps
 from freewheel.runtime.agent import STOP, Agent
 from freewheel.runtime.checkpoint import Checkpoints
 from freewheel.runtime.copies import Rest, set_flat_buffers
@@ -37,14 +32,13 @@ from freewheel.runtime.live import LiveReplica
 from freewheel.runtime.records import Recorder
 from freewheel.runtime.registrar import Registrar
 from freewheel.runtime.rendezvous import Options, Place, Rendezvous, address_for
+from freewheel.runtime.steps import Steps
 from freewheel.strategy import Strategy
 
 if TYPE_CHECKING:
     from freewheel.runtime.loader import Loader
 
 WIRES = {"fp32": None, "bf16": torch.bfloat16}
-GRACE_S = 5.0
-"""How long a step may wait for a worker whose loop has ended."""
 
 log = logging.getLogger("freewheel")
 
@@ -89,10 +83,8 @@ class Worker:
         self.rank, self.world_size = self._place.rank, self._place.world_size
         strategy.check(self.world_size)
         self._answer: tuple[Tensor, Tensor] | None = None
-        self._hooks: list[Any] = []
         self._loss: Tensor | float = math.nan
-        self._began_s = self._step_began_s = 0.0
-        self._began_steps = 0
+        self._began_s = 0.0
         self._store: Rendezvous | None = None
         self._registrar: Registrar | None = None
         self._inside = False
@@ -179,7 +171,7 @@ class Worker:
             "rank": self.rank,
             "steps": counters.steps,
             "elapsed_s": elapsed_s,
-            "steps_per_s": (counters.steps - self._began_steps) / elapsed_s,
+            "steps_per_s": (counters.steps - self._steps.first) / elapsed_s,
             "blocked_share": counters.blocked_s / elapsed_s,
             **counters.figures(),
             "checkpoints": dict(self._checkpoints.counts),
@@ -287,16 +279,14 @@ class Worker:
                 self._store.leave(str(error) or type(error).__name__)
             self._agent.close("it could not join")
             raise
-        self._began_s = self._step_began_s = time.perf_counter()
-        self._began_steps = self._agent.counters.steps
+        self._began_s = time.perf_counter()
+        self._steps = Steps(self._agent, self._optimizer, self._homes, self._checkpoints)
         self._inside = True
-        self._attach()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        for hook in self._hooks:
-            hook.remove()
+        self._steps.end()
         self._inside = False
         checks.leave(self._model)
         self._replica.end_moving()  # a step may have raised
@@ -327,88 +317,6 @@ class Worker:
                 f"worker {self.rank} ended with weights that are not finite. Lower the learning rate."
             )
 
-    # -- steps --
-
-    def _attach(self) -> None:
-        strategy, node = self._agent.strategy, self._agent.node
-        self._before = strategy.before_step if strategy.defines("before_step") else None
-        self._after = strategy.after_step if strategy.defines("after_step") else None
-        self._wakes = strategy.defines("background")
-        # A strategy with a staleness of its own records it; for the others the node's measure is taken.
-        self._measured = type(strategy).staleness is not Strategy.staleness
-        self._stale = node.unmerged_steps
-        self._hooks = [
-            self._optimizer.register_step_pre_hook(self._before_step),
-            self._optimizer.register_step_post_hook(self._after_step),
-        ]
-
-    def _before_step(self, *_: Any) -> None:
-        """The optimizer is about to step."""
-        node, replica = self._agent.node, self._replica
-        replica.end_moving()  # the last step may have raised, and the communication thread may be waiting
-        self._homes.look()
-        if self._agent.failure is not None:
-            self._check()
-        computed_s = time.perf_counter() - self._step_began_s
-        counters = node.counters
-        counters.compute_s += computed_s
-        node.step_s += (computed_s - node.step_s) / (counters.steps - self._began_steps + 1)
-        if not self._measured:
-            counters.stale(self._stale)
-        if self._before is not None:
-            self._wait(functools.partial(self._parked, self._before))
-        replica.begin_moving()
-
-    def _after_step(self, *_: Any) -> None:
-        """The optimizer has stepped."""
-        node, replica = self._agent.node, self._replica
-        node.counters.steps += 1
-        if self._after is not None:
-            replica.end_moving()
-            self._wait(functools.partial(self._parked, self._after))
-            replica.begin_moving()
-        replica.boundary()
-        replica.end_moving()
-        if self._wakes:
-            self._agent.stepped()
-        self._stale = node.unmerged_steps
-        self._checkpoints.stepped(node.counters.steps)
-        self._step_began_s = time.perf_counter()
-
-    async def _parked(self, act: Callable[[Any], Coroutine[Any, Any, None]], node: Any) -> None:
-        """Beside a step, while the training thread waits: corrections need not wait for the boundary."""
-        self._replica.parked = True
-        try:
-            await act(node)
-        finally:
-            self._replica.parked = False  # in this thread: nothing is added once the other has gone on
-
-    def _wait(self, act: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Let training wait for the strategy."""
-        began_s = time.perf_counter()
-        if self._replica.cuda:
-            torch.cuda.current_stream(self._replica.blocks[0].weights.device).synchronize()
-        work = self._agent.begin(act(self._agent.node))
-        waited_s = 0.0
-        try:
-            while True:
-                try:
-                    work.result(timeout=1.0)
-                    return
-                except concurrent.futures.TimeoutError:
-                    ended = self._agent.call(self._agent.waits_for_finished())
-                    waited_s = waited_s + 1.0 if ended is not None else 0.0
-                    if waited_s >= GRACE_S and self._strategy.waits_for in ("all", "neighbours", "group"):
-                        work.cancel()
-                        raise RunStopped(
-                            f"{self._strategy.name} needs every worker in every step, and the loop of worker "
-                            f"{ended} has ended. Give all workers the same number of steps."
-                        ) from None
-        except PeerLost as error:
-            raise self._explain(error) from error
-        finally:
-            self._agent.counters.blocked_s += time.perf_counter() - began_s
-
     def _patiently(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Wait for the communication thread; corrections that arrive meanwhile are added."""
         future = self._agent.begin(work)
@@ -422,17 +330,7 @@ class Worker:
 
     def _check(self) -> None:
         """Raise what failed beside training."""
-        failure = self._agent.failure
-        if isinstance(failure, PeerLost):
-            raise self._explain(failure) from failure
-        if failure is not None:
-            raise failure
-
-    def _explain(self, error: PeerLost) -> RunStopped:
-        return WorkerLost(
-            f"{self._strategy.name} stopped: it lost worker {error.peer} ({error.why}), which it cannot do "
-            "without: it held the server. Strategies without one go on, such as adpsgd or allreduce."
-        )
+        steps.check(self._agent)
 
     # -- losses --
 
@@ -443,7 +341,7 @@ class Worker:
         loss = self._last_loss()
         if not math.isnan(loss):
             return loss
-        if self._agent.counters.steps > self._began_steps + 1:
+        if self._agent.counters.steps > self._steps.first + 1:
             raise ConfigError(
                 f"{self._strategy.name} compares the workers' losses: call worker.report(loss) in every step."
             )
