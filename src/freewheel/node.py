@@ -67,10 +67,12 @@ class Node:
         self._stepped: asyncio.Future[None] | None = None
         self._ahead = 0
         self._joining = False
+        self._merged = False
+        """Whether what is corrected next comes of a merge."""
         self._called_step = 0
         """At which step the merge under way was called; it may run beside further ones."""
         self._views = Views(fabric, spawn, self._donor)
-        self._merges = Merges(self._views, self._give, self._take, self._count_merge)
+        self._merges = Merges(self._views, self._give, self._take, self.count_merge)
         self.apart = 0.0
         """How far apart the two snapshots of an exchange are, as far as this side has seen both."""
         self._scratch = torch.empty(0)
@@ -134,6 +136,9 @@ class Node:
         `own` says that no other worker holds it either, so that its memory may be used again.
         """
         self._merged_steps = self._snapshot_steps
+        if self._merged and self.counters.measure:
+            self._measure(vector)
+        self._merged = False
         self._replica.correct(vector, own)
 
     def gradient(self) -> Tensor:
@@ -143,6 +148,7 @@ class Node:
     def set_gradient(self, vector: Tensor) -> None:
         """Let the optimizer use this gradient instead, in `before_step`."""
         self._merged_steps = self.steps + 1
+        self._merged = False  # it was of gradients
         self._replica.set_gradient(vector)
 
     # -- steps --
@@ -311,15 +317,19 @@ class Node:
             apart = math.hypot(apart, torch.linalg.vector_norm(self._scratch[: piece.numel()]).item())
         return apart
 
-    def met(self, correction: Tensor, apart: float | None = None) -> None:
+    def met(self, peer: int, correction: Tensor, apart: float | None = None) -> None:
         """An exchange is complete; `apart` is what the other side has measured.
 
         Both sides have met every piece once, or each has met one half for both, twice: the mean square is
-        the square of the distance either way.
+        the square of the distance either way. Who called has only its own measure, which is the distance or
+        an estimate of it.
         """
+        distance = self.apart
         if apart is not None:
             distance = math.hypot(self.apart, apart) / math.sqrt(2)
             self.counters.discrepancy_max = max(self.counters.discrepancy_max, distance)
+        self.counters.discrepancy = distance
+        self.counters.met(peer, distance)
         self._merged_steps = self._snapshot_steps
         self._replica.correct(correction, own=True)
 
@@ -378,5 +388,20 @@ class Node:
         if not self._joining:
             self._strategy.entered(self)
 
-    def _count_merge(self, outcome: str) -> None:
+    def count_merge(self, outcome: str, members: Sequence[int]) -> None:
+        """Count a merge by its outcome."""
         self.counters.merges[outcome] += 1
+        if outcome == "done":
+            self._merged = True
+            for peer in members:
+                if peer != self.rank:
+                    self.counters.met(peer, None)
+        elif outcome == "half":
+            self._fabric.notice("half", self.rank, "a merge may have counted for others only")
+
+    def _measure(self, correction: Tensor) -> None:
+        """How far the mean is: a pass over the vector, so only when somebody asks."""
+        counters = self.counters
+        counters.measure = False
+        counters.discrepancy = torch.linalg.vector_norm(correction).item()
+        counters.mean_apart_max = max(counters.mean_apart_max, counters.discrepancy)

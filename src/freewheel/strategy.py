@@ -104,6 +104,13 @@ class Strategy:
         """The vectors it keeps from one step to the next, by name: a checkpoint holds them too."""
         return {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
 
+    def settings(self) -> dict[str, int | float | str | None]:
+        """Its settings as plain data, before `start`."""
+        return {
+            name: value if isinstance(value, int | float | str | None) else str(value)
+            for name, value in vars(self).items()
+        }
+
     def copy(self) -> Self:
         """A copy with the same settings, for one worker."""
         return copy.copy(self)

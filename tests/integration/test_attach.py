@@ -20,7 +20,7 @@ from crew import outcomes, together
 from freewheel import strategies
 from freewheel.fabric import shared
 from freewheel.fabric.vectors import NEAR_PIECE, PIECE
-from freewheel.runtime import steps
+from freewheel.runtime import steps as steps_of
 from freewheel.runtime.rendezvous import Place
 
 pytestmark = pytest.mark.integration
@@ -733,7 +733,7 @@ def test_without_the_server_there_is_no_answer(strategy):
     "strategy", ["allreduce", "sasgd", "dpsgd", "nodelay", "leader", "grouping:ratio=1e9"]
 )
 def test_a_loop_that_ends_early_is_a_clear_error_where_all_step_together(strategy, monkeypatch):
-    monkeypatch.setattr(steps, "GRACE_S", 1.0)
+    monkeypatch.setattr(steps_of, "GRACE_S", 1.0)
 
     def work(place: Place) -> None:
         model = net()

@@ -50,7 +50,7 @@ class Party:
         self.hook()
         return theirs.sub_(mine).mul_(0.5)
 
-    def met(self, correction: torch.Tensor, *_: float) -> None:
+    def met(self, peer: int, correction: torch.Tensor, *_: float) -> None:
         self.corrections.append(correction.clone())
 
     def count(self, outcome: str) -> None:

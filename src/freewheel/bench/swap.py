@@ -166,7 +166,7 @@ class Party:
         """The vector itself; an exchange may overwrite it."""
         return self.mine
 
-    def met(self, _: Tensor, apart: float | None = None) -> None:
+    def met(self, peer: int, _: Tensor, apart: float | None = None) -> None:
         """An exchange is complete."""
         self._done.release()
 

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
+
 from freewheel.errors import ConfigError
+
+
+def command_line() -> str:
+    """What was typed."""
+    return shlex.join(["freewheel", *sys.argv[1:]])
 
 
 def ranks_and_numbers(

@@ -13,6 +13,7 @@ from typing import Annotated
 
 import typer
 
+from freewheel.cli.options import command_line
 from freewheel.errors import ConfigError
 from freewheel.runtime.launcher import join as add_workers
 from freewheel.runtime.launcher import launch
@@ -73,6 +74,7 @@ def run(
             wait_s=wait_s,
             most=most,
             again=again,
+            typed=command_line(),
         )
     except ConfigError:  # leave nothing behind of a run that never was
         with contextlib.suppress(OSError):

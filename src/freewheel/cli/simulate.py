@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shlex
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -15,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from freewheel import api, strategies, tasks
 from freewheel.cli.console import output
-from freewheel.cli.options import ranks_and_numbers
+from freewheel.cli.options import command_line, ranks_and_numbers
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.observe.files import check_writable, open_whole, write_whole
 from freewheel.observe.result import Result
@@ -140,7 +138,7 @@ def simulate(
         if report is not None:
             from freewheel.observe.report import write  # plotly is slow to import
 
-            write(report, results, title=f"Freewheel: {task} on {workers} workers", command=_command())
+            write(report, results, title=f"Freewheel: {task} on {workers} workers", command=command_line())
             console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
     if stopped:
         raise RunStopped("; ".join(stopped))
@@ -224,7 +222,3 @@ def _with_topology(chosen: list[Strategy], topology: str | None) -> list[Strateg
         for one in having:
             one.topology = topology
     return chosen
-
-
-def _command() -> str:
-    return shlex.join(["freewheel", *sys.argv[1:]])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from freewheel import names, strategies
 from freewheel.cli.console import output
-from freewheel.cli.options import ranks_and_numbers
+from freewheel.cli.options import command_line, ranks_and_numbers
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.observe.files import check_writable, write_whole
 from freewheel.observe.result import Result
@@ -145,7 +144,7 @@ def compare(
         from freewheel.observe.report import write  # plotly is slow to import
 
         title = f"Freewheel: {task.partition(':')[0]} on {workers} processes"
-        write(report, results, title=title, command=shlex.join(["freewheel", *sys.argv[1:]]))
+        write(report, results, title=title, command=command_line())
         console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
     if stopped:
         raise RunStopped(" ".join(stopped))
@@ -164,6 +163,8 @@ def _chosen(spec: str) -> list[str]:
 def _run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Result | RunStopped]:
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     errors = Console(stderr=True)
+    watch = f"Watch: freewheel watch {shlex.quote(str(folder))}"
+    errors.print(watch, highlight=False, soft_wrap=True, markup=False)
     total = jobs[0].workers * jobs[0].steps
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
         bar = bars.add_task("starting", total=total * len(jobs))
@@ -171,4 +172,4 @@ def _run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Re
         def show(number: int, done: int) -> None:
             bars.update(bar, description=jobs[number].strategy, completed=number * total + min(done, total))
 
-        return train_all(jobs, folder, show, tensorboard)
+        return train_all(jobs, folder, show, tensorboard, command_line())

@@ -50,7 +50,7 @@ class Party(Protocol):
     def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
         """The correction that follows from the two snapshots, or from the same piece of both."""
 
-    def met(self, correction: Tensor, apart: float | None = None) -> None:
+    def met(self, peer: int, correction: Tensor, apart: float | None = None) -> None:
         """Both snapshots are here and the other side has them too: correct."""
 
     def count(self, outcome: str) -> None:
@@ -97,7 +97,7 @@ class Exchanges:
                 self.party.count("busy")
                 return False
             correction = await self._swap(peer, tag)
-            self.party.met(correction)
+            self.party.met(peer, correction)
             self.fabric.post(peer, tag, note=(self.party.apart,))
             self.party.count("done")
             return True
@@ -155,11 +155,13 @@ class Exchanges:
         try:
             correction = await self._swap(peer, tag)
             done = await self.fabric.receive(tag, peer)
-            self.party.met(correction, *done.note[:1])
+            self.party.met(peer, correction, *done.note[:1])
             self.party.count("done")
         except PeerLost:
             # Only a caller that has our whole snapshot can have corrected.
             self.party.count("half" if self.left else "failed")
+            if self.left:
+                self.fabric.notice("half", peer, "an exchange with it may have counted on its side only")
         except asyncio.CancelledError:
             self.waiting.clear()
             raise

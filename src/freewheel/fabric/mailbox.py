@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import Meet, Message, Tag
+from freewheel.fabric.base import Meet, Message, Notice, Tag
 
 
 class Mailbox:
@@ -30,6 +30,7 @@ class Mailbox:
         self._leaving: dict[int, list[asyncio.Future[None]]] = {}
         self._epochs: dict[int, int] = {}
         self._change: asyncio.Future[None] | None = None
+        self.notice: Notice = lambda what, peer, text: None
 
     # -- for those who want messages --
 
@@ -125,14 +126,20 @@ class Mailbox:
 
     def gain(self, peer: int) -> None:
         """A peer is within reach."""
+        if peer not in self._reach:
+            self.notice("joined", peer, "is within reach" + " again" * (peer in self._lost))
         self._lost.pop(peer, None)
         self._reach.add(peer)
         self._members_changed()
 
-    def lose(self, peer: int, why: str) -> None:
-        """A peer is gone: whoever waits for it, or is sending to it, is told; what it said is void."""
+    def lose(self, peer: int, why: str, what: str = "died") -> None:
+        """A peer is gone: whoever waits for it, or is sending to it, is told; what it said is void.
+
+        `what` says how it looks from here: it died, it was cut off, it left.
+        """
         if peer not in self._reach:
             return
+        self.notice(what, peer, why)
         self._lost[peer] = why
         self._epochs[peer] = self.epoch(peer) + 1
         self._reach.discard(peer)

@@ -91,7 +91,7 @@ class Merges:
         views: Views,
         give: Callable[[], tuple[Tensor, Note]],
         take: Callable[[Tensor, Note], None],
-        count: Callable[[str], None],
+        count: Callable[[str, Sequence[int]], None],
     ) -> None:
         self.views, self.fabric = views, views.fabric
         self._give, self._take, self._count = give, take, count
@@ -134,7 +134,7 @@ class Merges:
             merge.forget()
             counted = views.record.counted.get(merge.group, 0) >= number
             merge.counts = merge.done and views.whole and counted
-        self._count("done" if merge.counts else "dropped")
+        self._count("done" if merge.counts else "dropped", merge.members)
         return merge
 
     async def enter(self) -> None:

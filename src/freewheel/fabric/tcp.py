@@ -164,11 +164,11 @@ class TcpFabric(Mailbox):
         super().forget(tag)
         self._blends.look_again()
 
-    def lose(self, peer: int, why: str) -> None:
+    def lose(self, peer: int, why: str, what: str = "died") -> None:
         """A peer is gone: whoever blends with it is told too."""
         self.windows.forget_peers()  # those that are there are opened again
         self._blends.lose(peer, why)
-        super().lose(peer, why)
+        super().lose(peer, why, what)
 
     def traffic(self) -> tuple[int, int]:
         """Messages of the strategy sent and got over the present connections."""
@@ -201,7 +201,9 @@ class TcpFabric(Mailbox):
         link.near = same and self._shares(link.peer)
         known = self._links.get(link.peer)
         if known is not None:
-            self._unlink(known, "it connected again")
+            self._unlink(
+                known, "it connected again", "died" if known.incarnation < link.incarnation else "cut"
+            )
         self._links[link.peer] = link
         self.lives[link.peer] = link.incarnation
         link.task = self._spawn(self._keep(link))
@@ -212,11 +214,11 @@ class TcpFabric(Mailbox):
     async def _keep(self, link: Link) -> None:
         """Read and write until either ends."""
         both = [asyncio.create_task(self._read(link)), asyncio.create_task(self._write(link))]
-        why = "closed"
+        why, what = "closed", "died"
         try:
             done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                why = self._ended(link, task.exception())
+                why, what = self._ended(link, task.exception())
         finally:
             for task in both:
                 task.cancel()
@@ -224,27 +226,29 @@ class TcpFabric(Mailbox):
                 await asyncio.gather(*both, return_exceptions=True)
             finally:
                 link.line.close()
-                self._unlink(link, why)
+                self._unlink(link, why, what)
 
-    def _ended(self, link: Link, error: BaseException | None) -> str:
+    def _ended(self, link: Link, error: BaseException | None) -> tuple[str, str]:
+        """Why a connection has ended, and what that means for the peer."""
         if isinstance(error, _Left):
             self.book.pop(link.peer, None)  # do not call again
             if str(error) != FINISHED:
                 log.warning("worker %d has left the run: %s", link.peer, error)
-            return str(error)
+            return str(error), "left" if str(error) != FINISHED else "finished"
         if isinstance(error, BadFrame):
             log.warning("refused worker %d at %s: %s", link.peer, link.address, error)
-        elif error is not None and not isinstance(error, OSError | EOFError):
+            return words(error), "cut"
+        if error is not None and not isinstance(error, OSError | EOFError):
             log.error("the connection with worker %d failed", link.peer, exc_info=error)
-        return words(error) if error is not None else "closed"
+        return words(error) if error is not None else "closed", "died"
 
-    def _unlink(self, link: Link, why: str) -> None:
+    def _unlink(self, link: Link, why: str, what: str) -> None:
         if self._links.get(link.peer) is not link:
             return
         del self._links[link.peer]
         if link.task is not None and link.task is not asyncio.current_task():
             link.task.cancel()
-        self.lose(link.peer, why)
+        self.lose(link.peer, why, what)
         for sending in link.queue:
             sending.cancel()
         if not self._closing and link.peer in self.book and self.rank > link.peer:
@@ -271,7 +275,7 @@ class TcpFabric(Mailbox):
             for link in list(self._links.values()):
                 silent_s = now - link.line.heard_s
                 if silent_s > self.silence_s and not link.deaf:
-                    self._unlink(link, f"it has been silent for {silent_s:.0f} s")
+                    self._unlink(link, f"it has been silent for {silent_s:.0f} s", "cut")
                 elif not link.queue and now - link.spoke_s >= ping_s:
                     self._queue(link, Kind.PING)
 

@@ -394,3 +394,6 @@ class Views:
         self._wanted = False
         self.over = asyncio.get_running_loop().create_future()
         self._open.set()
+        self.fabric.notice(
+            "view", self.rank, f"view {self.view.number}: workers {', '.join(map(str, members))}"
+        )

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+CAUSES = ("peers", "data", "checkpoint")
+"""Why training may wait: for a strategy that waits, for the loader, for a checkpoint to be copied."""
+
 
 @dataclass(slots=True)
 class Counters:
@@ -13,32 +16,71 @@ class Counters:
     steps: int = 0
     compute_s: float = 0.0
     alive_s: float = 0.0
-    blocked_s: float = 0.0
+    blocked_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     bytes_out: int = 0
     bytes_in: int = 0
     messages_out: int = 0
     messages_dropped: int = 0
     exchanges: dict[str, int] = field(default_factory=lambda: {"done": 0, "busy": 0, "half": 0, "failed": 0})
     merges: dict[str, int] = field(default_factory=lambda: {"done": 0, "dropped": 0, "half": 0})
+    peers: dict[int, tuple[int, float | None]] = field(default_factory=dict)
+    """Of every peer met: exchanges and merges done with it, how far it was at the last one where known."""
     staleness_sum: float = 0.0
     staleness_count: int = 0
     staleness_max: float = 0.0
+    staleness_classes: list[int] = field(default_factory=lambda: [0] * 64)
+    """How many were 0, 1, 2 to 3, 4 to 7, 8 to 15, …"""
+    discrepancy: float | None = None
+    """How far the last peer met was; after a merge, how far the mean was, where that was asked for."""
     discrepancy_max: float = 0.0
+    mean_apart_max: float = 0.0
+    """The largest distance to the mean at a merge, of those that were measured."""
+    measure: bool = False
+    """Whether somebody wants to know how far the mean is at the next merge."""
     gradient_norm_max: float = 0.0
     samples: int = 0
     """Dealt by leases and finished."""
     samples_again: int = 0
     """Of these, dealt before; and doubles this worker found as a dealer. See data/dealing.py."""
+    waiting: tuple[str, float] | None = None
+    """What training waits for now, and since when."""
+
+    def wait(self, cause: str, now_s: float) -> None:
+        """Training begins to wait."""
+        self.waiting = (cause, now_s)
+
+    def go_on(self, now_s: float) -> None:
+        """Training goes on."""
+        if self.waiting is not None:
+            cause, since_s = self.waiting
+            self.waiting = None
+            self.blocked_s[cause] += now_s - since_s
+
+    def blocked(self, now_s: float) -> dict[str, float]:
+        """How long training has waited, by cause, what it waits for now included."""
+        blocked, waiting = dict(self.blocked_s), self.waiting
+        if waiting is not None:
+            blocked[waiting[0]] += max(0.0, now_s - waiting[1])
+        return blocked
+
+    def met(self, peer: int, apart: float | None) -> None:
+        """An exchange or a merge with a peer is done; None: nobody measured how far it was."""
+        self.peers[peer] = (self.peers.get(peer, (0, None))[0] + 1, apart)
 
     def figures(self) -> dict[str, Any]:
-        """What a real worker says of itself, as plain data."""
+        """What a worker says of itself, as plain data."""
         stale = self.staleness_count
         return {
             "exchanges": dict(self.exchanges),
             "merges": dict(self.merges),
+            "peers": {peer: list(met) for peer, met in sorted(self.peers.copy().items())},
+            "discrepancy": self.discrepancy,
+            "discrepancy_max": max(self.discrepancy_max, self.mean_apart_max),
             "staleness_mean": self.staleness_sum / stale if stale else 0.0,
             "staleness_max": self.staleness_max,
-            "discrepancy_max": self.discrepancy_max,
+            "staleness_counts": {
+                1 << k >> 1: count for k, count in enumerate(self.staleness_classes) if count
+            },
             "bytes_out": self.bytes_out,
             "bytes_in": self.bytes_in,
             "messages_dropped": self.messages_dropped,
@@ -50,5 +92,6 @@ class Counters:
         """Record the staleness of one step, in the strategy's own measure."""
         self.staleness_sum += value
         self.staleness_count += 1
+        self.staleness_classes[int(value).bit_length()] += 1
         if value > self.staleness_max:
             self.staleness_max = value

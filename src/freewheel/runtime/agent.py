@@ -24,6 +24,7 @@ from freewheel.node import Node
 from freewheel.observe.counters import Counters
 from freewheel.runtime.copies import Copies, Rest
 from freewheel.runtime.live import LiveReplica
+from freewheel.runtime.records import Events
 from freewheel.runtime.rendezvous import POLL_S, Rendezvous
 from freewheel.strategy import Strategy
 
@@ -77,6 +78,7 @@ class Agent:
         self.loaders: dict[str, int] = {}
         """How many loaders of the same kind have been made: all workers make them in the same order."""
         self.counters = Counters()
+        self.events = Events()
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="freewheel", daemon=True)
         self._thread.start()
@@ -129,6 +131,7 @@ class Agent:
         self.fabric = TcpFabric(
             self.me, self.counters, self.replica.dtype, self._wire, self._tls, self._heartbeat_s
         )
+        self.fabric.notice, self.events.lives = self.events.note, self.fabric.lives
         self.copies = Copies(self.fabric, self.replica, self._rest)
         if self.strategy.defines("meet"):
             self.replica.make_vector = self.fabric.windows.make
@@ -144,6 +147,7 @@ class Agent:
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
 
     async def _close(self, why: str) -> None:
+        self.events.begun = self.events.over = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

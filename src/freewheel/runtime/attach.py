@@ -23,15 +23,16 @@ from freewheel.errors import ConfigError, Diverged, RunStopped, at_least
 from freewheel.fabric import shared
 from freewheel.fabric.greeting import Identity
 from freewheel.fabric.tcp import FINISHED
+from freewheel.observe.journal import Journal, typed
 from freewheel.replica import Replica, flatten
 from freewheel.runtime import checks, keys, steps
 from freewheel.runtime.agent import STOP, Agent
 from freewheel.runtime.checkpoint import Checkpoints
 from freewheel.runtime.copies import Rest, set_flat_buffers
 from freewheel.runtime.live import LiveReplica
-from freewheel.runtime.records import Recorder
+from freewheel.runtime.records import Recorder, describe, evaluation, open_board
 from freewheel.runtime.registrar import Registrar
-from freewheel.runtime.rendezvous import Options, Place, Rendezvous, address_for
+from freewheel.runtime.rendezvous import Options, Place, Rendezvous, address_for, options_alone
 from freewheel.runtime.steps import Steps
 from freewheel.strategy import Strategy
 
@@ -84,7 +85,12 @@ class Worker:
         strategy.check(self.world_size)
         self._answer: tuple[Tensor, Tensor] | None = None
         self._loss: Tensor | float = math.nan
-        self._began_s = 0.0
+        self._began_s = self._ended_s = 0.0
+        self._began_steps = 0
+        self._life, self._state = 1, "joining"
+        self._about: dict[str, Any] = {}
+        self._journal: Journal | None = None
+        self._recorder: Recorder | None = None
         self._store: Rendezvous | None = None
         self._registrar: Registrar | None = None
         self._inside = False
@@ -164,15 +170,43 @@ class Worker:
             raise ConfigError(f"report takes a number, not {loss!r}.")
         self._loss = loss.detach() if isinstance(loss, Tensor) else loss
 
+    def about(self, *, name: str | None = None, target: float | None = None, **settings: Any) -> None:
+        """Say what this run is, for its run.json: before the with-block.
+
+        `name` is for people, `target` an accuracy to time, the rest settings that are worth knowing later.
+        """
+        if self._agents is not None:
+            raise ConfigError("call worker.about before the with-block: run.json is written when it begins.")
+        if target is not None and not 0 < target <= 1:
+            raise ConfigError(f"about: target is an accuracy between 0 and 1, not {target:g}.")
+        self._about |= settings | {"name": name, "target": target}
+
+    def record(self, **measured: Tensor | float) -> None:
+        """Write down what was measured of the answer: loss, accuracy, discrepancy, consensus.
+
+        In the with-block or after it. What is no number at all is refused; nan is written as unknown.
+        """
+        checked = evaluation(measured)
+        if self._recorder is None:
+            raise ConfigError("call worker.record inside the with-block, or after it.")
+        dealt = next((loader.samples for loader in self._checkpoints.loaders), None)
+        self._recorder.evaluated({"samples": dealt, **checked})
+
     def metrics(self) -> dict[str, Any]:
         """What this worker has done so far, as plain data."""
-        counters, elapsed_s = self._agent.counters, time.perf_counter() - self._began_s
+        now_s = self._ended_s or time.perf_counter()
+        counters, elapsed_s = self._agent.counters, now_s - self._began_s if self._began_s else 0.0
+        blocked_s = counters.blocked(now_s)
         return {
             "rank": self.rank,
+            "life": self._life,
+            "state": self._state,
             "steps": counters.steps,
             "elapsed_s": elapsed_s,
-            "steps_per_s": (counters.steps - self._steps.first) / elapsed_s,
-            "blocked_share": counters.blocked_s / elapsed_s,
+            "steps_per_s": (counters.steps - self._began_steps) / elapsed_s if elapsed_s else 0.0,
+            "compute_s": counters.compute_s,
+            "blocked_s": blocked_s,
+            "blocked_share": sum(blocked_s.values()) / elapsed_s if elapsed_s else 0.0,
             **counters.figures(),
             "checkpoints": dict(self._checkpoints.counts),
             "progress": self.progress,
@@ -227,6 +261,8 @@ class Worker:
             options, incarnation = self._store.options(), self._store.incarnation()
             self.world_size = options.workers or place.world_size
             model = self._store.check_model(self._model, incarnation)
+        elif (given := options_alone(place)) is not None:
+            options = given
         tls = self._tls or options.tls
         bind = self._bind or options.bind or place.loopback()
         self._replica = LiveReplica(self._model)
@@ -256,6 +292,7 @@ class Worker:
         )
         self._agent.node.momentum = float(self._optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
         try:
+            self._begin_records(options)
             if self._store is not None:
                 address = address_for(place.host) if bind in ("0.0.0.0", "auto") else bind
                 bind = address if bind == "auto" else bind
@@ -266,20 +303,18 @@ class Worker:
             vectors = self._checkpoints.begin(self._agent, path, self._store, workers)
             self._agent.call(self._agent.start(vectors))
             if self._store is not None:
-                self._registrar = Registrar(self._store, lambda: dict(self._agent.fabric.lives))
-            self._recorder = Recorder(
-                self.metrics,
-                self._folder or options.folder,
-                self.rank,
-                console=options.console,
-                tensorboard=self._tensorboard or options.tensorboard,
-            )
+                self._registrar = Registrar(
+                    self._store, lambda: dict(self._agent.fabric.lives), self._agent.events.note
+                )
         except BaseException as error:
             if self._store is not None:
                 self._store.leave(str(error) or type(error).__name__)
+            self._end_records(error)
             self._agent.close("it could not join")
             raise
-        self._began_s = time.perf_counter()
+        self._began_steps, self._began_s = self._agent.counters.steps, time.perf_counter()
+        self._state, self._agent.events.begun = "training", True
+        self._write_about(options)
         self._steps = Steps(self._agent, self._optimizer, self._homes, self._checkpoints)
         self._inside = True
 
@@ -290,20 +325,25 @@ class Worker:
         self._inside = False
         checks.leave(self._model)
         self._replica.end_moving()  # a step may have raised
+        failure = error
         try:
             if error is None:
+                self._state, self._ended_s = "finished", time.perf_counter()
                 self._check()
                 self._checkpoints.close()
                 self._answer = self._patiently(self._agent.finish(self._store))
                 if self._store is not None:
                     self._store.end()
                 self._check_answer(self._answer[0])
+        except BaseException as late:
+            failure = late
+            raise
         finally:
             if self._registrar is not None:
                 self._registrar.end()
             why = FINISHED if error is None else f"it left with {type(error).__name__}"
             try:
-                self._recorder.close()
+                self._end_records(failure)
             finally:
                 if error is not None and self._store is not None:
                     self._store.leave(why)  # some may not have joined yet
@@ -316,6 +356,54 @@ class Worker:
             raise Diverged(
                 f"worker {self.rank} ended with weights that are not finite. Lower the learning rate."
             )
+
+    # -- records --
+
+    def _begin_records(self, options: Options) -> None:
+        folder, board = self._folder or options.folder, self._tensorboard or options.tensorboard
+        self._life = self._agent.me.incarnation
+        if folder is not None:
+            self._journal = Journal(Path(folder), self.rank)
+            if last := self._journal.last_life(self.rank):  # of this run, or of another in the same folder
+                self._life = max(self._life, last + 1)
+        self._recorder = Recorder(
+            self._sample,
+            self._agent.events,
+            self._journal,
+            console=options.console and self.rank == 0,
+            board=open_board(board, self.rank) if board is not None else None,
+        )
+
+    def _sample(self) -> dict[str, Any]:
+        self._agent.counters.measure = True  # for the next sample
+        return self.metrics()
+
+    def _write_about(self, options: Options) -> None:
+        """Let run.json be written: by the first of those who begin, or where there is none."""
+        first, late = self._agent.fabric.members[0] == self.rank, self._agent.late
+        if self._journal is None or self._recorder is None or not first:
+            return
+        if late and (self._journal.folder / "run.json").exists():
+            return
+        about = {"wire": "bf16" if self._wire else "fp32", **self._about}
+        self._recorder.about(
+            describe(
+                self._model,
+                self._optimizer,
+                self._strategy,
+                about,
+                freewheel=self._version,
+                command=options.typed or typed(),
+                workers=self.world_size,
+                seed=self._seed,
+            )
+        )
+
+    def _end_records(self, failure: BaseException | None) -> None:
+        if failure is not None:
+            self._agent.events.note("failed", self.rank, f"{type(failure).__name__}: {failure}")
+        if self._recorder is not None:
+            self._recorder.close(well=failure is None)
 
     def _patiently(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Wait for the communication thread; corrections that arrive meanwhile are added."""
@@ -341,7 +429,7 @@ class Worker:
         loss = self._last_loss()
         if not math.isnan(loss):
             return loss
-        if self._agent.counters.steps > self._steps.first + 1:
+        if self._agent.counters.steps > self._began_steps + 1:
             raise ConfigError(
                 f"{self._strategy.name} compares the workers' losses: call worker.report(loss) in every step."
             )

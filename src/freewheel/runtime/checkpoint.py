@@ -13,6 +13,7 @@ import dataclasses
 import logging
 import random
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,7 @@ class Checkpoints:
             return None
         restore(resumed.state, self._model, agent.replica, self._optimizer)
         agent.node.begin_at(resumed.step)
+        agent.events.note("resumed", me.rank, f"goes on at step {resumed.step} of {path}")
         self._step, state = resumed.step, resumed.state
         self._random, self._states, self._unclaimed = state["random"], state["loaders"], state["extra"]
         if self._random is not None:
@@ -105,7 +107,7 @@ class Checkpoints:
             log.warning("this worker joined a run that goes on: the workers it began with write checkpoints")
             return
         if self._writer is None:
-            self._writer = Writer(path, self._manifest, self.counts)
+            self._writer = Writer(path, self._manifest, self.counts, self._agent.events.note)
         elif self._writer.home != path:
             raise ConfigError(
                 f"checkpoints of this run go to {self._writer.home}; {path} is a second place. Give one path."
@@ -180,6 +182,14 @@ class Checkpoints:
         if self._writer.busy and not must:
             self.counts["skipped"] += 1
             return
+        counters = self._agent.counters
+        counters.wait("checkpoint", time.perf_counter())
+        try:
+            self._take(self._writer, asked)
+        finally:
+            counters.go_on(time.perf_counter())
+
+    def _take(self, writer: Writer, asked: int | None) -> None:
         self.wait()
         kept = self._kept
         state = {
@@ -191,7 +201,7 @@ class Checkpoints:
         }
         self._kept = {name: copied(part, kept.get(name), name) for name, part in state.items()}
         self._kept |= self._copy_weights()
-        self._writer.begin(self._step, self._kept)
+        writer.begin(self._step, self._kept)
 
     def _copy_weights(self) -> dict[str, Any]:
         replica = self._agent.replica

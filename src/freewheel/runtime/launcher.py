@@ -18,6 +18,7 @@ import contextlib
 import json
 import os
 import selectors
+import shlex
 import signal
 import sys
 import time
@@ -30,6 +31,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError, at_least
+from freewheel.observe.journal import Journal
 from freewheel.runtime import keys
 from freewheel.runtime.hosts import Beat, Others, claim, host_store, join_store, listen, reach_store
 from freewheel.runtime.processes import Keeper, Output, Process, ending_signals, pump
@@ -77,6 +79,8 @@ def launch(
     again: bool = False,
     env: Mapping[str, str] | None = None,
     tick: Callable[[], None] | None = None,
+    typed: str | None = None,
+    events: Callable[[], Path] | None = None,
 ) -> int:
     """Run a command as so many workers on this host and return the exit code of the run.
 
@@ -87,7 +91,8 @@ def launch(
     address of node 0 (HOST:PORT), whose other options hold for nodes that give no folder or keys themselves.
 
     Up to ``most`` workers may be there at once: others come with `join`. ``again`` says that this is a node 0
-    that was lost, and that workers of other nodes go on: the run is theirs.
+    that was lost, and that workers of other nodes go on: the run is theirs. ``typed`` is the command line for
+    the records; ``events`` says where the launcher's own go, if not into ``folder``.
     """
     _check(workers, restarts, nodes, node, master, bind, tls)
     at_least("max", most, nodes * workers)
@@ -102,6 +107,7 @@ def launch(
             "workers": nodes * workers,
             "most": most or nodes * workers,
             "command": list(command),
+            "typed": typed,
         }
         options = (_from_workers(store, wait_s) if again else options) | here
         store.set("freewheel/shape", shape)
@@ -116,6 +122,8 @@ def launch(
     of_all = f" of {nodes * workers} (node {node})" if nodes > 1 else ""
     threads, records = environment["OMP_NUM_THREADS"], options.get("folder") or "none"
     output(None, f"workers: {workers}{of_all}, OMP_NUM_THREADS: {threads}, records: {records}", True)
+    if options.get("folder"):
+        output(None, f"Watch: freewheel watch {shlex.quote(options['folder'])}", True)
     if node == 0 and options["most"] > nodes * workers:
         output(None, f"up to {options['most']} workers: others come with freewheel join {host}:{port}", True)
     with contextlib.ExitStack() as ends:  # what is opened here is closed, whatever happens, last things first
@@ -123,7 +131,8 @@ def launch(
         beat = Beat(store, node) if node > 0 else None
         if beat is not None:
             ends.callback(beat.end)
-        run = _start(ends, command, ranks, environment, restarts, output, caught, store)
+        notes = Notes(events or _folder_of(options))
+        run = _start(ends, command, ranks, environment, restarts, output, caught, store, notes)
         run.until_ended(tick)
         if node == 0:
             run.until_others_ended(store, nodes, tick)
@@ -162,7 +171,8 @@ def join(
         output(None, f"joining {master} as worker{'s' * (workers > 1)} {', '.join(map(str, ranks))}", True)
         caught = ends.enter_context(ending_signals())
         program = command or [sys.executable, *given["command"][1:]]
-        run = _start(ends, program, ranks, environment, restarts, output, caught, store)
+        notes = Notes(_folder_of(options))
+        run = _start(ends, program, ranks, environment, restarts, output, caught, store, notes)
         run.until_ended(tick)
         return run.code()
 
@@ -191,6 +201,7 @@ def _start(
     output: Output,
     caught: list[int],
     store: TCPStore,
+    notes: Notes,
 ) -> _Run:
     """Make the processes of this host; they are killed with the stack, if they have not ended before."""
     keeper = ends.enter_context(Keeper())
@@ -200,7 +211,29 @@ def _start(
         own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(local)}
         processes.append(Process(command, own, output, keeper, selector))
         ends.callback(processes[-1].kill)
-    return _Run(processes, restarts, output, caught, selector, store)
+    return _Run(processes, restarts, output, caught, selector, store, notes)
+
+
+class Notes:
+    """What the launcher notices, in the records."""
+
+    def __init__(self, folder: Callable[[], Path] | None) -> None:
+        self._folder = folder
+        self._journals: dict[Path, Journal] = {}
+
+    def add(self, what: str, rank: int, life: int, text: str) -> None:
+        """Something happened to a worker's process."""
+        if self._folder is None:
+            return
+        folder = self._folder()
+        journal = self._journals.get(folder) or Journal(folder, "launcher")
+        self._journals[folder] = journal
+        journal.event(time.time(), what, rank, life, text)
+
+
+def _folder_of(options: Mapping[str, Any]) -> Callable[[], Path] | None:
+    folder = options.get("folder")
+    return (lambda: Path(folder)) if folder else None
 
 
 class _Run:
@@ -214,8 +247,9 @@ class _Run:
         caught: list[int],
         selector: selectors.BaseSelector,
         store: TCPStore,
+        notes: Notes,
     ) -> None:
-        self._selector, self._store = selector, store
+        self._selector, self._store, self._notes = selector, store, notes
         self._all, self._restarts, self._caught = processes, restarts, caught
         self._output = output
         self._running = list(processes)
@@ -274,11 +308,15 @@ class _Run:
             return
         what = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
         how = f"worker {process.rank} ended with {what}"
+        life = process.restarts + 1
+        self._notes.add("died", process.rank, life, f"its process ended with {what}")
         if process.restarts < self._restarts:
             process.restarts += 1
             self._tell(process.rank, process.restarts + 1)
             self._output(None, f"{how}; it starts again ({process.restarts} of {self._restarts})", True)
             process.start()
+            again = f"its process was started again ({process.restarts} of {self._restarts})"
+            self._notes.add("restarted", process.rank, life + 1, again)
             return
         self._running.remove(process)
         self._tell(process.rank, 0)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -159,17 +158,13 @@ class Leases(Sampler[list[int]]):
 
     def _wait(self, asked: concurrent.futures.Future[None], patient: bool = False) -> None:
         """Wait for the communication thread, but not if it has failed, or the run was stopped."""
-        began_s = time.perf_counter()
-        try:
-            while True:
-                try:
-                    return asked.result(timeout=0.2)
-                except concurrent.futures.TimeoutError:
-                    self.check()
-                    if self.agent.stopped and not patient:
-                        return None
-        finally:
-            self.agent.counters.blocked_s += time.perf_counter() - began_s
+        while True:
+            try:
+                return asked.result(timeout=0.2)
+            except concurrent.futures.TimeoutError:
+                self.check()
+                if self.agent.stopped and not patient:
+                    return None
 
     def _order(self, epoch: int) -> torch.Tensor:
         if epoch not in self._orders:

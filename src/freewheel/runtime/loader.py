@@ -6,8 +6,9 @@ batches, which are dealt to them as they need them (data/dealing.py).
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -19,6 +20,7 @@ from freewheel.runtime.leases import Leases
 if TYPE_CHECKING:
     from freewheel.runtime.agent import Agent
 
+T = TypeVar("T")
 DEALT_HERE = ("sampler", "batch_sampler")
 """Options of torch's DataLoader that would deal the samples in another way."""
 
@@ -98,6 +100,11 @@ class Loader:
         """Passes made by all workers together, as a fraction too."""
         return self.dealer.progress()
 
+    @property
+    def samples(self) -> int:
+        """Samples that all workers together have finished, as far as is known here."""
+        return round(self.progress * self.dealer.length)
+
     def __len__(self) -> int:
         return len(self.dealer)
 
@@ -114,7 +121,7 @@ class Loader:
         left = True
         try:
             while True:
-                for batch in self.batches:
+                for batch in self._waited_for(iter(self.batches)):
                     self.in_hand = True
                     self.given += 1
                     yield batch
@@ -122,13 +129,29 @@ class Loader:
                     self.agent().counters.samples += dealer.finish()
                     if self.stopped():
                         return
-                if not dealer.more():
+                if not self._timed(dealer.more):
                     break
             left = False
         finally:
             in_hand, self.in_hand = self.in_hand, False
             self.under_way = False
-            dealer.end(left, in_hand)
+            self._timed(lambda: dealer.end(left, in_hand))
+
+    def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """The same batches; how long the loop waited for each is counted."""
+        end = object()
+        while (batch := self._timed(lambda: next(batches, end))) is not end:
+            yield batch
+
+    def _timed(self, act: Callable[[], T]) -> T:
+        if self.agent is None:
+            return act()
+        counters = self.agent().counters
+        counters.wait("data", time.perf_counter())
+        try:
+            return act()
+        finally:
+            counters.go_on(time.perf_counter())
 
     def state_dict(self) -> dict[str, Any]:
         """Where the passes are: for a checkpoint taken after a step, so the batch in hand counts as finished.

@@ -1,103 +1,153 @@
-"""What a worker writes down while it trains: JSON lines in the run folder, a line for the console.
+"""What a worker writes down while it trains: its part of the run folder, TensorBoard, a line for the console.
 
-Watching can never stop a run: a disk that is full costs the records, with one warning.
+Watching can never stop a run: whatever goes wrong here costs records, with one warning. Everything is written
+by a thread of its own, which also takes what other threads have noticed.
 """
 
 from __future__ import annotations
 
-import json
+import functools
 import logging
 import math
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
+
+import torch
+from torch import Tensor, nn
 
 from freewheel.errors import ConfigError
+from freewheel.observe.journal import Journal, head
+from freewheel.strategy import Strategy
 
-RECORD_S = 1.0
+SAMPLE_S = 0.5
 CONSOLE_S = 5.0
+CLOSE_S = 5.0
+"""How long the end of a run waits for the last sample to be written."""
+NO_SCALARS = ("time", "rank", "life", "last")
 
 log = logging.getLogger("freewheel")
 
 
+class Events:
+    """What this worker has noticed and nobody has written down yet. Any thread may `note`."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        """Whether training has begun: who was there before has not joined."""
+        self.lives: Mapping[int, int] = {}
+        self.over = False
+        """Whether this worker leaves: who leaves with it has not died."""
+        self._noted: deque[tuple[float, str, int, int | None, str]] = deque(maxlen=1000)
+
+    def note(self, what: str, rank: int, text: str) -> None:
+        """Something happened to a worker."""
+        if self.over or what == "finished" or (what == "joined" and not self.begun):
+            return
+        self._noted.append((time.time(), what, rank, self.lives.get(rank), text))
+
+    def take(self) -> list[tuple[float, str, int, int | None, str]]:
+        """What was noted since the last time."""
+        return [self._noted.popleft() for _ in range(len(self._noted))]
+
+
 class Recorder:
-    """Appends a record a second to ``worker-RANK.jsonl``; worker 0 also says how it goes."""
+    """Writes a sample every half second, and what was noted and evaluated; worker 0 also says how it goes."""
 
     def __init__(
         self,
         metrics: Callable[[], dict[str, Any]],
-        folder: str | Path | None,
-        rank: int,
+        events: Events,
+        journal: Journal | None,
         *,
         console: bool = False,
-        tensorboard: str | Path | None = None,
+        board: Any = None,
     ) -> None:
-        self._metrics, self._console = metrics, console and rank == 0
-        self._board = _board(tensorboard, rank) if tensorboard is not None else None
-        self._file: TextIO | None = None
+        self._metrics, self._events, self._journal = metrics, events, journal
+        self._console, self._board = console, board
+        self._spoke_s = time.monotonic()
+        self._about: Mapping[str, Any] | None = None
+        self._evaluations: deque[dict[str, Any]] = deque(maxlen=1000)
+        self._failed: set[str] = set()
+        self._well = False
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
-        if folder is not None:
-            path = Path(folder) / f"worker-{rank}.jsonl"
-            try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                self._file = path.open("a", encoding="utf-8")
-            except OSError as error:
-                log.warning("no records: cannot write %s (%s)", path, error.strerror or error)
-        self._failed = False
-        if self._file is not None or self._console or self._board is not None:
+        if journal is not None or console or board is not None:
             self._thread = threading.Thread(target=self._run, name="freewheel-records", daemon=True)
             self._thread.start()
 
-    def close(self) -> None:
-        """Write the last record."""
-        if self._thread is None:
+    def about(self, head: Mapping[str, Any]) -> None:
+        """Let run.json be written."""
+        self._about = head
+
+    def evaluated(self, evaluation: dict[str, Any]) -> None:
+        """Write down what was measured of the answer."""
+        if self._journal is None:
             return
+        self._evaluations.append({"time_s": time.time(), **evaluation})
+        if self._ended.is_set():  # the run is over, and so is the thread
+            self._guarded("records", self._write_notes)
+
+    def close(self, well: bool) -> None:
+        """Write the last sample; `well` says that it is the last there is to say."""
+        self._well = well
         self._ended.set()
-        self._thread.join(timeout=5.0)
-        self._write(last=True)
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
 
     def _run(self) -> None:
-        spoke_s = time.monotonic()
-        while not self._ended.wait(RECORD_S):
-            record = self._write()
-            if record is None:
-                return
-            if self._console and time.monotonic() - spoke_s >= CONSOLE_S:
-                spoke_s = time.monotonic()
-                sys.stderr.write(line(record) + "\n")
-
-    def _write(self, last: bool = False) -> dict[str, Any] | None:
-        """Write a record; None: that cannot be done any more, and training goes on without."""
-        if self._failed:
-            return None
-        try:
-            return self._put(last)
-        except Exception as error:  # whoever looks on never stops a run
-            self._failed = True
-            log.warning("no more records: %s", error)
-            return None
-
-    def _put(self, last: bool) -> dict[str, Any]:
-        record = {"time": time.time(), **self._metrics(), "last": last}
-        if self._file is not None:
-            self._file.write(json.dumps(_plain(record)) + "\n")
-            self._file.flush()
+        wait_s, over = 0.0, False
+        while not over:
+            over = self._ended.wait(wait_s)
+            self._guarded("records", self._write_notes)
+            self._guarded("records", functools.partial(self._write_sample, over))
+            wait_s = SAMPLE_S
         if self._board is not None:
-            for name, value in record.items():
-                if isinstance(value, int | float) and name not in ("time", "rank", "last"):
-                    self._board.add_scalar(f"freewheel/{name}", value, record["steps"])
-        return record
+            self._guarded("tensorboard", self._board.close)
+
+    def _guarded(self, what: str, act: Callable[[], None]) -> None:
+        """Do it; the first time that it fails is told, and training goes on without."""
+        try:
+            act()
+        except Exception as error:
+            if what not in self._failed:
+                self._failed.add(what)
+                log.warning("%s: %s: %s. Training goes on without", what, type(error).__name__, error)
+
+    def _write_notes(self) -> None:
+        if self._about is not None and self._journal is not None:
+            head, self._about = self._about, None
+            self._journal.about(head)
+        for noted in self._events.take():
+            if self._journal is not None:
+                self._journal.event(*noted)
+        while self._evaluations:
+            evaluation = self._evaluations.popleft()
+            if self._journal is not None:
+                self._journal.evaluation(**evaluation)
+
+    def _write_sample(self, over: bool) -> None:
+        sample = {"time": time.time(), **self._metrics(), "last": over and self._well}
+        if self._journal is not None:
+            self._journal.sample(sample)
+        if self._board is not None and "tensorboard" not in self._failed:
+            self._guarded("tensorboard", lambda: self._show(sample))
+        if self._console and time.monotonic() - self._spoke_s >= CONSOLE_S:
+            self._spoke_s = time.monotonic()
+            self._guarded("console", lambda: _say(line(sample)))
+
+    def _show(self, sample: dict[str, Any]) -> None:
+        for name, value in sample.items():
+            if isinstance(value, int | float) and name not in NO_SCALARS:
+                self._board.add_scalar(f"freewheel/{name}", value, sample["steps"])
 
 
-def _board(folder: str | Path, rank: int) -> Any:
+def open_board(folder: str | Path, rank: int) -> Any:
+    """A writer for TensorBoard."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -107,24 +157,74 @@ def _board(folder: str | Path, rank: int) -> Any:
     return SummaryWriter(str(Path(folder) / f"worker-{rank}"))
 
 
-def line(record: dict[str, Any]) -> str:
-    """A record for people."""
+def evaluation(measured: Mapping[str, Any]) -> dict[str, float]:
+    """What `worker.record` was given, checked: numbers under names that records have."""
+    names = ("loss", "accuracy", "discrepancy", "consensus", "samples", "worker_steps")
+    if not measured:
+        raise ConfigError(f"record takes at least one of {', '.join(names)}, as in record(accuracy=0.9).")
+    checked: dict[str, float] = {}
+    for name, given in measured.items():
+        if name not in names:
+            raise ConfigError(f"record takes {', '.join(names)}; not {name!r}.")
+        try:
+            if isinstance(given, str | bytes):
+                raise TypeError
+            value = float(given.detach() if isinstance(given, Tensor) else given)
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigError(f"record: {name} must be one number, not {given!r}.") from None
+        if name == "accuracy" and math.isfinite(value) and not 0 <= value <= 1:
+            raise ConfigError(f"record: accuracy must lie between 0 and 1, not {value:g}.")
+        if name != "loss" and value < 0:
+            raise ConfigError(f"record: {name} must be at least 0, not {value:g}.")
+        checked[name] = int(value) if name in ("samples", "worker_steps") and value.is_integer() else value
+    return checked
+
+
+def describe(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    about: Mapping[str, Any],
+    **more: Any,
+) -> dict[str, Any]:
+    """What run.json says of a run of real processes."""
+    group = optimizer.param_groups[0]
+    trained = [one for one in model.parameters() if one.requires_grad]
+    scenario = {key: value for key, value in about.items() if key not in ("name", "target")}
+    settings = {
+        "strategy": strategy.settings(),
+        "scenario": {"optimizer": type(optimizer).__name__, **scenario},
+        "lr": float(group["lr"]) if "lr" in group else None,
+        "momentum": float(group.get("momentum", 0.0) or 0.0),
+        "model_bytes": sum(one.numel() * one.element_size() for one in trained),
+        "waits_for": strategy.waits_for,
+        "staleness": strategy.staleness,
+    }
+    return head(
+        torch=torch.__version__,
+        clock="wall",
+        name=about.get("name") or Path(sys.argv[0]).name or "python",
+        strategy=strategy.name,
+        settings=settings,
+        target=about.get("target"),
+        **more,
+    )
+
+
+def line(sample: dict[str, Any]) -> str:
+    """A sample for people."""
     parts = [
-        f"{record['elapsed_s']:.0f} s",
-        f"step {record['steps']}",
-        f"{record['steps_per_s']:.1f} steps/s",
-        f"blocked {100 * record['blocked_share']:.1f} %",
-        f"exchanges {record['exchanges']['done'] + record['merges']['done']}",
-        f"staleness {record['staleness_mean']:.1f}",
+        f"{sample['elapsed_s']:.0f} s",
+        f"step {sample['steps']}",
+        f"{sample['steps_per_s']:.1f} steps/s",
+        f"blocked {100 * sample['blocked_share']:.1f} %",
+        f"exchanges {sample['exchanges']['done'] + sample['merges']['done']}",
+        f"staleness {sample['staleness_mean']:.1f}",
     ]
-    if not math.isnan(record["loss"]):
-        parts.append(f"loss {record['loss']:.4g}")
+    if not math.isnan(sample["loss"]):
+        parts.append(f"loss {sample['loss']:.4g}")
     return "  ".join(parts)
 
 
-def _plain(record: dict[str, Any]) -> dict[str, Any]:
-    """JSON has no nan."""
-    return {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in record.items()
-    }
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")

@@ -114,6 +114,8 @@ class Options:
     folder: str | None = None
     bind: str | None = None
     tls: str | None = None
+    typed: str | None = None
+    """The command line, for the records."""
     console: bool = False
     tensorboard: str | None = None
     workers: int = 0
@@ -151,8 +153,7 @@ class Rendezvous:
         else:
             ours = json.dumps({"run": secrets.token_hex(16)})
             self._options = self._store.compare_set(OPTIONS, "", ours).decode()
-        given = json.loads(self._options)
-        options = Options(**{key: given[key] for key in Options.__dataclass_fields__ if key in given})
+        options = _options(self._options)
         self.most = max(options.most, options.workers, self.place.world_size)
         # What is said in a process's second use of a run does not belong to its first.
         return replace(options, run=hashlib.sha256(f"{options.run}/{self._used}".encode()).hexdigest()[:32])
@@ -285,6 +286,22 @@ class Rendezvous:
                 raise WorkerLost(f"{whose} did not come to the rendezvous within {self.timeout_s:g} s.")
             time.sleep(POLL_S)
         return str(self._store.get(key).decode())
+
+
+def options_alone(place: Place) -> Options | None:
+    """What the launcher tells a worker that is alone; None: there is no launcher of ours."""
+    if not place.hosted:
+        return None
+    with contextlib.suppress(OSError, RuntimeError):
+        store = reach(place.host, place.port, STORE_S)
+        if store.check([OPTIONS]):
+            return _options(store.get(OPTIONS).decode())
+    return None
+
+
+def _options(text: str) -> Options:
+    given = json.loads(text)
+    return Options(**{key: given[key] for key in Options.__dataclass_fields__ if key in given})
 
 
 def reach(host: str, port: int, timeout_s: float) -> TCPStore:

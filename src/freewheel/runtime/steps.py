@@ -43,6 +43,8 @@ class Steps:
         self.first = agent.counters.steps
         """How many steps were made before this life."""
         self._began_s = time.perf_counter()
+        self._blocked_s = 0.0
+        """How long training had waited for data and checkpoints when it began to compute."""
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -60,9 +62,10 @@ class Steps:
         self._homes.look()
         if self._agent.failure is not None:
             check(self._agent)
-        computed_s = time.perf_counter() - self._began_s
         counters = node.counters
-        counters.compute_s += computed_s
+        computed_s = time.perf_counter() - self._began_s
+        blocked = counters.blocked_s
+        counters.compute_s += computed_s - (blocked["data"] + blocked["checkpoint"] - self._blocked_s)
         node.step_s += (computed_s - node.step_s) / (counters.steps - self.first + 1)
         if not self._measured:
             counters.stale(self._stale)
@@ -84,6 +87,8 @@ class Steps:
             self._agent.stepped()
         self._stale = node.unmerged_steps
         self._checkpoints.stepped(node.counters.steps)
+        blocked = node.counters.blocked_s
+        self._blocked_s = blocked["data"] + blocked["checkpoint"]
         self._began_s = time.perf_counter()
 
     async def _parked(self, act: Callable[[Any], Coroutine[Any, Any, None]], node: Any) -> None:
@@ -96,10 +101,10 @@ class Steps:
 
     def _wait(self, act: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         """Let training wait for the strategy."""
-        began_s = time.perf_counter()
         agent, strategy = self._agent, self._agent.strategy
         if self._replica.cuda:
             torch.cuda.current_stream(self._replica.blocks[0].weights.device).synchronize()
+        agent.counters.wait("peers", time.perf_counter())
         work = agent.begin(act(agent.node))
         waited_s = 0.0
         try:
@@ -119,7 +124,7 @@ class Steps:
         except PeerLost as error:
             raise _explained(strategy, error) from error
         finally:
-            agent.counters.blocked_s += time.perf_counter() - began_s
+            agent.counters.go_on(time.perf_counter())
 
 
 def check(agent: Agent) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.errors import ConfigError
+from freewheel.fabric.base import Notice
 from freewheel.runtime import shards
 from freewheel.runtime.shards import Manifest, Shard
 
@@ -23,9 +24,9 @@ log = logging.getLogger("freewheel")
 class Writer:
     """Writes one shard at a time, in a thread of its own, and removes those that are old."""
 
-    def __init__(self, home: Path, manifest: Manifest, counts: dict[str, int]) -> None:
+    def __init__(self, home: Path, manifest: Manifest, counts: dict[str, int], notice: Notice) -> None:
         self.home, self.keep = home, 1
-        self._manifest, self._counts = manifest, counts
+        self._manifest, self._counts, self._notice = manifest, counts, notice
         self._thread: threading.Thread | None = None
         self._warned = self._tidy = False
         try:
@@ -69,10 +70,13 @@ class Writer:
                 self._tidy = True
             shards.write(self.home, manifest, state)
             self._counts["done"] += 1
+            self._notice("checkpoint", manifest.rank, f"of step {manifest.step}")
             self._warned = False
             self._retire()
         except OSError as error:
             self._counts["failed"] += 1
+            why = error.strerror or error
+            self._notice("checkpoint", manifest.rank, f"none of step {manifest.step}: {why}")
             if not self._warned:
                 self._warned = True
                 log.warning(

@@ -353,12 +353,8 @@ class Simulation:
         )
 
     def _settings(self) -> dict[str, Any]:
-        settings = {
-            name: value if isinstance(value, int | float | str | None) else str(value)
-            for name, value in vars(self.strategy).items()
-        }
         return {
-            "strategy": settings,
+            "strategy": self.strategy.settings(),
             "scenario": dataclasses.asdict(self.scenario),
             "lr": self.lr,
             "momentum": self.momentum,

@@ -55,11 +55,11 @@ class Wire:
             if one in self.ends and other in self.ends:
                 self.ends[one].gain(other)
 
-    def part(self, a: int, b: int, why: str) -> None:
+    def part(self, a: int, b: int, why: str, what: str = "cut") -> None:
         """Let two workers know that they have lost each other."""
         for one, other in ((a, b), (b, a)):
             if one in self.ends:
-                self.ends[one].lose(other, why)
+                self.ends[one].lose(other, why, what)
 
     def crash(self, rank: int) -> None:
         """End a worker's life: what it had under way is lost; peers see the connection break."""

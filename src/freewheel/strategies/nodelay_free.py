@@ -197,7 +197,7 @@ class FreeNoDelay(Strategy):
             merge.cancel()
             node.forget(("offset", "merge", number))
             node.forget(("merge", "verdict", number))
-            node.counters.merges[outcome] += 1
+            node.count_merge(outcome, members)
 
     async def merge(self, node: Node, members: list[int], leader: int, number: int) -> Tensor | None:
         """How far the mean is from this worker's snapshot, or None if a member was lost; tells the leader."""

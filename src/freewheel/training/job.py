@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from freewheel import strategies, tasks
 from freewheel.errors import ConfigError, RunStopped, at_least
@@ -76,6 +77,11 @@ class Job:
         if kind == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device cuda: this machine has no CUDA device that torch can use; take cpu.")
 
+    def scenario(self) -> dict[str, Any]:
+        """All but the strategy and the target, as plain data."""
+        given = dataclasses.asdict(self)
+        return {key: value for key, value in given.items() if key not in ("strategy", "target")}
+
     def save(self, path: Path) -> None:
         """Write it where the workers read it."""
         path.write_text(json.dumps(dataclasses.asdict(self)))
@@ -93,6 +99,7 @@ def train_all(
     folder: Path,
     progress: Callable[[int, int], None] = lambda number, done: None,
     tensorboard: Path | None = None,
+    typed: str | None = None,
 ) -> list[Result | RunStopped]:
     """Run jobs one after the other in one set of processes; progress hears which one, and its worker-steps.
 
@@ -107,10 +114,12 @@ def train_all(
     output = Captured(folder)
     workers = jobs[0].workers
 
+    def begun() -> list[int]:
+        return [number for number, home in enumerate(homes) if (home / "worker-0.jsonl").exists()]
+
     def tick() -> None:
-        begun = [number for number, home in enumerate(homes) if (home / "worker-0.jsonl").exists()]
-        if begun:
-            progress(begun[-1], steps_made(homes[begun[-1]], workers))
+        if numbers := begun():
+            progress(numbers[-1], steps_made(homes[numbers[-1]], workers))
 
     code = launch(
         [sys.executable, "-m", "freewheel.training.process", *map(str, homes)],
@@ -120,6 +129,8 @@ def train_all(
         console=False,
         tensorboard=tensorboard,
         tick=tick,
+        typed=typed,
+        events=lambda: homes[max(begun(), default=0)],
     )
     if code in (130, 143):
         raise KeyboardInterrupt
@@ -145,7 +156,7 @@ def steps_made(folder: Path, workers: int) -> int:
         path = folder / f"worker-{rank}.jsonl"
         try:
             with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - 4096))
+                file.seek(max(0, path.stat().st_size - (1 << 16)))
                 lines = file.read().splitlines()
             made += int(json.loads(lines[-1])["steps"])
         except (OSError, IndexError, ValueError, KeyError):

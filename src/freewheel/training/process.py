@@ -21,11 +21,13 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from freewheel import api, strategies, tasks
 from freewheel.errors import Diverged, FreewheelError
+from freewheel.observe.journal import Journal
 from freewheel.replica import Replica, flatten
 from freewheel.runtime.attach import Worker
 from freewheel.runtime.copies import flat_buffers, set_flat_buffers
 from freewheel.sim.driver import spread
 from freewheel.task import Task
+from freewheel.training.ddp import DdpBooks
 from freewheel.training.job import DDP, Job
 
 WARM_UP = 5
@@ -183,16 +185,24 @@ def run(folder: Path, number: int) -> dict[str, Any]:
     outcome |= {"rank": rank, "lr": lr, "momentum": momentum, "waits_for": "all", "staleness": "none"}
     if strategy is not None:
         outcome |= {"waits_for": strategy.waits_for, "staleness": strategy.staleness}
-        outcome["strategy"] = {
-            key: value if isinstance(value, int | float | str | None) else str(value)
-            for key, value in vars(strategy).items()
-        }
+        outcome["strategy"] = strategy.settings()
     outcome["model_bytes"] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     if samples.active:
         outcome["curve"] = samples.evaluate(task, task.model().to(device))
         final.eval()
         outcome["loss"], outcome["accuracy"] = task.evaluate(final)
+        _write_curve(folder, rank, job, outcome)
     return outcome
+
+
+def _write_curve(folder: Path, rank: int, job: Job, outcome: dict[str, Any]) -> None:
+    """The answer along the way and at the end, for the records."""
+    journal = Journal(folder, rank)
+    for sample in outcome["curve"]:
+        at = {name: value for name, value in sample.items() if name != "time"}
+        journal.evaluation(sample["time"], **at)
+    measured = {"loss": outcome["loss"], "accuracy": outcome["accuracy"]}
+    journal.evaluation(outcome["ended"], worker_steps=job.workers * job.steps, **measured)
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, job: Job, lr: float, share: float) -> None:
@@ -223,7 +233,9 @@ def _attached(
 ) -> tuple[dict[str, Any], nn.Module]:
     """The loop as a user writes it."""
     settings: dict[str, Any] = {"wire": job.wire, "seed": job.seed, "folder": folder}
-    with api.attach(model, optimizer, job.strategy, **settings) as worker:
+    worker = api.attach(model, optimizer, job.strategy, **settings)
+    worker.about(name=job.task, target=job.target, **job.scenario())
+    with worker:
         began = time.time()
         for step, share in enumerate(budget.steps()):
             _set_lr(optimizer, job, lr, share)
@@ -271,35 +283,35 @@ def _with_ddp(
     parallel = DistributedDataParallel(model)
     dist.barrier()
     began = time.time()
-    record = (folder / f"worker-{rank}.jsonl").open("w")
-    for step, share in enumerate(budget.steps()):
-        _set_lr(optimizer, job, lr, share)
-        if samples.due(share):
-            samples.keep([(rank, replica.weights.cpu().clone(), flat_buffers(model), step * job.workers)])
-        loss = task.loss(parallel, task.batch(rank, generator))
-        optimizer.zero_grad()
-        pace()
-        loss.backward()  # type: ignore[no-untyped-call]
-        if step % 20 == 0:
-            _check(loss.detach(), job, rank, step)
-            record.write(json.dumps({"steps": step}) + "\n")
-            record.flush()
-        optimizer.step()
-    if next(model.parameters()).is_cuda:
-        torch.cuda.synchronize()
-    ended = time.time()
-    record.close()
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    with DdpBooks(job, folder, rank, pace.step_s, size) as books:
+        if rank == 0:
+            books.about(lr, optimizer)
+        for step, share in enumerate(budget.steps()):
+            _set_lr(optimizer, job, lr, share)
+            if samples.due(share):
+                samples.keep([(rank, replica.weights.cpu().clone(), flat_buffers(model), step * job.workers)])
+            loss = task.loss(parallel, task.batch(rank, generator))
+            optimizer.zero_grad()
+            pace()
+            loss.backward()  # type: ignore[no-untyped-call]
+            if step % 20 == 0:
+                _check(loss.detach(), job, rank, step)
+            books.loss = loss.detach()
+            optimizer.step()
+            books.steps += 1
+        if next(model.parameters()).is_cuda:
+            torch.cuda.synchronize()
+        ended = time.time()
     dist.barrier()
     dist.destroy_process_group()
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    sent = round(job.steps * 2 * (job.workers - 1) / job.workers * size)
     none = {"done": 0, "busy": 0, "half": 0, "failed": 0}
     return {
         "began": began,
         "ended": ended,
         "compute_s": min(ended - began, job.steps * pace.step_s),
         "steps": job.steps,
-        "bytes_out": sent,
+        "bytes_out": books.bytes_out(),
         "exchanges": none,
         "merges": none,
         "messages_dropped": 0,

@@ -1,0 +1,99 @@
+"""The records of a leg with PyTorch's DistributedDataParallel, as far as they can be known from outside.
+
+DDP does not say how long it waits: what a step takes beyond its own computing is counted as waiting for the
+others. What a ring would send is counted as sent.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from freewheel import __version__
+from freewheel.observe.counters import CAUSES, Counters
+from freewheel.observe.journal import Journal, head, typed
+from freewheel.runtime.records import Events, Recorder
+from freewheel.runtime.rendezvous import Place, options_alone
+from freewheel.training.job import DDP, Job
+
+
+class DdpBooks:
+    """What one worker writes down during its loop, which keeps `steps` and `loss` up to date."""
+
+    def __init__(self, job: Job, folder: Path, rank: int, step_s: float, model_bytes: int) -> None:
+        self.steps, self.loss = 0, torch.tensor(float("nan"))
+        self._job, self._rank, self._step_s, self._model_bytes = job, rank, step_s, model_bytes
+        self._began_s, self._state = time.perf_counter(), "training"
+        self._events = Events()
+        self._recorder = Recorder(self._metrics, self._events, Journal(folder, rank))
+
+    def about(self, lr: float, optimizer: torch.optim.Optimizer) -> None:
+        """Let run.json be written."""
+        job, options = self._job, options_alone(Place.read())
+        settings = {
+            "strategy": {},
+            "scenario": job.scenario(),
+            "lr": lr,
+            "momentum": optimizer.param_groups[0]["momentum"],
+            "model_bytes": self._model_bytes,
+            "waits_for": "all",
+            "staleness": "none",
+        }
+        self._recorder.about(
+            head(
+                freewheel=__version__,
+                torch=torch.__version__,
+                clock="wall",
+                name=job.task,
+                command=(options.typed if options is not None else None) or typed(),
+                strategy=DDP,
+                workers=job.workers,
+                seed=job.seed,
+                settings=settings,
+                target=job.target,
+            )
+        )
+
+    def bytes_out(self) -> int:
+        """What a ring would have sent."""
+        others = (self._job.workers - 1) / self._job.workers
+        return round(self.steps * 2 * others * self._model_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        if error is not None:
+            self._events.note("failed", self._rank, f"{type(error).__name__}: {error}")
+        else:
+            self._state = "finished"
+        self._recorder.close(well=error is None)
+
+    def _metrics(self) -> dict[str, Any]:
+        elapsed_s = time.perf_counter() - self._began_s
+        compute_s = min(elapsed_s, self.steps * self._step_s)
+        loss: Tensor = self.loss
+        return {
+            "rank": self._rank,
+            "life": 1,
+            "state": self._state,
+            "steps": self.steps,
+            "elapsed_s": elapsed_s,
+            "steps_per_s": self.steps / elapsed_s,
+            "compute_s": compute_s,
+            "blocked_s": dict.fromkeys(CAUSES, 0.0) | {"peers": elapsed_s - compute_s},
+            "blocked_share": 1 - compute_s / elapsed_s,
+            **Counters().figures(),
+            "merges": {"done": self.steps, "dropped": 0, "half": 0},
+            "bytes_out": self.bytes_out(),
+            "bytes_in": self.bytes_out(),
+            "checkpoints": {"done": 0, "skipped": 0, "failed": 0},
+            "progress": 0.0,
+            "members": list(range(self._job.workers)),
+            "view": 0,
+            "loss": float(loss),
+        }
