@@ -10,9 +10,11 @@ import torch
 from torch import nn
 
 from freewheel import strategies, tasks
+from freewheel.observe.journal import typed
 from freewheel.observe.result import Result
 from freewheel.runtime.attach import Worker
 from freewheel.sim.driver import Simulation
+from freewheel.sim.records import SimulatedRecords
 from freewheel.sim.scenario import Scenario
 from freewheel.strategy import Strategy
 from freewheel.task import Task
@@ -83,12 +85,17 @@ def simulate(
     *,
     progress: Callable[[int, int], None] | None = None,
     trace_file: TextIO | None = None,
+    folder: str | Path | None = None,
+    name: str | None = None,
+    command: str | None = None,
     **settings: Any,
 ) -> Result:
     """Train a task with a strategy in virtual time and return what was measured.
 
     The settings are those of `Scenario` (workers, steps, compute, links, faults, seed, …), given as
-    keywords or as one value. The same arguments give the same result, to the last event.
+    keywords or as one value. The same arguments give the same result, to the last event. With a `folder` the
+    run is written down there as a real one is (docs/RECORDS.md), in virtual time; `name` and `command`
+    say for people what it is and what was typed.
 
         >>> import freewheel as fw
         >>> fast = fw.simulate("adpsgd", workers=4, steps=50, compute=fw.Compute(slow={0: 10}))
@@ -98,11 +105,18 @@ def simulate(
     """
     if scenario is not None and settings:
         raise TypeError("give the settings as a Scenario or as keywords, not both")
+    from freewheel import __version__  # defined after this module was imported
+
+    records = None
+    if folder is not None:
+        name = name or (task if isinstance(task, str) else type(task).__name__)
+        records = SimulatedRecords(Path(folder), version=__version__, name=name, command=command or typed())
     simulation = Simulation(
         strategies.resolve(strategy),
         tasks.resolve(task),
         scenario or Scenario(**settings),
         progress=progress,
         trace_file=trace_file,
+        records=records,
     )
     return simulation.run()

@@ -328,7 +328,6 @@ class Node:
         if apart is not None:
             distance = math.hypot(self.apart, apart) / math.sqrt(2)
             self.counters.discrepancy_max = max(self.counters.discrepancy_max, distance)
-        self.counters.discrepancy = distance
         self.counters.met(peer, distance)
         self._merged_steps = self._snapshot_steps
         self._replica.correct(correction, own=True)
@@ -393,9 +392,7 @@ class Node:
         self.counters.merges[outcome] += 1
         if outcome == "done":
             self._merged = True
-            for peer in members:
-                if peer != self.rank:
-                    self.counters.met(peer, None)
+            self.counters.met_all(tuple(peer for peer in members if peer != self.rank))
         elif outcome == "half":
             self._fabric.notice("half", self.rank, "a merge may have counted for others only")
 

@@ -15,7 +15,7 @@ from freewheel import api, strategies, tasks
 from freewheel.cli.console import output
 from freewheel.cli.options import command_line, ranks_and_numbers
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.observe.files import check_writable, open_whole, write_whole
+from freewheel.observe.files import check_writable, fresh, open_whole, write_whole
 from freewheel.observe.result import Result
 from freewheel.observe.table import results_tables
 from freewheel.sim.compute import Compute
@@ -87,6 +87,12 @@ def simulate(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report here.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Write every event here (one strategy only).")] = None,
+    folder: Annotated[
+        Path | None,
+        typer.Option(
+            help="Write records here, as a real run does; one folder for each of several strategies."
+        ),
+    ] = None,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="When a strategy cannot go on (a crash), show the others.")
     ] = False,
@@ -123,7 +129,8 @@ def simulate(
         raise ConfigError("--json, --report and --trace must be different files.")
     for path in (json_path, report, trace):
         check_writable(path)
-    results, stopped = _run_all(chosen, problem, scenario, trace, keep_going)
+    homes = _homes(folder, chosen)
+    results, stopped = _run_all(chosen, problem, scenario, trace, keep_going, homes, task)
     console = output()
     if results:
         for table in results_tables(results, console.width):
@@ -140,8 +147,22 @@ def simulate(
 
             write(report, results, title=f"Freewheel: {task} on {workers} workers", command=command_line())
             console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
+    if folder is not None:
+        console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
     if stopped:
         raise RunStopped("; ".join(stopped))
+
+
+def _homes(folder: Path | None, chosen: list[Strategy]) -> list[Path | None]:
+    """Where each strategy's records go; what an earlier run has left there is removed."""
+    if folder is None:
+        return [None] * len(chosen)
+    homes = [
+        folder / f"{number}-{one.name}" if len(chosen) > 1 else folder for number, one in enumerate(chosen)
+    ]
+    for home in homes:
+        fresh(home)
+    return list(homes)
 
 
 def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[str] | None) -> Compute:
@@ -167,7 +188,13 @@ def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[s
 
 
 def _run_all(
-    chosen: list[Strategy], task: tasks.Task, scenario: Scenario, trace: Path | None, keep_going: bool
+    chosen: list[Strategy],
+    task: tasks.Task,
+    scenario: Scenario,
+    trace: Path | None,
+    keep_going: bool,
+    homes: list[Path | None],
+    name: str,
 ) -> tuple[list[Result], list[str]]:
     results: list[Result] = []
     stopped: list[str] = []
@@ -179,14 +206,24 @@ def _run_all(
         Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars,
         file as trace_file,
     ):
-        for one in chosen:
+        for one, home in zip(chosen, homes, strict=True):
             bar = bars.add_task(one.name, total=scenario.workers * scenario.steps)
 
             def show(done: int, total: int, bar: object = bar) -> None:
                 bars.update(bar, completed=done, total=total)  # type: ignore[arg-type]
 
             try:
-                results.append(api.simulate(one, task, scenario, progress=show, trace_file=trace_file))
+                result = api.simulate(
+                    one,
+                    task,
+                    scenario,
+                    progress=show,
+                    trace_file=trace_file,
+                    folder=home,
+                    name=name,
+                    command=command_line(),
+                )
+                results.append(result)
             except RunStopped as error:
                 if not keep_going:
                     raise

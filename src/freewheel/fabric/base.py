@@ -24,8 +24,8 @@ EXCHANGE = "exchange"
 """The first word of tags whose vectors are swapped by `send` and `blend`, and by nothing else."""
 RUNTIME = "run"
 """The first word of tags that are not a strategy's."""
-Notice: TypeAlias = Callable[[str, int, str], None]
-"""Hears what happened (a word of docs/RECORDS.md), to which worker, and more about it in words."""
+Notice: TypeAlias = Callable[[str, int | None, str], None]
+"""Hears what happened (a word of docs/RECORDS.md), to whom (None: to all), and more about it in words."""
 Meet: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Makes a correction of one's own weights and another's, element by element; may overwrite the other's."""
 

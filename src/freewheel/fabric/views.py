@@ -394,6 +394,5 @@ class Views:
         self._wanted = False
         self.over = asyncio.get_running_loop().create_future()
         self._open.set()
-        self.fabric.notice(
-            "view", self.rank, f"view {self.view.number}: workers {', '.join(map(str, members))}"
-        )
+        who = ", ".join(map(str, members)) if len(members) <= 16 else f"{len(members)} workers"
+        self.fabric.notice("view", None, f"view {self.view.number}: {who}")

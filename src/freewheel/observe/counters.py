@@ -24,7 +24,9 @@ class Counters:
     exchanges: dict[str, int] = field(default_factory=lambda: {"done": 0, "busy": 0, "half": 0, "failed": 0})
     merges: dict[str, int] = field(default_factory=lambda: {"done": 0, "dropped": 0, "half": 0})
     peers: dict[int, tuple[int, float | None]] = field(default_factory=dict)
-    """Of every peer met: exchanges and merges done with it, how far it was at the last one where known."""
+    """Of every peer met: exchanges done with it, how far it was at the last one."""
+    merged: dict[tuple[int, ...], int] = field(default_factory=dict)
+    """The same of merges, by all peers of a merge: adding to each of them would be dear with many workers."""
     staleness_sum: float = 0.0
     staleness_count: int = 0
     staleness_max: float = 0.0
@@ -63,9 +65,25 @@ class Counters:
             blocked[waiting[0]] += max(0.0, now_s - waiting[1])
         return blocked
 
-    def met(self, peer: int, apart: float | None) -> None:
-        """An exchange or a merge with a peer is done; None: nobody measured how far it was."""
+    def met(self, peer: int, apart: float) -> None:
+        """An exchange with a peer is done."""
+        self.discrepancy = apart
         self.peers[peer] = (self.peers.get(peer, (0, None))[0] + 1, apart)
+
+    def met_all(self, peers: tuple[int, ...]) -> None:
+        """A merge with some peers is done."""
+        self.merged[peers] = self.merged.get(peers, 0) + 1
+        if len(self.merged) > 64:
+            self.peers, self.merged = self._met(), {}
+
+    def _met(self) -> dict[int, tuple[int, float | None]]:
+        """Of every peer: exchanges and merges done with it, how far it was where known."""
+        met = self.peers.copy()
+        for peers, times in self.merged.copy().items():
+            for peer in peers:
+                before, apart = met.get(peer, (0, None))
+                met[peer] = (before + times, apart)
+        return met
 
     def figures(self) -> dict[str, Any]:
         """What a worker says of itself, as plain data."""
@@ -73,7 +91,7 @@ class Counters:
         return {
             "exchanges": dict(self.exchanges),
             "merges": dict(self.merges),
-            "peers": {peer: list(met) for peer, met in sorted(self.peers.copy().items())},
+            "peers": dict(sorted(self._met().items())),
             "discrepancy": self.discrepancy,
             "discrepancy_max": max(self.discrepancy_max, self.mean_apart_max),
             "staleness_mean": self.staleness_sum / stale if stale else 0.0,

@@ -42,6 +42,20 @@ def write_whole(path: Path, text: str) -> None:
         file.write(text)
 
 
+def fresh(folder: Path) -> None:
+    """Make a folder for the records of a run; those of an earlier one are removed, nothing else is."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for pattern in ("run.json", "worker-*.jsonl", "events-*.jsonl", "evaluations.jsonl"):
+            for old in folder.glob(pattern):
+                old.unlink()
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(
+            f"cannot write records into {str(folder)!r}: {why}. Give a folder that can be written to."
+        ) from None
+
+
 def check_writable(path: Path | None) -> None:
     """Refuse a place that cannot be written to, before hours of work are spent on what goes there."""
     if path is None:

@@ -147,7 +147,7 @@ class Agent:
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
 
     async def _close(self, why: str) -> None:
-        self.events.begun = self.events.over = True
+        self.events.over = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

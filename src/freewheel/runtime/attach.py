@@ -332,6 +332,7 @@ class Worker:
                 self._check()
                 self._checkpoints.close()
                 self._answer = self._patiently(self._agent.finish(self._store))
+                self._agent.events.over = True
                 if self._store is not None:
                     self._store.end()
                 self._check_answer(self._answer[0])

@@ -42,15 +42,17 @@ class Events:
         self.lives: Mapping[int, int] = {}
         self.over = False
         """Whether this worker leaves: who leaves with it has not died."""
-        self._noted: deque[tuple[float, str, int, int | None, str]] = deque(maxlen=1000)
+        self._noted: deque[tuple[float, str, int | None, int | None, str]] = deque(maxlen=1000)
 
-    def note(self, what: str, rank: int, text: str) -> None:
-        """Something happened to a worker."""
-        if self.over or what == "finished" or (what == "joined" and not self.begun):
+    def note(self, what: str, rank: int | None, text: str) -> None:
+        """Something happened to a worker, or to all (None)."""
+        late = self.over and what != "failed"
+        if late or what == "finished" or (what == "joined" and not self.begun):
             return
-        self._noted.append((time.time(), what, rank, self.lives.get(rank), text))
+        life = None if rank is None else self.lives.get(rank)
+        self._noted.append((time.time(), what, rank, life, text))
 
-    def take(self) -> list[tuple[float, str, int, int | None, str]]:
+    def take(self) -> list[tuple[float, str, int | None, int | None, str]]:
         """What was noted since the last time."""
         return [self._noted.popleft() for _ in range(len(self._noted))]
 

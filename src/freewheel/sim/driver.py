@@ -18,6 +18,7 @@ from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.fabric import Wire
 from freewheel.sim.faults import Fault
 from freewheel.sim.links import Network
+from freewheel.sim.records import SimulatedRecords
 from freewheel.sim.scenario import Scenario
 from freewheel.sim.trace import Trace
 from freewheel.sim.worker import SimulatedWorker, Study
@@ -38,7 +39,9 @@ class Simulation:
         *,
         progress: Callable[[int, int], None] | None = None,
         trace_file: TextIO | None = None,
+        records: SimulatedRecords | None = None,
     ) -> None:
+        self.records = records
         strategy.check(scenario.workers)
         self.strategy, self.task, self.scenario = strategy, task, scenario
         self.progress = progress or (lambda _done, _all: None)
@@ -105,6 +108,8 @@ class Simulation:
             torch.set_num_threads(threads)
 
     def _run(self) -> Result:
+        if self.records is not None:
+            self.records.begin(self)
         for worker in self.workers.values():
             worker.launch(self.steps, None, self._stepped, self._finish_if_done)
         faults = [self.loop.call_at(fault.at_s, self._strike, fault) for fault in self.scenario.faults]
@@ -119,7 +124,14 @@ class Simulation:
             self._advance()
             for worker in self.workers.values():
                 worker.replica.boundary()
-            return self._result()
+            result = self._result()
+            if self.records is not None:
+                self.records.end(None)
+            return result
+        except BaseException as error:
+            if self.records is not None:
+                self.records.end(error)
+            raise
         finally:
             for timer in faults:
                 timer.cancel()
@@ -140,9 +152,11 @@ class Simulation:
         self.completed += 1
         done = self.completed
         if self.every and done % self.every == 0 and done < self.budget:
-            self.samples.append(self._sample())
+            self._take_sample()
         elif done % self.scenario.workers == 0:  # a sample measures it too
             self._measure_discrepancy()
+        if self.records is not None:
+            self.records.stepped()
         if done % 64 == 0:
             self.progress(done, self.budget)
         self._finish_if_done()
@@ -201,12 +215,16 @@ class Simulation:
             rank, self.strategy, self.scenario, self.wire, study, self.blank_size, self._fail
         )
         worker.node.momentum = self.momentum
+        if self.records is not None:
+            self.records.watch(worker)
         return worker
 
     def _strike(self, fault: Fault) -> None:
         """Let a fault happen."""
         rank, wire = fault.rank, self.wire
         self.trace.add((self.loop.time(), "fault", str(fault)))
+        if self.records is not None:
+            self.records.struck(fault)
         if fault.kind == "crash" and rank in self.workers:
             worker = self.workers.pop(rank)
             worker.die()
@@ -310,6 +328,13 @@ class Simulation:
         now = self.loop.time() if self.finished_s is None else self.finished_s
         return Sample(now, self.completed, loss, accuracy, discrepancy, consensus)
 
+    def _take_sample(self) -> Sample:
+        sample = self._sample()
+        self.samples.append(sample)
+        if self.records is not None:
+            self.records.evaluated(sample)
+        return sample
+
     def _lives(self) -> Iterator[tuple[int, Counters]]:
         yield from self.past_lives
         for rank, worker in self.workers.items():
@@ -318,8 +343,7 @@ class Simulation:
     def _result(self) -> Result:
         scenario, virtual_s = self.scenario, self.finished_s
         assert virtual_s is not None
-        last = self._sample()
-        self.samples.append(last)
+        last = self._take_sample()
         lives = list(self._lives())
         counters = [c for _, c in lives]
         alive_s = sum(c.alive_s for c in counters)
@@ -349,10 +373,11 @@ class Simulation:
             target_s=reached[0] if reached else None,
             curve=tuple(self.samples),
             by_worker=tuple({"rank": rank, **dataclasses.asdict(c)} for rank, c in lives),
-            settings=self._settings(),
+            settings=self.settings(),
         )
 
-    def _settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, Any]:
+        """What the run was asked to be, as plain data."""
         return {
             "strategy": self.strategy.settings(),
             "scenario": dataclasses.asdict(self.scenario),

@@ -208,4 +208,5 @@ class VirtualFabric(Mailbox):
         if not alive or not same or flight.target is None:
             return
         wire.trace.add((wire.loop.time(), "land", self.rank, peer, message.tag))
+        flight.target.counters.bytes_in += flight.size
         flight.target.deliver(message)

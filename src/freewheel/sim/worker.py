@@ -160,7 +160,11 @@ class SimulatedWorker:
         # A strategy with a staleness of its own records it; for the others the node's measure is taken.
         measured = type(strategy).staleness is not Strategy.staleness
         while steps is None or node.steps < steps:
-            batch = await self._draw(self.hand) if self.hand is not None else None
+            batch = None
+            if self.hand is not None:
+                counters.wait("data", self.loop.time())
+                batch = await self._draw(self.hand)
+                counters.go_on(self.loop.time())
             stale = node.unmerged_steps
             took, pause = self.clockwork.next_s(self.loop.time())
             if pause:
@@ -174,12 +178,16 @@ class SimulatedWorker:
             if study is not None:
                 self._learn(study)
             if before:
+                counters.wait("peers", self.loop.time())
                 await strategy.before_step(node)
+                counters.go_on(self.loop.time())
             if study is not None:
                 study.step()
             counters.steps += 1
             if after:
+                counters.wait("peers", self.loop.time())
                 await strategy.after_step(node)
+                counters.go_on(self.loop.time())
             self.replica.boundary()
             if self.hand is not None and batch is not None:
                 self.used[batch.number, batch.place] += 1

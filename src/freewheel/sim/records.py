@@ -1,0 +1,151 @@
+"""A simulated run written down as a real one is: docs/RECORDS.md, in virtual seconds.
+
+Samples are taken when somebody has completed a step: a timer of its own would keep the clock running where
+nothing is left to happen. Nothing here moves the clock, draws a number or sends anything, so the trace of a
+run is the same with and without.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from freewheel.observe.journal import Journal, head
+from freewheel.observe.result import Sample
+from freewheel.sim.faults import Fault
+from freewheel.sim.worker import SimulatedWorker
+
+if TYPE_CHECKING:
+    from freewheel.sim.driver import Simulation
+
+SAMPLES = 400
+"""So many samples a worker gets if the run lasts as long as if nobody waited; a few more if it does not."""
+BYTES, SAMPLE_BYTES, PEER_BYTES = 100_000_000, 900, 25
+"""What all samples together may take; what one does, and each peer in it."""
+MOST_PEERS = 256
+"""In runs of more workers samples do not say who was met."""
+WORDS = {"crash": "died", "restart": "restarted", "cut": "cut", "heal": "joined"}
+
+
+class SimulatedRecords:
+    """Writes the folder of one simulation."""
+
+    def __init__(self, folder: Path, *, version: str, name: str, command: str) -> None:
+        self._journal = Journal(folder, "simulator", hold=1 << 16)
+        self._version, self._name, self._command = version, name, command
+        self._begun = False
+
+    def begin(self, run: Simulation) -> None:
+        """The workers are there, and nothing has happened yet."""
+        self._run, scenario = run, run.scenario
+        workers = scenario.workers
+        self._peers = workers <= MOST_PEERS
+        size = SAMPLE_BYTES + PEER_BYTES * workers * self._peers
+        self._most = max(20, min(SAMPLES, BYTES // (workers * size)))
+        likely_s = run.budget / scenario.compute.ideal_rate(workers)
+        if run.steps is not None:
+            likely_s = run.steps * max(scenario.compute.mean_s(rank) for rank in range(workers))
+        self._likely_s = likely_s
+        self._journal.about(
+            head(
+                freewheel=self._version,
+                torch=torch.__version__,
+                clock="virtual",
+                name=self._name,
+                command=self._command,
+                strategy=run.strategy.name,
+                workers=workers,
+                seed=scenario.seed,
+                settings=run.settings(),
+                target=scenario.target,
+            )
+        )
+        self._begun = True
+        self._sample_all()
+
+    def watch(self, worker: SimulatedWorker) -> None:
+        """Write down what a worker notices in this life."""
+
+        def note(what: str, rank: int | None, text: str) -> None:
+            if self._begun:
+                life = None if rank is None else self._run.wire.life[rank]
+                self._journal.event(self._run.loop.time(), what, rank, life, text, by=worker.rank)
+
+        worker.fabric.notice = note
+
+    def stepped(self) -> None:
+        """Somebody has completed a step."""
+        if self._run.loop.time() >= self._next_s:
+            self._sample_all()
+
+    def evaluated(self, sample: Sample) -> None:
+        """The answer was measured."""
+        timing = sample.loss is None
+        self._journal.evaluation(
+            sample.virtual_s,
+            worker_steps=sample.worker_steps,
+            loss=sample.loss,
+            accuracy=sample.accuracy,
+            discrepancy=None if timing else sample.discrepancy,
+            consensus=None if timing else sample.consensus,
+        )
+
+    def struck(self, fault: Fault) -> None:
+        """A fault is about to happen."""
+        if fault.kind == "crash" and fault.rank in self._run.workers:
+            self._sample(self._run.workers[fault.rank], self._run.loop.time())
+        what = WORDS.get(fault.kind, "slowed")
+        life = self._run.wire.life[fault.rank] + (fault.kind == "restart")
+        self._journal.event(self._run.loop.time(), what, fault.rank, life, str(fault))
+
+    def end(self, failure: BaseException | None) -> None:
+        """Nothing more happens."""
+        run = self._run
+        now_s = run.loop.time() if run.finished_s is None else run.finished_s
+        for worker in run.workers.values():
+            self._sample(worker, now_s, last=failure is None)
+        if failure is not None:
+            self._journal.event(now_s, "failed", None, None, f"{type(failure).__name__}: {failure}")
+        self._journal.close()
+
+    def _sample_all(self) -> None:
+        now_s = self._run.loop.time()
+        for worker in self._run.workers.values():
+            self._sample(worker, now_s)
+        # A run that lasts longer than was likely is sampled ever more rarely.
+        self._next_s = now_s + max(now_s, self._likely_s) / self._most
+
+    def _sample(self, worker: SimulatedWorker, now_s: float, last: bool = False) -> None:
+        node = worker.node
+        counters, elapsed_s = node.counters, now_s - worker.born_s
+        counters.measure = True  # for the next sample
+        computing_s = 0.0 if worker.computing_since is None else now_s - worker.computing_since
+        blocked_s, figures = counters.blocked(now_s), counters.figures()
+        if not self._peers:
+            figures["peers"] = {}
+        if worker.study is None:  # vectors stand for a model, and say nothing about it
+            figures["discrepancy"] = None
+            figures["peers"] = {peer: (met, None) for peer, (met, _) in figures["peers"].items()}
+        over = last or worker.ended
+        sample: dict[str, Any] = {
+            "time": now_s,
+            "rank": worker.rank,
+            "life": self._run.wire.life[worker.rank],
+            "state": "finished" if over else "training" if worker.ready else "joining",
+            "steps": counters.steps,
+            "elapsed_s": elapsed_s,
+            "steps_per_s": counters.steps / elapsed_s if elapsed_s else 0.0,
+            "compute_s": counters.compute_s + computing_s,
+            "blocked_s": blocked_s,
+            "blocked_share": sum(blocked_s.values()) / elapsed_s if elapsed_s else 0.0,
+            **figures,
+            "checkpoints": {"done": 0, "skipped": 0, "failed": 0},
+            "progress": worker.hand.progress() if worker.hand is not None else 0.0,
+            "members": list(node.members),
+            "view": node.view.number,
+            "loss": node.loss if worker.study is not None and counters.steps else None,
+            "last": last,
+        }
+        self._journal.sample(sample)
