@@ -30,6 +30,8 @@ THIN_BYTES = 24_000_000
 """When a worker's samples are thinned."""
 BESIDES_BYTES, BESIDES_BYTES_PER_S = 1_000_000, 2_000
 """What events and evaluations of one writer may take: so much at once, and so much for each second."""
+TAIL = 1 << 17
+"""More than a sample takes."""
 EVALUATION = ("worker_steps", "samples", "loss", "accuracy", "discrepancy", "consensus")
 
 log = logging.getLogger("freewheel")
@@ -60,8 +62,9 @@ class Journal:
     def about(self, about: Mapping[str, Any]) -> None:
         """Say what is run; see `head`."""
         try:
+            self.folder.stat()  # one that was deleted is not made again
             write_whole(self.folder / "run.json", _json(about) + "\n")
-        except ConfigError as error:
+        except (OSError, ConfigError) as error:
             self._warn(error)
 
     def sample(self, sample: Mapping[str, Any]) -> None:
@@ -96,8 +99,8 @@ class Journal:
         """The last life of a worker that wrote into this folder; 0: it has not been here."""
         try:
             with (self.folder / f"worker-{rank}.jsonl").open("rb") as file:
-                file.seek(max(0, os.fstat(file.fileno()).st_size - (1 << 17)))
-                return int(json.loads(file.read().rpartition(b"\n")[0].splitlines()[-1])["life"])
+                file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
+                return int(json.loads(file.read(TAIL).rpartition(b"\n")[0].splitlines()[-1])["life"])
         except (OSError, ValueError, KeyError, IndexError, TypeError):
             return 0
 

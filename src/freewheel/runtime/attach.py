@@ -350,6 +350,8 @@ class Worker:
                     self._store.leave(why)  # some may not have joined yet
                 self._agent.close(why)
                 self._checkpoints.wait()
+                if self._recorder is not None:
+                    self._recorder.write_rest()
 
     def _check_answer(self, weights: Tensor) -> None:
         if not weights.isfinite().all():

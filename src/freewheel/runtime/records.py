@@ -46,7 +46,7 @@ class Events:
 
     def note(self, what: str, rank: int | None, text: str) -> None:
         """Something happened to a worker, or to all (None)."""
-        late = self.over and what != "failed"
+        late = self.over and what not in ("failed", "checkpoint")
         if late or what == "finished" or (what == "joined" and not self.begun):
             return
         life = None if rank is None else self.lives.get(rank)
@@ -91,8 +91,8 @@ class Recorder:
         if self._journal is None:
             return
         self._evaluations.append({"time_s": time.time(), **evaluation})
-        if self._ended.is_set():  # the run is over, and so is the thread
-            self._guarded("records", self._write_notes)
+        if self._ended.is_set():
+            self.write_rest()
 
     def close(self, well: bool) -> None:
         """Write the last sample; `well` says that it is the last there is to say."""
@@ -100,6 +100,11 @@ class Recorder:
         self._ended.set()
         if self._thread is not None:
             self._thread.join(CLOSE_S)
+
+    def write_rest(self) -> None:
+        """Write what was noted since the thread has ended."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._guarded("records", self._write_notes)
 
     def _run(self) -> None:
         wait_s, over = 0.0, False
