@@ -94,8 +94,24 @@ def test_a_run_that_stops_says_why(tmp_path):
     assert not any(track.latest["last"] for track in run.workers.values())
 
 
-def test_a_disk_that_is_full_costs_the_records(tmp_path, caplog):
-    for rank in range(4):
-        (tmp_path / f"worker-{rank}.jsonl").symlink_to("/dev/full")
-    assert fw.simulate("adpsgd", "quadratic", workers=4, steps=20, folder=tmp_path).worker_steps == 80
+def test_a_disk_that_fills_up_costs_the_records(tmp_path, caplog):
+    def fill(_done: int, _all: int) -> None:
+        for rank in range(4):
+            (tmp_path / f"worker-{rank}.jsonl").unlink(missing_ok=True)
+            (tmp_path / f"worker-{rank}.jsonl").symlink_to("/dev/full")
+
+    result = fw.simulate("adpsgd", "quadratic", workers=4, steps=40, folder=tmp_path, progress=fill)
+    assert result.worker_steps == 160
     assert len([one for one in caplog.records if one.name == "freewheel"]) == 1
+
+
+def test_a_folder_begins_empty_and_must_be_one(tmp_path):
+    (tmp_path / "events-5.jsonl").write_text("of an earlier run\n")
+    (tmp_path / "mine.txt").write_text("not of a run")
+    for _ in range(2):
+        fw.simulate("adpsgd", "quadratic", workers=2, steps=10, folder=tmp_path)
+    assert not (tmp_path / "events-5.jsonl").exists()
+    assert (tmp_path / "mine.txt").exists()
+    assert len([one for one in lines(tmp_path / "worker-0.jsonl") if one["last"]]) == 1
+    with pytest.raises(fw.ConfigError, match="Give a folder that can be written to"):
+        fw.simulate("adpsgd", "quadratic", workers=2, steps=10, folder=tmp_path / "mine.txt")

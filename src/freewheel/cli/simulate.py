@@ -15,7 +15,7 @@ from freewheel import api, strategies, tasks
 from freewheel.cli.console import output
 from freewheel.cli.options import command_line, ranks_and_numbers
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.observe.files import check_writable, fresh, open_whole, write_whole
+from freewheel.observe.files import check_writable, open_whole, write_whole
 from freewheel.observe.result import Result
 from freewheel.observe.table import results_tables
 from freewheel.sim.compute import Compute
@@ -154,15 +154,12 @@ def simulate(
 
 
 def _homes(folder: Path | None, chosen: list[Strategy]) -> list[Path | None]:
-    """Where each strategy's records go; what an earlier run has left there is removed."""
+    """Where each strategy's records go."""
     if folder is None:
         return [None] * len(chosen)
-    homes = [
-        folder / f"{number}-{one.name}" if len(chosen) > 1 else folder for number, one in enumerate(chosen)
-    ]
-    for home in homes:
-        fresh(home)
-    return list(homes)
+    if len(chosen) == 1:
+        return [folder]
+    return [folder / f"{number}-{one.name}" for number, one in enumerate(chosen)]
 
 
 def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[str] | None) -> Compute:

@@ -143,7 +143,8 @@ class Recorder:
             self._journal.sample(sample)
         if self._board is not None and "tensorboard" not in self._failed:
             self._guarded("tensorboard", lambda: self._show(sample))
-        if self._console and time.monotonic() - self._spoke_s >= CONSOLE_S:
+        training = sample["state"] == "training"
+        if self._console and training and time.monotonic() - self._spoke_s >= CONSOLE_S:
             self._spoke_s = time.monotonic()
             self._guarded("console", lambda: _say(line(sample)))
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from freewheel.observe.files import fresh
 from freewheel.observe.journal import Journal, head
 from freewheel.observe.result import Sample
 from freewheel.sim.faults import Fault
@@ -30,9 +31,10 @@ WORDS = {"crash": "died", "restart": "restarted", "cut": "cut", "heal": "joined"
 
 
 class SimulatedRecords:
-    """Writes the folder of one simulation."""
+    """Writes the folder of one simulation; records of an earlier run in it are removed."""
 
     def __init__(self, folder: Path, *, version: str, name: str, command: str) -> None:
+        fresh(folder)
         self._journal = Journal(folder, "simulator", hold=1 << 16)
         self._version, self._name, self._command = version, name, command
         self._begun = False
