@@ -144,8 +144,6 @@ class Loader:
             yield batch
 
     def _timed(self, act: Callable[[], T]) -> T:
-        if self.agent is None:
-            return act()
         counters = self.agent().counters
         counters.wait("data", time.perf_counter())
         try:
