@@ -87,7 +87,8 @@ def test_workers_are_told_who_they_are_and_what_the_options_are(script, tmp_path
     names += ["TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "EXTRA"]
     output = Captured()
     folder = tmp_path / "new" / "run"
-    code = launch([*command, *names], 2, output=output, folder=folder, bind="127.0.0.1", env={"EXTRA": "yes"})
+    given = {"folder": folder, "bind": "127.0.0.1", "env": {"EXTRA": "yes"}, "typed": "freewheel run …"}
+    code = launch([*command, *names], 2, output=output, **given)
     assert code == 0, output.lines
     told = [json.loads(output.lines[rank][-1]) for rank in range(2)]
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
@@ -99,7 +100,7 @@ def test_workers_are_told_who_they_are_and_what_the_options_are(script, tmp_path
         assert re.fullmatch("[0-9a-f]{32}", options.pop("run"))
         assert options.pop("command") == [*command, *names]
         expected = {"folder": str(folder), "bind": "127.0.0.1", "console": True, "tensorboard": None}
-        assert options == {**expected, "workers": 2, "most": 2}
+        assert options == {**expected, "workers": 2, "most": 2, "typed": "freewheel run …"}
         assert told[rank].pop("MASTER_PORT").isdecimal()
         assert told[rank] == {
             "RANK": str(rank),

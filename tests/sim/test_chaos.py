@@ -37,8 +37,8 @@ def test_one_seed_one_run_of_faults():
 def test_a_mean_that_is_not_kept_is_found(monkeypatch):
     inner = Node.met
 
-    def met(node, correction, *apart):
-        inner(node, correction * 1.5 if node.rank == 0 else correction, *apart)
+    def met(node, peer, correction, *apart):
+        inner(node, peer, correction * 1.5 if node.rank == 0 else correction, *apart)
 
     monkeypatch.setattr(Node, "met", met)
     monkeypatch.setattr(chaos.Chaos, "counted", lambda *_: 0)
