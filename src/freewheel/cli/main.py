@@ -19,6 +19,7 @@ from freewheel.cli.keys import keys
 from freewheel.cli.run import join, run
 from freewheel.cli.simulate import simulate
 from freewheel.cli.train import compare, train
+from freewheel.cli.watch import watch
 from freewheel.errors import FreewheelError
 
 app = typer.Typer(
@@ -36,6 +37,7 @@ app.command(name="join")(join)
 app.command(name="chaos")(chaos)
 app.command(name="train")(train)
 app.command(name="compare")(compare)
+app.command(name="watch")(watch)
 app.command(name="keys")(keys)
 app.add_typer(bench.app, name="bench")
 

@@ -66,6 +66,8 @@ class Track:
         self.points: dict[str, list[float | None]] = {name: [] for name in ("time", *SUMS, *LEVELS)}
         self.version = 0
         """Grows whenever points that were there before are dropped; else points are only added."""
+        self.heard_s: float | None = None
+        """When a sample last came in while we were reading, on our own clock."""
         self._before = dict.fromkeys(SUMS, 0.0)
 
     def add(self, sample: dict[str, Any]) -> None:
@@ -82,6 +84,8 @@ class Track:
         self.life, self.latest = life, sample
         self.recent.append(sample)
         row = _row(sample)
+        if not all(value is None or isinstance(value, int | float) for value in row.values()):
+            raise TypeError("what is counted must be numbers")
         for name, column in self.points.items():
             value = row[name]
             column.append(value + self._before[name] if name in self._before and value is not None else value)
@@ -135,6 +139,8 @@ class Run:
         self._tails: dict[str, Tail] = {}
         self._last: dict[tuple[str, int | None, int | None], Event] = {}
         """The last event of each kind, of each life of a worker."""
+        self._heard_s: float | None = None
+        self._opened = False
         self.poll()
 
     # -- reading --
@@ -147,6 +153,9 @@ class Run:
             news = bool(self.about)
         for path in sorted(self.folder.glob("*.jsonl")):
             news = self._read(path) or news
+        if news and self._opened:
+            self._heard_s = time.monotonic()
+        self._opened = True
         return news
 
     def _read(self, path: Path) -> bool:
@@ -168,6 +177,8 @@ class Run:
                     self.workers[rank].version = version
                 for line in lines:
                     self.workers[rank].add(line)
+                if self._opened:
+                    self.workers[rank].heard_s = time.monotonic()
             elif kind == "events":
                 for line in lines:
                     self._happened(line)
@@ -178,7 +189,7 @@ class Run:
                     Evaluation(**{k: v for k, v in one.items() if k in fields}) for one in lines
                 ]
                 self.evaluations.sort(key=lambda one: one.time)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"{str(path)!r} is not what a run writes ({type(error).__name__}: {error}). Give a folder "
                 "as `freewheel run` makes them, unchanged."
@@ -223,16 +234,34 @@ class Run:
         lasts = [track.latest["time"] for track in self.workers.values() if track.latest]
         return max([*lasts, *(event.time for event in self.events)], default=0.0)
 
+    @property
+    def quiet_s(self) -> float:
+        """For how long nobody has written, in seconds of the wall, whatever the run's clock."""
+        written_s = max((tail.written_s for tail in self._tails.values()), default=0.0)
+        quiet_s = time.time() - written_s
+        return quiet_s if self._heard_s is None else min(quiet_s, time.monotonic() - self._heard_s)
+
+    @property
+    def ranks(self) -> list[int]:
+        """The workers that have written, and those the run began with."""
+        return sorted({*self.workers, *range(self.about.get("workers", 0))})
+
     def state(self, rank: int) -> str:
         """joining, training, finished, dead or silent."""
-        track = self.workers[rank]
+        track = self.workers.get(rank)
+        if track is None:
+            if any((what, rank, life) in self._last for what in DEATHS for life in (1, None)):
+                return "dead"
+            return "joining" if self.live else "silent"
         latest = track.latest
         if latest.get("last"):
             return "finished"
         ends = (self._last.get((what, rank, life)) for what in DEATHS for life in (track.life, None))
         if any(event is not None and event.time >= latest["time"] - 1.0 for event in ends):
             return "dead"
-        if self.now - latest["time"] > SILENT_S and self.clock == "wall":
+        late = self.now - latest["time"] > SILENT_S and self.clock == "wall"
+        # A clock of another host may be wrong: whom we hear is not silent.
+        if late and (track.heard_s is None or time.monotonic() - track.heard_s > SILENT_S):
             return "silent"
         return str(latest.get("state", "training"))
 
@@ -263,6 +292,10 @@ def _about(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{str(folder)!r} was written by freewheel {of} (records of format {found}); this version reads "
             f"format {FORMAT}. Use that version of freewheel to show it."
+        )
+    if not isinstance(about.get("workers", 0), int) or not isinstance(about.get("started", 0), int | float):
+        raise ConfigError(
+            f"{str(path)!r} is not what a run writes. Give a folder as `freewheel run` makes them."
         )
     return about
 

@@ -27,6 +27,8 @@ class Tail:
         """How often reading has started at the first line: more than once where the file was replaced."""
         self.broken = 0
         """Whole lines that were no JSON objects; they are left out."""
+        self.written_s = 0.0
+        """When the file was last written to, in seconds since 1970."""
 
     def read(self) -> list[dict[str, Any]]:
         """What has been added since the last call; only whole lines."""
@@ -38,6 +40,7 @@ class Tail:
 
     def _new(self, file: BinaryIO) -> list[bytes]:
         status = os.fstat(file.fileno())
+        self.written_s = status.st_mtime
         if status.st_ino != self._inode or status.st_size < self._at:
             self._inode, self._at = status.st_ino, 0
             self.begun += 1

@@ -1,0 +1,153 @@
+"""``freewheel watch``: a run in the terminal, while it goes on or afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
+
+from freewheel.cli.console import output
+from freewheel.errors import ConfigError, at_least
+from freewheel.observe.pick import Choice, pick
+from freewheel.observe.run import Run
+from freewheel.observe.screen import Screen, event_line, plain_line
+
+REFRESH_S = 0.5
+PLAIN_S = 1.0
+PATIENCE_S = 10.0
+"""A run without a living worker is over after so long: until then one may be started again."""
+STALLED_S = 30.0
+"""Nor does a run go on in which nobody has written for so long."""
+
+
+def watch(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="The folder of a run, or of several; default: the newest in runs.",
+            show_default=False,
+        ),
+    ] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print how it stands now, and end.")] = False,
+    wait_s: Annotated[float, typer.Option(help="How long to wait for a run that is starting.")] = 300.0,
+) -> None:
+    """Watch a run: who trains, how fast, how far apart they are, and what happens to them."""
+    at_least("wait-s", wait_s, 0)
+    # Leave the terminal as it was.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        _watch(folder or Path("runs"), once, wait_s)
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        os._exit(128 + signal.SIGINT)  # taking torch apart lasts longer than Ctrl-C may
+    except BrokenPipeError:  # whoever read our output has gone, as head does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(141) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _watch(folder: Path, once: bool, wait_s: float) -> None:
+    console = output()
+    run, note = _begun(folder, 0.0 if once else wait_s, lambda text: console.print(Text(text, style="dim")))
+    screen = Screen()
+
+    def leave() -> None:
+        for line in screen.lines(run, console.width, note=note, ascii_only=console.options.ascii_only):
+            console.print(line, soft_wrap=True)
+
+    try:
+        if once or _over(run):
+            pass
+        elif console.is_terminal and not console.is_dumb_terminal:
+            _show(console, screen, run, note)
+        else:
+            _tell(run, note)
+    except KeyboardInterrupt:
+        leave()
+        raise
+    leave()
+    if _over(run) and any(run.state(rank) not in ("finished", "dead") for rank in run.ranks):
+        print(f"Nobody has written for {run.quiet_s:,.0f} s: the run was killed, or it hangs.")
+
+
+def _begun(folder: Path, wait_s: float, say: Callable[[str], None]) -> tuple[Run, str]:
+    """The run, once a worker has written something; and a word on others that are live."""
+    until_s, said = time.monotonic() + wait_s, False
+    while True:
+        choice = pick(folder)
+        if choice.begun:
+            run = Run(choice.folder)
+            if run.workers:
+                return run, _note(folder, choice)
+        if time.monotonic() >= until_s:
+            raise ConfigError(
+                f"{str(choice.folder)!r} is a run that is still starting: no worker has written anything "
+                "yet. Try again in a moment, or give --wait-s more seconds."
+            )
+        if not said:
+            say(f"{choice.folder} is starting; waiting for its workers")
+            said = True
+        time.sleep(REFRESH_S)
+
+
+def _note(folder: Path, choice: Choice) -> str:
+    if not choice.others:
+        return "" if choice.folder == folder else str(choice.folder)
+    others = ", ".join(str(one) for one in choice.others[:3])
+    return f"{choice.folder}; also live: {others}{', …' * (len(choice.others) > 3)}"
+
+
+def _over(run: Run) -> bool:
+    """Whether there is nothing to wait for any more."""
+    if run.live:
+        return run.quiet_s > STALLED_S
+    if run.clock == "virtual" or all(run.state(rank) == "finished" for rank in run.ranks):
+        return True
+    return run.quiet_s > PATIENCE_S
+
+
+def _news(run: Run, every_s: float) -> Iterator[bool]:
+    """Read the run every so often until it is over."""
+    while not _over(run):
+        time.sleep(every_s)
+        yield run.poll()
+
+
+def _show(console: Console, screen: Screen, run: Run, note: str) -> None:
+    """Fill the terminal, and leave it as it was."""
+    with Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live:
+
+        def draw() -> None:
+            size = console.size
+            lines = screen.lines(
+                run, size.width, size.height, note=note, ascii_only=console.options.ascii_only
+            )
+            live.update(Group(*lines), refresh=True)
+
+        draw()
+        for _ in _news(run, REFRESH_S):
+            draw()
+
+
+def _tell(run: Run, note: str) -> None:
+    """A line a second, and each event when it comes."""
+    if note:
+        print(note, flush=True)
+    told = {id(event) for event in run.events[:-5]}  # an event may come late, before others
+    for _ in _news(run, PLAIN_S):
+        for event in run.events:
+            if id(event) not in told:
+                print(event_line(run, event).plain, flush=True)
+                told.add(id(event))
+        print(plain_line(run), flush=True)

@@ -1,0 +1,68 @@
+"""Which run to show when a folder with several is given, or none."""
+
+from __future__ import annotations
+
+import re
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from freewheel.errors import ConfigError
+from freewheel.observe.run import SILENT_S, find_runs
+
+STARTING_S = 120.0
+"""A folder as `freewheel run` makes them that is no older than this may yet become a run."""
+STAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The run to show, whether it has begun, and the others that are live or starting."""
+
+    folder: Path
+    begun: bool = True
+    others: list[Path] = field(default_factory=list)
+
+
+def pick(folder: Path) -> Choice:
+    """The newest run in a folder that is starting or live, else the newest one."""
+    starting = _starting(folder)
+    try:
+        runs = find_runs(folder)
+    except ConfigError:
+        if not starting:
+            raise
+        runs = []
+    lately = [run for run in runs if time.time() - _written_s(run) < SILENT_S]
+    awake = sorted([*starting, *lately], key=_began_s)
+    if not awake:
+        return Choice(max(runs, key=_written_s))
+    return Choice(awake[-1], awake[-1] not in starting, awake[-2::-1])
+
+
+def _starting(folder: Path) -> list[Path]:
+    """Folders, this one or below it, that a launcher has just made and no worker has written into."""
+    if not folder.is_dir():
+        return []
+    found = []
+    for path in [folder, *folder.iterdir()]:
+        if (
+            STAMP.fullmatch(path.resolve().name)
+            and path.is_dir()
+            and _began_s(path) > time.time() - STARTING_S
+        ):
+            try:
+                find_runs(path)
+            except ConfigError:
+                found.append(path)
+    return found
+
+
+def _written_s(run: Path) -> float:
+    return max((path.stat().st_mtime for path in run.iterdir() if path.is_file()), default=0.0)
+
+
+def _began_s(run: Path) -> float:
+    """When it began, as well as the files tell: run.json is written once, when training begins."""
+    about = run / "run.json"
+    return (about if about.exists() else run).stat().st_mtime
