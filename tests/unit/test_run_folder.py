@@ -108,6 +108,46 @@ def test_states_of_workers(tmp_path, monkeypatch):
     assert run.state(2) == "training"
 
 
+def test_a_worker_that_has_not_written_is_joining_unless_it_died(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module.time, "time", lambda: 1000.2)
+    (tmp_path / "run.json").write_text(json.dumps(made.about(workers=4)))
+    made.append(tmp_path / "worker-0.jsonl", made.sample(0, 0))
+    died = made.event(1000.0, "died", 2, "launcher"), made.event(1000.0, "died", 3, "launcher")
+    made.append(tmp_path / "events-launcher.jsonl", *died, made.event(1000.1, "restarted", 3, "launcher"))
+    run = Run(tmp_path)
+    assert run.ranks == [0, 1, 2, 3]
+    assert [run.state(rank) for rank in run.ranks] == ["training", "joining", "dead", "joining"]
+    made.append(tmp_path / "worker-0.jsonl", made.sample(0, 1, last=True))
+    run.poll()
+    assert run.state(1) == "silent"
+
+
+def test_whom_we_hear_is_not_silent_though_its_clock_is_wrong(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module.time, "time", lambda: 5000.0)
+    made.append(tmp_path / "worker-0.jsonl", made.sample(0, 0))
+    run = Run(tmp_path)
+    assert run.state(0) == "silent"
+    made.append(tmp_path / "worker-0.jsonl", made.sample(0, 1))
+    run.poll()
+    assert run.state(0) == "training"
+    began_s = run_module.time.monotonic()
+    monkeypatch.setattr(run_module.time, "monotonic", lambda: began_s + 60)
+    assert run.state(0) == "silent"
+
+
+def test_a_run_says_for_how_long_nobody_has_written(tmp_path, monkeypatch):
+    run = Run(made.run(tmp_path, workers=1, ended=False))
+    assert run.quiet_s < 60
+    for path in tmp_path.iterdir():
+        os.utime(path, (1000, 1000))
+    run = Run(tmp_path)
+    assert run.quiet_s > 1e6
+    made.append(tmp_path / "worker-0.jsonl", made.sample(0, 20, 1))
+    os.utime(tmp_path / "worker-0.jsonl", (1000, 1000))  # the file server's clock may be wrong, too
+    run.poll()
+    assert run.quiet_s < 60
+
+
 def test_points_are_bounded_and_the_last_ones_are_kept(tmp_path):
     run = Run(made.run(tmp_path, workers=1, samples=4, ended=False))
     track = run.workers[0]
@@ -171,5 +211,18 @@ def test_a_run_of_another_version_is_refused(tmp_path):
 
 def test_a_foreign_file_under_a_workers_name_is_refused(tmp_path):
     made.append(tmp_path / "worker-0.jsonl", {"some": "thing"})
+    with pytest.raises(ConfigError, match="not what a run writes"):
+        Run(tmp_path)
+
+
+@pytest.mark.parametrize("changes", [{"merges": 3}, {"loss": "low"}, {"bytes_out": [1]}, {"time": None}])
+def test_a_sample_with_something_else_than_numbers_is_refused(tmp_path, changes):
+    made.append(tmp_path / "worker-0.jsonl", made.sample(0, 1, **changes))
+    with pytest.raises(ConfigError, match="not what a run writes"):
+        Run(tmp_path)
+
+
+def test_a_run_json_with_something_else_than_numbers_is_refused(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps(made.about(workers="four")))
     with pytest.raises(ConfigError, match="not what a run writes"):
         Run(tmp_path)

@@ -26,6 +26,7 @@ SILENT_S = 5.0
 TOGETHER_S = 5.0
 """What several workers notice within this time is one event."""
 DEATHS = ("died", "failed")
+COMINGS = (*DEATHS, "joined", "restarted")
 SUMS = ("steps", "compute_s", "peers_s", "data_s", "checkpoint_s", "exchanges", "merges", "bytes_out",
         "bytes_in", "samples")  # fmt: skip
 LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members")
@@ -250,14 +251,15 @@ class Run:
         """joining, training, finished, dead or silent."""
         track = self.workers.get(rank)
         if track is None:
-            if any((what, rank, life) in self._last for what in DEATHS for life in (1, None)):
+            ends = [event.what for event in self.events if event.rank == rank and event.what in COMINGS]
+            if ends and ends[-1] in DEATHS:
                 return "dead"
             return "joining" if self.live else "silent"
         latest = track.latest
         if latest.get("last"):
             return "finished"
-        ends = (self._last.get((what, rank, life)) for what in DEATHS for life in (track.life, None))
-        if any(event is not None and event.time >= latest["time"] - 1.0 for event in ends):
+        deaths = (self._last.get((what, rank, life)) for what in DEATHS for life in (track.life, None))
+        if any(event is not None and event.time >= latest["time"] - 1.0 for event in deaths):
             return "dead"
         late = self.now - latest["time"] > SILENT_S and self.clock == "wall"
         # A clock of another host may be wrong: whom we hear is not silent.

@@ -23,7 +23,7 @@ STYLES = {
     "died": "red", "failed": "red", "cut": "red", "store lost": "red", "half": "yellow", "left": "yellow",
     "joined": "green", "restarted": "green", "store back": "green", "resumed": "green",
 }  # fmt: skip
-DROPPED = ("steps", "exch.", "merges", "kB/s", "MB/s", "GB/s", "stale", "rate", "discrep.", "blocked", "loss",
+DROPPED = ("steps", "exch.", "merges", "sent", "stale", "rate", "discrep.", "blocked", "loss",
            "state")  # fmt: skip
 """Which columns go first where the terminal is narrow; `rate` is what is drawn."""
 ASCII = str.maketrans(BLOCKS + "·–…×", "_.,-=+*#|-~x")
@@ -134,7 +134,7 @@ def _columns(run: Run, shown: list[Row]) -> list[Column]:
         columns.append(Column("exch.", "exch.", [f"{row.exchanges:,.0f}" for row in shown]))
     if any(row.merges for row in shown):
         columns.append(Column("merges", "merges", [f"{row.merges:,.0f}" for row in shown]))
-    columns.append(Column(unit, unit, numbers(sent)))
+    columns.append(Column("sent", unit, numbers(sent)))
     columns.append(Column("loss", "loss", numbers([row.loss for row in shown], 4)))
     always = ("state", "steps/s", "rate", "blocked")
     return [one for one in columns if one.key in always or any(cell != "–" for cell in one.cells)]
@@ -159,7 +159,7 @@ def spark(values: Sequence[float | None]) -> str:
         if value is None or not math.isfinite(value):
             cells.append(" ")
         else:
-            cells.append(BLOCKS[min(7, round(7 * value / most)) if most > 0 else 0])
+            cells.append(BLOCKS[max(0, round(7 * value / most)) if most > 0 else 0])
     return "".join(cells)
 
 

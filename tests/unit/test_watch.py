@@ -1,0 +1,474 @@
+"""A run in the terminal: what is said, that it fits, and that it ends when the run does."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import sys
+import time
+
+import pytest
+from rich.console import Console
+
+import made
+from freewheel.cli import watch as watch_module
+from freewheel.cli.main import main
+from freewheel.observe.pick import pick
+from freewheel.observe.rows import history, most_telling, rows, total
+from freewheel.observe.run import Run
+from freewheel.observe.screen import Screen, numbers, plain_line, spark
+
+ALL_HEADINGS = ["rank", "state", "steps", "steps/s", "blocked", "stale", "discrep.", "exch.", "MB/s", "loss"]
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The wall clock, which stands still: a list of one number, to be set."""
+    clock = [1009.6]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    return clock
+
+
+def text(run, width=80, height=None, **options):
+    return [line.plain for line in Screen().lines(run, width, height, **options)]
+
+
+def row_of(lines, rank):
+    return next(line for line in lines if re.match(rf"\s*{rank}\s", line)).split()
+
+
+@pytest.mark.parametrize("width", [20, 40, 60, 80, 140])
+@pytest.mark.parametrize("ended", [True, False])
+def test_every_line_fits_and_every_worker_has_one(tmp_path, now, width, ended):
+    run = Run(made.run(tmp_path, workers=12, samples=20, ended=ended, name="a rather long name " * 3))
+    console = Console(width=width, file=io.StringIO())
+    for line in Screen().lines(run, width):
+        console.print(line)
+    lines = console.file.getvalue().splitlines()
+    assert max(map(len, lines)) <= width
+    for rank in [*range(12), "all"]:
+        assert len([line for line in lines if re.match(rf"\s*{rank}\s+\w", line)]) == 1
+    assert len(lines) == 2 + 1 + 1 + 12 + 1 + 1 + 2  # nothing has wrapped
+
+
+def test_columns_are_left_out_in_a_sensible_order(tmp_path, now):
+    run = Run(made.run(tmp_path, samples=20, ended=False))
+    headings = {width: text(run, width)[3].split() for width in (40, 80, 140)}
+    assert headings[40] == ["rank", "state", "steps/s", "blocked", "loss"]
+    assert [one for one in ALL_HEADINGS if one != "steps"] == [
+        one for one in headings[80] if one not in ("last", "15", "s")
+    ]
+    assert "steps/s, last 15 s" in text(run, 140)[3]
+    assert set(ALL_HEADINGS) <= set(headings[140])
+
+
+def test_a_row_says_what_its_worker_does_and_the_last_one_what_all_do(tmp_path, now):
+    run = Run(made.run(tmp_path, samples=20, ended=False))
+    lines = text(run, 140)
+    cells = row_of(lines, 1)
+    assert cells[:4] == ["1", "training", "95", "10.0"]
+    assert cells[-6:] == ["3.0%", "1.50", "0.455", "95", "40.0", "2.1589"]
+    assert row_of(lines, "all")[:5] == ["all", "4", "of", "4", "538"]
+    assert row_of(lines, "all")[5] == "56.6"
+    assert lines[0].startswith("train.py · adpsgd · 4 workers")
+    assert lines[0].endswith("live · wall clock 0:09")
+    assert "538 steps · accuracy 50.6%" in lines[1]
+
+
+def test_the_rate_is_that_of_the_last_seconds_and_in_the_end_that_of_all_time(tmp_path, now):
+    lines = [made.sample(0, number, 1, steps=10 * number) for number in range(20)]
+    lines += [made.sample(0, number, 1, steps=190 + number) for number in range(20, 40)]
+    made.append(tmp_path / "worker-0.jsonl", *lines)
+    now[0] = 1019.6
+    (row,) = rows(Run(tmp_path))
+    assert row.steps_per_s == pytest.approx(2)
+    made.append(tmp_path / "worker-0.jsonl", lines[-1] | {"last": True})
+    (row,) = rows(Run(tmp_path))
+    assert row.steps_per_s == pytest.approx(229 / 19.5)
+
+
+def test_the_blocked_share_is_that_of_the_last_seconds(tmp_path, now):
+    waits = [
+        made.sample(0, n, 1, compute_s=min(n, 10) * 0.5, blocked_s={"data": max(0, n - 10) * 0.5})
+        for n in range(30)
+    ]
+    made.append(tmp_path / "worker-0.jsonl", *waits)
+    now[0] = 1014.6
+    (row,) = rows(Run(tmp_path))
+    assert row.blocked_share == pytest.approx(1)
+
+
+def test_all_states_are_said_and_who_does_not_train_has_no_rate(tmp_path, now):
+    made.run(tmp_path, workers=5, samples=20, ended=False)
+    (tmp_path / "worker-4.jsonl").unlink()
+    lines = (tmp_path / "worker-2.jsonl").read_text().splitlines()
+    (tmp_path / "worker-2.jsonl").write_text("\n".join(lines[:5]) + "\n")
+    made.append(tmp_path / "worker-0.jsonl", made.sample(0, 19, last=True))
+    made.append(tmp_path / "events-0.jsonl", made.event(1009.5, "died", 3, 0))
+    shown = text(Run(tmp_path), 140)
+    states = {rank: row_of(shown, rank)[1] for rank in range(5)}
+    assert states == {0: "finished", 1: "training", 2: "silent", 3: "dead", 4: "joining"}
+    assert {rank: row_of(shown, rank)[3] for rank in range(5)} == {0: "–", 1: "10.0", 2: "–", 3: "–", 4: "–"}
+    assert row_of(shown, "all")[1:4] == ["2", "of", "5"]
+
+
+def test_of_too_many_workers_the_dead_and_the_slowest_are_shown(tmp_path, now):
+    folder = made.run(tmp_path, workers=64, samples=20, ended=False)
+    made.append(folder / "worker-50.jsonl", made.sample(50, 19, 64, 20 / 3) | {"steps_per_s": 3.0})
+    made.append(folder / "events-0.jsonl", made.event(1009.5, "died", 40, 0))
+    run = Run(folder)
+    lines = text(run, 80, 24)
+    assert len(lines) <= 24
+    assert row_of(lines, 40)[1] == "dead"
+    assert row_of(lines, 50)[1] == "training"
+    ranks = [int(line.split()[0]) for line in lines if re.match(r"\s*\d+ +[a-z]", line)]
+    assert ranks == sorted(ranks)
+    assert f"… {64 - len(ranks)} more: {64 - len(ranks)} training" in lines
+    assert row_of(lines, "all")[1:4] == ["63", "of", "64"]
+    assert [row.rank for row in most_telling(rows(run), 2)] == [40, 50]
+
+
+@pytest.mark.parametrize("height", range(4, 30))
+def test_it_is_never_taller_than_the_terminal(tmp_path, now, height):
+    lines = text(Run(made.run(tmp_path, workers=10, ended=False)), 80, height, note="runs/x")
+    assert len(lines) <= height
+    assert any(re.match(r"\s*\d+ +training", line) for line in lines) or height < 6
+
+
+def test_columns_do_not_get_narrower_while_one_looks(tmp_path, now):
+    folder = made.run(tmp_path, workers=1, samples=20, ended=False)
+    run, screen = Run(folder), Screen()
+    made.append(folder / "worker-0.jsonl", made.sample(0, 19, 1, bytes_out=10**15))
+    run.poll()
+    wide = screen.lines(run, 140)[3].plain
+    for number in range(20, 40):
+        made.append(folder / "worker-0.jsonl", made.sample(0, number, 1, bytes_out=10**15))
+    run.poll()
+    now[0] = 1019.6
+    assert screen.lines(run, 140)[3].plain.index("loss") >= wide.index("loss")
+
+
+def test_events_are_told_once_with_their_time_and_who_noticed(tmp_path, now):
+    folder = made.run(tmp_path, samples=20, ended=False)
+    made.append(
+        folder / "events-launcher.jsonl",
+        made.event(1004.2, "restarted", 3, "launcher", text="worker 3 \x1b[31mwas\nstarted again"),
+    )
+    lines = text(Run(folder))
+    assert lines[-3:] == [
+        "   0:02  died 3 (seen by 0, 1, 2)",
+        "   0:03  joined 3 (seen by 0, 1, 2)",
+        "   0:04  worker 3  [31mwas started again (seen by launcher)",
+    ]
+
+
+def test_of_many_events_the_last_are_shown(tmp_path, now):
+    folder = made.run(tmp_path, samples=20, ended=False)
+    made.append(
+        folder / "events-0.jsonl", *(made.event(1004 + n / 100, "half", n % 3, 0, life=n) for n in range(60))
+    )
+    lines = text(Run(folder), 80, 24)
+    assert lines[-1].startswith("   0:04  half 2")
+    assert "… 57 earlier events" in lines
+    assert len(lines) <= 24
+
+
+def test_a_simulated_run_is_shown_in_virtual_time(tmp_path):
+    made.run(tmp_path, workers=2, samples=0, ended=False, clock="virtual", started=1.7e9)
+    for rank in range(2):
+        made.append(
+            tmp_path / f"worker-{rank}.jsonl",
+            *(
+                made.sample(rank, 0, 2, time=n / 100, steps=3 * n, elapsed_s=n / 100, last=n == 50)
+                for n in range(51)
+            ),
+        )
+    (tmp_path / "events-0.jsonl").unlink()
+    made.append(tmp_path / "events-simulator.jsonl", made.event(0.05, "cut", 1, "simulator"))
+    run = Run(tmp_path)
+    lines = text(run)
+    assert lines[0].endswith("simulated · virtual time 0.5 s")
+    assert row_of(lines, 0)[:4] == ["0", "finished", "150", "300"]
+    assert lines[-1] == " 0.05 s  cut 1 (seen by simulator)"
+
+
+def test_what_is_drawn_is_steps_per_second_over_time(tmp_path, now):
+    stalls = [made.sample(0, n, 1, steps=10 * min(n, 10) + 10 * max(0, n - 20)) for n in range(31)]
+    made.append(tmp_path / "worker-0.jsonl", *stalls)
+    now[0] = 1015.0
+    drawn = history(Run(tmp_path), 6)
+    assert drawn[0] == drawn[None] == pytest.approx([20, 20, 0, 0, 20, 20])
+    assert spark([None, 0, 5, 10]) == " ▁▅█"
+    assert spark([]) == ""
+    assert spark([0.0, None]) == "▁ "
+
+
+def test_numbers_of_a_column_have_the_same_decimals():
+    assert numbers([1.234, 20.0, None, 21.234]) == ["1.2", "20.0", "–", "21.2"]
+    assert numbers([0.5, 0.25, 0.75]) == ["0.50", "0.25", "0.75"]
+    assert numbers([1234.5, 10.0, 2000.4]) == ["1,234", "10", "2,000"]
+    assert numbers([0.0, 1e-9, 3e9, float("nan"), float("inf")]) == ["0.00", "1.0e-09", "3.0e+09", "–", "–"]
+
+
+def test_where_only_ascii_can_be_written_only_ascii_is(tmp_path, now):
+    run = Run(made.run(tmp_path, workers=30, samples=20, ended=False, name="größe"))
+    lines = text(run, 80, 20, ascii_only=True)
+    assert all(line.isascii() for line in lines)
+    assert max(map(len, lines)) <= 80
+
+
+def test_a_worker_without_exchanges_has_merges_or_neither(tmp_path, now):
+    none = {"exchanges": {"done": 0}, "merges": {"done": 0}}
+    made.append(tmp_path / "a" / "worker-0.jsonl", *(made.sample(0, n, 1, **none) for n in range(20)))
+    made.append(
+        tmp_path / "b" / "worker-0.jsonl",
+        *(made.sample(0, n, 1, **(none | {"merges": {"done": 7, "half": 1}})) for n in range(20)),
+    )
+    assert not {"exch.", "merges"} & set(" ".join(text(Run(tmp_path / "a"), 140)).split())
+    lines = text(Run(tmp_path / "b"), 140)
+    assert "merges" in lines[3]
+    assert "1 half merges" in lines[1]
+
+
+def test_a_line_for_a_log_has_the_totals(tmp_path, now):
+    run = Run(made.run(tmp_path, samples=20, ended=False))
+    assert plain_line(run) == (
+        "0:09  4 training  538 steps  56.6 steps/s  blocked 3.0%  stale 1.50  538 exchanges  226 MB/s  "
+        "loss 2.1589"
+    )
+
+
+def test_a_total_of_workers_that_came_and_went_is_that_of_the_run(tmp_path, now):
+    made.run(tmp_path, workers=1, samples=21)
+    made.append(
+        tmp_path / "worker-1.jsonl", *(made.sample(1, n, 2, last=n == 2) for n in range(3))
+    )  # a second of its own
+    run = Run(tmp_path)
+    everyone = rows(run)
+    assert [row.steps_per_s for row in everyone] == [20, 20]
+    assert total(run, everyone).steps_per_s == pytest.approx(22)
+
+
+# -- the command --
+
+
+def command(monkeypatch, *arguments):
+    monkeypatch.setattr(sys, "argv", ["freewheel", "watch", *map(str, arguments)])
+    with pytest.raises(SystemExit) as left:
+        main()
+    return left.value.code or 0
+
+
+def goes_on(monkeypatch, *acts):
+    """Each time the watcher sleeps the next thing happens to the run."""
+    left = list(acts)
+
+    def sleep(_):
+        assert left, "it goes on watching a run that is over"
+        left.pop(0)()
+
+    monkeypatch.setattr(watch_module.time, "sleep", sleep)
+
+
+def test_a_finished_run_is_printed_once(tmp_path, monkeypatch, capsys):
+    assert command(monkeypatch, made.run(tmp_path)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("finished · wall clock 0:09")
+    assert [row_of(lines, rank)[1] for rank in range(4)] == ["finished"] * 4
+
+
+def test_a_live_run_is_printed_once_where_one_asks_for_that(tmp_path, now, monkeypatch, capsys):
+    assert command(monkeypatch, made.run(tmp_path, ended=False), "--once") == 0
+    assert "live" in capsys.readouterr().out
+
+
+def finish(folder, now, workers=2):
+    def act():
+        now[0] = 1010.1
+        for rank in range(workers):
+            made.append(folder / f"worker-{rank}.jsonl", made.sample(rank, 20, workers, last=True))
+
+    return act
+
+
+def test_without_a_terminal_lines_come_and_events_when_they_happen_until_the_run_ends(
+    tmp_path, now, monkeypatch, capsys
+):
+    folder = made.run(tmp_path, workers=2, ended=False)
+    late = made.event(1009.8, "cut", 1, 0, text="worker 1 is cut off")
+    goes_on(
+        monkeypatch,
+        lambda: None,
+        lambda: made.append(folder / "events-0.jsonl", late),
+        finish(folder, now),
+    )
+    assert command(monkeypatch, folder) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("0:09  2 training  285 steps")
+    assert lines[3] == "   0:09  worker 1 is cut off (seen by 0)"
+    assert lines[4].startswith("0:09  2 training")
+    assert lines[5].startswith("0:10  2 finished")
+    assert "finished · wall clock 0:10" in lines[6]
+
+
+def terminal(monkeypatch, **options):
+    console = Console(file=io.StringIO(), force_terminal=True, width=80, height=24, _environ={}, **options)
+    monkeypatch.setattr(watch_module, "output", lambda: console)
+    return console.file
+
+
+def test_a_terminal_is_filled_left_as_it_was_and_the_end_is_printed(tmp_path, now, monkeypatch):
+    folder = made.run(tmp_path, workers=2, ended=False)
+    goes_on(monkeypatch, lambda: None, finish(folder, now))
+    file = terminal(monkeypatch, color_system="standard")
+    assert command(monkeypatch, folder) == 0
+    begin, filled, after = re.split(r"\x1b\[\?1049[hl]", file.getvalue())
+    assert begin == ""
+    assert filled.count("wall clock") == 3
+    assert "\x1b[32mtraining" in filled
+    assert "finished · wall clock 0:10" in after
+    assert "\x1b[?25h" in after or filled.rstrip().endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_without_colours_there_are_none(tmp_path, now, monkeypatch):
+    file = terminal(monkeypatch, no_color=True, color_system="standard")
+    assert command(monkeypatch, made.run(tmp_path)) == 0
+    assert "finished" in file.getvalue()
+    assert not re.search(r"\x1b\[[\d;]*3\dm", file.getvalue())
+
+
+def test_ctrl_c_ends_at_once_and_leaves_what_was_there(tmp_path, now, monkeypatch, capsys):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    def left(code):
+        raise SystemExit(code)
+
+    goes_on(monkeypatch, interrupt)
+    monkeypatch.setattr(watch_module.os, "_exit", left)
+    file = terminal(monkeypatch)
+    assert command(monkeypatch, made.run(tmp_path, ended=False)) == 130
+    assert "live" in file.getvalue().split("\x1b[?1049l")[1]
+    assert not capsys.readouterr().err
+
+
+def test_a_run_that_starts_is_waited_for(tmp_path, now, monkeypatch, capsys):
+    folder = tmp_path / "r"
+    folder.mkdir()
+    (folder / "run.json").write_text(json.dumps(made.about(workers=1)))
+    goes_on(monkeypatch, lambda: None, lambda: made.run(folder, workers=1))
+    assert command(monkeypatch, folder) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{folder} is starting; waiting for its workers")
+    assert "finished" in out
+
+
+def test_a_run_that_was_killed_is_not_waited_for(tmp_path, monkeypatch, capsys):
+    folder = made.run(tmp_path, ended=False)
+    for path in folder.iterdir():
+        os.utime(path, (1010, 1010))
+    assert command(monkeypatch, folder) == 0
+    out = capsys.readouterr().out
+    assert "stopped" in out
+    assert "silent" in out
+    assert "Nobody has written for" in out
+
+
+def test_a_dead_worker_may_be_started_again(tmp_path, now, monkeypatch, capsys):
+    folder = made.run(tmp_path, workers=1, ended=False)
+    made.append(folder / "events-launcher.jsonl", made.event(1009.5, "died", 0, "launcher"))
+    again = made.sample(0, 1, 1, time=1012.0, life=2)
+    goes_on(
+        monkeypatch,
+        lambda: None,
+        lambda: made.append(folder / "worker-0.jsonl", again),
+        lambda: made.append(folder / "worker-0.jsonl", again | {"last": True}),
+    )
+    assert command(monkeypatch, folder) == 0
+    out = capsys.readouterr().out
+    assert "1 dead" in out
+    assert "1 training" in out
+
+
+@pytest.mark.parametrize(
+    ("prepare", "says"),
+    [
+        (lambda folder: None, "does not exist"),
+        (lambda folder: folder.mkdir(), "is no run"),
+        (lambda folder: folder.write_text("x"), "is not a folder"),
+        (lambda folder: made.run(folder, format=2, freewheel="9.9"), "freewheel 9.9"),
+        (lambda folder: made.append(folder / "worker-0.jsonl", {"some": "thing"}), "not what a run writes"),
+        (
+            lambda folder: made.append(folder / "worker-0.jsonl", made.sample(0, 1, merges=3)),
+            "not what a run writes",
+        ),
+        (lambda folder: made.append(folder / "worker-0.jsonl", made.sample(0, 1, loss="x")), "numbers"),
+        (lambda folder: made.run(folder, samples=0, workers=1, ended=False), "still starting"),
+    ],
+)
+def test_bad_input_is_one_clear_line(tmp_path, monkeypatch, capsys, prepare, says):
+    folder = tmp_path / "r"
+    prepare(folder)
+    assert command(monkeypatch, folder, "--once") == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert len(told.err.splitlines()) == 1
+    assert says in told.err
+
+
+def test_half_a_last_line_is_not_read_yet(tmp_path, now, monkeypatch, capsys):
+    folder = made.run(tmp_path, workers=1, ended=False)
+    with (folder / "worker-0.jsonl").open("a") as file:
+        file.write('{"time": 1010.0, "ra')
+    assert command(monkeypatch, folder, "--once") == 0
+    assert row_of(capsys.readouterr().out.splitlines(), 0)[1] == "training"
+
+
+def test_waiting_has_an_end(tmp_path, monkeypatch, capsys):
+    (tmp_path / "run.json").write_text(json.dumps(made.about()))
+    assert command(monkeypatch, tmp_path, "--wait-s", "0") == 2
+    assert "still starting" in capsys.readouterr().err
+
+
+# -- which run --
+
+
+def aged(folder, age_s):
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - age_s,) * 2)
+    os.utime(folder, (time.time() - age_s,) * 2)
+    return folder
+
+
+def test_the_newest_run_is_picked_and_a_live_one_before_it(tmp_path):
+    old = aged(made.run(tmp_path / "2026-01-01_00-00-00", workers=1), 7200)
+    new = aged(made.run(tmp_path / "a", workers=1), 3600)
+    assert pick(tmp_path).folder == new
+    assert pick(old).folder == old
+    os.utime(old / "worker-0.jsonl")
+    assert pick(tmp_path).folder == old
+    assert pick(tmp_path).others == []
+    os.utime(new / "worker-0.jsonl")
+    assert (pick(tmp_path).folder, pick(tmp_path).others) == (new, [old])
+
+
+def test_a_folder_that_a_launcher_has_just_made_is_a_run_that_starts(tmp_path):
+    made.run(tmp_path / "old", workers=1)
+    aged(tmp_path / "old", 3600)
+    starting = tmp_path / "2026-11-15_18-20-00"
+    starting.mkdir()
+    assert (pick(tmp_path).folder, pick(tmp_path).begun) == (starting, False)
+    assert (pick(starting).folder, pick(starting).begun) == (starting, False)
+    made.run(starting / "0-adpsgd", workers=1)
+    assert (pick(tmp_path).folder, pick(tmp_path).begun) == (starting / "0-adpsgd", True)
+    aged(starting / "0-adpsgd", 600)
+    (aged(starting, 600) / "0-adpsgd" / "worker-0.jsonl").rename(tmp_path / "elsewhere")
+
+
+def test_without_a_folder_the_newest_in_runs_is_shown(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    made.run(tmp_path / "runs" / "one")
+    assert command(monkeypatch, "--once") == 0
+    assert "runs/one" in capsys.readouterr().out
