@@ -75,7 +75,8 @@ class Screen:
         shown, rest = everyone, ""
         if room is not None and len(everyone) > room:
             shown = most_telling(everyone, max(1, room - 1))
-            left = Counter(row.state for row in everyone if row not in shown)
+            ranks = {row.rank for row in shown}
+            left = Counter(row.state for row in everyone if row.rank not in ranks)
             rest = f"… {left.total()} more: " + ", ".join(f"{n} {state}" for state, n in left.most_common())
         columns = self._fit(_columns(run, [*shown, total(run, everyone)]), width)
         for column in columns:
