@@ -154,13 +154,14 @@ def test_events_are_told_once_with_their_time_and_who_noticed(tmp_path, now):
     folder = made.run(tmp_path, samples=20, ended=False)
     made.append(
         folder / "events-launcher.jsonl",
-        made.event(1004.2, "restarted", 3, "launcher", text="worker 3 \x1b[31mwas\nstarted again"),
+        made.event(1002.2, "died", 3, "launcher", text="signal 9"),
+        made.event(1004.2, "restarted", 3, "launcher", text="one \x1b[31m last\ntime"),
     )
     lines = text(Run(folder))
     assert lines[-3:] == [
-        "   0:02  died 3 (seen by 0, 1, 2)",
-        "   0:03  joined 3 (seen by 0, 1, 2)",
-        "   0:04  worker 3  [31mwas started again (seen by launcher)",
+        "   0:02  worker 3 died: signal 9 (seen by 0, 1, 2, launcher)",
+        "   0:03  worker 3 joined: joined 3 (seen by 0, 1, 2)",
+        "   0:04  worker 3 was started again: one  [31m last time (seen by launcher)",
     ]
 
 
@@ -170,7 +171,7 @@ def test_of_many_events_the_last_are_shown(tmp_path, now):
         folder / "events-0.jsonl", *(made.event(1004 + n / 100, "half", n % 3, 0, life=n) for n in range(60))
     )
     lines = text(Run(folder), 80, 24)
-    assert lines[-1].startswith("   0:04  half 2")
+    assert lines[-1].startswith("   0:04  half an exchange with worker 2")
     assert "… 57 earlier events" in lines
     assert len(lines) <= 24
 
@@ -191,7 +192,7 @@ def test_a_simulated_run_is_shown_in_virtual_time(tmp_path):
     lines = text(run)
     assert lines[0].endswith("simulated · virtual time 0.5 s")
     assert row_of(lines, 0)[:4] == ["0", "finished", "150", "300"]
-    assert lines[-1] == " 0.05 s  cut 1 (seen by simulator)"
+    assert lines[-1] == " 0.05 s  worker 1 is cut off: cut 1 (seen by simulator)"
 
 
 def test_what_is_drawn_is_steps_per_second_over_time(tmp_path, now):
@@ -229,7 +230,7 @@ def test_a_worker_without_exchanges_has_merges_or_neither(tmp_path, now):
     assert not {"exch.", "merges"} & set(" ".join(text(Run(tmp_path / "a"), 140)).split())
     lines = text(Run(tmp_path / "b"), 140)
     assert "merges" in lines[3]
-    assert "1 half merges" in lines[1]
+    assert "merges half: 1" in lines[1]
 
 
 def test_a_line_for_a_log_has_the_totals(tmp_path, now):
@@ -297,7 +298,7 @@ def test_without_a_terminal_lines_come_and_events_when_they_happen_until_the_run
     tmp_path, now, monkeypatch, capsys
 ):
     folder = made.run(tmp_path, workers=2, ended=False)
-    late = made.event(1009.8, "cut", 1, 0, text="worker 1 is cut off")
+    late = made.event(1009.8, "cut", 1, 0, text="silent for 2 s")
     goes_on(
         monkeypatch,
         lambda: None,
@@ -307,7 +308,7 @@ def test_without_a_terminal_lines_come_and_events_when_they_happen_until_the_run
     assert command(monkeypatch, folder) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[2].startswith("0:09  2 training  285 steps")
-    assert lines[3] == "   0:09  worker 1 is cut off (seen by 0)"
+    assert lines[3] == "   0:09  worker 1 is cut off: silent for 2 s (seen by 0)"
     assert lines[4].startswith("0:09  2 training")
     assert lines[5].startswith("0:10  2 finished")
     assert "finished · wall clock 0:10" in lines[6]

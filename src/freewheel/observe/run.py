@@ -204,6 +204,8 @@ class Run:
         event = self._last.get((new.what, new.rank, new.life))
         if event is not None and abs(event.time - new.time) < TOGETHER_S and new.by[0] not in event.by:
             event.by += new.by
+            if new.by == ["launcher"]:
+                event.text = new.text  # it knows how the process ended; others see a line that is closed
             event.time = min(event.time, new.time)
             return
         self.events.append(new)

@@ -23,6 +23,13 @@ STYLES = {
     "died": "red", "failed": "red", "cut": "red", "store lost": "red", "half": "yellow", "left": "yellow",
     "joined": "green", "restarted": "green", "store back": "green", "resumed": "green",
 }  # fmt: skip
+WORDS = {
+    "died": "worker {} died", "cut": "worker {} is cut off", "joined": "worker {} joined",
+    "left": "worker {} left", "half": "half an exchange with worker {}", "failed": "worker {} failed",
+    "restarted": "worker {} was started again", "resumed": "worker {} resumed",
+    "checkpoint": "worker {} wrote a checkpoint", "store lost": "worker {} lost the rendezvous",
+    "store back": "worker {} has the rendezvous again", "thinned": "records of worker {} were thinned",
+}  # fmt: skip
 DROPPED = ("steps", "exch.", "merges", "sent", "stale", "rate", "discrep.", "blocked", "loss",
            "state")  # fmt: skip
 """Which columns go first where the terminal is narrow; `rate` is what is drawn."""
@@ -251,9 +258,9 @@ def _figures(run: Run) -> list[str]:
     for track in run.workers.values():
         for kind in ("exchanges", "merges"):
             for outcome in ("half", "failed"):
-                trouble[f"{outcome} {kind}"] += (track.latest.get(kind) or {}).get(outcome, 0)
+                trouble[f"{kind} {outcome}"] += (track.latest.get(kind) or {}).get(outcome, 0)
         trouble["messages dropped"] += track.latest.get("messages_dropped") or 0
-    return found + [f"{number:,} {what}" for what, number in trouble.items() if number]
+    return found + [f"{what}: {number:,}" for what, number in trouble.items() if number]
 
 
 def _events(run: Run, most: int) -> list[Text]:
@@ -268,7 +275,10 @@ def _events(run: Run, most: int) -> list[Text]:
 def event_line(run: Run, event: Event) -> Text:
     """When, what, and who noticed."""
     when = clock_time(run, max(0.0, event.time - run.began_s))
-    text = printable(event.text) or f"worker {event.rank}: {event.what}"
+    text = printable(event.text)
+    if event.rank is not None:
+        known = WORDS.get(event.what, f"worker {{}}: {printable(event.what)}")
+        text = known.format(event.rank) + (f": {text}" if text else "")
     who = [one for one in event.by if one != event.rank]
     by = f" (seen by {_several(who)})" if who else ""
     return Text.assemble((f"{when:>7}  ", "dim"), (text, STYLES.get(event.what, "")), (by, "dim"))
