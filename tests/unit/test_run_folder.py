@@ -103,7 +103,13 @@ def test_states_of_workers(tmp_path, monkeypatch):
     run = Run(tmp_path)
     assert [run.state(rank) for rank in range(4)] == ["training", "silent", "dead", "finished"]
     assert run.live
-    made.append(tmp_path / "worker-2.jsonl", made.sample(2, 0, time=1009.8, life=2))
+    made.append(tmp_path / "events-0.jsonl", made.event(1009.6, "restarted", 2, "launcher", life=2))
+    run.poll()
+    assert run.state(2) == "joining"
+    made.append(tmp_path / "events-0.jsonl", made.event(1009.7, "died", 2, "launcher", life=2))
+    run.poll()
+    assert run.state(2) == "dead"
+    made.append(tmp_path / "worker-2.jsonl", made.sample(2, 0, time=1009.8, life=3))
     run.poll()
     assert run.state(2) == "training"
 
@@ -113,7 +119,9 @@ def test_a_worker_that_has_not_written_is_joining_unless_it_died(tmp_path, monke
     (tmp_path / "run.json").write_text(json.dumps(made.about(workers=4)))
     made.append(tmp_path / "worker-0.jsonl", made.sample(0, 0))
     died = made.event(1000.0, "died", 2, "launcher"), made.event(1000.0, "died", 3, "launcher")
-    made.append(tmp_path / "events-launcher.jsonl", *died, made.event(1000.1, "restarted", 3, "launcher"))
+    made.append(
+        tmp_path / "events-launcher.jsonl", *died, made.event(1000.1, "restarted", 3, "launcher", life=2)
+    )
     run = Run(tmp_path)
     assert run.ranks == [0, 1, 2, 3]
     assert [run.state(rank) for rank in run.ranks] == ["training", "joining", "dead", "joining"]

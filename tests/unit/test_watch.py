@@ -161,7 +161,7 @@ def test_events_are_told_once_with_their_time_and_who_noticed(tmp_path, now):
     assert lines[-3:] == [
         "   0:02  worker 3 died: signal 9 (seen by 0, 1, 2, launcher)",
         "   0:03  worker 3 joined: joined 3 (seen by 0, 1, 2)",
-        "   0:04  worker 3 was started again: one  [31m last time (seen by launcher)",
+        "   0:04  worker 3: one  [31m last time (seen by launcher)",
     ]
 
 

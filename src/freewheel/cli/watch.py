@@ -25,7 +25,7 @@ REFRESH_S = 0.5
 PLAIN_S = 1.0
 PATIENCE_S = 10.0
 """A run without a living worker is over after so long: until then one may be started again."""
-STALLED_S = 30.0
+STALLED_S = 60.0
 """Nor does a run go on in which nobody has written for so long."""
 
 

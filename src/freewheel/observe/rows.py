@@ -65,7 +65,7 @@ def _row(run: Run, rank: int, live: bool) -> Row:
         loss=latest.get("loss"),
         speed=latest.get("steps_per_s") or 0.0,
     )
-    if live and state not in GOING:
+    if live and state != "training":
         return row  # what it did last is no rate of now
     over_s = LATELY_S if live and run.clock == "wall" else math.inf
     per_s = _rate(track, "steps", over_s)

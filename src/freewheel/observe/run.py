@@ -26,7 +26,7 @@ SILENT_S = 5.0
 TOGETHER_S = 5.0
 """What several workers notice within this time is one event."""
 DEATHS = ("died", "failed")
-COMINGS = (*DEATHS, "joined", "restarted")
+COMINGS = ("joined", "restarted")
 SUMS = ("steps", "compute_s", "peers_s", "data_s", "checkpoint_s", "exchanges", "merges", "bytes_out",
         "bytes_in", "samples")  # fmt: skip
 LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members")
@@ -253,8 +253,7 @@ class Run:
         """joining, training, finished, dead or silent."""
         track = self.workers.get(rank)
         if track is None:
-            ends = [event.what for event in self.events if event.rank == rank and event.what in COMINGS]
-            if ends and ends[-1] in DEATHS:
+            if self._news_of(rank, 0) == "dead":
                 return "dead"
             return "joining" if self.live else "silent"
         latest = track.latest
@@ -262,12 +261,20 @@ class Run:
             return "finished"
         deaths = (self._last.get((what, rank, life)) for what in DEATHS for life in (track.life, None))
         if any(event is not None and event.time >= latest["time"] - 1.0 for event in deaths):
-            return "dead"
+            return self._news_of(rank, track.life) or "dead"
         late = self.now - latest["time"] > SILENT_S and self.clock == "wall"
         # A clock of another host may be wrong: whom we hear is not silent.
         if late and (track.heard_s is None or time.monotonic() - track.heard_s > SILENT_S):
             return "silent"
         return str(latest.get("state", "training"))
+
+    def _news_of(self, rank: int, life: int) -> str | None:
+        """Whether a worker is coming or dead in a life after this one, of which it has written nothing."""
+        later = [event for event in self.events if event.rank == rank and (event.life or 0) > life]
+        for event in reversed(later):
+            if event.what in (*DEATHS, *COMINGS):
+                return "dead" if event.what in DEATHS else "joining"
+        return None
 
     @property
     def live(self) -> bool:

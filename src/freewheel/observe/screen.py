@@ -26,7 +26,7 @@ STYLES = {
 WORDS = {
     "died": "worker {} died", "cut": "worker {} is cut off", "joined": "worker {} joined",
     "left": "worker {} left", "half": "half an exchange with worker {}", "failed": "worker {} failed",
-    "restarted": "worker {} was started again", "resumed": "worker {} resumed",
+    "restarted": "worker {}", "resumed": "worker {} resumed",
     "checkpoint": "worker {} wrote a checkpoint", "store lost": "worker {} lost the rendezvous",
     "store back": "worker {} has the rendezvous again", "thinned": "records of worker {} were thinned",
 }  # fmt: skip
