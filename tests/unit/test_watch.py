@@ -239,6 +239,7 @@ def test_a_line_for_a_log_has_the_totals(tmp_path, now):
         "0:09  4 training  538 steps  56.6 steps/s  blocked 3.0%  stale 1.50  538 exchanges  226 MB/s  "
         "loss 2.1589"
     )
+    assert plain_line(run, 60) == "0:09  4 training  538 steps  56.6 steps/s  blocked 3.0%"
 
 
 def test_a_total_of_workers_that_came_and_went_is_that_of_the_run(tmp_path, now):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -61,9 +62,11 @@ def _watch(folder: Path, once: bool, wait_s: float) -> None:
     console = output()
     run, note = _begun(folder, 0.0 if once else wait_s, lambda text: console.print(Text(text, style="dim")))
     screen = Screen()
+    # rich takes every dumb terminal for one of 80 columns.
+    width = shutil.get_terminal_size().columns if console.is_dumb_terminal else console.width
 
     def leave() -> None:
-        for line in screen.lines(run, console.width, note=note, ascii_only=console.options.ascii_only):
+        for line in screen.lines(run, width, note=note, ascii_only=console.options.ascii_only):
             console.print(line, soft_wrap=True)
 
     try:
@@ -72,7 +75,7 @@ def _watch(folder: Path, once: bool, wait_s: float) -> None:
         elif console.is_terminal and not console.is_dumb_terminal:
             _show(console, screen, run, note)
         else:
-            _tell(run, note)
+            _tell(run, note, width)
     except KeyboardInterrupt:
         leave()
         raise
@@ -140,7 +143,7 @@ def _show(console: Console, screen: Screen, run: Run, note: str) -> None:
             draw()
 
 
-def _tell(run: Run, note: str) -> None:
+def _tell(run: Run, note: str, width: int) -> None:
     """A line a second, and each event when it comes."""
     if note:
         print(note, flush=True)
@@ -150,4 +153,4 @@ def _tell(run: Run, note: str) -> None:
             if id(event) not in told:
                 print(event_line(run, event).plain, flush=True)
                 told.add(id(event))
-        print(plain_line(run), flush=True)
+        print(plain_line(run, width), flush=True)

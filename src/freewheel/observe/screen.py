@@ -291,8 +291,8 @@ def _several(who: list[int | str]) -> str:
     return ", ".join([*([workers] if workers else []), *names])
 
 
-def plain_line(run: Run) -> str:
-    """All workers in one line, for a log."""
+def plain_line(run: Run, width: int | None = None) -> str:
+    """All workers in one line, for a log; what does not fit the width is left out, last first."""
     all_rows = rows(run)
     row = total(run, all_rows)
     states = Counter(one.state for one in all_rows)
@@ -312,4 +312,6 @@ def plain_line(run: Run) -> str:
         parts.append(f"{numbers([row.bytes_per_s / 1e6])[0]} MB/s")
     if row.loss is not None:
         parts.append(f"loss {numbers([row.loss], 4)[0]}")
-    return "  ".join(parts)
+    while width is not None and len(parts) > 1 and len(GAP.join(parts)) > width:
+        parts.pop()
+    return GAP.join(parts)
