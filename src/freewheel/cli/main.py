@@ -34,10 +34,10 @@ app = typer.Typer(
 app.command(name="simulate")(simulate)
 app.command(name="run", context_settings={"allow_interspersed_args": False})(run)
 app.command(name="join")(join)
+app.command(name="watch")(watch)
 app.command(name="chaos")(chaos)
 app.command(name="train")(train)
 app.command(name="compare")(compare)
-app.command(name="watch")(watch)
 app.command(name="keys")(keys)
 app.add_typer(bench.app, name="bench")
 

@@ -132,6 +132,9 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self._opened = False
+        self._heard_s: float | None = None
+        """When anything last came in while we were reading, on our own clock."""
         self.about: dict[str, Any] = {}
         """What run.json says; empty while the run is starting."""
         self.workers: dict[int, Track] = {}
@@ -140,9 +143,8 @@ class Run:
         self._tails: dict[str, Tail] = {}
         self._last: dict[tuple[str, int | None, int | None], Event] = {}
         """The last event of each kind, of each life of a worker."""
-        self._heard_s: float | None = None
-        self._opened = False
         self.poll()
+        self._opened = True
 
     # -- reading --
 
@@ -154,9 +156,6 @@ class Run:
             news = bool(self.about)
         for path in sorted(self.folder.glob("*.jsonl")):
             news = self._read(path) or news
-        if news and self._opened:
-            self._heard_s = time.monotonic()
-        self._opened = True
         return news
 
     def _read(self, path: Path) -> bool:
@@ -169,6 +168,7 @@ class Run:
         lines = tail.read()
         if not lines:
             return False
+        heard_s = self._heard_s = time.monotonic() if self._opened else None
         try:
             if kind == "worker":
                 rank = int(who)
@@ -178,8 +178,7 @@ class Run:
                     self.workers[rank].version = version
                 for line in lines:
                     self.workers[rank].add(line)
-                if self._opened:
-                    self.workers[rank].heard_s = time.monotonic()
+                self.workers[rank].heard_s = heard_s
             elif kind == "events":
                 for line in lines:
                     self._happened(line)

@@ -29,6 +29,7 @@ WORDS = {
     "restarted": "worker {}", "resumed": "worker {} resumed",
     "checkpoint": "worker {} wrote a checkpoint", "store lost": "worker {} lost the rendezvous",
     "store back": "worker {} has the rendezvous again", "thinned": "records of worker {} were thinned",
+    "slowed": "worker {} is slower",
 }  # fmt: skip
 DROPPED = ("steps", "exch.", "merges", "sent", "stale", "rate", "discrep.", "blocked", "loss",
            "state")  # fmt: skip
@@ -275,10 +276,10 @@ def _events(run: Run, most: int) -> list[Text]:
 def event_line(run: Run, event: Event) -> Text:
     """When, what, and who noticed."""
     when = clock_time(run, max(0.0, event.time - run.began_s))
-    text = printable(event.text)
+    text = printable(event.text or event.what)
     if event.rank is not None:
         known = WORDS.get(event.what, f"worker {{}}: {printable(event.what)}")
-        text = known.format(event.rank) + (f": {text}" if text else "")
+        text = known.format(event.rank) + (f": {text}" if event.text else "")
     who = [one for one in event.by if one != event.rank]
     by = f" (seen by {_several(who)})" if who else ""
     return Text.assemble((f"{when:>7}  ", "dim"), (text, STYLES.get(event.what, "")), (by, "dim"))
