@@ -15,6 +15,7 @@ from rich.console import Console
 import made
 from freewheel.cli import watch as watch_module
 from freewheel.cli.main import main
+from freewheel.errors import ConfigError
 from freewheel.observe.pick import pick
 from freewheel.observe.rows import history, most_telling, rows, total
 from freewheel.observe.run import Run
@@ -378,6 +379,15 @@ def test_a_run_that_was_killed_is_not_waited_for(tmp_path, monkeypatch, capsys):
     assert "Nobody has written for" in out
 
 
+def test_a_simulation_that_was_broken_off_is_not_waited_for(tmp_path, monkeypatch, capsys):
+    folder = made.run(tmp_path, ended=False, clock="virtual")
+    for path in folder.iterdir():
+        os.utime(path, (1010, 1010))
+    goes_on(monkeypatch)
+    assert command(monkeypatch, folder) == 0
+    assert "Nobody has written for" in capsys.readouterr().out
+
+
 def test_a_dead_worker_may_be_started_again(tmp_path, now, monkeypatch, capsys):
     folder = made.run(tmp_path, workers=1, ended=False)
     made.append(folder / "events-launcher.jsonl", made.event(1009.5, "died", 0, "launcher"))
@@ -465,8 +475,14 @@ def test_a_folder_that_a_launcher_has_just_made_is_a_run_that_starts(tmp_path):
     assert (pick(starting).folder, pick(starting).begun) == (starting, False)
     made.run(starting / "0-adpsgd", workers=1)
     assert (pick(tmp_path).folder, pick(tmp_path).begun) == (starting / "0-adpsgd", True)
-    aged(starting / "0-adpsgd", 600)
-    (aged(starting, 600) / "0-adpsgd" / "worker-0.jsonl").rename(tmp_path / "elsewhere")
+
+
+def test_an_empty_folder_of_yesterday_is_no_run(tmp_path):
+    left = tmp_path / "2026-11-14_18-20-00"
+    left.mkdir()
+    aged(left, 86_400)
+    with pytest.raises(ConfigError, match="is no run"):
+        pick(left)
 
 
 def test_without_a_folder_the_newest_in_runs_is_shown(tmp_path, monkeypatch, capsys):
