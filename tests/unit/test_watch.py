@@ -202,7 +202,8 @@ def test_what_is_drawn_is_steps_per_second_over_time(tmp_path, now):
     now[0] = 1015.0
     drawn = history(Run(tmp_path), 6)
     assert drawn[0] == drawn[None] == pytest.approx([20, 20, 0, 0, 20, 20])
-    assert spark([None, 0, 5, 10]) == " ▁▅█"
+    assert spark([None, 0, 5, 10, 10, None]) == " ▁▅██ "
+    assert spark([90, 5, 10, 90]) == "█▅██"
     assert spark([]) == ""
     assert spark([0.0, None]) == "▁ "
 

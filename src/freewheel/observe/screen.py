@@ -161,14 +161,18 @@ def _draw(run: Run, column: Column, ranks: list[int | None], cells: int) -> None
 
 
 def spark(values: Sequence[float | None]) -> str:
-    """A small drawing, from 0 to the greatest; blank where nothing is known."""
-    most = max((value for value in values if value is not None), default=0.0)
+    """A small drawing, from 0 to the greatest; blank where nothing is known.
+
+    The first and the last part may hold a step and hardly any time: they do not say how high it is drawn.
+    """
+    inner = [value for value in values[1:-1] if value]
+    most = max(inner or [value for value in values if value is not None], default=0.0)
     cells = []
     for value in values:
         if value is None or not math.isfinite(value):
             cells.append(" ")
         else:
-            cells.append(BLOCKS[max(0, round(7 * value / most)) if most > 0 else 0])
+            cells.append(BLOCKS[min(7, max(0, round(7 * value / most))) if most > 0 else 0])
     return "".join(cells)
 
 
