@@ -69,9 +69,9 @@ def test_a_replica_takes_part_in_one_exchange_at_a_time(monkeypatch):
         assert busy[node.rank] == 1
         return await inner_fresh(node)
 
-    def met(node, correction, *_):
+    def met(node, peer, correction, *_):
         busy[node.rank] -= 1
-        inner_met(node, correction)
+        inner_met(node, peer, correction)
 
     simulation = make("adpsgd", workers=6, steps=20, links=fw.Links(mbit=0.1), evaluations=0)
     monkeypatch.setattr(simulation, "_answer", lambda: torch.zeros(16, dtype=torch.float64))
@@ -95,9 +95,9 @@ def test_every_edge_is_used_by_workers_in_step(topology):
     pairs = set()
     for worker in simulation.workers.values():
 
-        def met(correction, *apart, node=worker.node, inner=worker.node.met):
-            pairs.add((min(node.rank, node._exchanges.partner), max(node.rank, node._exchanges.partner)))
-            inner(correction)
+        def met(peer, correction, *apart, node=worker.node, inner=worker.node.met):
+            pairs.add((min(node.rank, peer), max(node.rank, peer)))
+            inner(peer, correction)
 
         worker.node.met = met
     simulation.run()
