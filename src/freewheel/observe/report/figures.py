@@ -7,14 +7,12 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from freewheel.observe.report.runs import DASHES, SVG_DASHES, Run
+from freewheel.observe.palette import DASHES, FAINT, GREY, SVG_DASHES
+from freewheel.observe.report.runs import Run
 from freewheel.observe.report.words import listed, number, percent
 from freewheel.observe.result import Result
 
 Figure = dict[str, Any]
-
-
-GREY, FAINT = "rgba(128, 138, 150, 0.9)", "rgba(128, 138, 150, 0.28)"
 
 
 def all_figures(runs: Sequence[Run]) -> tuple[dict[str, Figure], str]:

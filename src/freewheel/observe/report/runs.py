@@ -7,16 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from freewheel.observe.palette import COLOURS, DASHES
 from freewheel.observe.result import Result
-
-# Eight colours that read on white and on black; more runs than that are told apart by their dashes.
-COLOURS = ("#3b82f6", "#f0781e", "#1f9d63", "#e5484d", "#a259f7", "#0c9fb5", "#e0489f", "#b08a10")
-
-
-DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
-
-
-SVG_DASHES = ("", "7 4", "2 3", "7 3 2 3", "12 4")
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,0 +1,44 @@
+"""What runs, causes and events look like, in every figure of a report and of the dashboard."""
+
+from __future__ import annotations
+
+# Eight colours that read on white and on black; more runs than that are told apart by their dashes.
+COLOURS = ("#3b82f6", "#f0781e", "#1f9d63", "#e5484d", "#a259f7", "#0c9fb5", "#e0489f", "#b08a10")
+DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
+SVG_DASHES = ("", "7 4", "2 3", "7 3 2 3", "12 4")
+
+GREY, FAINT = "rgba(128, 138, 150, 0.9)", "rgba(128, 138, 150, 0.28)"
+
+# Blue for near, orange for far: told apart with every kind of colour blindness, and seen on white and black.
+DISTANCES = ("#3b6fd4", "#6d93d0", "#9aa7b5", "#cf9f68", "#e5812e", "#d9480f")
+
+# Why a worker was blocked: what it waits for, and a colour.
+CAUSES = {
+    "peers": ("for peers", "#e5812e"),
+    "data": ("for data", "#3b82f6"),
+    "checkpoint": ("for a checkpoint", "#9b6bd6"),
+}
+
+# What happened: a symbol and a colour, so that neither is needed alone.
+EVENTS = {
+    "died": ("x", "#d9480f"),
+    "failed": ("x-open", "#d9480f"),
+    "cut": ("line-ns-open", "#d9480f"),
+    "left": ("triangle-left", "#9aa7b5"),
+    "joined": ("triangle-right", "#1f9d8a"),
+    "restarted": ("circle-open", "#1f9d8a"),
+    "resumed": ("circle", "#1f9d8a"),
+    "half": ("diamond-open", "#e5812e"),
+    "store lost": ("square", "#d9480f"),
+    "store back": ("square-open", "#1f9d8a"),
+    "view": ("diamond", "#3b82f6"),
+    "checkpoint": ("star", "#9b6bd6"),
+    "thinned": ("cross-thin-open", "#9aa7b5"),
+}
+STATES = {
+    "joining": "#9b6bd6",
+    "training": "#3b82f6",
+    "finished": "#1f9d8a",
+    "silent": "#b08a10",
+    "dead": "#d9480f",
+}

@@ -1,0 +1,188 @@
+"""What a run did, as series over common moments: all workers together, at most a few hundred points.
+
+The moments are whole multiples of a power of two, and the last one. So what has been computed of the past
+stays as it is while a run grows, and whoever sends it on sends only the end; see `dashboard/delta.py`.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from freewheel.observe.run import Run, Track
+
+MOMENTS = 240
+"""At most so many moments, and at least half as many."""
+RATE_OVER = 4
+"""A rate is taken over so many intervals between moments."""
+LATE_S = 2.0
+"""For so long after its last sample a worker counts as there."""
+
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True)
+class Series:
+    """All workers of a run together; nan: not known. `time_s` counts from the beginning of the run."""
+
+    time_s: Floats
+    steps: Floats
+    samples: Floats
+    loss: Floats
+    loss_least: Floats
+    loss_most: Floats
+    distance: Floats
+    """To the last peer met, the mean of all workers."""
+    distance_most: Floats
+    rate: Floats
+    """Steps of all workers in a second."""
+    ideal: Floats
+    """The same if nobody were ever blocked."""
+
+
+def moments(duration_s: float, most: int = MOMENTS) -> Floats:
+    """0, w, 2w, … and the end, where w is the least power of two that makes few enough of them."""
+    if not duration_s > 0:
+        return np.zeros(1)
+    width = 2.0 ** math.ceil(math.log2(duration_s / most))
+    times = np.arange(0.0, duration_s, width)
+    return np.append(times, duration_s)
+
+
+def series(run: Run) -> Series:
+    """The series of a run as far as it has come."""
+    began = run.began_s
+    times = moments(run.last_s - began)
+    tracks = [track for track in run.workers.values() if track.points["time"]]
+    known = [_known(track, began) for track in tracks]
+    steps, samples = _sum(known, "steps", times), _sum(known, "samples", times)
+    losses, distances = _levels(known, "loss", times), _levels(known, "discrepancy", times)
+    rate, ideal = _rates(known, times)
+    with warnings.catch_warnings():  # a moment at which no worker knows is nan, as it should be
+        warnings.simplefilter("ignore", RuntimeWarning)
+        return Series(
+            times,
+            steps,
+            samples,
+            np.nanmean(losses, axis=0),
+            np.nanmin(losses, axis=0),
+            np.nanmax(losses, axis=0),
+            np.nanmean(distances, axis=0),
+            np.nanmax(distances, axis=0),
+            rate,
+            ideal,
+        )
+
+
+_COLUMNS = ("time", "steps", "samples", "compute_s", "loss", "discrepancy")
+
+
+def _known(track: Track, began: float) -> dict[str, Floats]:
+    columns = {name: np.array(track.points[name], dtype=float) for name in _COLUMNS}
+    columns["time"] = columns["time"] - began
+    return columns
+
+
+def _sum(known: Sequence[dict[str, Floats]], name: str, times: Floats) -> Floats:
+    """A sum over all workers; a worker that is not there yet has done nothing."""
+    total = np.zeros_like(times)
+    for columns in known:
+        total += _at(columns, name, times)
+    return total
+
+
+def _at(columns: dict[str, Floats], name: str, times: Floats) -> Floats:
+    """A sum of one worker at some moments, as if it had grown evenly between its samples."""
+    found: Floats = np.interp(times, columns["time"], np.nan_to_num(columns[name]), left=0.0)
+    return found
+
+
+def _there(columns: dict[str, Floats], times: Floats) -> Bools:
+    """Whether the worker has begun, and not been silent for long."""
+    width = float(times[1]) if len(times) > 1 else 0.0
+    there: Bools = (times >= columns["time"][0]) & (times <= columns["time"][-1] + max(LATE_S, width))
+    return there
+
+
+def _levels(known: Sequence[dict[str, Floats]], name: str, times: Floats) -> Floats:
+    """What every worker last said of something at some moments; a row for each worker."""
+    rows = np.full((max(1, len(known)), len(times)), np.nan)
+    for row, columns in zip(rows, known, strict=False):
+        told = ~np.isnan(columns[name])
+        if told.any():
+            place = np.searchsorted(columns["time"][told], times, side="right") - 1
+            row[:] = np.where((place >= 0) & _there(columns, times), columns[name][told][place], np.nan)
+    return rows
+
+
+def _rates(known: Sequence[dict[str, Floats]], times: Floats) -> tuple[Floats, Floats]:
+    """Steps in a second of all workers, as they were and as if nobody had been blocked."""
+    rate, ideal = np.zeros_like(times), np.zeros_like(times)
+    before = np.maximum(0, np.arange(len(times)) - RATE_OVER)
+    took = times - times[before]
+    for columns in known:
+        steps, compute = _at(columns, "steps", times), _at(columns, "compute_s", times)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            free = np.where(compute > 0, steps / compute, 0.0)
+            own = np.where(took > 0, (steps - steps[before]) / took, np.nan)
+        there = _there(columns, times)
+        rate += np.where(there, own, 0.0)
+        ideal += np.where(there, free, 0.0)
+    nobody = ideal <= 0
+    return np.where(nobody, np.nan, rate), np.where(nobody, np.nan, ideal)
+
+
+@dataclass(frozen=True)
+class Edge:
+    """What two workers did with each other in the last seconds."""
+
+    one: int
+    other: int
+    count: int
+    distance: float | None
+
+
+def edges(run: Run, over_s: float = 5.0) -> tuple[list[Edge], float]:
+    """Who exchanged or merged with whom in the last seconds of a run, and in how many seconds that was."""
+    end, span = run.last_s, 0.0
+    found: dict[tuple[int, int], tuple[int, float | None]] = {}
+    for rank, track in run.workers.items():
+        recent = [sample for sample in track.recent if isinstance(sample.get("peers"), dict)]
+        if not recent or recent[-1]["time"] < end - over_s:
+            continue
+        earlier = [sample for sample in recent[:-1] if sample["time"] <= end - over_s]
+        base = earlier[-1] if earlier else recent[0] if len(recent) == track.recent.maxlen else None
+        before = base["peers"] if base else {}
+        span = max(span, end - (base["time"] if base else run.began_s))
+        for name, (count, distance) in recent[-1]["peers"].items():
+            new = count - before.get(name, (0, None))[0]
+            if new > 0:
+                pair = (min(rank, int(name)), max(rank, int(name)))
+                most, known = found.get(pair, (0, None))
+                # Both sides count it; the one that has written last knows more.
+                found[pair] = (max(new, most), distance if distance is not None else known)
+    return [Edge(*pair, *what) for pair, what in sorted(found.items())], span
+
+
+def staleness(run: Run) -> dict[int, int]:
+    """How often which staleness was met by all workers: the lower end of a class, and a count."""
+    counts: dict[int, int] = {}
+    for track in run.workers.values():
+        for least, count in (track.latest.get("staleness_counts") or {}).items():
+            counts[int(least)] = counts.get(int(least), 0) + int(count)
+    return dict(sorted(counts.items()))
+
+
+def blocked(tracks: Sequence[Track]) -> dict[str, float]:
+    """Which share of the workers' time was spent on what: compute, and each cause of waiting."""
+    spent = {
+        name: sum(track.value(f"{name}_s") or 0.0 for track in tracks)
+        for name in ("compute", "peers", "data", "checkpoint")
+    }
+    total = sum(spent.values())
+    return {name: value / total if total > 0 else 0.0 for name, value in spent.items()}
