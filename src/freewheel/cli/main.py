@@ -15,6 +15,7 @@ from freewheel import strategies, tasks, topology
 from freewheel.cli import bench
 from freewheel.cli.chaos import chaos
 from freewheel.cli.console import output
+from freewheel.cli.dashboard import dashboard
 from freewheel.cli.keys import keys
 from freewheel.cli.run import join, run
 from freewheel.cli.simulate import simulate
@@ -38,6 +39,7 @@ app.command(name="watch")(watch)
 app.command(name="chaos")(chaos)
 app.command(name="train")(train)
 app.command(name="compare")(compare)
+app.command(name="dashboard")(dashboard)
 app.command(name="keys")(keys)
 app.add_typer(bench.app, name="bench")
 

@@ -19,6 +19,9 @@ from freewheel.observe.tail import Tail
 FORMAT = 1
 POINTS = 256
 """So many points per worker are read of what was written before, and at most twice as many are kept."""
+LINES = 6144
+"""Of all workers together about so many lines are read of what was written before: many workers have fewer
+points each, and a run opens in the same time."""
 RECENT = 32
 """So many of the last samples of a worker are kept whole."""
 SILENT_S = 5.0
@@ -152,18 +155,21 @@ class Run:
         """Read what has been written since the last call; whether there was anything."""
         news = False
         if not self.about:
-            self.about = _about(self.folder)
+            self.about = read_about(self.folder)
             news = bool(self.about)
-        for path in sorted(self.folder.glob("*.jsonl")):
-            news = self._read(path) or news
+        paths = sorted(self.folder.glob("*.jsonl"))
+        workers = sum(path.name.startswith("worker-") for path in paths)
+        most = max(POINTS // 8, min(POINTS, LINES // max(1, workers)))
+        for path in paths:
+            news = self._read(path, most) or news
         return news
 
-    def _read(self, path: Path) -> bool:
+    def _read(self, path: Path, most: int) -> bool:
         name = path.name
         kind, _, who = path.stem.partition("-")
         if kind not in ("worker", "events", "evaluations"):
             return False
-        tail = self._tails.setdefault(name, Tail(path, POINTS if kind == "worker" else None))
+        tail = self._tails.setdefault(name, Tail(path, most if kind == "worker" else None))
         begun = tail.begun
         lines = tail.read()
         if not lines:
@@ -288,7 +294,8 @@ class Run:
             yield name, sum(track.value(name) or 0.0 for track in self.workers.values())
 
 
-def _about(folder: Path) -> dict[str, Any]:
+def read_about(folder: Path) -> dict[str, Any]:
+    """What run.json says; nothing while there is none."""
     path = folder / "run.json"
     try:
         about = json.loads(path.read_text(encoding="utf-8"))

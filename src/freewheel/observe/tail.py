@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 PIECE = 1 << 16
-RECENT = 64
+RECENT = 48
 """So many of the last lines are always read, however few of the others are."""
 
 

@@ -1,0 +1,40 @@
+"""``freewheel dashboard``: a page that shows runs while they go on."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from freewheel.observe.dashboard import Board, Dashboard
+from freewheel.observe.dashboard.server import PORT
+
+
+def dashboard(
+    folder: Annotated[
+        Path, typer.Argument(metavar="RUN", help="The folder of a run, or one with runs in it, as runs.")
+    ],
+    port: Annotated[
+        int | None, typer.Option(help=f"Which port; default: {PORT}, or a free one.", show_default=False)
+    ] = None,
+    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+) -> None:
+    """Show runs on a page of this machine, live or ended, and compare them; Ctrl-C ends it."""
+    server = Dashboard(Board(folder), port)
+    print(f"{folder} is shown at {server.address}\nCtrl-C ends this, and no run.", flush=True)
+    # What is shown first is read while the browser starts.
+    threading.Thread(target=server.board.open, daemon=True).start()
+    if browser and (
+        sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
+    ):
+        threading.Thread(target=webbrowser.open, args=(server.address,), daemon=True).start()
+    try:
+        server.serve_forever(poll_interval=0.1)
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        os._exit(0)  # that is how it ends; taking torch apart would take longer than people wait

@@ -1,0 +1,8 @@
+"""`freewheel dashboard`: a page that shows runs while they go on, and after. It only reads records."""
+
+from __future__ import annotations
+
+from freewheel.observe.dashboard.board import Board
+from freewheel.observe.dashboard.server import Dashboard
+
+__all__ = ["Board", "Dashboard"]

@@ -1,0 +1,309 @@
+"""What the page shows: the runs under a folder, and of those that were picked figures, tables and words.
+
+All of it is one document of JSON. Whoever asks says which version it has, and gets what has changed since.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from freewheel.errors import ConfigError, FreewheelError
+from freewheel.observe import charts
+from freewheel.observe.dashboard.delta import delta
+from freewheel.observe.palette import COLOURS
+from freewheel.observe.report.runs import flatten
+from freewheel.observe.run import SILENT_S, Run, find_runs, read_about
+from freewheel.observe.series import blocked
+
+SCAN_S = 2.0
+"""So often the folder is looked through for new runs."""
+POLL_S = 0.2
+"""What is asked for more often than this is answered from memory."""
+STALE_S = 1.0
+"""A document of a live run is made anew after so long, even if nothing was written: workers fall silent."""
+MOST = len(COLOURS)
+"""So many runs are compared at once."""
+PICKS, VERSIONS = 8, 4
+"""Of so many picks the last so many versions are kept."""
+
+Document = dict[str, Any]
+
+
+@dataclass
+class Entry:
+    """A run under the folder; it is read when it is first picked."""
+
+    number: int
+    folder: Path
+    name: str
+    run: Run | None = None
+    error: str = ""
+    version: int = 0
+    polled_s: float = -math.inf
+
+    def poll(self) -> None:
+        """Read what is new."""
+        now = time.monotonic()
+        if now - self.polled_s < POLL_S:
+            return
+        self.polled_s = now
+        error = ""
+        try:
+            if not self.folder.is_dir():
+                raise ConfigError(f"the folder of {self.name!r} is gone.")
+            if self.run is None:
+                self.run = Run(self.folder)
+                self.version += 1
+            elif self.run.poll():
+                self.version += 1
+        except FreewheelError as wrong:
+            error = str(wrong)
+        if error != self.error:
+            self.error = error
+            self.version += 1
+
+
+@dataclass
+class Pick:
+    """The document of some runs: its last versions."""
+
+    made_s: float = -math.inf
+    of: tuple[int, ...] = ()
+    versions: deque[tuple[int, Document]] = field(default_factory=lambda: deque(maxlen=VERSIONS))
+
+
+class Board:
+    """The runs under a folder, and documents of those that somebody looks at."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._entries: dict[Path, Entry] = {}
+        self._scanned_s = -math.inf
+        self._picks: OrderedDict[tuple[int, ...], Pick] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        found = find_runs(folder)
+        self._enter(found)
+        if len(found) == 1:
+            read_about(found[0])  # a run of another version is refused before anything is served
+
+    def open(self) -> None:
+        """Read the run that the page shows first, so that it need not wait for it."""
+        self.answer((), None)
+
+    def answer(self, numbers: Sequence[int], since: int | None) -> Document:
+        """What to show of these runs (none: the newest), or what has changed in it since a version."""
+        with self._lock:
+            self._scan()
+            entries = self._picked(numbers)
+            for entry in entries:
+                entry.poll()
+            return self._answer(entries, since)
+
+    def _answer(self, entries: list[Entry], since: int | None) -> Document:
+        key = tuple(entry.number for entry in entries)
+        pick = self._picks.setdefault(key, Pick())
+        self._picks.move_to_end(key)
+        while len(self._picks) > PICKS:
+            self._picks.popitem(last=False)
+        of, now = tuple(entry.version for entry in entries), time.monotonic()
+        if of != pick.of or now - pick.made_s > STALE_S:
+            document = self._document(entries)
+            if not pick.versions or document != pick.versions[-1][1]:
+                pick.versions.append((next(self._numbers), document))
+            pick.of, pick.made_s = of, now
+        version, document = pick.versions[-1]
+        for known, before in pick.versions:
+            if known == since:
+                return {"version": version, "change": delta(before, document)}
+        return {"version": version, "change": {"v": document}}
+
+    # -- which runs --
+
+    def _scan(self) -> None:
+        now = time.monotonic()
+        if now - self._scanned_s < SCAN_S:
+            return
+        self._scanned_s = now
+        try:
+            self._enter(find_runs(self._folder))
+        except ConfigError:
+            return  # all of them are gone, and each entry says so itself
+
+    def _enter(self, folders: Sequence[Path]) -> None:
+        for folder in folders:
+            if folder not in self._entries:
+                alone = folder == self._folder
+                name = folder.resolve().name if alone else str(folder.relative_to(self._folder))
+                self._entries[folder] = Entry(len(self._entries), folder, name)
+
+    def _picked(self, numbers: Sequence[int]) -> list[Entry]:
+        entries = list(self._entries.values())
+        if not numbers:
+            return [max(entries, key=lambda entry: (_started(entry.folder), entry.number))]
+        wanted = list(dict.fromkeys(numbers))
+        if len(wanted) > MOST:
+            raise ConfigError(f"{len(wanted)} runs were picked; at most {MOST} can be told apart.")
+        if not all(0 <= number < len(entries) for number in wanted):
+            raise ConfigError(f"there is no run {max(wanted)}; there are {len(entries)}, counted from 0.")
+        return [entries[number] for number in wanted]
+
+    # -- what to show --
+
+    def _document(self, entries: list[Entry]) -> Document:
+        good = [(entry, entry.run) for entry in entries if entry.run is not None]
+        shown = charts.shown([run for _, run in good])
+        begun = [one for one in shown if one.run.workers]
+        return {
+            "runs": [_listed(entry) for entry in self._entries.values()],
+            "notes": [note for entry in entries if (note := _note(entry))],
+            "shown": [
+                {"number": entry.number, "label": one.label, "colour": one.colour, **_headline(one)}
+                for (entry, _), one in zip(good, shown, strict=True)
+            ],
+            "picked": [entry.number for entry in entries],
+            "figures": charts.figures(begun) if begun else {},
+            "workers": [row for one in begun for row in _rows(one)],
+            "about": [{"label": one.label, "rows": _about(one.run)} for one in shown],
+        }
+
+
+def _started(folder: Path) -> float:
+    try:
+        return float(read_about(folder).get("started", math.inf))
+    except (FreewheelError, TypeError, ValueError):
+        return -math.inf
+
+
+def _listed(entry: Entry) -> Document:
+    """A run in the list to pick from; of one that was not picked yet only run.json is read."""
+    listed: Document = {"number": entry.number, "name": entry.name, "error": entry.error}
+    try:
+        about = entry.run.about if entry.run is not None else read_about(entry.folder)
+    except FreewheelError as error:
+        return {**listed, "error": str(error)}
+    live = entry.run.live if entry.run is not None else _touched(entry.folder)
+    strategy, workers = about.get("strategy"), about.get("workers")
+    return {**listed, "strategy": strategy, "workers": workers, "live": live, "started": about.get("started")}
+
+
+def _touched(folder: Path) -> bool:
+    path = next(folder.glob("worker-*.jsonl"), None)
+    try:
+        return path is not None and time.time() - path.stat().st_mtime < SILENT_S
+    except OSError:
+        return False
+
+
+def _note(entry: Entry) -> str:
+    if entry.error or entry.run is None:
+        return entry.error
+    if not entry.run.about and entry.run.workers:
+        return f"{entry.name}: run.json is not there (yet): strategy and settings are not known."
+    if not entry.run.workers:
+        return f"{entry.name} is starting: no worker has written anything yet."
+    return ""
+
+
+def _headline(one: charts.Shown) -> Document:
+    """The figures of a run that come first."""
+    run = one.run
+    states = [run.state(rank) for rank in run.workers]
+    live = run.live
+    there = [run.workers[rank] for rank, state in zip(run.workers, states, strict=True) if state != "dead"]
+    totals = dict(run.totals())
+    rate, ideal = (_last(values) for values in (one.series.rate, one.series.ideal))
+    spent = blocked(list(run.workers.values()))
+    end = run.now if live and run.clock == "wall" else run.last_s
+    stale = [_number(track.latest.get("staleness_mean")) for track in run.workers.values()]
+    known = [value for value in stale if value is not None]
+    return {
+        "name": str(run.about.get("name") or run.folder.name),
+        "strategy": str(run.about.get("strategy") or ""),
+        "waits_for": str(run.about.get("settings", {}).get("waits_for") or ""),
+        "clock": run.clock,
+        "state": "starting" if not states else "live" if live else _ended(states),
+        "elapsed_s": round(max(0.0, end - run.began_s), 1) if run.workers else None,
+        "there": len(there),
+        "workers": max(len(states), _whole(run.about.get("workers"))),
+        "steps": int(totals["steps"]),
+        "samples": int(totals["samples"]),
+        "progress": max((track.value("progress") or 0.0 for track in there), default=0.0) or None,
+        "rate": _short(rate),
+        "ideal_share": _short(rate / ideal if rate is not None and ideal else None),
+        "blocked": _short(1.0 - spent["compute"] if any(spent.values()) else None),
+        "staleness": _short(sum(known) / len(known) if known else None),
+        "loss": _short(_last(one.series.loss)),
+        "loss_answer": _short(_evaluated(run, "loss")),
+        "accuracy": _short(_evaluated(run, "accuracy")),
+        "faults": sum(event.what in ("died", "failed", "cut", "half", "store lost") for event in run.events),
+    }
+
+
+def _ended(states: list[str]) -> str:
+    if all(state == "finished" for state in states):
+        return "finished"
+    return "silent" if "silent" in states else "ended"
+
+
+COLUMNS = ("run", "worker", "state", "life", "steps", "rate", "blocked", "staleness", "distance", "exchanges",
+           "out", "loss")  # fmt: skip
+
+
+def _rows(one: charts.Shown) -> list[list[Any]]:
+    """A row of the table for every worker, in the order of COLUMNS."""
+    rows = []
+    for rank, track in sorted(one.run.workers.items()):
+        latest = track.latest
+        met = (track.value("exchanges") or 0) + (track.value("merges") or 0)
+        rows.append(
+            [
+                one.place,
+                rank,
+                one.run.state(rank),
+                track.life,
+                int(track.value("steps") or 0),
+                _short(track.rate("steps")),
+                _short(_number(latest.get("blocked_share"))),
+                _short(_number(latest.get("staleness_mean"))),
+                _short(_number(latest.get("discrepancy"))),
+                int(met),
+                _short(track.rate("bytes_out")),
+                _short(track.value("loss")),
+            ]
+        )
+    return rows
+
+
+def _about(run: Run) -> list[list[str]]:
+    return [[key, value] for key, value in flatten(run.about).items() if key != "format"]
+
+
+def _evaluated(run: Run, what: str) -> float | None:
+    values = (getattr(one, what) for one in reversed(run.evaluations))
+    return next((value for value in values if value is not None), None)
+
+
+def _last(values: Any) -> float | None:
+    known = [float(value) for value in values[-3:] if math.isfinite(value)]
+    return known[-1] if known else None
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def _whole(value: Any) -> int:
+    return value if isinstance(value, int) else 0
+
+
+def _short(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")

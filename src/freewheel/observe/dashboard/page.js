@@ -1,0 +1,324 @@
+"use strict";
+(() => {
+  const byId = (id) => document.getElementById(id);
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const make = (tag, props = {}, ...inside) => {
+    const made = Object.assign(document.createElement(tag), props);
+    made.append(...inside.filter((one) => one !== null && one !== undefined));
+    return made;
+  };
+
+  // -- what has changed: the other half of delta.py --
+
+  const apply = (old, change) => {
+    if (!change) return old;
+    if ("v" in change) return change.v;
+    if ("k" in change) return old.slice(0, change.k).concat(change.a);
+    if ("i" in change) return old.map((item, place) => apply(item, change.i[place]));
+    const made = { ...old };
+    for (const key of change.x || []) delete made[key];
+    for (const key in change.d) made[key] = apply(made[key], change.d[key]);
+    return made;
+  };
+
+  // -- numbers to read --
+
+  const digits = (value, count = 3) => {
+    if (value === null || value === undefined) return "–";
+    if (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3)) {
+      if (Math.abs(value) < 1e-3) return value.toExponential(1).replace("e-", " × 10⁻").replace(/⁻(\d+)$/,
+        (_, power) => "⁻" + [...power].map((digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]).join(""));
+      for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"]]) {
+        if (Math.abs(value) >= size) return digits(value / size, count) + " " + unit;
+      }
+    }
+    return value.toLocaleString("en", Math.abs(value) >= 100 || Number.isInteger(value)
+      ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: count });
+  };
+  const percent = (value) => value === null || value === undefined ? "–" : (100 * value).toFixed(1) + " %";
+  const rate = (bytes) => bytes === null ? "–" : digits(bytes / 1e6) + " MB/s";
+  const lasted = (seconds) => {
+    if (seconds === null || seconds === undefined) return "–";
+    if (seconds < 60) return digits(seconds) + " s";
+    const two = (value) => String(Math.floor(value)).padStart(2, "0");
+    return seconds < 3600 ? `${Math.floor(seconds / 60)} min ${two(seconds % 60)} s`
+      : `${Math.floor(seconds / 3600)} h ${two(seconds / 60 % 60)} min`;
+  };
+
+  // -- figures: only those that can be seen are drawn, one in each frame --
+
+  const mouse = matchMedia("(hover: hover)").matches;
+  const config = { displaylogo: false, displayModeBar: mouse ? "hover" : false, responsive: false,
+    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    showSendToCloud: false, plotlyServerURL: "" };  // plotly's own button would upload the figure
+  const boxes = new Map([...document.querySelectorAll("figure[id^=box-]")].map((box) =>
+    [box.id.slice(4), { box, place: box.querySelector(".plot"), seen: false, due: true, drawn: false }]));
+  let looks = null;
+  const look = () => looks ||= { font: getComputedStyle(document.body).fontFamily, ink: css("--ink"),
+    soft: css("--soft"), grid: css("--grid"), line: css("--line"), card: css("--card") };
+  const layoutOf = (name, figure, width) => {
+    const { font, ink, soft, grid, line, card } = look();
+    const layout = { showlegend: false, hovermode: "closest", dragmode: mouse ? "zoom" : false,
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", uirevision: document_.picked.join(),
+      ...structuredClone(figure.layout), width, height: figure.height };
+    layout.font = { family: font, size: 12, color: ink };
+    layout.margin = { l: 12, r: 14, t: 14, b: 12, ...layout.margin };
+    layout.hoverlabel = { bgcolor: card, bordercolor: soft, font: { color: ink }, align: "left" };
+    layout.modebar = { color: soft, activecolor: ink, bgcolor: card };
+    if (layout.legend) layout.legend = { ...layout.legend, font: { color: soft } };
+    for (const axis of ["xaxis", "yaxis"]) {
+      const own = layout[axis] || {};
+      layout[axis] = { automargin: true, zeroline: false, gridcolor: grid, linecolor: line, ...own };
+      if (own.title) layout[axis].title = { ...own.title, font: { color: soft } };
+    }
+    return layout;
+  };
+  const draw = (name) => {
+    const one = boxes.get(name), figure = document_.figures[name];
+    const [title, said] = one.box.querySelectorAll("figcaption > *");
+    title.textContent = figure.title;
+    said.textContent = figure.said;
+    one.due = false;
+    const some = figure.data.some((trace) => trace.x.length);
+    let none = one.box.querySelector(".none");
+    one.place.hidden = !some;
+    if (!some) {
+      if (one.drawn) Plotly.purge(one.place);
+      one.drawn = false;
+      if (!none) one.box.append(none = make("p", { className: "none" }));
+      none.textContent = figure.empty;
+      return;
+    }
+    if (none) none.remove();
+    one.place.style.height = figure.height + "px";
+    // Plotly writes into what it is given, and we need it unwritten to tell what has changed.
+    const data = figure.data.map((trace) => ({ ...trace }));
+    Plotly.react(one.place, data, layoutOf(name, figure, one.place.clientWidth), config);
+    one.drawn = true;
+  };
+  const order = [...boxes.keys()];
+  let framed = false;
+  const frame = () => {
+    framed = false;
+    if (!window.Plotly || !document_) return;
+    const next = order.find((name) => { const one = boxes.get(name);
+      return one.due && one.seen && !one.box.hidden && document_.figures[name]; });
+    if (next === undefined) return;
+    draw(next);
+    later();
+  };
+  const later = () => { if (!framed) { framed = true; requestAnimationFrame(frame); } };
+  const onScreen = new IntersectionObserver((changes) => {
+    for (const { target, isIntersecting } of changes) boxes.get(target.id.slice(4)).seen = isIntersecting;
+    later();
+  }, { rootMargin: "200px" });
+  const sized = new ResizeObserver((changes) => {
+    for (const { target } of changes) {
+      const one = boxes.get(target.parentNode.id.slice(4));
+      if (one.drawn && target.clientWidth && target.layout.width !== target.clientWidth) one.due = true;
+    }
+    later();
+  });
+  for (const { box, place } of boxes.values()) { onScreen.observe(box); sized.observe(place); }
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
+    looks = null;
+    for (const one of boxes.values()) one.due = true;
+    later();
+  });
+  for (const button of document.querySelectorAll(".switch button")) {
+    button.addEventListener("click", () => {
+      for (const other of document.querySelectorAll(".switch button")) {
+        other.setAttribute("aria-pressed", String(other === button));
+      }
+      for (const { box } of boxes.values()) {
+        if (box.dataset.over) box.hidden = box.dataset.over !== button.dataset.over;
+      }
+      later();
+    });
+  }
+
+  // -- words and tables --
+
+  const swatch = (colour) => {
+    const made = make("i", { className: "swatch" });
+    made.style.background = colour;
+    return made;
+  };
+  const states = { live: "live", finished: "finished", starting: "starting", silent: "silent", ended: "ended" };
+  const state = (one) => make("span", { className: "state " + one.state, textContent: states[one.state] });
+  const answered = (one) => one.loss_answer !== null ? one.loss_answer : one.loss;
+  const tile = (name, value, more) => make("div", { className: "tile" }, make("dt", { textContent: name }),
+    make("dd", {}, value, more ? make("small", { textContent: more }) : null));
+  const tiles = (one) => make("dl", { className: "tiles" },
+    tile("time", lasted(one.elapsed_s), one.clock === "virtual" ? "virtual" : ""),
+    tile("workers", `${one.there} of ${one.workers}`, one.faults ? `${one.faults} faults` : "no faults"),
+    tile("worker-steps/s", digits(one.rate), one.ideal_share === null ? "" : percent(one.ideal_share) + " of ideal"),
+    tile("blocked", percent(one.blocked), "of the workers’ time"),
+    tile("staleness", digits(one.staleness), "mean"),
+    tile("loss", digits(one.loss), one.loss_answer === null ? "training" : `answer ${digits(one.loss_answer)}`),
+    tile("accuracy", percent(one.accuracy), one.accuracy === null ? "not measured" : "of the answer"),
+    tile("steps", digits(one.steps), one.progress ? `${digits(one.progress)} passes`
+      : one.samples ? `${digits(one.samples)} samples` : ""));
+  const compared = () => {
+    const heads = ["run", "state", "time", "workers", "worker-steps/s", "of ideal", "blocked", "staleness", "loss",
+      "accuracy", "faults"];
+    const rows = document_.shown.map((one) => [lasted(one.elapsed_s), `${one.there} of ${one.workers}`,
+      digits(one.rate), percent(one.ideal_share), percent(one.blocked), digits(one.staleness),
+      digits(answered(one)), percent(one.accuracy), String(one.faults)]);
+    return make("div", { className: "scroll compared", tabIndex: 0 }, make("table", {},
+      make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { textContent: head })))),
+      make("tbody", {}, ...document_.shown.map((one, place) => make("tr", {},
+        make("th", { scope: "row" }, swatch(one.colour), " ", one.label), make("td", {}, state(one)),
+        ...rows[place].map((text) => make("td", { textContent: text })))))));
+  };
+  const words = () => {
+    const { shown, notes } = document_;
+    const [one] = shown;
+    byId("title").textContent = shown.length > 1 ? `${shown.length} runs compared`
+      : one ? one.name : "Nothing to show";
+    document.title = `${byId("title").textContent} – Freewheel`;
+    const said = shown.length !== 1 ? [] : [state(one), " · ", one.strategy || "strategy not known",
+      one.waits_for ? `, waits for ${one.waits_for}` : "", one.clock === "virtual" ? " · simulated" : ""];
+    byId("lead").replaceChildren(...said);
+    warn(notes);
+    byId("headline").replaceChildren(...shown.length > 1 ? [compared()] : one && one.elapsed_s !== null ? [tiles(one)] : []);
+    byId("shown").hidden = !Object.keys(document_.figures).length;
+    byId("legend").hidden = shown.length < 2;
+    byId("legend").replaceChildren(...shown.map((each) => make("span", {}, swatch(each.colour), each.label)));
+  };
+  const warn = (lines) => byId("notes").replaceChildren(
+    ...lines.map((text) => make("p", { className: "warn", textContent: text })));
+
+  const columns = [["worker", (v) => String(v)], ["state", String], ["life", String], ["steps", digits],
+    ["steps/s", digits], ["blocked", percent], ["staleness", digits], ["distance", digits], ["exchanges", digits],
+    ["sent", rate], ["loss", digits]];
+  let sorted = { column: null, down: false };
+  const table = () => {
+    const several = document_.shown.length > 1;
+    const head = columns.map(([name], place) => {
+      const cell = make("th", { scope: "col" }, make("button", { type: "button", textContent: name,
+        onclick: () => {
+          sorted = { column: place, down: sorted.column === place ? !sorted.down : place > 1 };
+          table();
+        } }));
+      if (sorted.column === place) cell.setAttribute("aria-sort", sorted.down ? "descending" : "ascending");
+      return cell;
+    });
+    const rows = [...document_.workers];
+    if (sorted.column !== null) {
+      const value = (row) => row[sorted.column + 1];
+      rows.sort((a, b) => (value(a) === null) - (value(b) === null)
+        || (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (sorted.down ? -1 : 1));
+    }
+    const cells = (row) => columns.map(([, text], place) => {
+      const value = row[place + 1];
+      if (place > 0) return make("td", { textContent: text(value), className: place === 1 ? "worker-" + value : "" });
+      return make("th", { scope: "row" }, ...several ? [swatch(document_.shown[row[0]].colour)] : [], text(value));
+    });
+    const [thead, tbody] = byId("workers").children;
+    const focus = thead.contains(document.activeElement) ? [...thead.querySelectorAll("button")]
+      .indexOf(document.activeElement) : -1;
+    thead.replaceChildren(make("tr", {}, ...head));
+    if (focus >= 0) thead.querySelectorAll("button")[focus].focus();
+    tbody.replaceChildren(...rows.map((row) => make("tr", {}, ...cells(row))));
+    byId("workers-said").textContent = "steps/s and what was sent: over the last 5 s. Blocked and staleness: since "
+      + "the worker began. Distance: to the last peer met.";
+  };
+  const about = () => byId("about").replaceChildren(...document_.about.map(({ label, rows }) => make("details", {},
+    make("summary", { textContent: document_.about.length > 1 ? `Settings of ${label}` : "Settings" }),
+    make("div", { className: "scroll" }, make("table", { className: "settings" }, make("tbody", {},
+      ...rows.map(([key, value]) => make("tr", {}, make("th", { scope: "row", textContent: key }),
+        make("td", { textContent: value })))))))));
+
+  // -- picking runs --
+
+  const picked = () => (location.hash.match(/^#runs=([\d,]+)$/) || ["", ""])[1].split(",").filter(Boolean);
+  const pick = (numbers) => {
+    location.hash = numbers.length ? "runs=" + numbers.join(",") : "";
+  };
+  const list = () => {
+    const { runs } = document_;
+    const chosen = new Set(document_.picked);
+    const find = byId("picker-find");
+    find.hidden = runs.length < 9;
+    const wanted = find.value.toLowerCase();
+    byId("picker-said").textContent = chosen.size > 1 ? `${chosen.size} of ${runs.length} runs`
+      : `${runs.find((run) => chosen.has(run.number)).name}${runs.length > 1 ? `, 1 of ${runs.length} runs` : ""}`;
+    const focus = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.pick : null;
+    byId("picker-runs").replaceChildren(...[...runs].reverse()
+      .filter((run) => `${run.name} ${run.strategy}`.toLowerCase().includes(wanted)).map((run) => {
+        const tick = make("input", { type: "checkbox", checked: chosen.has(run.number),
+          onchange: () => {
+            const now = new Set(document_.picked);
+            if (!now.delete(run.number)) now.add(run.number);
+            pick(now.size ? [...now].sort((a, b) => a - b) : [run.number]);
+          } });
+        tick.dataset.pick = "tick" + run.number;
+        tick.setAttribute("aria-label", `compare ${run.name}`);
+        const more = run.error ? make("span", { className: "wrong", textContent: run.error })
+          : make("span", {}, run.live ? make("b", { className: "live", textContent: "live · " }) : null,
+            [run.strategy, run.workers && `${run.workers} workers`,
+              run.started && new Date(1000 * run.started).toLocaleString()].filter(Boolean).join(" · "));
+        const name = make("button", { type: "button", onclick: () => { pick([run.number]);
+          byId("picker").open = false; } }, make("b", { textContent: run.name }), more);
+        name.dataset.pick = "name" + run.number;
+        return make("li", {}, tick, name);
+      }));
+    const again = focus && document.querySelector(`[data-pick="${focus}"]`);
+    if (again) again.focus();
+  };
+  byId("picker-find").addEventListener("input", list);
+  document.addEventListener("click", (event) => {
+    if (!event.composedPath().includes(byId("picker"))) byId("picker").open = false;
+  });
+  document.addEventListener("keydown", (event) => { if (event.key === "Escape") byId("picker").open = false; });
+
+  // -- asking, again and again --
+
+  const EVERY_MS = 400;
+  let document_ = null, version = null, asked = "", round = 0;
+  const show = (change) => {
+    const old = document_;
+    document_ = apply(old, change);
+    if (document_ === old) return;
+    const fresh = (key) => !old || old[key] !== document_[key];
+    if (fresh("shown") || fresh("notes") || fresh("figures")) words();
+    if (fresh("workers") || fresh("shown")) table();
+    if (fresh("about")) about();
+    if (fresh("runs") || fresh("picked")) list();
+    for (const [name, one] of boxes) {
+      if (!old || old.figures[name] !== document_.figures[name]) one.due = true;
+    }
+    later();
+  };
+  const ask = async () => {
+    const mine = ++round, runs = picked().join(",");
+    if (runs !== asked) { version = null; asked = runs; }
+    let wait = EVERY_MS;
+    try {
+      const since = version === null ? "" : `&since=${version}`;
+      const answer = await fetch(`data?runs=${runs}${since}`);
+      if (mine !== round) return;
+      if (answer.ok) {
+        const told = await answer.json();
+        if (mine !== round) return;
+        version = told.version;
+        show(told.change);
+      } else {
+        warn([(await answer.text()).replace(/^freewheel: /, "").trim()]);
+        version = null;
+        wait = 2000;
+      }
+    } catch (error) {
+      if (!(error instanceof TypeError)) throw error;  // fetch has no other word for a server that is gone
+      warn(["The dashboard has ended, or cannot be reached. Start it again: freewheel dashboard RUN."]);
+      version = null;
+      wait = 2000;
+    }
+    if (mine === round) setTimeout(() => { if (mine === round && !document.hidden) ask(); }, wait);
+  };
+  addEventListener("hashchange", ask);
+  addEventListener("load", later);  // plotly is here
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) ask(); });
+  ask();
+})();
