@@ -52,7 +52,7 @@
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
     showSendToCloud: false, plotlyServerURL: "" };  // plotly's own button would upload the figure
   const boxes = new Map([...document.querySelectorAll("figure[id^=box-]")].map((box) =>
-    [box.id.slice(4), { box, place: box.querySelector(".plot"), seen: false, due: true, drawn: false }]));
+    [box.id.slice(4), { box, place: box.querySelector(".plot"), seen: false, due: true, drawn: false, at: 0 }]));
   let looks = null;
   const look = () => looks ||= { font: getComputedStyle(document.body).fontFamily, ink: css("--ink"),
     soft: css("--soft"), grid: css("--grid"), line: css("--line"), card: css("--card") };
@@ -96,15 +96,16 @@
     Plotly.react(one.place, data, layoutOf(name, figure, one.place.clientWidth), config);
     one.drawn = true;
   };
-  const order = [...boxes.keys()];
-  let framed = false;
+  let framed = false, drawings = 0;
   const frame = () => {
     framed = false;
     if (!window.Plotly || !document_) return;
-    const next = order.find((name) => { const one = boxes.get(name);
-      return one.due && one.seen && !one.box.hidden && document_.figures[name]; });
-    if (next === undefined) return;
-    draw(next);
+    // The one that has waited longest: on a busy machine all get their turn.
+    const [next] = [...boxes].filter(([name, one]) =>
+      one.due && one.seen && !one.box.hidden && document_.figures[name]).sort(([, a], [, b]) => a.at - b.at);
+    if (!next) return;
+    draw(next[0]);
+    next[1].at = ++drawings;
     later();
   };
   const later = () => { if (!framed) { framed = true; requestAnimationFrame(frame); } };
@@ -315,7 +316,12 @@
       version = null;
       wait = 2000;
     }
-    if (mine === round) setTimeout(() => { if (mine === round && !document.hidden) ask(); }, wait);
+    if (mine === round) setTimeout(next, wait, mine);
+  };
+  const next = (mine) => {
+    if (mine !== round || document.hidden) return;
+    if (framed) setTimeout(next, 30, mine);  // first all is drawn that is known
+    else ask();
   };
   addEventListener("hashchange", ask);
   addEventListener("load", later);  // plotly is here
