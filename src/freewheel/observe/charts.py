@@ -72,7 +72,7 @@ def shown(runs: Sequence[Run]) -> list[Shown]:
 def figures(all_runs: Sequence[Shown]) -> dict[str, Figure]:
     """All figures of some runs, by name."""
     return {
-        "graph": graph(all_runs[0].run),
+        "graph": graph(all_runs[0].run, all_runs[0].label if len(all_runs) > 1 else ""),
         "loss-time": curves(all_runs, "loss", "time"),
         "loss-samples": curves(all_runs, "loss", "samples"),
         "accuracy-time": curves(all_runs, "accuracy", "time"),
@@ -264,7 +264,7 @@ def throughput(runs: Sequence[Shown]) -> Figure:
     return {
         "title": "Throughput",
         "said": "Steps of all workers in a second. Dotted: if no worker were ever blocked.",
-        "height": 280,
+        "height": 430,
         "data": data,
         "layout": {"xaxis": _time_axis(runs), "yaxis": yaxis},
         "empty": "No worker has made a step yet.",
@@ -313,7 +313,7 @@ def blocked_shares(runs: Sequence[Shown]) -> Figure:
             "barmode": "stack",
             "bargap": 0.25,
             "showlegend": True,
-            "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom"},
+            "legend": {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"},
             "xaxis": xaxis,
             "yaxis": {
                 "title": {"text": "share of time"},
@@ -376,24 +376,24 @@ def consensus(runs: Sequence[Shown]) -> Figure:
         y = _positive(one.series.distance)
         if any(value is not None for value in y):
             data.append(_line(one, "", f"{hover} to the last peer met, mean of the workers", x=x, y=y))
-        for name, words, symbol in (
-            ("discrepancy", "between the two most different replicas", "diamond"),
-            ("consensus", "from the mean, root mean square (√M_k)", "circle-open"),
+        for name, words, dash in (
+            ("discrepancy", "between the two most different replicas", "dash"),
+            ("consensus", "from the mean, root mean square (√M_k)", "dot"),
         ):
             told = [(e.time, value) for e in one.run.evaluations if (value := getattr(e, name)) is not None]
             if not any(value > 0 for _, value in told):
                 continue
             values = [math.sqrt(value) if name == "consensus" and value > 0 else value for _, value in told]
-            dots = _line(one, "", f"{hover} {words}", mode="lines+markers", y=_positive(values))
+            dots = _line(one, "", f"{hover} {words}", y=_positive(values))
             dots |= {"x": _numbers([one.at(time) for time, _ in told])}
-            dots |= {"marker": {"symbol": symbol, "color": one.colour, "size": 6}}
-            dots["line"] = {"color": _faint(one.colour, 0.6), "width": 1}
+            dots |= {"mode": "lines" if len(told) > 2 else "lines+markers"}
+            dots["line"] = {"color": one.colour, "dash": dash, "width": 1.5}
             data.append(dots)
     values_drawn = [value for trace in data for value in trace["y"] if value is not None]
     return {
         "title": "Consensus distance",
-        "said": "Line: to the last peer met. Diamonds: the two most different replicas. "
-        "Circles: root mean square from the mean.",
+        "said": "Solid: to the last peer met. Dashed: the two most different replicas. "
+        "Dotted: root mean square from the mean.",
         "height": 280,
         "data": data,
         "layout": {

@@ -11,7 +11,7 @@ from freewheel.observe.run import Run
 from freewheel.observe.series import Edge, edges
 
 
-def graph(run: Run) -> dict[str, Any]:
+def graph(run: Run, label: str = "") -> dict[str, Any]:
     """Workers on a circle, an edge for every two that exchanged or merged in the last seconds."""
     found, span_s = edges(run)
     ranks = sorted({*run.workers, *(rank for edge in found for rank in (edge.one, edge.other))})
@@ -28,11 +28,12 @@ def graph(run: Run) -> dict[str, Any]:
     bare = {"visible": False, "range": [-1.22, 1.22], "fixedrange": True}
     many = len(found) > 3 * len(ranks)
     return {
-        "title": "Workers" if not found else f"Exchanges of the last {max(span_s, 0.05):.2g} s",
+        "title": ("Workers" if not found else f"Exchanges of the last {max(span_s, 0.05):.2g} s")
+        + (f" of {label}" if label else ""),
         "said": "An edge for every two workers that met; its colour: how far apart their replicas were."
         if found or not ranks
         else "Nobody has met another in the last seconds.",
-        "height": 420,
+        "height": 430,
         "data": data,
         "layout": {
             "xaxis": {**bare, "constrain": "domain"},
@@ -91,39 +92,40 @@ def _middles(
         return []
     count = len(DISTANCES)
     scale = [[at / count, c] for place, c in enumerate(DISTANCES) for at in (place, place + 1)]
-    ticks = [least + (most - least) * share for share in (0.0, 0.5, 1.0)]
-    known = any(edge.distance for edge in found)
     text = [
         f"<b>{e.one} and {e.other}</b><br>{e.count} exchange{'' if e.count == 1 else 's'}<br>"
         + ("distance not known" if e.distance is None else f"distance {e.distance:.3g}")
         for e in found
     ]
-    # Off the middle: there all the edges of a circle through its centre meet.
+    # Off the middle: there all the edges through the centre of the circle meet.
+    hovers = {
+        "type": "scatter",
+        "mode": "markers",
+        "x": [round(0.62 * places[e.one][0] + 0.38 * places[e.other][0], 4) for e in found],
+        "y": [round(0.62 * places[e.one][1] + 0.38 * places[e.other][1], 4) for e in found],
+        "text": text,
+        "hovertemplate": "%{text}<extra></extra>",
+        "marker": {"size": 8, "opacity": 0},
+    }
+    if not any(edge.distance for edge in found):
+        return [hovers]
+    ticks = [least + (most - least) * share for share in (0.0, 0.5, 1.0)]
+    bar = {
+        "title": {"text": "distance between the two", "side": "top"},
+        "orientation": "h",
+        "y": 0,
+        "yanchor": "top",
+        "thickness": 8,
+        "len": 0.6,
+        "outlinewidth": 0,
+        "tickvals": ticks,
+        "ticktext": [f"{10**tick:.2g}" for tick in ticks],
+    }
+    marker = {"color": [least], "colorscale": scale, "cmin": least, "cmax": most, "showscale": True}
     return [
-        {
-            "type": "scatter",
-            "mode": "markers",
-            "x": [round(0.62 * places[e.one][0] + 0.38 * places[e.other][0], 4) for e in found],
-            "y": [round(0.62 * places[e.one][1] + 0.38 * places[e.other][1], 4) for e in found],
-            "text": text,
-            "hovertemplate": "%{text}<extra></extra>",
-            "marker": {
-                "size": 5 if len(found) <= 200 else 2,
-                "color": [math.log10(e.distance) if e.distance else None for e in found],
-                "colorscale": scale,
-                "cmin": least,
-                "cmax": most,
-                "showscale": known,
-                "colorbar": {
-                    "title": {"text": "distance", "side": "right"},
-                    "thickness": 9,
-                    "len": 0.7,
-                    "outlinewidth": 0,
-                    "tickvals": ticks,
-                    "ticktext": [f"{10**tick:.2g}" for tick in ticks],
-                },
-            },
-        }
+        hovers,
+        {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "hoverinfo": "skip"}
+        | {"marker": marker | {"colorbar": bar}},
     ]
 
 

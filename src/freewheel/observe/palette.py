@@ -12,11 +12,11 @@ GREY, FAINT = "rgba(128, 138, 150, 0.9)", "rgba(128, 138, 150, 0.28)"
 # Blue for near, orange for far: told apart with every kind of colour blindness, and seen on white and black.
 DISTANCES = ("#3b6fd4", "#6d93d0", "#9aa7b5", "#cf9f68", "#e5812e", "#d9480f")
 
-# Why a worker was blocked: what it waits for, and a colour.
+# Why a worker was blocked: what it waits for, and a colour that no run has; dark, middle and light.
 CAUSES = {
-    "peers": ("for peers", "#e5812e"),
-    "data": ("for data", "#3b82f6"),
-    "checkpoint": ("for a checkpoint", "#9b6bd6"),
+    "peers": ("for peers", "#c8553d"),
+    "data": ("for data", "#7d8ca3"),
+    "checkpoint": ("for a checkpoint", "#cfa92c"),
 }
 
 # What happened: a symbol and a colour, so that neither is needed alone.

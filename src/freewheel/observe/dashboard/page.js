@@ -41,8 +41,8 @@
     if (seconds === null || seconds === undefined) return "–";
     if (seconds < 60) return digits(seconds) + " s";
     const two = (value) => String(Math.floor(value)).padStart(2, "0");
-    return seconds < 3600 ? `${Math.floor(seconds / 60)} min ${two(seconds % 60)} s`
-      : `${Math.floor(seconds / 3600)} h ${two(seconds / 60 % 60)} min`;
+    const minutes = two(seconds / 60 % 60) + ":" + two(seconds % 60);
+    return seconds < 3600 ? minutes.replace(/^0/, "") : `${Math.floor(seconds / 3600)}:${minutes}`;
   };
 
   // -- figures: only those that can be seen are drawn, one in each frame --
@@ -56,11 +56,11 @@
   let looks = null;
   const look = () => looks ||= { font: getComputedStyle(document.body).fontFamily, ink: css("--ink"),
     soft: css("--soft"), grid: css("--grid"), line: css("--line"), card: css("--card") };
-  const layoutOf = (name, figure, width) => {
+  const layoutOf = (figure, width, height) => {
     const { font, ink, soft, grid, line, card } = look();
     const layout = { showlegend: false, hovermode: "closest", dragmode: mouse ? "zoom" : false,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", uirevision: document_.picked.join(),
-      ...structuredClone(figure.layout), width, height: figure.height };
+      ...structuredClone(figure.layout), width, height };
     layout.font = { family: font, size: 12, color: ink };
     layout.margin = { l: 12, r: 14, t: 14, b: 12, ...layout.margin };
     layout.hoverlabel = { bgcolor: card, bordercolor: soft, font: { color: ink }, align: "left" };
@@ -90,10 +90,14 @@
       return;
     }
     if (none) none.remove();
-    one.place.style.height = figure.height + "px";
+    const width = one.place.clientWidth;
+    // A circle needs no more height than width; a legend that is folded needs more.
+    const height = name === "graph" ? Math.min(figure.height, width + 80)
+      : figure.height + (figure.layout.showlegend && width < 480 ? 50 : 0);
+    one.place.style.height = height + "px";
     // Plotly writes into what it is given, and we need it unwritten to tell what has changed.
     const data = figure.data.map((trace) => ({ ...trace }));
-    Plotly.react(one.place, data, layoutOf(name, figure, one.place.clientWidth), config);
+    Plotly.react(one.place, data, layoutOf(figure, width, height), config);
     one.drawn = true;
   };
   let framed = false, drawings = 0;
@@ -151,7 +155,8 @@
   const tile = (name, value, more) => make("div", { className: "tile" }, make("dt", { textContent: name }),
     make("dd", {}, value, more ? make("small", { textContent: more }) : null));
   const tiles = (one) => make("dl", { className: "tiles" },
-    tile("time", lasted(one.elapsed_s), one.clock === "virtual" ? "virtual" : ""),
+    tile("time", lasted(one.elapsed_s), one.clock === "virtual" ? "virtual"
+      : one.elapsed_s < 60 ? "" : one.elapsed_s < 3600 ? "min:s" : "h:min:s"),
     tile("workers", `${one.there} of ${one.workers}`, one.faults ? `${one.faults} faults` : "no faults"),
     tile("worker-steps/s", digits(one.rate), one.ideal_share === null ? "" : percent(one.ideal_share) + " of ideal"),
     tile("blocked", percent(one.blocked), "of the workers’ time"),
@@ -259,7 +264,8 @@
         const more = run.error ? make("span", { className: "wrong", textContent: run.error })
           : make("span", {}, run.live ? make("b", { className: "live", textContent: "live · " }) : null,
             [run.strategy, run.workers && `${run.workers} workers`,
-              run.started && new Date(1000 * run.started).toLocaleString()].filter(Boolean).join(" · "));
+              run.started && new Date(1000 * run.started).toLocaleString()].filter(Boolean).join(" · ")
+              || "starting");
         const name = make("button", { type: "button", onclick: () => { pick([run.number]);
           byId("picker").open = false; } }, make("b", { textContent: run.name }), more);
         name.dataset.pick = "name" + run.number;
