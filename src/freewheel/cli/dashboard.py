@@ -26,14 +26,12 @@ def dashboard(
 ) -> None:
     """Show runs on a page of this machine, live or ended, and compare them; Ctrl-C ends it."""
     server = Dashboard(Board(folder), port)
-    print(f"{folder} is shown at {server.address}\nCtrl-C ends this, and no run.", flush=True)
-    # What is shown first is read while the browser starts.
-    threading.Thread(target=server.board.open, daemon=True).start()
-    if browser and (
-        sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    ):
-        threading.Thread(target=webbrowser.open, args=(server.address,), daemon=True).start()
     try:
+        print(f"{folder} is shown at {server.address}\nCtrl-C ends this, and no run.", flush=True)
+        # What is shown first is read while the browser starts.
+        threading.Thread(target=server.board.open, daemon=True).start()
+        if browser and (sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
+            threading.Thread(target=webbrowser.open, args=(server.address,), daemon=True).start()
         server.serve_forever(poll_interval=0.1)
     except KeyboardInterrupt:
         sys.stdout.flush()

@@ -149,7 +149,8 @@ class Edge:
 
 def edges(run: Run, over_s: float = 5.0) -> tuple[list[Edge], float]:
     """Who exchanged or merged with whom in the last seconds of a run, and in how many seconds that was."""
-    end, span = run.last_s, 0.0
+    end = max((track.latest["time"] for track in run.workers.values() if track.latest), default=0.0)
+    span = 0.0
     found: dict[tuple[int, int], tuple[int, float | None]] = {}
     for rank, track in run.workers.items():
         recent = [sample for sample in track.recent if isinstance(sample.get("peers"), dict)]

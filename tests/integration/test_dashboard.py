@@ -1,0 +1,296 @@
+"""The dashboard over HTTP: what it tells, and whom it turns away."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+
+import made
+from freewheel.errors import ConfigError
+from freewheel.observe.dashboard import Board, Dashboard
+from freewheel.observe.dashboard import board as board_module
+from freewheel.observe.dashboard.delta import apply
+
+pytestmark = pytest.mark.integration
+
+
+@contextlib.contextmanager
+def serving(folder):
+    server = Dashboard(Board(folder), 0)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs")
+    made.run(folder / "a", workers=2, started=1000.0)
+    made.run(folder / "b", workers=3, started=2000.0, strategy="dasgd")
+    made.run(folder / "c", format=9, freewheel="9.9")
+    with serving(folder) as server:
+        yield server
+
+
+def get(server, path, method="GET", host=None):
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=30)
+    try:
+        connection.putrequest(method, path, skip_host=True)
+        for value in [host] if host is None or isinstance(host, str) else host:
+            connection.putheader("Host", value or f"127.0.0.1:{server.server_port}")
+        connection.endheaders()
+        answer = connection.getresponse()
+        return answer.status, dict(answer.getheaders()), answer.read().decode()
+    finally:
+        connection.close()
+
+
+def data(server, query=""):
+    status, _, text = get(server, f"/{server.token}/data{query}")
+    assert status == 200, text
+    return json.loads(text)
+
+
+# -- who is let in --
+
+
+def test_the_page_and_all_it_needs_come_from_here(server):
+    status, headers, page = get(server, f"/{server.token}/")
+    assert status == 200
+    assert "script-src 'self'" in headers["Content-Security-Policy"]
+    assert "default-src 'none'" in headers["Content-Security-Policy"]
+    assert headers["Referrer-Policy"] == "no-referrer"
+    assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
+    assert "https://" not in page
+    for name in ("page.css", "page.js", "plotly.js"):
+        assert name in page
+        assert get(server, f"/{server.token}/{name}")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/data",
+        "/plotly.js",
+        "/wrong/",
+        "/wrong/data",
+        "//",
+        "/%00/",
+        "/{half}/",
+        "/{token}x/",
+        "/{token}",
+    ],
+)
+def test_nothing_is_told_without_the_token(server, path):
+    path = path.format(token=server.token, half=server.token[:-1])
+    status, _, text = get(server, path)
+    assert status == 403
+    assert server.token not in text
+    assert "address that was printed" in text
+
+
+def test_every_dashboard_has_a_token_of_its_own(server, tmp_path):
+    with serving(made.run(tmp_path)) as other:
+        assert other.token != server.token
+        assert len(other.token) >= 32
+        assert get(other, f"/{server.token}/")[0] == 403
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "OPTIONS", "HEAD", "PATCH", "TRACE", "WHATEVER"])
+def test_only_get_is_allowed(server, method):
+    status, headers, _ = get(server, f"/{server.token}/data", method)
+    assert status == 405
+    assert headers["Allow"] == "GET"
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "evil.example",
+        "evil.example:{port}",
+        "127.0.0.1",
+        "127.0.0.1:1",
+        "localhost.evil.example:{port}",
+        "[::1]:{port}",
+    ],
+)
+def test_another_hosts_name_is_refused(server, host):
+    host = host.format(port=server.server_port)
+    assert get(server, f"/{server.token}/", host=host)[0] == 421
+    both = [f"127.0.0.1:{server.server_port}", host]
+    assert get(server, f"/{server.token}/", host=both)[0] == 421
+
+
+def test_localhost_is_us(server):
+    assert get(server, f"/{server.token}/", host=f"localhost:{server.server_port}")[0] == 200
+
+
+def test_it_listens_on_loopback_only(server):
+    assert server.server_address[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["../../../../etc/passwd", "..%2f..%2fetc%2fpasswd", "run.json", "a/run.json", "board.py",
+     "page.js/../server.py", "./page.js", "%2e%2e/", "page.js%00", "data/../page.js"],
+)  # fmt: skip
+def test_no_path_of_a_request_is_a_path_of_a_file(server, path):
+    assert get(server, f"/{server.token}/{path}")[0] == 404
+
+
+def test_what_is_no_request_is_refused_and_the_next_is_answered(server):
+    for nonsense in (
+        b"\x16\x03\x01\x02\x00\n\n",
+        b"GET\r\n\r\n",
+        b"GET /" + b"a" * 70_000 + b" HTTP/1.1\r\n\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=30) as line:
+            line.sendall(nonsense)
+            with contextlib.suppress(ConnectionError):  # it may hang up on us
+                line.recv(1 << 16)
+    assert get(server, f"/{server.token}/")[0] == 200
+
+
+# -- what is told --
+
+
+def test_the_newest_run_is_shown_unless_others_are_picked(server):
+    told = data(server)["change"]["v"]
+    assert [run["name"] for run in told["runs"]] == ["a", "b", "c"]
+    assert told["picked"] == [1]
+    assert [one["strategy"] for one in told["shown"]] == ["dasgd"]
+    assert len(told["figures"]) == 10
+    assert [row[1] for row in told["workers"]] == [0, 1, 2]
+    both = data(server, "?runs=0,1")["change"]["v"]
+    assert [one["label"] for one in both["shown"]] == ["adpsgd", "dasgd"]
+    assert len(both["workers"]) == 5
+    assert len({trace["legendgroup"] for trace in both["figures"]["loss-time"]["data"]}) == 2
+
+
+def test_a_run_of_another_version_says_so_in_the_list_and_when_it_is_picked(server):
+    told = data(server, "?runs=2")["change"]["v"]
+    assert "freewheel 9.9" in told["notes"][0]
+    assert "freewheel 9.9" in told["runs"][2]["error"]
+    assert told["figures"] == {}
+
+
+@pytest.mark.parametrize(
+    ("query", "says"),
+    [
+        ("?runs=7", "there is no run 7"),
+        ("?runs=-1", "there is no run"),
+        ("?runs=../a", "must be numbers"),
+        ("?runs=a", "must be numbers"),
+        ("?since=x", "must be numbers"),
+        ("?a=1&b=2&c=3&d=4&e=5", "must be numbers"),
+        ("?runs=0,1,2,3,4,5,6,7,8", "at most 8"),
+        ("?runs=" + "9" * 5000, "must be numbers"),
+    ],
+)
+def test_a_pick_that_cannot_be_is_one_clear_line(server, query, says):
+    status, _, text = get(server, f"/{server.token}/data{query}")
+    assert status == 400
+    assert says in text
+    assert text.count("\n") == 1
+
+
+@pytest.fixture
+def at_once(monkeypatch):
+    """Nothing is answered from memory."""
+    for name in ("POLL_S", "SCAN_S", "STALE_S"):
+        monkeypatch.setattr(board_module, name, -1.0)
+
+
+def test_only_what_is_new_is_sent(tmp_path, at_once):
+    made.run(tmp_path / "r", workers=4, samples=100, ended=False)
+    with serving(tmp_path) as server:
+        first = data(server)
+        again = data(server, f"?since={first['version']}")
+        assert again == {"version": first["version"], "change": None}
+        for rank in range(4):
+            sample = made.sample(rank, 100, 4, 20.0 / (1 + rank % 3))
+            made.append(tmp_path / "r" / f"worker-{rank}.jsonl", sample)
+        new = data(server, f"?since={first['version']}")
+        whole = data(server)["change"]["v"]
+        assert apply(first["change"]["v"], new["change"]) == whole
+        assert len(json.dumps(new)) < len(json.dumps(whole)) / 3
+        assert data(server, "?since=987654")["change"]["v"] == whole
+
+
+def test_runs_that_come_later_are_found_and_keep_their_numbers(tmp_path, at_once):
+    made.run(tmp_path / "m")
+    with serving(tmp_path) as server:
+        assert [run["name"] for run in data(server)["change"]["v"]["runs"]] == ["m"]
+        made.run(tmp_path / "a", started=9000.0)
+        told = data(server)["change"]["v"]
+        assert [(run["number"], run["name"]) for run in told["runs"]] == [(0, "m"), (1, "a")]
+        assert told["picked"] == [1]
+
+
+def test_a_run_that_starts_and_then_is_deleted_says_so(tmp_path, at_once):
+    folder = tmp_path / "r"
+    made.append(folder / "events-launcher.jsonl", made.event(1000.0, "restarted", 0, "launcher"))
+    with serving(tmp_path) as server:
+        told = data(server)["change"]["v"]
+        assert "r is starting" in told["notes"][0]
+        made.run(folder)
+        assert data(server)["change"]["v"]["notes"] == []
+        assert data(server)["change"]["v"]["figures"]
+        shutil.rmtree(folder)
+        assert data(server)["change"]["v"]["notes"] == ["the folder of 'r' is gone."]
+
+
+def test_records_that_are_broken_in_the_middle_are_one_line(tmp_path, at_once):
+    made.run(tmp_path / "r")
+    with serving(tmp_path) as server:
+        made.append(tmp_path / "r" / "worker-0.jsonl", {"some": "thing"})
+        assert "is not what a run writes" in data(server)["change"]["v"]["notes"][0]
+
+
+def test_folders_that_cannot_be_shown_are_refused_before_anything_is_served(tmp_path):
+    with pytest.raises(ConfigError, match="is no run"):
+        Board(tmp_path)
+    with pytest.raises(ConfigError, match=r"9\.9"):
+        Board(made.run(tmp_path / "r", format=7, freewheel="9.9"))
+
+
+def test_a_port_that_is_taken_is_named_and_without_one_another_is_found(tmp_path, server, monkeypatch):
+    board = Board(made.run(tmp_path))
+    with pytest.raises(ConfigError, match=f"port {server.server_port} cannot be used"):
+        Dashboard(board, server.server_port)
+    with pytest.raises(ConfigError, match="between 0 and 65535"):
+        Dashboard(board, 70_000)
+    monkeypatch.setattr("freewheel.observe.dashboard.server.PORT", server.server_port)
+    other = Dashboard(board)
+    other.server_close()
+    assert other.server_port != server.server_port
+
+
+def test_the_command_says_where_and_ends_at_once_with_ctrl_c(tmp_path):
+    made.run(tmp_path)
+    code = "import sys; from freewheel.cli.main import main; main()"
+    command = [sys.executable, "-c", code, "dashboard", str(tmp_path), "--port", "0", "--no-browser"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = process.stdout.readline()
+        assert "http://127.0.0.1:" in said
+        os.kill(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert errors == ""

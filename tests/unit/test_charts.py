@@ -1,0 +1,173 @@
+"""Figures and series of runs, and how little is sent of what has changed."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+import made
+from freewheel.observe import charts
+from freewheel.observe.dashboard.delta import apply, delta
+from freewheel.observe.run import Run
+from freewheel.observe.series import Edge, blocked, edges, moments, series, staleness
+
+
+def read(folder, **how):
+    return Run(made.run(folder, **how))
+
+
+def test_moments_are_few_and_those_of_the_past_stay():
+    for duration_s in (0.003, 1.0, 59.7, 3600.0, 86_400.0):
+        times = moments(duration_s)
+        assert 100 <= len(times) <= 242
+        assert times[0] == 0
+        assert times[-1] == duration_s
+        assert (np.diff(times) > 0).all()
+    before, after = moments(100.0), moments(101.3)
+    assert list(after[: len(before) - 1]) == list(before[:-1])
+    assert list(moments(0.0)) == [0.0]
+
+
+def test_series_add_up_all_workers(tmp_path):
+    run = read(tmp_path, workers=3, samples=100)
+    told = series(run)
+    totals = dict(run.totals())
+    assert told.steps[-1] == totals["steps"]
+    assert told.samples[-1] == totals["samples"]
+    rates = [20.0, 10.0, 20.0 / 3]
+    assert told.rate[-1] == pytest.approx(sum(rates), rel=0.05)
+    assert told.ideal[-1] == pytest.approx(sum(rates) / 0.97, rel=0.05)
+    assert (told.rate[8:] <= told.ideal[8:] * 1.02).all()
+    assert told.loss[-1] == pytest.approx(2.3 * math.exp(-99 / 300), rel=1e-3)
+
+
+def test_a_worker_that_is_gone_has_no_say_in_the_loss_any_more(tmp_path):
+    for number in range(100):
+        made.append(tmp_path / "worker-0.jsonl", made.sample(0, number, 2, loss=1.0))
+        if number < 20:
+            made.append(tmp_path / "worker-1.jsonl", made.sample(1, number, 2, loss=3.0))
+    told = series(Run(tmp_path))
+    assert told.loss[10] == 2.0
+    assert told.loss_most[10] == 3.0
+    assert told.loss[-1] == 1.0
+    assert told.rate[-1] == pytest.approx(20.0, rel=0.05)
+
+
+def test_who_met_whom_in_the_last_seconds_and_how_far_apart_they_were(tmp_path):
+    for number in range(30):
+        peers = {"1": [number, 0.5], "2": [7, 0.1]}  # 2 was met long ago
+        made.append(tmp_path / "worker-0.jsonl", made.sample(0, number, 3, peers=peers))
+        made.append(tmp_path / "worker-1.jsonl", made.sample(1, number, 3, peers={"0": [number, None]}))
+        made.append(tmp_path / "worker-2.jsonl", made.sample(2, number, 3, peers={}))
+    found, span_s = edges(Run(tmp_path), over_s=5.0)
+    assert found == [Edge(0, 1, 10, 0.5)]
+    assert span_s == 5.0
+
+
+def test_all_that_was_met_counts_while_a_run_is_young(tmp_path):
+    run = read(tmp_path, workers=2, samples=3)
+    found, span_s = edges(run)
+    assert [(edge.one, edge.other) for edge in found] == [(0, 1)]
+    assert span_s == 1.0
+
+
+def test_shares_of_time_and_staleness(tmp_path):
+    run = read(tmp_path, workers=2, samples=41)
+    shares = blocked(list(run.workers.values()))
+    assert shares == pytest.approx({"compute": 0.97, "peers": 0.02, "data": 0.01, "checkpoint": 0.0})
+    assert staleness(run) == {0: 150, 1: 300, 2: 150}
+
+
+def points(figure):
+    return [value for trace in figure["data"] for value in trace["y"] if value is not None]
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_every_figure_of_a_run_has_something_to_show(tmp_path, count):
+    runs = [read(tmp_path / str(n), workers=4, samples=60) for n in range(count)]
+    figures = charts.figures(charts.shown(runs))
+    assert len(figures) == 10
+    for name, figure in figures.items():
+        assert points(figure), name
+        assert figure["title"]
+        assert figure["said"]
+        assert len({len(trace["x"]) - len(trace["y"]) for trace in figure["data"]} - {0}) == 0, name
+    json.dumps(figures, allow_nan=False)
+
+
+def test_a_run_without_anything_to_draw_says_so(tmp_path):
+    unknown = dict.fromkeys(("loss", "samples", "peers", "discrepancy", "staleness_counts"))
+    made.append(tmp_path / "worker-0.jsonl", made.sample(0, 0, 1, **unknown))
+    figures = charts.figures(charts.shown([Run(tmp_path)]))
+    for name in ("loss-time", "loss-samples", "accuracy-time", "staleness", "consensus", "faults"):
+        assert not points(figures[name]), name
+        assert figures[name]["empty"].endswith((".", "does."))
+    json.dumps(figures, allow_nan=False)
+
+
+def test_without_samples_the_axis_counts_worker_steps(tmp_path):
+    for number in range(9):
+        made.append(tmp_path / "worker-0.jsonl", made.sample(0, number, 1, samples=None))
+    figures = charts.figures(charts.shown([Run(tmp_path)]))
+    assert figures["loss-samples"]["title"] == "Loss over worker-steps"
+    assert figures["loss-samples"]["data"][-1]["x"][-1] == 80
+
+
+def test_names_tell_runs_apart_and_what_they_say_cannot_be_markup(tmp_path):
+    one, two = (read(tmp_path / name) for name in ("one", "two"))
+    assert [each.label for each in charts.shown([one, two])] == ["adpsgd · one", "adpsgd · two"]
+    bad = read(tmp_path / "bad", strategy="<img src=x>")
+    made.append(tmp_path / "bad" / "events-0.jsonl", made.event(1002.5, "<b>", 0, "<i>", text="<a href=x>"))
+    bad.poll()
+    text = json.dumps(charts.figures(charts.shown([bad])))
+    assert not [tag for tag in ("<img", "<a ", "<i>") if tag in text]
+
+
+def test_a_death_and_a_return_are_one_span(tmp_path):
+    figure = charts.faults(charts.shown([read(tmp_path, workers=4)]))
+    away, died, joined = figure["data"]
+    assert away["x"] == [2.0, 3.0, None]
+    assert away["y"][0] == "worker 3"
+    assert (died["name"], died["x"], joined["name"], joined["x"]) == ("died", [2.0], "joined", [3.0])
+    assert "noticed by 0, 1, 2" in died["text"][0]
+
+
+def test_long_runs_count_minutes_and_hours(tmp_path):
+    for hours, unit in ((0.1, "s"), (2, "min"), (9, "h")):
+        folder = tmp_path / unit
+        made.append(folder / "worker-0.jsonl", made.sample(0, 0), made.sample(0, int(7200 * hours)))
+        figure = charts.throughput(charts.shown([Run(folder)]))
+        assert figure["layout"]["xaxis"]["title"]["text"] == f"time, {unit}"
+
+
+# -- changes --
+
+values = some.recursive(
+    some.none() | some.integers(-3, 3) | some.sampled_from(["", "a", "v"]),
+    lambda inner: some.lists(inner, max_size=4) | some.dictionaries(some.sampled_from("vdxik"), inner),
+    max_leaves=12,
+)
+
+
+@given(values, values)
+def test_a_change_makes_the_new_of_the_old(old, new):
+    change = json.loads(json.dumps(delta(old, new)))
+    assert json.dumps(apply(old, change), sort_keys=True) == json.dumps(new, sort_keys=True)
+    assert (change is None) == (json.dumps(old, sort_keys=True) == json.dumps(new, sort_keys=True))
+
+
+def test_a_run_that_grows_costs_little(tmp_path):
+    run = read(tmp_path, workers=8, samples=200, ended=False)
+    before = charts.figures(charts.shown([run]))
+    for rank in range(8):
+        made.append(tmp_path / f"worker-{rank}.jsonl", made.sample(rank, 200, 8, 20.0 / (1 + rank % 3)))
+    assert run.poll()
+    after = charts.figures(charts.shown([run]))
+    change = delta(before, after)
+    assert apply(before, change) == after
+    assert len(json.dumps(change)) < len(json.dumps(after)) / 5
