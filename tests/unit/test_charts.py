@@ -58,15 +58,39 @@ def test_a_worker_that_is_gone_has_no_say_in_the_loss_any_more(tmp_path):
     assert told.rate[-1] == pytest.approx(20.0, rel=0.05)
 
 
+def test_a_worker_that_was_away_did_not_step(tmp_path):
+    for number in range(100):
+        made.append(tmp_path / "worker-0.jsonl", made.sample(0, number, 2))
+        if not 40 <= number < 70:
+            life = {"life": 2, "steps": 10 * number - 650} if number >= 70 else {}
+            made.append(tmp_path / "worker-1.jsonl", made.sample(1, number, 2, **life))
+    told = series(Run(tmp_path))
+    away = np.searchsorted(told.time_s, 30.0)
+    assert told.rate[away] == pytest.approx(20.0)
+    assert told.ideal[away] == pytest.approx(20.0 / 0.97)
+    assert told.rate[away // 2] == pytest.approx(40.0)
+    assert told.rate[-1] == pytest.approx(40.0)
+
+
 def test_who_met_whom_in_the_last_seconds_and_how_far_apart_they_were(tmp_path):
     for number in range(30):
         peers = {"1": [number, 0.5], "2": [7, 0.1]}  # 2 was met long ago
         made.append(tmp_path / "worker-0.jsonl", made.sample(0, number, 3, peers=peers))
         made.append(tmp_path / "worker-1.jsonl", made.sample(1, number, 3, peers={"0": [number, None]}))
         made.append(tmp_path / "worker-2.jsonl", made.sample(2, number, 3, peers={}))
-    found, span_s = edges(Run(tmp_path), over_s=5.0)
+    found, span_s = edges(Run(tmp_path))
     assert found == [Edge(0, 1, 10, 0.5)]
     assert span_s == 5.0
+
+
+def test_the_last_seconds_of_a_short_simulation_are_short(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps(made.about(clock="virtual", workers=2)))
+    for number in range(100):
+        peers = {"1": [number, 0.5]}
+        made.append(tmp_path / "worker-0.jsonl", made.sample(0, number, 2, peers=peers, time=number / 100))
+    found, span_s = edges(Run(tmp_path))
+    assert found == [Edge(0, 1, 10, 0.5)]
+    assert span_s == pytest.approx(0.1)
 
 
 def test_all_that_was_met_counts_while_a_run_is_young(tmp_path):

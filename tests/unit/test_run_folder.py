@@ -11,7 +11,7 @@ import pytest
 import made
 from freewheel.errors import ConfigError
 from freewheel.observe import run as run_module
-from freewheel.observe.run import POINTS, Run, find_runs
+from freewheel.observe.run import LINES, POINTS, Run, find_runs
 from freewheel.observe.tail import Tail
 
 
@@ -73,6 +73,27 @@ def test_a_run_says_what_was_run_who_trains_and_what_happened(tmp_path):
     ]
     assert len(run.evaluations) == 10
     assert run.workers[0].rate("steps") == pytest.approx(20, rel=0.1)
+
+
+def test_two_views_close_together_are_two_events(tmp_path):
+    for by in range(3):
+        views = [made.event(1000.0 + n, "view", None, by, life=None, text=f"view {n}") for n in (1, 2)]
+        made.append(tmp_path / f"events-{by}.jsonl", *views)
+    events = Run(tmp_path).events
+    assert [(e.text, e.time, e.by) for e in events] == [
+        ("view 1", 1001.0, [0, 1, 2]),
+        ("view 2", 1002.0, [0, 1, 2]),
+    ]
+
+
+def test_of_many_workers_fewer_points_each_are_read(tmp_path):
+    lines = [made.sample(0, number) for number in range(1500)]
+    for rank in range(40):
+        made.append(tmp_path / f"worker-{rank}.jsonl", *lines)
+    run = Run(tmp_path)
+    read = sum(len(track.points["time"]) for track in run.workers.values())
+    assert LINES < read < 2 * LINES
+    assert {track.points["time"][-1] for track in run.workers.values()} == {1000.0 + 0.5 * 1499}
 
 
 def test_only_what_is_new_is_read(tmp_path):

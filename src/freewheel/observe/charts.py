@@ -138,7 +138,7 @@ _SAID = {
 
 def curves(runs: Sequence[Shown], what: str, over: str) -> Figure:
     """Loss or accuracy over time or over samples."""
-    in_steps = over == "samples" and not all(_counts_samples(one) for one in runs)
+    in_steps = over == "samples" and not all(_counts_samples(one, what) for one in runs)
     x_hover = "%{x:,.4~s} " + ("worker-steps" if in_steps else "samples")
     if over == "time":
         x_hover = "%{x:,.4~r} " + _UNITS[runs[0].unit_s]
@@ -189,8 +189,9 @@ def curves(runs: Sequence[Shown], what: str, over: str) -> Figure:
     }
 
 
-def _counts_samples(one: Shown) -> bool:
-    return bool(len(one.series.samples)) and float(one.series.samples[-1]) > 0
+def _counts_samples(one: Shown, what: str) -> bool:
+    measured = (each for each in one.run.evaluations if getattr(each, what) is not None)
+    return float(one.series.samples[-1]) > 0 and all(each.samples is not None for each in measured)
 
 
 def _has_loss(one: Shown) -> bool:
@@ -406,7 +407,7 @@ def consensus(runs: Sequence[Shown]) -> Figure:
 
 def _positive(values: Floats | Sequence[float]) -> list[float | None]:
     """For a logarithmic axis: a distance of zero, and what rounding leaves of one, are gaps."""
-    least = 1e-6 * max((float(value) for value in values if math.isfinite(value)), default=0.0)
+    least = 1e-5 * max((float(value) for value in values if math.isfinite(value)), default=0.0)
     return [_round(float(value)) if value > least else None for value in values]
 
 

@@ -33,6 +33,7 @@ EVENTS = {
     "store back": ("square-open", "#1f9d8a"),
     "view": ("diamond", "#3b82f6"),
     "checkpoint": ("star", "#9b6bd6"),
+    "slowed": ("triangle-down", "#e5812e"),
     "thinned": ("cross-thin-open", "#9aa7b5"),
 }
 STATES = {

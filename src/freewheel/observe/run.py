@@ -32,7 +32,7 @@ DEATHS = ("died", "failed")
 COMINGS = ("joined", "restarted")
 SUMS = ("steps", "compute_s", "peers_s", "data_s", "checkpoint_s", "exchanges", "merges", "bytes_out",
         "bytes_in", "samples")  # fmt: skip
-LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members")
+LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members", "life")
 
 
 @dataclass
@@ -144,8 +144,8 @@ class Run:
         self.events: list[Event] = []
         self.evaluations: list[Evaluation] = []
         self._tails: dict[str, Tail] = {}
-        self._last: dict[tuple[str, int | None, int | None], Event] = {}
-        """The last event of each kind, of each life of a worker."""
+        self._last: dict[tuple[str, int | None, int | str | None], Event] = {}
+        """The last event of each kind, of each life of a worker; of all workers: of each text."""
         self.poll()
         self._opened = True
 
@@ -206,7 +206,8 @@ class Run:
         new = Event(
             line["time"], line["what"], line.get("text", ""), line.get("rank"), line.get("life"), [line["by"]]
         )
-        event = self._last.get((new.what, new.rank, new.life))
+        key = (new.what, new.rank, new.text if new.rank is None else new.life)
+        event = self._last.get(key)
         if event is not None and abs(event.time - new.time) < TOGETHER_S and new.by[0] not in event.by:
             event.by += new.by
             if new.by == ["launcher"]:
@@ -214,7 +215,7 @@ class Run:
             event.time = min(event.time, new.time)
             return
         self.events.append(new)
-        self._last[new.what, new.rank, new.life] = new
+        self._last[key] = new
 
     # -- what it says --
 

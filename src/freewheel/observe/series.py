@@ -19,8 +19,10 @@ MOMENTS = 240
 """At most so many moments, and at least half as many."""
 RATE_OVER = 4
 """A rate is taken over so many intervals between moments."""
-LATE_S = 2.0
-"""For so long after its last sample a worker counts as there."""
+LATE = 4.0
+"""For the time of so many samples after its last one a worker counts as there."""
+RECENT_S, RECENT_SAMPLES = 5.0, 10
+"""How far the last seconds go back, and at most so many samples."""
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
@@ -79,7 +81,7 @@ def series(run: Run) -> Series:
         )
 
 
-_COLUMNS = ("time", "steps", "samples", "compute_s", "loss", "discrepancy")
+_COLUMNS = ("time", "steps", "samples", "compute_s", "loss", "discrepancy", "life")
 
 
 def _known(track: Track, began: float) -> dict[str, Floats]:
@@ -103,10 +105,19 @@ def _at(columns: dict[str, Floats], name: str, times: Floats) -> Floats:
 
 
 def _there(columns: dict[str, Floats], times: Floats) -> Bools:
-    """Whether the worker has begun, and not been silent for long."""
+    """Whether the worker lives: not before its first sample, long after its last, or between two lives."""
+    told = columns["time"]
     width = float(times[1]) if len(times) > 1 else 0.0
-    there: Bools = (times >= columns["time"][0]) & (times <= columns["time"][-1] + max(LATE_S, width))
+    late_s = max(width, LATE * _every_s(told))
+    there: Bools = (times >= told[0]) & (times <= told[-1] + late_s)
+    for last in np.flatnonzero(np.diff(columns["life"]) > 0):
+        there &= ~((times > told[last] + late_s) & (times < told[last + 1]))
     return there
+
+
+def _every_s(told: Floats) -> float:
+    """How often a worker writes, as its last samples show."""
+    return float(np.median(np.diff(told[-RECENT_SAMPLES:]))) if len(told) > 1 else 0.0
 
 
 def _levels(known: Sequence[dict[str, Floats]], name: str, times: Floats) -> Floats:
@@ -147,16 +158,20 @@ class Edge:
     distance: float | None
 
 
-def edges(run: Run, over_s: float = 5.0) -> tuple[list[Edge], float]:
+def edges(run: Run) -> tuple[list[Edge], float]:
     """Who exchanged or merged with whom in the last seconds of a run, and in how many seconds that was."""
-    end = max((track.latest["time"] for track in run.workers.values() if track.latest), default=0.0)
+    tracks = [track for track in run.workers.values() if track.latest]
+    end = max((track.latest["time"] for track in tracks), default=0.0)
+    every_s = [_every_s(np.array([sample["time"] for sample in track.recent])) for track in tracks]
+    # A simulation may be over in a second, and writes as many samples in it.
+    over_s = min(RECENT_S, RECENT_SAMPLES * max(every_s, default=0.0)) or RECENT_S
     span = 0.0
     found: dict[tuple[int, int], tuple[int, float | None]] = {}
     for rank, track in run.workers.items():
         recent = [sample for sample in track.recent if isinstance(sample.get("peers"), dict)]
-        if not recent or recent[-1]["time"] < end - over_s:
+        if not recent or recent[-1]["time"] < end - over_s - 1e-9:
             continue
-        earlier = [sample for sample in recent[:-1] if sample["time"] <= end - over_s]
+        earlier = [sample for sample in recent[:-1] if sample["time"] <= end - over_s + 1e-9]
         base = earlier[-1] if earlier else recent[0] if len(recent) == track.recent.maxlen else None
         before = base["peers"] if base else {}
         span = max(span, end - (base["time"] if base else run.began_s))
