@@ -40,9 +40,10 @@ def test_series_add_up_all_workers(tmp_path):
     assert told.steps[-1] == totals["steps"]
     assert told.samples[-1] == totals["samples"]
     rates = [20.0, 10.0, 20.0 / 3]
-    assert told.rate[-1] == pytest.approx(sum(rates), rel=0.05)
-    assert told.ideal[-1] == pytest.approx(sum(rates) / 0.97, rel=0.05)
-    assert (told.rate[8:] <= told.ideal[8:] * 1.02).all()
+    assert told.rate[-2] == pytest.approx(sum(rates), rel=0.05)
+    known = np.isfinite(told.rate)
+    assert known.sum() > 100
+    assert told.rate[known] == pytest.approx(0.97 * told.ideal[known], rel=0.01)
     assert told.loss[-1] == pytest.approx(2.3 * math.exp(-99 / 300), rel=1e-3)
 
 

@@ -354,7 +354,7 @@ def staleness_counts(runs: Sequence[Shown]) -> Figure:
         "height": 280,
         "data": data,
         "layout": {
-            "bargap": 0.12,
+            "bargap": 0.12 if len(classes) > 2 else 0.6,
             "xaxis": {"title": {"text": "staleness"}, "type": "category", "showgrid": False},
             "yaxis": {"title": {"text": "share"}, "tickformat": ".0%", "rangemode": "tozero"},
         },
@@ -367,39 +367,46 @@ def _class(least: int, classes: Sequence[int]) -> str:
     return str(least) if least < 2 else f"{least}–{2 * least - 1}"
 
 
+_DISTANCES = (
+    ("consensus", "from the mean, root mean square (√M_k)", "dot"),
+    ("discrepancy", "between the two most different replicas", "dash"),
+)
+
+
 def consensus(runs: Sequence[Shown]) -> Figure:
-    """How far apart the replicas are."""
+    """How far apart the replicas are; of several runs one curve each."""
     unit = _UNITS[runs[0].unit_s]
     data = []
     for one in runs:
         hover = f"%{{x:,.4~r}} {unit}<br>%{{y:.3~g}}"
-        x = _numbers(one.series.time_s / one.unit_s)
-        y = _positive(one.series.distance)
-        if any(value is not None for value in y):
-            data.append(_line(one, "", f"{hover} to the last peer met, mean of the workers", x=x, y=y))
-        for name, words, dash in (
-            ("discrepancy", "between the two most different replicas", "dash"),
-            ("consensus", "from the mean, root mean square (√M_k)", "dot"),
-        ):
+        found = []
+        for name, words, dash in _DISTANCES:
             told = [(e.time, value) for e in one.run.evaluations if (value := getattr(e, name)) is not None]
-            if not any(value > 0 for _, value in told):
-                continue
-            values = [math.sqrt(value) if name == "consensus" and value > 0 else value for _, value in told]
-            dots = _line(one, "", f"{hover} {words}", y=_positive(values))
-            dots |= {"x": _numbers([one.at(time) for time, _ in told])}
-            dots |= {"mode": "lines" if len(told) > 2 else "lines+markers"}
-            dots["line"] = {"color": one.colour, "dash": dash, "width": 1.5}
-            data.append(dots)
+            values = [math.sqrt(max(0.0, value)) if name == "consensus" else value for _, value in told]
+            curve = _line(one, "", f"{hover} {words}", y=_positive(values))
+            curve |= {"x": _numbers([one.at(time) for time, _ in told])}
+            curve |= {"mode": "lines" if len(told) > 2 else "lines+markers"}
+            curve["line"] = {**curve["line"], **({"dash": dash, "width": 1.5} if len(runs) == 1 else {})}
+            found.append(curve)
+        x, y = _numbers(one.series.time_s / one.unit_s), _positive(one.series.distance)
+        found.append(_line(one, "", f"{hover} to the last peer met, mean of the workers", x=x, y=y))
+        found = [curve for curve in found if any(value is not None for value in curve["y"])]
+        data += found if len(runs) == 1 else found[:1]
+    said = (
+        "Solid: to the last peer met. Dashed: the two most different replicas. Dotted: root mean square "
+        "from the mean."
+        if len(runs) == 1
+        else "Root mean square from the mean; to the last peer met where that was not measured."
+    )
     values_drawn = [value for trace in data for value in trace["y"] if value is not None]
     return {
         "title": "Consensus distance",
-        "said": "Solid: to the last peer met. Dashed: the two most different replicas. "
-        "Dotted: root mean square from the mean.",
+        "said": said,
         "height": 280,
         "data": data,
         "layout": {
             "xaxis": _time_axis(runs),
-            "yaxis": {"title": {"text": "distance ‖x_i − x_j‖"}, **_log(values_drawn)},
+            "yaxis": {"title": {"text": "distance of weights"}, **_log(values_drawn)},
         },
         "empty": "The replicas are equal, or nobody has measured how far apart they are.",
     }
@@ -407,7 +414,7 @@ def consensus(runs: Sequence[Shown]) -> Figure:
 
 def _positive(values: Floats | Sequence[float]) -> list[float | None]:
     """For a logarithmic axis: a distance of zero, and what rounding leaves of one, are gaps."""
-    least = 1e-5 * max((float(value) for value in values if math.isfinite(value)), default=0.0)
+    least = 1e-4 * max((float(value) for value in values if math.isfinite(value)), default=0.0)
     return [_round(float(value)) if value > least else None for value in values]
 
 

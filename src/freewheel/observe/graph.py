@@ -28,11 +28,9 @@ def graph(run: Run, label: str = "") -> dict[str, Any]:
     bare = {"visible": False, "range": [-1.22, 1.22], "fixedrange": True}
     many = len(found) > 3 * len(ranks)
     return {
-        "title": ("Workers" if not found else f"Exchanges of the last {max(span_s, 0.05):.2g} s")
+        "title": ("Workers" if not found else f"Who met in the last {max(span_s, 0.01):.2g} s")
         + (f" of {label}" if label else ""),
-        "said": "An edge for every two workers that met; its colour: how far apart their replicas were."
-        if found or not ranks
-        else "Nobody has met another in the last seconds.",
+        "said": _said(found),
         "height": 430,
         "data": data,
         "layout": {
@@ -42,6 +40,14 @@ def graph(run: Run, label: str = "") -> dict[str, Any]:
         },
         "empty": "No worker has written anything yet.",
     }
+
+
+def _said(found: list[Edge]) -> str:
+    if not found:
+        return "Nobody has exchanged or merged anything in the last seconds."
+    if not any(edge.distance for edge in found):
+        return "An edge for every two that exchanged or merged; how far apart they were is not known."
+    return "An edge for every two that exchanged or merged; its colour: how far apart they were."
 
 
 def _span(distances: list[float]) -> tuple[float, float]:

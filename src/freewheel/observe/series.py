@@ -18,7 +18,9 @@ from freewheel.observe.run import Run, Track
 MOMENTS = 240
 """At most so many moments, and at least half as many."""
 RATE_OVER = 4
-"""A rate is taken over so many intervals between moments."""
+"""A rate is taken over so many intervals between moments, and over ten samples at least."""
+FEW = 3
+"""So few steps say nothing of how long a step takes."""
 LATE = 4.0
 """For the time of so many samples after its last one a worker counts as there."""
 RECENT_S, RECENT_SAMPLES = 5.0, 10
@@ -65,6 +67,9 @@ def series(run: Run) -> Series:
     steps, samples = _sum(known, "steps", times), _sum(known, "samples", times)
     losses, distances = _levels(known, "loss", times), _levels(known, "discrepancy", times)
     rate, ideal = _rates(known, times)
+    if all(track.latest.get("last") for track in tracks):
+        # A worker that ends has just finished a step, all others are in the middle of one.
+        rate[-1] = ideal[-1] = np.nan
     with warnings.catch_warnings():  # a moment at which no worker knows is nan, as it should be
         warnings.simplefilter("ignore", RuntimeWarning)
         return Series(
@@ -132,19 +137,28 @@ def _levels(known: Sequence[dict[str, Floats]], name: str, times: Floats) -> Flo
 
 
 def _rates(known: Sequence[dict[str, Floats]], times: Floats) -> tuple[Floats, Floats]:
-    """Steps in a second of all workers, as they were and as if nobody had been blocked."""
+    """Steps in a second of all workers, as they were and as if nobody had been blocked.
+
+    Both are of the same steps: a worker that was not blocked has made exactly its ideal.
+    """
     rate, ideal = np.zeros_like(times), np.zeros_like(times)
-    before = np.maximum(0, np.arange(len(times)) - RATE_OVER)
+    width = float(times[1]) if len(times) > 1 else 0.0
+    every_s = [_every_s(columns["time"]) for columns in known]
+    over_s = max(RATE_OVER * width, RECENT_SAMPLES * max(every_s, default=0.0))
+    before = np.maximum(0, np.searchsorted(times, times - over_s - 1e-9, side="right") - 1)
     took = times - times[before]
     for columns in known:
         steps, compute = _at(columns, "steps", times), _at(columns, "compute_s", times)
+        made, computed = steps - steps[before], compute - compute[before]
         with np.errstate(divide="ignore", invalid="ignore"):
-            free = np.where(compute > 0, steps / compute, 0.0)
-            own = np.where(took > 0, (steps - steps[before]) / took, np.nan)
+            own = np.where(took > 0, made / took, 0.0)
+            free = np.where((made >= FEW) & (computed > 0), made / computed, steps / compute)
         there = _there(columns, times)
         rate += np.where(there, own, 0.0)
-        ideal += np.where(there, free, 0.0)
-    nobody = ideal <= 0
+        ideal += np.where(there & np.isfinite(free), free, 0.0)
+    # In the beginning there is too little to divide by; of a short run that is all there is.
+    early = (took < 0.9 * over_s) & (times[-1] > 2 * over_s)
+    nobody = (ideal <= 0) | early
     return np.where(nobody, np.nan, rate), np.where(nobody, np.nan, ideal)
 
 

@@ -220,7 +220,7 @@ def _headline(one: charts.Shown) -> Document:
     live = run.live
     there = [run.workers[rank] for rank, state in zip(run.workers, states, strict=True) if state != "dead"]
     totals = dict(run.totals())
-    rate, ideal = (_last(values) for values in (one.series.rate, one.series.ideal))
+    rate, ideal = (_now(values, live) for values in (one.series.rate, one.series.ideal))
     spent = blocked(list(run.workers.values()))
     end = run.now if live and run.clock == "wall" else run.last_s
     stale = [_number(track.latest.get("staleness_mean")) for track in run.workers.values()]
@@ -295,6 +295,12 @@ def _evaluated(run: Run, what: str) -> float | None:
 def _last(values: Any) -> float | None:
     known = [float(value) for value in values[-3:] if math.isfinite(value)]
     return known[-1] if known else None
+
+
+def _now(values: Any, live: bool) -> float | None:
+    """What a rate is: at present, or of a run that has ended its mean."""
+    known = [float(value) for value in values if math.isfinite(value)]
+    return _last(values) if live or not known else sum(known) / len(known)
 
 
 def _number(value: Any) -> float | None:

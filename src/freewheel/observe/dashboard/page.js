@@ -157,9 +157,9 @@
   const tiles = (one) => make("dl", { className: "tiles" },
     tile("time", lasted(one.elapsed_s), one.clock === "virtual" ? "virtual"
       : one.elapsed_s < 60 ? "" : one.elapsed_s < 3600 ? "min:s" : "h:min:s"),
-    tile("workers", `${one.there} of ${one.workers}`, one.faults ? `${one.faults} faults` : "no faults"),
+    tile("workers", `${one.there} of ${one.workers}`, one.faults ? `${one.faults} fault${one.faults === 1 ? "" : "s"}` : "no faults"),
     tile("worker-steps/s", digits(one.rate), one.ideal_share === null ? "" : percent(one.ideal_share) + " of ideal"),
-    tile("blocked", percent(one.blocked), "of the workers’ time"),
+    tile("blocked", percent(one.blocked), "of worker-time"),
     tile("staleness", digits(one.staleness), "mean"),
     tile("loss", digits(one.loss), one.loss_answer === null ? "training" : `answer ${digits(one.loss_answer)}`),
     tile("accuracy", percent(one.accuracy), one.accuracy === null ? "not measured" : "of the answer"),
