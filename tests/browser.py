@@ -51,6 +51,7 @@ class Browser:
         )  # fmt: skip
         for number in (to_read, from_write, *theirs):
             os.close(number)
+        self.pid = self._process.pid
         self._numbers = itertools.count(1)
         self._told = threading.Condition()
         self._answers: dict[int, dict[str, Any]] = {}
