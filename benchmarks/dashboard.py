@@ -27,8 +27,9 @@ from browser import Browser, Page
 STEPS_PER_S = 100_000 / 1700
 COMMAND = "from freewheel.cli.main import main; main()"
 FIRST = "document.querySelector('.js-plotly-plot .plot-container') !== null"
-SEEN = """[...document.querySelectorAll("figure")].filter((box) => !box.hidden && box.getBoundingClientRect().top
-  < innerHeight).every((box) => box.querySelector(".js-plotly-plot .plot-container"))"""
+SEEN = """[...document.querySelectorAll("figure")].filter(
+  (box) => !box.hidden && box.getBoundingClientRect().top < innerHeight
+).every((box) => box.querySelector(".js-plotly-plot .plot-container"))"""
 # Every moment at which a figure was drawn, with the run's time that it then showed.
 WATCH = """(() => {
   const place = document.querySelector("#box-throughput .plot");
@@ -137,7 +138,7 @@ def follow(folder: Path, workers: int, seconds: float, page: Page, server: int, 
     ended.set()
     writer.join()
     drawn = page.run("window.drawn")
-    unit = 60.0 if drawn and drawn[-1][0] * 30 > written[-1][0] else 1.0
+    unit = 60.0 if drawn and drawn[-1][0] * 30 < written[-1][0] else 1.0
     late = [
         min((at for shown, at in drawn if shown * unit >= time_s - 0.2), default=float("inf")) - at_s
         for time_s, at_s in written[2:-3]

@@ -13,6 +13,7 @@ from hypothesis import strategies as some
 import made
 from freewheel.observe import charts
 from freewheel.observe.dashboard.delta import apply, delta
+from freewheel.observe.graph import graph
 from freewheel.observe.run import Run
 from freewheel.observe.series import Edge, blocked, edges, moments, series, staleness
 
@@ -92,6 +93,20 @@ def test_the_last_seconds_of_a_short_simulation_are_short(tmp_path):
     found, span_s = edges(Run(tmp_path))
     assert found == [Edge(0, 1, 10, 0.5)]
     assert span_s == pytest.approx(0.1)
+
+
+def test_of_very_many_edges_the_farthest_of_each_worker_are_drawn(tmp_path):
+    for rank in range(40):
+        peers = {str(peer): [1, 1.0 if abs(peer - rank) == 20 else 0.1] for peer in range(40) if peer != rank}
+        made.append(tmp_path / f"worker-{rank}.jsonl", made.sample(rank, 1, 40, peers=peers))
+    run = Run(tmp_path)
+    assert len(edges(run)[0]) == 780
+    figure = graph(run)
+    assert "780 pairs" in figure["said"]
+    far = [text for trace in figure["data"] for text in trace.get("text", ()) if "distance 1" in text]
+    drawn = [text for trace in figure["data"] for text in trace.get("text", ()) if "distance" in text]
+    assert len(far) == 20
+    assert len(drawn) <= 80
 
 
 def test_all_that_was_met_counts_while_a_run_is_young(tmp_path):

@@ -42,12 +42,24 @@ def test_of_a_long_file_some_lines_are_read_in_order_the_first_and_all_the_last_
     found = [line["n"] for line in tail.read()]
     assert found == sorted(set(found))
     assert found[0] == 0
-    assert found[-40:] == list(range(19_960, 20_000))
+    assert found[-20:] == list(range(19_980, 20_000))
     assert 100 < len(found) < 300
     assert max(b - a for a, b in itertools.pairwise(found)) < 20_000 / 100 * 2
     with path.open("a") as file:
         file.write('{"n": 20000}\n')
     assert tail.read() == [{"n": 20_000}]
+
+
+def test_the_longest_part_is_read_of_the_last_lines_only(tmp_path):
+    path = tmp_path / "worker-0.jsonl"
+    made.append(path, *({"n": n, "peers": {"1": [n, 0.5], "2": [n, None]}, "b": {}} for n in range(5000)))
+    lines = Tail(path, most=100, last_only="peers").read()
+    assert lines[5]["peers"] is None
+    assert lines[5]["b"] == {}
+    assert all(line["peers"] == {"1": [line["n"], 0.5], "2": [line["n"], None]} for line in lines[-20:])
+    made.append(path, {"n": 1, "peers": {"3": [1, 1]}})
+    made.append(tmp_path / "short", *({"peers": {"1": [1, 2]}} for _ in range(9)))
+    assert all(line["peers"] for line in Tail(tmp_path / "short", most=100, last_only="peers").read())
 
 
 def test_a_file_that_took_the_place_of_another_is_read_from_its_start(tmp_path):

@@ -10,10 +10,14 @@ from freewheel.observe.palette import DISTANCES, STATES
 from freewheel.observe.run import Run
 from freewheel.observe.series import Edge, edges
 
+MOST, EACH = 256, 2
+"""More edges than this are thinned out: so many of each worker are left."""
+
 
 def graph(run: Run, label: str = "") -> dict[str, Any]:
     """Workers on a circle, an edge for every two that exchanged or merged in the last seconds."""
-    found, span_s = edges(run)
+    met, span_s = edges(run)
+    found = _few(met)
     ranks = sorted({*run.workers, *(rank for edge in found for rank in (edge.one, edge.other))})
     turn = 2 * math.pi / max(1, len(ranks))
     places = {
@@ -30,7 +34,7 @@ def graph(run: Run, label: str = "") -> dict[str, Any]:
     return {
         "title": ("Workers" if not found else f"Who met in the last {max(span_s, 0.01):.2g} s")
         + (f" of {label}" if label else ""),
-        "said": _said(found),
+        "said": _said(found, len(met)),
         "height": 430,
         "data": data,
         "layout": {
@@ -42,12 +46,31 @@ def graph(run: Run, label: str = "") -> dict[str, Any]:
     }
 
 
-def _said(found: list[Edge]) -> str:
+def _few(met: list[Edge]) -> list[Edge]:
+    """All edges, or where those would only blacken the circle the farthest of each worker."""
+    if len(met) <= MOST:
+        return met
+    of: dict[int, list[Edge]] = {}
+    for edge in met:
+        of.setdefault(edge.one, []).append(edge)
+        of.setdefault(edge.other, []).append(edge)
+    kept = {
+        (edge.one, edge.other)
+        for own in of.values()
+        for edge in sorted(own, key=lambda edge: -(edge.distance or 0.0))[:EACH]
+    }
+    return [edge for edge in met if (edge.one, edge.other) in kept]
+
+
+def _said(found: list[Edge], met: int) -> str:
     if not found:
         return "Nobody has exchanged or merged anything in the last seconds."
+    who = "An edge for every two that exchanged or merged"
+    if len(found) < met:
+        who = f"{met:,} pairs exchanged or merged; of each worker the {EACH} farthest are drawn"
     if not any(edge.distance for edge in found):
-        return "An edge for every two that exchanged or merged; how far apart they were is not known."
-    return "An edge for every two that exchanged or merged; its colour: how far apart they were."
+        return f"{who}; how far apart they were is not known."
+    return f"{who}; colour: how far apart they were."
 
 
 def _span(distances: list[float]) -> tuple[float, float]:
@@ -72,7 +95,7 @@ def _lines(
     shades: dict[int | None, list[Edge]] = {}
     for edge in found:
         shades.setdefault(_shade(edge, least, most), []).append(edge)
-    many = len(found) > 200
+    many = len(found) > 64
     return [
         {
             "type": "scatter",

@@ -169,7 +169,9 @@ class Run:
         kind, _, who = path.stem.partition("-")
         if kind not in ("worker", "events", "evaluations"):
             return False
-        tail = self._tails.setdefault(name, Tail(path, most if kind == "worker" else None))
+        if name not in self._tails:
+            self._tails[name] = Tail(path, most, "peers") if kind == "worker" else Tail(path)
+        tail = self._tails[name]
         begun = tail.begun
         lines = tail.read()
         if not lines:

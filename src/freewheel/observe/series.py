@@ -6,6 +6,7 @@ stays as it is while a run grows, and whoever sends it on sends only the end; se
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Sequence
@@ -120,9 +121,11 @@ def _there(columns: dict[str, Floats], times: Floats) -> Bools:
     return there
 
 
-def _every_s(told: Floats) -> float:
+def _every_s(told: Floats | list[float]) -> float:
     """How often a worker writes, as its last samples show."""
-    return float(np.median(np.diff(told[-RECENT_SAMPLES:]))) if len(told) > 1 else 0.0
+    last = told[-RECENT_SAMPLES:]
+    between = sorted(float(after - before) for before, after in itertools.pairwise(last))
+    return between[len(between) // 2] if between else 0.0
 
 
 def _levels(known: Sequence[dict[str, Floats]], name: str, times: Floats) -> Floats:
@@ -176,7 +179,7 @@ def edges(run: Run) -> tuple[list[Edge], float]:
     """Who exchanged or merged with whom in the last seconds of a run, and in how many seconds that was."""
     tracks = [track for track in run.workers.values() if track.latest]
     end = max((track.latest["time"] for track in tracks), default=0.0)
-    every_s = [_every_s(np.array([sample["time"] for sample in track.recent])) for track in tracks]
+    every_s = [_every_s([sample["time"] for sample in track.recent]) for track in tracks]
     # A simulation may be over in a second, and writes as many samples in it.
     over_s = min(RECENT_S, RECENT_SAMPLES * max(every_s, default=0.0)) or RECENT_S
     span = 0.0

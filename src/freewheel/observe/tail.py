@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any, BinaryIO
 
 PIECE = 1 << 16
-RECENT = 48
+RECENT = 24
 """So many of the last lines are always read, however few of the others are."""
 
 
@@ -16,11 +17,15 @@ class Tail:
     """The lines of a file, as they come; a file that is not there yet has none.
 
     With `most`, of a long file that is opened only so many lines are read, spread evenly, and the last ones:
-    samples are sums, so what lies between two of them is not lost, only not drawn.
+    samples are sums, so what lies between two of them is not lost, only not drawn. `last_only` names an object
+    in them that is read of the last ones only, and null in the others: the longest part of a sample, which is
+    of interest while it is new.
     """
 
-    def __init__(self, path: Path, most: int | None = None) -> None:
+    def __init__(self, path: Path, most: int | None = None, last_only: str | None = None) -> None:
         self.path, self._most = path, most
+        self._cut = re.compile(rf'"{last_only}": ?{{[^{{}}]*}}'.encode()) if last_only else None
+        self._instead = f'"{last_only}": null'.encode()
         self._at = 0
         self._inode = -1
         self.begun = 0
@@ -66,13 +71,12 @@ class Tail:
                 self.broken += 1
         return found
 
-    @staticmethod
-    def _spread(file: BinaryIO, most: int) -> list[bytes]:
+    def _spread(self, file: BinaryIO, most: int) -> list[bytes]:
         """Some lines of a long file, in order, and all of its last ones; all lines of a short file."""
         size = os.fstat(file.fileno()).st_size
-        head = file.read(PIECE)
-        length = len(head) / max(1, head.count(b"\n"))
-        end = int(size - RECENT * length)
+        length = _length(file.read(PIECE))
+        file.seek(max(0, size - PIECE))
+        end = int(size - 1.5 * RECENT * _length(file.read(PIECE)))  # some lines are longer
         file.seek(0)
         if size < 2 * most * length:
             return _lines(file)
@@ -81,9 +85,16 @@ class Tail:
             file.seek(max(file.tell(), number * end // most))
             file.readline()  # what is left of the line we are in
             found.append(file.readline())
+        if self._cut is not None:
+            found = [self._cut.sub(self._instead, line) for line in found]
         file.seek(max(file.tell(), end))
         file.readline()
         return found + _lines(file)
+
+
+def _length(piece: bytes) -> float:
+    """Of a line."""
+    return len(piece) / max(1, piece.count(b"\n"))
 
 
 def _lines(file: BinaryIO) -> list[bytes]:

@@ -282,7 +282,7 @@
 
   // -- asking, again and again --
 
-  const EVERY_MS = 400;
+  const EVERY_MS = 450;
   let document_ = null, version = null, asked = "", round = 0;
   const show = (change) => {
     const old = document_;
