@@ -17,8 +17,8 @@ class Tail:
     """The lines of a file, as they come; a file that is not there yet has none.
 
     With `most`, of a long file that is opened only so many lines are read, spread evenly, and the last ones:
-    samples are sums, so what lies between two of them is not lost, only not drawn. `last_only` names an object
-    in them that is read of the last ones only, and null in the others: the longest part of a sample, which is
+    samples are sums, so what lies between two of them is not lost, only not drawn. `last_only` names an
+    object that is read of the last ones only, and null in the others: the longest part of a sample, which is
     of interest while it is new.
     """
 
