@@ -17,8 +17,13 @@ from freewheel.observe.dashboard.server import PORT
 
 def dashboard(
     folder: Annotated[
-        Path, typer.Argument(metavar="RUN", help="The folder of a run, or one with runs in it, as runs.")
-    ],
+        Path,
+        typer.Argument(
+            metavar="[RUN]",
+            help="The folder of a run, or one with runs in it; default: runs.",
+            show_default=False,
+        ),
+    ] = Path("runs"),
     port: Annotated[
         int | None, typer.Option(help=f"Which port; default: {PORT}, or a free one.", show_default=False)
     ] = None,

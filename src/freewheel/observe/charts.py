@@ -264,7 +264,7 @@ def staleness_counts(runs: Sequence[Shown]) -> Figure:
         bar |= {"type": "bar", "marker": {"color": one.colour}}
         del bar["mode"], bar["line"]
         data.append(bar)
-    measures = {str(one.run.about.get("settings", {}).get("staleness") or "") for one in runs}
+    measures = {one.setting("staleness") for one in runs}
     measure = measures.pop() if len(measures) == 1 else "in each strategy’s own measure"
     return {
         "title": "Staleness",

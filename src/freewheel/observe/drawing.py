@@ -39,6 +39,11 @@ class Shown:
         """Its dash: the first eight have solid lines."""
         return DASHES[self.place // len(COLOURS) % len(DASHES)]
 
+    def setting(self, name: str) -> str:
+        """One of the settings in words; nothing where the run does not say."""
+        settings = self.run.about.get("settings")
+        return str(settings.get(name) or "") if isinstance(settings, dict) else ""
+
     @cached_property
     def series(self) -> Series:
         """Computed once for all figures."""

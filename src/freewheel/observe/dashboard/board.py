@@ -228,7 +228,7 @@ def _headline(one: charts.Shown) -> Document:
     return {
         "name": str(run.about.get("name") or run.folder.name),
         "strategy": str(run.about.get("strategy") or ""),
-        "waits_for": str(run.about.get("settings", {}).get("waits_for") or ""),
+        "waits_for": one.setting("waits_for"),
         "clock": run.clock,
         "state": "starting" if not states else "live" if live else _ended(states),
         "elapsed_s": round(max(0.0, end - run.began_s), 1) if run.workers else None,

@@ -1,0 +1,64 @@
+"""Makes the pictures of the documentation from simulated runs: the same runs, the same pictures.
+
+    python benchmarks/pictures.py        # into docs/pictures
+
+Needs Chromium. Fonts are the machine's, so a picture may differ from another machine's in its letters.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from browser import Browser
+from freewheel.observe.dashboard import Board, Dashboard
+
+COMMAND = "from freewheel.cli.main import main; main()"
+FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
+SIMULATION = (
+    "simulate --strategy adpsgd,nodelay_free,allreduce --workers 12 --task digits --steps 120 "
+    "--compute-ms 50 --compute lognormal:0.2 --slow 0:4 --fault crash:3@2 --fault restart:3@3.5 --target 0.9 --folder"
+)
+# name: which runs, width, height, dark
+PICTURES = {
+    "dashboard": ("0", 1280, 1050, False),
+    "dashboard-dark": ("0", 1280, 1050, True),
+    "dashboard-compared": ("0,1,2", 1280, 1500, False),
+    "dashboard-narrow": ("0", 400, 1150, False),
+}
+DRAWN = """[...document.querySelectorAll("figure")].filter(
+  (box) => !box.hidden && box.getBoundingClientRect().top < innerHeight
+).every((box) => box.querySelector(".js-plotly-plot .plot-container, .none"))"""
+
+
+def main() -> None:
+    """Simulate, serve, look."""
+    FOLDER.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory() as spare:
+        runs = Path(spare) / "runs"
+        subprocess.run([sys.executable, "-c", COMMAND, *SIMULATION.split(), str(runs)], check=True)
+        server = Dashboard(Board(runs), 0)
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser = Browser()
+        try:
+            for name, (picked, width, height, dark) in PICTURES.items():
+                page = browser.page(width, height, dark)
+                page.open(f"{server.address}#runs={picked}")
+                page.until(DRAWN)
+                page.run("document.fonts.ready.then(() => new Promise((then) => setTimeout(then, 300)))")
+                page.picture(FOLDER / f"{name}.png")
+                page.close()
+                print(f"{name}.png: {(FOLDER / f'{name}.png').stat().st_size / 1e3:.0f} kB")
+        finally:
+            browser.close()
+            server.shutdown()
+            server.server_close()
+
+
+if __name__ == "__main__":
+    main()
