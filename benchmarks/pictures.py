@@ -22,12 +22,13 @@ COMMAND = "from freewheel.cli.main import main; main()"
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 SIMULATION = (
     "simulate --strategy adpsgd,nodelay_free,allreduce --workers 12 --task digits --steps 120 "
-    "--compute-ms 50 --compute lognormal:0.2 --slow 0:4 --fault crash:3@2 --fault restart:3@3.5 --target 0.9 --folder"
+    "--compute-ms 50 --compute lognormal:0.2 --slow 0:4 --fault crash:3@2 --fault restart:3@3.5 "
+    "--target 0.9 --folder"
 )
 # name: which runs, width, height, dark
 PICTURES = {
-    "dashboard": ("0", 1280, 1050, False),
-    "dashboard-dark": ("0", 1280, 1050, True),
+    "dashboard": ("0", 1280, 1210, False),
+    "dashboard-dark": ("0", 1280, 1210, True),
     "dashboard-compared": ("0,1,2", 1280, 1500, False),
     "dashboard-narrow": ("0", 400, 1150, False),
 }

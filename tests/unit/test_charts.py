@@ -119,7 +119,7 @@ def test_all_that_was_met_counts_while_a_run_is_young(tmp_path):
 def test_shares_of_time_and_staleness(tmp_path):
     run = read(tmp_path, workers=2, samples=41)
     shares = blocked(list(run.workers.values()))
-    assert shares == pytest.approx({"compute": 0.97, "peers": 0.02, "data": 0.01, "checkpoint": 0.0})
+    assert shares == pytest.approx({"peers": 0.02, "data": 0.01, "checkpoint": 0.0})
     assert staleness(run) == {0: 150, 1: 300, 2: 150}
 
 

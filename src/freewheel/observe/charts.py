@@ -106,7 +106,7 @@ def curves(runs: Sequence[Shown], what: str, over: str) -> Figure:
         "height": 320,
         "data": data,
         "layout": layout,
-        "empty": "No worker has reported a loss yet: worker.record(loss=…) does."
+        "empty": "No worker has reported a loss: worker.record(loss=…) does."
         if what == "loss"
         else "Nobody has measured the accuracy: worker.record(accuracy=…) does.",
     }
@@ -186,7 +186,7 @@ def throughput(runs: Sequence[Shown]) -> Figure:
         "height": 430,
         "data": data,
         "layout": {"xaxis": time_axis(runs), "yaxis": yaxis},
-        "empty": "No worker has made a step yet.",
+        "empty": "No worker has made a step.",
     }
 
 
@@ -219,7 +219,7 @@ def blocked_shares(runs: Sequence[Shown]) -> Figure:
         for cause, (words, colour) in CAUSES.items()
         if any(share[cause] > 0 for share in shares)
     ]
-    top = max((sum(share.values()) - share["compute"] for share in shares), default=0.0)
+    top = max((sum(share.values()) for share in shares), default=0.0)
     xaxis: dict[str, Any] = {"title": {"text": axis}, "showgrid": False, "type": "category"}
     if len(runs) == 1:
         xaxis |= {"type": "linear", "tickformat": "d", **({"dtick": 1} if len(names) <= 16 else {})}
@@ -240,7 +240,7 @@ def blocked_shares(runs: Sequence[Shown]) -> Figure:
                 "range": [0, min(1.0, 1.12 * max(top, 0.01))],
             },
         },
-        "empty": "Nobody was ever blocked." if shares else "No worker has made a step yet.",
+        "empty": "Nobody was ever blocked." if shares else "No worker has made a step.",
     }
 
 
@@ -276,7 +276,7 @@ def staleness_counts(runs: Sequence[Shown]) -> Figure:
             "xaxis": {"title": {"text": "staleness"}, "type": "category", "showgrid": False},
             "yaxis": {"title": {"text": "share"}, "tickformat": ".0%", "rangemode": "tozero"},
         },
-        "empty": "Nothing has been exchanged or merged yet.",
+        "empty": "Nothing has been exchanged or merged.",
     }
 
 

@@ -176,7 +176,7 @@ def _nodes(run: Run, places: dict[int, tuple[float, float]]) -> list[dict[str, A
                 "size": size,
                 "opacity": 1,
                 "color": [STATES.get(state, STATES["training"]) for state in states.values()],
-                "symbol": ["x" if state == "dead" else "circle" for state in states.values()],
+                "symbol": ["square" if state == "dead" else "circle" for state in states.values()],
             },
         }
     ]

@@ -30,8 +30,8 @@ TOGETHER_S = 5.0
 """What several workers notice within this time is one event."""
 DEATHS = ("died", "failed")
 COMINGS = ("joined", "restarted")
-SUMS = ("steps", "compute_s", "peers_s", "data_s", "checkpoint_s", "exchanges", "merges", "bytes_out",
-        "bytes_in", "samples")  # fmt: skip
+SUMS = ("steps", "elapsed_s", "compute_s", "peers_s", "data_s", "checkpoint_s", "exchanges", "merges",
+        "bytes_out", "bytes_in", "samples")  # fmt: skip
 LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members", "life")
 
 

@@ -87,11 +87,13 @@ def series(run: Run) -> Series:
         )
 
 
-_COLUMNS = ("time", "steps", "samples", "compute_s", "loss", "discrepancy", "life")
+_COLUMNS = ("time", "steps", "samples", "blocked_s", "loss", "discrepancy", "life")
+_CAUSES = ("peers_s", "data_s", "checkpoint_s")
 
 
 def _known(track: Track, began: float) -> dict[str, Floats]:
-    columns = {name: np.array(track.points[name], dtype=float) for name in _COLUMNS}
+    columns = {name: np.array(track.points[name], dtype=float) for name in _COLUMNS if name != "blocked_s"}
+    columns["blocked_s"] = np.sum([np.array(track.points[name], dtype=float) for name in _CAUSES], axis=0)
     columns["time"] = columns["time"] - began
     return columns
 
@@ -151,11 +153,13 @@ def _rates(known: Sequence[dict[str, Floats]], times: Floats) -> tuple[Floats, F
     before = np.maximum(0, np.searchsorted(times, times - over_s - 1e-9, side="right") - 1)
     took = times - times[before]
     for columns in known:
-        steps, compute = _at(columns, "steps", times), _at(columns, "compute_s", times)
-        made, computed = steps - steps[before], compute - compute[before]
+        steps, waited = _at(columns, "steps", times), _at(columns, "blocked_s", times)
+        made, lived = steps - steps[before], np.maximum(0.0, times - columns["time"][0])
+        # What was not waited, in the window and in the whole life of the worker.
+        recently = lived - lived[before] - (waited - waited[before])
         with np.errstate(divide="ignore", invalid="ignore"):
             own = np.where(took > 0, made / took, 0.0)
-            free = np.where((made >= FEW) & (computed > 0), made / computed, steps / compute)
+            free = np.where((made >= FEW) & (recently > 0), made / recently, steps / (lived - waited))
         there = _there(columns, times)
         rate += np.where(there, own, 0.0)
         ideal += np.where(there & np.isfinite(free), free, 0.0)
@@ -212,10 +216,11 @@ def staleness(run: Run) -> dict[int, int]:
 
 
 def blocked(tracks: Sequence[Track]) -> dict[str, float]:
-    """Which share of the workers' time was spent on what: compute, and each cause of waiting."""
-    spent = {
-        name: sum(track.value(f"{name}_s") or 0.0 for track in tracks)
-        for name in ("compute", "peers", "data", "checkpoint")
+    """Which share of the workers' time they waited for what."""
+    total = sum(track.value("elapsed_s") or 0.0 for track in tracks)
+    return {
+        cause.removesuffix("_s"): min(1.0, sum(track.value(cause) or 0.0 for track in tracks) / total)
+        if total > 0
+        else 0.0
+        for cause in _CAUSES
     }
-    total = sum(spent.values())
-    return {name: value / total if total > 0 else 0.0 for name, value in spent.items()}

@@ -20,7 +20,7 @@ from freewheel.observe import charts
 from freewheel.observe.dashboard.delta import delta
 from freewheel.observe.palette import COLOURS
 from freewheel.observe.report.runs import flatten
-from freewheel.observe.run import SILENT_S, Run, find_runs, read_about
+from freewheel.observe.run import DEATHS, SILENT_S, Run, find_runs, read_about
 from freewheel.observe.series import blocked
 
 SCAN_S = 2.0
@@ -221,7 +221,7 @@ def _headline(one: charts.Shown) -> Document:
     there = [run.workers[rank] for rank, state in zip(run.workers, states, strict=True) if state != "dead"]
     totals = dict(run.totals())
     rate, ideal = (_now(values, live) for values in (one.series.rate, one.series.ideal))
-    spent = blocked(list(run.workers.values()))
+    waited = blocked(list(run.workers.values()))
     end = run.now if live and run.clock == "wall" else run.last_s
     stale = [_number(track.latest.get("staleness_mean")) for track in run.workers.values()]
     known = [value for value in stale if value is not None]
@@ -239,13 +239,19 @@ def _headline(one: charts.Shown) -> Document:
         "progress": max((track.value("progress") or 0.0 for track in there), default=0.0) or None,
         "rate": _short(rate),
         "ideal_share": _short(rate / ideal if rate is not None and ideal else None),
-        "blocked": _short(1.0 - spent["compute"] if any(spent.values()) else None),
+        "blocked": _short(sum(waited.values()) if totals["elapsed_s"] else None),
         "staleness": _short(sum(known) / len(known) if known else None),
         "loss": _short(_last(one.series.loss)),
         "loss_answer": _short(_evaluated(run, "loss")),
         "accuracy": _short(_evaluated(run, "accuracy")),
-        "faults": sum(event.what in ("died", "failed", "cut", "half", "store lost") for event in run.events),
+        "faults": _faults(run),
     }
+
+
+def _faults(run: Run) -> int:
+    """How often something went wrong; a worker that failed and then was missed died once."""
+    deaths = {(event.rank, event.life) for event in run.events if event.what in DEATHS}
+    return len(deaths) + sum(event.what in ("cut", "half", "store lost") for event in run.events)
 
 
 def _ended(states: list[str]) -> str:
