@@ -6,19 +6,20 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import freewheel as fw
+import made as folders
 from freewheel.errors import ConfigError
 from freewheel.observe import report
 from freewheel.observe.report import words
 from freewheel.observe.result import Result, Sample
+from freewheel.observe.run import Run
+from pages import Page, figures_of
 
-FIGURES = ["loss-time", "accuracy-time", "loss-steps", "discrepancy-time", "idle", "speed", "staleness"]
+LEARNING = ["loss-time", "loss-samples", "accuracy-time", "accuracy-samples"]
 SCENARIO: dict[str, Any] = {
     "workers": 4,
     "steps": 100,
@@ -83,63 +84,31 @@ def untrained(strategy: str) -> Result:
     return made(strategy, loss=None, accuracy=None, discrepancy_max=0.0, **timing)
 
 
-class Page(HTMLParser):
-    """What a test wants to know of a page."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.ids: list[str] = []
-        self.remote: list[str] = []
-        self.tags: list[str] = []
-        self.said = ""
-        self.scripts: list[str] = []
-        self.rows: list[list[str]] = []
-        self.depth: list[str] = []
-        self.feed(page)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        if tag == "script":
-            self.scripts.append("")
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th") and self.rows:
-            self.rows[-1].append("")
-        if tag != "meta":
-            self.depth.append(tag)
-        for name, value in attrs:
-            if name == "id":
-                self.ids.append(value or "")
-            if name in ("src", "href", "action", "data", "poster", "srcset", "xlink:href"):
-                self.remote.append(f"{tag} {name}={value}")
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.depth.pop() == tag, f"</{tag}> closes another element"
-
-    def handle_data(self, data: str) -> None:
-        inside = self.depth[-1] if self.depth else ""
-        if inside == "script":
-            self.scripts[-1] += data
-        elif inside != "style":
-            self.said += data
-            if self.rows and self.rows[-1] and {"td", "th"} & set(self.depth):
-                self.rows[-1][-1] += data
-
-    def row(self, first: str, width: int) -> dict[str, str]:
-        """The row of the table with this many columns that begins with this name, by its heads."""
-        heads = next(row for row in self.rows if len(row) == width)
-        return dict(zip(heads, next(row for row in self.rows if row[0] == first), strict=True))
+def page_of(
+    results: Sequence[Result],
+    title: str = "A title",
+    command: str = "freewheel simulate",
+    runs: Sequence[Run] = (),
+) -> Page:
+    return Page(report.html(results, runs, title=title, command=command))
 
 
-def page_of(results: Sequence[Result], title: str = "A title", command: str = "freewheel simulate") -> Page:
-    return Page(report.html(results, title=title, command=command))
-
-
-def figures_of(page: Page) -> dict[str, Any]:
-    figures: dict[str, Any] = json.loads(page.scripts[1])
-    assert list(figures) == [name.removeprefix("figure-") for name in page.ids if name != "figure-data"]
-    return figures
+def recorded(folder: Path, results: Sequence[Result]) -> list[Run]:
+    """The folders a simulator would have written for these results."""
+    for place, result in enumerate(results):
+        home = folder / str(place)
+        for sample in result.curve:
+            one = {**dataclasses.asdict(sample), "samples": 32 * sample.worker_steps}
+            folders.append(home / "evaluations.jsonl", {"time": one.pop("virtual_s"), **one})
+        for rank in range(result.workers):
+            for at in range(4):
+                changes = {"time": at * result.virtual_s / 3, "loss": result.loss, "last": at == 3}
+                sample = folders.sample(rank, at, result.workers, **changes)
+                folders.append(home / f"worker-{rank}.jsonl", sample)
+        keys = ("strategy", "workers", "seed", "settings", "target")
+        about = folders.about(clock="virtual", **{key: getattr(result, key) for key in keys})
+        (home / "run.json").write_text(json.dumps(about))
+    return [Run(folder / str(place)) for place in range(len(results))]
 
 
 # -- the page ------------------------------------------------------------------------------------
@@ -156,7 +125,7 @@ def test_a_page_has_its_parts_in_order() -> None:
         "freewheel simulate -n 4",
         "What you see",
         "Figures of all runs",
-        "Loss over time",
+        "Speed against the ideal",
         "Measured against theory",
         "Settings",
         "Made with",
@@ -210,92 +179,82 @@ def test_what_comes_from_outside_is_escaped() -> None:
 # -- figures -------------------------------------------------------------------------------------
 
 
-def test_all_figures_are_there_and_show_every_run() -> None:
-    figures = figures_of(page_of([made("allreduce"), made("adpsgd"), made("none")]))
-    assert list(figures) == FIGURES
-    for name, figure in figures.items():
-        assert {trace["name"] for trace in figure["data"]} == {"allreduce", "adpsgd", "none"}, name
-        assert all(trace["x"] and len(trace["x"]) == len(trace["y"]) for trace in figure["data"]), name
-    assert figures["loss-time"]["layout"]["yaxis"]["type"] == "log"
-    assert figures["loss-time"]["data"][0]["x"] == [0.25, 0.75, 1.25]
-    assert figures["loss-steps"]["data"][0]["x"] == [80, 240, 400]
-    assert figures["loss-steps"]["data"][0]["y"] == [2.0, 0.5, 0.125]
-    assert figures["accuracy-time"]["layout"]["shapes"][0]["y0"] == 0.9
+def test_all_figures_are_there_and_show_every_run(tmp_path: Path) -> None:
+    results = [made("allreduce"), made("adpsgd"), made("none")]
+    figures = figures_of(page_of(results, runs=recorded(tmp_path, results)))
+    graphs = ["graph-0", "graph-1", "graph-2"]
+    assert list(figures) == ["speed", "blocked", *LEARNING, "throughput", "staleness", "consensus", *graphs]
+    for name in ("speed", *LEARNING, "throughput", "staleness", "consensus"):
+        traces = figures[name]["data"]
+        assert {trace["legendgroup"] for trace in traces} == {"0", "1", "2"}, name
+        assert all(trace["x"] and len(trace["x"]) == len(trace["y"]) for trace in traces), name
+    accuracy = figures["accuracy-time"]
+    assert accuracy["data"][0]["x"] == [0.25, 0.75, 1.25]
+    assert accuracy["data"][0]["y"] == [0.4, 0.9, 0.91]
+    assert accuracy["layout"]["shapes"][0]["y0"] == 0.9
     assert figures["speed"]["data"][0]["x"] == [pytest.approx(400.0)]  # the ideal, behind the bar
     assert figures["speed"]["data"][1]["x"] == [320.0]
 
 
-def test_zeros_and_what_rounding_leaves_of_them_are_not_drawn_on_a_log_axis() -> None:
-    curve = (
-        Sample(0.1, 40, 1.0, 0.1, 0.5, 0.0),
-        Sample(0.2, 80, 0.0, 0.1, 0.0, 0.0),
-        Sample(0.3, 120, 1e-9, 0.1, 1e-9, 0.0),
-    )
-    figures = figures_of(page_of([made("sasgd", {"interval": 8, "scale": None}, curve=curve)]))
-    assert figures["discrepancy-time"]["data"][0]["y"] == [0.5]
-    assert figures["loss-time"]["data"][0]["y"] == [1.0, 1e-9]  # a loss may really be that small
-    assert figures["accuracy-time"]["data"][0]["y"] == [0.1, 0.1, 0.1]
+def test_a_run_of_its_own_has_a_graph_and_no_race(tmp_path: Path) -> None:
+    results = [made("adpsgd")]
+    page = page_of(results, runs=recorded(tmp_path, results))
+    figures = figures_of(page)
+    assert list(figures) == [*LEARNING, "throughput", "blocked", "staleness", "consensus", "graph-0"]
+    assert "Left out" not in page.said  # that nothing happened is nothing to tell
+    assert "adpsgd makes 320 worker-steps per second, 80.0 % of what" in page.said
+
+
+def test_many_runs_have_no_graphs(tmp_path: Path) -> None:
+    results = [made(f"strategy{k}") for k in range(7)]
+    figures = figures_of(page_of(results, runs=recorded(tmp_path, results)))
+    assert not [name for name in figures if name.startswith("graph")]
 
 
 def test_bars_are_sorted_with_the_best_on_top() -> None:
-    runs = [
-        made(name, idle_share=idle, steps_per_s=rate, staleness_max=stale)
-        for name, idle, rate, stale in [
-            ("a", 0.5, 100.0, 9.0),
-            ("b", 0.1, 300.0, 20.0),
-            ("c", 0.3, 200.0, 1.0),
-        ]
-    ]
-    figures = figures_of(page_of(runs))
-    order = {
-        name: figures[name]["layout"]["yaxis"]["categoryarray"] for name in ("idle", "speed", "staleness")
-    }
-    assert order == {"idle": ["b", "c", "a"], "speed": ["b", "c", "a"], "staleness": ["c", "a", "b"]}
-    top, bottom = reversed(figures["idle"]["layout"]["yaxis"]["range"])
+    rates = [("a", 100.0), ("b", 300.0), ("c", 200.0)]
+    figures = figures_of(page_of([made(name, steps_per_s=rate) for name, rate in rates]))
+    assert figures["speed"]["layout"]["yaxis"]["categoryarray"] == ["b", "c", "a"]
+    top, bottom = reversed(figures["speed"]["layout"]["yaxis"]["range"])
     assert top < 0 < bottom
 
 
-def test_fifteen_runs_look_different_and_the_same_in_every_figure() -> None:
-    runs = [made(f"strategy{k}") for k in range(15)]
-    text = report.html(runs, title="t", command="c")
+def test_fifteen_runs_look_different_and_the_same_in_every_figure(tmp_path: Path) -> None:
+    results = [made(f"strategy{k}") for k in range(15)]
+    text = report.html(results, recorded(tmp_path, results), title="t", command="c")
     figures = figures_of(Page(text))
-    looks = {t["name"]: (t["line"]["color"], t["line"]["dash"]) for t in figures["loss-time"]["data"]}
+    traces = figures["accuracy-time"]["data"]
+    looks = {t["legendgroup"]: (t["line"]["color"], t["line"]["dash"]) for t in traces}
     assert len(set(looks.values())) == 15
-    for name in ("accuracy-time", "loss-steps", "discrepancy-time"):
-        assert {t["name"]: (t["line"]["color"], t["line"]["dash"]) for t in figures[name]["data"]} == looks
-    for trace in figures["idle"]["data"]:
-        assert trace["marker"]["color"] == looks[trace["name"]][0]
+    for trace in figures["speed"]["data"][1::2]:
+        assert trace["marker"]["color"] == looks[trace["legendgroup"]][0]
     chips = re.findall(r'data-run="(\d+)"', text)
-    assert chips == [t["legendgroup"] for t in figures["loss-time"]["data"]]
+    assert chips == list(looks)
 
 
-def test_timing_alone_leaves_figures_out_and_says_so() -> None:
-    page = page_of([untrained("allreduce"), untrained("adpsgd")])
-    assert list(figures_of(page)) == ["idle", "speed", "staleness"]
-    assert "measured timing only" in page.said
+def test_timing_alone_leaves_figures_out_and_says_so(tmp_path: Path) -> None:
+    results = [untrained("allreduce"), untrained("adpsgd")]
+    page = page_of(results, runs=recorded(tmp_path, results))
+    assert not set(LEARNING) & set(figures_of(page))
+    assert "Of these runs no loss was reported, only timing is shown." in page.said
     assert page.row("allreduce", 12)["loss"] == "–"
     assert page.row("allreduce", 12)["discrepancy"] == "–"
 
 
-def test_one_untrained_run_beside_a_trained_one_is_named() -> None:
-    page = page_of([made("allreduce"), untrained("adpsgd")])
-    figures = figures_of(page)
-    assert [trace["name"] for trace in figures["loss-time"]["data"]] == ["allreduce"]
-    assert "adpsgd measured timing only" in page.said
+def test_one_untrained_run_beside_a_trained_one_is_named(tmp_path: Path) -> None:
+    results = [made("allreduce"), untrained("adpsgd")]
+    page = page_of(results, runs=recorded(tmp_path, results))
+    assert {trace["legendgroup"] for trace in figures_of(page)["loss-time"]["data"]} == {"0"}
+    assert "Of adpsgd no loss was reported" in page.said
 
 
-def test_a_task_without_accuracy_leaves_one_figure_out() -> None:
+def test_a_task_without_accuracy_leaves_figures_out(tmp_path: Path) -> None:
     curve = tuple(dataclasses.replace(s, accuracy=None) for s in made("a").curve)
-    page = page_of([made("allreduce", accuracy=None, target=None, target_s=None, curve=curve)])
-    assert list(figures_of(page)) == [name for name in FIGURES if name != "accuracy-time"]
-    assert "nothing to draw: accuracy over time" in page.said
-
-
-def test_a_single_run_without_samples_along_the_way() -> None:
-    page = page_of([made("adpsgd", curve=made("a").curve[-1:])])
-    assert list(figures_of(page)) == FIGURES
-    assert figures_of(page)["loss-time"]["data"][0]["mode"] == "lines+markers"
-    assert "adpsgd makes 320 worker-steps per second, 80.0 % of what" in page.said
+    results = [made("allreduce", accuracy=None, target=None, target_s=None, curve=curve)]
+    page = page_of(results, runs=recorded(tmp_path, results))
+    assert "loss-time" in figures_of(page)
+    assert not {"accuracy-time", "accuracy-samples"} & set(figures_of(page))
+    assert "nothing to draw: accuracy over time and accuracy over samples." in page.said
 
 
 # -- tables and words ----------------------------------------------------------------------------
@@ -391,14 +350,14 @@ def test_the_scenario_is_told_in_words() -> None:
 def test_runs_of_one_strategy_are_told_apart() -> None:
     four, eight = made("sasgd", {"interval": 4, "scale": None}), made("sasgd", {"interval": 8, "scale": None})
     page = page_of([four, eight, eight, made("adpsgd")])
-    names = [trace["name"] for trace in figures_of(page)["loss-time"]["data"]]
+    names = [trace["name"] for trace in figures_of(page)["speed"]["data"][::2]]
     assert names == ["sasgd:interval=4", "sasgd:interval=8 (1)", "sasgd:interval=8 (2)", "adpsgd"]
 
 
 def test_runs_of_different_scenarios_are_told_apart() -> None:
     slow = {"compute": {**SCENARIO["compute"], "slow": {0: 5.0}}}
     page = page_of([made("adpsgd"), made("adpsgd", scenario=slow)])
-    names = [trace["name"] for trace in figures_of(page)["loss-time"]["data"]]
+    names = [trace["name"] for trace in figures_of(page)["speed"]["data"][::2]]
     assert names == ["adpsgd:compute.slow=–", "adpsgd:compute.slow.0=5.0"]
     assert "The runs differ in compute.slow and compute.slow.0; their settings are below." in page.said
     assert "Scenario of all runs" not in page.said
@@ -463,7 +422,7 @@ def test_a_report_that_fails_leaves_the_old_one_untouched(
         return Full()
 
     if broken == "html":
-        monkeypatch.setattr(report, "theory_table", fail)
+        monkeypatch.setattr(report, "page", fail)
     elif broken == "write":
         monkeypatch.setattr(Path, "open", half)
     else:
@@ -504,11 +463,3 @@ def test_what_is_no_file_is_written_to_and_not_replaced(
     os.close(reader)
     assert list(tmp_path.iterdir()) == [pipe]
     assert pipe.is_fifo()
-
-
-def test_a_simulated_run_makes_a_report() -> None:
-    results = [fw.simulate(name, "quadratic", workers=4, steps=20) for name in ("allreduce", "adpsgd")]
-    page = page_of(results)
-    assert list(figures_of(page)) == [name for name in FIGURES if name != "accuracy-time"]
-    assert page.row("adpsgd", 12)["waits for"] == "nobody"
-    assert "✗" not in page.said

@@ -17,6 +17,7 @@ from freewheel.cli.chaos import chaos
 from freewheel.cli.console import output
 from freewheel.cli.dashboard import dashboard
 from freewheel.cli.keys import keys
+from freewheel.cli.report import report
 from freewheel.cli.run import join, run
 from freewheel.cli.simulate import simulate
 from freewheel.cli.train import compare, train
@@ -40,6 +41,7 @@ app.command(name="chaos")(chaos)
 app.command(name="train")(train)
 app.command(name="compare")(compare)
 app.command(name="dashboard")(dashboard)
+app.command(name="report")(report)
 app.command(name="keys")(keys)
 app.add_typer(bench.app, name="bench")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import tempfile
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from freewheel.cli.console import output
 from freewheel.cli.options import command_line, ranks_and_numbers
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.observe.files import check_writable, open_whole, write_whole
+from freewheel.observe.report import recorded, write
 from freewheel.observe.result import Result
 from freewheel.observe.table import results_tables
 from freewheel.sim.compute import Compute
@@ -129,8 +131,13 @@ def simulate(
         raise ConfigError("--json, --report and --trace must be different files.")
     for path in (json_path, report, trace):
         check_writable(path)
-    homes = _homes(folder, chosen)
-    results, stopped = _run_all(chosen, problem, scenario, trace, keep_going, homes, task)
+    with tempfile.TemporaryDirectory() as passing:
+        # A report shows what happened on the way, too: it needs records, kept or not.
+        records = Path(passing) / chosen[0].name if folder is None and report is not None else folder
+        homes = _homes(records, chosen)
+        done, stopped = _run_all(chosen, problem, scenario, trace, keep_going, homes, task)
+        runs = [recorded(home) for _, home in done if home is not None]
+    results = [result for result, _ in done]
     console = output()
     if results:
         for table in results_tables(results, console.width):
@@ -143,9 +150,8 @@ def simulate(
         if json_path is not None:
             write_whole(json_path, json.dumps([result.as_json() for result in results], indent=2) + "\n")
         if report is not None:
-            from freewheel.observe.report import write  # plotly is slow to import
-
-            write(report, results, title=f"Freewheel: {task} on {workers} workers", command=command_line())
+            title = f"Freewheel: {task} on {workers} workers"
+            write(report, results, runs, title=title, command=command_line())
             console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
     if folder is not None:
         console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
@@ -192,8 +198,8 @@ def _run_all(
     keep_going: bool,
     homes: list[Path | None],
     name: str,
-) -> tuple[list[Result], list[str]]:
-    results: list[Result] = []
+) -> tuple[list[tuple[Result, Path | None]], list[str]]:
+    done: list[tuple[Result, Path | None]] = []
     stopped: list[str] = []
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     errors = Console(stderr=True)
@@ -206,8 +212,8 @@ def _run_all(
         for one, home in zip(chosen, homes, strict=True):
             bar = bars.add_task(one.name, total=scenario.workers * scenario.steps)
 
-            def show(done: int, total: int, bar: object = bar) -> None:
-                bars.update(bar, completed=done, total=total)  # type: ignore[arg-type]
+            def show(steps: int, total: int, bar: object = bar) -> None:
+                bars.update(bar, completed=steps, total=total)  # type: ignore[arg-type]
 
             try:
                 result = api.simulate(
@@ -220,13 +226,13 @@ def _run_all(
                     name=name,
                     command=command_line(),
                 )
-                results.append(result)
+                done.append((result, home))
             except RunStopped as error:
                 if not keep_going:
                     raise
                 stopped.append(str(error))
             bars.remove_task(bar)
-    return results, stopped
+    return done, stopped
 
 
 def _trouble(result: Result) -> str:

@@ -18,9 +18,10 @@ from freewheel.cli.console import output
 from freewheel.cli.options import command_line, ranks_and_numbers
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.observe.files import check_writable, write_whole
+from freewheel.observe.report import recorded, write
 from freewheel.observe.result import Result
 from freewheel.observe.table import results_tables
-from freewheel.training.job import DDP, Job, train_all
+from freewheel.training.job import DDP, Job, name, train_all
 
 SIDE_BY_SIDE = "ddp,allreduce,sasgd,nodelay,nodelay_free,adpsgd,dasgd,asgd,easgd"
 
@@ -141,10 +142,13 @@ def compare(
     if json_path is not None:
         write_whole(json_path, json.dumps([result.as_json() for result in results], indent=2) + "\n")
     if report is not None:
-        from freewheel.observe.report import write  # plotly is slow to import
-
+        runs = [
+            recorded(folder / name(number, job))
+            for number, (job, outcome) in enumerate(zip(jobs, outcomes, strict=True))
+            if isinstance(outcome, Result)
+        ]
         title = f"Freewheel: {task.partition(':')[0]} on {workers} processes"
-        write(report, results, title=title, command=command_line())
+        write(report, results, runs, title=title, command=command_line())
         console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
     if stopped:
         raise RunStopped(" ".join(stopped))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from freewheel import theory
+from freewheel.observe.outcome import step_times_s
 from freewheel.observe.result import Result
 
 Kind = Literal["at most", "at least", "about"]
@@ -63,7 +64,7 @@ def bounds(result: Result) -> list[Bound]:
         rows += _OWN[result.strategy](run)
     rows += _speed(run)
     if result.settings.get("clock") == "wall":  # the theories' machines do nothing else meanwhile
-        return [row for row in rows if row.name == "largest staleness"]
+        return [row for row in rows if row.name == "largest staleness"] + list(_real_speed(run))
     return rows
 
 
@@ -221,3 +222,16 @@ def _speed(run: _Run) -> Iterator[Bound]:
         yield run.rate(sum(1 / t for t in run.times_s), "Σ 1/t_i, where nobody waits", "about")
     if run.waits_for in LOCKSTEP and len(set(run.times_s)) > 1:
         yield run.rate(run.n / max(run.times_s), "n / max t_i, where all wait for the slowest", "at most")
+
+
+def _real_speed(run: _Run) -> Iterator[Bound]:
+    """The same for real machines, with the time their steps took while they did not wait."""
+    times_s = step_times_s(run.result.by_worker).values()
+    if not times_s:
+        return
+    steps = {worker["steps"] for worker in run.result.by_worker}
+    if run.waits_for not in LOCKSTEP:
+        yield run.rate(sum(1 / t for t in times_s), "Σ 1/t_i, t_i as measured: none ever waits", "at most")
+    elif len(run.result.by_worker) == run.n and len(steps) == 1:  # nobody came, went or fell behind
+        source = "n / max t_i, t_i as measured: all wait for the slowest"
+        yield run.rate(run.n / max(times_s), source, "at most")

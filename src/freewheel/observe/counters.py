@@ -101,9 +101,11 @@ class Counters:
             },
             "bytes_out": self.bytes_out,
             "bytes_in": self.bytes_in,
+            "messages_out": self.messages_out,
             "messages_dropped": self.messages_dropped,
             "samples": self.samples,
             "samples_again": self.samples_again,
+            "gradient_norm_max": self.gradient_norm_max,
         }
 
     def stale(self, value: float) -> None:

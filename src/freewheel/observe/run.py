@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from freewheel.errors import ConfigError
+from freewheel.errors import ConfigError, at_least
 from freewheel.observe.tail import Tail
 
 FORMAT = 1
@@ -30,6 +30,8 @@ TOGETHER_S = 5.0
 """What several workers notice within this time is one event."""
 DEATHS = ("died", "failed")
 COMINGS = ("joined", "restarted")
+KINDS = {"strategy": str, "workers": int, "seed": int, "settings": dict, "started": int | float}
+"""What must be in a run.json."""
 SUMS = ("steps", "elapsed_s", "compute_s", "peers_s", "data_s", "checkpoint_s", "exchanges", "merges",
         "bytes_out", "bytes_in", "samples")  # fmt: skip
 LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members", "life")
@@ -67,6 +69,10 @@ class Track:
         self.rank, self.life = rank, 0
         self.latest: dict[str, Any] = {}
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self._ended: list[dict[str, Any]] = []
+        """The last samples of earlier lives."""
+        self._began: list[float] = []
+        """When each life began."""
         self.points: dict[str, list[float | None]] = {name: [] for name in ("time", *SUMS, *LEVELS)}
         self.version = 0
         """Grows whenever points that were there before are dropped; else points are only added."""
@@ -84,7 +90,10 @@ class Track:
         if self.latest and life > self.life:
             for name in SUMS:
                 self._before[name] = self.points[name][-1] or 0.0
+            self._ended.append(self.latest)
             self.recent.clear()
+        if not self.latest or life > self.life:
+            self._began.append(sample["time"] - (sample.get("elapsed_s") or 0.0))
         self.life, self.latest = life, sample
         self.recent.append(sample)
         row = _row(sample)
@@ -101,6 +110,12 @@ class Track:
         for column in self.points.values():
             del column[-2::-2]
         self.version += 1
+
+    @property
+    def lives(self) -> list[dict[str, Any]]:
+        """The last sample of every life, the present one's too, and when that life `began`."""
+        lasts = [*self._ended, self.latest] if self.latest else []
+        return [{**last, "began": began} for last, began in zip(lasts, self._began, strict=True)]
 
     def value(self, name: str) -> float | None:
         """The last value of a column; None: not known."""
@@ -192,10 +207,7 @@ class Run:
                     self._happened(line)
                 self.events.sort(key=lambda event: event.time)
             else:
-                fields = Evaluation.__dataclass_fields__
-                self.evaluations += [
-                    Evaluation(**{k: v for k, v in one.items() if k in fields}) for one in lines
-                ]
+                self.evaluations += map(_evaluation, lines)
                 self.evaluations.sort(key=lambda one: one.time)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ConfigError(
@@ -205,10 +217,9 @@ class Run:
         return True
 
     def _happened(self, line: dict[str, Any]) -> None:
-        new = Event(
-            line["time"], line["what"], line.get("text", ""), line.get("rank"), line.get("life"), [line["by"]]
-        )
-        key = (new.what, new.rank, new.text if new.rank is None else new.life)
+        rank, life = line.get("rank"), line.get("life")
+        new = Event(float(line["time"]), line["what"], line.get("text", ""), rank, life, [line["by"]])
+        key = (new.what, rank, new.text if rank is None else life)
         event = self._last.get(key)
         if event is not None and abs(event.time - new.time) < TOGETHER_S and new.by[0] not in event.by:
             event.by += new.by
@@ -291,10 +302,23 @@ class Run:
             return self.clock == "wall"
         return any(self.state(rank) in ("joining", "training") for rank in self.workers)
 
+    @property
+    def broken(self) -> int:
+        """How many whole lines were no records, and have been left out."""
+        return sum(tail.broken for tail in self._tails.values())
+
     def totals(self) -> Iterator[tuple[str, float]]:
         """The sums of all workers over all their lives."""
         for name in SUMS:
             yield name, sum(track.value(name) or 0.0 for track in self.workers.values())
+
+
+def _evaluation(line: dict[str, Any]) -> Evaluation:
+    known = {name: line[name] for name in Evaluation.__dataclass_fields__ if line.get(name) is not None}
+    for name, value in known.items():
+        if not isinstance(value, int | float):
+            raise TypeError(f"{name} must be a number")
+    return Evaluation(**known)
 
 
 def read_about(folder: Path) -> dict[str, Any]:
@@ -313,10 +337,10 @@ def read_about(folder: Path) -> dict[str, Any]:
             f"{str(folder)!r} was written by freewheel {of} (records of format {found}); this version reads "
             f"format {FORMAT}. Use that version of freewheel to show it."
         )
-    if not isinstance(about.get("workers", 0), int) or not isinstance(about.get("started", 0), int | float):
-        raise ConfigError(
-            f"{str(path)!r} is not what a run writes. Give a folder as `freewheel run` makes them."
-        )
+    for key, kinds in KINDS.items():
+        if not isinstance(about.get(key), kinds):
+            raise ConfigError(f"{str(path)!r} is not what a run writes: {key} is {about.get(key)!r}.")
+    at_least(f"workers in {str(path)!r}", about["workers"], 1)
     return about
 
 

@@ -386,6 +386,7 @@ class Simulation:
             "model_bytes": self.model_bytes,
             "waits_for": self.strategy.waits_for,
             "staleness": self.strategy.staleness,
+            "ideal_per_s": self.scenario.compute.ideal_rate(self.scenario.workers),
         }
 
 

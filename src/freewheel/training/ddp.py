@@ -36,7 +36,7 @@ class DdpBooks:
         job, options = self._job, options_alone(Place.read())
         settings = {
             "strategy": {},
-            "scenario": job.scenario(),
+            "scenario": {"optimizer": type(optimizer).__name__, **job.scenario()},
             "lr": lr,
             "momentum": optimizer.param_groups[0]["momentum"],
             "model_bytes": self._model_bytes,

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.errors import RunStopped
-from freewheel.observe.result import Result, Sample
+from freewheel.observe.outcome import combined
+from freewheel.observe.result import Result
+from freewheel.observe.run import Evaluation
 
 
 def read_outcome(folder: Path, job: dict[str, Any]) -> Result:
@@ -16,64 +18,21 @@ def read_outcome(folder: Path, job: dict[str, Any]) -> Result:
     failed = [worker["failed"] for worker in workers if "failed" in worker]
     if failed:
         raise RunStopped(failed[0])
-    began, ended = min(w["began"] for w in workers), max(w["ended"] for w in workers)
     judge = next(worker for worker in workers if "curve" in worker)
-    steps = sum(worker["steps"] for worker in workers)
-    took_s = ended - began
-    alive_s = sum(worker["ended"] - worker["began"] for worker in workers)
-    compute_s = sum(worker["compute_s"] for worker in workers)
-    # Of a worker that made no step nobody knows how fast it could be.
-    ideal = sum(worker["steps"] / worker["compute_s"] for worker in workers if worker["steps"])
-    discrepancy = max(sample["discrepancy"] for sample in judge["curve"]) if judge["curve"] else 0.0
-    last = Sample(took_s, steps, judge["loss"], judge["accuracy"], 0.0, 0.0)
-    curve = (
-        *(
-            Sample(
-                max(0.0, sample["time"] - began),
-                sample["worker_steps"],
-                sample["loss"],
-                sample["accuracy"],
-                sample["discrepancy"],
-                sample["consensus"],
-            )
-            for sample in judge["curve"]
-        ),
-        last,
-    )
-    target = job["target"]
-    reached = [s.virtual_s for s in curve if target and (s.accuracy or 0.0) >= target]
-    weight = sum(worker["steps"] for worker in workers) or 1
-    return Result(
-        strategy=job["strategy"].partition(":")[0],
-        workers=job["workers"],
-        seed=job["seed"],
-        virtual_s=took_s,
-        worker_steps=steps,
-        steps_per_s=steps / took_s,
-        ideal_share=steps / took_s / ideal,
-        idle_share=max(0.0, 1 - compute_s / alive_s),
-        staleness_mean=sum(w["staleness_mean"] * w["steps"] for w in workers) / weight,
-        staleness_max=max(worker["staleness_max"] for worker in workers),
-        discrepancy_max=max(discrepancy, *(worker["discrepancy_max"] for worker in workers)),
-        bytes_per_step=sum(worker["bytes_out"] for worker in workers) / weight,
-        loss=judge["loss"],
-        accuracy=judge["accuracy"],
-        trace_sha256="",
-        target=target,
-        target_s=reached[0] if reached else None,
-        curve=curve,
-        by_worker=tuple(workers),
-        settings={
-            "clock": "wall",
+    evaluations = [Evaluation(**sample) for sample in judge["curve"]]
+    steps, ended = sum(worker["steps"] for worker in workers), max(worker["ended"] for worker in workers)
+    evaluations.append(Evaluation(ended, steps, loss=judge["loss"], accuracy=judge["accuracy"]))
+    about = {
+        **{key: job[key] for key in ("strategy", "workers", "seed", "target")},
+        "clock": "wall",
+        "settings": {
             "strategy": judge.get("strategy", {}),
             "scenario": {key: value for key, value in job.items() if key != "strategy"},
-            "lr": judge["lr"],
-            "momentum": judge["momentum"],
-            "model_bytes": judge["model_bytes"],
-            "waits_for": judge["waits_for"],
-            "staleness": judge["staleness"],
+            **{key: judge[key] for key in ("lr", "momentum", "model_bytes", "waits_for", "staleness")},
         },
-    )
+    }
+    lives = [{**worker, "elapsed_s": worker["ended"] - worker["began"]} for worker in workers]
+    return combined(about, lives, evaluations)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -9,15 +9,20 @@ from typing import Any
 
 from freewheel.observe.palette import COLOURS, DASHES
 from freewheel.observe.result import Result
+from freewheel.observe.run import Run
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
-    """A result with its name and its place in the report, which gives its colour and dash."""
+class Shown:
+    """A run in a report: its name, its figures, its records if there are any, and its place.
+
+    The place gives it its colour and dash.
+    """
 
     label: str
     result: Result
     place: int
+    run: Run | None = None
 
     @property
     def colour(self) -> str:
@@ -30,33 +35,40 @@ class Run:
         return self.place // len(COLOURS) % len(DASHES)
 
 
-def named_runs(results: Sequence[Result]) -> list[Run]:
-    """Results with names that tell them apart."""
+def named_runs(results: Sequence[Result], runs: Sequence[Run | None] = ()) -> list[Shown]:
+    """Results with names that tell them apart, and with their records where those are given."""
     return [
-        Run(label, result, place)
-        for place, (label, result) in enumerate(zip(_labels(results), results, strict=True))
+        Shown(label, result, place, runs[place] if runs else None)
+        for place, (label, result) in enumerate(zip(_labels(results, runs), results, strict=True))
     ]
 
 
-def _labels(results: Sequence[Result]) -> list[str]:
-    """The strategies' names; runs of one strategy get the settings they differ in, or a number."""
+def _labels(results: Sequence[Result], runs: Sequence[Run | None]) -> list[str]:
+    """The strategies' names; twins get the settings they differ in, or their folder's name, or a number."""
     labels = [result.strategy for result in results]
-    for prefix in ("strategy.", "scenario."):
-        twins = {label for label, count in Counter(labels).items() if count > 1}
-        for twin in twins:
-            places = [place for place, label in enumerate(labels) if label == twin]
+    for prefix in ("strategy.", "scenario.", ""):
+        for places in _twins(labels):
             flat = [flatten(results[place].settings) for place in places]
+            if not prefix:
+                flat = [{"workers": str(results[place].workers)} for place in places]
             keys = [key for key in differing(flat) if key.startswith(prefix)]
             for place, settings in zip(places, flat, strict=True):
                 own = [f":{key.removeprefix(prefix)}={settings[key]}" for key in keys if key in settings]
                 labels[place] += "".join(own)
-    seen: Counter[str] = Counter()
-    totals = Counter(labels)
-    for place, label in enumerate(labels):
-        seen[label] += 1
-        if totals[label] > 1:
-            labels[place] = f"{label} ({seen[label]})"
+    for places in _twins(labels):
+        recorded = [runs[place] if runs else None for place in places]
+        names = [run.folder.resolve().name if run else "" for run in recorded]
+        if len(set(names)) < len(places):
+            names = [str(number) for number in range(1, len(places) + 1)]
+        for place, name in zip(places, names, strict=True):
+            labels[place] += f" ({name})"
     return labels
+
+
+def _twins(labels: Sequence[str]) -> list[list[int]]:
+    """The places of each label that is there more than once."""
+    several = [label for label, count in Counter(labels).items() if count > 1]
+    return [[place for place, other in enumerate(labels) if other == label] for label in several]
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:

@@ -1,19 +1,46 @@
-"""The tables of a report."""
+"""The tables of a report, as plain text cells: a page and a markdown text show the same ones."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
+from datetime import UTC, datetime
 from importlib import metadata
+from typing import Any
 
 from freewheel import theory, topology
 from freewheel.errors import ConfigError
 from freewheel.observe.bounds import Bound, bounds
-from freewheel.observe.report.figures import swatch
-from freewheel.observe.report.runs import Run, flatten
-from freewheel.observe.report.words import number, percent
+from freewheel.observe.report.runs import Shown, flatten
+from freewheel.observe.report.words import number, percent, standing
 from freewheel.observe.result import Result
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under heads. The first cell of a row says what it is about."""
+
+    name: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: frozenset[int] = frozenset({0})
+    """The columns that are words; numbers stand on the right."""
+    marks: frozenset[tuple[int, int]] = frozenset()
+    """Row and column of the best figures."""
+    whose: Sequence[Shown] = ()
+    """The run each row is about, where rows are about runs."""
+
+    def without_empty(self) -> Table:
+        """Without the columns nobody has a value for."""
+        kept = [at for at in range(len(self.heads)) if not at or any(row[at] != "–" for row in self.rows)]
+        return Table(
+            self.name,
+            [self.heads[at] for at in kept],
+            [[row[at] for at in kept] for row in self.rows],
+            frozenset(place for place, at in enumerate(kept) if at in self.left),
+            whose=self.whose,
+        )
 
 
 @dataclass(frozen=True)
@@ -29,7 +56,7 @@ class _Column:
 _COLUMNS = (
     _Column("seconds", lambda r: r.virtual_s, best=min),
     _Column("steps/s", lambda r: r.steps_per_s, best=max),
-    _Column("share of&nbsp;ideal", lambda r: r.ideal_share, percent, max),
+    _Column("share of\xa0ideal", lambda r: r.ideal_share, percent, max),
     _Column("idle", lambda r: r.idle_share, percent, min),
     _Column("staleness mean", lambda r: r.staleness_mean),
     _Column("staleness max", lambda r: r.staleness_max),
@@ -41,68 +68,174 @@ _COLUMNS = (
 )
 
 
-def results_table(runs: Sequence[Run]) -> str:
+def results_table(runs: Sequence[Shown]) -> Table:
     """All figures of all runs; the best of each column is marked."""
     columns = [c for c in _COLUMNS if c.head != "s to target" or any(run.result.target for run in runs)]
-    head = "".join(f"<th>{name}</th>" for name in ("strategy", "waits for", *(c.head for c in columns)))
-    cells: list[list[str]] = []
-    for column in columns:
+    rows = [[run.label, str(run.result.settings.get("waits_for", "–"))] for run in runs]
+    marks: set[tuple[int, int]] = set()
+    for at, column in enumerate(columns, start=2):
         values = [column.value(run.result) for run in runs]
         texts = [column.text(value) for value in values]
         known = [value for value in values if value is not None]
         # What reads the same is as good; where all read the same there is no best.
         best = column.text(column.best(known)) if column.best and known and len(set(texts)) > 1 else None
-        marks = [' class="best"' if text == best else "" for text in texts]
-        cells.append([f"<td{mark}>{text}</td>" for mark, text in zip(marks, texts, strict=True)])
+        marks |= {(place, at) for place, text in enumerate(texts) if text == best}
+        for row, text in zip(rows, texts, strict=True):
+            row.append(text)
+    heads = ("strategy", "waits for", *(column.head for column in columns))
+    return Table("figures of all runs", heads, rows, frozenset({0, 1}), frozenset(marks), runs)
+
+
+def records_table(runs: Sequence[Shown]) -> Table | None:
+    """Where the records of the runs are, how each stands, and what it was made with."""
+    recorded = [run for run in runs if run.run is not None]
+    if not recorded:
+        return None
+    keys = ("workers", "seed", "freewheel", "torch", "python")
+    heads = ("run", "script", "started", "state", *keys, "folder")
     rows = []
-    for place, run in enumerate(runs):
-        waits = escape(str(run.result.settings.get("waits_for", "–")))
-        row = "".join(column[place] for column in cells)
-        rows.append(f'<tr><th scope="row">{swatch(run)}{escape(run.label)}</th><td>{waits}</td>{row}</tr>')
-    return _scrolling("figures of all runs", f"<thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody>")
+    for run in recorded:
+        assert run.run is not None
+        about = run.run.about
+        started = datetime.fromtimestamp(about.get("started", 0.0), UTC)
+        own = [str(about.get(key, "–")) for key in keys]
+        words = (run.label, str(about.get("name", "–")), f"{started:%Y-%m-%d %H:%M} UTC", standing(run.run))
+        rows.append([*words, *own, run.run.folder.resolve().name])
+    return Table("runs", heads, rows, frozenset({0, 1, 2, 3, 9}), whose=recorded)
 
 
-def theory_table(runs: Sequence[Run]) -> str:
-    """What was measured against what the papers say."""
+# -- workers and events --
+
+_WORKERS = (
+    "worker", "state", "steps", "steps/s", "computing", "blocked by peers", "by data", "by checkpoints",
+    "staleness mean", "staleness max", "discrepancy max", "exchanges", "not done", "merges", "MB out",
+    "last loss",
+)  # fmt: skip
+
+
+def workers_table(run: Shown) -> Table:
+    """One row for every life of every worker."""
+    lives = defaultdict[int, list[dict[str, Any]]](list)
+    for place, life in enumerate(run.result.by_worker):
+        lives[life.get("rank", place)].append(life)
+    rows = []
+    for rank, those in sorted(lives.items()):
+        for which, life in enumerate(those, start=1):
+            state = "–"
+            if run.run is not None and rank in run.run.workers:
+                state = run.run.state(rank) if life is those[-1] else "dead"
+            name = f"{rank}" if len(those) == 1 else f"{rank}, life {which}"
+            rows.append([name, state, *_worker(life)])
+    return Table(run.label, _WORKERS, rows, frozenset({0, 1})).without_empty()
+
+
+def _worker(life: dict[str, Any]) -> list[str]:
+    alive_s = life.get("elapsed_s") or life.get("alive_s") or 0.0
+    blocked = life.get("blocked_s") or {}
+
+    def share(value: float | None) -> str:
+        return percent(value / alive_s) if alive_s and value is not None else "–"
+
+    exchanges, merges = life.get("exchanges") or {}, life.get("merges") or {}
+    failed = sum(count for what, count in exchanges.items() if what != "done")
+    mean = life.get("staleness_mean")
+    if mean is None and life.get("staleness_count"):
+        mean = life["staleness_sum"] / life["staleness_count"]
+    return [
+        number(life.get("steps")),
+        number(life["steps"] / alive_s) if alive_s and "steps" in life else "–",
+        share(life.get("compute_s")),
+        *(share(blocked.get(cause) or None) for cause in ("peers", "data", "checkpoint")),
+        number(mean),
+        number(life.get("staleness_max")),
+        number(life.get("discrepancy_max") or None),
+        number(exchanges.get("done") or None),
+        number(failed or None),
+        number(merges.get("done") or None),
+        number(life["bytes_out"] / 1e6) if "bytes_out" in life else "–",
+        number(life.get("loss")),
+    ]
+
+
+def events_table(run: Shown) -> Table | None:
+    """What happened in a run, in order."""
+    if run.run is None or not run.run.events:
+        return None
+    began_s = run.run.began_s
+    rows = [
+        [
+            f"{event.time - began_s:,.2f}",
+            event.what,
+            "–" if event.rank is None else str(event.rank),
+            _noticed(event.by),
+            event.text or "–",
+        ]
+        for event in run.run.events
+    ]
+    heads = ("at, s", "what", "worker", "noticed by", "")
+    return Table(run.label, heads, rows, frozenset({1, 2, 3, 4})).without_empty()
+
+
+def _noticed(by: Sequence[int | str]) -> str:
+    ranks = sorted(one for one in by if isinstance(one, int))
+    others = [str(one) for one in by if not isinstance(one, int)]
+    if len(ranks) > 6:
+        return ", ".join([f"{len(ranks)} workers", *others])
+    return ", ".join([*map(str, ranks), *others])
+
+
+# -- theory --
+
+
+def theory_table(runs: Sequence[Shown]) -> tuple[str, Table | None]:
+    """What was measured against what the papers say: how many hold, and a row for each."""
     found = [(run, bound) for run in runs for bound in bounds(run.result)]
     if not found:
-        return "<p>No theory speaks about a figure that was measured here.</p>"
+        return "No theory speaks about a figure that was measured here.", None
     broken = sum(not bound.holds for _, bound in found)
-    said = (
-        f"All {len(found)} hold"
-        if not broken
-        else f"{broken} of {len(found)} {'does' if broken == 1 else 'do'} not hold"
-    )
+    said = f"All {len(found)} hold" if len(found) > 1 else "The only bound holds"
+    if broken:
+        said = f"{broken} of {len(found)} {'does' if broken == 1 else 'do'} not hold"
     said = f"{said}. “About” means within 15 %. Only what follows from the figures of a run is compared."
     heads = ("strategy", "what", "measured", "theory", "measured / theory", "holds", "source")
-    head = "".join(f"<th>{name}</th>" for name in heads)
-    rows = "".join(_compared(run, bound) for run, bound in found)
-    table = _scrolling("theory", f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody>", "theory")
-    return f"<p>{said}</p>{table}"
+    rows = [[run.label, *_compared(bound)] for run, bound in found]
+    return said, Table("theory", heads, rows, frozenset({0, 1, 5, 6}), whose=[run for run, _ in found])
 
 
-def _compared(run: Run, bound: Bound) -> str:
+def _compared(bound: Bound) -> list[str]:
     unit = f" {bound.unit}" if bound.unit else ""
-    verdict = '<td class="yes">✓ yes</td>' if bound.holds else '<td class="no">✗ no</td>'
-    share = number(bound.share) if bound.bound else "–"
-    return (
-        f'<tr><th scope="row">{swatch(run)}{escape(run.label)}</th><td>{escape(bound.name)}</td>'
-        f"<td>{number(bound.measured)}{escape(unit)}</td>"
-        f"<td>{bound.kind} {number(bound.bound)}{escape(unit)}</td>"
-        f"<td>{share}</td>{verdict}<td>{escape(bound.source)}</td></tr>"
-    )
+    return [
+        bound.name,
+        f"{number(bound.measured)}{unit}",
+        f"{bound.kind} {number(bound.bound)}{unit}",
+        number(bound.share) if bound.bound else "–",
+        "✓ yes" if bound.holds else "✗ no",
+        bound.source,
+    ]
 
 
-def settings_tables(runs: Sequence[Run]) -> str:
-    """The settings of every run, folded."""
+# -- settings --
+
+
+def settings_tables(runs: Sequence[Shown]) -> list[Table]:
+    """The settings of all runs: what is common first."""
     scenarios = [flatten(run.result.settings.get("scenario", {})) for run in runs]
-    common = all(scenario == scenarios[0] for scenario in scenarios)
-    parts = [_details("Scenario of all runs", scenarios[0])] if common else []
+    common = len(runs) > 1 and bool(scenarios[0]) and all(one == scenarios[0] for one in scenarios)
+    parts = [_settings("Scenario of all runs", scenarios[0])] if common else []
     for run in runs:
         settings = {k: v for k, v in run.result.settings.items() if not (common and k == "scenario")}
-        rows = flatten(settings) | _mixing(run.result) | {"trace sha256": run.result.trace_sha256}
-        parts.append(_details(run.label, rows))
-    return "".join(parts)
+        about = run.run.about if run.run is not None else {}
+        made = ("command", "freewheel", "torch", "python")
+        rows: dict[str, str] = {key: str(about[key]) for key in made if key in about}
+        rows |= {"seed": str(run.result.seed)} | flatten(settings) | _mixing(run.result)
+        if run.result.trace_sha256:
+            rows["trace sha256"] = run.result.trace_sha256
+        parts.append(_settings(run.label, rows))
+    return parts
+
+
+def _settings(name: str, rows: dict[str, str]) -> Table:
+    return Table(name, ("setting", "value"), [list(row) for row in rows.items()], frozenset({0, 1}))
 
 
 def _mixing(result: Result) -> dict[str, str]:
@@ -118,21 +251,6 @@ def _mixing(result: Result) -> dict[str, str]:
     if result.strategy == "adpsgd":
         rows["ρ of the topology (AD-PSGD, assumption 3)"] = number(theory.rho(graph))
     return rows
-
-
-def _details(title: str, rows: dict[str, str]) -> str:
-    body = "".join(
-        f'<tr><th scope="row">{escape(key)}</th><td>{escape(value)}</td></tr>' for key, value in rows.items()
-    )
-    table = _scrolling(title, f"<tbody>{body}</tbody>", "settings")
-    return f"<details><summary>{escape(title)}</summary>{table}</details>"
-
-
-def _scrolling(name: str, table: str, kind: str = "") -> str:
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}">'
-        f'<table class="{kind}">{table}</table></div>'
-    )
 
 
 def versions() -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
 from typing import Any
 
-from freewheel.observe.report.runs import Run, differing, flatten
+from freewheel.observe.report.runs import Shown, differing, flatten
 from freewheel.observe.result import Result
+from freewheel.observe.run import Run
 
 
 def number(value: float | None) -> str:
@@ -48,7 +51,12 @@ def clock(results: Sequence[Result]) -> str:
 def scenario_in_words(results: Sequence[Result]) -> str:
     """What was simulated, in words."""
     words = _scenario(results[0])
-    differ = differing([flatten(result.settings.get("scenario", {})) for result in results])
+    differ = differing(
+        [
+            {"workers": str(result.workers)} | flatten(result.settings.get("scenario", {}))
+            for result in results
+        ]
+    )
     if not differ:
         return words
     return f"The runs differ in {listed(differ)}; their settings are below. The first: {words}"
@@ -73,8 +81,9 @@ def _scenario(result: Result) -> str:
         said.append(f"a model of {_size(settings['model_bytes'])}")
     if scenario.get("gradients") is False:
         said.append("timing only, no model is trained")
-    faults = scenario.get("faults") or ()
-    said.append("; ".join(_fault(fault) for fault in faults) if faults else "no faults")
+    if "faults" in scenario or "compute_ms" in scenario:
+        faults = scenario.get("faults") or ()
+        said.append("; ".join(_fault(fault) for fault in faults) if faults else "no faults")
     said.append(f"seed {result.seed}")
     return f"{'. '.join(part[0].upper() + part[1:] for part in said)}."
 
@@ -138,8 +147,62 @@ def _fault(fault: dict[str, Any]) -> str:
     return f"{kinds.get(fault['kind'], fault['kind'])} at {fault['at_s']:g} s"
 
 
-def findings(runs: Sequence[Run]) -> str:
-    """The main result in a few sentences."""
+def standing(run: Run) -> str:
+    """How a run stands."""
+    if run.live:
+        return f"still running, as of {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    states = Counter(run.state(rank) for rank in run.workers)
+    if list(states) == ["finished"]:
+        return "finished"
+    return "ended, with " + listed([f"{_count(count, 'worker')} {name}" for name, count in states.items()])
+
+
+def still_running(runs: Sequence[Shown]) -> str:
+    """Which runs go on, and since when that is no longer told; nothing where all have ended."""
+    live = [run for run in runs if run.run is not None and run.run.live]
+    if not live:
+        return ""
+    who = "" if len(runs) == 1 else f": {listed([run.label for run in live])}"
+    as_of = standing(live[0].run).removeprefix("still running, ") if live[0].run else ""
+    return f"Still running{who}, {as_of}. All figures are those up to then."
+
+
+_HAPPENED = {
+    "died": "died",
+    "failed": "failed",
+    "cut": "was cut off",
+    "left": "left",
+    "joined": "joined",
+    "restarted": "was started again",
+    "resumed": "resumed",
+}
+"""The events that are told in words; the others are in the table only."""
+TOLD = 5
+
+
+def happened(run: Run) -> str:
+    """Who died, came and left, a sentence for each; nothing where nobody did."""
+    told: dict[int, list[str]] = {}
+    for event in run.events:
+        if event.what in _HAPPENED and event.rank is not None:
+            words = f"{_HAPPENED[event.what]} at {_at(event.time - run.began_s)}"
+            told.setdefault(event.rank, []).append(words)
+    said = [f"Worker {rank} {listed(_some(words))}." for rank, words in told.items()]
+    if len(said) > TOLD:
+        said[TOLD - 1 :] = [f"The same befell {len(said) - TOLD + 1} other workers."]
+    return " ".join(said)
+
+
+def _at(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
+
+
+def _some(words: list[str]) -> list[str]:
+    return words if len(words) <= TOLD else [*words[: TOLD - 1], f"{len(words) - TOLD + 1} times more"]
+
+
+def findings(runs: Sequence[Shown]) -> list[str]:
+    """The main result in a few sentences; then what happened, a paragraph for each run."""
     reference = next((run for run in runs if run.result.strategy == "allreduce"), None)
     said = [_first_to_target(runs, reference)] if any(run.result.target for run in runs) else []
     top = max(run.result.steps_per_s for run in runs)
@@ -151,7 +214,7 @@ def findings(runs: Sequence[Run]) -> str:
             f"{runs[0].label} makes {number(top)} worker-steps per second, {share} of what its workers can "
             f"do when none ever waits; they are idle for {idle} of the time."
         )
-        return " ".join(said)
+        return [" ".join(said), *_happenings(runs)]
     rate = f"{listed([run.label for run in best])} {'makes' if len(best) == 1 else 'make'} the most "
     rate += f"worker-steps per second: {number(top)}, {share} of what they can do when none ever waits"
     if reference is not None and reference not in best:
@@ -159,10 +222,16 @@ def findings(runs: Sequence[Run]) -> str:
         rate += f", and {number(top / slow.steps_per_s)} times as many as {reference.label}, whose workers "
         rate += f"are idle for {percent(slow.idle_share)} of the time"
     said.append(f"{rate}.")
-    return " ".join(said)
+    return [" ".join(said), *_happenings(runs)]
 
 
-def _first_to_target(runs: Sequence[Run], reference: Run | None) -> str:
+def _happenings(runs: Sequence[Shown]) -> Iterator[str]:
+    for run in runs:
+        if run.run is not None and (words := happened(run.run)):
+            yield words if len(runs) == 1 else f"{run.label}: {words}"
+
+
+def _first_to_target(runs: Sequence[Shown], reference: Shown | None) -> str:
     target = f"{100 * next(run.result.target for run in runs if run.result.target):g} %"
     reached = sorted(
         ((run.result.target_s, run) for run in runs if run.result.target_s is not None),

@@ -1,0 +1,101 @@
+"""``freewheel report``: what runs measured, in one file."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from freewheel.errors import ConfigError
+from freewheel.observe.files import check_writable, write_whole
+from freewheel.observe.outcome import result_of
+from freewheel.observe.report import html, markdown
+from freewheel.observe.result import Result
+from freewheel.observe.run import Run, find_runs
+
+PAGE = Path("report.html")
+
+
+def report(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders with runs in them.")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            "--output", "-o", help="Where to write; default: report.html, and the terminal for markdown."
+        ),
+    ] = None,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Tables and words for a README or an issue, no figures.")
+    ] = False,
+) -> None:
+    """Write one page on what runs measured, or markdown: figures, workers, events, settings, theory."""
+    path = out if out is not None or as_markdown else PAGE
+    check_writable(path)
+    errors = Console(stderr=True)
+    with errors.status("reading"):
+        results, runs = _read(_found(folders))
+    with errors.status("drawing"):
+        words = {"title": _title(runs), "command": _commands(runs)}
+        text = markdown(results, runs, **words) if as_markdown else html(results, runs, **words)
+    if path is None:
+        sys.stdout.write(text)
+        return
+    write_whole(path, text)
+    print(f"Report: {path.resolve()}")
+
+
+def _found(folders: Sequence[Path]) -> list[Path]:
+    """All runs in these folders, in order."""
+    found: dict[Path, Path] = {}
+    for folder in folders:
+        for one in find_runs(folder):
+            if one.resolve() in found:
+                raise ConfigError(f"{str(one)!r} was given twice; name every run once.")
+            found[one.resolve()] = one
+    return list(found.values())
+
+
+def _read(folders: Sequence[Path]) -> tuple[list[Result], list[Run]]:
+    """The runs that have something to tell; the others are named, or refused where there is only one."""
+    results, runs = [], []
+    for folder in folders:
+        try:
+            run = Run(folder)
+            results.append(result_of(run))
+        except ConfigError as error:
+            if len(folders) == 1:
+                raise
+            _warn(f"left out: {error}")
+            continue
+        runs.append(run)
+        if run.broken:
+            lines = "1 damaged line was" if run.broken == 1 else f"{run.broken:,} damaged lines were"
+            _warn(f"{str(folder)!r}: {lines} left out.")
+    if not runs:
+        raise ConfigError("none of these runs can be reported.")
+    return results, runs
+
+
+def _warn(said: str) -> None:
+    print(f"freewheel: {said}", file=sys.stderr)
+
+
+def _title(runs: Sequence[Run]) -> str:
+    names = list(dict.fromkeys(str(run.about.get("name", run.folder.name)) for run in runs))
+    counts = {run.about["workers"] for run in runs}
+    on = f" on {min(counts)} workers" if len(counts) == 1 and counts != {1} else ""
+    return f"Freewheel: {names[0]}{on}" if len(names) == 1 else f"Freewheel: {len(runs)} runs"
+
+
+def _commands(runs: Sequence[Run]) -> str:
+    """What was typed, once for all runs of one command."""
+    said = [run.about.get("command", "") for run in runs]
+    lines = [shlex.join(one) if isinstance(one, list) else str(one) for one in said]
+    return "\n".join(dict.fromkeys(line for line in lines if line))

@@ -1,0 +1,104 @@
+"""The figures of a run, from what its workers wrote down."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from freewheel.errors import ConfigError
+from freewheel.observe.result import Result, Sample
+from freewheel.observe.run import Evaluation, Run
+
+
+def result_of(run: Run) -> Result:
+    """The figures of a run's folder, up to its last sample; refuses one that has nothing to tell yet."""
+    lives = [life for rank in sorted(run.workers) for life in run.workers[rank].lives]
+    if not run.about or not any(life["steps"] and life.get("elapsed_s") for life in lives):
+        if run.live:
+            why = "is still starting: no worker has made a step. Try again when one has"
+        else:
+            why = "ended before any worker made a step; the logs in it may say why"
+        raise ConfigError(f"{str(run.folder)!r} {why}.")
+    try:
+        return combined(run.about, lives, run.evaluations)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{str(run.folder)!r} holds what no run writes ({type(error).__name__}: {error}). "
+            "Give a folder as `freewheel run` makes them, unchanged."
+        ) from None
+
+
+def combined(
+    about: dict[str, Any], lives: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation]
+) -> Result:
+    """One result from what each life of a worker says of itself; `about` as in a run.json."""
+    began_s = min(life["began"] for life in lives)
+    took_s = max(life["began"] + life["elapsed_s"] for life in lives) - began_s
+    curve = [
+        Sample(
+            max(0.0, one.time - began_s),
+            one.worker_steps,
+            one.loss,
+            one.accuracy,
+            one.discrepancy or 0.0,
+            one.consensus or 0.0,
+        )
+        for one in evaluations
+    ]
+    settings = about["settings"]
+    steps = sum(life["steps"] for life in lives)
+    alive_s = _sum(lives, "elapsed_s")
+    compute_s = _sum(lives, "compute_s")
+    # A simulation knows it; else, of a worker that made no step nobody knows how fast it could be.
+    ideal = settings.get("ideal_per_s") or sum(1 / t for t in step_times_s(lives).values())
+    # A strategy that is never stale by its own measure records nothing.
+    stale = [(_noted(life), life) for life in lives]
+    target = about.get("target")
+    reached = [sample.virtual_s for sample in curve if target and (sample.accuracy or 0.0) >= target]
+    losses = {life["rank"]: life["loss"] for life in lives if life.get("loss") is not None}
+    loss = next((sample.loss for sample in reversed(curve) if sample.loss is not None), None)
+    apart = [sample.discrepancy for sample in curve]
+    return Result(
+        strategy=about["strategy"].partition(":")[0],
+        workers=about["workers"],
+        seed=about["seed"],
+        virtual_s=took_s,
+        worker_steps=steps,
+        steps_per_s=steps / took_s,
+        ideal_share=steps / took_s / ideal if ideal else 1.0,
+        idle_share=max(0.0, 1 - compute_s / alive_s) if alive_s else 0.0,
+        staleness_mean=sum(count * life["staleness_mean"] for count, life in stale)
+        / (sum(count for count, _ in stale) or 1),
+        staleness_max=float(max(life["staleness_max"] for life in lives)),
+        discrepancy_max=max([*apart, *(life.get("discrepancy_max") or 0.0 for life in lives)]),
+        bytes_per_step=_sum(lives, "bytes_out") / steps,
+        loss=sum(losses.values()) / len(losses) if loss is None and losses else loss,
+        accuracy=next((sample.accuracy for sample in reversed(curve) if sample.accuracy is not None), None),
+        trace_sha256="",
+        target=target,
+        target_s=reached[0] if reached else None,
+        curve=tuple(curve),
+        by_worker=tuple(lives),
+        settings={**({"clock": "wall"} if about["clock"] == "wall" else {}), **settings},
+    )
+
+
+def step_times_s(lives: Sequence[dict[str, Any]]) -> dict[int, float]:
+    """What a step took each worker that has made one, without waiting."""
+    steps: defaultdict[int, float] = defaultdict(float)
+    computing: defaultdict[int, float] = defaultdict(float)
+    for life in lives:
+        steps[life["rank"]] += life["steps"]
+        computing[life["rank"]] += life.get("compute_s") or 0.0
+    return {rank: computing[rank] / steps[rank] for rank in steps if steps[rank] and computing[rank]}
+
+
+def _sum(lives: Sequence[dict[str, Any]], name: str) -> float:
+    return sum(life.get(name) or 0.0 for life in lives)
+
+
+def _noted(life: dict[str, Any]) -> float:
+    """How many steps a life's mean staleness is a mean of."""
+    counts: dict[str, float] = life.get("staleness_counts") or {"": life["steps"]}
+    return sum(counts.values())
