@@ -226,9 +226,13 @@ def findings(runs: Sequence[Shown]) -> list[str]:
 
 
 def _happenings(runs: Sequence[Shown]) -> Iterator[str]:
+    told: dict[str, list[str]] = {}
     for run in runs:
         if run.run is not None and (words := happened(run.run)):
-            yield words if len(runs) == 1 else f"{run.label}: {words}"
+            told.setdefault(words, []).append(run.label)
+    for words, labels in told.items():
+        who = "All runs" if len(labels) == len(runs) else listed(labels)
+        yield words if len(runs) == 1 else f"{who}: {words}"
 
 
 def _first_to_target(runs: Sequence[Shown], reference: Shown | None) -> str:
