@@ -11,6 +11,9 @@ from freewheel.observe.palette import COLOURS, DASHES
 from freewheel.observe.result import Result
 from freewheel.observe.run import Run
 
+NAMED = 3
+"""Runs that differ in more settings than this are called by their folders: nobody reads a name so long."""
+
 
 @dataclass(frozen=True, eq=False)
 class Shown:
@@ -52,6 +55,8 @@ def _labels(results: Sequence[Result], runs: Sequence[Run | None]) -> list[str]:
             if not prefix:
                 flat = [{"workers": str(results[place].workers)} for place in places]
             keys = [key for key in differing(flat) if key.startswith(prefix)]
+            if len(keys) > NAMED:
+                continue
             for place, settings in zip(places, flat, strict=True):
                 own = [f":{key.removeprefix(prefix)}={settings[key]}" for key in keys if key in settings]
                 labels[place] += "".join(own)

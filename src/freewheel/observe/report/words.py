@@ -44,8 +44,15 @@ def listed(words: Sequence[str]) -> str:
 
 
 def clock(results: Sequence[Result]) -> str:
-    """Whose seconds these are: "virtual" or "wall-clock"."""
-    return "wall-clock" if results[0].settings.get("clock") == "wall" else "virtual"
+    """Whose seconds these are: "virtual", "wall-clock", or each run's own."""
+    real = {result.settings.get("clock") == "wall" for result in results}
+    return (
+        "wall-clock or, of simulated runs, virtual"
+        if len(real) > 1
+        else "wall-clock"
+        if real.pop()
+        else "virtual"
+    )
 
 
 def scenario_in_words(results: Sequence[Result]) -> str:
