@@ -363,6 +363,15 @@ def test_runs_of_different_scenarios_are_told_apart() -> None:
     assert "Scenario of all runs" not in page.said
 
 
+def test_runs_that_differ_in_much_are_numbered_and_their_clocks_named() -> None:
+    real = made("adpsgd", scenario={f"option{k}": k for k in range(9)}, by_worker=())
+    real.settings["clock"] = "wall"
+    page = page_of([made("adpsgd"), real])
+    assert [row[0] for row in page.rows if len(row) == 13][1:] == ["adpsgd (1)", "adpsgd (2)"]
+    assert "The runs differ in 9 settings; their settings are below." in page.said
+    assert "Times are wall-clock or, of simulated runs, virtual seconds." in page.said
+
+
 def test_theory_is_compared_and_a_broken_bound_is_named_in_words() -> None:
     good = made("nodelay", {"tau": 8}, staleness_max=8.0, idle_share=0.0)
     page = page_of([good])

@@ -46,13 +46,9 @@ def listed(words: Sequence[str]) -> str:
 def clock(results: Sequence[Result]) -> str:
     """Whose seconds these are: "virtual", "wall-clock", or each run's own."""
     real = {result.settings.get("clock") == "wall" for result in results}
-    return (
-        "wall-clock or, of simulated runs, virtual"
-        if len(real) > 1
-        else "wall-clock"
-        if real.pop()
-        else "virtual"
-    )
+    if len(real) > 1:
+        return "wall-clock or, of simulated runs, virtual"
+    return "wall-clock" if real.pop() else "virtual"
 
 
 def scenario_in_words(results: Sequence[Result]) -> str:
@@ -66,7 +62,8 @@ def scenario_in_words(results: Sequence[Result]) -> str:
     )
     if not differ:
         return words
-    return f"The runs differ in {listed(differ)}; their settings are below. The first: {words}"
+    what = listed(differ) if len(differ) <= 6 else f"{len(differ)} settings"
+    return f"The runs differ in {what}; their settings are below. The first: {words}"
 
 
 def _scenario(result: Result) -> str:
