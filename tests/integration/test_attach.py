@@ -718,7 +718,7 @@ def test_without_the_server_there_is_no_answer(strategy):
                 step(model, worker._optimizer, k)
             others_done.wait(DEADLINE_S)
             if place.rank == 0:
-                while len(worker._agent.finished) < 2:
+                while len(worker._agent.ending._ended) < 2:
                     pass
                 raise OfTheUser("of worker 0")
         return flat(worker.consensus())
@@ -776,7 +776,7 @@ def test_nobody_leaves_before_all_have_the_answer():
         with worker:
             move_to(worker, float(place.rank))
             agent = worker._agent
-            mean = agent._mean
+            mean = agent.ending._mean
 
             async def slowly(*given: Any) -> Any:
                 answer = await mean(*given)
@@ -786,7 +786,7 @@ def test_nobody_leaves_before_all_have_the_answer():
                 return answer
 
             if place.rank == 1:
-                agent._mean = slowly
+                agent.ending._mean = slowly
         return flat(worker.consensus()), seen
 
     results = together(4, work)

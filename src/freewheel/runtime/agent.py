@@ -17,12 +17,13 @@ from torch import Tensor
 from freewheel.data.dealing import Dealing
 from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import RUNTIME, Tag
+from freewheel.fabric.base import RUNTIME, Note, Tag
 from freewheel.fabric.greeting import Identity
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.node import Node
 from freewheel.observe.counters import Counters
 from freewheel.runtime.copies import Copies, Rest
+from freewheel.runtime.ending import Ending
 from freewheel.runtime.live import LiveReplica
 from freewheel.runtime.records import Events
 from freewheel.runtime.rendezvous import POLL_S, Rendezvous
@@ -31,13 +32,9 @@ from freewheel.strategy import Strategy
 T = TypeVar("T")
 
 START: Tag = (RUNTIME, "start")
-FINISHED: Tag = (RUNTIME, "finished")
 STOP: Tag = (RUNTIME, "stop")
-CONSENSUS: Tag = (RUNTIME, "consensus")
 START_S = 1.0
 """How long the first weights are waited for before they are asked for."""
-DRAIN_S = 10.0
-"""How long messages that are still under way at the end of a run are waited for."""
 COMING_S = 60.0
 """How long a worker that was started again is waited for at the end of a run."""
 NO_ANSWER = "no worker that holds the answer is left."
@@ -63,8 +60,6 @@ class Agent:
         self.failure: BaseException | None = None
         self.stopped = False
         """Whether a worker has asked all to stop."""
-        self.finished: dict[int, int] = {}
-        """Workers whose loop has ended, each with the epoch in which it said so."""
         self.late = False
         """Whether this worker comes into a run that goes on already."""
         self.first: tuple[int, ...] = (me.rank,)
@@ -145,6 +140,7 @@ class Agent:
         )
         self.node.counters = self.counters
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
+        self.ending = Ending(self.fabric, self._under_way, self._mean)
 
     async def _close(self, why: str) -> None:
         self.events.over = True
@@ -235,7 +231,7 @@ class Agent:
         """
         strategy, node = self.strategy, self.node
         self.spawn(self.copies.hand_out(self._handover, self.spawn))
-        self.spawn(self._hear(FINISHED, self._note_finished))
+        self.spawn(self.ending.listen())
         self.spawn(self._hear(STOP, self._note_stop))
         self.spawn(self._hand_out_parts())
         if strategy.defines("meet"):
@@ -304,9 +300,6 @@ class Agent:
         while True:
             act((await self.fabric.receive(tag)).sender)
 
-    def _note_finished(self, peer: int) -> None:
-        self.finished[peer] = self.fabric.epoch(peer)
-
     def _note_stop(self, _peer: int) -> None:
         self.stopped = True
 
@@ -319,8 +312,7 @@ class Agent:
     async def waits_for_finished(self) -> int | None:
         """A worker that is waited for although its loop has ended: all it sent before it said so is here."""
         awaited = {peer for peer, _ in self.fabric.waits()}
-        ended = ((peer, epoch) for peer, epoch in self.finished.items() if peer in awaited)
-        return next((peer for peer, epoch in ended if self.fabric.epoch(peer) == epoch), None)
+        return next((peer for peer in awaited if peer is not None and self.ending.has_ended(peer)), None)
 
     async def hold_still(self, into: Tensor) -> dict[str, Tensor]:
         """For a checkpoint: copy the weights into a vector and return copies of the strategy's vectors.
@@ -340,60 +332,30 @@ class Agent:
         if self.node.view.number:  # else all began together, and must end together
             self.node.leave()
         end_s = self.loop.time() + COMING_S
-        while True:
-            await self.tell_all(FINISHED)
-            others = [peer for peer in self.fabric.members if peer != self.me.rank]
-            ended = all(self.finished.get(peer) == self.fabric.epoch(peer) for peer in others)
-            if ended and not await self._somebody_comes(rendezvous, end_s):
-                break
-            with contextlib.suppress(TimeoutError):  # a new member must be told
-                await asyncio.wait_for(self.fabric.changed(), POLL_S)
-        for attempt in range(3):
-            members = self.fabric.members
-            try:
-                await self._drain(members, attempt)
-                answer = await self._mean(members, attempt)
-            except (PeerLost, TimeoutError):
-                continue
-            with contextlib.suppress(PeerLost, TimeoutError):  # nobody leaves before all have it
-                have = collectives.gather(self.fabric, members, (), (*CONSENSUS, "have", attempt))
-                await asyncio.wait_for(have, DRAIN_S)
-            return answer
-        return await self.consensus()
 
-    async def _somebody_comes(self, rendezvous: Rendezvous | None, end_s: float) -> bool:
-        if rendezvous is None or self.loop.time() > end_s:
-            return False
-        return bool(await asyncio.to_thread(rendezvous.coming, dict(self.fabric.lives)))
+        async def somebody_comes() -> bool:
+            if rendezvous is None or self.loop.time() > end_s:
+                return False
+            return bool(await asyncio.to_thread(rendezvous.coming, dict(self.fabric.lives)))
 
-    async def _drain(self, members: tuple[int, ...], attempt: int) -> None:
-        """Wait until every message that was sent has been received, twice in a row."""
-        end, before, k = self.loop.time() + DRAIN_S, None, 0
-        while self.loop.time() < end:
-            k += 1
-            sent, got = self.fabric.traffic()
-            state = (float(self.fabric.quiet() and self.node.idle), float(sent), float(got))
-            tag: Tag = (RUNTIME, "drain", attempt, k, *members[:8])
-            notes = await asyncio.wait_for(collectives.gather(self.fabric, members, state, tag), DRAIN_S)
-            if notes == before and _nothing_under_way(notes):
-                return
-            before = notes
-            await asyncio.sleep(0.002)
+        return await self.ending.run(somebody_comes) or await self.consensus()
 
-    async def _mean(self, members: tuple[int, ...], attempt: int) -> tuple[Tensor, Tensor]:
+    def _under_way(self) -> Note:
+        sent, got = self.fabric.traffic()
+        return float(self.fabric.quiet() and self.node.idle), float(sent), float(got)
+
+    async def _mean(self, members: Sequence[int], tag: Tag) -> tuple[Tensor, Tensor]:
         part = self.strategy.answer(self.node)
-        notes = await collectives.gather(
-            self.fabric, members, (float(part is not None),), (*CONSENSUS, "who", attempt)
-        )
+        notes = await collectives.gather(self.fabric, members, (float(part is not None),), (*tag, "parts"))
         parts = sum(note[0] for note in notes.values())
         if not parts:
             raise WorkerLost(NO_ANSWER)
         vector = torch.zeros(self.replica.size, dtype=self.replica.dtype) if part is None else part
-        weights = await collectives.ring_sum(self.fabric, members, vector, (*CONSENSUS, "weights", attempt))
+        weights = await collectives.ring_sum(self.fabric, members, vector, (*tag, "weights"))
         buffers = self._rest.buffers()
         if buffers.numel():
-            tag = (*CONSENSUS, "buffers", attempt)
-            buffers = (await collectives.ring_sum(self.fabric, members, buffers, tag)).div_(len(members))
+            total = await collectives.ring_sum(self.fabric, members, buffers, (*tag, "buffers"))
+            buffers = total.div_(len(members))
         return weights.div_(parts), buffers
 
     async def consensus(self) -> tuple[Tensor, Tensor]:
@@ -433,9 +395,3 @@ class Agent:
             part = self.strategy.answer(self.node) if self.ready else None
             self.fabric.post(request.sender, (*tag, "weights"), part, note=(self.counters.steps,))
             self.fabric.post(request.sender, (*tag, "buffers"), self._rest.buffers())
-
-
-def _nothing_under_way(notes: dict[int, tuple[float, ...]]) -> bool:
-    """Whether all are idle, and together have got as many messages as they have sent."""
-    idle, sent, got = (sum(column) for column in zip(*notes.values(), strict=True))
-    return bool(idle == len(notes) and sent == got)
