@@ -38,8 +38,7 @@ class Network:
         self.link_mbit = link_mbit
         self.bridge = f"fw{secrets.token_hex(3)}"
         self.places = [
-            Place(f"10.83.0.{rank + 1}", INTERFACE, ("ip", "netns", "exec", self._namespace(rank)))
-            for rank in range(workers)
+            Place(f"10.83.0.{rank + 1}", INTERFACE, self._namespace(rank)) for rank in range(workers)
         ]
 
     def _namespace(self, rank: int) -> str:

@@ -33,11 +33,16 @@ TICK_S = 0.1
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker runs: its address, the interface that has it, and what runs a command there."""
+    """Where a worker runs: its address, the interface that has it, and the network namespace of both."""
 
     address: str = "127.0.0.1"
     interface: str = "lo"
-    command: tuple[str, ...] = ()
+    namespace: str | None = None
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """What runs a command there."""
+        return () if self.namespace is None else ("ip", "netns", "exec", self.namespace)
 
 
 class Processes:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -213,20 +214,76 @@ def faults(
     )
 
 
-def _measured(work: Callable[[Show], list[Figure]], json_path: Path | None) -> list[Figure]:
-    """Do the work with a bar on stderr; write what was found."""
+@app.command()
+def soak(
+    minutes: Annotated[float, typer.Option(help="How long the run would take if nobody were missing.")] = 3.0,
+    kinds: Annotated[
+        str | None,
+        typer.Option(
+            "--kind",
+            help="kill, store, cut (needs root); separated by commas. Default: all that are possible here.",
+        ),
+    ] = None,
+    faults: Annotated[int | None, typer.Option(help="How many; default: one every 4 s.")] = None,
+    seed: Annotated[int, typer.Option(help="Draws the faults.")] = 0,
+    workers: Workers = 4,
+    strategy: Annotated[str, typer.Option(help="One whose loader deals by leases.")] = "adpsgd",
+    step_ms: Annotated[float, typer.Option(help="Time of a step; workers sleep through it.")] = 50.0,
+    beside: Annotated[
+        bool, typer.Option("--beside", help="The same run without faults first, to compare the answers.")
+    ] = False,
+    json_path: Json = None,
+) -> None:
+    """Kill random processes, the store included, cut links, and check the laws: digits, learned for real."""
+    from freewheel.bench import soak as bench
+
+    _strategies(strategy, workers)
+    chosen = bench.possible() if kinds is None else tuple(names.split(kinds))
+    asked = bench.Soak(workers, minutes, chosen, faults, seed, strategy, step_ms)
     check_writable(json_path)
+    with _bar() as show:
+        report = bench.soak(asked, show, beside)
+    if json_path is not None:
+        write_whole(json_path, report.as_json())
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for heading in ("law", "found", "allowed", ""):
+        table.add_column(heading, no_wrap=True)
+    for law in report.laws:
+        table.add_row(law.name, law.found, law.allowed, "held" if law.held else "[bold red]BROKEN[/]")
+    console = output()
+    console.print(table)
+    struck = ", ".join(f"{count} of {kind}" for kind, count in sorted(report.faults.items()))
+    figures = report.figures
+    console.print(
+        f"Faults: {struck}. {figures['samples']} samples in {figures['passes']} passes, "
+        f"{figures['seconds']:.0f} s, accuracy {100 * figures['accuracy']:.2f} %.",
+        highlight=False,
+        soft_wrap=True,
+    )
+    if not report.held:
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Show]:
+    """A bar on stderr; a worker that failed has more to say than the one line that ends the command."""
     columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     errors = Console(stderr=True)
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
         bar = bars.add_task("starting", total=1.0)
         try:
-            found = work(lambda what, done: bars.update(bar, description=what, completed=done))
+            yield lambda what, done: bars.update(bar, description=what, completed=done)
         except RunStopped as error:
-            # A worker that failed has more to say than the one line that ends the command.
             for note in getattr(error, "__notes__", ()):
                 print(note, file=sys.stderr)
             raise
+
+
+def _measured(work: Callable[[Show], list[Figure]], json_path: Path | None) -> list[Figure]:
+    """Do the work with a bar on stderr; write what was found."""
+    check_writable(json_path)
+    with _bar() as show:
+        found = work(show)
     if json_path is not None:
         write_whole(json_path, json.dumps([figure.as_json() for figure in found], indent=2) + "\n")
     return found

@@ -37,6 +37,8 @@ START_S = 1.0
 """How long the first weights are waited for before they are asked for."""
 COMING_S = 60.0
 """How long a worker that was started again is waited for at the end of a run."""
+ALONE_S = 5.0
+"""How long a worker that comes late tries to reach anybody before it begins alone."""
 NO_ANSWER = "no worker that holds the answer is left."
 
 
@@ -176,12 +178,12 @@ class Agent:
                 f"cannot listen on {bind}: {error.strerror or error}. Give bind an address of this machine."
             ) from None
         await asyncio.to_thread(rendezvous.publish, address, port, self.me.incarnation)
-        others = [peer for peer in first if peer != self.me.rank]
+        others, over = [peer for peer in first if peer != self.me.rank], False
         if self.late:
             others = await asyncio.to_thread(rendezvous.known)
             over = await asyncio.to_thread(rendezvous.over)
         gone: dict[int, str] = {}
-        end = self.loop.time() + timeout_s
+        end, alone = self.loop.time() + timeout_s, self.loop.time() + ALONE_S * self.late
         while missing := [peer for peer in others if peer not in self.fabric.members and peer not in gone]:
             for peer in missing:
                 # The higher rank calls; one that comes back calls everybody.
@@ -196,6 +198,10 @@ class Agent:
                     "Start all workers, or give attach a longer join_timeout_s."
                 )
             await asyncio.sleep(POLL_S)
+            if len(self.fabric.members) == 1 and not over and self.loop.time() < alone:
+                others = await asyncio.to_thread(rendezvous.known)  # they may be out of reach for a moment
+                over = await asyncio.to_thread(rendezvous.over)
+                gone.clear()
         if self.late and over and len(self.fabric.members) == 1:
             raise RunStopped(
                 f"worker {self.me.rank} comes too late: the others have ended the run, and have its answer. "

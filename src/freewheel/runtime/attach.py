@@ -32,7 +32,7 @@ from freewheel.runtime.copies import Rest, set_flat_buffers
 from freewheel.runtime.live import LiveReplica
 from freewheel.runtime.records import Recorder, describe, evaluation, open_board
 from freewheel.runtime.registrar import Registrar
-from freewheel.runtime.rendezvous import Options, Place, Rendezvous, address_for, options_alone
+from freewheel.runtime.rendezvous import Options, Place, Rendezvous, address_for, options_alone, patiently
 from freewheel.runtime.steps import Steps
 from freewheel.strategy import Strategy
 
@@ -247,7 +247,7 @@ class Worker:
             raise RunStopped("this worker has had its with-block; call attach again for another one.")
         checks.enter(self._model)
         try:
-            self._join()
+            patiently(self._join, self._place, self._timeout_s)
         except BaseException:
             checks.leave(self._model)
             raise
@@ -303,9 +303,7 @@ class Worker:
             vectors = self._checkpoints.begin(self._agent, path, self._store, workers)
             self._agent.call(self._agent.start(vectors))
             if self._store is not None:
-                self._registrar = Registrar(
-                    self._store, lambda: dict(self._agent.fabric.lives), self._agent.events.note
-                )
+                self._registrar = Registrar(self._store, self._agent)
         except BaseException as error:
             if self._store is not None:
                 self._store.leave(str(error) or type(error).__name__)

@@ -35,7 +35,7 @@ from freewheel.observe.journal import Journal
 from freewheel.runtime import keys
 from freewheel.runtime.hosts import Beat, Others, claim, host_store, join_store, listen, reach_store
 from freewheel.runtime.processes import Keeper, Output, Process, ending_signals, pump
-from freewheel.runtime.rendezvous import OPTIONS, STARTS
+from freewheel.runtime.rendezvous import LAUNCHED, OPTIONS, STARTS
 
 LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
 GRACE_S = 1.4  # between passing on Ctrl-C and killing
@@ -189,6 +189,7 @@ def _environment(
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # a store listens there already
         "PYTHONUNBUFFERED": "1",
+        LAUNCHED: f"{host}:{port}",
     }
 
 

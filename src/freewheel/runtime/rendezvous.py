@@ -16,13 +16,13 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
 from torch import nn
-from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError, WorkerLost
 
@@ -30,6 +30,9 @@ POLL_S = 0.05
 OPTIONS = "freewheel/options"
 STARTS = "freewheel/starts"
 """How often the launcher has started each worker that died; 0: it does not any more."""
+LAUNCHED = "FREEWHEEL_LAUNCHED"
+"""Set by our launcher, for its workers: the address of its store. Who starts others with another store in
+this environment does not launch them."""
 REGISTER_S = 1.0
 """Between two looks whether the store still knows this worker."""
 STORE_S = 5.0
@@ -51,6 +54,8 @@ class Place:
     """Whether a launcher holds the store."""
     attempt: str = "0"
     """torchrun starts all workers anew after a failure; what an earlier attempt left does not count."""
+    launched: bool = False
+    """Whether the launcher is ours: the store then has the run's options before it has workers."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Place:
@@ -84,6 +89,7 @@ class Place:
             numbers["MASTER_PORT"],
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            environment.get(LAUNCHED) == f"{environment.get('MASTER_ADDR')}:{numbers['MASTER_PORT']}",
         )
 
     def spans_hosts(self) -> bool:
@@ -139,6 +145,7 @@ class Rendezvous:
         self._prefix = f"freewheel/{place.attempt}/{used}"
         self._store: Store = PrefixStore(self._prefix, self._base)
         self._options = self._model = self._address = ""
+        self._name = OPTIONS
         self.there = True
         """Whether the store has answered when it was last asked."""
 
@@ -147,9 +154,11 @@ class Rendezvous:
         node = self.place.rank // max(1, self.place.local_world_size)
         # A launcher on another host has an address of its own to listen on.
         names = (f"{OPTIONS}/worker/{self.place.rank}", f"{OPTIONS}/{node}", OPTIONS)
-        name = next((name for name in names if self._base.check([name])), None)
-        if name is not None:
-            self._options = self._base.get(name).decode()
+        if self.place.launched and not self._base.check([OPTIONS]):
+            self._await_others()
+        self._name = next((name for name in names if self._base.check([name])), OPTIONS)
+        if self._base.check([self._name]):
+            self._options = self._base.get(self._name).decode()
         else:
             ours = json.dumps({"run": secrets.token_hex(16)})
             self._options = self._store.compare_set(OPTIONS, "", ours).decode()
@@ -157,6 +166,23 @@ class Rendezvous:
         self.most = max(options.most, options.workers, self.place.world_size)
         # What is said in a process's second use of a run does not belong to its first.
         return replace(options, run=hashlib.sha256(f"{options.run}/{self._used}".encode()).hexdigest()[:32])
+
+    def _await_others(self) -> None:
+        """This store was started anew, and knows nothing: let those come back to it who know the run.
+
+        Without them this worker would take itself for the first one.
+        """
+        place = self.place
+        log.warning("the rendezvous at %s:%d was started anew; waiting for others", place.host, place.port)
+        end = time.monotonic() + self.timeout_s
+        while not self._base.check([OPTIONS]):
+            if time.monotonic() > end:
+                raise WorkerLost(
+                    f"the rendezvous at {place.host}:{place.port} was started anew, and no worker of the run "
+                    f"came back to it within {self.timeout_s:g} s. If none is left, start a new run."
+                )
+            time.sleep(POLL_S)
+        time.sleep(2 * REGISTER_S)  # all of them
 
     def incarnation(self) -> int:
         """Which life of this rank this is, from 1 on."""
@@ -182,31 +208,44 @@ class Rendezvous:
         self._address = json.dumps([host, port, incarnation])
         self._store.set(f"address/{self.place.rank}", self._address)
 
-    def register(self, lives: Mapping[int, int]) -> bool:
-        """Enter this worker again into a store that does not know it; whether there is a store.
+    def register(self, lives: Mapping[int, int], members: Collection[int]) -> dict[int, tuple[str, int]]:
+        """Enter this worker again into a store that does not know it; who else is there, and where.
 
         What it knows of the run goes along, and which life of each rank was the last it saw: one that comes
         back must not be taken for an earlier one. Each time over a new connection: the store's own would
         neither notice that there is another store now nor give up on one that hangs.
+
+        Returned are those out of reach that have not been seen in their present life: one that joined while
+        it could not reach this worker, or did not find it in a store that was started anew.
         """
+        found: dict[int, tuple[str, int]] = {}
         try:
-            self._register(lives)
+            base = reach(self.place.host, self.place.port, STORE_S)
+            store = PrefixStore(self._prefix, base)
+            self._register(base, store, lives)
+            for rank in set(range(self.most)).difference(members):
+                if store.check([f"address/{rank}"]):
+                    host, port, life = json.loads(store.get(f"address/{rank}"))
+                    if life > lives.get(rank, 0):
+                        found[rank] = str(host), int(port)
             self.there = True
         except (OSError, RuntimeError):
             self.there = False
-        return self.there
+        return found
 
-    def _register(self, lives: Mapping[int, int]) -> None:
+    def _register(self, base: Store, store: Store, lives: Mapping[int, int]) -> None:
         place = self.place
-        base = reach(place.host, place.port, STORE_S)
-        store = PrefixStore(self._prefix, base)
         if store.check([f"address/{place.rank}"]):
             return
-        (base if place.hosted else store).compare_set(OPTIONS, "", self._options)
-        store.compare_set("model", "", self._model)
         for rank, life in lives.items():
-            store.compare_set(f"life/{rank}", "", str(life))
+            known = store.compare_set(f"life/{rank}", "", str(life))
+            while int(known) < life:  # another has not seen this one
+                known = store.compare_set(f"life/{rank}", known.decode(), str(life))
+        store.compare_set("model", "", self._model)
         store.set(f"address/{place.rank}", self._address)
+        options = base if place.hosted else store
+        options.compare_set(self._name, "", self._options)
+        options.compare_set(OPTIONS, "", self._options)  # last: who finds it finds the rest
         self._base, self._store = base, store
         _stores[place] = base, self._used + 1
         log.warning(
@@ -302,6 +341,23 @@ def options_alone(place: Place) -> Options | None:
 def _options(text: str) -> Options:
     given = json.loads(text)
     return Options(**{key: given[key] for key in Options.__dataclass_fields__ if key in given})
+
+
+def patiently(join: Callable[[], None], place: Place, timeout_s: float) -> None:
+    """Join; where the rendezvous goes meanwhile, begin again with the next one."""
+    end, used = time.monotonic() + timeout_s, _stores[place][1] if place in _stores else 0
+    while True:
+        try:
+            return join()
+        except DistError as error:
+            if time.monotonic() > end or (place.rank == 0 and not place.hosted):
+                raise WorkerLost(
+                    f"worker {place.rank} lost the rendezvous at {place.host}:{place.port} while it joined "
+                    f"({str(error).splitlines()[0][:120]})."
+                ) from None
+            log.warning("the rendezvous was lost while worker %d joined; trying again", place.rank)
+            time.sleep(POLL_S)
+            _stores[place] = _connect(place, max(1.0, end - time.monotonic())), used
 
 
 def reach(host: str, port: int, timeout_s: float) -> TCPStore:

@@ -1,0 +1,250 @@
+"""The laws that a soak must keep, judged by what its workers wrote down and not by what they counted.
+
+answer      all workers end, and with the same mean of all replicas, which is finite
+replicas    the replicas are close to it, each by itself
+training    nobody paused for long
+members     at its last step every worker had all others within reach
+samples     every batch of every pass was used; more than once only where a worker was killed or cut off
+            before anybody had heard of it; and no more samples than were counted (`samples_again`)
+left        no process, namespace, link or shared memory is left
+accuracy    where the same run was made without faults: about the same answer
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from freewheel.bench.crew import Life
+from freewheel.bench.namespaces import Network
+from freewheel.data.order import order
+
+PAUSE_S = 10.0
+"""Nobody may make no step for so long; a busy machine and imports beside training included."""
+APART = 0.1
+"""How far a replica may be from the mean, as a share of the mean's norm."""
+POINT = 0.01
+
+Use = tuple[int, int]
+"""A worker's rank and the number of its life."""
+
+
+@dataclass(frozen=True)
+class Law:
+    """One law, what was found and what is allowed."""
+
+    name: str
+    held: bool
+    found: str
+    allowed: str
+
+
+@dataclass(frozen=True)
+class Uses:
+    """Who used each batch of each pass."""
+
+    length: int
+    batch_size: int
+    batches: int
+    passes: int
+    by: Mapping[tuple[int, int], Sequence[Use]]
+    strange: int
+    """Lines that are no batch of any pass."""
+
+    def size(self, place: int) -> int:
+        """How many samples the batch at a place of an order has."""
+        return min(self.batch_size, self.length - place * self.batch_size)
+
+    def missing(self) -> int:
+        """How many batches nobody used."""
+        return self.batches * self.passes - len(self.by)
+
+    def again(self) -> int:
+        """Samples that were used beyond the first time."""
+        return sum((len(uses) - 1) * self.size(place) for (_, place), uses in self.by.items())
+
+
+@dataclass(frozen=True)
+class Found:
+    """What is left to judge when a run is over."""
+
+    workers: int
+    lives: Mapping[int, Sequence[Life]]
+    cut: set[int]
+    """Processes whose link was cut at some time."""
+    uses: Uses
+    left: list[str]
+    events: list[tuple[float, str]]
+    """What struck, and was made good, and when."""
+
+    @property
+    def began_s(self) -> float:
+        """When the first worker was ready."""
+        return min(float(lives[0].said["ready"]) for lives in self.lives.values() if "ready" in lives[0].said)
+
+    def results(self) -> list[dict[str, Any]]:
+        """What each worker ended with."""
+        return [lives[-1].said["result"] for lives in self.lives.values()]
+
+    def killed(self) -> int:
+        """How many processes were killed."""
+        return sum(life.killed for lives in self.lives.values() for life in lives)
+
+    def counted(self) -> int:
+        """Samples that the workers counted as used again, as far as they came to say so."""
+        found = 0
+        for lives in self.lives.values():
+            for life in lives:
+                said = life.steps[-1].again if life.steps else 0
+                found += max(said, life.said.get("result", {}).get("again", 0))
+        return found
+
+    def pauses(self) -> list[tuple[float, float, int]]:
+        """The times between two steps of each process, longest first, each with when it began and whose."""
+        return sorted(
+            (
+                (later.time - step.time, step.time, rank)
+                for rank, lives in self.lives.items()
+                for life in lives
+                for step, later in itertools.pairwise(life.steps)
+            ),
+            reverse=True,
+        )
+
+    def pause(self) -> float:
+        """The longest of them."""
+        return self.pauses()[0][0]
+
+    def unexcused(self) -> int:
+        """Batches that were used more than once by processes that were neither killed nor cut off."""
+        whole = {
+            (rank, number)
+            for rank, lives in self.lives.items()
+            for number, life in enumerate(lives)
+            if not life.killed and life.process.pid not in self.cut
+        }
+        return sum(sum(use in whole for use in uses) > 1 for uses in self.uses.by.values())
+
+    def figures(self) -> dict[str, Any]:
+        """Numbers for those who want more than yes or no."""
+        steps = [step.time for lives in self.lives.values() for life in lives for step in life.steps]
+        return {
+            "passes": self.uses.passes,
+            "samples": self.uses.length * self.uses.passes,
+            "samples_used_again": self.uses.again(),
+            "samples_counted_again": self.counted(),
+            "batches_used_again": sum(len(uses) > 1 for uses in self.uses.by.values()),
+            "most_uses_of_a_batch": max(map(len, self.uses.by.values())),
+            "killed": self.killed(),
+            "longest_pauses": [
+                {"s": pause_s, "at_s": at_s - self.began_s, "worker": rank}
+                for pause_s, at_s, rank in self.pauses()[:5]
+            ],
+            "events": [{"at_s": at_s - self.began_s, "what": what} for at_s, what in self.events],
+            "apart": max(one["apart"] for one in self.results()),
+            "accuracy": self.results()[0]["accuracy"],
+            "steps": len(steps),
+            "seconds": max(steps) - min(steps),
+        }
+
+
+def judge(found: Found, calm: Found | None = None) -> list[Law]:
+    """All laws; `calm` is the same run without faults."""
+    results, uses = found.results(), found.uses
+    answers = Counter(one["answer"] for one in results)
+    finite = sum(one["finite"] for one in results)
+    apart = max(one["apart"] for one in results)
+    members = [lives[-1].steps[-1].members if lives[-1].steps else 0 for lives in found.lives.values()]
+    again, counted = uses.again(), found.counted()
+    everyone = f"{found.workers} of {found.workers}"
+    judged = [
+        Law(
+            "answer",
+            len(answers) == 1 and finite == len(results) == found.workers,
+            f"{finite} of {found.workers} finite, {len(answers)} mean",
+            f"{everyone} finite, 1 mean",
+        ),
+        Law("replicas from their mean", apart <= APART, f"{100 * apart:.2g} %", f"{100 * APART:.2g} %"),
+        Law("longest pause", found.pause() <= PAUSE_S, f"{found.pause():.2f} s", f"{PAUSE_S:g} s"),
+        Law("members", min(members) == found.workers, f"at least {min(members)}", f"{found.workers}"),
+        Law(
+            "batches nobody used",
+            uses.missing() == uses.strange == 0,
+            f"{uses.missing()} of {uses.batches * uses.passes}",
+            "0",
+        ),
+        Law("twice, by processes that lived", found.unexcused() == 0, f"{found.unexcused()}", "0"),
+        Law("samples used again", again <= counted, f"{again}", f"{counted} counted"),
+        Law("left behind", not found.left, ", ".join(found.left) or "nothing", "nothing"),
+    ]
+    if calm is not None:
+        without, with_faults = (one.results()[0]["accuracy"] for one in (calm, found))
+        judged.append(
+            Law(
+                "accuracy",
+                with_faults >= without - POINT,
+                f"{100 * with_faults:.2f} %",
+                f"{100 * without:.2f} % undisturbed, less 1 point",
+            )
+        )
+        judged.append(
+            Law("undisturbed", all(law.held for law in judge(calm)), f"{calm.uses.again()} again", "all laws")
+        )
+    return judged
+
+
+def uses(folder: Path, length: int, batch_size: int, seed: int, passes: int) -> Uses:
+    """Read what the workers wrote down. Which pass a batch is of follows from its samples."""
+    known = {}
+    for number in range(passes):
+        samples = order(length, True, seed, number).tolist()
+        for place, at in enumerate(range(0, length, batch_size)):
+            known[tuple(samples[at : at + batch_size])] = number, place
+    by: dict[tuple[int, int], list[Use]] = defaultdict(list)
+    strange = 0
+    for path in sorted(folder.glob("*.samples")):
+        rank, life = map(int, path.stem.split("-"))
+        for line in path.read_text().splitlines():
+            which = known.get(tuple(map(int, line.split())))
+            if which is None:
+                strange += 1
+            else:
+                by[which].append((rank, life))
+    return Uses(length, batch_size, -(-length // batch_size), passes, dict(by), strange)
+
+
+def shared_memory() -> set[str]:
+    """The names in shared memory now."""
+    folder = Path("/dev/shm")
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+
+
+def left_behind(lives: Sequence[Life], before: set[str]) -> list[str]:
+    """Processes and shared memory that should have gone with their workers."""
+    found = []
+    for life in lives:
+        try:
+            os.killpg(life.process.pid, 0)
+            found.append(f"process group {life.process.pid}")
+        except ProcessLookupError:
+            pass
+    pids = {str(life.process.pid) for life in lives}
+    new = (name for name in shared_memory() - before if pids & set(name.replace("-", "_").split("_")))
+    return found + [f"shared memory {name}" for name in new]
+
+
+def left_standing(network: Network | None) -> list[str]:
+    """Namespaces and links that should have gone with their network."""
+    if network is None:
+        return []
+    tag, found = network.bridge[2:], []
+    for what, command in (("namespace", ["ip", "netns", "list"]), ("link", ["ip", "-brief", "link"])):
+        shown = subprocess.run(command, capture_output=True, text=True).stdout
+        found += [f"{what} {line.split()[0]}" for line in shown.splitlines() if tag in line]
+    return found

@@ -1,0 +1,332 @@
+"""A soak: real processes learn digits while a seed's faults strike them; then the laws are checked.
+
+    kill     SIGKILL of a worker, which is started again after a while
+    store    SIGKILL of the store that workers meet at; another, empty one on the same port after a while
+    cut      the link of a worker is taken down and up again (network namespaces: root and iproute2)
+
+Faults come at random shares of the run's passes and end some time before the run does, so that it can be seen
+whether all find together. They overlap as they fall, but a worker that has been up for a while is always left
+within reach, for nobody could know what the last one knew; and one that is cut off is not killed before it is
+back, for nobody could count what it did alone. What must hold is in bench/laws.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from freewheel.bench import laws
+from freewheel.bench.crew import Crew, Life
+from freewheel.bench.namespaces import Network, check_possible
+from freewheel.bench.processes import Place
+from freewheel.bench.rates import Progress
+from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
+
+KILL, STORE, CUT = "kill", "store", "cut"
+OFTEN = {KILL: 4, STORE: 1, CUT: 2}
+AWAY_S = {KILL: (0.1, 2.0), STORE: (1.0, 6.0), CUT: (1.0, 8.0)}
+"""How long a worker or a store is gone, or a link down."""
+EVERY_S = 4.0
+"""Between two faults, unless their number is given."""
+CALM_S = 15.0
+"""At the end of a run nothing strikes for so long."""
+STEPS_UP = 20
+"""A worker that has made so many steps knows what the others know."""
+SETTLED_S = 4.0
+"""So long after its link is back a worker has told what it did alone."""
+STUCK_S = 60.0
+LOOK_S = 0.02
+
+
+@dataclass(frozen=True)
+class Soak:
+    """What is asked for."""
+
+    workers: int = 4
+    minutes: float = 3.0
+    kinds: tuple[str, ...] = (KILL, STORE)
+    faults: int | None = None
+    seed: int = 0
+    strategy: str = "adpsgd"
+    step_ms: float = 50.0
+    batch_size: int = 8
+    lr: float = 0.05
+
+    def __post_init__(self) -> None:
+        at_least("--workers", self.workers, 2)
+        at_least("--minutes", self.minutes, 0.2)
+        at_least("--faults", self.faults, 1)
+        at_least("--step-ms", self.step_ms, 1.0)
+        for kind in self.kinds:
+            if kind not in OFTEN:
+                raise UnknownName("kind of fault", kind, OFTEN)
+        if not self.kinds:
+            raise ConfigError(
+                f"--kind names no fault: write some of {', '.join(OFTEN)}, with commas between."
+            )
+        if CUT in self.kinds:
+            check_possible()
+
+    def passes(self, batches: int) -> int:
+        """How many passes over so many batches take the time, if nobody is missing."""
+        return max(1, round(60e3 * self.minutes * self.workers / self.step_ms / batches))
+
+    def drawn(self) -> list[Fault]:
+        """The faults, in the order in which they come."""
+        dice = random.Random(self.seed)
+        count = self.faults or max(1, round(60 * self.minutes / EVERY_S))
+        end = 1 - min(0.5, CALM_S / (60 * self.minutes))
+        weights = [OFTEN[kind] for kind in self.kinds]
+        found = []
+        for at in sorted(dice.uniform(0.03, end) for _ in range(count)):
+            (kind,) = dice.choices(self.kinds, weights)
+            ranks = tuple(dice.sample(range(self.workers), self.workers))
+            found.append(Fault(at, kind, ranks, dice.uniform(*AWAY_S[kind])))
+        return found
+
+
+def possible() -> tuple[str, ...]:
+    """The kinds of faults that can be made on this machine, by this user."""
+    try:
+        check_possible()
+    except ConfigError:
+        return KILL, STORE
+    return KILL, STORE, CUT
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One thing that goes wrong, and is well again after a while."""
+
+    at: float
+    """At which share of the run's passes."""
+    kind: str
+    ranks: tuple[int, ...]
+    """Whom it strikes: the first of these that may be struck."""
+    away_s: float
+
+
+@dataclass
+class Report:
+    """What became of a soak."""
+
+    asked: Soak
+    laws: list[laws.Law] = field(default_factory=list)
+    faults: dict[str, int] = field(default_factory=dict)
+    figures: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def held(self) -> bool:
+        """Whether all laws held."""
+        return all(law.held for law in self.laws)
+
+    def as_json(self) -> str:
+        """All of it."""
+        return json.dumps(asdict(self) | {"held": self.held}, indent=2) + "\n"
+
+
+def soak(asked: Soak, progress: Progress, beside: bool = False) -> Report:
+    """Run it, and judge; `beside`: the same run without faults first, to compare the answers."""
+    report = Report(asked)
+    calm = None
+    if beside:
+        calm = _run(asked, [], lambda share: progress("undisturbed", share / 2))
+    faults = asked.drawn()
+    found = _run(asked, faults, lambda share: progress("soak", (1 + share) / 2 if beside else share))
+    report.faults = dict(Counter(fault.kind for fault in faults))
+    report.laws = laws.judge(found, calm)
+    report.figures = found.figures() | ({"undisturbed": calm.figures()} if calm is not None else {})
+    return report
+
+
+def _run(asked: Soak, faults: Sequence[Fault], show: Callable[[float], None]) -> laws.Found:
+    with tempfile.TemporaryDirectory(prefix="freewheel-soak-") as name:
+        folder = Path(name)
+        length = _save_digits(folder, asked.workers)
+        batches = math.ceil(length / asked.batch_size)
+        passes = asked.passes(batches)
+        job = {
+            "folder": name,
+            "passes": passes,
+            **{key: getattr(asked, key) for key in ("strategy", "seed", "step_ms", "batch_size", "lr")},
+        }
+        shared = laws.shared_memory()
+        with (
+            _places(asked) as (places, network),
+            Crew("freewheel.bench.soaked", job, places, forked=True) as crew,
+        ):
+            run = _Run(asked, crew, network, list(faults), passes, show)
+            run.until_over()
+            left = laws.left_behind([life for lives in crew.lives.values() for life in lives], shared)
+        left += laws.left_standing(network)
+        uses = laws.uses(folder, length, asked.batch_size, asked.seed, passes)
+    return laws.Found(asked.workers, crew.lives, run.cut_lives, uses, left, run.events)
+
+
+@contextlib.contextmanager
+def _places(asked: Soak) -> Iterator[tuple[list[Place], Network | None]]:
+    if CUT not in asked.kinds:
+        yield [Place()] * asked.workers, None
+        return
+    with Network(asked.workers, 1000.0) as network:
+        yield network.places, network
+
+
+def _save_digits(folder: Path, workers: int) -> int:
+    """Put the images where workers find them without scikit-learn; how many there are to learn from."""
+    import torch
+
+    from freewheel.tasks.digits import Digits
+
+    task = Digits()
+    task.prepare(workers, seed=0)
+    names = ("images", "labels", "test_images", "test_labels")
+    torch.save({name: getattr(task, name) for name in names}, folder / "digits.pt")
+    return len(task.labels)
+
+
+class _Run:
+    """Workers from the first one's start to the last one's end, and what strikes them on the way."""
+
+    def __init__(
+        self,
+        asked: Soak,
+        crew: Crew,
+        network: Network | None,
+        faults: list[Fault],
+        passes: int,
+        show: Callable[[float], None],
+    ) -> None:
+        self.asked, self.crew, self.network, self.passes, self.show = asked, crew, network, passes, show
+        self.faults = faults
+        self.mending: list[tuple[float, Callable[[], None]]] = []
+        """What is made good, and when."""
+        self.cut: set[int] = set()
+        self.store_away = False
+        self.unsettled: dict[int, float] = {}
+        """Until when workers whose link was cut are left alone."""
+        self.cut_lives: set[int] = set()
+        """Processes that were cut off at some time."""
+        self.events: list[tuple[float, str]] = []
+
+    def _note(self, what: str) -> None:
+        self.events.append((time.monotonic(), what))
+
+    def until_over(self) -> None:
+        """Let them train to the end."""
+        for rank in range(self.asked.workers):
+            self.crew.start(rank)
+        steps, since_s = 0, time.monotonic()
+        while not all(self._present(rank).said.get("result") for rank in range(self.asked.workers)):
+            now_s = time.monotonic()
+            self.crew.check()
+            self._mend(now_s)
+            share = self._progress() / self.passes
+            self.show(share)
+            if self.faults and self.faults[0].at <= share and self._strike(self.faults[0], now_s):
+                self.faults.pop(0)
+            made = sum(len(life.steps) for lives in self.crew.lives.values() for life in lives)
+            if made > steps:
+                steps, since_s = made, now_s
+            if now_s > since_s + STUCK_S:
+                raise RunStopped(f"nobody has made a step for {STUCK_S:g} s. {self._state()}")
+            time.sleep(LOOK_S)
+        if self.faults:
+            raise RunStopped(
+                f"the run was over before the last {len(self.faults)} faults could strike; give fewer faults "
+                "or more minutes."
+            )
+        self.crew.until("the workers to end", self._all_ended, STUCK_S)
+
+    def _all_ended(self) -> bool:
+        return all(lives[-1].process.poll() is not None for lives in self.crew.lives.values())
+
+    def _present(self, rank: int) -> Life:
+        return self.crew.lives[rank][-1]
+
+    def _progress(self) -> float:
+        lives = (life for lives in self.crew.lives.values() for life in lives if life.steps)
+        return max((life.steps[-1].progress for life in lives), default=0.0)
+
+    def _state(self) -> str:
+        said = []
+        for rank in range(self.asked.workers):
+            life = self._present(rank)
+            words = f"{len(life.steps)} steps, the last {life.steps[-1]}" if life.steps else f"{life.said}"
+            said.append(f"worker {rank} in life {len(self.crew.lives[rank])}: {words}")
+        return "; ".join(said)
+
+    # -- faults --
+
+    def _strike(self, fault: Fault, now_s: float) -> bool:
+        """Strike somebody who may be struck, if there is one now."""
+        if fault.kind == STORE:
+            if self.store_away:
+                return False
+            self.crew.end_store()
+            self._note("store killed")
+            self.store_away = True
+            self.mending.append((now_s + fault.away_s, self._start_store))
+            return True
+        may = self._may_be_killed if fault.kind == KILL else self._may_be_cut
+        rank = next((rank for rank in fault.ranks if may(rank, now_s)), None)
+        if rank is None:
+            return False
+        if fault.kind == KILL:
+            self.crew.kill(rank)
+            self._note(f"worker {rank} killed")
+            self.mending.append((now_s + fault.away_s, lambda: self._restart(rank)))
+        else:
+            assert self.network is not None
+            self.network.cut(rank)
+            self._note(f"worker {rank} cut off")
+            self.cut.add(rank)
+            self.cut_lives.add(self._present(rank).process.pid)
+            self.mending.append((now_s + fault.away_s, lambda: self._heal(rank)))
+        return True
+
+    def _fit(self, rank: int) -> bool:
+        life = self._present(rank)
+        return not life.killed and len(life.steps) >= STEPS_UP and rank not in self.cut
+
+    def _others_fit(self, rank: int) -> int:
+        return sum(self._fit(other) for other in range(self.asked.workers) if other != rank)
+
+    def _may_be_killed(self, rank: int, now_s: float) -> bool:
+        """Also while it joins: but not while what it did alone is not known."""
+        life, alone = self._present(rank), rank in self.cut or now_s < self.unsettled.get(rank, 0.0)
+        return "imported" in life.said and not life.killed and not alone and self._others_fit(rank) >= 1
+
+    def _may_be_cut(self, rank: int, _now_s: float) -> bool:
+        return self._fit(rank) and self._others_fit(rank) >= 2
+
+    def _mend(self, now_s: float) -> None:
+        due = [mend for at_s, mend in self.mending if at_s <= now_s]
+        self.mending = [(at_s, mend) for at_s, mend in self.mending if at_s > now_s]
+        for mend in due:
+            mend()
+
+    def _restart(self, rank: int) -> None:
+        self.crew.start(rank)
+        self._note(f"worker {rank} started again")
+
+    def _start_store(self) -> None:
+        self.crew.start_store()
+        self.store_away = False
+        self._note("store started")
+
+    def _heal(self, rank: int) -> None:
+        assert self.network is not None
+        self.network.heal(rank)
+        self._note(f"worker {rank} healed")
+        self.cut.discard(rank)
+        self.unsettled[rank] = time.monotonic() + SETTLED_S

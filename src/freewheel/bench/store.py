@@ -1,0 +1,23 @@
+"""The store of a benchmark of faults, as a launcher hosts it, in a process of its own that can be killed."""
+
+from __future__ import annotations
+
+import threading
+
+from freewheel.bench.processes import Parent, job
+from freewheel.runtime.hosts import host_store
+from freewheel.runtime.rendezvous import OPTIONS
+
+
+def main() -> None:
+    """Host it until the benchmark hangs up."""
+    parent, asked = Parent(), job()
+    store, *_ = host_store(asked["at"], 1)
+    if asked["options"]:
+        store.set(OPTIONS, asked["options"])
+    parent.say(up=True)
+    threading.Event().wait()
+
+
+if __name__ == "__main__":
+    main()

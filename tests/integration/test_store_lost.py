@@ -1,0 +1,200 @@
+"""The rendezvous goes and comes back, empty, at the worst moments of joining."""
+
+from __future__ import annotations
+
+import gc
+import json
+import secrets
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+import crew
+from freewheel.runtime import rendezvous
+from freewheel.runtime.hosts import host_store
+from freewheel.runtime.rendezvous import OPTIONS, Place, Rendezvous
+
+pytestmark = pytest.mark.integration
+
+DEADLINE_S = 60.0
+
+
+class Left(Exception):
+    """What ends a worker's first life."""
+
+
+class Launcher:
+    """A store such as our launcher hosts it, which can be lost, on a port that stays the same."""
+
+    def __init__(self, workers: int) -> None:
+        self.options = json.dumps({"run": secrets.token_hex(16), "workers": workers})
+        self.store, host, self.port = host_store(None, 1)
+        self.store.set(OPTIONS, self.options)
+        self.places = [
+            Place(rank, workers, workers, host, self.port, hosted=True, launched=True)
+            for rank in range(workers)
+        ]
+
+    def lose(self) -> None:
+        del self.store
+        gc.collect()
+
+    def host_again(self, options: str = "") -> None:
+        self.store, *_ = host_store(f"127.0.0.1:{self.port}", 1)
+        if options:
+            self.store.set(OPTIONS, options)
+
+    def run(self, work: Callable[[Place], object]) -> list[threading.Thread]:
+        threads = [threading.Thread(target=work, args=(place,), daemon=True) for place in self.places]
+        for thread in threads:
+            thread.start()
+        return threads
+
+
+@pytest.fixture
+def launcher() -> Iterator[Launcher]:
+    made = Launcher(3)
+    yield made
+    for place in made.places:
+        rendezvous._stores.pop(place, None)
+
+
+def attach(place: Place) -> tuple[torch.nn.Module, crew.Worker]:
+    torch.manual_seed(place.rank)
+    model = torch.nn.Linear(4, 1)
+    return model, crew.worker(place, model)[0]
+
+
+def ended(threads: list[threading.Thread]) -> bool:
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    return not any(thread.is_alive() for thread in threads)
+
+
+def wait_until(true: Callable[[], bool]) -> None:
+    end = threading.Event()
+    for _ in range(int(DEADLINE_S / 0.02)):
+        if true():
+            return
+        end.wait(0.02)
+    raise AssertionError("waited in vain")
+
+
+def test_a_store_that_is_lost_while_a_worker_joins_is_joined_when_it_is_back(launcher):
+    members: dict[int, list[int]] = {}
+    late = threading.Event()
+
+    def work(place: Place) -> None:
+        if place.rank == 0:
+            assert late.wait(DEADLINE_S)
+        _, worker = attach(place)
+        with worker:
+            members[place.rank] = worker.metrics()["members"]
+
+    threads = launcher.run(work)
+    wait_until(lambda: all(launcher.store.check([f"freewheel/0/0/life/{k}"]) for k in (1, 2)))
+    launcher.lose()  # two wait for worker 0's model, which has not come
+    launcher.host_again(launcher.options)
+    late.set()
+    assert ended(threads)
+    assert members == {rank: [0, 1, 2] for rank in range(3)}
+
+
+def test_one_that_comes_back_to_an_empty_store_does_not_take_itself_for_the_first(launcher):
+    """Worker 0 dies with the store: the others know the run, the new store does not."""
+    trained, gone, back = threading.Barrier(3), threading.Event(), threading.Barrier(3)
+    found: dict[int, object] = {}
+
+    def work(place: Place) -> None:
+        model, worker = attach(place)
+        with worker:
+            trained.wait(DEADLINE_S)
+            if place.rank == 0:
+                gone.set()
+                raise Left
+            back.wait(DEADLINE_S)
+            wait_until(lambda: worker.metrics()["members"] == [0, 1, 2])
+            found[place.rank] = model.weight.detach().clone()
+            back.wait(DEADLINE_S)
+
+    def first(place: Place) -> None:
+        with pytest.raises(Left):
+            work(place)
+        launcher.lose()
+        launcher.host_again()
+        model, worker = attach(crew.next_life(place))
+        with torch.no_grad():
+            model.weight.fill_(7.0)
+        with worker:
+            found[0] = (worker._agent.late, worker._agent.me.incarnation, model.weight.detach().clone())
+            back.wait(DEADLINE_S)
+            back.wait(DEADLINE_S)
+
+    threads = launcher.run(lambda place: first(place) if place.rank == 0 else work(place))
+    assert ended(threads)
+    is_late, life, weights = found[0]
+    assert is_late
+    assert life == 2
+    assert torch.equal(weights, found[1])  # not its own: a living worker's
+    assert torch.equal(found[1], found[2])
+
+
+def test_workers_that_missed_each_other_meet_by_the_address_book(launcher):
+    """Worker 2 comes back when the book has lost worker 1's address; nobody told either of the other."""
+    trained, gone = threading.Barrier(3), threading.Event()
+    members: dict[int, list[int]] = {}
+    met = threading.Barrier(3)
+
+    def stay(worker: crew.Worker, rank: int) -> None:
+        wait_until(lambda: worker.metrics()["members"] == [0, 1, 2])
+        members[rank] = worker.metrics()["members"]
+        met.wait(DEADLINE_S)
+
+    def work(place: Place) -> None:
+        _, worker = attach(place)
+        with worker:
+            trained.wait(DEADLINE_S)
+            if place.rank == 2:
+                raise Left
+            assert gone.wait(DEADLINE_S)
+            stay(worker, place.rank)
+
+    def last(place: Place) -> None:
+        with pytest.raises(Left):
+            work(place)
+        launcher.store.delete_key("freewheel/0/0/address/1")
+        _, worker = attach(crew.next_life(place))
+        with worker:
+            gone.set()
+            stay(worker, 2)
+
+    threads = launcher.run(lambda place: last(place) if place.rank == 2 else work(place))
+    assert ended(threads)
+    assert members == {rank: [0, 1, 2] for rank in range(3)}
+
+
+def test_only_the_store_of_our_launcher_is_known_to_have_options_before_workers():
+    """Another launcher may be started by a worker of ours, with its environment."""
+    there = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    assert not Place.read(there).launched
+    assert Place.read({**there, rendezvous.LAUNCHED: "127.0.0.1:29500"}).launched
+    assert not Place.read({**there, rendezvous.LAUNCHED: "127.0.0.1:29501"}).launched
+
+
+def test_the_latest_life_that_anybody_has_seen_counts(launcher):
+    """Else one that comes back would be taken for a life that is dead."""
+    seen = [{0: 1, 1: 1, 2: 3}, {0: 1, 1: 1, 2: 5}, {0: 1, 1: 1, 2: 4}]
+    known = [Rendezvous(place, 5.0) for place in launcher.places]
+    for rank, one in enumerate(known):
+        one.options()
+        one.publish("127.0.0.1", 1, 1)
+        one._model = "[]"
+        launcher.store.delete_key(f"freewheel/0/0/address/{rank}")
+    for rank in range(3):
+        launcher.store.delete_key(f"freewheel/0/0/life/{rank}")
+    for one, lives in zip(known, seen, strict=True):
+        one.register(lives, members=(0, 1, 2))
+    assert Rendezvous(launcher.places[2], 5.0).incarnation() == 1  # of a second use of the run
+    assert known[2].incarnation() == 6
