@@ -175,6 +175,39 @@ def test_workers_that_missed_each_other_meet_by_the_address_book(launcher):
     assert members == {rank: [0, 1, 2] for rank in range(3)}
 
 
+def test_a_connection_with_one_that_had_come_back_is_made_again():
+    """Worker 1 was called by it, has to call when the connection breaks, and knows its old address only."""
+    trained, back, broken = threading.Barrier(2), threading.Event(), threading.Barrier(2)
+    launcher = Launcher(2)
+
+    def stay(worker: crew.Worker) -> None:
+        broken.wait(DEADLINE_S)
+        wait_until(lambda: worker.metrics()["members"] == [0, 1])
+        broken.wait(DEADLINE_S)
+
+    def first(place: Place) -> None:
+        with pytest.raises(Left), attach(place)[1]:
+            trained.wait(DEADLINE_S)
+            raise Left
+        with attach(crew.next_life(place))[1] as worker:
+            back.set()
+            stay(worker)
+
+    def second(place: Place) -> None:
+        with attach(place)[1] as worker:
+            trained.wait(DEADLINE_S)
+            assert back.wait(DEADLINE_S)
+            fabric = worker._agent.fabric
+            epoch = fabric.epoch(0)
+            worker._agent.loop.call_soon_threadsafe(fabric._links[0].line.close)
+            wait_until(lambda: fabric.epoch(0) > epoch)
+            stay(worker)
+
+    assert ended(launcher.run(lambda place: second(place) if place.rank else first(place)))
+    for place in launcher.places:
+        rendezvous._stores.pop(place, None)
+
+
 def test_only_the_store_of_our_launcher_is_known_to_have_options_before_workers():
     """Another launcher may be started by a worker of ours, with its environment."""
     there = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

@@ -215,8 +215,9 @@ class Rendezvous:
         back must not be taken for an earlier one. Each time over a new connection: the store's own would
         neither notice that there is another store now nor give up on one that hangs.
 
-        Returned are those out of reach that have not been seen in their present life: one that joined while
-        it could not reach this worker, or did not find it in a store that was started anew.
+        Returned are those out of reach whose entry is no older than what was seen of them: one that joined
+        while it could not reach this worker, or did not find it in a store that was started anew; and one
+        that had called this worker, which so never knew where it listens, until the connection broke.
         """
         found: dict[int, tuple[str, int]] = {}
         try:
@@ -226,7 +227,7 @@ class Rendezvous:
             for rank in set(range(self.most)).difference(members):
                 if store.check([f"address/{rank}"]):
                     host, port, life = json.loads(store.get(f"address/{rank}"))
-                    if life > lives.get(rank, 0):
+                    if life >= lives.get(rank, 0):
                         found[rank] = str(host), int(port)
             self.there = True
         except (OSError, RuntimeError):
