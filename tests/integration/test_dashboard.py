@@ -233,6 +233,17 @@ def test_only_what_is_new_is_sent(tmp_path, at_once):
         assert data(server, "?since=987654")["change"]["v"] == whole
 
 
+def test_the_folder_is_only_read(tmp_path, at_once):
+    made.run(tmp_path / "r")
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "r").iterdir()}
+    with serving(tmp_path) as server:
+        data(server)
+        data(server)
+    assert {
+        path: (path.read_bytes(), path.stat().st_mtime_ns) for path in (tmp_path / "r").iterdir()
+    } == before
+
+
 def test_runs_that_come_later_are_found_and_keep_their_numbers(tmp_path, at_once):
     made.run(tmp_path / "m")
     with serving(tmp_path) as server:
