@@ -19,7 +19,7 @@ from freewheel.observe.tail import Tail
 FORMAT = 1
 POINTS = 256
 """So many points per worker are read of what was written before, and at most twice as many are kept."""
-LINES = 6144
+LINES = 3072
 """Of all workers together about so many lines are read of what was written before: many workers have fewer
 points each, and a run opens in the same time."""
 RECENT = 32

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 PIECE = 1 << 16
-RECENT = 24
+RECENT = 16
 """So many of the last lines are always read, however few of the others are."""
 
 

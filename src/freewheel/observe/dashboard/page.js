@@ -23,17 +23,18 @@
 
   // -- numbers to read --
 
-  const digits = (value, count = 3) => {
+  const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+  const three = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
+  const digits = (value) => {
     if (value === null || value === undefined) return "–";
     if (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3)) {
       if (Math.abs(value) < 1e-3) return value.toExponential(1).replace("e-", " × 10⁻").replace(/⁻(\d+)$/,
         (_, power) => "⁻" + [...power].map((digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]).join(""));
       for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"]]) {
-        if (Math.abs(value) >= size) return digits(value / size, count) + " " + unit;
+        if (Math.abs(value) >= size) return digits(value / size) + " " + unit;
       }
     }
-    return value.toLocaleString("en", Math.abs(value) >= 100 || Number.isInteger(value)
-      ? { maximumFractionDigits: 0 } : { maximumSignificantDigits: count });
+    return (Math.abs(value) >= 100 || Number.isInteger(value) ? whole : three).format(value);
   };
   const percent = (value) => value === null || value === undefined ? "–" : (100 * value).toFixed(1) + " %";
   const rate = (bytes) => bytes === null ? "–" : digits(bytes / 1e6) + " MB/s";
