@@ -91,6 +91,7 @@
       return;
     }
     if (none) none.remove();
+    if (!one.drawn) one.place.replaceChildren();  // the sketch
     const width = one.place.clientWidth;
     // A circle needs no more height than width; a legend that is folded needs more.
     const height = name === "graph" ? Math.min(figure.height, width + 80)
@@ -101,6 +102,36 @@
     Plotly.react(one.place, data, layoutOf(figure, width, height), config);
     one.drawn = true;
   };
+  // Plotly takes a second to start. Numbers are shown before that, and the graph, drawn by hand.
+  const sketch = () => {
+    const figure = document_.figures.graph, { place } = boxes.get("graph");
+    if (!figure) return;
+    const svg = (tag, props) => {
+      const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+      for (const [name, value] of Object.entries(props)) made.setAttribute(name, value);
+      return made;
+    };
+    const all = svg("svg", { class: "sketch", viewBox: "-1.3 -1.3 2.6 3.1", width: "100%", height: figure.height });
+    for (const { mode, x, y, line, marker } of figure.data) {
+      const at = (place) => `${x[place]} ${-y[place]}`;
+      if (mode === "lines") {
+        const path = x.map((_, place) => x[place] === null ? "" : (place % 3 ? "L" : "M") + at(place)).join("");
+        all.append(svg("path", { d: path, stroke: line.color, "stroke-width": 0.01, fill: "none" }));
+      } else if (mode === "markers+text") {
+        x.forEach((_, place) => all.append(svg("circle", { cx: x[place], cy: -y[place], r: 0.06,
+          fill: marker.color[place] })));
+      }
+    }
+    place.replaceChildren(all);
+  };
+  const start = () => {
+    sketch();
+    const script = make("script", { src: "plotly.js", onload: later });
+    requestAnimationFrame(() => setTimeout(() => {  // when that can be seen
+      performance.mark("shown");
+      document.head.append(script);
+    }));
+  };
   let framed = false, drawings = 0;
   const frame = () => {
     framed = false;
@@ -110,6 +141,7 @@
       one.due && one.seen && !one.box.hidden && document_.figures[name]).sort(([, a], [, b]) => a.at - b.at);
     if (!next) return;
     draw(next[0]);
+    if (!drawings) performance.mark("drawn");
     next[1].at = ++drawings;
     later();
   };
@@ -297,6 +329,7 @@
     for (const [name, one] of boxes) {
       if (!old || old.figures[name] !== document_.figures[name]) one.due = true;
     }
+    if (!old) start();
     later();
   };
   const ask = async () => {
@@ -331,7 +364,6 @@
     else ask();
   };
   addEventListener("hashchange", ask);
-  addEventListener("load", later);  // plotly is here
   document.addEventListener("visibilitychange", () => { if (!document.hidden) ask(); });
   ask();
 })();
