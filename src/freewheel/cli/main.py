@@ -16,6 +16,7 @@ from freewheel.cli import bench
 from freewheel.cli.chaos import chaos
 from freewheel.cli.console import output
 from freewheel.cli.dashboard import dashboard
+from freewheel.cli.doctor import doctor
 from freewheel.cli.keys import keys
 from freewheel.cli.report import report
 from freewheel.cli.run import join, run
@@ -43,6 +44,7 @@ app.command(name="compare")(compare)
 app.command(name="dashboard")(dashboard)
 app.command(name="report")(report)
 app.command(name="keys")(keys)
+app.command(name="doctor")(doctor)
 app.add_typer(bench.app, name="bench")
 
 

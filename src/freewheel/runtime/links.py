@@ -2,12 +2,13 @@
 
 One host serves, another measures: ``serve("10.0.0.1", 29600)`` there, ``measure("10.0.0.1", 29600)`` here.
 Plain sockets, the kind workers use too; with keys the same mutual TLS. Both ends bound what a stranger can
-cost them: a greeting within seconds, so many bytes a request, so many seconds a visit, so many visitors at once.
+cost them: a greeting within seconds, so many bytes a request, so many seconds a visit, so many visitors.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import math
 import socket
 import ssl
@@ -24,7 +25,7 @@ from freewheel.runtime.hosts import listen
 from freewheel.runtime.keys import contexts
 
 PORT = 29600
-GREETING = struct.Struct("!8sH")
+GREETING = struct.Struct("!8sH16s")  # magic, version of this protocol, version of Freewheel
 MAGIC, VERSION = b"fw-links", 1
 REQUEST = struct.Struct("!cQ")  # what, and how many bytes
 ANSWER = struct.Struct("!q")  # the server's clock, in ns
@@ -115,7 +116,7 @@ class Server:
 
     def _answer(self, end: socket.socket) -> None:
         until_s = time.monotonic() + VISIT_S
-        end.sendall(GREETING.pack(MAGIC, VERSION))
+        end.sendall(_greeting())
         _greeted(end)
         while (asked := _take_exactly(end, REQUEST.size, ends_here=True)) and not self._closed.is_set():
             what, size = REQUEST.unpack(asked)
@@ -167,13 +168,13 @@ def measure(
             end.settimeout(min(SILENT_S, timeout_s))
             if context:
                 end = ends.enter_context(context.wrap_socket(end))
-            end.sendall(GREETING.pack(MAGIC, VERSION))
+            end.sendall(_greeting())
             _greeted(end)
             return _figure(end, round(mb * 10**6), until_s)
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"cannot measure the link to {host}:{port}: {_why(error)}. Start `freewheel doctor --serve` there "
-            "(the same version; the same keys, or none, on both) and let its port be reached from here."
+            f"cannot measure the link to {host}:{port}: {_why(error)}. Start `freewheel doctor --serve` "
+            "there (the same keys, or none, on both) and let its port be reached from here."
         ) from None
 
 
@@ -230,12 +231,19 @@ def _pieces(size: int) -> Iterator[int]:
         yield min(len(PIECE), size - begin * len(PIECE))
 
 
+def _greeting() -> bytes:
+    return GREETING.pack(MAGIC, VERSION, importlib.metadata.version("freewheel").encode())
+
+
 def _greeted(end: socket.socket) -> None:
-    magic, version = GREETING.unpack(_take_exactly(end, GREETING.size))
+    found, ours = _take_exactly(end, GREETING.size), _greeting()
+    magic, version, release = GREETING.unpack(found)
     if magic != MAGIC:
         raise ValueError("it does not speak this protocol")
-    if version != VERSION:
-        raise ValueError(f"it measures in version {version}, we in {VERSION}")
+    if found != ours:  # nor could their workers talk to ours
+        theirs = f"freewheel {release.rstrip(bytes(1)).decode('ascii', 'replace')} (protocol {version})"
+        mine = f"freewheel {GREETING.unpack(ours)[2].rstrip(bytes(1)).decode()} (protocol {VERSION})"
+        raise ValueError(f"it runs {theirs}, this host {mine}: install one version")
 
 
 def _take_exactly(end: socket.socket, size: int, ends_here: bool = False) -> bytes:

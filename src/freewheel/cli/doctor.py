@@ -1,0 +1,134 @@
+"""``freewheel doctor``: is this host ready for a run, and the way to the others?"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from freewheel.errors import ConfigError, at_least
+from freewheel.runtime import links
+from freewheel.runtime.diagnosis import Finding, diagnose
+from freewheel.runtime.facts import gather, is_loopback
+from freewheel.runtime.hosts import parse_address
+
+COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+WIDEST = 100
+INDENT = 9  # before what was looked at: the width of a state
+
+
+def doctor(
+    hosts: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[HOST[:PORT]]...", help="Hosts on which freewheel doctor --serve runs."),
+    ] = None,
+    workers: Annotated[
+        int | None,
+        typer.Option("-n", "--workers", help="Workers on each host; default: one for each core.", min=1),
+    ] = None,
+    model_mb: Annotated[float | None, typer.Option(help="The model's weights, for memory and links.")] = None,
+    bind: Annotated[str, typer.Option(help="The address that workers, or --serve, listen on.")] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(help="Is this port free? With --serve: the one to serve on, default 29600.", min=1),
+    ] = None,
+    folder: Annotated[Path, typer.Option(help="Where records would go.")] = Path("runs"),
+    mb: Annotated[float, typer.Option(help="At most so much is sent each way to measure a link.")] = 64.0,
+    tls: Annotated[Path | None, typer.Option(help="Keys, as freewheel keys makes them.")] = None,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Let doctors on other hosts measure; Ctrl-C ends it.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+) -> None:
+    """Check this host and the links to others, and say what to do about each problem.
+
+    Ends with 0 when a run is possible, with 1 when something is in its way.
+    """
+    if serve:
+        if hosts or as_json:
+            raise ConfigError("--serve stands alone: measure from another host, with freewheel doctor HOST.")
+        _serve(bind, links.PORT if port is None else port, tls)
+        return
+    at_least("model-mb", model_mb, 0)
+    addresses = [_address(host) for host in hosts or []]
+    with _progress() as say:
+        facts = gather(addresses, bind=bind, port=port, folder=folder, mb=mb, tls=tls, progress=say)
+    workers = workers or facts.cores
+    found = diagnose(facts, workers, model_mb, tls is not None)
+    states = Counter(finding.state for finding in found)
+    if as_json:
+        figures = {host: asdict(link) for host, link in facts.links.items() if not isinstance(link, str)}
+        rows = [asdict(finding) for finding in found]
+        usable = not states["problem"]
+        print(
+            json.dumps({"usable": usable, "workers": workers, "findings": rows, "links": figures}, indent=2)
+        )
+    else:
+        _print(found)
+        _conclude(states["problem"], states["warning"])
+    raise typer.Exit(1 if states["problem"] else 0)
+
+
+def _serve(bind: str, port: int, tls: Path | None) -> None:
+    def say(text: str) -> None:
+        print(f"freewheel: {text}", flush=True)
+
+    with links.serve(bind, port, tls, say) as server:
+        keys = f" --tls {tls}" if tls else ""
+        say(f"on the other host: freewheel doctor {bind}:{server.port}{keys}")
+        if is_loopback(bind):
+            say("listening on loopback: no other host gets here; give --bind this host's address")
+        server.wait()
+
+
+def _address(host: str) -> tuple[str, int]:
+    """HOST or HOST:PORT; an IPv6 address stands in brackets."""
+    bare = ":" not in host or host.endswith("]") or (host.count(":") > 1 and host[0] != "[")
+    return (host.strip("[]"), links.PORT) if bare and host else parse_address(host)
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str], None]]:
+    """Where a person waits, say for what: turning on a terminal, else a line for each host."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        with console.status("") as status:
+            yield lambda text: status.update(f"{text} …")
+    else:
+        yield lambda text: print(f"{text} …", file=sys.stderr) if text.startswith("measuring") else None
+
+
+def _print(found: list[Finding]) -> None:
+    console = Console()
+    width = min(console.width, WIDEST) if console.is_terminal else 80
+    column = INDENT + max(len(finding.what) for finding in found if len(finding.what) <= 18) + 2
+    for finding in found:
+        line = Text(f"{finding.state:<{INDENT}}", style=COLOURS[finding.state])
+        head = f"{finding.what:<{column - INDENT}}"
+        line.append(head, style="bold" if finding.state != "ok" else "default")
+        value = textwrap.wrap(finding.value, width - column) or [""]
+        if len(finding.what) > 18:  # an address of its own line
+            value.insert(0, "")
+        console.print(line + Text(value[0], style="default"), soft_wrap=True, highlight=False)
+        for more in value[1:]:
+            console.print(" " * column + more, soft_wrap=True, highlight=False, markup=False)
+        for advice in textwrap.wrap(finding.advice, width - column, break_on_hyphens=False):
+            console.print(Text(" " * column + advice, style="italic"), soft_wrap=True)
+
+
+def _conclude(problems: int, warnings: int) -> None:
+    seen = f"{warnings} warning{'' if warnings == 1 else 's'}"
+    if problems:
+        print(f"\n{problems} problem{'' if problems == 1 else 's'}, {seen}: see above what to do.")
+    else:
+        print(f"\nReady to run: {seen}." if warnings else "\nReady to run.")
