@@ -34,13 +34,15 @@ def doctor(
     ] = None,
     workers: Annotated[
         int | None,
-        typer.Option("-n", "--workers", help="Workers on each host; default: one for each core.", min=1),
+        typer.Option("-n", "--workers", help="Workers on each host; default: one for each core."),
     ] = None,
     model_mb: Annotated[float | None, typer.Option(help="The model's weights, for memory and links.")] = None,
     bind: Annotated[str, typer.Option(help="The address that workers, or --serve, listen on.")] = "127.0.0.1",
     port: Annotated[
         int | None,
-        typer.Option(help="Is this port free? With --serve: the one to serve on, default 29600.", min=1),
+        typer.Option(
+            help="Is this port free? With --serve: the one to serve on, default 29600.", min=0, max=65535
+        ),
     ] = None,
     folder: Annotated[Path, typer.Option(help="Where records would go.")] = Path("runs"),
     mb: Annotated[float, typer.Option(help="At most so much is sent each way to measure a link.")] = 64.0,
@@ -59,6 +61,7 @@ def doctor(
             raise ConfigError("--serve stands alone: measure from another host, with freewheel doctor HOST.")
         _serve(bind, links.PORT if port is None else port, tls)
         return
+    at_least("workers", workers, 1)
     at_least("model-mb", model_mb, 0)
     addresses = [_address(host) for host in hosts or []]
     with _progress() as say:

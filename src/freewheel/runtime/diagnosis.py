@@ -1,4 +1,4 @@
-"""Is a host fit for a run of so many workers, and what is to be done if not? Judges facts, touches nothing."""
+"""Is a host fit for a run of so many workers, and what is to be done if not? Judges facts."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def _cuda(facts: Facts) -> Finding:
         "problem",
         f"Update the driver, or install a torch for its CUDA (this one is built for {cuda.built})."
         if old
-        else "nvidia-smi shows what the driver sees. Is CUDA_VISIBLE_DEVICES right? Is a device busy or lost? "
+        else "nvidia-smi shows what the driver sees. Is CUDA_VISIBLE_DEVICES right? Is one lost or busy? "
         "In a container: was it started with --gpus all?",
     )
 
@@ -258,7 +258,7 @@ def _windows(facts: Facts) -> Finding:
             "windows",
             f"memfd_create fails: {facts.make_problem}",
             "problem",
-            "Exchanges keep snapshots in such memory. Allow the system call; a seccomp profile may forbid it.",
+            "Exchanges keep snapshots in such memory. Allow that call; a seccomp profile may forbid it.",
         )
     if facts.open_problem:
         return Finding(

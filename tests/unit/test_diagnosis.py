@@ -1,0 +1,194 @@
+"""Each check of the doctor, broken on purpose by made-up facts."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from freewheel.runtime import facts as looking
+from freewheel.runtime.diagnosis import diagnose, fits
+from freewheel.runtime.facts import LOOPBACK, Cuda, Facts, gather
+from freewheel.runtime.links import LinkFigure
+
+GOOD = LinkFigure(latency_ms=0.2, mbit_out=9400.0, mbit_in=9300.0, clock_skew_ms=3.0)
+AWAY = {"bind": "10.0.0.1", "links": {"10.0.0.2:29600": GOOD}}
+
+
+def found(workers=4, model_mb=None, tls=False, **changed):
+    rows = diagnose(dataclasses.replace(Facts(), **changed), workers, model_mb, tls)
+    names = [row.what for row in rows]
+    assert len(names) == len(set(names))
+    return {row.what: row for row in rows}
+
+
+def link(**changed):
+    return {"bind": "10.0.0.1", "links": {"far:29600": dataclasses.replace(GOOD, **changed)}}
+
+
+def test_a_good_host_has_nothing_to_complain_of():
+    for rows in (found(), found(**AWAY), found(model_mb=100, tls=True, port=29500, **AWAY)):
+        assert {row.state for row in rows.values()} == {"ok"}
+        assert not any(row.advice for row in rows.values())
+
+
+BROKEN = [
+    ("system", {"system": "Darwin"}, "problem", "Linux"),
+    ("python", {"python": (3, 10, 4)}, "problem", ">=3.11"),
+    ("torch", {"torch": "2.7.1+cu126"}, "problem", "pip install 'torch>=2.8,<2.14'"),
+    ("torch", {"torch": "2.14.0"}, "problem", "<2.14"),
+    ("cuda", {"cuda": Cuda(None, driver=True)}, "warning", "build of torch with CUDA"),
+    ("cuda", {"cuda": Cuda("12.8", True, (), "The NVIDIA driver on your system is too old (found version …")},
+     "problem", "Update the driver"),
+    ("cuda", {"cuda": Cuda("12.8", True, ("H200",), "CUDA error: uncorrectable ECC error")}, "problem",
+     "nvidia-smi"),
+    ("cuda", {"cuda": Cuda("12.8", True)}, "problem", "CUDA_VISIBLE_DEVICES"),
+    ("cores", {"cores": 2}, "warning", "smaller -n"),
+    ("threads", {"omp": "4"}, "warning", "set it to 1"),
+    ("threads", {"omp": "many"}, "problem", "whole number"),
+    ("threads", {"omp": "0"}, "problem", "above 0"),
+    ("listening", {"bind": "10.9.9.9", "bind_problem": "no address 10.9.9.9"}, "problem", "10.9.9.9"),
+    ("listening", {**AWAY, "bind": "127.0.0.1"}, "warning", "--bind"),
+    ("port", {"port": 29500, "port_problem": "port 29500 is in use"}, "problem", "in use"),
+    ("firewall", {**AWAY, "firewalls": ("ufw",), "ports": (40000, 50000)}, "warning", "port 40000:50000"),
+    ("firewall", {"bind": "10.0.0.1", "firewalls": ("firewalld",)}, "warning", "firewall-cmd"),
+    ("host name", {**AWAY, "name_address": "127.0.1.1"}, "warning", "not its name"),
+    ("link to far:29600", {**AWAY, "links": {"far:29600": "no route to host"}}, "problem", "no route"),
+    ("link to far:29600", link(mbit_in=20.0), "warning", "exchange rarely"),
+    ("link to far:29600", link(mbit_out=20.0), "warning", "exchange rarely"),
+    ("link to far:29600", link(latency_ms=80.0), "warning", "A long way"),
+    ("link to far:29600", link(clock_skew_ms=-4000.0), "warning", "NTP"),
+    ("link to far:29600", {"tls": True, **link(clock_skew_ms=400_000.0)}, "problem", "Keys"),
+    ("open files", {"workers": 256, "cores": 256, "soft_files": 1024}, "problem", "ulimit -n 2112"),
+    ("open files", {"workers": 256, "cores": 256, "soft_files": 512, "hard_files": 512}, "problem",
+     "LimitNOFILE"),
+    ("windows", {"make_problem": "Operation not permitted"}, "problem", "seccomp"),
+    ("windows", {"open_problem": "Permission denied"}, "warning", "sockets"),
+    ("/dev/shm", {"shared_free_mb": 64.0}, "warning", "--shm-size"),
+    ("/dev/shm", {"shared_free_mb": None}, "warning", "tmpfs"),
+    ("memory", {"model_mb": 4000.0}, "problem", "fewer workers"),
+    ("disk", {"folder_problem": "/root cannot be written to"}, "problem", "--folder"),
+    ("disk", {"disk_free_mb": 10.0}, "warning", "200 MB"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("what", "changed", "state", "advice"), BROKEN)
+def test_each_fault_is_found_alone_and_says_what_to_do(what, changed, state, advice):
+    rows = found(**changed)
+    assert rows[what].state == state
+    assert advice in rows[what].advice
+    others = {name: row for name, row in rows.items() if name != what and row.state != "ok"}
+    assert not others
+
+
+def test_every_check_is_broken_by_some_row():
+    everything = found(port=29500, name_address="127.0.1.1", **AWAY)
+    checks = {name.split(" to ")[0] for name in everything} | {"system"}
+    assert {what.split(" to ")[0] for what, *_ in BROKEN} == checks
+
+
+def test_a_host_without_a_gpu_is_no_worse_for_it():
+    assert found(cuda=Cuda("12.8", False, (), "Found no NVIDIA driver"))["cuda"].state == "ok"
+    assert "H200" in found(cuda=Cuda("12.8", True, ("H200",)))["cuda"].value
+
+
+def test_the_number_of_workers_counts_all_hosts_where_they_connect():
+    alone, three = found(workers=8), found(workers=8, links={"a:1": GOOD, "b:1": GOOD}, bind="10.0.0.1")
+    assert "128 needed" in alone["open files"].value
+    assert "256 needed" in three["open files"].value
+    assert "8 workers" in three["cores"].value
+
+
+def test_loopback_asks_for_no_firewall():
+    rows = found(firewalls=("ufw",), name_address="127.0.1.1", links={LOOPBACK: GOOD})
+    assert not {"firewall", "host name"} & set(rows)
+    assert rows["loopback"].state == "ok"
+
+
+def test_a_missing_extra_is_no_fault_but_is_said():
+    rows = found(extras={"tls": ("cryptography",), "tensorboard": ()})
+    assert rows["extra tls"].state == rows["extra tensorboard"].state == "ok"
+    assert "pip install 'freewheel[tls]'" in rows["extra tls"].value
+
+
+def test_a_link_says_how_long_the_model_takes():
+    assert "100 MB take 0.086 s" in found(model_mb=100, **AWAY)["link to 10.0.0.2:29600"].value
+
+
+@pytest.mark.parametrize(
+    ("version", "bounds", "expected"),
+    [
+        ("2.8", ">=2.8,<2.14", True),
+        ("2.13.1+cpu", ">=2.8,<2.14", True),
+        ("2.14.0a0+git123", ">=2.8,<2.14", False),
+        ("2.9.0", "<2.14,>=2.8", True),
+        ("2.10.0", ">2.9", True),
+        ("3", "==3.0.0", True),
+        ("3.1", "!=3.1", False),
+        ("1.0", "", True),
+    ],
+)
+def test_versions_are_compared_by_their_numbers(version, bounds, expected):
+    assert fits(version, bounds) is expected
+
+
+# -- looking at a real host --
+
+
+def test_what_is_found_on_this_host_makes_sense(tmp_path):
+    said = []
+    seen = gather([], folder=tmp_path / "new" / "runs", mb=0.5, progress=said.append)
+    assert seen.system == "Linux"
+    assert fits(seen.torch, seen.torch_range)
+    assert seen.torch_range
+    assert 1 <= seen.cores <= len(os.sched_getaffinity(0))
+    assert seen.bind_problem is seen.make_problem is seen.open_problem is seen.folder_problem is None
+    assert seen.memory_free_mb > 10
+    assert seen.disk_free_mb > 1
+    assert 0 < seen.ports[0] < seen.ports[1] < 1 << 16
+    assert "dev" not in seen.extras
+    assert seen.links[LOOPBACK].mbit_out > 1
+    assert said
+
+
+def test_a_taken_port_an_address_of_others_and_a_deaf_host_are_seen():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        seen = gather([], bind="127.0.0.1", port=port, mb=0.1)
+    assert "in use" in seen.port_problem
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))  # bound and not listening: refused
+        seen = gather([("127.0.0.1", nobody.getsockname()[1])], bind="192.0.2.1", mb=0.1)
+    assert "192.0.2.1" in seen.bind_problem
+    (why,) = seen.links.values()
+    assert "doctor --serve" in why
+
+
+def test_a_file_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    assert "is a file" in gather([], folder=tmp_path / "file" / "runs", mb=0.1).folder_problem
+
+
+@pytest.mark.parametrize(
+    ("quota", "expected"), [("max 100000", None), ("150000 100000", 1), ("50000 100000", 1)]
+)
+def test_a_container_s_share_of_the_cores_counts(quota, expected, tmp_path, monkeypatch):
+    (tmp_path / "cpu.max").write_text(quota)
+    monkeypatch.setattr(looking, "QUOTA", Path(tmp_path / "cpu.max"))
+    assert gather([], mb=0.1).cores == (expected or len(os.sched_getaffinity(0)))
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("torch<2.14,>=2.8", ("torch", "<2.14,>=2.8", None)),
+        ('cryptography>=43; extra == "tls"', ("cryptography", ">=43", "tls")),
+        ("uvicorn[standard] (>=0.30) ; extra == 'dashboard'", ("uvicorn", ">=0.30", "dashboard")),
+        ("rich", ("rich", "", None)),
+    ],
+)
+def test_requirements_are_read(line, expected):
+    assert looking._requirement(line) == expected

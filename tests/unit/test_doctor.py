@@ -1,0 +1,136 @@
+"""The doctor, as a person meets it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from freewheel.cli import doctor as command
+from freewheel.cli.main import main
+from freewheel.errors import ConfigError
+from freewheel.runtime import links
+from freewheel.runtime.diagnosis import Finding
+
+START = [sys.executable, "-c", "from freewheel.cli.main import main; main()", "doctor"]
+
+
+@pytest.fixture
+def doctor(monkeypatch, capsys, tmp_path):
+    """Run the command in this process; its exit code, output and complaints."""
+
+    def run(*arguments):
+        given = ["freewheel", "doctor", "--mb", "0.1", "--folder", str(tmp_path), *arguments]
+        monkeypatch.setattr(sys, "argv", given)
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        with pytest.raises(SystemExit) as left:
+            main()
+        return left.value.code, *capsys.readouterr()
+
+    return run
+
+
+def test_one_host_serves_and_another_measures(doctor):
+    ask = [*START, "--serve", "--port", "0"]
+    with subprocess.Popen(ask, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
+        try:
+            address = re.search(r"freewheel doctor (127\.0\.0\.1:\d+)", serving.stdout.readline())[1]
+            assert "--bind" in serving.stdout.readline()
+            code, out, err = doctor(address, "-n", "1", "--json")
+            assert "127.0.0.1 measured" in serving.stdout.readline()
+        finally:
+            serving.send_signal(signal.SIGINT)
+            _, complaints = serving.communicate(timeout=60)
+    assert serving.returncode == 130
+    assert "Traceback" not in complaints
+    assert f"measuring the link to {address}" in err
+    found = json.loads(out)
+    assert (code, found["usable"]) == (0, True)
+    assert found["links"][address]["mbit_out"] > 0
+    assert set(found["findings"][0]) == {"what", "value", "state", "advice"}
+
+
+def test_a_ready_host_is_shown_plainly_in_80_columns(doctor):
+    code, out, _ = doctor("-n", "1")
+    assert code == 0
+    assert "Ready to run" in out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "\x1b" not in out
+    for what in ("python", "torch", "cuda", "cores", "listening", "loopback", "open files", "disk"):
+        assert re.search(rf"^(ok|warning) +{what} ", out, flags=re.M), what
+
+
+def test_a_problem_is_exit_code_1_and_says_what_to_do(doctor):
+    code, out, _ = doctor("-n", "1", "--bind", "192.0.2.1")
+    assert code == 1
+    assert re.search(r"^problem +listening +not on 192\.0\.2\.1$", out, flags=re.M)
+    assert "give one that `ip address` lists" in " ".join(out.split())
+    assert out.rstrip().splitlines()[-1].startswith("1 problem, ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["host:"], "write HOST:PORT"),
+        (["host:99999"], "write HOST:PORT"),
+        (["--serve", "host"], "--serve stands alone"),
+        (["-n", "0"], "workers must be at least 1"),
+        (["--mb", "0"], "mb must be above 0"),
+        (["--model-mb", "-1"], "model-mb must be at least 0"),
+        (["--tls", "nowhere"], "is not a set of keys"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, why, doctor):
+    code, out, err = doctor(*arguments)
+    assert code == 2
+    assert not out
+    assert why in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("10.0.0.2", ("10.0.0.2", links.PORT)),
+        ("node-2:4000", ("node-2", 4000)),
+        ("fe80::1", ("fe80::1", links.PORT)),
+        ("[fe80::1]", ("fe80::1", links.PORT)),
+        ("[fe80::1]:4000", ("fe80::1", 4000)),
+    ],
+)
+def test_addresses(text, expected):
+    assert command._address(text) == expected
+
+
+def test_an_empty_address_is_refused():
+    with pytest.raises(ConfigError, match="HOST:PORT"):
+        command._address("")
+
+
+def test_long_rows_wrap_and_keep_their_column(capsys):
+    rows = [
+        Finding("cores", "few"),
+        Finding("link to a-host-of-long-name:29600", "v " * 50, "warning", "do " * 50),
+    ]
+    command._print(rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[1].split() == ["warning", "link", "to", "a-host-of-long-name:29600"]
+    assert {len(line) - len(line.lstrip()) for line in lines[2:]} == {len("ok       cores  ")}
+    assert " ".join(" ".join(lines[2:]).split()) == ("v " * 50 + "do " * 50).strip()
+
+
+def test_without_a_terminal_nothing_turns():
+    done = subprocess.run(
+        [*START, "-n", "1", "--mb", "0.1"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout
+    assert not done.stderr
