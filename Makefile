@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 REPORT ?= runs/demo/report.html
 
-.PHONY: demo test check format clean
+.PHONY: demo test check docs format clean
 
 demo: $(INSTALLED)
 	$(BIN)/freewheel compare --task digits:apart=true --workers 4 --steps 150 --compute-ms 10 --slow 0:5 \
@@ -20,6 +20,11 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@echo "Open build/site/index.html"
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

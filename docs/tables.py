@@ -25,7 +25,7 @@ PART = re.compile(r"(<!-- begin (\w+), by docs/tables.py -->\n).*?(<!-- end -->)
 @cache
 def results(name: str) -> tuple[fw.Result, ...]:
     """One result for each case."""
-    usual = {"workers": 8, "steps": 48, "compute": fw.Compute(ms=50), "model_mb": 10, "gradients": False}
+    usual = {"workers": 8, "steps": 32, "compute": fw.Compute(ms=50), "model_mb": 10, "gradients": False}
     return tuple(fw.simulate(name, "quadratic", **(usual | case)) for case in CASES.values())
 
 

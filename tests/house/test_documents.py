@@ -1,7 +1,8 @@
-"""Every code block of the README and of docs/ is run, or says in the source why not, and then at least parses.
+"""Every code block of README and docs is run, or says in the source why not, and then at least parses.
 
-A block of ``python`` or ``bash`` is run, those of a page in order and in one folder. A python block whose first
-line is ``# NAME.py`` is also a file there. ``<!-- not run: WHY -->`` before a block lets it be.
+Blocks of ``python`` and ``bash`` are run, those of a page in order and in one folder. A python block whose
+first line is ``# NAME.py`` is also a file there. Before a block, ``<!-- not run: WHY -->`` lets it be, and
+``<!-- slow: WHY -->`` leaves it to the slow tests.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from freewheel.strategies import ALL
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
-    r"(?P<why><!-- not run: [^\n]+ -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$", flags=re.M | re.S
+    r"(?:<!-- (?P<mark>not run|slow): [^\n]+ -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$", flags=re.M | re.S
 )
 PROGRAMS = re.compile(r"^(sudo )?(freewheel|python3?|torchrun|pip|make) ", flags=re.M)
 
@@ -33,7 +34,8 @@ class Block:
     where: str
     kind: str
     body: str
-    run: bool
+    mark: str | None
+    """`slow`: the slow tests run it; `not run`: nobody does."""
 
     @property
     def commands(self) -> list[list[str]]:
@@ -48,21 +50,22 @@ def blocks(path: Path) -> list[Block]:
             f"{path.name}:{text.count(chr(10), 0, found.start('body'))}",
             found["kind"],
             found["body"],
-            not found["why"],
+            found["mark"],
         )
         for found in FENCE.finditer(text)
     ]
 
 
-def run_page(path: Path, monkeypatch) -> None:
+def run_page(path: Path, monkeypatch, slow: bool = False) -> None:
     """Run what a page shows, in the current folder."""
     for block in blocks(path):
+        run = block.mark is None or (slow and block.mark == "slow")
         try:
             if block.kind == "python":
-                run_python(block)
+                run_python(block, run)
             elif block.kind == "bash":
                 for words in block.commands:
-                    run_command(words, monkeypatch) if block.run else parse(words)
+                    run_command(words, monkeypatch) if run else parse(words)
             else:
                 assert not PROGRAMS.search(block.body), "commands belong into a bash block"
         except BaseException as error:
@@ -70,9 +73,9 @@ def run_page(path: Path, monkeypatch) -> None:
             raise
 
 
-def run_python(block: Block) -> None:
+def run_python(block: Block, run: bool) -> None:
     code = compile(block.body, block.where, "exec")
-    if not block.run:
+    if not run:
         return
     if name := re.match(r"# (\w+\.py)\n", block.body):
         Path(name[1]).write_text(block.body)
@@ -113,6 +116,14 @@ def test_what_a_page_shows_runs(path, tmp_path, monkeypatch, capfd):
     run_page(path, monkeypatch)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", [p for p in PAGES if "<!-- slow: " in p.read_text()], ids=lambda p: p.name)
+def test_what_takes_long_runs(path, tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    run_page(path, monkeypatch, slow=True)
+
+
 GOOD = "```python\nprint(1)\n```\n"
 
 
@@ -129,7 +140,7 @@ GOOD = "```python\nprint(1)\n```\n"
         ("```text\nsudo freewheel bench network\n```", "bash block"),
         ("<!-- not run: root -->\n```bash\nsudo freewheel bench network --link-mbitt 100\n```", "link-mbitt"),
         ("<!-- not run: long -->\n```bash\nfreewheel trane\n```", "no command trane"),
-        ("<!-- not run: long -->\n```bash\nfreewheel run -n many train.py\n```", "many"),
+        ("<!-- not run: long -->\n```bash\nfreewheel run -n many train.py\n```", "valid integer"),
         ("<!-- not run: yours -->\n```python\nwith fw.attach(model) as:\n```", "invalid syntax"),
     ],
 )
@@ -137,7 +148,7 @@ def test_a_broken_block_is_noticed(text, why, tmp_path, monkeypatch, capsys):
     page = tmp_path / "page.md"
     page.write_text(GOOD + text + "\n" + GOOD)
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(BaseException) as failed:  # whatever it raises, the page fails
+    with pytest.raises(BaseException) as failed:  # noqa: PT011  # whatever it raises, the page fails
         run_page(page, monkeypatch)
     assert "page.md:4" in failed.value.__notes__[0] or "page.md:5" in failed.value.__notes__[0]
     message = getattr(failed.value, "message", None) or str(failed.value)
@@ -146,9 +157,10 @@ def test_a_broken_block_is_noticed(text, why, tmp_path, monkeypatch, capsys):
 
 def test_blocks_that_are_not_run_are_few_and_say_why():
     every = [block for path in PAGES for block in blocks(path) if block.kind in ("python", "bash")]
-    assert sum(not block.run for block in every) < len(every) / 4
-    marks = sum(path.read_text().count("<!-- not run") for path in PAGES)
-    assert marks == sum(not block.run for block in every)  # none that stands before no block
+    marked = [block for block in every if block.mark]
+    assert len(marked) < len(every) / 3
+    marks = [mark for path in PAGES for mark in re.findall("<!-- (?:not run|slow)", path.read_text())]
+    assert len(marks) == len(marked)  # none that stands before no block
 
 
 def test_every_strategy_has_a_page_that_says_its_settings():

@@ -6,7 +6,6 @@ import ast
 import doctest
 import importlib
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +13,6 @@ from pathlib import Path
 import pytest
 
 import freewheel
-from freewheel.cli.main import main
 from freewheel.strategies import ALL
 
 ROOT = Path(__file__).parents[2]
@@ -101,24 +99,9 @@ def blocks(path: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", path.read_text(), flags=re.S)
 
 
-@pytest.mark.parametrize("block", blocks(ROOT / "README.md", "python"))
-def test_what_the_readme_shows_runs(block, capsys):
-    exec(compile(block, "README.md", "exec"), {})
-
-
 COMMANDS = [
     line for block in blocks(ROOT / "README.md", "bash") for line in block.replace("\\\n", " ").splitlines()
 ]
-
-
-@pytest.mark.parametrize("command", [line for line in COMMANDS if line.startswith("freewheel ")])
-def test_the_commands_in_the_readme_run(command, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", shlex.split(command, comments=True))
-    with pytest.raises(SystemExit) as left:
-        main()
-    assert left.value.code in (0, None)
-    assert capsys.readouterr().out
 
 
 def test_the_readme_has_exactly_two_set_up_commands():
