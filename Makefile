@@ -24,7 +24,7 @@ check: $(INSTALLED)
 
 docs: $(INSTALLED)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
-	@echo "Open build/site/index.html"
+	@echo "Open build/site/index.html; searching needs a server: $(BIN)/mkdocs serve"
 
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .

@@ -66,12 +66,12 @@ def facts(name: str) -> str:
 
 def overview() -> str:
     """All strategies beside each other."""
-    heads = ["strategy", "a step waits for", *CASES, "sent a step", "from"]
+    heads = ["strategy", "a step waits for", *CASES, "sent a step"]
     rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for name, strategy in ALL.items():
         shares = [percent(result.ideal_share) for result in results(name)]
         cells = [f"[{name}]({name}.md)", strategy.waits_for, *shares, megabytes(results(name)[0])]
-        rows.append(f"| {' | '.join([*cells, strategy.reference])} |")
+        rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 
 
