@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from freewheel.errors import ConfigError
 from freewheel.runtime import facts as looking
 from freewheel.runtime.diagnosis import diagnose, fits
 from freewheel.runtime.facts import LOOPBACK, Cuda, Facts, gather
@@ -36,7 +37,6 @@ def test_a_good_host_has_nothing_to_complain_of():
 
 
 BROKEN = [
-    ("system", {"system": "Darwin"}, "problem", "Linux"),
     ("python", {"python": (3, 10, 4)}, "problem", ">=3.11"),
     ("torch", {"torch": "2.7.1+cu126"}, "problem", "pip install 'torch>=2.8,<2.14'"),
     ("torch", {"torch": "2.14.0"}, "problem", "<2.14"),
@@ -45,7 +45,8 @@ BROKEN = [
      "problem", "Update the driver"),
     ("cuda", {"cuda": Cuda("12.8", True, ("H200",), "CUDA error: uncorrectable ECC error")}, "problem",
      "nvidia-smi"),
-    ("cuda", {"cuda": Cuda("12.8", True)}, "problem", "CUDA_VISIBLE_DEVICES"),
+    ("cuda", {"cuda": Cuda("12.8", True)}, "warning", "CUDA_VISIBLE_DEVICES"),
+    ("cuda", {"cuda": Cuda("12.8", True, (), "No CUDA GPUs are available")}, "warning", "--gpus all"),
     ("cores", {"cores": 2}, "warning", "smaller -n"),
     ("threads", {"omp": "4"}, "warning", "set it to 1"),
     ("threads", {"omp": "many"}, "problem", "whole number"),
@@ -86,7 +87,7 @@ def test_each_fault_is_found_alone_and_says_what_to_do(what, changed, state, adv
 
 def test_every_check_is_broken_by_some_row():
     everything = found(port=29500, name_address="127.0.1.1", **AWAY)
-    checks = {name.split(" to ")[0] for name in everything} | {"system"}
+    checks = {name.split(" to ")[0] for name in everything}
     assert {what.split(" to ")[0] for what, *_ in BROKEN} == checks
 
 
@@ -141,7 +142,6 @@ def test_versions_are_compared_by_their_numbers(version, bounds, expected):
 def test_what_is_found_on_this_host_makes_sense(tmp_path):
     said = []
     seen = gather([], folder=tmp_path / "new" / "runs", mb=0.5, progress=said.append)
-    assert seen.system == "Linux"
     assert fits(seen.torch, seen.torch_range)
     assert seen.torch_range
     assert 1 <= seen.cores <= len(os.sched_getaffinity(0))
@@ -165,6 +165,12 @@ def test_a_taken_port_an_address_of_others_and_a_deaf_host_are_seen():
     assert "192.0.2.1" in seen.bind_problem
     (why,) = seen.links.values()
     assert "doctor --serve" in why
+
+
+def test_another_system_is_refused(monkeypatch):
+    monkeypatch.setattr(looking.platform, "system", lambda: "Darwin")
+    with pytest.raises(ConfigError, match="Linux, not on Darwin"):
+        gather([])
 
 
 def test_a_file_is_no_folder(tmp_path):

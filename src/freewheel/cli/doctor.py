@@ -115,17 +115,18 @@ def _print(found: list[Finding]) -> None:
     console = Console()
     width = min(console.width, WIDEST) if console.is_terminal else 80
     column = INDENT + max(len(finding.what) for finding in found if len(finding.what) <= 18) + 2
+    room = max(20, width - column)
     for finding in found:
         line = Text(f"{finding.state:<{INDENT}}", style=COLOURS[finding.state])
         head = f"{finding.what:<{column - INDENT}}"
         line.append(head, style="bold" if finding.state != "ok" else "default")
-        value = textwrap.wrap(finding.value, width - column) or [""]
+        value = textwrap.wrap(finding.value, room) or [""]
         if len(finding.what) > 18:  # an address of its own line
             value.insert(0, "")
         console.print(line + Text(value[0], style="default"), soft_wrap=True, highlight=False)
         for more in value[1:]:
             console.print(" " * column + more, soft_wrap=True, highlight=False, markup=False)
-        for advice in textwrap.wrap(finding.advice, width - column, break_on_hyphens=False):
+        for advice in textwrap.wrap(finding.advice, room, break_on_hyphens=False):
             console.print(Text(" " * column + advice, style="italic"), soft_wrap=True)
 
 

@@ -19,6 +19,7 @@ THIN_MBIT = 100.0
 LATE_MS = 50.0
 SKEW_MS, KEYS_SKEW_MS = 1000.0, 300_000.0  # records are compared by time; keys hold from 5 minutes before
 SMALL_SHARED_MB = 512.0
+NO_DEVICES = "No CUDA GPUs are available"  # as torch says it
 VECTORS = 4  # of the model's size, beside the optimizer's: weights, gradients, two windows
 OPERATORS = {
     ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt,
@@ -40,7 +41,7 @@ def diagnose(facts: Facts, workers: int, model_mb: float | None = None, tls: boo
     """All findings for so many workers on this host, and as many on each host measured."""
     hosts = 1 + len([host for host in facts.links if host != LOOPBACK])
     return [
-        *_python(facts),
+        _python(facts),
         _torch(facts),
         _cuda(facts),
         _cores(facts, workers),
@@ -74,19 +75,16 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in start[0].split(".")) if start else ()
 
 
-def _python(facts: Facts) -> Iterator[Finding]:
-    if facts.system != "Linux":
-        yield Finding("system", facts.system, "problem", "Freewheel runs on Linux: use a Linux host or WSL.")
+def _python(facts: Facts) -> Finding:
     version = ".".join(map(str, facts.python))
     if fits(version, facts.python_range):
-        yield Finding("python", version)
-    else:
-        yield Finding(
-            "python",
-            version,
-            "problem",
-            f"Freewheel needs {facts.python_range}: make a new virtual environment with such a Python.",
-        )
+        return Finding("python", version)
+    return Finding(
+        "python",
+        version,
+        "problem",
+        f"Freewheel needs {facts.python_range}: make a new virtual environment with such a Python.",
+    )
 
 
 def _torch(facts: Facts) -> Finding:
@@ -115,7 +113,14 @@ def _cuda(facts: Facts) -> Finding:
         return Finding("cuda", "none: training runs on the CPU")
     if not cuda.driver:
         return Finding("cuda", f"torch is built for {cuda.built}; no driver here, training runs on the CPU")
-    why = cuda.problem or "no device"
+    why = cuda.problem or NO_DEVICES
+    if NO_DEVICES in why:  # they may be hidden on purpose
+        return Finding(
+            "cuda",
+            "there is a driver, but no device for this process",
+            "warning",
+            "Training runs on the CPU. Is CUDA_VISIBLE_DEVICES right? In a container: is --gpus all given?",
+        )
     old = "too old" in why
     return Finding(
         "cuda",
@@ -123,8 +128,8 @@ def _cuda(facts: Facts) -> Finding:
         "problem",
         f"Update the driver, or install a torch for its CUDA (this one is built for {cuda.built})."
         if old
-        else "nvidia-smi shows what the driver sees. Is CUDA_VISIBLE_DEVICES right? Is one lost or busy? "
-        "In a container: was it started with --gpus all?",
+        else "Is a device lost, or used by others alone? nvidia-smi shows what the driver sees; "
+        "CUDA_VISIBLE_DEVICES leaves one out.",
     )
 
 
@@ -194,7 +199,7 @@ def _firewall(facts: Facts) -> Finding:
         return Finding("firewall", "none seen (one may be elsewhere)")
     return Finding(
         "firewall",
-        f"{' and '.join(facts.firewalls)} is on",
+        f"seen: {', '.join(facts.firewalls)}",
         "warning",
         f"Workers listen on ports the system chooses, {first} to {last}. Let the other hosts in: "
         f"{_rule(facts.firewalls[0], first, last)}",
@@ -214,7 +219,7 @@ def _link(host: str, link: LinkFigure | str, model_mb: float | None, tls: bool) 
     slower = min(link.mbit_out, link.mbit_in)
     value = (
         f"{_mbit(link.mbit_out)} out, {_mbit(link.mbit_in)} in, {link.latency_ms:.2g} ms, "
-        f"clock {link.clock_skew_ms:+.0f} ms"
+        f"clock {round(link.clock_skew_ms):+d} ms"
     )
     if model_mb is not None:
         value += f"; {model_mb:g} MB take {8 * model_mb / slower:.2g} s"

@@ -45,7 +45,6 @@ class Cuda:
 class Facts:
     """One host, seen from one process on it."""
 
-    system: str = "Linux"
     python: tuple[int, ...] = (3, 11, 0)
     python_range: str = ">=3.11"
     torch: str = "2.8.0"
@@ -95,6 +94,8 @@ def gather(
     progress: Callable[[str], None] = lambda text: None,
 ) -> Facts:
     """Look at this host, and measure the links to the others; without others: loopback."""
+    if platform.system() != "Linux":
+        raise ConfigError(f"Freewheel runs on Linux, not on {platform.system()}: use a Linux host, or WSL.")
     progress("looking at torch and CUDA")
     ranges, extras = _requirements()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -103,7 +104,6 @@ def gather(
     make_problem, open_problem = _windows()
     progress("looking at ports, memory and disk")
     return Facts(
-        system=platform.system(),
         python=tuple(sys.version_info[:3]),
         python_range=ranges["python"],
         torch=torch.__version__,
@@ -218,7 +218,10 @@ def _cannot_listen(bind: str, port: int) -> str | None:
 
 
 def _system_ports() -> tuple[int, int]:
-    first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    try:
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except OSError:  # hidden in some containers
+        return Facts.ports
     return int(first), int(last)
 
 
@@ -267,8 +270,12 @@ def _windows() -> tuple[str | None, str | None]:
 
 
 def _memory_free_mb() -> float | None:
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), flags=re.M)
-    return int(found[1]) / 1000 if found else None
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, flags=re.M)
+    return int(found[1]) * 1024 / 1e6 if found else None
 
 
 def _nearest(folder: Path) -> Path:

@@ -117,8 +117,8 @@ class Server:
     def _answer(self, end: socket.socket) -> None:
         until_s = time.monotonic() + VISIT_S
         end.sendall(_greeting())
-        _greeted(end)
-        while (asked := _take_exactly(end, REQUEST.size, ends_here=True)) and not self._closed.is_set():
+        _greeted(end, until_s)
+        while (asked := _take(end, REQUEST.size, until_s, may_end=True)) and not self._closed.is_set():
             what, size = REQUEST.unpack(asked)
             if what not in (PING, TAKE, GIVE) or size > MOST_MB * 10**6:
                 raise ValueError("it asked for what is not offered")
@@ -169,7 +169,7 @@ def measure(
             if context:
                 end = ends.enter_context(context.wrap_socket(end))
             end.sendall(_greeting())
-            _greeted(end)
+            _greeted(end, until_s)
             return _figure(end, round(mb * 10**6), until_s)
     except (OSError, ValueError) as error:
         raise ConfigError(
@@ -201,10 +201,9 @@ def _grow(transfer: Callable[[int], float], most_bytes: int, trip_s: float) -> f
 
 def _ping(end: socket.socket, until_s: float) -> tuple[float, float]:
     """Seconds of a round trip, and how far the other clock is ahead."""
-    _in_time(until_s)
     sent_ns, begun_s = time.time_ns(), time.perf_counter()
     end.sendall(REQUEST.pack(PING, 0))
-    (theirs_ns,) = ANSWER.unpack(_take_exactly(end, ANSWER.size))
+    (theirs_ns,) = ANSWER.unpack(_take(end, ANSWER.size, until_s))
     trip_s = time.perf_counter() - begun_s
     return trip_s, (theirs_ns - sent_ns) / 1e9 - trip_s / 2
 
@@ -215,7 +214,7 @@ def _send(end: socket.socket, size: int, until_s: float) -> float:
     for length in _pieces(size):
         _in_time(until_s)
         end.sendall(memoryview(PIECE)[:length])
-    _take_exactly(end, ANSWER.size)
+    _take(end, ANSWER.size, until_s)
     return time.perf_counter() - begun_s
 
 
@@ -235,8 +234,8 @@ def _greeting() -> bytes:
     return GREETING.pack(MAGIC, VERSION, importlib.metadata.version("freewheel").encode())
 
 
-def _greeted(end: socket.socket) -> None:
-    found, ours = _take_exactly(end, GREETING.size), _greeting()
+def _greeted(end: socket.socket, until_s: float) -> None:
+    found, ours = _take(end, GREETING.size, until_s), _greeting()
     magic, version, release = GREETING.unpack(found)
     if magic != MAGIC:
         raise ValueError("it does not speak this protocol")
@@ -246,12 +245,14 @@ def _greeted(end: socket.socket) -> None:
         raise ValueError(f"it runs {theirs}, this host {mine}: install one version")
 
 
-def _take_exactly(end: socket.socket, size: int, ends_here: bool = False) -> bytes:
+def _take(end: socket.socket, size: int, until_s: float, may_end: bool = False) -> bytes:
+    """So many bytes; none, where the other side may end and did."""
     found = b""
     while len(found) < size:
+        _in_time(until_s)
         part = end.recv(size - len(found))
         if not part:
-            if ends_here and not found:
+            if may_end and not found:
                 return b""
             raise ValueError("it hung up")
         found += part
