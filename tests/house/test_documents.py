@@ -100,6 +100,7 @@ def run_command(words: list[str], monkeypatch) -> None:
 def parse(words: list[str]) -> None:
     """Read a freewheel command's options, without running it."""
     words = words[1:] if words[0] == "sudo" else words
+    words = words[: next((at for at, word in enumerate(words) if word in (">", "|")), None)]
     if words[0] != "freewheel":
         return
     command, name, rest = typer.main.get_command(app), "freewheel", words[1:]
