@@ -139,7 +139,7 @@ def test_what_answers_there_is_named(answer, why):
 
 
 def test_a_transfer_that_takes_too_long_ends():
-    with serve("127.0.0.1", 0) as server, pytest.raises(ConfigError, match="too long|timed out"):
+    with serve("127.0.0.1", 0) as server, pytest.raises(ConfigError, match=r"too long|timed out"):
         measure("127.0.0.1", server.port, 1000, timeout_s=0.05)
 
 
