@@ -53,7 +53,7 @@ def diagnose(facts: Facts, workers: int, model_mb: float | None = None, tls: boo
         _shared(facts),
         _memory(facts, workers, model_mb),
         _disk(facts, workers),
-        *(_extra(extra, missing) for extra, missing in facts.extras.items()),
+        _extras(facts),
     ]
 
 
@@ -334,10 +334,15 @@ def _disk(facts: Facts, workers: int) -> Finding:
     return Finding(what, value)
 
 
-def _extra(extra: str, missing: tuple[str, ...]) -> Finding:
-    if not missing:
-        return Finding(f"extra {extra}", "installed")
-    return Finding(f"extra {extra}", f"not installed: pip install 'freewheel[{extra}]' if you need it")
+def _extras(facts: Facts) -> Finding:
+    there = sorted(extra for extra, missing in facts.extras.items() if not missing)
+    missing = sorted(extra for extra, missing in facts.extras.items() if missing)
+    value = f"installed: {', '.join(there) or 'none'}"
+    if missing:
+        value += (
+            f"; not installed: {', '.join(missing)} (pip install 'freewheel[{missing[0]}]' if you need it)"
+        )
+    return Finding("extras", value)
 
 
 def _mbit(mbit: float) -> str:
