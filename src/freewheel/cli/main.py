@@ -18,6 +18,7 @@ from freewheel.cli.console import output
 from freewheel.cli.dashboard import dashboard
 from freewheel.cli.doctor import doctor
 from freewheel.cli.keys import keys
+from freewheel.cli.plan import plan
 from freewheel.cli.report import report
 from freewheel.cli.run import join, run
 from freewheel.cli.simulate import simulate
@@ -39,6 +40,7 @@ app.command(name="run", context_settings={"allow_interspersed_args": False})(run
 app.command(name="join")(join)
 app.command(name="watch")(watch)
 app.command(name="chaos")(chaos)
+app.command(name="plan", context_settings={"allow_interspersed_args": False})(plan)
 app.command(name="train")(train)
 app.command(name="compare")(compare)
 app.command(name="dashboard")(dashboard)

@@ -1,0 +1,234 @@
+"""``freewheel plan``: which strategy to use, before anything is run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
+
+from freewheel import names
+from freewheel.cli.console import output
+from freewheel.cli.options import ranks_and_numbers
+from freewheel.cli.run import _module, _script
+from freewheel.errors import ConfigError
+from freewheel.observe.files import check_writable, write_whole
+from freewheel.planning import plan as planner
+from freewheel.planning import tables, words
+from freewheel.planning.choice import Progress
+from freewheel.planning.measure import LinkTo, Measurement, measure_links, measure_script
+from freewheel.planning.setting import Setting
+
+
+def plan(
+    workers: Annotated[int, typer.Option(help="How many workers.")],
+    command: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SCRIPT]", help="The training script; the rest is the script's.", show_default=False),
+    ] = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run SCRIPT alone for a few steps to get model, time and jitter.")
+    ] = False,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
+    hosts: Annotated[
+        str | None,
+        typer.Option(help="HOST[:PORT],…: time the links to these; each runs `freewheel doctor --serve`."),
+    ] = None,
+    tls: Annotated[Path | None, typer.Option(help="Keys for --hosts, as freewheel keys makes them.")] = None,
+    model_mb: Annotated[float | None, typer.Option(help="What the weights weigh; or --measure.")] = None,
+    compute_ms: Annotated[float | None, typer.Option(help="Mean time of a step; or --measure.")] = None,
+    jitter: Annotated[
+        float | None, typer.Option(help="How much a worker's steps vary, e.g. 0.1; default: 0, or measured.")
+    ] = None,
+    link_mbit: Annotated[
+        float | None, typer.Option(help="Bandwidth of each worker, in and out; default: 1000, or --hosts.")
+    ] = None,
+    latency_ms: Annotated[
+        float | None, typer.Option(help="Latency of every link; default: 0.2, or --hosts.")
+    ] = None,
+    slow: Annotated[
+        list[str] | None, typer.Option(help="RANK:FACTOR, this worker computes slower; repeatable.")
+    ] = None,
+    slow_link: Annotated[
+        list[str] | None, typer.Option(help="RANK:FACTOR, this worker's link is slower; repeatable.")
+    ] = None,
+    workers_per_node: Annotated[
+        int, typer.Option(help="Workers that share a machine, in order of rank.")
+    ] = 1,
+    message_ms: Annotated[
+        float, typer.Option(help="What a message takes at its ends, beside the wire.")
+    ] = 0.5,
+    memory_gb: Annotated[
+        float | None, typer.Option(help="What each worker has; strategies that need more are left out.")
+    ] = None,
+    sensitivity: Annotated[
+        float, typer.Option(help="How much drift and lag cost in convergence, against what digits shows.")
+    ] = 1.0,
+    strategy: Annotated[
+        str, typer.Option(help="Only these, separated by commas; with settings: sasgd:interval=8.")
+    ] = "all",
+    steps: Annotated[
+        int | None, typer.Option(help="Simulated steps of each worker; default: what each strategy needs.")
+    ] = None,
+    seed: Annotated[int, typer.Option(help="One seed, one plan.")] = 0,
+    scale: Annotated[
+        str | None, typer.Option(help="Numbers of workers, as in 4,16,64: how costs grow, instead of a plan.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="With --scale: draw it into this HTML file.")] = None,
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
+) -> None:
+    """Say which strategy to use: all of them in virtual time, ranked by what their steps are worth."""
+    sizes = _sizes(scale)
+    if steps is not None and steps < 2:
+        raise ConfigError(f"--steps must be at least 2, not {steps}.")
+    if report is not None and sizes is None:
+        raise ConfigError("--report draws how costs grow: give --scale, as in --scale 4,16,64.")
+    for path in (report, json_path):
+        check_writable(path)
+    given: dict[str, Any] = {
+        "workers": workers,
+        "slow": {rank: factor for rank, (factor,) in ranks_and_numbers("--slow", slow, 1)},
+        "slow_link": {rank: factor for rank, (factor,) in ranks_and_numbers("--slow-link", slow_link, 1)},
+        "workers_per_node": workers_per_node,
+        "message_ms": message_ms,
+        "memory_gb": memory_gb,
+        "sensitivity": sensitivity,
+        "seed": seed,
+    }
+    chosen = [] if strategy == "all" else names.split(strategy)
+    # Mistakes are found before minutes are spent on measuring; 1 stands for what is measured.
+    numbers = {"model_mb": model_mb, "compute_ms": compute_ms, "jitter": jitter}
+    numbers |= {"link_mbit": link_mbit, "latency_ms": latency_ms}
+    known = {key: value for key, value in numbers.items() if value is not None}
+    planner.check(Setting(**{"model_mb": 1.0, "compute_ms": 1.0, **given, **known}), chosen)
+    script = _command(command, measure, module)
+    if not measure and (model_mb is None or compute_ms is None):
+        missing = "--model-mb" if model_mb is None else "--compute-ms"
+        raise ConfigError(f"{missing} is missing: give it, or let it be measured: --measure train.py.")
+    with _bars() as progress:
+        measured = _measured(script, progress) if measure else None
+        links = _links(names.split(hosts), tls, progress) if hosts else []
+        found = (asdict(measured) if measured else {}) | _worst(links)
+        wanted = ("model_mb", "compute_ms", "jitter", "optimizer_mb", "link_mbit", "latency_ms")
+        numbers = {key: found[key] for key in wanted if key in found} | known
+        setting = Setting(**given, **numbers)
+        if sizes is not None:
+            grown = planner.scale(setting, sizes, chosen, steps=steps, progress=progress)
+        else:
+            made = planner.make(setting, chosen, steps=steps, progress=progress)
+    console = output()
+    _say(console, *_findings(measured, links))
+    if sizes is not None:
+        _show_growth(console, grown, setting, report)
+        plain = {str(size): [one.as_json() for one in found] for size, found in grown.items()}
+        result: dict[str, Any] = {"setting": asdict(setting), "scale": plain}
+    else:
+        _show(console, made, script or ["train.py"])
+        result = made.as_json() | {"run": made.run_line(script or ["train.py"])}
+    if json_path is not None:
+        result |= {"measured": asdict(measured) if measured else None, "links": [asdict(one) for one in links]}
+        write_whole(json_path, json.dumps(result, indent=2) + "\n")
+
+
+def _show(console: Console, made: planner.Plan, script: Sequence[str]) -> None:
+    _say(console, words.setting_in_words(made.setting), "")
+    console.print(tables.speeds(made.forecasts))
+    console.print()
+    console.print(tables.costs(made.forecasts))
+    _say(console, "", *words.recommendation(made, script))
+    _say(console, "", "What would change it:", *words.what_would_change(made))
+    if ddp := words.about_ddp(made):
+        _say(console, ddp)
+    if made.left_out:
+        _say(console, "", *(f"Left out: {name} {why}." for name, why in made.left_out.items()))
+
+
+def _show_growth(
+    console: Console, grown: dict[int, Any], setting: Setting, report: Path | None
+) -> None:
+    title = "Useful steps as a share of the ideal, by number of workers"
+    _say(console, f"{title}; none: all steps.", "")
+    console.print(tables.growth(grown))
+    if report is not None:
+        from freewheel.planning.chart import html  # plotly is slow to import
+
+        command = shlex.join(["freewheel", *sys.argv[1:]])
+        write_whole(report, html(grown, f"Freewheel: {setting.model_mb:g} MB on {setting.link_mbit:g} Mbit/s", command))
+        _say(console, "", f"Drawn: {report.resolve()}")
+
+
+def _say(console: Console, *lines: str) -> None:
+    for line in lines:
+        # What is to be copied stays one line; the rest is folded between words.
+        console.print(line, highlight=False, markup=False, soft_wrap=line.startswith("    "))
+
+
+def _findings(measured: Measurement | None, links: Sequence[LinkTo]) -> Iterator[str]:
+    if measured is not None:
+        yield (
+            f"Measured in {measured.steps} steps alone on {measured.device}: {measured.compute_ms:.3g} ms a step, "
+            f"jitter {measured.jitter:.2f}, {measured.model_mb:.3g} MB of weights, {measured.optimizer_mb:.3g} MB "
+            "kept by the optimizer."
+        )
+    for one in links:
+        yield f"Link to {one.host}: {one.mbit:.4g} Mbit/s, {one.latency_ms:.3g} ms."
+    if len(links) > 1:
+        yield "The slowest of them is planned with; links between the other hosts are taken to be like it."
+
+
+def _measured(script: list[str], progress: Progress) -> Measurement:
+    progress("measuring the script", 0.0)
+    return measure_script(script)
+
+
+def _links(hosts: list[str], tls: Path | None, progress: Progress) -> list[LinkTo]:
+    return measure_links(hosts, tls, lambda host: progress(f"measuring {host}", 0.0))
+
+
+def _worst(links: Sequence[LinkTo]) -> dict[str, float]:
+    """The slowest link stands for all."""
+    if not links:
+        return {}
+    return {"link_mbit": min(one.mbit for one in links), "latency_ms": max(one.latency_ms for one in links)}
+
+
+def _command(command: list[str] | None, measure: bool, module: bool) -> list[str]:
+    """The script as `freewheel run` takes it; it must be there if it is to be measured."""
+    if not command:
+        if measure:
+            raise ConfigError("--measure needs a script: freewheel plan --workers 4 --measure train.py.")
+        return []
+    if measure:
+        (_module if module else _script)(command)
+        if not module and Path(command[0]).is_file() and not os.access(command[0], os.R_OK):
+            raise ConfigError(f"cannot read the script {command[0]!r}: permission denied.")
+    return ["-m", *command] if module else command
+
+
+def _sizes(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    sizes = names.split(text)
+    if not sizes or not all(size.isdecimal() and int(size) >= 2 for size in sizes):
+        raise ConfigError(f"cannot read --scale {text!r}: write numbers of workers, 2 or more, as in 4,16,64.")
+    return sorted({int(size) for size in sizes})
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    """A bar on stderr, where that is a terminal."""
+    columns = (TextColumn("{task.description:<34}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    errors = Console(stderr=True)
+    with Bars(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
+        bar = bars.add_task("starting", total=1.0)
+        yield lambda what, share: bars.update(bar, description=what[:34], completed=share)

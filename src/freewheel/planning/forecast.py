@@ -1,0 +1,100 @@
+"""One strategy on the stand-in model in virtual time: what it reaches, and what its steps are worth."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from freewheel import strategies
+from freewheel.planning import candidates
+from freewheel.planning.cost import steps_needed, why
+from freewheel.planning.probe import Probe
+from freewheel.planning.setting import Setting
+from freewheel.sim.driver import Simulation
+
+GROWS = 1.4
+"""A drift² whose last third is so many times the third before has not settled."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """What is expected of one strategy; its fields are the keys of the JSON."""
+
+    strategy: str
+    """With its settings, as `fw.attach` takes it."""
+    useful_steps_per_s: float
+    """Worker-steps per second over steps_needed: the rate of synchronous steps that would get as far."""
+    steps_per_s: float
+    ideal_share: float
+    idle_share: float
+    staleness_mean: float
+    """In the strategy's own measure."""
+    staleness_max: float
+    bytes_per_step: float
+    drift: float
+    """Root mean square distance of a worker from the mean of all, in lengths of one update."""
+    discrepancy: float
+    """The largest distance between two workers, in lengths of one update."""
+    grows: bool
+    """Whether they were still drifting apart at the end."""
+    lag: float
+    """Steps of all workers that the model a gradient is taken at lacks."""
+    noise: float
+    """Of the answer, against the mean of all gradients."""
+    steps_needed: float
+    """Worker-steps for one of synchronous SGD, by `cost.py`."""
+    why: str
+    waits_for: str
+    keeps_mean: bool
+    memory_gb: float
+    """What a worker needs beside activations and data."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return dataclasses.asdict(self)
+
+
+def forecast(spec: str, setting: Setting, steps: int | None = None, progress: Callable[[float], None] = lambda share: None) -> Forecast:
+    """Simulate a strategy; None: as many steps as it needs to show itself."""
+    strategy, probe = strategies.resolve(spec), Probe()
+    scenario = setting.scenario(steps or candidates.steps(strategy, setting))
+    if strategy.momentum:  # the strategy insists on one; lr is scaled to it
+        scenario = replace(scenario, momentum=None)
+    result = Simulation(
+        strategy, probe, scenario, progress=lambda done, total: progress(done / total)
+    ).run()
+    squares = [sample.consensus for sample in result.curve]
+    third = max(1, len(squares) // 3)
+    before, last = statistics.fmean(squares[-2 * third : -third] or [0.0]), statistics.fmean(squares[-third:])
+    drift = statistics.fmean(squares[len(squares) // 2 :]) ** 0.5
+    lag = max(0.0, statistics.fmean(probe.lags[len(probe.lags) // 2 :]))
+    needed = steps_needed(setting.workers, drift, lag, probe.noise, setting.sensitivity)
+    return Forecast(
+        strategy=spec,
+        useful_steps_per_s=result.steps_per_s / needed,
+        steps_per_s=result.steps_per_s,
+        ideal_share=result.ideal_share,
+        idle_share=result.idle_share,
+        staleness_mean=result.staleness_mean,
+        staleness_max=result.staleness_max,
+        bytes_per_step=result.bytes_per_step,
+        drift=drift,
+        discrepancy=result.discrepancy_max,
+        grows=last > max(0.01, GROWS * before),
+        lag=lag,
+        noise=probe.noise,
+        steps_needed=needed,
+        why=why(strategy.name),
+        waits_for=strategy.waits_for,
+        keeps_mean=strategy.keeps_mean,
+        memory_gb=candidates.needed_gb(strategy.name, setting),
+    )
+
+
+def reweighed(one: Forecast, setting: Setting) -> Forecast:
+    """The same run under another sensitivity."""
+    needed = steps_needed(setting.workers, one.drift, one.lag, one.noise, setting.sensitivity)
+    return replace(one, steps_needed=needed, useful_steps_per_s=one.steps_per_s / needed)

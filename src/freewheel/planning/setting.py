@@ -1,0 +1,135 @@
+"""What a plan is about: workers, model, compute times and links, as one value that is checked once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from freewheel.errors import ConfigError, at_least
+from freewheel.sim.compute import Compute
+from freewheel.sim.links import Links
+from freewheel.sim.scenario import Scenario
+
+MOST_WORKERS = 1024
+"""More take longer than somebody who plans wants to wait."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The machines and the model of a plan; sizes in MB, times in ms, speeds in Mbit/s."""
+
+    workers: int
+    model_mb: float
+    compute_ms: float
+    """Mean time of a gradient on a worker that is not slow."""
+    link_mbit: float = 1000.0
+    latency_ms: float = 0.2
+    slow: Mapping[int, float] = field(default_factory=dict)
+    """Rank to factor: this worker takes that many times as long."""
+    slow_link: Mapping[int, float] = field(default_factory=dict)
+    jitter: float = 0.0
+    """Spread of a worker's own step times: the deviation of their logarithm."""
+    workers_per_node: int = 1
+    memory_gb: float | None = None
+    """What a worker may use; None: not asked about."""
+    optimizer_mb: float = 0.0
+    """What the optimizer keeps, for the question of memory."""
+    message_ms: float = 0.5
+    """What a message takes at its two ends, beside the wire: the processors' share of the latency."""
+    node_mbit: float = 10_000.0
+    """How fast workers of one machine talk to each other."""
+    host_mbit: float | None = None
+    """What all messages together may take: workers that share a machine share its cores. None: no limit."""
+    sensitivity: float = 1.0
+    """How much drift and lag cost in convergence, against the default of `cost.py`."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("workers", self.workers, 1)
+        if self.workers > MOST_WORKERS:
+            raise ConfigError(f"a plan is for at most {MOST_WORKERS} workers, not {self.workers}.")
+        for what, value, unit in (
+            ("the model's size", self.model_mb, " MB"),
+            ("the compute time", self.compute_ms, " ms"),
+            ("the link bandwidth", self.link_mbit, " Mbit/s"),
+            ("the memory", 1.0 if self.memory_gb is None else self.memory_gb, " GB"),
+            ("the sensitivity", self.sensitivity, ""),
+        ):
+            if not (value > 0 and math.isfinite(value)):
+                raise ConfigError(f"{what} must be above 0{unit}, not {value:g}.")
+        for what, value in (
+            ("the latency", self.latency_ms),
+            ("a message's own time", self.message_ms),
+            ("the jitter", self.jitter),
+        ):
+            if not (value >= 0 and math.isfinite(value)):
+                raise ConfigError(f"{what} must be 0 or more, not {value:g}.")
+        if self.jitter > 3:
+            raise ConfigError(f"the jitter is a share of the step time, such as 0.1; {self.jitter:g} is none.")
+        at_least("workers per node", self.workers_per_node, 1)
+        if self.workers > self.workers_per_node and self.workers % self.workers_per_node:
+            raise ConfigError(
+                f"{self.workers} workers cannot be split into machines of {self.workers_per_node}: every "
+                "machine must have as many."
+            )
+        self.scenario(1)  # it checks the rest: ranks, factors, the seed
+
+    @property
+    def nodes(self) -> int:
+        """How many machines."""
+        return -(-self.workers // self.workers_per_node)
+
+    @property
+    def alone(self) -> bool:
+        """Whether all workers are on one machine."""
+        return self.nodes == 1
+
+    def scenario(self, steps: int) -> Scenario:
+        """The same for the simulator."""
+        return Scenario(
+            workers=self.workers,
+            steps=steps,
+            seed=self.seed,
+            momentum=0.0,
+            model_mb=self.model_mb,
+            compute=Compute(
+                ms=self.compute_ms,
+                kind="lognormal" if self.jitter else "constant",
+                spread=self.jitter,
+                slow=dict(self.slow),
+            ),
+            links=Links(
+                mbit=self.link_mbit,
+                latency_ms=self.latency_ms + self.message_ms,
+                slow=dict(self.slow_link),
+                backbone_mbit=self.host_mbit,
+                workers_per_node=self.workers_per_node,
+                node_mbit=self.node_mbit,
+                node_latency_ms=self.message_ms,
+            ),
+            evaluations=steps,  # after every round: between two merges and after them
+        )
+
+    # -- times that choices are made by --
+
+    @property
+    def grad_s(self) -> float:
+        """A gradient of a worker that is not slow."""
+        return self.compute_ms / 1e3
+
+    @property
+    def model_s(self) -> float:
+        """One model over one link, the slowest of them where they differ."""
+        slowest = max((1.0, *self.slow_link.values()))
+        mbit = self.node_mbit if self.alone else self.link_mbit / slowest
+        if self.host_mbit is not None:  # all send at once
+            mbit = min(mbit, self.host_mbit / self.workers)
+        return self.model_mb * 8 / mbit
+
+    @property
+    def merge_s(self) -> float:
+        """A ring of all workers: 2(n-1) hops with 1/n of the model each."""
+        n = self.workers
+        hop_s = (self.message_ms + (0.0 if self.alone else self.latency_ms)) / 1e3
+        return 2 * (n - 1) * (hop_s + self.model_s / n)
