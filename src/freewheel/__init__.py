@@ -1,6 +1,6 @@
 """Freewheel: train one model on many workers of which none has to wait for another."""
 
-from freewheel.api import attach, simulate
+from freewheel.api import attach, plan, simulate
 from freewheel.errors import (
     ConfigError,
     Deadlock,
@@ -13,6 +13,7 @@ from freewheel.errors import (
 )
 from freewheel.node import Node
 from freewheel.observe.result import Result
+from freewheel.planning.plan import Plan
 from freewheel.replica import Replica
 from freewheel.runtime.attach import Worker
 from freewheel.sim.compute import Compute
@@ -65,6 +66,7 @@ __all__ = [
     "NoDelay",
     "Node",
     "PeerLost",
+    "Plan",
     "Replica",
     "Result",
     "RunStopped",
@@ -76,5 +78,6 @@ __all__ = [
     "Worker",
     "WorkerLost",
     "attach",
+    "plan",
     "simulate",
 ]

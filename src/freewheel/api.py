@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -12,6 +12,8 @@ from torch import nn
 from freewheel import strategies, tasks
 from freewheel.observe.journal import typed
 from freewheel.observe.result import Result
+from freewheel.planning.plan import Plan, make
+from freewheel.planning.setting import Setting
 from freewheel.runtime.attach import Worker
 from freewheel.sim.driver import Simulation
 from freewheel.sim.records import SimulatedRecords
@@ -120,3 +122,29 @@ def simulate(
         records=records,
     )
     return simulation.run()
+
+
+def plan(
+    workers: int,
+    model_mb: float,
+    compute_ms: float,
+    *,
+    strategies: Sequence[str] = (),
+    steps: int | None = None,
+    what_if: bool = True,
+    progress: Callable[[str, float], None] = lambda what, share: None,
+    **settings: Any,
+) -> Plan:
+    """Say which strategy to use: simulate all (or those named), rank them by what their steps are worth.
+
+    The settings are those of `planning.setting.Setting`: link_mbit, latency_ms, slow, jitter, …
+
+        >>> import freewheel as fw
+        >>> found = fw.plan(4, 10, 50, strategies=["allreduce", "adpsgd"], slow={3: 10}, what_if=False)
+        >>> found.recommended.strategy
+        'adpsgd'
+        >>> found.run_line(["train.py"])
+        'freewheel run -n 1 --nodes 4 --node 0 --master HOST0:29500 --bind HOST0 train.py'
+    """
+    setting = Setting(workers=workers, model_mb=model_mb, compute_ms=compute_ms, **settings)
+    return make(setting, strategies, steps=steps, what_if=what_if, progress=progress)

@@ -34,10 +34,13 @@ def plan(
     workers: Annotated[int, typer.Option(help="How many workers.")],
     command: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SCRIPT]", help="The training script; the rest is the script's.", show_default=False),
+        typer.Argument(
+            metavar="[SCRIPT]", help="The training script; the rest is the script's.", show_default=False
+        ),
     ] = None,
     measure: Annotated[
-        bool, typer.Option("--measure", help="Run SCRIPT alone for a few steps to get model, time and jitter.")
+        bool,
+        typer.Option("--measure", help="Run SCRIPT alone for a few steps to get model, time and jitter."),
     ] = False,
     module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
     hosts: Annotated[
@@ -107,9 +110,9 @@ def plan(
     }
     chosen = [] if strategy == "all" else names.split(strategy)
     # Mistakes are found before minutes are spent on measuring; 1 stands for what is measured.
-    numbers = {"model_mb": model_mb, "compute_ms": compute_ms, "jitter": jitter}
+    numbers: dict[str, Any] = {"model_mb": model_mb, "compute_ms": compute_ms, "jitter": jitter}
     numbers |= {"link_mbit": link_mbit, "latency_ms": latency_ms}
-    known = {key: value for key, value in numbers.items() if value is not None}
+    known: dict[str, Any] = {key: value for key, value in numbers.items() if value is not None}
     planner.check(Setting(**{"model_mb": 1.0, "compute_ms": 1.0, **given, **known}), chosen)
     script = _command(command, measure, module)
     if not measure and (model_mb is None or compute_ms is None):
@@ -136,7 +139,10 @@ def plan(
         _show(console, made, script or ["train.py"])
         result = made.as_json() | {"run": made.run_line(script or ["train.py"])}
     if json_path is not None:
-        result |= {"measured": asdict(measured) if measured else None, "links": [asdict(one) for one in links]}
+        result |= {
+            "measured": asdict(measured) if measured else None,
+            "links": [asdict(one) for one in links],
+        }
         write_whole(json_path, json.dumps(result, indent=2) + "\n")
 
 
@@ -153,9 +159,7 @@ def _show(console: Console, made: planner.Plan, script: Sequence[str]) -> None:
         _say(console, "", *(f"Left out: {name} {why}." for name, why in made.left_out.items()))
 
 
-def _show_growth(
-    console: Console, grown: dict[int, Any], setting: Setting, report: Path | None
-) -> None:
+def _show_growth(console: Console, grown: dict[int, Any], setting: Setting, report: Path | None) -> None:
     title = "Useful steps as a share of the ideal, by number of workers"
     _say(console, f"{title}; none: all steps.", "")
     console.print(tables.growth(grown))
@@ -163,7 +167,10 @@ def _show_growth(
         from freewheel.planning.chart import html  # plotly is slow to import
 
         command = shlex.join(["freewheel", *sys.argv[1:]])
-        write_whole(report, html(grown, f"Freewheel: {setting.model_mb:g} MB on {setting.link_mbit:g} Mbit/s", command))
+        write_whole(
+            report,
+            html(grown, f"Freewheel: {setting.model_mb:g} MB on {setting.link_mbit:g} Mbit/s", command),
+        )
         _say(console, "", f"Drawn: {report.resolve()}")
 
 
@@ -176,9 +183,9 @@ def _say(console: Console, *lines: str) -> None:
 def _findings(measured: Measurement | None, links: Sequence[LinkTo]) -> Iterator[str]:
     if measured is not None:
         yield (
-            f"Measured in {measured.steps} steps alone on {measured.device}: {measured.compute_ms:.3g} ms a step, "
-            f"jitter {measured.jitter:.2f}, {measured.model_mb:.3g} MB of weights, {measured.optimizer_mb:.3g} MB "
-            "kept by the optimizer."
+            f"Measured in {measured.steps} steps alone on {measured.device}: {measured.compute_ms:.3g} ms a "
+            f"step, jitter {measured.jitter:.2f}, {measured.model_mb:.3g} MB of weights, "
+            f"{measured.optimizer_mb:.3g} MB kept by the optimizer."
         )
     for one in links:
         yield f"Link to {one.host}: {one.mbit:.4g} Mbit/s, {one.latency_ms:.3g} ms."
@@ -220,7 +227,9 @@ def _sizes(text: str | None) -> list[int] | None:
         return None
     sizes = names.split(text)
     if not sizes or not all(size.isdecimal() and int(size) >= 2 for size in sizes):
-        raise ConfigError(f"cannot read --scale {text!r}: write numbers of workers, 2 or more, as in 4,16,64.")
+        raise ConfigError(
+            f"cannot read --scale {text!r}: write numbers of workers, 2 or more, as in 4,16,64."
+        )
     return sorted({int(size) for size in sizes})
 
 

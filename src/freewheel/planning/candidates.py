@@ -14,11 +14,11 @@ SHARE = 0.1
 """What a merge that training waits for may cost, as a share of the steps between two merges."""
 MOST_STEPS = 64
 """No interval or τ is chosen longer than this."""
-ROUNDS = 8
+ROUNDS = 5
 """How many rounds of its communication a strategy is watched for."""
-LEAST, MOST = 40, 400
+LEAST, MOST = 24, 300
 """Steps of each worker that are simulated."""
-MESSAGES = 60_000
+MESSAGES = 40_000
 """Messages in all that a simulated run may have, about."""
 COPIES = 2
 """Weights and gradients: what training alone needs."""
@@ -92,20 +92,25 @@ def too_large(specs: Sequence[str], setting: Setting) -> list[str]:
 
 def steps(strategy: Strategy, setting: Setting) -> int:
     """Steps of each worker to simulate: several rounds of communication, within what a machine does soon."""
-    n, grad_s = setting.workers, setting.grad_s
-    interval = _steps_between(strategy)
-    rounds = {"dasgd": (n - 1) * setting.model_s, "adpsgd": 2 * setting.model_s}
-    round_s = rounds.get(strategy.name, setting.merge_s)
-    period = max(interval, round_s / grad_s) if strategy.waits_for == "nobody" else interval
-    wanted = min(MOST, max(LEAST, ROUNDS * period))
-    # A merge is 2(n-1) messages of each worker; other strategies send a few in a step.
-    merges = strategy.waits_for in ("all", "neighbours") or strategy.name == "nodelay_free"
-    each = 2 * (n - 1) / period if merges else max(4.0, (n - 1) / interval if strategy.name == "dasgd" else 0)
-    if strategy.name == "dpsgd":
-        each = 8.0
-    most = max(2 * interval, MESSAGES / (each * n))
-    whole = max(2, math.ceil(min(wanted, most) / interval))
-    return whole * interval  # whole intervals: each has its merge
+    n, between = setting.workers, _steps_between(strategy)
+    merges = merges_all(strategy)
+    took_s = {"dasgd": (n - 1) * setting.model_s, "adpsgd": 2 * setting.model_s}
+    period = float(between)
+    if strategy.waits_for == "nobody":  # steps go on while a round is under way
+        period = max(period, took_s.get(strategy.name, setting.merge_s) / setting.grad_s)
+    messages = 2.0 * n * (n - 1) if merges else 4.0 * n * max(1.0, period)
+    # A merge beside training shows itself when the one before it is over, too.
+    least = 3 if strategy.name in ("nodelay", "nodelay_free") else 1
+    rounds = min(ROUNDS, max(least, MESSAGES // messages))
+    if not merges or LEAST / period * messages <= MESSAGES:
+        rounds = max(rounds, LEAST / period)
+    whole = math.ceil(min(rounds * period, max(MOST, least * period)) / between)
+    return max(2, whole * between)  # whole intervals: each has its merge
+
+
+def merges_all(strategy: Strategy) -> bool:
+    """Whether it moves the model around rings of many workers, hop by hop."""
+    return strategy.name == "nodelay_free" or (strategy.merges() and strategy.name != "dpsgd")
 
 
 def _steps_between(strategy: Strategy) -> int:

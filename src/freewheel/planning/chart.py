@@ -26,7 +26,11 @@ FIGURES: dict[str, tuple[str, bool, Value]] = {
         lambda one: useful_share([one], name(one)),
     ),
     "Idle": ("share of worker-time in which no gradient is computed", False, lambda one: one.idle_share),
-    "MB per step": ("sent by a worker for each of its steps", True, lambda one: one.bytes_per_step / 1e6 or None),
+    "MB per step": (
+        "sent by a worker for each of its steps",
+        True,
+        lambda one: one.bytes_per_step / 1e6 or None,
+    ),
     "Discrepancy": ("largest distance of two workers, in updates", True, lambda one: one.discrepancy or None),
     "Steps needed": (
         "worker-steps for one of synchronous SGD",
@@ -92,7 +96,14 @@ def _figure(grown: dict[int, list[Forecast]], log: bool, value: Value) -> dict[s
         values = [None if one is None else value(one) for one in by_size]
         line = {"color": COLOURS[place % len(COLOURS)], "dash": DASHES[place // len(COLOURS) % len(DASHES)]}
         data.append(
-            {"type": "scatter", "mode": "lines+markers", "name": strategy, "x": sizes, "y": values, "line": line}
+            {
+                "type": "scatter",
+                "mode": "lines+markers",
+                "name": strategy,
+                "x": sizes,
+                "y": values,
+                "line": line,
+            }
         )
     axis = {"title": {"text": "workers"}, "type": "log", "tickvals": sizes}
     grid = {"gridcolor": "rgba(128, 138, 150, 0.28)"}

@@ -75,16 +75,22 @@ def forecasts(
 def changed(setting: Setting) -> list[tuple[str, Setting]]:
     """What might be different, in words and as a setting."""
     changes = []
+    faster = replace(setting, link_mbit=10 * setting.link_mbit, host_mbit=None)
     if not setting.alone:
-        faster = replace(setting, link_mbit=10 * setting.link_mbit, host_mbit=None)
         changes.append((f"links of {_speed(faster.link_mbit)}", faster))
     if setting.slow_link:
         changes.append(("no slow link", replace(setting, slow_link={})))
     if setting.slow:
         changes.append(("no slow worker", replace(setting, slow={})))
+        if not setting.alone:
+            changes.append(
+                (f"links of {_speed(faster.link_mbit)} and no slow worker", replace(faster, slow={}))
+            )
     else:
         changes.append(("one worker 5 times slower", replace(setting, slow={setting.workers - 1: 5.0})))
-    changes.append((f"a model of {setting.model_mb / 10:g} MB", replace(setting, model_mb=setting.model_mb / 10)))
+    changes.append(
+        (f"a model of {setting.model_mb / 10:g} MB", replace(setting, model_mb=setting.model_mb / 10))
+    )
     return changes
 
 

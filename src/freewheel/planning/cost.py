@@ -10,8 +10,8 @@ times smaller; drift goes in all directions, so what counts is the learning rate
 whose square DRIFT is. Noise: what is left in the answer, against the mean of all gradients; 1 where all
 updates are averaged or added up. All three are measured on the stand-in model (`probe.py`).
 
-The two constants depend on the task and nobody knows them before training. They are set to what `digits` (cnn,
-8 workers) shows in the simulator: docs/PLAN.md has the figures. S is the caller's word for "more than that".
+The two constants depend on the task, and nobody knows them before training. They are set to what `digits`
+(cnn, 8 workers) shows in the simulator: docs/PLAN.md has the figures. S is the caller's "more than that".
 """
 
 from __future__ import annotations

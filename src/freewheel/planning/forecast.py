@@ -13,6 +13,7 @@ from freewheel.planning import candidates
 from freewheel.planning.cost import steps_needed, why
 from freewheel.planning.probe import Probe
 from freewheel.planning.setting import Setting
+from freewheel.planning.shorter import shorter
 from freewheel.sim.driver import Simulation
 
 GROWS = 1.4
@@ -57,26 +58,34 @@ class Forecast:
         return dataclasses.asdict(self)
 
 
-def forecast(spec: str, setting: Setting, steps: int | None = None, progress: Callable[[float], None] = lambda share: None) -> Forecast:
+def forecast(
+    spec: str,
+    setting: Setting,
+    steps: int | None = None,
+    progress: Callable[[float], None] = lambda share: None,
+) -> Forecast:
     """Simulate a strategy; None: as many steps as it needs to show itself."""
     strategy, probe = strategies.resolve(spec), Probe()
-    scenario = setting.scenario(steps or candidates.steps(strategy, setting))
+    small = shorter(strategy, setting)
+    scenario = small.scenario(steps or candidates.steps(strategy, small))
     if strategy.momentum:  # the strategy insists on one; lr is scaled to it
         scenario = replace(scenario, momentum=None)
-    result = Simulation(
-        strategy, probe, scenario, progress=lambda done, total: progress(done / total)
-    ).run()
+    result = Simulation(strategy, probe, scenario, progress=lambda done, total: progress(done / total)).run()
     squares = [sample.consensus for sample in result.curve]
     third = max(1, len(squares) // 3)
     before, last = statistics.fmean(squares[-2 * third : -third] or [0.0]), statistics.fmean(squares[-third:])
     drift = statistics.fmean(squares[len(squares) // 2 :]) ** 0.5
     lag = max(0.0, statistics.fmean(probe.lags[len(probe.lags) // 2 :]))
     needed = steps_needed(setting.workers, drift, lag, probe.noise, setting.sensitivity)
+    steps_per_s, ideal = result.steps_per_s, setting.scenario(1).compute.ideal_rate(setting.workers)
+    if small is not setting:  # where all wait, each makes as many steps; else each as many as it can
+        waits = strategy.lockstep()
+        steps_per_s = steps_per_s * setting.workers / small.workers if waits else result.ideal_share * ideal
     return Forecast(
         strategy=spec,
-        useful_steps_per_s=result.steps_per_s / needed,
-        steps_per_s=result.steps_per_s,
-        ideal_share=result.ideal_share,
+        useful_steps_per_s=steps_per_s / needed,
+        steps_per_s=steps_per_s,
+        ideal_share=steps_per_s / ideal,
         idle_share=result.idle_share,
         staleness_mean=result.staleness_mean,
         staleness_max=result.staleness_max,

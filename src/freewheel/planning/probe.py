@@ -17,7 +17,7 @@ from freewheel.task import Task
 
 SIGNAL = 0.1
 """Against noise of length 1: near an optimum, gradients are mostly noise."""
-SIZE = 512
+SIZE = 256
 
 
 class Vector(nn.Module):

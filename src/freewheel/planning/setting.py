@@ -66,7 +66,9 @@ class Setting:
             if not (value >= 0 and math.isfinite(value)):
                 raise ConfigError(f"{what} must be 0 or more, not {value:g}.")
         if self.jitter > 3:
-            raise ConfigError(f"the jitter is a share of the step time, such as 0.1; {self.jitter:g} is none.")
+            raise ConfigError(
+                f"the jitter is a share of the step time, such as 0.1; {self.jitter:g} is none."
+            )
         at_least("workers per node", self.workers_per_node, 1)
         if self.workers > self.workers_per_node and self.workers % self.workers_per_node:
             raise ConfigError(

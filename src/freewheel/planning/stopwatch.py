@@ -53,7 +53,9 @@ class Stopwatch:
 
     def write(self) -> bool:
         """Write what was measured; False: too few steps were made."""
-        took = [after - before for before, after in zip(self.moments, self.moments[1:], strict=False)][WARM_UP:]
+        took = [after - before for before, after in zip(self.moments, self.moments[1:], strict=False)][
+            WARM_UP:
+        ]
         if self.optimizer is None or len(took) < LEAST:
             self.out.write_text(json.dumps({"made": len(self.moments)}))
             return False

@@ -31,11 +31,11 @@ def speeds(forecasts: Sequence[Forecast]) -> Table:
 
 def costs(forecasts: Sequence[Forecast]) -> Table:
     """What its steps are worth, and why."""
-    table = _table("strategy", "discrep.", "steps needed")
+    table = _table("strategy", "discrep.", "needs")
     table.add_column("cost in convergence", overflow="fold")
     for one in forecasts:
         ceiling = name(one) == CEILING
-        apart = short(one.discrepancy, 2) + (", grows" if one.grows else "")
+        apart = short(one.discrepancy, 2) + ("↑" if one.grows else " ")
         table.add_row(name(one), apart, "–" if ceiling else f"×{one.steps_needed:.2f}", one.why)
     return table
 

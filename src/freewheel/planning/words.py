@@ -14,11 +14,8 @@ BACKWARD = 2 / 3
 
 def setting_in_words(setting: Setting) -> str:
     """One line on what was planned for."""
-    where = (
-        "on one machine"
-        if setting.alone
-        else f"on {setting.nodes} machines, links of {_speed(setting.link_mbit)} and {setting.latency_ms:.3g} ms"
-    )
+    links = f"links of {_speed(setting.link_mbit)} and {setting.latency_ms:.3g} ms"
+    where = "on one machine" if setting.alone else f"on {setting.nodes} machines, {links}"
     slow = [f"worker {rank} {factor:g} times slower" for rank, factor in setting.slow.items()]
     slow += [f"worker {rank}'s link {factor:g} times slower" for rank, factor in setting.slow_link.items()]
     jitter = [f"steps vary by {100 * setting.jitter:.0f} %"] if setting.jitter else []
@@ -33,9 +30,7 @@ def recommendation(plan: Plan, script: Sequence[str]) -> list[str]:
     others = [one for one in plan.forecasts if name(one) not in (CEILING, name(best))]
     lines = [f"Use {best.strategy}. {_reason(plan)}"]
     alike = [
-        one.strategy
-        for one in others
-        if abs(one.useful_steps_per_s / best.useful_steps_per_s - 1) <= TIE
+        one.strategy for one in others if abs(one.useful_steps_per_s / best.useful_steps_per_s - 1) <= TIE
     ]
     if alike:
         lines.append(f"As good within {100 * TIE:.0f} %: {', '.join(alike)}.")
@@ -58,17 +53,15 @@ def recommendation(plan: Plan, script: Sequence[str]) -> list[str]:
 def _reason(plan: Plan) -> str:
     best = plan.recommended
     sync = next((one for one in plan.forecasts if name(one) == "allreduce"), None)
-    reached = f"It makes {best.steps_per_s:.3g} worker-steps/s, {100 * best.ideal_share:.0f} % of the ideal"
-    worth = "each worth one of synchronous SGD"
+    said = f"It makes {best.steps_per_s:.3g} worker-steps/s, {100 * best.ideal_share:.0f} % of the ideal"
     if best.steps_needed > 1.005:
-        worth = f"of which it needs {best.steps_needed:.2f} for one of synchronous SGD"
-    beside = ""
-    if sync is not None and name(best) != "allreduce":
+        said += f", and needs {best.steps_needed:.2f} of them for one of synchronous SGD"
+    if name(best) == "allreduce":
+        return f"{said}; PyTorch's DDP does the same."
+    if sync is not None:
         times = best.useful_steps_per_s / sync.useful_steps_per_s
-        beside = f", {times:.2g} times allreduce's"
-    elif name(best) == "allreduce":
-        beside = "; PyTorch's DDP does the same"
-    return f"{reached}, {worth}{beside}."
+        said += f": {times:.2g} times as fast as allreduce in all"
+    return f"{said}."
 
 
 def about_ddp(plan: Plan) -> str | None:
