@@ -19,7 +19,9 @@ ROUNDS = 5
 LEAST, MOST = 24, 300
 """Steps of each worker that are simulated."""
 MESSAGES = 40_000
-"""Messages in all that a simulated run may have, about."""
+"""Messages of merges that a simulated run may have, about."""
+WORKER_STEPS = 16_000
+"""Steps of all workers that it may have."""
 COPIES = 2
 """Weights and gradients: what training alone needs."""
 VECTORS = {"none": 0, "allreduce": 1, "nodelay": 2, "adpsgd": 2, "nodelay_free": 2}
@@ -92,20 +94,19 @@ def too_large(specs: Sequence[str], setting: Setting) -> list[str]:
 
 def steps(strategy: Strategy, setting: Setting) -> int:
     """Steps of each worker to simulate: several rounds of communication, within what a machine does soon."""
-    n, between = setting.workers, _steps_between(strategy)
-    merges = merges_all(strategy)
-    took_s = {"dasgd": (n - 1) * setting.model_s, "adpsgd": 2 * setting.model_s}
+    n, between, merges = setting.workers, _steps_between(strategy), merges_all(strategy)
+    took_s = {"none": 0.0, "dasgd": (n - 1) * setting.model_s, "adpsgd": 2 * setting.model_s}
     period = float(between)
     if strategy.waits_for == "nobody":  # steps go on while a round is under way
         period = max(period, took_s.get(strategy.name, setting.merge_s) / setting.grad_s)
-    messages = 2.0 * n * (n - 1) if merges else 4.0 * n * max(1.0, period)
     # A merge beside training shows itself when the one before it is over, too.
     least = 3 if strategy.name in ("nodelay", "nodelay_free") else 1
-    rounds = min(ROUNDS, max(least, MESSAGES // messages))
-    if not merges or LEAST / period * messages <= MESSAGES:
-        rounds = max(rounds, LEAST / period)
-    whole = math.ceil(min(rounds * period, max(MOST, least * period)) / between)
-    return max(2, whole * between)  # whole intervals: each has its merge
+    enough = LEAST * (1 + 5 * setting.jitter) / period  # rounds for a good mean
+    wanted = max(ROUNDS if between < LEAST else 2, enough)
+    if merges:
+        wanted = max(least, min(wanted, MESSAGES // (2 * n * (n - 1))))
+    most = max(LEAST, min(MOST, WORKER_STEPS / n), least * period if merges else 0)
+    return max(2, math.ceil(min(wanted * period, most) / between) * between)  # whole intervals
 
 
 def merges_all(strategy: Strategy) -> bool:

@@ -89,7 +89,7 @@ def changed(setting: Setting) -> list[tuple[str, Setting]]:
     else:
         changes.append(("one worker 5 times slower", replace(setting, slow={setting.workers - 1: 5.0})))
     changes.append(
-        (f"a model of {setting.model_mb / 10:g} MB", replace(setting, model_mb=setting.model_mb / 10))
+        (f"a model of {setting.model_mb / 10:.3g} MB", replace(setting, model_mb=setting.model_mb / 10))
     )
     return changes
 

@@ -16,7 +16,7 @@ The two constants depend on the task, and nobody knows them before training. The
 
 from __future__ import annotations
 
-LAG = 0.1
+LAG = 0.3
 DRIFT = 4e-4
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -72,10 +72,9 @@ def forecast(
         scenario = replace(scenario, momentum=None)
     result = Simulation(strategy, probe, scenario, progress=lambda done, total: progress(done / total)).run()
     squares = [sample.consensus for sample in result.curve]
-    third = max(1, len(squares) // 3)
-    before, last = statistics.fmean(squares[-2 * third : -third] or [0.0]), statistics.fmean(squares[-third:])
-    drift = statistics.fmean(squares[len(squares) // 2 :]) ** 0.5
-    lag = max(0.0, statistics.fmean(probe.lags[len(probe.lags) // 2 :]))
+    grows = _thirds(squares)[-1] > max(0.01, GROWS * _thirds(squares)[-2])
+    drift = (_thirds(squares)[-1] if grows else statistics.fmean(squares[len(squares) // 2 :])) ** 0.5
+    lag = max(0.0, _thirds(probe.lags)[-1])
     needed = steps_needed(setting.workers, drift, lag, probe.noise, setting.sensitivity)
     steps_per_s, ideal = result.steps_per_s, setting.scenario(1).compute.ideal_rate(setting.workers)
     if small is not setting:  # where all wait, each makes as many steps; else each as many as it can
@@ -92,7 +91,7 @@ def forecast(
         bytes_per_step=result.bytes_per_step,
         drift=drift,
         discrepancy=result.discrepancy_max,
-        grows=last > max(0.01, GROWS * before),
+        grows=grows,
         lag=lag,
         noise=probe.noise,
         steps_needed=needed,
@@ -101,6 +100,14 @@ def forecast(
         keeps_mean=strategy.keeps_mean,
         memory_gb=candidates.needed_gb(strategy.name, setting),
     )
+
+
+def _thirds(values: Sequence[float]) -> list[float]:
+    """The means of a run's beginning, middle and end."""
+    third = max(1, len(values) // 3)
+    return [
+        statistics.fmean(values[-at * third : len(values) - (at - 1) * third] or [0.0]) for at in (3, 2, 1)
+    ]
 
 
 def reweighed(one: Forecast, setting: Setting) -> Forecast:

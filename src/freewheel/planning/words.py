@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from freewheel.observe.table import short
 from freewheel.planning.choice import CEILING, TIE, name
 from freewheel.planning.plan import Plan
 from freewheel.planning.setting import Setting
@@ -53,7 +54,7 @@ def recommendation(plan: Plan, script: Sequence[str]) -> list[str]:
 def _reason(plan: Plan) -> str:
     best = plan.recommended
     sync = next((one for one in plan.forecasts if name(one) == "allreduce"), None)
-    said = f"It makes {best.steps_per_s:.3g} worker-steps/s, {100 * best.ideal_share:.0f} % of the ideal"
+    said = f"It makes {short(best.steps_per_s)} worker-steps/s, {100 * best.ideal_share:.0f} % of the ideal"
     if best.steps_needed > 1.005:
         said += f", and needs {best.steps_needed:.2f} of them for one of synchronous SGD"
     if name(best) == "allreduce":
@@ -74,7 +75,7 @@ def about_ddp(plan: Plan) -> str | None:
     best = plan.setting.workers / max(step_s - hidden_s, plan.setting.grad_s)
     return (
         f"PyTorch's DDP is allreduce; if all it can send during the backward pass is hidden, "
-        f"{best:.3g} instead of {sync.steps_per_s:.3g} steps/s."
+        f"{short(best)} instead of {short(sync.steps_per_s)} steps/s."
     )
 
 
@@ -83,7 +84,7 @@ def what_would_change(plan: Plan) -> list[str]:
     lines = []
     for one in plan.what_if:
         verdict = f"{one.strategy}" if one.changes else f"still {one.strategy}"
-        lines.append(f"With {one.change}: {verdict} ({one.useful_steps_per_s:.3g} useful steps/s).")
+        lines.append(f"With {one.change}: {verdict} ({short(one.useful_steps_per_s)} useful steps/s).")
     return lines
 
 
