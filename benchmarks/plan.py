@@ -30,7 +30,6 @@ from freewheel.bench.namespaces import Network, check_possible
 from freewheel.bench.processes import Place
 from freewheel.bench.rates import Load, run_leg
 from freewheel.errors import RunStopped
-from freewheel.observe.result import Result
 from freewheel.planning import choice
 from freewheel.planning.forecast import Forecast, forecast
 from freewheel.planning.setting import Setting
@@ -128,14 +127,9 @@ def compare(asked: argparse.Namespace, strategies: Sequence[str], slow: dict[int
             for job, outcome in zip(jobs, train_all(jobs, Path(folder)), strict=True):
                 if isinstance(outcome, RunStopped):
                     raise outcome
-                rates[job.strategy].append(rate(outcome))
+                rates[job.strategy].append(outcome.steps_per_s)
     found = {name: statistics.median(each) for name, each in rates.items()}
     return {ALONE: found.pop("none"), **found}
-
-
-def rate(outcome: Result) -> float:
-    """Worker-steps per second."""
-    return outcome.steps_per_s
 
 
 def _by_compare(slow: dict[int, float]) -> Callable[..., tuple[Setting, Measured]]:

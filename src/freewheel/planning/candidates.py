@@ -105,7 +105,8 @@ def steps(strategy: Strategy, setting: Setting) -> int:
     wanted = max(ROUNDS if between < LEAST else 2, enough)
     if merges:
         wanted = max(least, min(wanted, MESSAGES // (2 * n * (n - 1))))
-    most = max(LEAST, min(MOST, WORKER_STEPS / n), least * period if merges else 0)
+    few = WORKER_STEPS / n
+    most = max(LEAST, min(MOST, few), min(least * period, few) if merges else 0)
     return max(2, math.ceil(min(wanted * period, most) / between) * between)  # whole intervals
 
 

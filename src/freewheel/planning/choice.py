@@ -101,7 +101,6 @@ def what_ifs(
     now = best(found)
     names = [name(one) for one in found if name(one) != CEILING]
     again = [one for one in names if one in (*names[:CONTENDERS], name(now), "allreduce", "sasgd", "nodelay")]
-    given = {one.strategy for one in found if one.strategy in specs}
     changes = changed(setting)
     answers = []
     for at, (words, other) in enumerate(changes):
@@ -109,7 +108,7 @@ def what_ifs(
         def show(_: str, share: float, at: int = at, words: str = words) -> None:
             progress(f"if {words}", (at + share) / len(changes))
 
-        kept = [one for one in specs if one.partition(":")[0] in again and one in given]
+        kept = [one for one in specs if one.partition(":")[0] in again]
         refit = candidates.chosen(kept or again, other)
         answers.append((words, best(forecasts(refit, other, steps, show))))
     sharper = replace(setting, sensitivity=10 * setting.sensitivity)
