@@ -40,7 +40,7 @@ class Forecast:
     discrepancy: float
     """The largest distance between two workers, in lengths of one update."""
     grows: bool
-    """Whether they were still drifting apart at the end."""
+    """Whether they were still drifting apart, or falling behind, at the end: then its cost is too low."""
     lag: float
     """Steps of all workers that the model a gradient is taken at lacks."""
     noise: float
@@ -72,7 +72,7 @@ def forecast(
         scenario = replace(scenario, momentum=None)
     result = Simulation(strategy, probe, scenario, progress=lambda done, total: progress(done / total)).run()
     squares = [sample.consensus for sample in result.curve]
-    grows = _thirds(squares)[-1] > max(0.01, GROWS * _thirds(squares)[-2])
+    grows = _grows(squares, 0.01) or _grows(probe.lags, 1.0)
     drift = (_thirds(squares)[-1] if grows else statistics.fmean(squares[len(squares) // 2 :])) ** 0.5
     lag = max(0.0, _thirds(probe.lags)[-1])
     needed = steps_needed(setting.workers, drift, lag, probe.noise, setting.sensitivity)
@@ -100,6 +100,11 @@ def forecast(
         keeps_mean=strategy.keeps_mean,
         memory_gb=candidates.needed_gb(strategy.name, setting),
     )
+
+
+def _grows(values: Sequence[float], least: float) -> bool:
+    _, before, last = _thirds(values)
+    return last > max(least, GROWS * before)
 
 
 def _thirds(values: Sequence[float]) -> list[float]:

@@ -105,13 +105,23 @@ class Setting:
                 mbit=self.link_mbit,
                 latency_ms=self.latency_ms + self.message_ms,
                 slow=dict(self.slow_link),
-                backbone_mbit=self.host_mbit,
+                backbone_mbit=self._shared_mbit,
                 workers_per_node=self.workers_per_node,
                 node_mbit=self.node_mbit,
                 node_latency_ms=self.message_ms,
             ),
             evaluations=steps,  # after every round: between two merges and after them
         )
+
+    @property
+    def _shared_mbit(self) -> float | None:
+        """What all messages share; no port where the links together cannot fill it.
+
+        The simulator's shared port passes one message at a time, as slowly as its sender feeds it.
+        """
+        if self.host_mbit is None or self.host_mbit >= self.workers * self.link_mbit:
+            return None
+        return self.host_mbit
 
     # -- times that choices are made by --
 
@@ -125,8 +135,8 @@ class Setting:
         """One model over one link, the slowest of them where they differ."""
         slowest = max((1.0, *self.slow_link.values()))
         mbit = self.node_mbit if self.alone else self.link_mbit / slowest
-        if self.host_mbit is not None:  # all send at once
-            mbit = min(mbit, self.host_mbit / self.workers)
+        if self._shared_mbit is not None:  # all send at once
+            mbit = min(mbit, self._shared_mbit / self.workers)
         return self.model_mb * 8 / mbit
 
     @property
