@@ -72,9 +72,11 @@ def forecast(
         scenario = replace(scenario, momentum=None)
     result = Simulation(strategy, probe, scenario, progress=lambda done, total: progress(done / total)).run()
     squares = [sample.consensus for sample in result.curve]
-    grows = _grows(squares, 0.01) or _grows(probe.lags, 1.0)
-    drift = (_thirds(squares)[-1] if grows else statistics.fmean(squares[len(squares) // 2 :])) ** 0.5
-    lag = max(0.0, _thirds(probe.lags)[-1])
+    grows = not strategy.lockstep() and (_grows(squares, 0.01) or _grows(probe.lags, 1.0))
+    # Where all step together, whole intervals; else what it has settled to; or where it was at the end.
+    begin = 0.0 if strategy.lockstep() else 2 / 3 if grows else 1 / 2
+    drift = _mean_from(begin, squares) ** 0.5
+    lag = max(0.0, _mean_from(begin, probe.lags))
     needed = steps_needed(setting.workers, drift, lag, probe.noise, setting.sensitivity)
     steps_per_s, ideal = result.steps_per_s, setting.scenario(1).compute.ideal_rate(setting.workers)
     if small is not setting:  # where all wait, each makes as many steps; else each as many as it can
@@ -103,16 +105,15 @@ def forecast(
 
 
 def _grows(values: Sequence[float], least: float) -> bool:
-    _, before, last = _thirds(values)
-    return last > max(least, GROWS * before)
+    """Whether the last third of a run is well above the third before."""
+    third = len(values) // 3
+    before = _mean_from(0.5, values[: len(values) - third])
+    return _mean_from(2 / 3, values) > max(least, GROWS * before)
 
 
-def _thirds(values: Sequence[float]) -> list[float]:
-    """The means of a run's beginning, middle and end."""
-    third = max(1, len(values) // 3)
-    return [
-        statistics.fmean(values[-at * third : len(values) - (at - 1) * third] or [0.0]) for at in (3, 2, 1)
-    ]
+def _mean_from(begin: float, values: Sequence[float]) -> float:
+    """The mean from a share of the run on."""
+    return statistics.fmean(values[int(begin * len(values)) :])
 
 
 def reweighed(one: Forecast, setting: Setting) -> Forecast:
