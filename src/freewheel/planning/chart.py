@@ -34,7 +34,7 @@ FIGURES: dict[str, tuple[str, bool, Value]] = {
     "Discrepancy": ("largest distance of two workers, in updates", True, lambda one: one.discrepancy or None),
     "Steps needed": (
         "worker-steps for one of synchronous SGD",
-        False,
+        True,
         lambda one: None if name(one) == CEILING else one.steps_needed,
     ),
 }
@@ -42,7 +42,9 @@ FIGURES: dict[str, tuple[str, bool, Value]] = {
 CSS = """
 :root { color-scheme: light dark; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
-.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(320px, 1fr)); gap: 1.5em; }
+.figures { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(420px, 100%), 1fr));
+  gap: 1.5em; }
+figure:first-child { grid-column: 1 / -1; }
 .plot { height: 340px; } figure { margin: 0; } figcaption span { opacity: 0.7; margin-left: 0.6em; }
 pre { overflow-x: auto; opacity: 0.8; }
 """
@@ -53,7 +55,7 @@ const ink = () => getComputedStyle(document.body).color;
 const look = () => ({ "font.color": ink() });
 const places = figures.map((figure, at) => {
   const place = document.getElementById("figure-" + at);
-  Plotly.newPlot(place, figure.data, figure.layout, { displaylogo: false, responsive: true,
+  Plotly.newPlot(place, figure.data, figure.layout, { displayModeBar: false, responsive: true,
     showSendToCloud: false, plotlyServerURL: "" }).then(() => Plotly.relayout(place, look()));
   return place;
 });
@@ -67,6 +69,7 @@ def html(grown: dict[int, list[Forecast]], title: str, command: str) -> str:
     from plotly.offline import get_plotlyjs  # large, and only needed here
 
     figures = [_figure(grown, *FIGURES[heading][1:]) for heading in FIGURES]
+    figures[0]["layout"]["showlegend"] = True  # it is the widest, and one legend does for all
     # Inside a script the browser escapes nothing, so no "<" may stand there.
     data = json.dumps(figures, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     boxes = "".join(
@@ -113,7 +116,8 @@ def _figure(grown: dict[int, list[Forecast]], log: bool, value: Value) -> dict[s
         "margin": {"l": 55, "r": 10, "t": 10, "b": 40},
         "xaxis": axis | grid,
         "yaxis": {"type": "log" if log else "linear", "rangemode": "tozero"} | grid,
-        "legend": {"font": {"size": 10}},
+        "legend": {"font": {"size": 11}},
+        "showlegend": False,
         "hovermode": "closest",
     }
     return {"data": data, "layout": layout}
