@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -178,14 +178,22 @@ def test_a_store_that_goes_and_comes_back_is_an_event(monkeypatch):
 
     class Store:
         place = Place(1, 2, host="10.0.0.1", port=29500)
+        there = True
 
-        def register(self, _: Any) -> bool:
+        def register(self, *_: Any) -> dict[int, tuple[str, int]]:
             found = next(there, None)
             if found is None:
                 over.set()
-            return found is not False
+            self.there = found is not False
+            return {}
 
-    watching = Registrar(Store(), dict, events.note)  # type: ignore[arg-type]
+    class Agent:
+        class fabric:  # noqa: N801
+            lives: ClassVar[dict[int, int]] = {}
+            members = (1,)
+
+    Agent.events = events
+    watching = Registrar(Store(), Agent())  # type: ignore[arg-type]
     assert over.wait(DEADLINE_S)
     watching.end()
     assert [what for _, what, *_ in events.take()] == ["store lost", "store back"]

@@ -38,7 +38,7 @@ def combined(
     curve = [
         Sample(
             max(0.0, one.time - began_s),
-            one.worker_steps,
+            one.worker_steps or 0,
             one.loss,
             one.accuracy,
             one.discrepancy or 0.0,

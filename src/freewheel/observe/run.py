@@ -54,7 +54,7 @@ class Evaluation:
     """What was measured of the answer at one moment."""
 
     time: float
-    worker_steps: int
+    worker_steps: int | None = None
     samples: float | None = None
     loss: float | None = None
     accuracy: float | None = None

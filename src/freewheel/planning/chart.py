@@ -7,7 +7,7 @@ from collections.abc import Callable
 from html import escape
 from typing import Any
 
-from freewheel.observe.report.runs import COLOURS, DASHES
+from freewheel.observe.palette import COLOURS, DASHES
 from freewheel.planning.choice import CEILING, name
 from freewheel.planning.forecast import Forecast
 from freewheel.planning.tables import useful_share
