@@ -110,6 +110,17 @@ def test_the_larger_side_keeps_its_weights():
         assert float((again - others).norm()) < 0.7 * float((again - alone).norm())
 
 
+@pytest.mark.parametrize("spec", ["allreduce", "sasgd:interval=2", "dpsgd"])
+def test_whose_loop_goes_on_longer_ends_it_alone(spec):
+    """The others had left before it began its next merge: the next view, of itself, began at once."""
+    simulation = make(spec, workers=3, steps=20, gradients=False)
+    for rank in (0, 1):
+        launch = simulation.workers[rank].launch
+        simulation.workers[rank].launch = lambda _, *more, launch=launch: launch(6, *more)
+    simulation.run()
+    assert {rank: worker.node.steps for rank, worker in simulation.workers.items()} == {0: 6, 1: 6, 2: 20}
+
+
 @pytest.mark.parametrize("spec", SPECS)
 def test_of_two_that_cannot_reach_each_other_one_goes_on_by_itself_until_they_can(spec):
     simulation = faulty(spec, "cut:1-2@0.05", "heal:1-2@1.2", steps=150)

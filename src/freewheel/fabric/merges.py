@@ -125,9 +125,10 @@ class Merges:
             self._line, self.called = views.record.line, {}
         self.called[merge.group] = number
         views.under_way = (merge.group, number, merge.members)
+        over = views.over
         if not views.intact():
-            views.look()  # a member has left
-        merge.counts = await self._unless_over(self._try(act, merge, views.over))
+            views.look()  # a member has left; if nobody else is there, the next view begins at once
+        merge.counts = await self._unless_over(over, self._try(act, merge, over))
         views.under_way = None
         if not merge.counts:
             await views.installed()
@@ -142,7 +143,9 @@ class Merges:
         views = self.views
         while True:
             await views.installed()
-            if views.whole or await self._unless_over(self._copy(views.source, views.coming.line)):
+            if views.whole or await self._unless_over(
+                views.over, self._copy(views.source, views.coming.line)
+            ):
                 break
         while views.owed:
             vector, note = self._give()
@@ -178,9 +181,9 @@ class Merges:
         self.views.record.counted[merge.group] = merge.number
         return True
 
-    async def _unless_over(self, work: Coroutine[Any, Any, bool]) -> bool:
+    async def _unless_over(self, over: asyncio.Future[None], work: Coroutine[Any, Any, bool]) -> bool:
         """Whether the work was done before the view was over."""
-        over, task = self.views.over, asyncio.ensure_future(work)
+        task = asyncio.ensure_future(work)
         task.add_done_callback(_heard)
         try:
             await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)
