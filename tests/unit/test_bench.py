@@ -352,6 +352,7 @@ def test_other_figures_have_their_opponent_s_name():
     assert list(figure.as_json()) == ["name", "of", "freewheel", "gloo", "ratio", "unit", "mb"]
 
 
+@pytest.mark.slow
 def test_a_straggler_beside_real_workers(tmp_path):
     out = tmp_path / "straggler.json"
     small = ["--workers", "2", "--model-mb", "0.1", "--compute-ms", "20", "--slow", "1:3", "--quick"]

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
 import sys
+from dataclasses import dataclass
+from unittest import mock
 
 import pytest
 
+from freewheel.cli.main import main
 from freewheel.observe.result import JSON_KEYS
 
 SMALL = ["--task", "quadratic", "--workers", "3", "--steps", "10"]
 
 
-def freewheel(*arguments, cwd=None):
-    command = [sys.executable, "-c", "from freewheel.cli.main import main; main()", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=100)
+@dataclass
+class Done:
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+def freewheel(*arguments, cwd="."):
+    """Run a command in this process: importing torch for each would take most of the time."""
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        contextlib.chdir(cwd),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+        mock.patch.object(sys, "argv", ["freewheel", *arguments]),
+        pytest.raises(SystemExit) as ended,
+    ):
+        main()
+    return Done(ended.value.code or 0, out.getvalue(), err.getvalue())
 
 
 def test_simulate_prints_a_table_and_writes_json_and_report(tmp_path):
