@@ -47,6 +47,7 @@ class Ending:
     def __init__(
         self,
         fabric: Fabric,
+        life: int,
         under_way: Callable[[], Note],
         mean: Callable[[Sequence[int], Tag], Awaitable[Answer]],
     ) -> None:
@@ -59,7 +60,8 @@ class Ending:
         self._apart_since_s: float | None = None
         self._call: Message | None = None
         self._news = asyncio.Event()
-        self._number = 0
+        self._number = life << 20
+        """Of the last attempt this worker called: what an earlier life of it called has other numbers."""
         self._over = False
 
     def has_ended(self, peer: int) -> bool:
@@ -96,13 +98,13 @@ class Ending:
             elif self.fabric.members[0] != self.fabric.rank:
                 await self._unless_news(self.fabric.changed())
             elif self._all_there() and not await somebody_comes():
-                end_s = min(end_s, loop.time() + TRY_S)
                 await self._unless_news(self._lead())
+                end_s = min(end_s, loop.time() + TRY_S)
             if self._over:
                 return self.answer
             with contextlib.suppress(TimeoutError):  # who came back must be told again
                 await asyncio.wait_for(self._news.wait(), POLL_S)
-        return None
+        return self.answer
 
     def _all_there(self) -> bool:
         """Whether the loops of all have ended, and all whom they reach are within reach."""
@@ -130,16 +132,36 @@ class Ending:
                 task.cancel()
             await asyncio.gather(doing, news, return_exceptions=True)
 
+    async def _while_all_are_there(self, members: Sequence[int], work: Awaitable[None]) -> None:
+        """Do it; PeerLost as soon as one of them is lost, also if this worker waits for another one."""
+        epochs = {peer: self.fabric.epoch(peer) for peer in members if peer != self.fabric.rank}
+
+        async def one_is_lost() -> None:
+            while True:
+                for peer, epoch in epochs.items():
+                    if peer not in self.fabric.members or self.fabric.epoch(peer) != epoch:
+                        raise PeerLost(peer, "it was lost while the run ended")
+                await self.fabric.changed()
+
+        tasks = [asyncio.ensure_future(one) for one in (work, one_is_lost())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            next(task for task in tasks if task.done()).result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
     async def _lead(self) -> None:
         members = self.fabric.members
         self._number += 1
         attempt = (*END, self.fabric.rank, self._number)
         for peer in members[1:]:
             self.fabric.post(peer, END, note=(CALL, self._number, *members))
-        await self._agree(members, attempt)
+        await self._while_all_are_there(members, self._agree(members, attempt))
         for peer in members[1:]:
-            with contextlib.suppress(PeerLost, TimeoutError):
-                await asyncio.wait_for(self.fabric.receive((*attempt, "have"), peer), DRAIN_S)
+            with contextlib.suppress(PeerLost):
+                await self.fabric.receive((*attempt, "have"), peer)
         self._over = True
         for peer in members[1:]:
             with contextlib.suppress(PeerLost):
@@ -149,7 +171,7 @@ class Ending:
         leader, (_, number, *members) = call.sender, map(int, call.note)
         attempt = (*END, leader, number)
         try:
-            await self._agree(tuple(members), attempt)
+            await self._while_all_are_there(members, self._agree(tuple(members), attempt))
         except (PeerLost, TimeoutError):
             self.fabric.post(leader, END, note=(FAILED, number))
             raise
@@ -177,12 +199,13 @@ class Ending:
         """Wait until every message that was sent has been received, twice in a row."""
         loop = asyncio.get_running_loop()
         end_s, before, k = loop.time() + DRAIN_S, None, 0
-        while loop.time() < end_s:
+        while True:
             k += 1
-            all_said = collectives.gather(self.fabric, members, self._under_way(), (*attempt, "drain", k))
+            mine = (*self._under_way(), float(loop.time() > end_s))
+            all_said = collectives.gather(self.fabric, members, mine, (*attempt, "drain", k))
             notes = await asyncio.wait_for(all_said, DRAIN_S)
-            idle, sent, got = (sum(column) for column in zip(*notes.values(), strict=True))
-            if notes == before and idle == len(notes) and sent == got:
-                return
+            idle, sent, got, late = (sum(column) for column in zip(*notes.values(), strict=True))
+            if late or (notes == before and idle == len(notes) and sent == got):
+                return  # all see the same notes, so all leave in the same round
             before = notes
             await asyncio.sleep(0.002)
