@@ -77,6 +77,10 @@ def needed_gb(name: str, setting: Setting) -> float:
     return (vectors * setting.model_mb + setting.optimizer_mb) / 1e3
 
 
+LONG = 30_000
+"""Worker-steps that may be simulated where one exchange outlasts hundreds of steps."""
+
+
 def too_large(specs: Sequence[str], setting: Setting) -> list[str]:
     """Those that need more memory than there is; if even training alone does, there is no plan."""
     if setting.memory_gb is None:
@@ -107,6 +111,8 @@ def steps(strategy: Strategy, setting: Setting) -> int:
         wanted = max(least, min(wanted, MESSAGES // (2 * n * (n - 1))))
     few = WORKER_STEPS / n
     most = max(LEAST, min(MOST, few), min(least * period, few) if merges else 0)
+    if strategy.waits_for == "nobody" and not merges:  # else it might end before an exchange
+        most = max(most, min(4 * period, LONG / n))
     return max(2, math.ceil(min(wanted * period, most) / between) * between)  # whole intervals
 
 

@@ -96,6 +96,9 @@ def main(out: Path, steps: int, command: list[str]) -> NoReturn:
             runpy.run_path(command[0], run_name="__main__")
     except Enough:
         pass
+    except SystemExit as end:  # as scripts end that call sys.exit(main())
+        if end.code not in (None, 0):
+            raise
     enough = watch.write()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import logging
 import random
 import ssl
 import threading
@@ -30,6 +31,7 @@ from freewheel.runtime.rendezvous import POLL_S, STORE_S, Rendezvous
 from freewheel.strategy import Strategy
 
 T = TypeVar("T")
+log = logging.getLogger("freewheel")
 
 START: Tag = (RUNTIME, "start")
 STOP: Tag = (RUNTIME, "stop")
@@ -64,6 +66,8 @@ class Agent:
         """Whether a worker has asked all to stop."""
         self.late = False
         """Whether this worker comes into a run that goes on already."""
+        self.orphaned = False
+        """Whether it came late and nobody had weights to copy: it has begun anew."""
         self.first: tuple[int, ...] = (me.rank,)
         """Whom the run begins with."""
         self.ready = False
@@ -245,8 +249,11 @@ class Agent:
         node.hold()
         if self.late and strategy.merges():
             await self._enter()
+            ended = any(self.ending.has_ended(peer) for peer in self.fabric.members)
+            self.orphaned = node.source is None and not ended
         elif self.late:
             node.rejoined = await self.copies.take()
+            self.orphaned = not node.rejoined
         elif len(self.fabric.members) > 1 and resumed is None:
             await self._begin_alike()
         elif len(self.fabric.members) > 1 and strategy.waits_for == "nobody" and not strategy.keeps_mean:
@@ -254,6 +261,10 @@ class Agent:
             members, resumed = self.fabric.members, {}
             total = await collectives.ring_sum(self.fabric, members, self.replica.snapshot(), START)
             self.replica.load(total.div_(len(members)))
+        if self.orphaned:
+            log.warning(
+                "worker %d was started again and found nobody to go on from: it begins anew", self.me.rank
+            )
         if strategy.merges():
             node.begin_views(self.first)
         await strategy.start(node)

@@ -44,6 +44,12 @@ WIRES = {"fp32": None, "bf16": torch.bfloat16}
 log = logging.getLogger("freewheel")
 
 
+ORPHANED = (
+    "all workers of this run had died when this one was started again, so there was nobody to go on from. "
+    "Start the run again: with resume it goes on from the last checkpoint, which is still there."
+)
+
+
 class Worker:
     """One worker of a run: a context manager around a training loop that need not change."""
 
@@ -302,6 +308,8 @@ class Worker:
             workers = options.workers or place.world_size
             vectors = self._checkpoints.begin(self._agent, path, self._store, workers)
             self._agent.call(self._agent.start(vectors))
+            if self._agent.orphaned and self._resume is not None:
+                raise RunStopped(ORPHANED)
             if self._store is not None:
                 self._registrar = Registrar(self._store, self._agent)
         except BaseException as error:
@@ -413,6 +421,7 @@ class Worker:
             try:
                 return future.result(timeout=0.01)
             except concurrent.futures.TimeoutError:
+                self._check()
                 self._replica.begin_moving()
                 self._replica.boundary()
                 self._replica.end_moving()

@@ -207,3 +207,4 @@ class Leases(Sampler[list[int]]):
         for numbers in state["ledger"]:
             for q, one in Ledger.decode(stream.key.batches, reader(numbers)).passes.items():
                 hand.own[q] = union(hand.own.get(q, []), one.finished)
+        hand.collect()  # so that progress is known at once

@@ -6,6 +6,7 @@ batches, which are dealt to them as they need them (data/dealing.py).
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from freewheel.runtime.agent import Agent
 
 T = TypeVar("T")
+log = logging.getLogger("freewheel")
 DEALT_HERE = ("sampler", "batch_sampler")
 """Options of torch's DataLoader that would deal the samples in another way."""
 
@@ -176,7 +178,13 @@ class Loader:
                 f"cannot resume: the dataset has {mine['length']} samples, the one of the checkpoint had "
                 f"{state['length']}. Give the same dataset, or begin anew."
             )
-        if any(state[name] != value for name, value in mine.items()):
+        other = [name for name, value in mine.items() if state[name] != value]
+        if other:
+            log.warning(
+                "pass %d begins anew: the checkpoint was taken with another %s",
+                state["epoch"],
+                " and ".join("number of workers" if name == "parts" else name for name in other),
+            )
             self.set_epoch(state["epoch"])
             return
         self.dealer.load(state)

@@ -139,12 +139,12 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             numbers, since = _asked(query)
             told = self.server.board.answer(numbers, since)
+            text = json.dumps(told, separators=(",", ":"), allow_nan=False)
         except ConfigError as error:
             return self._refuse(400, str(error))
         except Exception:  # our mistake: the page says so, the terminal says what, and both go on
             traceback.print_exc()
             return self._refuse(500, "the dashboard made a mistake; its terminal says which")
-        text = json.dumps(told, separators=(",", ":"), allow_nan=False)
         return self._answer(200, "application/json", text.encode())
 
     def _refuse(self, status: int, why: str) -> None:
