@@ -10,15 +10,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from freewheel import names, strategies
 from freewheel.bench.figure import Figure
 from freewheel.bench.rates import Load, Span
 from freewheel.bench.rates import Progress as Show
-from freewheel.cli.console import output
+from freewheel.cli.console import bars, output
 from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
 from freewheel.observe.files import check_writable, write_whole
 from freewheel.observe.table import share, short
@@ -267,12 +265,10 @@ def soak(
 @contextlib.contextmanager
 def _bar() -> Iterator[Show]:
     """A bar on stderr; a worker that failed has more to say than the one line that ends the command."""
-    columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    errors = Console(stderr=True)
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
-        bar = bars.add_task("starting", total=1.0)
+    with bars() as shown:
+        bar = shown.add_task("starting", total=1.0)
         try:
-            yield lambda what, done: bars.update(bar, description=what, completed=done)
+            yield lambda what, done: shown.update(bar, description=what, completed=done)
         except RunStopped as error:
             for note in getattr(error, "__notes__", ()):
                 print(note, file=sys.stderr)

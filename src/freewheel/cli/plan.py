@@ -14,11 +14,9 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as Bars
 
 from freewheel import names
-from freewheel.cli.console import output
+from freewheel.cli.console import bars, output
 from freewheel.cli.options import ranks_and_numbers
 from freewheel.cli.run import _module, _script
 from freewheel.errors import ConfigError
@@ -236,8 +234,6 @@ def _sizes(text: str | None) -> list[int] | None:
 @contextmanager
 def _bars() -> Iterator[Progress]:
     """A bar on stderr, where that is a terminal."""
-    columns = (TextColumn("{task.description:<34}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    errors = Console(stderr=True)
-    with Bars(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
-        bar = bars.add_task("starting", total=1.0)
-        yield lambda what, share: bars.update(bar, description=what[:34], completed=share)
+    with bars(34) as shown:
+        bar = shown.add_task("starting", total=1.0)
+        yield lambda what, share: shown.update(bar, description=what[:34], completed=share)

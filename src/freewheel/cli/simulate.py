@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from freewheel import api, strategies, tasks
-from freewheel.cli.console import output
+from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, ranks_and_numbers
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.observe.files import check_writable, open_whole, write_whole
@@ -201,19 +199,16 @@ def _run_all(
 ) -> tuple[list[tuple[Result, Path | None]], list[str]]:
     done: list[tuple[Result, Path | None]] = []
     stopped: list[str] = []
-    columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    errors = Console(stderr=True)
-    # On stderr, so that a table sent into a file stays a table.
     file = contextlib.nullcontext() if trace is None else open_whole(trace)
     with (
-        Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars,
+        bars() as shown,
         file as trace_file,
     ):
         for one, home in zip(chosen, homes, strict=True):
-            bar = bars.add_task(one.name, total=scenario.workers * scenario.steps)
+            bar = shown.add_task(one.name, total=scenario.workers * scenario.steps)
 
             def show(steps: int, total: int, bar: object = bar) -> None:
-                bars.update(bar, completed=steps, total=total)  # type: ignore[arg-type]
+                shown.update(bar, completed=steps, total=total)  # type: ignore[arg-type]
 
             try:
                 result = api.simulate(
@@ -231,7 +226,7 @@ def _run_all(
                 if not keep_going:
                     raise
                 stopped.append(str(error))
-            bars.remove_task(bar)
+            shown.remove_task(bar)
     return done, stopped
 
 

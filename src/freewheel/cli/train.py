@@ -11,10 +11,9 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from freewheel import names, strategies
-from freewheel.cli.console import output
+from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, ranks_and_numbers
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.observe.files import check_writable, write_whole
@@ -165,15 +164,14 @@ def _chosen(spec: str) -> list[str]:
 
 
 def _run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Result | RunStopped]:
-    columns = (TextColumn("{task.description:<20}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
     errors = Console(stderr=True)
     watch = f"Watch: freewheel watch {shlex.quote(str(folder))}"
     errors.print(watch, highlight=False, soft_wrap=True, markup=False)
     total = jobs[0].workers * jobs[0].steps
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bars:
-        bar = bars.add_task("starting", total=total * len(jobs))
+    with bars() as shown:
+        bar = shown.add_task("starting", total=total * len(jobs))
 
         def show(number: int, done: int) -> None:
-            bars.update(bar, description=jobs[number].strategy, completed=number * total + min(done, total))
+            shown.update(bar, description=jobs[number].strategy, completed=number * total + min(done, total))
 
         return train_all(jobs, folder, show, tensorboard, command_line())

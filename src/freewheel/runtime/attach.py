@@ -302,11 +302,10 @@ class Worker:
             if self._store is not None:
                 address = address_for(place.host) if bind in ("0.0.0.0", "auto") else bind
                 bind = address if bind == "auto" else bind
-                first = range(options.workers or place.world_size)
+                first = range(self.world_size)
                 self._agent.call(self._agent.join(self._store, first, bind, address, self._timeout_s))
             path = None if self._agent.late else self._resume  # one that comes late copies a living worker
-            workers = options.workers or place.world_size
-            vectors = self._checkpoints.begin(self._agent, path, self._store, workers)
+            vectors = self._checkpoints.begin(self._agent, path, self._store, self.world_size)
             self._agent.call(self._agent.start(vectors))
             if self._agent.orphaned and self._resume is not None:
                 raise RunStopped(ORPHANED)
