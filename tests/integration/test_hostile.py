@@ -302,6 +302,24 @@ def test_a_crowd_of_strangers(run, lines):
     run.join().close()
 
 
+def test_one_that_says_why_it_goes_is_heard_though_the_line_is_broken_too(run, lines, monkeypatch):
+    """Writing to it fails at the moment at which its last words are read."""
+    sock, fabric, noticed = run.join(), run.workers[0]._agent.fabric, []
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
+    monkeypatch.setattr(fabric, "notice", lambda what, peer, why: noticed.append((what, peer, why)))
+
+    def leave() -> None:
+        """In one go of worker 0's loop."""
+        fabric._queue(fabric._links[2], Kind.PING)
+        sock.sendall(pack(Kind.BYE, run.me.run, 2, run.me.incarnation, ("by zero",)))
+        sock.close()
+
+    run.workers[0]._agent.loop.call_soon_threadsafe(leave)
+    run.until(lambda: bool(noticed))
+    assert noticed == [("left", 2, "by zero")]
+    run.check()
+
+
 # -- members that lie --
 
 

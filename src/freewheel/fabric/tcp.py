@@ -34,6 +34,8 @@ from freewheel.observe.counters import Counters
 
 PINGS = 4
 """Signs of life in the time after which silence is a loss."""
+LAST_WORDS_S = 0.1
+"""How long a line that broke is still read: a peer may have said why it goes."""
 CALL_AGAIN_S = 0.5
 FINISHED = "it has finished"
 
@@ -213,12 +215,15 @@ class TcpFabric(Mailbox):
 
     async def _keep(self, link: Link) -> None:
         """Read and write until either ends."""
-        both = [asyncio.create_task(self._read(link)), asyncio.create_task(self._write(link))]
+        reading, writing = asyncio.create_task(self._read(link)), asyncio.create_task(self._write(link))
+        both = (reading, writing)
         why, what = "closed", "died"
         try:
             done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                why, what = self._ended(link, task.exception())
+            if reading not in done and isinstance(writing.exception(), OSError):
+                await asyncio.wait([reading], timeout=LAST_WORDS_S)
+            last = reading if reading.done() else writing  # what the peer said counts, then what broke
+            why, what = self._ended(link, last.exception())
         finally:
             for task in both:
                 task.cancel()
