@@ -14,7 +14,7 @@ from lab import JITTER, largest_distance, make, replicas, run
 
 def faulty(strategy: str, *faults: str, silent_s: float = 2.0, **settings) -> Simulation:
     simulation = make(strategy, faults=[fw.Fault.parse(text) for text in faults], **settings)
-    simulation.wire.silent_s = silent_s
+    simulation.wire.silence_s = silent_s
     simulation.result = simulation.run()
     return simulation
 
@@ -64,6 +64,20 @@ def test_two_that_cannot_reach_each_other_do_not_stop_the_merges(spec):
         assert simulation.result.staleness_max <= 4
     boxes = [len(worker.fabric._boxes) for worker in simulation.workers.values()]
     assert max(boxes) <= 2  # what arrives too late is dropped, not kept
+
+
+@pytest.mark.parametrize("heal_ms", range(1000, 1080, 10))
+def test_one_that_was_left_out_is_in_a_merge_as_soon_as_its_link_is_back(heal_ms):
+    """Merges take about 10 ms; the leader must not go on leaving it out for a few of them."""
+    heal_s = heal_ms / 1e3
+    faults = [fw.Fault.parse("cut:1-2@0.5"), fw.Fault.parse(f"heal:1-2@{heal_s}")]
+    simulation = make("nodelay_free", workers=3, steps=120, faults=faults, gradients=False)
+    simulation.wire.silence_s = 0.05
+    seen: list[int] = []
+    for moment in (heal_s, heal_s + 0.035):
+        simulation.loop.call_at(moment, lambda: seen.append(merges(simulation)[2]))
+    simulation.run()
+    assert seen[0] < seen[1]
 
 
 def test_tau_is_kept_by_a_worker_that_cannot_reach_the_leader():
@@ -228,7 +242,7 @@ def test_after_any_faults_everybody_takes_part_again(spec, seed):
 
     def once() -> tuple[str, list[int]]:
         simulation = make(spec, **settings)
-        simulation.wire.silent_s = 0.05
+        simulation.wire.silence_s = 0.05
         marks: dict[int, int] = {}
 
         def taken_part(worker) -> int:

@@ -65,15 +65,17 @@ class Door:
     async def call(self, peer: int, host: str, port: int) -> tuple[Line, Frame, Tag]:
         """Connect with a peer; PeerLost with the reason if it cannot be had."""
         try:
-            async with asyncio.timeout(GREETING_S if self._client else DIAL_S):  # keys take their time
-                line = await dial(host, port, self._client)
+            async with asyncio.timeout(DIAL_S):
+                sock = await dial(host, port)
+            opened: Line | socket.socket = sock
             try:
-                async with asyncio.timeout(GREETING_S):
+                async with asyncio.timeout(GREETING_S):  # keys take their time
+                    opened = line = await open_line(sock, self._client, server=False)
                     await line.write(self.me.hello(self._shares(peer)))
                     frame, tag, _ = await read_head(line, self.me, self.counters)
                     self.me.check(frame, tag, peer)
             except BaseException:
-                line.close()
+                opened.close()
                 raise
         except TimeoutError as error:
             raise PeerLost(peer, f"{host}:{port}: no answer in time") from error

@@ -230,7 +230,7 @@ class TlsLine:
         self._writer.transport.abort()
 
 
-async def dial(host: str, port: int, tls: ssl.SSLContext | None) -> Line:
+async def dial(host: str, port: int) -> socket.socket:
     """Connect."""
     loop = asyncio.get_running_loop()
     found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -240,10 +240,10 @@ async def dial(host: str, port: int, tls: ssl.SSLContext | None) -> Line:
         _prepare(sock, str(address[0]))
         sock.setblocking(False)
         await loop.sock_connect(sock, address)
-        return await open_line(sock, tls, server=False)
     except BaseException:
         sock.close()
         raise
+    return sock
 
 
 async def open_line(sock: socket.socket, tls: ssl.SSLContext | None, server: bool) -> Line:

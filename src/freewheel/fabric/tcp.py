@@ -36,7 +36,7 @@ PINGS = 4
 """Signs of life in the time after which silence is a loss."""
 LAST_WORDS_S = 0.1
 """How long a line that broke is still read: a peer may have said why it goes."""
-CALL_AGAIN_S = 0.5
+CALL_AGAIN_S = 0.25
 FINISHED = "it has finished"
 
 log = logging.getLogger("freewheel")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 WANT: Tag = ("merge", "want")
 BEGIN: Tag = ("merge", "begin")
+REACH: Tag = ("merge", "reach")
 
 
 @dataclass
@@ -85,8 +86,8 @@ class FreeNoDelay(Strategy):
         """Ask for a merge whenever there is something to merge."""
         node.beside(self.lead(node))
         node.beside(self.follow(node))
-        if self.tau is not None:
-            node.beside(self.watch(node))
+        node.beside(self.watch(node))
+        node.beside(self.hear(node))
         while True:
             await node.next_step()
             if node.unmerged_steps >= self.every:
@@ -108,10 +109,11 @@ class FreeNoDelay(Strategy):
         return bool(useful)
 
     async def watch(self, node: Node) -> None:
-        """Let a worker at τ look again when the others change."""
+        """When others come or go: look again, if this worker is at τ, and let the leader try again."""
         while True:
             await node.members_change()
             self.news.set()
+            node.post(node.members[0], REACH)
 
     # -- as the worker of lowest rank --
 
@@ -128,11 +130,17 @@ class FreeNoDelay(Strategy):
             if known == number and leads:
                 number, merges = number + 1, merges + 1
                 if merges % 8 == 0:
-                    self.apart.clear()  # links heal: try everybody again from time to time
+                    self.apart.clear()  # the word that a link has healed may come before that it was cut
                 members = self.choose(node)
                 await self.conduct(node, number, members)
                 useful = want.sender in members
             node.post(want.sender, ("merge", "over", int(asked)), note=(number, useful))
+
+    async def hear(self, node: Node) -> None:
+        """Forget who could not reach a worker that now reaches others than before."""
+        while True:
+            sender = (await node.receive(REACH)).sender
+            self.apart = {pair for pair in self.apart if sender not in pair}
 
     def choose(self, node: Node) -> list[int]:
         """The members of the next merge: all within reach, and of a pair that is apart only the first."""
