@@ -11,7 +11,7 @@ import pytest
 import freewheel as fw
 import lab
 from freewheel.data.dealing import Dealing
-from freewheel.data.hand import Hand, Key
+from freewheel.data.hand import Batch, Hand, Key
 from freewheel.observe.counters import Counters
 from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.fabric import Wire
@@ -30,17 +30,20 @@ class Crew:
         slow: dict[int, float] | None = None,
         seed: int = 0,
         parts: bool = False,
+        silence_s: float = 0.3,
     ) -> None:
         self.loop = VirtualLoop()
         links = fw.Links(latency_ms=0.5)
         self.wire = Wire(self.loop, Network(links, workers), Trace(None), workers, 4.0)
-        self.wire.silent_s = 0.3
+        self.wire.silence_s = silence_s
         self.batches, self.passes, self.slow, self.parts = batches, passes, slow or {}, parts
         self.random = random.Random(seed)
         self.used: Counter[tuple[int, int]] = Counter()
         self.by: Counter[tuple[int, int]] = Counter()
         """How many batches each worker used in each pass."""
         self.whose: dict[tuple[int, int], int] = {}
+        self.waited_s: Counter[int] = Counter()
+        """How long each worker waited for a batch at most."""
         self.ended: dict[int, float] = {}
         self.born: dict[int, float] = {}
         self.counters: list[Counters] = []
@@ -65,7 +68,7 @@ class Crew:
     async def train(self, rank: int, hand: Hand) -> None:
         for number in range(self.passes):
             hand.begin(number, last=number == self.passes - 1)
-            while (batch := await hand.draw()) is not None:
+            while (batch := await self.drawn(rank, hand)) is not None:
                 await asyncio.sleep(0.01 * self.slow.get(rank, 1.0) * self.random.uniform(0.8, 1.2))
                 self.used[batch.number, batch.place] += 1
                 self.by[rank, number] += 1
@@ -73,6 +76,13 @@ class Crew:
                 hand.finish(batch)
             await hand.settle()
         self.ended[rank] = self.loop.time()
+
+    async def drawn(self, rank: int, hand: Hand) -> Batch | None:
+        since_s = self.loop.time()
+        batch = await hand.draw()
+        if batch is not None:
+            self.waited_s[rank] = max(self.waited_s[rank], self.loop.time() - since_s)
+        return batch
 
     def crash(self, rank: int) -> None:
         """Unless nobody would be left who has lived long enough to know anything."""
@@ -158,6 +168,16 @@ def test_a_dealer_that_dies_takes_no_knowledge_with_it():
     crew.at(2.0, crew.crash, 0)
     crew.run().check()
     assert sum(crew.used.values()) - 2000 < 110  # at most what it and nobody else knew: its own last lease
+
+
+@pytest.mark.parametrize("moment", [4.0, 4.33, 6.71, 8.05])
+def test_nobody_waits_for_a_dealer_whose_link_is_cut(moment):
+    """That it is gone is noticed only when it has been silent for two seconds."""
+    crew = Crew(4, 8000, passes=1, slow={3: 3.0}, silence_s=2.0)
+    crew.at(moment, crew.cut, 0)
+    crew.at(moment + 5.0, crew.heal, 0)
+    crew.run().check()
+    assert max(crew.waited_s.values()) < 0.02
 
 
 @pytest.mark.parametrize("seed", range(25))

@@ -26,7 +26,7 @@ class Crew:
         self.wire = Wire(
             self.loop, Network(fw.Links(), workers), Trace(None), workers, megabytes * 1e6 / size / 4
         )
-        self.wire.silent_s = 0.1
+        self.wire.silence_s = 0.1
         self.workers, self.size = workers, size
         self.answers: dict[int, float] = {}
         self.lives: dict[int, list[asyncio.Task]] = {}

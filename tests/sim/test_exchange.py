@@ -161,7 +161,7 @@ def test_a_cut_in_the_middle_of_an_exchange_counts_on_neither_side_or_is_counted
         )
         for rank, worker in simulation.workers.items():
             worker.replica.load(torch.full((16,), float(rank), dtype=torch.float64))
-        simulation.wire.silent_s = 0.001
+        simulation.wire.silence_s = 0.001
         simulation.run()
         rows = replicas(simulation)
         half = sum(worker.node.counters.exchanges["half"] for worker in simulation.workers.values())

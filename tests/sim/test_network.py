@@ -242,7 +242,7 @@ def test_a_cut_link_loses_messages_and_is_noticed_after_a_silence():
     async def main():
         with pytest.raises(fw.PeerLost, match="cut"):
             await w.ends[1].receive(("x",), 0)
-        assert w.loop.time() == pytest.approx(w.silent_s)
+        assert w.loop.time() == pytest.approx(w.silence_s)
         w.heal_link(0, 1)
         assert w.ends[1].members == (0, 1)
         w.ends[0].post(1, ("y",), VECTOR)

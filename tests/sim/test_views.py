@@ -32,7 +32,7 @@ SPECS = [
 def faulty(spec: str, *faults: str, silent_s: float = 0.05, **settings: Any) -> Simulation:
     settings = {"workers": 4, "steps": 40, "compute": JITTER, "evaluations": 0, **settings}
     simulation = make(spec, faults=[fw.Fault.parse(text) for text in faults], **settings)
-    simulation.wire.silent_s = silent_s
+    simulation.wire.silence_s = silent_s
     simulation.result = simulation.run()
     return simulation
 
@@ -99,7 +99,7 @@ def test_the_larger_side_keeps_its_weights():
     simulation = make(
         "allreduce", steps=60, workers=4, faults=[fw.Fault("cut", 0, 0.05), fw.Fault("heal", 0, 0.3)]
     )
-    simulation.wire.silent_s = 0.05
+    simulation.wire.silence_s = 0.05
     seen: dict[str, torch.Tensor] = {}
     simulation.loop.call_at(0.29, lambda: seen.update(apart=replicas(simulation)))
     simulation.loop.call_at(0.34, lambda: seen.update(again=replicas(simulation)))
@@ -220,7 +220,7 @@ def test_after_any_faults_all_are_together_again(spec, seed):
 
     def once() -> Simulation:
         simulation = make(spec, faults=faults, **settings)
-        simulation.wire.silent_s = 0.05
+        simulation.wire.silence_s = 0.05
         simulation.result = simulation.run()
         return simulation
 

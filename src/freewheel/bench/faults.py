@@ -7,11 +7,12 @@ after it. Workers sleep through their gradients, so that a core they share does 
     kill          SIGKILL of one worker after another, each started again after a while
     restart       the same workers: from having imported torch to being ready for the first step
     rendezvous    SIGKILL of the store that workers met at; another one on the same port after a while
-    cut           the link of one worker is taken down and up again (network namespaces: root and iproute2)
+    cut           the link of one worker, then of worker 0, is taken down and up again (namespaces: as root)
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 import statistics
 import time
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from freewheel.bench.crew import Crew, Step
+from freewheel.bench.crew import Crew
 from freewheel.bench.figure import Figure
 from freewheel.bench.namespaces import Network
 from freewheel.bench.processes import Place
@@ -116,32 +117,36 @@ def _rendezvous(load: Load, strategy: str, away_s: float, show: Callable[[float]
 
 
 def _cut(load: Load, strategy: str, away_s: float, show: Callable[[float], None]) -> list[Figure]:
+    pauses, heals, noises, alone = [], [], [], []
+    ranks = (load.workers - 1, 0)  # worker 0 deals the data, and leads where one does
     with Network(load.workers, 1000.0) as network, _running(load, strategy, network.places) as crew:
-        rank = load.workers - 1
-        crew.sleep(BEFORE_S)
-        moment = time.monotonic()
-        network.cut(rank)
-        crew.sleep(away_s, show)
-        alone = len(crew.steps(rank))
-        network.heal(rank)
-        healed = time.monotonic()
-        crew.until("an exchange", lambda: _averaged_since(crew.steps(rank), healed) is not None, DEADLINE_S)
-        crew.sleep(BEFORE_S)
-        others = [one for one in range(load.workers) if one != rank]
-        pause = _pause(crew, range(load.workers), moment - 0.5, healed + BEFORE_S)
-        noise = _pause(crew, others, moment - BEFORE_S, moment)
-        averaged = _averaged_since(crew.steps(rank), healed)
-        assert averaged is not None
-        raw = {"away_s": away_s, "steps_alone": alone, "noise_s": noise}
+        for k, rank in enumerate(ranks):
+            crew.sleep(BEFORE_S)
+            moment, steps = time.monotonic(), len(crew.steps(rank))
+            network.cut(rank)
+            crew.sleep(away_s, lambda share, k=k: show((k + share) / len(ranks)))  # type: ignore[misc]
+            alone.append(len(crew.steps(rank)) - steps)
+            network.heal(rank)
+            healed = time.monotonic()
+            averaged = functools.partial(_averaged_since, crew, rank, healed)
+            crew.until("an exchange", lambda averaged=averaged: averaged() is not None, DEADLINE_S)  # type: ignore[misc]
+            crew.sleep(BEFORE_S)
+            pauses.append(_pause(crew, range(load.workers), moment - 0.5, healed + BEFORE_S))
+            noises.append(_pause(crew, range(load.workers), moment - BEFORE_S, moment))
+            when = averaged()
+            assert when is not None
+            heals.append(when - healed)
+    raw = {"away_s": away_s, "cut": ranks, "pauses_s": pauses, "healed_s": heals, "steps_alone": alone}
+    raw["noise_s"] = max(noises)
     return [
-        _figure(CUT, strategy, pause, ALLOWED_S, raw),
-        _figure("healed", strategy, averaged - healed, HEAL_ALLOWED_S, raw),
+        _figure(CUT, strategy, max(pauses), ALLOWED_S, raw),
+        _figure("healed", strategy, max(heals), HEAL_ALLOWED_S, raw),
     ]
 
 
-def _averaged_since(steps: Sequence[Step], moment: float) -> float | None:
+def _averaged_since(crew: Crew, rank: int, moment: float) -> float | None:
     """When a worker had first been averaged with another after a moment; a merge of one does not count."""
-    together = [step for step in steps if step.time > moment and step.members > 1]
+    together = [step for step in crew.steps(rank) if step.time > moment and step.members > 1]
     return next((step.time for step in together if step.merged > together[0].merged), None)
 
 

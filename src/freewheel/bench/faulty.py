@@ -1,4 +1,7 @@
-"""One worker of a benchmark of faults: it steps until it is ended, and tells when."""
+"""One worker of a benchmark of faults: it steps until it is ended, and tells when.
+
+Its batches come from the loader, so that whoever waits for one to be dealt is seen to pause.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,12 @@ import time
 
 from freewheel.bench.processes import Parent, job
 
+BATCHES = 1_000_000
+"""More than are used."""
+
 
 def main() -> None:
-    """Step for ever."""
+    """Step until it is ended."""
     parent, asked = Parent(), job()
     import torch
 
@@ -18,12 +24,14 @@ def main() -> None:
     import freewheel as fw
     from freewheel.bench.legs import Weights
 
-    model = Weights(asked["model_mb"])
+    model, first = Weights(asked["model_mb"]), True
     broadcasts = asked["strategy"].startswith("dasgd")
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     with fw.attach(model, optimizer, asked["strategy"], bind=asked["address"]) as worker:
-        parent.say(ready=time.monotonic())
-        while True:
+        for _ in worker.loader(torch.arange(BATCHES), 1):
+            if first:
+                parent.say(ready=time.monotonic())
+                first = False
             time.sleep(asked["compute_ms"] / 1e3)
             optimizer.zero_grad()
             model().backward()

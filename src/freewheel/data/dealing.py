@@ -21,7 +21,7 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
-from freewheel.data.hand import GIVEN, OVER, REFUSED, RETRY_S, WAIT, Hand, Key, Stream
+from freewheel.data.hand import GIVEN, LEASE_S, OVER, REFUSED, RETRY_S, WAIT, Hand, Key, Stream
 from freewheel.data.ledger import Lease, Ledger, Owner, reader, take
 from freewheel.data.spans import Span, Spans, minus, size, union
 from freewheel.errors import PeerLost
@@ -33,8 +33,6 @@ TELL: Tag = (RUNTIME, "deal", "tell")
 DEALT: Tag = (RUNTIME, "deal", "dealt")
 FIRST = 4
 """Batches in the first lease of a worker whose rate nobody knows yet."""
-LEASE_S = 1.0
-"""How long a lease should last."""
 ASKERS = 16
 """How many workers may ask in that time; where there are more, leases last longer."""
 HEAR_S = 2.0

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
 
 RETRY_S = 0.05
 """After which a worker that was told to wait, or to ask another, asks again."""
+LEASE_S = 1.0
+"""How long a lease should last."""
+STOCK = 1.25
+"""What a worker holds should outlast a dealer that falls silent: by so much until it counts as lost."""
+RATE_S = 0.2
+"""Over how long at least a worker's rate is measured."""
 GIVEN, OVER, WAIT, REFUSED = range(4)
 """What a dealer may answer."""
 
@@ -127,18 +133,30 @@ class Hand:
         self._look()
         if isinstance(answer, Lease):
             number, start, stop, again = answer
-            self._few = (stop - start) // 2
+            self._few = self._enough(stop - start)
             self.ready.extend(Batch(number, place, again) for place in range(start, stop))
             self.over = self.waits = False
         else:
             self.over, self.waits = True, answer == WAIT
 
+    def _enough(self, leased: int) -> int:
+        """How many batches to hold at least, after a lease of so many.
+
+        A whole lease says that there is plenty: then they are to last until a dealer that falls silent is
+        replaced. Towards the end of a pass leases shrink, and so does what a worker keeps others from.
+        """
+        if leased < int(self._rate * LEASE_S):
+            return leased // 2
+        return max(leased // 2, int(self._rate * STOCK * self.dealing.fabric.silence_s))
+
     async def _say(self, wants: bool) -> Lease | int:
         self.collect()
         now_s, new = asyncio.get_running_loop().time(), self._finished - self._since
-        if self._since_s and new and now_s > self._since_s:
+        long = now_s - self._since_s >= (RATE_S if self._rate else 1e-9)
+        if self._since_s and new and long:
             self._rate = new / (now_s - self._since_s)
-        self._since_s, self._since = now_s, self._finished
+        if not self._since_s or long:
+            self._since_s, self._since = now_s, self._finished
         return await self.dealing.ask(self, wants, self._rate)
 
     def finish(self, batch: Batch) -> None:

@@ -55,6 +55,10 @@ class Fabric(Protocol):
     """Hears of what happens to peers, and in views."""
 
     @property
+    def silence_s(self) -> float:
+        """How long a peer may give no sign of life before it counts as lost."""
+
+    @property
     def members(self) -> tuple[int, ...]:
         """The workers within reach now, this one included, in ascending order."""
 

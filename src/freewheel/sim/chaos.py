@@ -111,7 +111,7 @@ class Chaos(Simulation):
         self.apart = False
         """Whether any link has been cut so far."""
         super().__init__(strategy, task, scenario)
-        self.wire.silent_s = SILENT_S
+        self.wire.silence_s = SILENT_S
 
     def _worker(self, rank: int) -> SimulatedWorker:
         worker = super()._worker(rank)

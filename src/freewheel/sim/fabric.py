@@ -33,7 +33,7 @@ class Wire:
         self.cut: dict[tuple[int, int], int] = {}
         """Links that are cut, each with the number of its cut."""
         self.cuts = 0
-        self.silent_s = 2.0
+        self.silence_s = 2.0
         """How long a cut link stays unnoticed; a broken connection is noticed at once."""
         self.latency_s = network.latency_s
 
@@ -75,7 +75,7 @@ class Wire:
         """Lose all messages between two workers from now on; they notice after a while of silence."""
         self.cuts += 1
         self.cut[a, b] = self.cut[b, a] = self.cuts
-        self.loop.call_later(self.silent_s, self._notice_cut, a, b, self.cuts)
+        self.loop.call_later(self.silence_s, self._notice_cut, a, b, self.cuts)
 
     def _notice_cut(self, a: int, b: int, number: int) -> None:
         if self.cut.get((a, b)) == number:
@@ -116,6 +116,11 @@ class VirtualFabric(Mailbox):
         """When the last message to each peer leaves this worker's port."""
         self._landing: dict[int, float] = {}
         """When it has landed."""
+
+    @property
+    def silence_s(self) -> float:
+        """How long after a cut the two ends notice it."""
+        return self.wire.silence_s
 
     def send(
         self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()
