@@ -9,7 +9,7 @@ REPORT ?= runs/demo/report.html
 
 demo: $(INSTALLED)
 	$(BIN)/freewheel compare --task digits:apart=true --workers 4 --steps 150 --compute-ms 10 --slow 0:5 \
-		--target 0.8 --folder runs/demo --report $(REPORT)
+		--target 0.8 --folder runs/demo --force --report $(REPORT)
 
 test: demo check
 	$(BIN)/pytest -n 2

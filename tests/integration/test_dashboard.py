@@ -273,7 +273,9 @@ def test_records_that_are_broken_in_the_middle_are_one_line(tmp_path, at_once):
     made.run(tmp_path / "r")
     with serving(tmp_path) as server:
         made.append(tmp_path / "r" / "worker-0.jsonl", {"some": "thing"})
-        assert "is not what a run writes" in data(server)["change"]["v"]["notes"][0]
+        shown = data(server)["change"]["v"]
+        assert shown["notes"] == ["r: 1 line of its records cannot be read, and is left out."]
+        assert len(shown["workers"]) == 4
 
 
 def test_folders_that_cannot_be_shown_are_refused_before_anything_is_served(tmp_path):

@@ -232,7 +232,7 @@ def test_training_goes_on_with_one_warning(broken, tmp_path, quick, alone, monke
     if broken == "tensorboard":
         monkeypatch.setattr(attach, "open_board", lambda *_: Raises())
     if broken == "full disk":
-        for name in ("worker-0.jsonl", "events-0.jsonl", "evaluations.jsonl"):
+        for name in ("worker-0.jsonl", "events-0.jsonl", "evaluations-0.jsonl"):
             (folder / name).symlink_to("/dev/full")
     given = {"folder": folder, "tensorboard": tmp_path if broken == "tensorboard" else None}
     with fw.attach(model, optimizer, **given) as one:

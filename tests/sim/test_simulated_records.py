@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import freewheel as fw
+from freewheel.observe.report.words import happened
 from freewheel.observe.run import Run
 
 
@@ -81,7 +82,7 @@ def test_timing_only(tmp_path):
     assert last["loss"] is None
     assert last["discrepancy"] is None
     assert last["exchanges"]["done"] > 0
-    assert all(one["loss"] is None for one in lines(tmp_path / "evaluations.jsonl"))
+    assert all(one["loss"] is None for one in lines(tmp_path / "evaluations-simulator.jsonl"))
 
 
 def test_a_run_that_stops_says_why(tmp_path):
@@ -115,3 +116,17 @@ def test_a_folder_begins_empty_and_must_be_one(tmp_path):
     assert len([one for one in lines(tmp_path / "worker-0.jsonl") if one["last"]]) == 1
     with pytest.raises(fw.ConfigError, match="Give a folder that can be written to"):
         fw.simulate("adpsgd", "quadratic", workers=2, steps=10, folder=tmp_path / "mine.txt")
+
+
+def test_a_link_that_is_cut_is_said_once(tmp_path):
+    faults = [fw.Fault.parse(text) for text in ("cut:1-2@0.1", "heal:1-2@0.3", "cut:0@0.4")]
+    fw.simulate("adpsgd", "quadratic", workers=4, steps=100, faults=faults, folder=tmp_path)
+    run = Run(tmp_path)
+    told = [(event.rank, event.peer) for event in run.events if event.what == "cut"]
+    assert told == [(1, 2), (0, None)]
+    assert [event.link for event in run.events if event.peer is not None] == [
+        "the link between 1 and 2 was cut",
+        "the link between 1 and 2 is whole again",
+    ]
+    assert "The link between 1 and 2 was cut at 0.1 s." in happened(run)
+    assert "Worker 0 was cut off at 0.4 s." in happened(run)

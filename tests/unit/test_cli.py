@@ -151,3 +151,20 @@ def test_keep_going_shows_those_that_could(tmp_path):
     assert done.returncode == 2
     assert "asgd stopped at" in done.stderr
     assert [r["strategy"] for r in json.loads((tmp_path / "out.json").read_text())] == ["adpsgd"]
+
+
+def test_records_are_not_overwritten_unless_that_is_meant(tmp_path):
+    once = ["simulate", *SMALL, "--folder", "run"]
+    assert freewheel(*once, cwd=tmp_path).returncode == 0
+    before = (tmp_path / "run" / "run.json").read_text()
+    for strategies in ("adpsgd", "adpsgd,none"):
+        refused = freewheel(*once, "--strategy", strategies, cwd=tmp_path)
+        assert refused.returncode == 2
+        assert "'run' holds the records of a run" in refused.stderr
+        assert "--force" in refused.stderr
+    assert (tmp_path / "run" / "run.json").read_text() == before
+    assert freewheel(*once, "--strategy", "none", "--force", cwd=tmp_path).returncode == 0
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["strategy"] == "none"
+    for command in ("train", "compare"):
+        refused = freewheel(command, "--folder", "run", cwd=tmp_path)
+        assert "'run' holds the records of a run" in refused.stderr

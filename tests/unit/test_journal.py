@@ -120,7 +120,7 @@ def test_events_without_end_do_not_fill_the_disk(tmp_path):
 
 
 def test_a_full_disk_costs_records_and_one_warning(tmp_path, caplog):
-    for name in ("worker-0.jsonl", "events-0.jsonl", "evaluations.jsonl"):
+    for name in ("worker-0.jsonl", "events-0.jsonl", "evaluations-0.jsonl"):
         (tmp_path / name).symlink_to("/dev/full")
     pen = Journal(tmp_path, 0)
     for k in range(3):
@@ -201,3 +201,10 @@ def test_merges_with_ever_other_peers_are_counted_for_each():
     assert peers[1] == (201, 0.5)
     assert all(peers[2 + k] == (1, None) for k in range(200))
     assert len(counters.merged) <= 64
+
+
+def test_what_one_worker_takes_back_of_its_evaluations_is_its_own(tmp_path):
+    for by in (0, 1):
+        Journal(tmp_path, by).evaluation(1000.0 + by, loss=1.0 + by)
+    assert [len(lines(tmp_path / f"evaluations-{by}.jsonl")) for by in (0, 1)] == [1, 1]
+    assert [one.loss for one in Run(tmp_path).evaluations] == [1.0, 2.0]

@@ -11,7 +11,9 @@ import pytest
 
 import made
 from freewheel.errors import ConfigError
+from freewheel.observe import rows as watched
 from freewheel.observe.bounds import Bound, bounds
+from freewheel.observe.dashboard import Board
 from freewheel.observe.outcome import result_of
 from freewheel.observe.run import Run
 
@@ -57,7 +59,18 @@ def test_the_mean_staleness_weighs_what_was_counted(tmp_path: Path) -> None:
         life(0, 100, 10.0, 8.0, staleness_mean=1.0, staleness_counts={"1": 30}),
         life(1, 100, 10.0, 8.0, staleness_mean=5.0, staleness_counts={"4": 10}),
     ]
-    assert result_of(folder_of(tmp_path, lives)).staleness_mean == pytest.approx(2.0)
+    run = folder_of(tmp_path, lives)
+    assert result_of(run).staleness_mean == pytest.approx(2.0)
+    # The same in the terminal and on the dashboard.
+    assert watched.total(run, watched.rows(run)).staleness == pytest.approx(2.0)
+    (shown,) = Board(tmp_path).answer((), None)["change"]["v"]["shown"]
+    assert shown["staleness"] == pytest.approx(2.0)
+
+
+def test_who_has_noted_no_staleness_yet_does_not_weigh(tmp_path: Path) -> None:
+    lives = [life(0, 100, 10.0, 8.0, staleness_mean=3.0, staleness_counts={"2": 5}), life(1, 900, 10.0, 8.0)]
+    lives[1]["staleness_mean"] = 0.0
+    assert result_of(folder_of(tmp_path, lives)).staleness_mean == pytest.approx(3.0)
 
 
 def test_the_answer_is_the_last_evaluation_and_the_target_is_timed(tmp_path: Path) -> None:
@@ -155,7 +168,22 @@ def test_what_no_run_writes_is_refused(tmp_path: Path, changes: dict[str, Any], 
         ("events-0.jsonl", {"time": "now", "what": "died", "by": 1}),
     ],
 )
-def test_values_of_another_kind_are_refused(tmp_path: Path, name: str, line: dict[str, Any]) -> None:
+def test_values_of_another_kind_are_left_out_and_counted(
+    tmp_path: Path, name: str, line: dict[str, Any]
+) -> None:
     made.append(tmp_path / name, line)
-    with pytest.raises(ConfigError, match="is not what a run writes"):
-        folder_of(tmp_path, [life(0, 9, 1.0, 1.0)])
+    run = folder_of(tmp_path, [life(0, 9, 1.0, 1.0)])
+    assert run.broken == 1
+    assert (run.events, run.evaluations) == ([], [])
+    assert result_of(run).worker_steps == 9
+
+
+def test_a_run_json_that_is_missing_or_no_object_is_named(tmp_path: Path) -> None:
+    run = folder_of(tmp_path, [life(0, 9, 1.0, 1.0)])
+    (tmp_path / "run.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"run\.json' is not what a run writes: it has no format"):
+        Run(tmp_path)
+    (tmp_path / "run.json").unlink()
+    with pytest.raises(ConfigError, match=r"has records but no run\.json"):
+        result_of(Run(tmp_path))
+    assert result_of(run).worker_steps == 9

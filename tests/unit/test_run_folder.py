@@ -267,3 +267,40 @@ def test_a_run_json_with_something_else_than_numbers_is_refused(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(made.about(workers="four")))
     with pytest.raises(ConfigError, match="not what a run writes"):
         Run(tmp_path)
+
+
+def test_a_broken_line_costs_itself_and_no_other(tmp_path):
+    good = [made.sample(0, number) for number in (1, 2, 3)]
+    made.append(tmp_path / "worker-0.jsonl", good[0], good[1] | {"loss": "low"})
+    run = Run(tmp_path)
+    assert run.broken == 1
+    made.append(tmp_path / "worker-0.jsonl", {"time": 5}, good[2])
+    made.append(tmp_path / "worker-x.jsonl", good[2])
+    assert run.poll()
+    assert run.broken == 3
+    assert run.workers[0].latest == good[2]
+    assert run.workers[0].points["time"] == [1000.5, 1001.5]
+
+
+def cuts(folder, *pairs):
+    """Who has lost whom, each a tenth of a second after the other."""
+    for number, (by, rank) in enumerate(pairs):
+        made.append(folder / f"events-{by}.jsonl", made.event(1000 + number / 10, "cut", rank, by, text=""))
+    return [(event.rank, event.peer, sorted(event.by)) for event in Run(folder).events]
+
+
+def test_a_link_that_was_cut_is_one_event_whichever_end_is_read_first(tmp_path):
+    assert cuts(tmp_path / "a", (1, 2), (2, 1)) == [(1, 2, [1, 2])]
+    assert cuts(tmp_path / "b", (2, 1), (1, 2)) == [(1, 2, [1, 2])]
+    assert Run(tmp_path / "b").events[0].link == "the link between 1 and 2 was cut"
+
+
+def test_a_worker_that_has_lost_several_is_cut_off(tmp_path):
+    assert cuts(tmp_path / "a", (0, 2), (1, 2), (2, 0), (2, 1)) == [(2, None, [0, 1, 2])]
+    assert cuts(tmp_path / "b", (2, 0), (2, 1), (3, 2)) == [(2, None, [2, 3])]
+    assert cuts(tmp_path / "c", (0, 2)) == [(2, None, [0])]  # the other end may hang
+    assert cuts(tmp_path / "d", (0, 1), (1, 0), (2, 3), (3, 2)) == [(0, 1, [0, 1]), (2, 3, [2, 3])]
+
+
+def test_a_link_that_is_cut_twice_was_cut_twice(tmp_path):
+    assert cuts(tmp_path, (1, 2), (2, 1), (1, 2), (2, 1)) == [(1, 2, [1, 2])] * 2

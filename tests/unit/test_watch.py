@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shutil
 import sys
 import time
 
@@ -405,6 +406,27 @@ def test_a_dead_worker_may_be_started_again(tmp_path, now, monkeypatch, capsys):
     assert "1 training" in out
 
 
+def test_a_folder_that_is_deleted_meanwhile_is_the_end(tmp_path, now, monkeypatch, capsys):
+    folder = made.run(tmp_path / "r", workers=1, ended=False)
+    goes_on(monkeypatch, lambda: shutil.rmtree(folder))
+    assert command(monkeypatch, folder) == 2
+    told = capsys.readouterr()
+    assert "r' is gone" in told.err
+    assert row_of(told.out.splitlines(), 0)[1] == "training"
+
+
+def test_links_that_were_cut_and_lines_that_cannot_be_read_are_said(tmp_path, now):
+    folder = made.run(tmp_path, workers=3, ended=False)
+    for by, rank in ((1, 2), (2, 1)):
+        made.append(folder / f"events-{by}.jsonl", made.event(1009.0, "cut", rank, by, text="silent for 3 s"))
+    made.append(folder / "worker-0.jsonl", {"time": "late"})
+    lines = text(Run(folder), 140)
+    assert "lines that cannot be read: 1" in lines[1]
+    assert [line.strip() for line in lines if "cut" in line] == [
+        "0:09  the link between 1 and 2 was cut: silent for 3 s"
+    ]
+
+
 @pytest.mark.parametrize(
     ("prepare", "says"),
     [
@@ -465,6 +487,21 @@ def test_the_newest_run_is_picked_and_a_live_one_before_it(tmp_path):
     assert pick(tmp_path).others == []
     os.utime(new / "worker-0.jsonl")
     assert (pick(tmp_path).folder, pick(tmp_path).others) == (new, [old])
+
+
+def test_a_run_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path, monkeypatch, capsys):
+    good = aged(made.run(tmp_path / "good", workers=1), 3600)
+    bad = made.run(tmp_path / "bad", workers=1, format=9, freewheel="9.9")
+    assert pick(tmp_path).folder == good
+    assert command(monkeypatch, tmp_path, "--once") == 0
+    told = capsys.readouterr()
+    assert str(good) in told.out
+    assert told.err.count("\n") == 1
+    assert "left out" in told.err
+    assert str(bad) in told.err
+    assert "freewheel 9.9" in told.err
+    (good / "run.json").write_text("[]")
+    assert command(monkeypatch, tmp_path, "--once") == 2
 
 
 def test_a_folder_that_a_launcher_has_just_made_is_a_run_that_starts(tmp_path):

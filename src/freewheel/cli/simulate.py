@@ -14,7 +14,7 @@ from freewheel import api, strategies, tasks
 from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, ranks_and_numbers
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.observe.files import check_writable, open_whole, write_whole
+from freewheel.observe.files import check_unused, check_writable, open_whole, write_whole
 from freewheel.observe.report import recorded, write
 from freewheel.observe.result import Result
 from freewheel.observe.table import results_tables
@@ -93,6 +93,7 @@ def simulate(
             help="Write records here, as a real run does; one folder for each of several strategies."
         ),
     ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite records in --folder.")] = False,
     keep_going: Annotated[
         bool, typer.Option("--keep-going", help="When a strategy cannot go on (a crash), show the others.")
     ] = False,
@@ -133,6 +134,8 @@ def simulate(
         # A report shows what happened on the way, too: it needs records, kept or not.
         records = Path(passing) / chosen[0].name if folder is None and report is not None else folder
         homes = _homes(records, chosen)
+        if folder is not None:
+            check_unused(dict.fromkeys([folder, *(home for home in homes if home is not None)]), force)
         done, stopped = _run_all(chosen, problem, scenario, trace, keep_going, homes, task)
         runs = [recorded(home) for _, home in done if home is not None]
     results = [result for result, _ in done]

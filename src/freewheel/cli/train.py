@@ -16,7 +16,7 @@ from freewheel import names, strategies
 from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, ranks_and_numbers
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.observe.files import check_writable, write_whole
+from freewheel.observe.files import check_unused, check_writable, write_whole
 from freewheel.observe.report import recorded, write
 from freewheel.observe.result import Result
 from freewheel.observe.table import results_tables
@@ -52,6 +52,7 @@ Board = Annotated[
     Path | None, typer.Option("--tensorboard", help="Write the records here for TensorBoard, too (an extra).")
 ]
 Folder = Annotated[Path | None, typer.Option(help="Where records and logs go; default: runs/DATE_TIME.")]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite records in --folder.")]
 
 
 def train(
@@ -74,13 +75,14 @@ def train(
     report: Report = None,
     folder: Folder = None,
     tensorboard: Board = None,
+    force: Force = False,
 ) -> None:
     """Train a built-in task with real processes on this machine."""
     if "," in strategy:
         raise ConfigError("train takes one strategy; `freewheel compare` takes several.")
     compare(
         strategy, task, data, workers, steps, slow, compute_ms, lr, momentum, weight_decay, schedule, wire,
-        device, target, seed, json_path, report, folder, tensorboard,
+        device, target, seed, json_path, report, folder, tensorboard, force,
     )  # fmt: skip
 
 
@@ -104,6 +106,7 @@ def compare(
     report: Report = None,
     folder: Folder = None,
     tensorboard: Board = None,
+    force: Force = False,
 ) -> None:
     """Train the same task with several strategies, one after the other, and print one table."""
     if data is not None:
@@ -129,6 +132,7 @@ def compare(
     )
     jobs = [replace(job, strategy=one) for one in _chosen(strategy)]
     folder = folder or Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    check_unused([folder, *(folder / name(number, one) for number, one in enumerate(jobs))], force)
     outcomes = _run_all(jobs, folder.resolve(), tensorboard)
     results = [one for one in outcomes if isinstance(one, Result)]
     stopped = [str(one) for one in outcomes if not isinstance(one, Result)]

@@ -80,6 +80,10 @@ def _watch(folder: Path, once: bool, wait_s: float) -> None:
         leave()
         raise
     leave()
+    if _gone(run):
+        raise ConfigError(
+            f"{str(run.folder)!r} is gone: it was deleted or renamed. This is how it stood last."
+        )
     if _over(run) and any(run.state(rank) not in ("finished", "dead") for rank in run.ranks):
         print(f"Nobody has written for {run.quiet_s:,.0f} s: the run was killed, or it hangs.")
 
@@ -92,6 +96,8 @@ def _begun(folder: Path, wait_s: float, say: Callable[[str], None]) -> tuple[Run
         if choice.begun:
             run = Run(choice.folder)
             if run.workers:
+                for what in choice.broken:
+                    print(f"freewheel: left out: {what}", file=sys.stderr)
                 return run, _note(folder, choice)
         if time.monotonic() >= until_s:
             raise ConfigError(
@@ -111,6 +117,11 @@ def _note(folder: Path, choice: Choice) -> str:
     return f"{choice.folder}; also live: {others}{', …' * (len(choice.others) > 3)}"
 
 
+def _gone(run: Run) -> bool:
+    """Whether its folder was deleted, or is called something else now."""
+    return not run.folder.is_dir()
+
+
 def _over(run: Run) -> bool:
     """Whether there is nothing to wait for any more."""
     if run.live:
@@ -121,8 +132,8 @@ def _over(run: Run) -> bool:
 
 
 def _news(run: Run, every_s: float) -> Iterator[bool]:
-    """Read the run every so often until it is over."""
-    while not _over(run):
+    """Read the run every so often until it is over, or gone."""
+    while not _over(run) and not _gone(run):
         time.sleep(every_s)
         yield run.poll()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -46,14 +46,31 @@ def fresh(folder: Path) -> None:
     """Make a folder for the records of a run; those of an earlier one are removed, nothing else is."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for pattern in ("run.json", "worker-*.jsonl", "events-*.jsonl", "evaluations.jsonl"):
-            for old in folder.glob(pattern):
-                old.unlink()
+        for old in _records(folder):
+            old.unlink()
     except OSError as error:
         why = error.strerror or error
         raise ConfigError(
             f"cannot write records into {str(folder)!r}: {why}. Give a folder that can be written to."
         ) from None
+
+
+def _records(folder: Path) -> Iterator[Path]:
+    for pattern in ("run.json", "worker-*.jsonl", "events-*.jsonl", "evaluations*.jsonl"):
+        yield from folder.glob(pattern)
+
+
+def check_unused(folders: Iterable[Path], force: bool) -> None:
+    """Refuse folders in which an earlier run has left records, unless those may go."""
+    for folder in folders:
+        if next(_records(folder), None) is None:
+            continue
+        if not force:
+            raise ConfigError(
+                f"{str(folder)!r} holds the records of a run. Name another folder, or let it be overwritten "
+                "with --force."
+            )
+        fresh(folder)
 
 
 def check_writable(path: Path | None) -> None:

@@ -79,16 +79,18 @@ class Journal:
         life: int | None,
         text: str,
         by: int | str | None = None,
+        peer: int | None = None,
     ) -> None:
-        """Something happened to a worker."""
+        """Something happened to a worker, or to its link to a peer."""
         by = self.by if by is None else by
         event = {"time": time_s, "what": what, "rank": rank, "life": life, "by": by, "text": text}
+        event |= {} if peer is None else {"peer": peer}
         self._put_besides(f"events-{by}.jsonl", event)
 
     def evaluation(self, time_s: float, **measured: float | None) -> None:
         """What was measured of the answer."""
         values = {name: measured.get(name) for name in EVALUATION}
-        self._put_besides("evaluations.jsonl", {"time": time_s, **values})
+        self._put_besides(f"evaluations-{self.by}.jsonl", {"time": time_s, **values})
 
     def close(self) -> None:
         """Write what was kept back."""
@@ -169,7 +171,7 @@ def append(path: Path, data: bytes) -> int:
 
 
 def _cut_back(handle: int, written: int) -> None:
-    """Take back the beginning of a line whose end could not be written."""
+    """Take back the beginning of a line whose end could not be written; nobody else writes into the file."""
     status = os.fstat(handle)
     if written and stat.S_ISREG(status.st_mode):
         with contextlib.suppress(OSError):

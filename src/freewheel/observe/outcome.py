@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from freewheel.errors import ConfigError
@@ -14,8 +14,14 @@ from freewheel.observe.run import Evaluation, Run
 def result_of(run: Run) -> Result:
     """The figures of a run's folder, up to its last sample; refuses one that has nothing to tell yet."""
     lives = [life for rank in sorted(run.workers) for life in run.workers[rank].lives]
-    if not run.about or not any(life["steps"] and life.get("elapsed_s") for life in lives):
-        if run.live:
+    begun = any(life["steps"] and life.get("elapsed_s") for life in lives)
+    if not run.about or not begun:
+        if begun:
+            why = (
+                "has records but no run.json, so its strategy and settings are not known and nothing can be "
+                "reported; `freewheel watch` shows what is there. Put run.json back, or give another folder"
+            )
+        elif run.live:
             why = "is still starting: no worker has made a step. Try again when one has"
         else:
             why = "ended before any worker made a step; the logs in it may say why"
@@ -52,8 +58,6 @@ def combined(
     compute_s = _sum(lives, "compute_s")
     # A simulation knows it; else, of a worker that made no step nobody knows how fast it could be.
     ideal = settings.get("ideal_per_s") or sum(1 / t for t in step_times_s(lives).values())
-    # A strategy that is never stale by its own measure records nothing.
-    stale = [(_noted(life), life) for life in lives]
     target = about.get("target")
     reached = [sample.virtual_s for sample in curve if target and (sample.accuracy or 0.0) >= target]
     losses = {life["rank"]: life["loss"] for life in lives if life.get("loss") is not None}
@@ -68,8 +72,7 @@ def combined(
         steps_per_s=steps / took_s,
         ideal_share=steps / took_s / ideal if ideal else 1.0,
         idle_share=max(0.0, 1 - compute_s / alive_s) if alive_s else 0.0,
-        staleness_mean=sum(count * life["staleness_mean"] for count, life in stale)
-        / (sum(count for count, _ in stale) or 1),
+        staleness_mean=staleness_mean(lives) or 0.0,
         staleness_max=float(max(life["staleness_max"] for life in lives)),
         discrepancy_max=max([*apart, *(life.get("discrepancy_max") or 0.0 for life in lives)]),
         bytes_per_step=_sum(lives, "bytes_out") / steps,
@@ -98,7 +101,19 @@ def _sum(lives: Sequence[dict[str, Any]], name: str) -> float:
     return sum(life.get(name) or 0.0 for life in lives)
 
 
+def staleness_mean(lives: Iterable[dict[str, Any]]) -> float | None:
+    """The mean over all that was noted in these lives: who notes more weighs more. None: nobody says it.
+
+    A strategy that is never stale by its own measure notes nothing, and is 0.
+    """
+    told = [
+        (_noted(life), life["staleness_mean"]) for life in lives if life.get("staleness_mean") is not None
+    ]
+    noted = sum(count for count, _ in told)
+    return sum(count * mean for count, mean in told) / (noted or 1) if told else None
+
+
 def _noted(life: dict[str, Any]) -> float:
-    """How many steps a life's mean staleness is a mean of."""
-    counts: dict[str, float] = life.get("staleness_counts") or {"": life["steps"]}
-    return sum(counts.values())
+    """How often a life noted its staleness; where it does not say, as often as it made a step."""
+    counts: dict[str, float] = life.get("staleness_counts") or {}
+    return sum(counts.values()) if counts or not life["staleness_mean"] else life["steps"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from freewheel.errors import ConfigError
-from freewheel.observe.run import SILENT_S, find_runs
+from freewheel.observe.run import SILENT_S, find_runs, read_about
 
 STARTING_S = 120.0
 """A folder as `freewheel run` makes them that is no older than this may yet become a run."""
@@ -22,10 +22,12 @@ class Choice:
     folder: Path
     begun: bool = True
     others: list[Path] = field(default_factory=list)
+    broken: list[str] = field(default_factory=list)
+    """What is wrong with newer runs that cannot be shown."""
 
 
 def pick(folder: Path) -> Choice:
-    """The newest run in a folder that is starting or live, else the newest one."""
+    """The newest run in a folder that is starting or live, else the newest one; of those that can be read."""
     starting = _starting(folder)
     try:
         runs = find_runs(folder)
@@ -33,11 +35,26 @@ def pick(folder: Path) -> Choice:
         if not starting:
             raise
         runs = []
+    runs, broken = _readable(runs)
+    if broken and not runs and not starting:
+        raise ConfigError(broken[0])
     lately = [run for run in runs if time.time() - _written_s(run) < SILENT_S]
     awake = sorted([*starting, *lately], key=_began_s)
     if not awake:
-        return Choice(max(runs, key=_written_s))
-    return Choice(awake[-1], awake[-1] not in starting, awake[-2::-1])
+        return Choice(max(runs, key=_written_s), broken=broken)
+    return Choice(awake[-1], awake[-1] not in starting, awake[-2::-1], broken)
+
+
+def _readable(runs: list[Path]) -> tuple[list[Path], list[str]]:
+    """Those whose run.json can be read, or is not there yet; and what is wrong with the others."""
+    good, broken = [], []
+    for run in runs:
+        try:
+            read_about(run)
+            good.append(run)
+        except ConfigError as error:
+            broken.append(str(error))
+    return good, broken
 
 
 def _starting(folder: Path) -> list[Path]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from freewheel.observe.outcome import staleness_mean
 from freewheel.observe.run import Run, Track
 
 LATELY_S = 5.0
@@ -91,7 +92,7 @@ def _rate(track: Track, name: str, over_s: float) -> float | None:
 
 
 def total(run: Run, all_rows: Sequence[Row]) -> Row:
-    """Sums; of shares, staleness and loss the mean; of discrepancies the largest."""
+    """Sums; of shares and loss the mean, of staleness that of all exchanges; of discrepancies the largest."""
     counted = Counter(row.state for row in all_rows)
     going = sum(counted[state] for state in GOING)
     steps = sum(row.steps for row in all_rows)
@@ -105,7 +106,7 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
         steps=steps,
         steps_per_s=per_s,
         blocked_share=_mean(row.blocked_share for row in all_rows),
-        staleness=_mean(row.staleness for row in all_rows),
+        staleness=staleness_mean(life for track in run.workers.values() for life in track.lives),
         discrepancy=max((row.discrepancy for row in all_rows if row.discrepancy is not None), default=None),
         exchanges=sum(row.exchanges for row in all_rows),
         merges=sum(row.merges for row in all_rows),

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from freewheel.errors import ConfigError, at_least
+from freewheel.observe.events import Event, Events
 from freewheel.observe.tail import Tail
 
 FORMAT = 1
@@ -26,8 +27,6 @@ RECENT = 32
 """So many of the last samples of a worker are kept whole."""
 SILENT_S = 5.0
 """A worker that has written nothing for so long is called silent."""
-TOGETHER_S = 5.0
-"""What several workers notice within this time is one event."""
 DEATHS = ("died", "failed")
 COMINGS = ("joined", "restarted")
 KINDS = {"strategy": str, "workers": int, "seed": int, "settings": dict, "started": int | float}
@@ -35,18 +34,9 @@ KINDS = {"strategy": str, "workers": int, "seed": int, "settings": dict, "starte
 SUMS = ("steps", "elapsed_s", "compute_s", "peers_s", "data_s", "checkpoint_s", "exchanges", "merges",
         "bytes_out", "bytes_in", "samples")  # fmt: skip
 LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members", "life")
-
-
-@dataclass
-class Event:
-    """Something that happened to a worker, or to all; `by` has noticed it."""
-
-    time: float
-    what: str
-    text: str
-    rank: int | None = None
-    life: int | None = None
-    by: list[int | str] = field(default_factory=list)
+NUMBERS = ("staleness_max", "discrepancy_max", "blocked_share", "steps_per_s", "messages_dropped")
+TABLES = ("exchanges", "merges", "staleness_counts")
+"""What else is read of a sample, and must be numbers, or numbers by name."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +55,7 @@ class Evaluation:
 class Track:
     """What is known of one worker: `points` by column (sums over all its lives), the last samples whole."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, version: int = 0) -> None:
         self.rank, self.life = rank, 0
         self.latest: dict[str, Any] = {}
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
@@ -74,19 +64,17 @@ class Track:
         self._began: list[float] = []
         """When each life began."""
         self.points: dict[str, list[float | None]] = {name: [] for name in ("time", *SUMS, *LEVELS)}
-        self.version = 0
+        self.version = version
         """Grows whenever points that were there before are dropped; else points are only added."""
         self.heard_s: float | None = None
         """When a sample last came in while we were reading, on our own clock."""
         self._before = dict.fromkeys(SUMS, 0.0)
 
     def add(self, sample: dict[str, Any]) -> None:
-        """Take a sample in; one that is older than the last is left out."""
-        if not isinstance(sample["time"], int | float) or not isinstance(sample["steps"], int):
-            raise TypeError("time and steps must be numbers")
+        """Take a sample in; one that is older than the last is left out, one that is none changes nothing."""
+        row, life = _checked(sample), int(sample.get("life", 1))
         if self.latest and sample["time"] < self.latest["time"]:
             return
-        life = int(sample.get("life", 1))
         if self.latest and life > self.life:
             for name in SUMS:
                 self._before[name] = self.points[name][-1] or 0.0
@@ -96,9 +84,6 @@ class Track:
             self._began.append(sample["time"] - (sample.get("elapsed_s") or 0.0))
         self.life, self.latest = life, sample
         self.recent.append(sample)
-        row = _row(sample)
-        if not all(value is None or isinstance(value, int | float) for value in row.values()):
-            raise TypeError("what is counted must be numbers")
         for name, column in self.points.items():
             value = row[name]
             column.append(value + self._before[name] if name in self._before and value is not None else value)
@@ -135,6 +120,20 @@ class Track:
         return ((sums[end] or 0.0) - (sums[begin] or 0.0)) / took if took > 0 else None
 
 
+def _checked(sample: dict[str, Any]) -> dict[str, float | None]:
+    """The columns of a sample; raises where it is none."""
+    if not isinstance(sample["time"], int | float) or not isinstance(sample["steps"], int):
+        raise TypeError("time and steps must be numbers")
+    row = _row(sample)
+    levels = (sample.get(name) for name in NUMBERS)
+    if not all(value is None or isinstance(value, int | float) for value in (*row.values(), *levels)):
+        raise TypeError("what is counted must be numbers")
+    counted = [value for name in TABLES for value in (sample.get(name) or {}).values()]
+    if not all(isinstance(value, int | float) for value in counted):
+        raise TypeError("what is counted by name must be numbers")
+    return row
+
+
 def _row(sample: dict[str, Any]) -> dict[str, float | None]:
     blocked, members = sample.get("blocked_s") or {}, sample.get("members")
     return {
@@ -156,13 +155,20 @@ class Run:
         self.about: dict[str, Any] = {}
         """What run.json says; empty while the run is starting."""
         self.workers: dict[int, Track] = {}
-        self.events: list[Event] = []
         self.evaluations: list[Evaluation] = []
         self._tails: dict[str, Tail] = {}
-        self._last: dict[tuple[str, int | None, int | str | None], Event] = {}
-        """The last event of each kind, of each life of a worker; of all workers: of each text."""
+        self._happened = Events()
+        self._unsorted: list[tuple[Path, Tail, dict[str, Any]]] = []
+        """Events that have been read, of all who noticed some."""
+        self._wrong = ""
+        """What was wrong with the last line that could not be read, where it was JSON."""
         self.poll()
         self._opened = True
+        if self._wrong and not (self.workers or self.events or self.evaluations):
+            raise ConfigError(
+                f"{self._wrong}. Nothing else is in {str(folder)!r}; give a folder as `freewheel run` makes "
+                "them, unchanged."
+            )
 
     # -- reading --
 
@@ -177,6 +183,12 @@ class Run:
         most = max(POINTS // 8, min(POINTS, LINES // max(1, workers)))
         for path in paths:
             news = self._read(path, most) or news
+        self._unsorted.sort(key=lambda one: _when(one[2]))
+        for path, tail, line in self._unsorted:
+            self._take(path, tail, line, self._happened.add)
+        self._unsorted.clear()
+        self._happened.sort()
+        self.evaluations.sort(key=lambda one: one.time)
         return news
 
     def _read(self, path: Path, most: int) -> bool:
@@ -192,45 +204,41 @@ class Run:
         if not lines:
             return False
         heard_s = self._heard_s = time.monotonic() if self._opened else None
-        try:
-            if kind == "worker":
-                rank = int(who)
-                if rank not in self.workers or tail.begun > begun > 0:
-                    version = self.workers[rank].version + 1 if rank in self.workers else 0
-                    self.workers[rank] = Track(rank)
-                    self.workers[rank].version = version
-                for line in lines:
-                    self.workers[rank].add(line)
-                self.workers[rank].heard_s = heard_s
-            elif kind == "events":
-                for line in lines:
-                    self._happened(line)
-                self.events.sort(key=lambda event: event.time)
-            else:
-                self.evaluations += map(_evaluation, lines)
-                self.evaluations.sort(key=lambda one: one.time)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{str(path)!r} is not what a run writes ({type(error).__name__}: {error}). Give a folder "
-                "as `freewheel run` makes them, unchanged."
-            ) from None
+        if kind == "events":
+            self._unsorted += [(path, tail, line) for line in lines]
+            return True
+        take = {
+            "worker": lambda line: self._sampled(int(who), line, heard_s),
+            "evaluations": lambda line: self.evaluations.append(_evaluation(line)),
+        }[kind]
+        if kind == "worker" and who.isdecimal() and tail.begun > begun > 0 and int(who) in self.workers:
+            self.workers[int(who)] = Track(int(who), self.workers[int(who)].version + 1)
+        for line in lines:
+            self._take(path, tail, line, take)
         return True
 
-    def _happened(self, line: dict[str, Any]) -> None:
-        rank, life = line.get("rank"), line.get("life")
-        new = Event(float(line["time"]), line["what"], line.get("text", ""), rank, life, [line["by"]])
-        key = (new.what, rank, new.text if rank is None else life)
-        event = self._last.get(key)
-        if event is not None and abs(event.time - new.time) < TOGETHER_S and new.by[0] not in event.by:
-            event.by += new.by
-            if new.by == ["launcher"]:
-                event.text = new.text  # it knows how the process ended; others see a line that is closed
-            event.time = min(event.time, new.time)
-            return
-        self.events.append(new)
-        self._last[key] = new
+    def _take(
+        self, path: Path, tail: Tail, line: dict[str, Any], take: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Take a line in; one that is no record is counted, and the next one may be whole."""
+        try:
+            take(line)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            tail.broken += 1
+            self._wrong = f"{str(path)!r} is not what a run writes ({type(error).__name__}: {error})"
+
+    def _sampled(self, rank: int, sample: dict[str, Any], heard_s: float | None) -> None:
+        track = self.workers.get(rank) or Track(rank)
+        track.add(sample)
+        track.heard_s = heard_s
+        self.workers[rank] = track
 
     # -- what it says --
+
+    @property
+    def events(self) -> list[Event]:
+        """What happened, in order of time."""
+        return self._happened.all
 
     @property
     def clock(self) -> str:
@@ -280,7 +288,9 @@ class Run:
         latest = track.latest
         if latest.get("last"):
             return "finished"
-        deaths = (self._last.get((what, rank, life)) for what in DEATHS for life in (track.life, None))
+        deaths = (
+            self._happened.last.get((what, rank, life)) for what in DEATHS for life in (track.life, None)
+        )
         if any(event is not None and event.time >= latest["time"] - 1.0 for event in deaths):
             return self._news_of(rank, track.life) or "dead"
         late = self.now - latest["time"] > SILENT_S and self.clock == "wall"
@@ -315,6 +325,11 @@ class Run:
             yield name, sum(track.value(name) or 0.0 for track in self.workers.values())
 
 
+def _when(line: dict[str, Any]) -> float:
+    found = line.get("time")
+    return found if isinstance(found, int | float) else 0.0
+
+
 def _evaluation(line: dict[str, Any]) -> Evaluation:
     known = {name: line[name] for name in Evaluation.__dataclass_fields__ if line.get(name) is not None}
     for name, value in known.items():
@@ -332,12 +347,16 @@ def read_about(folder: Path) -> dict[str, Any]:
         return {}
     except (OSError, ValueError) as error:
         raise ConfigError(f"cannot read {str(path)!r}: {error}. Is this a folder of a run?") from None
-    if not isinstance(about, dict) or about.get("format") != FORMAT:
-        of = about.get("freewheel", "unknown") if isinstance(about, dict) else "unknown"
-        found = about.get("format") if isinstance(about, dict) else None
+    if not isinstance(about, dict) or "format" not in about:
         raise ConfigError(
-            f"{str(folder)!r} was written by freewheel {of} (records of format {found}); this version reads "
-            f"format {FORMAT}. Use that version of freewheel to show it."
+            f"{str(path)!r} is not what a run writes: it has no format. Give a folder as `freewheel run` "
+            "makes them, unchanged."
+        )
+    if about["format"] != FORMAT:
+        of = about.get("freewheel", "unknown")
+        raise ConfigError(
+            f"{str(folder)!r} was written by freewheel {of} (records of format {about['format']}); this "
+            f"version reads format {FORMAT}. Use that version of freewheel to show it."
         )
     for key, kinds in KINDS.items():
         if not isinstance(about.get(key), kinds):

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from rich.text import Text
 
+from freewheel.observe.events import Event
 from freewheel.observe.rows import GOING, Row, elapsed_s, history, most_telling, rows, total, window_s
-from freewheel.observe.run import Event, Run
+from freewheel.observe.run import Run
 from freewheel.observe.table import share
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -265,6 +266,7 @@ def _figures(run: Run) -> list[str]:
             for outcome in ("half", "failed"):
                 trouble[f"{kind} {outcome}"] += (track.latest.get(kind) or {}).get(outcome, 0)
         trouble["messages dropped"] += track.latest.get("messages_dropped") or 0
+    trouble["lines that cannot be read"] = run.broken
     return found + [f"{what}: {number:,}" for what, number in trouble.items() if number]
 
 
@@ -284,7 +286,10 @@ def event_line(run: Run, event: Event) -> Text:
     if event.rank is not None:
         known = WORDS.get(event.what, f"worker {{}}: {printable(event.what)}")
         text = known.format(event.rank) + (f": {text}" if event.text else "")
-    who = [one for one in event.by if one != event.rank]
+    if event.link:
+        text = event.link + (f": {printable(event.text)}" if event.text else "")
+    ends = (event.rank,) if event.peer is None else (event.rank, event.peer)
+    who = [one for one in event.by if one not in ends]
     by = f" (seen by {_several(who)})" if who else ""
     return Text.assemble((f"{when:>7}  ", "dim"), (text, STYLES.get(event.what, "")), (by, "dim"))
 

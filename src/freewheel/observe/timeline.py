@@ -19,16 +19,17 @@ def faults(runs: Sequence[Shown]) -> Figure:
         alone = len(runs) == 1
         died: dict[int | None, float] = {}
         for event in one.run.events:
-            row = escape(one.label) if not alone else "all" if event.rank is None else f"worker {event.rank}"
-            rows[row] = None
+            ranks = [rank for rank in (event.rank, event.peer) if rank is not None]
+            whose = [f"worker {rank}" for rank in ranks] or ["all"] if alone else [escape(one.label)]
+            rows |= dict.fromkeys(whose)
             at = one.at(event.time)
             by = ", ".join(str(who) for who in event.by[:6]) + (" …" if len(event.by) > 6 else "")
-            text = f"{escape(event.text or event.what)}<br>noticed by {escape(by)}"
-            found.setdefault(event.what, []).append((at, row, text))
+            text = f"{escape(event.link or event.text or event.what)}<br>noticed by {escape(by)}"
+            found.setdefault(event.what, []).extend((at, row, text) for row in whose)
             if event.what in ("died", "failed"):
                 died.setdefault(event.rank, at)
             elif event.what in ("joined", "restarted", "resumed") and event.rank in died and alone:
-                gone.append((died.pop(event.rank), at, row))
+                gone.append((died.pop(event.rank), at, f"worker {event.rank}"))
         if alone:
             end = one.at(one.run.last_s)
             gone += [(at, end, f"worker {rank}") for rank, at in died.items() if rank is not None]

@@ -100,7 +100,7 @@ class SimulatedRecords:
             self._sample(self._run.workers[fault.rank], self._run.loop.time())
         what = WORDS.get(fault.kind, "slowed")
         life = self._run.wire.life[fault.rank] + (fault.kind == "restart")
-        self._journal.event(self._run.loop.time(), what, fault.rank, life, str(fault))
+        self._journal.event(self._run.loop.time(), what, fault.rank, life, str(fault), peer=fault.peer)
 
     def end(self, failure: BaseException | None) -> None:
         """Nothing more happens."""

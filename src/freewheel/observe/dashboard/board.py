@@ -18,6 +18,7 @@ from typing import Any
 from freewheel.errors import ConfigError, FreewheelError
 from freewheel.observe import charts
 from freewheel.observe.dashboard.delta import delta
+from freewheel.observe.outcome import staleness_mean
 from freewheel.observe.palette import COLOURS
 from freewheel.observe.report.runs import flatten
 from freewheel.observe.run import DEATHS, SILENT_S, Run, find_runs, read_about
@@ -210,6 +211,10 @@ def _note(entry: Entry) -> str:
         return f"{entry.name}: run.json is not there (yet): strategy and settings are not known."
     if not entry.run.workers:
         return f"{entry.name} is starting: no worker has written anything yet."
+    if entry.run.broken:
+        lines = "1 line" if entry.run.broken == 1 else f"{entry.run.broken:,} lines"
+        verb = "is" if entry.run.broken == 1 else "are"
+        return f"{entry.name}: {lines} of its records cannot be read, and {verb} left out."
     return ""
 
 
@@ -223,8 +228,6 @@ def _headline(one: charts.Shown) -> Document:
     rate, ideal = (_now(values, live) for values in (one.series.rate, one.series.ideal))
     waited = blocked(list(run.workers.values()))
     end = run.now if live and run.clock == "wall" else run.last_s
-    stale = [_number(track.latest.get("staleness_mean")) for track in run.workers.values()]
-    known = [value for value in stale if value is not None]
     return {
         "name": str(run.about.get("name") or run.folder.name),
         "strategy": str(run.about.get("strategy") or ""),
@@ -240,7 +243,7 @@ def _headline(one: charts.Shown) -> Document:
         "rate": _short(rate),
         "ideal_share": _short(rate / ideal if rate is not None and ideal else None),
         "blocked": _short(sum(waited.values()) if totals["elapsed_s"] else None),
-        "staleness": _short(sum(known) / len(known) if known else None),
+        "staleness": _short(staleness_mean(life for track in run.workers.values() for life in track.lives)),
         "loss": _short(_last(one.series.loss)),
         "loss_answer": _short(_evaluated(run, "loss")),
         "accuracy": _short(_evaluated(run, "accuracy")),

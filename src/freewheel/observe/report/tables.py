@@ -166,7 +166,9 @@ def events_table(run: Shown) -> Table | None:
         [
             f"{event.time - began_s:,.2f}",
             event.what,
-            "–" if event.rank is None else str(event.rank),
+            "–"
+            if event.rank is None
+            else ", ".join(str(one) for one in (event.rank, event.peer) if one is not None),
             _noticed(event.by),
             event.text or "–",
         ]

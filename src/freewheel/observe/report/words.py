@@ -10,7 +10,7 @@ from typing import Any
 
 from freewheel.observe.report.runs import Shown, differing, flatten
 from freewheel.observe.result import Result
-from freewheel.observe.run import Run
+from freewheel.observe.run import DEATHS, Run
 
 
 def number(value: float | None) -> str:
@@ -187,14 +187,20 @@ TOLD = 5
 def happened(run: Run) -> str:
     """Who died, came and left, a sentence for each; nothing where nobody did."""
     told: dict[int, list[str]] = {}
+    links: dict[str, None] = {}
     for event in run.events:
-        if event.what in _HAPPENED and event.rank is not None:
+        if event.link:
+            links[f"{event.link[0].upper()}{event.link[1:]} at {_at(event.time - run.began_s)}."] = None
+        elif event.what in _HAPPENED and event.rank is not None:
             words = f"{_HAPPENED[event.what]} at {_at(event.time - run.began_s)}"
             told.setdefault(event.rank, []).append(words)
     said = [f"Worker {rank} {listed(_some(words))}." for rank, words in told.items()]
     if len(said) > TOLD:
         said[TOLD - 1 :] = [f"The same befell {len(said) - TOLD + 1} other workers."]
-    return " ".join(said)
+    cuts = list(links)
+    if len(cuts) > TOLD:
+        cuts[TOLD - 1 :] = [f"The same befell {len(cuts) - TOLD + 1} other links."]
+    return " ".join([*said, *cuts])
 
 
 def _at(seconds: float) -> str:
@@ -218,7 +224,7 @@ def findings(runs: Sequence[Shown]) -> list[str]:
             f"{runs[0].label} makes {number(top)} worker-steps per second, {share} of what its workers can "
             f"do when none ever waits; they are idle for {idle} of the time."
         )
-        return [" ".join(said), *_happenings(runs)]
+        return [" ".join([*said, *_dead(runs)]), *_happenings(runs)]
     rate = f"{listed([run.label for run in best])} {'makes' if len(best) == 1 else 'make'} the most "
     rate += f"worker-steps per second: {number(top)}, {share} of what they can do when none ever waits"
     if reference is not None and reference not in best:
@@ -226,7 +232,13 @@ def findings(runs: Sequence[Shown]) -> list[str]:
         rate += f", and {number(top / slow.steps_per_s)} times as many as {reference.label}, whose workers "
         rate += f"are idle for {percent(slow.idle_share)} of the time"
     said.append(f"{rate}.")
-    return [" ".join(said), *_happenings(runs)]
+    return [" ".join([*said, *_dead(runs)]), *_happenings(runs)]
+
+
+def _dead(runs: Sequence[Shown]) -> list[str]:
+    """How the ideal counts workers that died, where some did."""
+    died = any(event.what in DEATHS for run in runs if run.run is not None for event in run.run.events)
+    return ["The ideal is of all workers for the whole time: a dead one's share is lost."] if died else []
 
 
 def _happenings(runs: Sequence[Shown]) -> Iterator[str]:
