@@ -327,8 +327,7 @@ class Node:
         distance = self.apart
         if apart is not None:
             distance = math.hypot(self.apart, apart) / math.sqrt(2)
-            self.counters.discrepancy_max = max(self.counters.discrepancy_max, distance)
-        self.counters.met(peer, distance)
+        self.counters.met(peer, distance, known=apart is not None)
         self._merged_steps = self._snapshot_steps
         self._replica.correct(correction, own=True)
 

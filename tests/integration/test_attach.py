@@ -917,4 +917,6 @@ def test_how_far_apart_two_are_is_measured_over_the_whole_vector(size, near, mon
         return float(worker.metrics()["discrepancy_max"])
 
     expected = float(torch.linalg.vector_norm(torch.arange(size) / size))
-    assert max(together(2, work)) == pytest.approx(expected, rel=1e-4)
+    found = sorted(together(2, work), key=lambda one: abs(one - expected))
+    assert found[0] == pytest.approx(expected, rel=1e-4)
+    assert 0.4 * expected < found[1] < 1.5 * expected  # who has only called estimates it from its half

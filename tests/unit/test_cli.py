@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import subprocess
 import sys
 from dataclasses import dataclass
 from unittest import mock
@@ -168,3 +170,27 @@ def test_records_are_not_overwritten_unless_that_is_meant(tmp_path):
     for command in ("train", "compare"):
         refused = freewheel(command, "--folder", "run", cwd=tmp_path)
         assert "'run' holds the records of a run" in refused.stderr
+
+
+def test_ctrl_c_while_torch_is_imported_is_quiet(tmp_path):
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)\nx = 1\n" * 9)
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-c", "import freewheel_start; freewheel_start.main()", "--version"]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+@pytest.mark.parametrize("words", [["--workers", "4"], ["--lr", "1", "--slow=1:2"], ["-m"]])
+def test_options_of_plan_behind_the_script_are_refused(words, tmp_path):
+    (tmp_path / "t.py").write_text("")
+    before = ["plan", "--workers", "2", "--measure"]
+    done = freewheel(*before, "t.py", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"{words[-1] if '--lr' in words else words[0]} stands behind the script 't.py'" in done.stderr
+    assert done.stderr.count("\n") == 1
+    # What is the script's own is said to be.
+    assert "there is no script 'u.py'" in freewheel(*before, "--", "u.py", *words, cwd=tmp_path).stderr
+
+
+def test_a_plan_says_what_is_missing():
+    assert "--workers is missing" in freewheel("plan", "--model-mb", "1").stderr

@@ -134,3 +134,9 @@ def test_without_a_terminal_nothing_turns():
     )
     assert done.returncode == 0, done.stdout
     assert not done.stderr
+
+
+def test_a_folder_that_not_even_root_can_write_to_is_a_problem(doctor):
+    code, out, _ = doctor("-n", "1", "--folder", "/proc/records")
+    assert code == 1
+    assert "/proc cannot be written to" in out

@@ -166,3 +166,33 @@ def test_keys_let_members_measure_and_nobody_else(tmp_path):
         for tls in (None, tmp_path / "theirs"):
             with pytest.raises(ConfigError, match="the same keys, or none"):
                 measure("127.0.0.1", server.port, 0.1, tls=tls)
+
+
+def test_where_no_thread_can_be_started_a_visitor_is_sent_away_and_the_next_is_served(monkeypatch):
+    said, start, refused = Said(), threading.Thread.start, []
+
+    def fail_once(thread):
+        if thread.name == "freewheel-links" or refused:
+            return start(thread)
+        refused.append(thread)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(links, "MOST_VISITORS", 1)
+    with serve("127.0.0.1", 0, say=said) as server:
+        monkeypatch.setattr(threading.Thread, "start", fail_once)
+        assert stranger(server.port, b"") == b""
+        assert "can't start new thread" in said.next()
+        assert measure("127.0.0.1", server.port, 0.01).mbit_out > 0
+
+
+def test_a_server_without_a_thread_says_so_and_holds_no_port(monkeypatch):
+    def fail(thread):
+        raise RuntimeError("can't start new thread")
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", fail)
+        with pytest.raises(ConfigError, match="can't start new thread"):
+            serve("127.0.0.1", port)
+    serve("127.0.0.1", port).close()

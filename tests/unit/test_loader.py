@@ -215,3 +215,16 @@ def test_pinned_memory_is_passed_on(alone):
     else:
         with pytest.warns(UserWarning, match="pin_memory"):
             assert len(list(loader)) == 2
+
+
+def test_loaders_made_anew_for_each_pass_count_on_and_their_order_is_warned_of(caplog):
+    model = torch.nn.Linear(1, 1)
+    with fw.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "none") as worker:
+        for k in range(3):
+            loader = worker.loader(list(range(10)), batch_size=2)
+            assert worker.progress == k
+            assert len(list(loader)) == 5
+            assert worker.progress == k + 1
+        list(worker.loader(list(range(7)), batch_size=2))  # other data
+        assert worker.progress == 3
+    assert [record.message.count("same order as the first") for record in caplog.records] == [1]

@@ -148,6 +148,12 @@ def test_a_page_says_what_was_run_by_whom_and_what_happened(tmp_path: Path, page
     assert all(figure["data"] for figure in figures.values())
 
 
+def test_where_a_worker_died_the_page_says_how_the_ideal_counts_it(tmp_path: Path, markdown_of: Any) -> None:
+    said = "a dead one's share is lost"
+    assert said in markdown_of(made.run(tmp_path / "two", workers=2))
+    assert said not in markdown_of(made.run(tmp_path / "one", workers=1))
+
+
 def test_every_life_of_a_worker_has_a_row(tmp_path: Path, page_of: Any) -> None:
     folder = made.run(tmp_path / "r", workers=2, samples=10, ended=False)
     late = made.sample(1, 6, 2, life=2, time=1009.0, last=True)

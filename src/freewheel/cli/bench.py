@@ -19,7 +19,7 @@ from freewheel.bench.rates import Progress as Show
 from freewheel.cli.console import bars, output
 from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
 from freewheel.observe.files import check_writable, write_whole
-from freewheel.observe.table import share, short
+from freewheel.observe.numbers import given, share, short
 
 app = typer.Typer(
     name="bench", help="Measure Freewheel beside others on this machine, in one run.", no_args_is_help=True
@@ -109,7 +109,7 @@ def network(
         ("links used", lambda f: share(f.raw["freewheel_link_used"])),
         ("DDP", lambda f: share(f.raw["ddp_link_used"])),
     ]
-    _print(columns, found, f"Links of {link_mbit:g} Mbit/s; shares as in freewheel bench straggler.")
+    _print(columns, found, f"Links of {given(link_mbit)} Mbit/s; shares as in freewheel bench straggler.")
 
 
 @app.command()

@@ -21,6 +21,7 @@ from freewheel.cli.options import ranks_and_numbers
 from freewheel.cli.run import _module, _script
 from freewheel.errors import ConfigError
 from freewheel.observe.files import check_writable, write_whole
+from freewheel.observe.numbers import short, speed
 from freewheel.planning import plan as planner
 from freewheel.planning import tables, words
 from freewheel.planning.choice import Progress
@@ -29,11 +30,17 @@ from freewheel.planning.setting import Setting
 
 
 def plan(
-    workers: Annotated[int, typer.Option(help="How many workers.")],
+    context: typer.Context,
+    workers: Annotated[
+        int | None, typer.Option(help="How many workers; must be given.", show_default=False)
+    ] = None,
     command: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[SCRIPT]", help="The training script; the rest is the script's.", show_default=False
+            metavar="[SCRIPT]",
+            help="The training script, after all options of plan: what follows it is the script's. Where "
+            "that has options of the same names, write -- before SCRIPT.",
+            show_default=False,
         ),
     ] = None,
     measure: Annotated[
@@ -89,6 +96,9 @@ def plan(
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
 ) -> None:
     """Say which strategy to use: all of them in virtual time, ranked by what their steps are worth."""
+    _check_order(context, command or [])
+    if workers is None:
+        raise ConfigError("--workers is missing: how many are there to be?")
     sizes = _sizes(scale)
     if steps is not None and steps < 2:
         raise ConfigError(f"--steps must be at least 2, not {steps}.")
@@ -167,7 +177,7 @@ def _show_growth(console: Console, grown: dict[int, Any], setting: Setting, repo
         command = shlex.join(["freewheel", *sys.argv[1:]])
         write_whole(
             report,
-            html(grown, f"Freewheel: {setting.model_mb:g} MB on {setting.link_mbit:g} Mbit/s", command),
+            html(grown, f"Freewheel: {short(setting.model_mb)} MB on {speed(setting.link_mbit)}", command),
         )
         _say(console, "", f"Drawn: {report.resolve()}")
 
@@ -181,12 +191,13 @@ def _say(console: Console, *lines: str) -> None:
 def _findings(measured: Measurement | None, links: Sequence[LinkTo]) -> Iterator[str]:
     if measured is not None:
         yield (
-            f"Measured in {measured.steps} steps alone on {measured.device}: {measured.compute_ms:.3g} ms a "
-            f"step, jitter {measured.jitter:.2f}, {measured.model_mb:.3g} MB of weights, "
-            f"{measured.optimizer_mb:.3g} MB kept by the optimizer."
+            f"Measured in {measured.steps} steps alone on {measured.device}: "
+            f"{short(measured.compute_ms)} ms a step, jitter {measured.jitter:.2f}, "
+            f"{short(measured.model_mb)} MB of weights, "
+            f"{short(measured.optimizer_mb)} MB kept by the optimizer."
         )
     for one in links:
-        yield f"Link to {one.host}: {one.mbit:.4g} Mbit/s, {one.latency_ms:.3g} ms."
+        yield f"Link to {one.host}: {speed(one.mbit)}, {short(one.latency_ms)} ms."
     if len(links) > 1:
         yield "The slowest of them is planned with; links between the other hosts are taken to be like it."
 
@@ -218,6 +229,17 @@ def _command(command: list[str] | None, measure: bool, module: bool) -> list[str
         if not module and Path(command[0]).is_file() and not os.access(command[0], os.R_OK):
             raise ConfigError(f"cannot read the script {command[0]!r}: permission denied.")
     return ["-m", *command] if module else command
+
+
+def _check_order(context: typer.Context, command: Sequence[str]) -> None:
+    """Refuse options of plan behind the script: they would go to the script, and nobody would notice."""
+    own = {name for option in context.command.params for name in option.opts if name.startswith("-")}
+    late = [word for word in command[1:] if word.partition("=")[0] in own]
+    if late and sys.argv[-len(command) - 1] != "--":
+        raise ConfigError(
+            f"{late[0]} stands behind the script {command[0]!r}, whose option it would be: put options of "
+            f"plan before the script. If it is the script's own, write -- {command[0]}."
+        )
 
 
 def _sizes(text: str | None) -> list[int] | None:

@@ -35,6 +35,9 @@ class Counters:
     discrepancy: float | None = None
     """How far the last peer met was; after a merge, how far the mean was, where that was asked for."""
     discrepancy_max: float = 0.0
+    """The largest distance to a peer that is known: of exchanges in which this worker was called."""
+    estimate_max: float = 0.0
+    """The largest of those this worker called for, of which it may have seen one half."""
     mean_apart_max: float = 0.0
     """The largest distance to the mean at a merge, of those that were measured."""
     measure: bool = False
@@ -65,9 +68,13 @@ class Counters:
             blocked[waiting[0]] += max(0.0, now_s - waiting[1])
         return blocked
 
-    def met(self, peer: int, apart: float) -> None:
-        """An exchange with a peer is done."""
+    def met(self, peer: int, apart: float, known: bool = True) -> None:
+        """An exchange with a peer is done; `known`: how far it was is no estimate."""
         self.discrepancy = apart
+        if known:
+            self.discrepancy_max = max(self.discrepancy_max, apart)
+        else:
+            self.estimate_max = max(self.estimate_max, apart)
         self.peers[peer] = (self.peers.get(peer, (0, None))[0] + 1, apart)
 
     def met_all(self, peers: tuple[int, ...]) -> None:
@@ -93,7 +100,7 @@ class Counters:
             "merges": dict(self.merges),
             "peers": dict(sorted(self._met().items())),
             "discrepancy": self.discrepancy,
-            "discrepancy_max": max(self.discrepancy_max, self.mean_apart_max),
+            "discrepancy_max": max(self.discrepancy_max, self.mean_apart_max) or self.estimate_max,
             "staleness_mean": self.staleness_sum / stale if stale else 0.0,
             "staleness_max": self.staleness_max,
             "staleness_counts": {

@@ -6,6 +6,7 @@ import math
 from html import escape
 from typing import Any
 
+from freewheel.observe.numbers import short
 from freewheel.observe.palette import DISTANCES, STATES
 from freewheel.observe.run import Run
 from freewheel.observe.series import Edge, edges
@@ -32,7 +33,7 @@ def graph(run: Run, label: str = "") -> dict[str, Any]:
     bare = {"visible": False, "range": [-1.22, 1.22], "fixedrange": True}
     many = len(found) > 3 * len(ranks)
     return {
-        "title": ("Workers" if not found else f"Who met in the last {max(span_s, 0.01):.2g} s")
+        "title": ("Workers" if not found else f"Who met in the last {short(max(span_s, 0.01), 2)} s")
         + (f" of {label}" if label else ""),
         "said": _said(found, len(met)),
         "height": 430,
@@ -123,7 +124,7 @@ def _middles(
     scale = [[at / count, c] for place, c in enumerate(DISTANCES) for at in (place, place + 1)]
     text = [
         f"<b>{e.one} and {e.other}</b><br>{e.count} exchange{'' if e.count == 1 else 's'}<br>"
-        + ("distance not known" if e.distance is None else f"distance {e.distance:.3g}")
+        + ("distance not known" if e.distance is None else f"distance {short(e.distance)}")
         for e in found
     ]
     # Off the middle: there all the edges through the centre of the circle meet.
@@ -148,7 +149,7 @@ def _middles(
         "len": 0.6,
         "outlinewidth": 0,
         "tickvals": ticks,
-        "ticktext": [f"{10**tick:.2g}" for tick in ticks],
+        "ticktext": [short(10**tick, 2) for tick in ticks],
     }
     marker = {"color": [least], "colorscale": scale, "cmin": least, "cmax": most, "showscale": True}
     return [
@@ -187,7 +188,7 @@ def _about(run: Run, rank: int, state: str) -> str:
     track = run.workers.get(rank)
     if track is not None:
         rate, loss = track.rate("steps"), track.value("loss")
-        said += [f"{rate:.3g} steps/s"] if rate is not None else []
+        said += [f"{short(rate)} steps/s"] if rate is not None else []
         said += [f"blocked {100 * float(track.latest.get('blocked_share') or 0):.1f} %"]
-        said += [f"loss {loss:.4g}"] if loss is not None else []
+        said += [f"loss {short(loss, 4)}"] if loss is not None else []
     return "<br>".join(said)

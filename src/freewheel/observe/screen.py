@@ -11,9 +11,9 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from freewheel.observe.events import Event
+from freewheel.observe.numbers import share
 from freewheel.observe.rows import GOING, Row, elapsed_s, history, most_telling, rows, total, window_s
 from freewheel.observe.run import Run
-from freewheel.observe.table import share
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK = (6, 24)

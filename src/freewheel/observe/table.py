@@ -6,24 +6,9 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
+from freewheel.observe.numbers import share, short
 from freewheel.observe.report.runs import named_runs
 from freewheel.observe.result import Result
-
-
-def short(value: float | None, digits: int = 3) -> str:
-    """A number for people: a few significant digits, no exponent where it can be helped."""
-    if value is None:
-        return "–"
-    if value == 0:
-        return "0"
-    if abs(value) >= 10**digits:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}" if abs(value) >= 1e-4 else f"{value:.1e}"
-
-
-def share(value: float | None) -> str:
-    """A share in per cent."""
-    return "–" if value is None else f"{100 * value:.1f}%"
 
 
 def results_tables(results: Sequence[Result], width: int) -> list[Table]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from freewheel.errors import ConfigError
+from freewheel.observe.numbers import short, speed
 from freewheel.planning import candidates
 from freewheel.planning.forecast import Forecast, forecast, reweighed
 from freewheel.planning.setting import Setting
@@ -77,19 +78,19 @@ def changed(setting: Setting) -> list[tuple[str, Setting]]:
     changes = []
     faster = replace(setting, link_mbit=10 * setting.link_mbit, host_mbit=None)
     if not setting.alone:
-        changes.append((f"links of {_speed(faster.link_mbit)}", faster))
+        changes.append((f"links of {speed(faster.link_mbit)}", faster))
     if setting.slow_link:
         changes.append(("no slow link", replace(setting, slow_link={})))
     if setting.slow:
         changes.append(("no slow worker", replace(setting, slow={})))
         if not setting.alone:
             changes.append(
-                (f"links of {_speed(faster.link_mbit)} and no slow worker", replace(faster, slow={}))
+                (f"links of {speed(faster.link_mbit)} and no slow worker", replace(faster, slow={}))
             )
     else:
         changes.append(("one worker 5 times slower", replace(setting, slow={setting.workers - 1: 5.0})))
     changes.append(
-        (f"a model of {setting.model_mb / 10:.3g} MB", replace(setting, model_mb=setting.model_mb / 10))
+        (f"a model of {short(setting.model_mb / 10)} MB", replace(setting, model_mb=setting.model_mb / 10))
     )
     return changes
 
@@ -117,7 +118,3 @@ def what_ifs(
     return [
         WhatIf(words, one.strategy, one.useful_steps_per_s, name(one) != name(now)) for words, one in answers
     ]
-
-
-def _speed(mbit: float) -> str:
-    return f"{mbit / 1000:g} Gbit/s" if mbit >= 1000 else f"{mbit:g} Mbit/s"

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from freewheel.observe.table import short
+from freewheel.observe.numbers import given, short, speed
 from freewheel.planning.choice import CEILING, TIE, name
+from freewheel.planning.forecast import Forecast
 from freewheel.planning.plan import Plan
 from freewheel.planning.setting import Setting
 
@@ -15,12 +16,14 @@ BACKWARD = 2 / 3
 
 def setting_in_words(setting: Setting) -> str:
     """One line on what was planned for."""
-    links = f"links of {_speed(setting.link_mbit)} and {setting.latency_ms:.3g} ms"
+    links = f"links of {speed(setting.link_mbit)} and {short(setting.latency_ms)} ms"
     where = "on one machine" if setting.alone else f"on {setting.nodes} machines, {links}"
-    slow = [f"worker {rank} {factor:g} times slower" for rank, factor in setting.slow.items()]
-    slow += [f"worker {rank}'s link {factor:g} times slower" for rank, factor in setting.slow_link.items()]
+    slow = [f"worker {rank} {given(factor)} times slower" for rank, factor in setting.slow.items()]
+    slow += [
+        f"worker {rank}'s link {given(factor)} times slower" for rank, factor in setting.slow_link.items()
+    ]
     jitter = [f"steps vary by {100 * setting.jitter:.0f} %"] if setting.jitter else []
-    model = f"a model of {setting.model_mb:.3g} MB, {setting.compute_ms:.3g} ms a gradient"
+    model = f"a model of {short(setting.model_mb)} MB, {short(setting.compute_ms)} ms a gradient"
     return ", ".join([f"{setting.workers} workers {where}", model, *slow, *jitter]) + "."
 
 
@@ -30,8 +33,12 @@ def recommendation(plan: Plan, script: Sequence[str]) -> list[str]:
     ceiling = next((one for one in plan.forecasts if name(one) == CEILING), None)
     others = [one for one in plan.forecasts if name(one) not in (CEILING, name(best))]
     lines = [f"Use {best.strategy}. {_reason(plan)}"]
+    ahead = [one for one in others if one.useful_steps_per_s > best.useful_steps_per_s]
+    lines += [_passed_over(one, best) for one in ahead]
     alike = [
-        one.strategy for one in others if abs(one.useful_steps_per_s / best.useful_steps_per_s - 1) <= TIE
+        one.strategy
+        for one in others
+        if one not in ahead and one.useful_steps_per_s >= (1 - TIE) * best.useful_steps_per_s
     ]
     if alike:
         lines.append(f"As good within {100 * TIE:.0f} %: {', '.join(alike)}.")
@@ -51,6 +58,23 @@ def recommendation(plan: Plan, script: Sequence[str]) -> list[str]:
     return lines
 
 
+def _passed_over(one: Forecast, best: Forecast) -> str:
+    """Why a strategy is not recommended that the table ranks higher; `choice.best` decides by the same."""
+    more = 100 * (one.useful_steps_per_s / best.useful_steps_per_s - 1)
+    far = "less than 1 %" if more < 1 else f"{more:.0f} %"
+    reasons = (
+        (one.discrepancy > 0 >= best.discrepancy, "keeps all replicas equal"),
+        (best.keeps_mean and not one.keeps_mean, "keeps the mean of all replicas, so no update is lost"),
+        (best.waits_for == "nobody" != one.waits_for, f"waits for nobody, {name(one)} for {one.waits_for}"),
+        (best.bytes_per_step < one.bytes_per_step, "sends less"),
+    )
+    why = next((words for holds, words in reasons if holds), "asks no more of you")
+    return (
+        f"{one.strategy} is {far} ahead; less than {100 * TIE:.0f} % a plan cannot tell apart, and "
+        f"{name(best)} {why}."
+    )
+
+
 def _reason(plan: Plan) -> str:
     best = plan.recommended
     sync = next((one for one in plan.forecasts if name(one) == "allreduce"), None)
@@ -61,7 +85,7 @@ def _reason(plan: Plan) -> str:
         return f"{said}; PyTorch's DDP does the same."
     if sync is not None:
         times = best.useful_steps_per_s / sync.useful_steps_per_s
-        said += f": {times:.2g} times as fast as allreduce in all"
+        said += f": {short(times, 2)} times as fast as allreduce in all"
     return f"{said}."
 
 
@@ -86,7 +110,3 @@ def what_would_change(plan: Plan) -> list[str]:
         verdict = f"{one.strategy}" if one.changes else f"still {one.strategy}"
         lines.append(f"With {one.change}: {verdict} ({short(one.useful_steps_per_s)} useful steps/s).")
     return lines
-
-
-def _speed(mbit: float) -> str:
-    return f"{mbit / 1000:.3g} Gbit/s" if mbit >= 1000 else f"{mbit:.3g} Mbit/s"

@@ -138,8 +138,8 @@ class Worker:
 
     @property
     def progress(self) -> float:
-        """Passes that all workers together have made over the data of the first loader, with the fraction."""
-        return next((loader.progress for loader in self._checkpoints.loaders), 0.0)
+        """Passes of all workers together over the first loader's data, by loaders like it too; a fraction."""
+        return float(sum(one.progress for one in self._checkpoints.like_first()))
 
     def checkpoint(
         self,
@@ -195,7 +195,8 @@ class Worker:
         checked = evaluation(measured)
         if self._recorder is None:
             raise ConfigError("call worker.record inside the with-block, or after it.")
-        dealt = next((loader.samples for loader in self._checkpoints.loaders), None)
+        like = self._checkpoints.like_first()
+        dealt = sum(one.samples for one in like) if like else None
         self._recorder.evaluated({"samples": dealt, **checked})
 
     def metrics(self) -> dict[str, Any]:

@@ -152,6 +152,10 @@ class Checkpoints:
         if number < len(self._states):
             loader.load_state_dict(self._states[number])
 
+    def like_first(self) -> list[Any]:
+        """The first loader, and those that were made anew for its later passes."""
+        return [*self.loaders[:1], *(one for one in self.loaders[1:] if one.goes_on(self.loaders[0]))]
+
     def asked(self, number: int) -> None:
         """The loop has come to a loader for its next batch: what it did with the last one is done."""
         if self._random is not None and self._random["asked"] == number:

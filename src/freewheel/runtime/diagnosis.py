@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from freewheel.observe.numbers import short, speed
 from freewheel.runtime.facts import LOOPBACK, Facts, is_loopback
 from freewheel.runtime.links import LinkFigure
 
@@ -218,11 +219,11 @@ def _link(host: str, link: LinkFigure | str, model_mb: float | None, tls: bool) 
         return Finding(what, "could not be measured", "problem", link)
     slower = min(link.mbit_out, link.mbit_in)
     value = (
-        f"{_mbit(link.mbit_out)} out, {_mbit(link.mbit_in)} in, {link.latency_ms:.2g} ms, "
+        f"{speed(link.mbit_out)} out, {speed(link.mbit_in)} in, {short(link.latency_ms, 2)} ms, "
         f"clock {round(link.clock_skew_ms):+d} ms"
     )
     if model_mb is not None:
-        value += f"; {model_mb:g} MB take {8 * model_mb / slower:.2g} s"
+        value += f"; {_size(model_mb)} take {short(8 * model_mb / slower, 2)} s"
     skew_ms = abs(link.clock_skew_ms)
     if tls and skew_ms > KEYS_SKEW_MS:
         return Finding(what, value, "problem", f"Keys may not be valid on both clocks. {_CLOCKS}")
@@ -345,12 +346,8 @@ def _extras(facts: Facts) -> Finding:
     return Finding("extras", value)
 
 
-def _mbit(mbit: float) -> str:
-    return f"{mbit / 1000:.3g} Gbit/s" if mbit >= 1000 else f"{mbit:.3g} Mbit/s"
-
-
 def _size(mb: float) -> str:
-    return f"{mb / 1000:.3g} GB" if mb >= 1000 else f"{mb:.3g} MB"
+    return f"{short(mb / 1000)} GB" if mb >= 1000 else f"{short(mb)} MB"
 
 
 def _count(number: int, thing: str) -> str:

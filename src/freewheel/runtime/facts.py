@@ -11,6 +11,7 @@ import resource
 import shutil
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -288,6 +289,8 @@ def _folder_problem(folder: Path) -> str | None:
     nearest = _nearest(folder)
     if not nearest.is_dir():
         return f"{nearest} is a file"
-    if not os.access(nearest, os.W_OK | os.X_OK):
-        return f"{nearest} cannot be written to"
-    return None
+    try:  # asking the system for permission is not enough: root has it on a disk that is read-only
+        with tempfile.TemporaryFile(dir=nearest):
+            return None
+    except OSError as error:
+        return f"{nearest} cannot be written to: {error.strerror or error}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import functools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from freewheel.errors import ConfigError
 if TYPE_CHECKING:
     from freewheel.runtime.agent import Agent
 
-
+log = logging.getLogger("freewheel")
 EARLIER = 0
 """As which life of a worker that counts which it did in earlier runs."""
 
@@ -87,6 +88,11 @@ class Leases(Sampler[list[int]]):
         agent = self.agent
         alike = f"{self.length}/{self.batch_size}/{self.shuffle}/{self.seed}/{self.drop_last}"
         turn = agent.loaders[alike] = agent.loaders.get(alike, 0) + 1
+        if turn == 2 and self.shuffle and self.epoch == 0:
+            log.warning(
+                "a second loader of the same data begins with pass 0 again, in the same order as the first. "
+                "For further passes make one loader and iterate it again"
+            )
         key = Key(self.count, self.batch_size, number(f"{alike}/{turn}") >> 14)
         return agent.dealing.hand(key, self.parts)
 

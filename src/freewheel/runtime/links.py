@@ -66,7 +66,11 @@ class Server:
         self._room = threading.BoundedSemaphore(MOST_VISITORS)
         listener.settimeout(0.2)  # closing is noticed within it
         self._thread = threading.Thread(target=self._accept, name="freewheel-links", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            listener.close()
+            raise ConfigError(f"cannot serve: {error}. End other processes, or raise ulimit -u.") from None
 
     def __enter__(self) -> Server:
         return self
@@ -98,7 +102,12 @@ class Server:
             if not self._room.acquire(blocking=False):
                 connection.close()
                 continue
-            threading.Thread(target=self._visit, args=(connection, address[0]), daemon=True).start()
+            try:
+                threading.Thread(target=self._visit, args=(connection, address[0]), daemon=True).start()
+            except RuntimeError as error:  # the system gives no more threads: who is here may stay
+                connection.close()
+                self._room.release()
+                self._say(f"cannot take a visitor: {error}")
 
     def _visit(self, connection: socket.socket, visitor: str) -> None:
         try:

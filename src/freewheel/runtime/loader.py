@@ -102,6 +102,10 @@ class Loader:
         """Passes made by all workers together, as a fraction too."""
         return self.dealer.progress()
 
+    def goes_on(self, first: Loader) -> bool:
+        """Whether this is another one's next pass: in use, over as many samples, dealt in the same way."""
+        return self.begun and self._identity() == first._identity()
+
     @property
     def samples(self) -> int:
         """Samples that all workers together have finished, as far as is known here."""

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from freewheel.errors import ConfigError
 from freewheel.observe.journal import Journal, head
+from freewheel.observe.numbers import short
 from freewheel.strategy import Strategy
 
 SAMPLE_S = 0.5
@@ -230,7 +231,7 @@ def line(sample: dict[str, Any]) -> str:
         f"staleness {sample['staleness_mean']:.1f}",
     ]
     if not math.isnan(sample["loss"]):
-        parts.append(f"loss {sample['loss']:.4g}")
+        parts.append(f"loss {short(sample['loss'], 4)}")
     return "  ".join(parts)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
+from freewheel.observe.numbers import given
 from freewheel.observe.report.runs import Shown, differing, flatten
 from freewheel.observe.result import Result
 from freewheel.observe.run import DEATHS, Run
@@ -75,7 +76,7 @@ def _scenario(result: Result) -> str:
     if compute:
         said.append(_compute(compute))
     elif "compute_ms" in scenario:
-        least = f"a step takes at least {scenario['compute_ms']:g} ms" if scenario["compute_ms"] else ""
+        least = f"a step takes at least {given(scenario['compute_ms'])} ms" if scenario["compute_ms"] else ""
         slower = _slower(scenario.get("slow", {}), "takes", "as long").removeprefix(", ")
         said += [words for words in (least, slower) if words]
         said.append("real processes on this machine")
@@ -101,12 +102,12 @@ def _size(size_bytes: float) -> str:
 
 
 def _compute(compute: dict[str, Any]) -> str:
-    ms, spread = f"{compute['ms']:,g} ms", compute["spread"]
+    ms, spread = f"{given(compute['ms'])} ms", compute["spread"]
     kinds = {
         "constant": f"a gradient takes {ms}",
-        "uniform": f"a gradient takes {ms} on average, uniform within {100 * spread:g} % of it",
+        "uniform": f"a gradient takes {ms} on average, uniform within {given(100 * spread)} % of it",
         "exponential": f"a gradient takes {ms} on average, exponentially distributed",
-        "lognormal": f"a gradient takes {ms} on average, lognormal with a spread of {spread:g}",
+        "lognormal": f"a gradient takes {ms} on average, lognormal with a spread of {given(spread)}",
         "trace": "gradients take as long as in a recorded trace",
     }
     words = kinds.get(compute["kind"], f"compute times: {compute['kind']}")
@@ -114,31 +115,31 @@ def _compute(compute: dict[str, Any]) -> str:
     for rank, own in compute.get("of", {}).items():
         words += f"; worker {rank} has {own['kind']} times of its own"
     for rank, at_s, for_s in compute.get("pauses", ()):
-        words += f"; worker {rank} pauses for {for_s:g} s at {at_s:g} s"
+        words += f"; worker {rank} pauses for {given(for_s)} s at {given(at_s)} s"
     return words
 
 
 def _slower(slow: dict[Any, float], verb: str, what: str) -> str:
-    said = [f"worker {rank} {verb} {factor:g} times {what}" for rank, factor in slow.items()]
+    said = [f"worker {rank} {verb} {given(factor)} times {what}" for rank, factor in slow.items()]
     if len(said) > 6:
         said = [*said[:5], f"{len(said) - 5} more workers differ too"]
     return "".join(f", {part}" for part in said)
 
 
 def _links(links: dict[str, Any]) -> str:
-    words = f"links of {links['mbit']:,g} Mbit/s with {links['latency_ms']:,g} ms latency"
+    words = f"links of {given(links['mbit'])} Mbit/s with {given(links['latency_ms'])} ms latency"
     if links.get("out_mbit"):
-        words += f" and {links['out_mbit']:,g} Mbit/s out"
+        words += f" and {given(links['out_mbit'])} Mbit/s out"
     words += _slower(links.get("slow", {}), "has", "slower ones")
     if links.get("backbone_mbit"):
-        words += f", through a backbone of {links['backbone_mbit']:,g} Mbit/s"
+        words += f", through a backbone of {given(links['backbone_mbit'])} Mbit/s"
     if links.get("workers_per_node", 1) > 1:
         words += f", {links['workers_per_node']} workers on each machine"
     return words
 
 
 def _fault(fault: dict[str, Any]) -> str:
-    rank, peer, factor = fault["rank"], fault.get("peer"), f"{fault.get('factor', 1.0):g}"
+    rank, peer, factor = fault["rank"], fault.get("peer"), given(fault.get("factor", 1.0))
     link = f"the link of workers {rank} and {peer}" if peer is not None else f"the network of worker {rank}"
     kinds = {
         "crash": f"worker {rank} crashes",
@@ -148,7 +149,7 @@ def _fault(fault: dict[str, Any]) -> str:
         "slow": f"worker {rank} becomes {factor} times slower",
         "throttle": f"the link of worker {rank} becomes {factor} times slower",
     }
-    return f"{kinds.get(fault['kind'], fault['kind'])} at {fault['at_s']:g} s"
+    return f"{kinds.get(fault['kind'], fault['kind'])} at {given(fault['at_s'])} s"
 
 
 def standing(run: Run) -> str:
@@ -252,7 +253,7 @@ def _happenings(runs: Sequence[Shown]) -> Iterator[str]:
 
 
 def _first_to_target(runs: Sequence[Shown], reference: Shown | None) -> str:
-    target = f"{100 * next(run.result.target for run in runs if run.result.target):g} %"
+    target = f"{given(100 * next(run.result.target for run in runs if run.result.target))} %"
     reached = sorted(
         ((run.result.target_s, run) for run in runs if run.result.target_s is not None),
         key=lambda pair: pair[0],

@@ -1,0 +1,35 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import pytest
+
+from freewheel.observe.numbers import given, short, speed
+
+
+@pytest.mark.parametrize(
+    ("value", "digits", "text"),
+    [
+        (None, 3, "–"),
+        (0.0, 3, "0"),
+        (1000, 3, "1,000"),
+        (999.6, 3, "1,000"),
+        (920.4, 2, "920"),
+        (99.7, 2, "100"),
+        (12.34, 3, "12.3"),
+        (1488.2, 4, "1488"),
+        (0.00123456, 3, "0.00123"),
+        (-1234567.0, 3, "-1,234,567"),
+        (0.00001, 3, "1.0e-05"),
+    ],
+)
+def test_a_few_digits_and_no_exponent(value, digits, text):
+    assert short(value, digits) == text
+
+
+def test_what_was_given_keeps_its_digits():
+    assert [given(one) for one in (5, 0.25, 1500.5, 2e6)] == ["5", "0.25", "1,500.5", "2,000,000"]
+
+
+def test_speeds_have_the_unit_that_suits_them():
+    assert [speed(one) for one in (93.7, 1000, 999_960)] == ["93.7 Mbit/s", "1 Gbit/s", "1,000 Gbit/s"]
