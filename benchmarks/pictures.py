@@ -15,7 +15,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from browser import Browser
+from browser import Browser, Page
 from freewheel.observe.dashboard import Board, Dashboard
 
 COMMAND = "from freewheel.cli.main import main; main()"
@@ -23,8 +23,9 @@ FOLDER = Path(__file__).parents[1] / "docs" / "pictures"
 SIMULATION = (
     "simulate --strategy adpsgd,nodelay_free,allreduce --workers 12 --task digits --steps 120 "
     "--compute-ms 50 --compute lognormal:0.2 --slow 0:4 --fault crash:3@2 --fault restart:3@3.5 "
-    "--target 0.9 --folder"
+    "--target 0.9 --folder runs"
 )
+REPORT = "report runs -o report.html"
 # name: which runs, width, height, dark
 PICTURES = {
     "dashboard": ("0", 1280, 1210, False),
@@ -37,24 +38,29 @@ DRAWN = """[...document.querySelectorAll("figure")].filter(
 ).every((box) => box.querySelector(".js-plotly-plot .plot-container, .none"))"""
 
 
+def take(page: Page, address: str, name: str) -> None:
+    """A picture of what an address shows when all of it is drawn."""
+    page.open(address)
+    page.until(DRAWN)
+    page.run("document.fonts.ready.then(() => new Promise((then) => setTimeout(then, 300)))")
+    page.picture(FOLDER / f"{name}.png")
+    page.close()
+    print(f"{name}.png: {(FOLDER / f'{name}.png').stat().st_size / 1e3:.0f} kB")
+
+
 def main() -> None:
     """Simulate, serve, look."""
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as spare:
-        runs = Path(spare) / "runs"
-        subprocess.run([sys.executable, "-c", COMMAND, *SIMULATION.split(), str(runs)], check=True)
-        server = Dashboard(Board(runs), 0)
+        for words in (SIMULATION, REPORT):
+            subprocess.run([sys.executable, "-c", COMMAND, *words.split()], check=True, cwd=spare)
+        server = Dashboard(Board(Path(spare) / "runs"), 0)
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser = Browser()
         try:
             for name, (picked, width, height, dark) in PICTURES.items():
-                page = browser.page(width, height, dark)
-                page.open(f"{server.address}#runs={picked}")
-                page.until(DRAWN)
-                page.run("document.fonts.ready.then(() => new Promise((then) => setTimeout(then, 300)))")
-                page.picture(FOLDER / f"{name}.png")
-                page.close()
-                print(f"{name}.png: {(FOLDER / f'{name}.png').stat().st_size / 1e3:.0f} kB")
+                take(browser.page(width, height, dark), f"{server.address}#runs={picked}", name)
+            take(browser.page(1280, 1190), (Path(spare) / "report.html").as_uri(), "report")
         finally:
             browser.close()
             server.shutdown()

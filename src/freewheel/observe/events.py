@@ -47,8 +47,8 @@ class Events:
         """The last event of each kind, of each life of a worker; of all workers: of each text."""
 
     def sort(self) -> None:
-        """Put them in order."""
-        self.all.sort(key=lambda event: event.time)
+        """Put them in order; of one moment, first what the launcher or the simulator has done."""
+        self.all.sort(key=lambda event: (event.time, all(isinstance(one, int) for one in event.by)))
 
     def add(self, line: dict[str, Any]) -> None:
         """Take in what somebody noticed; raises KeyError, TypeError or ValueError where it is no event."""
