@@ -15,9 +15,13 @@ from torch import nn
 
 import freewheel as fw
 from freewheel import tasks
+from freewheel.observe.journal import Journal
+from freewheel.observe.run import Run
 from freewheel.replica import Replica
 from freewheel.tasks import nets
 from freewheel.tasks.cifar10 import MARGIN, MEAN, STD, shift_and_mirror
+from freewheel.training.job import Job
+from freewheel.training.process import Samples
 
 TRAIN, TEST = 60, 20
 
@@ -610,3 +614,11 @@ def test_data_move_to_a_device_before_or_after_they_are_read(npz, text, name, ea
     assert {one.device.type for one in everything(task.batch(0, generator()))} == {device.type}
     if device.type == "cuda":
         assert task.evaluate(task.model().to(device).eval())[0] > 0
+
+
+def test_how_far_apart_workers_are_is_in_the_records_while_they_train(tmp_path):
+    samples = Samples(Job(workers=2), active=True, journal=Journal(tmp_path, 0))
+    no_buffers = torch.empty(0)
+    samples.keep([(0, torch.zeros(4), no_buffers, 3), (1, torch.ones(4), no_buffers, 5)])
+    (known,) = Run(tmp_path).evaluations
+    assert (known.worker_steps, known.discrepancy, known.loss) == (8, 2.0, None)

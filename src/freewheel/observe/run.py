@@ -156,6 +156,8 @@ class Run:
         """What run.json says; empty while the run is starting."""
         self.workers: dict[int, Track] = {}
         self.evaluations: list[Evaluation] = []
+        self._of: dict[tuple[float, int | None], Evaluation] = {}
+        """By when, and after how many steps, what was last measured."""
         self._tails: dict[str, Tail] = {}
         self._happened = Events()
         self._unsorted: list[tuple[Path, Tail, dict[str, Any]]] = []
@@ -209,7 +211,7 @@ class Run:
             return True
         take = {
             "worker": lambda line: self._sampled(int(who), line, heard_s),
-            "evaluations": lambda line: self.evaluations.append(_evaluation(line)),
+            "evaluations": self._evaluated,
         }[kind]
         if kind == "worker" and who.isdecimal() and tail.begun > begun > 0 and int(who) in self.workers:
             self.workers[int(who)] = Track(int(who), self.workers[int(who)].version + 1)
@@ -226,6 +228,19 @@ class Run:
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             tail.broken += 1
             self._wrong = f"{str(path)!r} is not what a run writes ({type(error).__name__}: {error})"
+
+    def _evaluated(self, line: dict[str, Any]) -> None:
+        """Add what was measured; where it was of the same moment as something else, to that."""
+        new = _evaluation(line)
+        known = self._of.get((new.time, new.worker_steps))
+        if known is not None:
+            both = {name: value for name, value in vars(known).items() if value is not None}
+            more = {name: value for name, value in vars(new).items() if value is not None}
+            if both.keys() & more.keys() <= {"time", "worker_steps", "samples"}:
+                self.evaluations.remove(known)
+                new = Evaluation(**both | more)
+        self._of[new.time, new.worker_steps] = new
+        self.evaluations.append(new)
 
     def _sampled(self, rank: int, sample: dict[str, Any], heard_s: float | None) -> None:
         track = self.workers.get(rank) or Track(rank)

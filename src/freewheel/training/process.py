@@ -78,10 +78,14 @@ class Budget:
 
 
 class Samples:
-    """The answer from time to time, kept to be looked at when training is over."""
+    """The answer from time to time, kept to be looked at when training is over: that would slow it down.
 
-    def __init__(self, job: Job, active: bool) -> None:
+    How far the replicas are apart costs little and is written down at once.
+    """
+
+    def __init__(self, job: Job, active: bool, journal: Journal) -> None:
         self.job, self.active, self.next = job, active, 0
+        self.journal = journal
         self.kept: list[dict[str, Any]] = []
         self.pending: list[Any] = []
 
@@ -100,16 +104,10 @@ class Samples:
         for vector in vectors[1:]:
             mean += vector
         buffers = torch.stack([buffers for _, _, buffers, _ in parts]).mean(0)
-        self.kept.append(
-            {
-                "time": time.time(),
-                "worker_steps": sum(steps for *_, steps in parts),
-                "weights": mean.div_(len(vectors)),
-                "buffers": buffers,
-                "discrepancy": discrepancy,
-                "consensus": consensus,
-            }
-        )
+        moment = {"time": time.time(), "worker_steps": sum(steps for *_, steps in parts)}
+        apart = {"discrepancy": discrepancy, "consensus": consensus}
+        self.kept.append({**moment, **apart, "weights": mean.div_(len(vectors)), "buffers": buffers})
+        self.journal.evaluation(moment["time"], worker_steps=moment["worker_steps"], **apart)
 
     def ask(self, worker: Worker) -> None:
         """Collect the parts beside training."""
@@ -179,7 +177,7 @@ def run(folder: Path, number: int) -> dict[str, Any]:
     lockstep = strategy is None or strategy.lockstep()
     budget = Budget(job, lockstep, number)
     fastest = min(range(job.workers), key=lambda one: (job.slow.get(one, 1.0), one))
-    samples = Samples(job, rank == fastest)
+    samples = Samples(job, rank == fastest, Journal(folder, rank))
     train = _with_ddp if strategy is None else _attached
     outcome, final = train(job, folder, rank, model, optimizer, task, generator, pace, budget, samples, lr)
     outcome |= {"rank": rank, "lr": lr, "momentum": momentum, "waits_for": "all", "staleness": "none"}
@@ -191,15 +189,14 @@ def run(folder: Path, number: int) -> dict[str, Any]:
         outcome["curve"] = samples.evaluate(task, task.model().to(device))
         final.eval()
         outcome["loss"], outcome["accuracy"] = task.evaluate(final)
-        _write_curve(folder, rank, job, outcome)
+        _write_curve(samples.journal, job, outcome)
     return outcome
 
 
-def _write_curve(folder: Path, rank: int, job: Job, outcome: dict[str, Any]) -> None:
-    """The answer along the way and at the end, for the records."""
-    journal = Journal(folder, rank)
+def _write_curve(journal: Journal, job: Job, outcome: dict[str, Any]) -> None:
+    """The answer along the way and at the end, for the records: of moments that are known in part."""
     for sample in outcome["curve"]:
-        at = {name: value for name, value in sample.items() if name != "time"}
+        at = {name: sample[name] for name in ("worker_steps", "loss", "accuracy")}
         journal.evaluation(sample["time"], **at)
     measured = {"loss": outcome["loss"], "accuracy": outcome["accuracy"]}
     journal.evaluation(outcome["ended"], worker_steps=job.workers * job.steps, **measured)
