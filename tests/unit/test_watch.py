@@ -500,6 +500,11 @@ def test_a_run_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path, m
     assert "left out" in told.err
     assert str(bad) in told.err
     assert "freewheel 9.9" in told.err
+    (bad / "run.json").unlink()  # now its samples say nothing
+    (bad / "worker-0.jsonl").write_text('{"some": "thing"}\n')
+    (bad / "evaluations.jsonl").unlink()
+    assert command(monkeypatch, tmp_path, "--once") == 0
+    assert "is not what a run writes" in capsys.readouterr().err
     (good / "run.json").write_text("[]")
     assert command(monkeypatch, tmp_path, "--once") == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -26,8 +27,11 @@ class Choice:
     """What is wrong with newer runs that cannot be shown."""
 
 
-def pick(folder: Path) -> Choice:
-    """The newest run in a folder that is starting or live, else the newest one; of those that can be read."""
+def pick(folder: Path, unreadable: Mapping[Path, str] | None = None) -> Choice:
+    """The newest run in a folder that is starting or live, else the newest one; of those that can be read.
+
+    `unreadable` names runs of which it is known that they cannot be, and why.
+    """
     starting = _starting(folder)
     try:
         runs = find_runs(folder)
@@ -35,7 +39,9 @@ def pick(folder: Path) -> Choice:
         if not starting:
             raise
         runs = []
-    runs, broken = _readable(runs)
+    known = unreadable or {}
+    runs, broken = _readable([run for run in runs if run not in known])
+    broken += known.values()
     if broken and not runs and not starting:
         raise ConfigError(broken[0])
     lately = [run for run in runs if time.time() - _written_s(run) < SILENT_S]
