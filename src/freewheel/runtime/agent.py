@@ -23,6 +23,7 @@ from freewheel.fabric.greeting import Identity
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.node import Node
 from freewheel.observe.counters import Counters
+from freewheel.runtime.beginnings import Entry, Orphaned
 from freewheel.runtime.copies import Copies, Rest
 from freewheel.runtime.ending import Ending
 from freewheel.runtime.live import LiveReplica
@@ -39,8 +40,6 @@ START_S = 1.0
 """How long the first weights are waited for before they are asked for."""
 COMING_S = 60.0
 """How long a worker that was started again is waited for at the end of a run."""
-ALONE_S = 5.0
-"""How long a worker that comes late tries to reach anybody before it begins alone."""
 NO_ANSWER = "no worker that holds the answer is left."
 
 
@@ -59,6 +58,7 @@ class Agent:
         score: Callable[[], float],
         rest: Rest,
         heartbeat_s: float,
+        events: Events,
     ) -> None:
         self.me, self.replica, self.strategy = me, replica, strategy.copy()
         self.failure: BaseException | None = None
@@ -66,8 +66,6 @@ class Agent:
         """Whether a worker has asked all to stop."""
         self.late = False
         """Whether this worker comes into a run that goes on already."""
-        self.orphaned = False
-        """Whether it came late and nobody had weights to copy: it has begun anew."""
         self.first: tuple[int, ...] = (me.rank,)
         """Whom the run begins with."""
         self.ready = False
@@ -79,7 +77,7 @@ class Agent:
         self.loaders: dict[str, int] = {}
         """How many loaders of the same kind have been made: all workers make them in the same order."""
         self.counters = Counters()
-        self.events = Events()
+        self.events = events
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="freewheel", daemon=True)
         self._thread.start()
@@ -145,11 +143,11 @@ class Agent:
             score=self._score,
         )
         self.node.counters = self.counters
+        self.node.momentum = float(self._rest.optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
         self.ending = Ending(self.fabric, self.me.incarnation, self._under_way, self._mean)
 
     async def _close(self, why: str) -> None:
-        self.events.over = True
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -171,10 +169,10 @@ class Agent:
     # -- joining --
 
     async def join(
-        self, rendezvous: Rendezvous, first: Sequence[int], bind: str, address: str, timeout_s: float
+        self, rendezvous: Rendezvous, entry: Entry, bind: str, address: str, timeout_s: float
     ) -> None:
-        """Meet the others: those the run begins with (`first`); who comes later, those there are."""
-        self.late, self.first = self.me.incarnation > 1 or self.me.rank not in first, tuple(first)
+        """Meet the others: those the run begins with; who comes later, those there are."""
+        self.late, self.first, self._rendezvous = entry.late, entry.beginning.ranks, rendezvous
         try:
             port = self.fabric.open(bind)
         except OSError as error:
@@ -182,16 +180,15 @@ class Agent:
                 f"cannot listen on {bind}: {error.strerror or error}. Give bind an address of this machine."
             ) from None
         await asyncio.to_thread(rendezvous.publish, address, port, self.me.incarnation)
-        others, over = [peer for peer in first if peer != self.me.rank], False
         if self.late:
-            others = await asyncio.to_thread(rendezvous.known)
-            over = await asyncio.to_thread(rendezvous.over)
+            await self._reach(rendezvous, timeout_s)
+            return
         gone: dict[int, str] = {}
-        end, alone = self.loop.time() + timeout_s, self.loop.time() + ALONE_S * self.late
+        end, others = self.loop.time() + timeout_s, [peer for peer in self.first if peer != self.me.rank]
         while missing := [peer for peer in others if peer not in self.fabric.members and peer not in gone]:
             for peer in missing:
                 # The higher rank calls; one that comes back calls everybody.
-                if peer < self.me.rank or self.late:
+                if peer < self.me.rank or entry.back:
                     await self._call(rendezvous, peer, gone)
                 elif (why := await asyncio.to_thread(rendezvous.absent, peer)) is not None:
                     gone[peer] = why
@@ -202,21 +199,45 @@ class Agent:
                     "Start all workers, or give attach a longer join_timeout_s."
                 )
             await asyncio.sleep(POLL_S)
-            if len(self.fabric.members) == 1 and not over and self.loop.time() < alone:
-                others = await asyncio.to_thread(rendezvous.known)  # they may be out of reach for a moment
-                over = await asyncio.to_thread(rendezvous.over)
-                gone.clear()
-        if self.late and over and len(self.fabric.members) == 1:
-            raise RunStopped(
-                f"worker {self.me.rank} comes too late: the others have ended the run, and have its answer. "
-                "There is nothing left to train."
-            )
         needed = [peer for peer in gone if self.strategy.needs(peer) or self.strategy.merges()]
-        if not self.late and needed:
+        if needed:
             peer, why = needed[0], gone[needed[0]]
             raise WorkerLost(
                 f"{self.strategy.name} needs worker {peer}, which is not coming: {why.rstrip('.')}."
             )
+        # Those who had met an earlier life of this worker may have begun without it.
+        self.late = entry.back and await asyncio.to_thread(rendezvous.begun)
+
+    async def _reach(self, rendezvous: Rendezvous, timeout_s: float) -> None:
+        """Call those there are, until one is reached who can be copied; Orphaned: nobody is left who could.
+
+        One that is out of reach may still train. It is waited for, or its next life.
+        """
+        end = self.loop.time() + timeout_s
+        while True:
+            for peer in await asyncio.to_thread(rendezvous.known):
+                if peer not in self.fabric.members:
+                    await self._call(rendezvous, peer, {})
+            living = await asyncio.to_thread(rendezvous.living)
+            members = set(self.fabric.members)
+            needed = {peer for peer in self.first if self.strategy.needs(peer)}
+            if members.intersection(living) and members >= needed:
+                return
+            if await asyncio.to_thread(rendezvous.lost, self.strategy):
+                raise Orphaned("nobody is left to go on from")
+            if len(members) == 1 and await asyncio.to_thread(rendezvous.over):
+                raise RunStopped(
+                    f"worker {self.me.rank} comes too late: the others have ended the run, and have its "
+                    "answer. There is nothing left to train."
+                )
+            if self.loop.time() > end:
+                who = ", ".join(map(str, living)) or "those it began with"
+                raise WorkerLost(
+                    f"worker {self.me.rank} was started again and has reached nobody to go on from for "
+                    f"{timeout_s:g} s. Nobody knows whether worker {who} is lost or only out of reach. If "
+                    "it is lost, start the run again: with resume it goes on from the last checkpoint."
+                )
+            await asyncio.sleep(POLL_S)
 
     async def _call(self, rendezvous: Rendezvous, peer: int, gone: dict[int, str]) -> None:
         if (why := await asyncio.to_thread(rendezvous.absent, peer)) is not None:
@@ -248,12 +269,13 @@ class Agent:
             self.spawn(node.answer_calls())
         node.hold()
         if self.late and strategy.merges():
-            await self._enter()
-            ended = any(self.ending.has_ended(peer) for peer in self.fabric.members)
-            self.orphaned = node.source is None and not ended
+            copied = await self._enter()
+            if not copied and not any(self.ending.has_ended(peer) for peer in self.fabric.members):
+                await self._begin_uncopied()
         elif self.late:
             node.rejoined = await self.copies.take()
-            self.orphaned = not node.rejoined
+            if not node.rejoined:
+                await self._begin_uncopied()
         elif len(self.fabric.members) > 1 and resumed is None:
             await self._begin_alike()
         elif len(self.fabric.members) > 1 and strategy.waits_for == "nobody" and not strategy.keeps_mean:
@@ -261,10 +283,6 @@ class Agent:
             members, resumed = self.fabric.members, {}
             total = await collectives.ring_sum(self.fabric, members, self.replica.snapshot(), START)
             self.replica.load(total.div_(len(members)))
-        if self.orphaned:
-            log.warning(
-                "worker %d was started again and found nobody to go on from: it begins anew", self.me.rank
-            )
         if strategy.merges():
             node.begin_views(self.first)
         await strategy.start(node)
@@ -298,13 +316,20 @@ class Agent:
             self.fabric.post(peer, START, mine)
             self.fabric.post(peer, (*START, "fixed"), my_fixed)
 
-    async def _enter(self) -> None:
+    async def _begin_uncopied(self) -> None:
+        """Nobody has weights: where others wait for the first ones, begin with one's own; else Orphaned."""
+        living = await asyncio.to_thread(self._rendezvous.living)
+        if not set(living).intersection(self.fabric.members):
+            raise Orphaned("who could be copied is lost")
+        log.warning("worker %d was started again before anybody had weights: it begins anew", self.me.rank)
+
+    async def _enter(self) -> bool:
         """Come into the view of those who train: they wait, so what is copied is of one moment."""
         self.replica.parked = True
         try:
             await self.node.join()
-            if (source := self.node.source) is not None:
-                await self.copies.take(source)
+            source = self.node.source
+            return source is not None and await self.copies.take(source)
         finally:
             self.replica.parked = False
 

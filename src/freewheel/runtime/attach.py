@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from freewheel.errors import ConfigError, Diverged, RunStopped, at_least
+from freewheel.errors import ConfigError, Diverged, RunStopped, WorkerLost, at_least
 from freewheel.fabric import shared
 from freewheel.fabric.greeting import Identity
 from freewheel.fabric.tcp import FINISHED
@@ -27,10 +27,11 @@ from freewheel.observe.journal import Journal, typed
 from freewheel.replica import Replica, flatten
 from freewheel.runtime import checks, keys, steps
 from freewheel.runtime.agent import STOP, Agent
+from freewheel.runtime.beginnings import Beginning, Orphaned
 from freewheel.runtime.checkpoint import Checkpoints
 from freewheel.runtime.copies import Rest, set_flat_buffers
 from freewheel.runtime.live import LiveReplica
-from freewheel.runtime.records import Recorder, describe, evaluation, open_board
+from freewheel.runtime.records import Events, Recorder, describe, evaluation, open_board
 from freewheel.runtime.registrar import Registrar
 from freewheel.runtime.rendezvous import Options, Place, Rendezvous, address_for, options_alone, patiently
 from freewheel.runtime.steps import Steps
@@ -39,15 +40,7 @@ from freewheel.strategy import Strategy
 if TYPE_CHECKING:
     from freewheel.runtime.loader import Loader
 
-WIRES = {"fp32": None, "bf16": torch.bfloat16}
-
 log = logging.getLogger("freewheel")
-
-
-ORPHANED = (
-    "all workers of this run had died when this one was started again, so there was nobody to go on from. "
-    "Start the run again: with resume it goes on from the last checkpoint, which is still there."
-)
 
 
 class Worker:
@@ -72,15 +65,8 @@ class Worker:
         heartbeat_s: float = 2.0,
     ) -> None:
         checks.check(model, optimizer)
-        if wire not in WIRES:
-            raise ConfigError(f"wire must be one of {', '.join(WIRES)}, not {wire!r}.")
-        if wire != "fp32" and not strategy.defines("meet"):
-            raise ConfigError(
-                f"wire={wire!r} is for strategies that swap snapshots, such as adpsgd. With {strategy.name} "
-                "small updates would be lost in the rounding; take fp32."
-            )
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
-        self._wire, self._bind, self._tls = WIRES[wire], bind, tls
+        self._wire, self._bind, self._tls = checks.wire_type(wire, strategy), bind, tls
         at_least("heartbeat_s", heartbeat_s, 0.1)
         self._heartbeat_s = heartbeat_s
         self._tensorboard, self._resume = tensorboard, resume
@@ -97,6 +83,7 @@ class Worker:
         self._about: dict[str, Any] = {}
         self._journal: Journal | None = None
         self._recorder: Recorder | None = None
+        self._events = Events()
         self._store: Rendezvous | None = None
         self._registrar: Registrar | None = None
         self._inside = False
@@ -219,7 +206,7 @@ class Worker:
             "progress": self.progress,
             "members": list(self._agent.fabric.members),
             "view": self._agent.node.view.number,
-            "loss": self._last_loss(),
+            "loss": float(self._loss),
         }
 
     def consensus(self) -> nn.Module:
@@ -261,32 +248,74 @@ class Worker:
         return self
 
     def _join(self) -> None:
-        place = self._place
-        options, incarnation, model = Options(run=secrets.token_hex(16)), 1, ""
+        place, end_s = self._place, time.monotonic() + self._timeout_s
+        options, life = Options(run=secrets.token_hex(16)), 1
         if place.world_size > 1:
             self._store = Rendezvous(place, self._timeout_s)
-            options, incarnation = self._store.options(), self._store.incarnation()
+            options, life = self._store.options(), self._store.incarnation()
             self.world_size = options.workers or place.world_size
-            model = self._store.check_model(self._model, incarnation)
         elif (given := options_alone(place)) is not None:
             options = given
-        tls = self._tls or options.tls
         bind = self._bind or options.bind or place.loopback()
+        self._recorder, self._events = None, Events()
+        while not self._meet(options, life, bind):  # the next beginning is another run
+            if time.monotonic() > end_s:
+                raise WorkerLost(f"worker {self.rank} found nobody to begin with in {self._timeout_s:g} s.")
+        self._began_steps, self._began_s = self._agent.counters.steps, time.perf_counter()
+        self._state, self._agent.events.begun = "training", True
+        self._write_about(options)
+        self._steps = Steps(self._agent, self._optimizer, self._homes, self._checkpoints)
+        self._inside = True
+
+    def _meet(self, options: Options, life: int, bind: str) -> bool:
+        """Come together with the others and begin with the same weights; False: nobody has them any more."""
+        beginning, entry, model = Beginning(0, (self.rank,)), None, ""
+        if self._store is not None:
+            entry = self._store.enter(life, self._strategy)
+            beginning, model = entry.beginning, self._store.check_model(self._model)
         self._replica = LiveReplica(self._model)
         self._homes = checks.Homes(self._model)
         self._rest = Rest(self._model, self._optimizer, self._replica.dtype)
+        self._agents = self._make_agent(options, beginning.run(options.run), life, model)
+        try:
+            self._begin_records(options)
+            if self._store is not None and entry is not None:
+                address = address_for(self._place.host) if bind in ("0.0.0.0", "auto") else bind
+                bind = address if bind == "auto" else bind
+                self._agent.call(self._agent.join(self._store, entry, bind, address, self._timeout_s))
+            path = None if self._agent.late else self._resume  # one that comes late copies a living worker
+            if self.rank == beginning.ranks[0] and not self._agent.late:
+                beginning.tell(path)
+            vectors = self._checkpoints.begin(self._agent, path, self._store, beginning)
+            self._agent.call(self._agent.start(vectors))
+            if self._store is not None:
+                self._store.begin(life)
+                self._registrar = Registrar(self._store, self._agent)
+        except Orphaned:
+            self._agent.close("it was left alone")
+            return False
+        except BaseException as error:
+            if self._store is not None:
+                self._store.leave(str(error) or type(error).__name__)
+            self._end_records(error)
+            self._agent.close("it could not join")
+            raise
+        return True
+
+    def _make_agent(self, options: Options, run: str, life: int, model: str) -> Agent:
+        tls = self._tls or options.tls
         me = Identity(
-            bytes.fromhex(options.run),
+            bytes.fromhex(run),
             self.rank,
             self._store.most if self._store is not None else 1,
-            incarnation,
+            life,
             self._version,
             model,
             longest=max(self._replica.size, self._rest.fixed().numel()),
             wire="bf16" if self._wire else "fp32",
             place=shared.place(),
         )
-        self._agents = Agent(
+        return Agent(
             me,
             self._replica,
             self._strategy,
@@ -296,33 +325,8 @@ class Worker:
             score=self._score,
             rest=self._rest,
             heartbeat_s=self._heartbeat_s,
+            events=self._events,
         )
-        self._agent.node.momentum = float(self._optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
-        try:
-            self._begin_records(options)
-            if self._store is not None:
-                address = address_for(place.host) if bind in ("0.0.0.0", "auto") else bind
-                bind = address if bind == "auto" else bind
-                first = range(self.world_size)
-                self._agent.call(self._agent.join(self._store, first, bind, address, self._timeout_s))
-            path = None if self._agent.late else self._resume  # one that comes late copies a living worker
-            vectors = self._checkpoints.begin(self._agent, path, self._store, self.world_size)
-            self._agent.call(self._agent.start(vectors))
-            if self._agent.orphaned and self._resume is not None:
-                raise RunStopped(ORPHANED)
-            if self._store is not None:
-                self._registrar = Registrar(self._store, self._agent)
-        except BaseException as error:
-            if self._store is not None:
-                self._store.leave(str(error) or type(error).__name__)
-            self._end_records(error)
-            self._agent.close("it could not join")
-            raise
-        self._began_steps, self._began_s = self._agent.counters.steps, time.perf_counter()
-        self._state, self._agent.events.begun = "training", True
-        self._write_about(options)
-        self._steps = Steps(self._agent, self._optimizer, self._homes, self._checkpoints)
-        self._inside = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
@@ -341,7 +345,12 @@ class Worker:
                 self._agent.events.over = True
                 if self._store is not None:
                     self._store.end()
-                self._check_answer(self._answer[0])
+                if not self._answer[0].isfinite().all():
+                    self._answer, why = (
+                        None,
+                        "ended with weights that are not finite. Lower the learning rate.",
+                    )
+                    raise Diverged(f"worker {self.rank} {why}")
         except BaseException as late:
             failure = late
             raise
@@ -359,17 +368,12 @@ class Worker:
                 if self._recorder is not None:
                     self._recorder.write_rest()
 
-    def _check_answer(self, weights: Tensor) -> None:
-        if not weights.isfinite().all():
-            self._answer = None
-            raise Diverged(
-                f"worker {self.rank} ended with weights that are not finite. Lower the learning rate."
-            )
-
     # -- records --
 
     def _begin_records(self, options: Options) -> None:
         folder, board = self._folder or options.folder, self._tensorboard or options.tensorboard
+        if self._recorder is not None:
+            return
         self._life = self._agent.me.incarnation
         if folder is not None:
             self._journal = Journal(Path(folder), self.rank)
@@ -411,6 +415,7 @@ class Worker:
     def _end_records(self, failure: BaseException | None) -> None:
         if failure is not None:
             self._agent.events.note("failed", self.rank, f"{type(failure).__name__}: {failure}")
+        self._events.over = True
         if self._recorder is not None:
             self._recorder.close(well=failure is None)
 
@@ -432,11 +437,8 @@ class Worker:
 
     # -- losses --
 
-    def _last_loss(self) -> float:
-        return float(self._loss)
-
     def _score(self) -> float:
-        loss = self._last_loss()
+        loss = float(self._loss)
         if not math.isnan(loss):
             return loss
         if self._agent.counters.steps > self._began_steps + 1:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.agent import Agent
-from freewheel.runtime.rendezvous import signature
+from freewheel.runtime.beginnings import Beginning
+from freewheel.runtime.checks import signature
 from freewheel.runtime.resume import Alone, Meeting, restore, resume, still
 from freewheel.runtime.shards import Manifest
 from freewheel.runtime.writer import Writer
@@ -62,20 +63,20 @@ class Checkpoints:
     # -- beginning --
 
     def begin(
-        self, agent: Agent, path: str | Path | None, meeting: Meeting | None, workers: int
+        self, agent: Agent, path: str | Path | None, meeting: Meeting | None, beginning: Beginning
     ) -> dict[str, Tensor] | None:
         """Take up what the workers agree to resume from a folder; return the strategy's vectors.
 
         None: there is nothing to resume. Loaders and extras take their states when they are made known.
-        `workers` is how many the run begins with.
+        In a beginning without some of the workers shards are numbered by those there are.
         """
         self._agent, me = agent, agent.me
         self._manifest = Manifest(
             version=me.version,
             run=me.run.hex(),
             origin=me.run.hex(),
-            rank=me.rank,
-            world_size=workers,
+            rank=beginning.place(me.rank),
+            world_size=len(beginning.ranks),
             strategy=agent.strategy.name,
             settings={name: str(value) for name, value in vars(agent.strategy).items()},
             optimizer=type(self._optimizer).__name__,

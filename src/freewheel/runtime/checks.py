@@ -4,14 +4,30 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from freewheel.errors import ConfigError, RunStopped
+from freewheel.strategy import Strategy
+
+WIRES = {"fp32": None, "bf16": torch.bfloat16}
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def wire_type(wire: str, strategy: Strategy) -> torch.dtype | None:
+    """What vectors are rounded to on their way; None: nothing."""
+    if wire not in WIRES:
+        raise ConfigError(f"wire must be one of {', '.join(WIRES)}, not {wire!r}.")
+    if wire != "fp32" and not strategy.defines("meet"):
+        raise ConfigError(
+            f"wire={wire!r} is for strategies that swap snapshots, such as adpsgd. With {strategy.name} "
+            "small updates would be lost in the rounding; take fp32."
+        )
+    return WIRES[wire]
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -63,3 +79,29 @@ class Homes:
                 "longer be merged with the others'. Call model.to(), .half(), .double() and load_state_dict("
                 "assign=True) before attach."
             )
+
+
+def signature(model: nn.Module) -> list[list[Any]]:
+    """Name, shape and type of every trainable parameter."""
+    return [
+        [name, list(parameter.shape), str(parameter.dtype).removeprefix("torch.")]
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+
+
+def first_difference(theirs: list[list[Any]], mine: list[list[Any]], there: str) -> str:
+    """Where two models' signatures begin to differ, in words."""
+    for k in range(max(len(theirs), len(mine))):
+        one = mine[k] if k < len(mine) else None
+        other = theirs[k] if k < len(theirs) else None
+        if one != other:
+            return f"The first difference: {_describe(one)} here, {_describe(other)} {there}."
+    return "They differ."
+
+
+def _describe(parameter: list[Any] | None) -> str:
+    if parameter is None:
+        return "no further parameter"
+    name, shape, dtype = parameter
+    return f"{name} of shape {tuple(shape)} in {dtype}"

@@ -33,9 +33,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from freewheel.errors import ConfigError, at_least
 from freewheel.observe.journal import Journal
 from freewheel.runtime import keys
+from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.hosts import Beat, Others, claim, host_store, join_store, listen, reach_store
 from freewheel.runtime.processes import Keeper, Output, Process, ending_signals, pump
-from freewheel.runtime.rendezvous import LAUNCHED, OPTIONS, STARTS
+from freewheel.runtime.rendezvous import LAUNCHED, OPTIONS, STORE_S, reach
 
 LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
 GRACE_S = 1.4  # between passing on Ctrl-C and killing
@@ -167,6 +168,7 @@ def join(
         ranks = claim(store, workers, given.get("most", 0), ends)
         for rank in ranks:
             store.set(f"{OPTIONS}/worker/{rank}", json.dumps(options))
+            store.delete_key(f"{STARTS}/{rank}")  # of who had the place before
         environment = _environment(given["most"], workers, host, port, None)
         output(None, f"joining {master} as worker{'s' * (workers > 1)} {', '.join(map(str, ranks))}", True)
         caught = ends.enter_context(ending_signals())
@@ -297,7 +299,8 @@ class _Run:
     def _tell(self, rank: int, starts: int) -> None:
         """Let the workers know whether one that died comes back."""
         with contextlib.suppress(RuntimeError, OSError):  # without the store they go on all the same
-            self._store.set(f"{STARTS}/{rank}", str(starts))
+            # Over a new connection: the store may have been started anew.
+            reach(self._store.host, self._store.port, STORE_S).set(f"{STARTS}/{rank}", str(starts))
 
     def _signal(self, number: int) -> None:
         for process in self._running:
@@ -306,6 +309,8 @@ class _Run:
     def _ended(self, process: Process, code: int) -> None:
         if code == 0 or self._caught:
             self._running.remove(process)
+            if not self._caught:
+                self._tell(process.rank, 0)
             return
         what = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
         how = f"worker {process.rank} ended with {what}"

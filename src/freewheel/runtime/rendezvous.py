@@ -19,17 +19,18 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
 
 from torch import nn
 from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError, WorkerLost
+from freewheel.runtime import beginnings
+from freewheel.runtime.beginnings import GIVEN_UP, STARTS, Beginning, Beginnings, Entry, given_up
+from freewheel.runtime.checks import first_difference, signature
+from freewheel.strategy import Strategy
 
 POLL_S = 0.05
 OPTIONS = "freewheel/options"
-STARTS = "freewheel/starts"
-"""How often the launcher has started each worker that died; 0: it does not any more."""
 LAUNCHED = "FREEWHEEL_LAUNCHED"
 """Set by our launcher, for its workers: the address of its store. Who starts others with another store in
 this environment does not launch them."""
@@ -143,7 +144,9 @@ class Rendezvous:
         _stores[place] = self._base, used + 1
         self._used = used
         self._prefix = f"freewheel/{place.attempt}/{used}"
-        self._store: Store = PrefixStore(self._prefix, self._base)
+        self._run: Store = PrefixStore(self._prefix, self._base)
+        self._store: Store = self._run
+        self._workers, self._beginning, self._late = place.world_size, Beginning(0, ()), False
         self._options = self._model = self._address = ""
         self._name = OPTIONS
         self.there = True
@@ -163,6 +166,7 @@ class Rendezvous:
             ours = json.dumps({"run": secrets.token_hex(16)})
             self._options = self._store.compare_set(OPTIONS, "", ours).decode()
         options = _options(self._options)
+        self._workers = options.workers or self.place.world_size
         self.most = max(options.most, options.workers, self.place.world_size)
         # What is said in a process's second use of a run does not belong to its first.
         return replace(options, run=hashlib.sha256(f"{options.run}/{self._used}".encode()).hexdigest()[:32])
@@ -186,18 +190,48 @@ class Rendezvous:
 
     def incarnation(self) -> int:
         """Which life of this rank this is, from 1 on."""
-        return int(self._store.add(f"life/{self.place.rank}", 1))
+        return int(self._run.add(f"life/{self.place.rank}", 1))
 
-    def check_model(self, model: nn.Module, incarnation: int) -> str:
-        """Compare the model with worker 0's; return the digest of the signature both have."""
-        mine = self._model = json.dumps(signature(model))
-        if self.place.rank == 0 and incarnation == 1:
+    def enter(self, life: int, strategy: Strategy) -> Entry:
+        """Come into the run; into its next beginning where all who could be copied are lost."""
+        entry = self._beginnings.enter(self.place.rank, life, strategy)
+        self._beginning, self._late = entry.beginning, entry.late
+        self._store = self._beginnings.store(entry.beginning)
+        return entry
+
+    @property
+    def _beginnings(self) -> Beginnings:
+        return Beginnings(self._base, self._prefix, self._workers, self.most)
+
+    def lost(self, strategy: Strategy) -> bool:
+        """Whether nobody of this worker's beginning can go on, or another has begun."""
+        newest = self._beginnings.newest()
+        return newest != self._beginning or bool(self._beginnings.lost(newest, strategy))
+
+    def living(self) -> list[int]:
+        """The workers that may have weights to copy: no later life of them has come yet."""
+        return [rank for rank, lives in self._beginnings.marks(self._beginning).items() if lives]
+
+    def begun(self) -> bool:
+        """Whether somebody trains already."""
+        return bool(self._store.check(["begun"]))
+
+    def begin(self, life: int) -> None:
+        """This worker trains: from now on it can be copied."""
+        self._store.set(f"here/{self.place.rank}", str(life))
+        self._store.set("begun", "yes")
+
+    def check_model(self, model: nn.Module) -> str:
+        """Compare the model with that of the first worker; return the digest of the signature both have."""
+        mine, first = json.dumps(signature(model)), self._beginning.ranks[0]
+        self._model = mine
+        if self.place.rank == first and not self._late:
             self._store.set("model", mine)
-        elif (theirs := self._get("model", "worker 0")) != mine:
-            why = first_difference(json.loads(theirs), json.loads(mine), "at worker 0")
-            self.leave(f"its model differs from worker 0's: {why}")
+        elif (theirs := self._get("model", first)) != mine:
+            why = first_difference(json.loads(theirs), json.loads(mine), f"at worker {first}")
+            self.leave(f"its model differs from worker {first}'s: {why}")
             raise ConfigError(
-                f"worker {self.place.rank} was refused: its model differs from worker 0's. {why} "
+                f"worker {self.place.rank} was refused: its model differs from worker {first}'s. {why} "
                 "Build the same model on every worker."
             )
         return hashlib.sha256(mine.encode()).hexdigest()[:32]
@@ -222,7 +256,7 @@ class Rendezvous:
         found: dict[int, tuple[str, int]] = {}
         try:
             base = reach(self.place.host, self.place.port, STORE_S)
-            store = PrefixStore(self._prefix, base)
+            store = PrefixStore(self._beginning.names(self._prefix), base)
             self._register(base, store, lives)
             for rank in set(range(self.most)).difference(members):
                 if store.check([f"address/{rank}"]):
@@ -238,16 +272,20 @@ class Rendezvous:
         place = self.place
         if store.check([f"address/{place.rank}"]):
             return
+        run = PrefixStore(self._prefix, base)
         for rank, life in lives.items():
-            known = store.compare_set(f"life/{rank}", "", str(life))
+            known = run.compare_set(f"life/{rank}", "", str(life))
             while int(known) < life:  # another has not seen this one
-                known = store.compare_set(f"life/{rank}", known.decode(), str(life))
+                known = run.compare_set(f"life/{rank}", known.decode(), str(life))
+        beginnings.restore(run, self._beginning)
         store.compare_set("model", "", self._model)
+        store.set(f"here/{place.rank}", str(lives.get(place.rank, 1)))
+        store.set("begun", "yes")
         store.set(f"address/{place.rank}", self._address)
         options = base if place.hosted else store
         options.compare_set(self._name, "", self._options)
         options.compare_set(OPTIONS, "", self._options)  # last: who finds it finds the rest
-        self._base, self._store = base, store
+        self._base, self._run, self._store = base, run, store
         _stores[place] = base, self._used + 1
         log.warning(
             "the rendezvous at %s:%d was started anew; entered this worker again", place.host, place.port
@@ -287,12 +325,16 @@ class Rendezvous:
         return bool(self._store.check(["over"]))
 
     def leave(self, why: str) -> None:
-        """Tell those who still gather that this worker is not coming."""
+        """Tell those who still gather that this worker is not coming, and that it cannot be copied."""
         with contextlib.suppress(RuntimeError):  # the store may have left with worker 0
             self._store.set(f"absent/{self.place.rank}", why)
+            if self._store.check([here := f"here/{self.place.rank}"]):
+                self._store.set(here, "0")
 
     def absent(self, peer: int) -> str | None:
-        """Why a peer is not coming, if it said so."""
+        """Why a peer is not coming, if it or its launcher said so."""
+        if given_up(self._base, peer):
+            return GIVEN_UP
         if not self._store.check([f"absent/{peer}"]):
             return None
         return str(self._store.get(f"absent/{peer}").decode())
@@ -306,7 +348,8 @@ class Rendezvous:
         return str(self._store.compare_set(key, "", text).decode())
 
     def hear(self, key: str, peer: int) -> str:
-        """Wait for a word of another worker; raises WorkerLost when it is not coming."""
+        """Wait for a word of another worker, counted among those who begin; WorkerLost: it is not coming."""
+        peer = self._beginning.ranks[peer]
         end = time.monotonic() + self.timeout_s
         while not self._store.check([key]):
             if (why := self.absent(peer)) is not None:
@@ -319,11 +362,13 @@ class Rendezvous:
             time.sleep(POLL_S)
         return str(self._store.get(key).decode())
 
-    def _get(self, key: str, whose: str) -> str:
+    def _get(self, key: str, peer: int) -> str:
         end = time.monotonic() + self.timeout_s
         while not self._store.check([key]):
+            if given_up(self._base, peer):
+                raise WorkerLost(f"worker {peer} is not coming: {GIVEN_UP}.")
             if time.monotonic() > end:
-                raise WorkerLost(f"{whose} did not come to the rendezvous within {self.timeout_s:g} s.")
+                raise WorkerLost(f"worker {peer} did not come to the rendezvous within {self.timeout_s:g} s.")
             time.sleep(POLL_S)
         return str(self._store.get(key).decode())
 
@@ -388,32 +433,6 @@ def _connect(place: Place, timeout_s: float) -> Store:
             f"worker {place.rank} cannot reach the rendezvous at {place.host}:{place.port} "
             f"({str(error).splitlines()[0][:120]}). Check MASTER_ADDR and MASTER_PORT, and worker 0."
         ) from None
-
-
-def signature(model: nn.Module) -> list[list[Any]]:
-    """Name, shape and type of every trainable parameter."""
-    return [
-        [name, list(parameter.shape), str(parameter.dtype).removeprefix("torch.")]
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
-
-
-def first_difference(theirs: list[list[Any]], mine: list[list[Any]], there: str) -> str:
-    """Where two models' signatures begin to differ, in words."""
-    for k in range(max(len(theirs), len(mine))):
-        one = mine[k] if k < len(mine) else None
-        other = theirs[k] if k < len(theirs) else None
-        if one != other:
-            return f"The first difference: {_describe(one)} here, {_describe(other)} {there}."
-    return "They differ."
-
-
-def _describe(parameter: list[Any] | None) -> str:
-    if parameter is None:
-        return "no further parameter"
-    name, shape, dtype = parameter
-    return f"{name} of shape {tuple(shape)} in {dtype}"
 
 
 def address_for(host: str) -> str:

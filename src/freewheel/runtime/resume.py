@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from freewheel.errors import ConfigError
 from freewheel.runtime import shards
+from freewheel.runtime.checks import first_difference
 from freewheel.runtime.live import LiveReplica
-from freewheel.runtime.rendezvous import first_difference
 from freewheel.runtime.shards import Damaged, Manifest, Shard
 
 TOGETHER = ("all", "neighbours", "group")
