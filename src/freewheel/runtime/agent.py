@@ -209,23 +209,20 @@ class Agent:
         self.late = entry.back and await asyncio.to_thread(rendezvous.begun)
 
     async def _reach(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        """Call those there are, until one is reached who can be copied; Orphaned: nobody is left who could.
+        """Call those who can be copied, until one is reached, then all others; Orphaned: nobody is left.
 
         One that is out of reach may still train. It is waited for, or its next life.
         """
-        end = self.loop.time() + timeout_s
+        end, needed = self.loop.time() + timeout_s, {peer for peer in self.first if self.strategy.needs(peer)}
         while True:
-            for peer in await asyncio.to_thread(rendezvous.known):
-                if peer not in self.fabric.members:
-                    await self._call(rendezvous, peer, {})
             living = await asyncio.to_thread(rendezvous.living)
-            members = set(self.fabric.members)
-            needed = {peer for peer in self.first if self.strategy.needs(peer)}
-            if members.intersection(living) and members >= needed:
+            await self._call_all(rendezvous, living)
+            if set(living).intersection(self.fabric.members) and needed.issubset(self.fabric.members):
+                await self._call_all(rendezvous, await asyncio.to_thread(rendezvous.known))
                 return
             if await asyncio.to_thread(rendezvous.lost, self.strategy):
                 raise Orphaned("nobody is left to go on from")
-            if len(members) == 1 and await asyncio.to_thread(rendezvous.over):
+            if len(self.fabric.members) == 1 and await asyncio.to_thread(rendezvous.over):
                 raise RunStopped(
                     f"worker {self.me.rank} comes too late: the others have ended the run, and have its "
                     "answer. There is nothing left to train."
@@ -238,6 +235,11 @@ class Agent:
                     "it is lost, start the run again: with resume it goes on from the last checkpoint."
                 )
             await asyncio.sleep(POLL_S)
+
+    async def _call_all(self, rendezvous: Rendezvous, peers: Sequence[int]) -> None:
+        for peer in peers:
+            if peer not in self.fabric.members:
+                await self._call(rendezvous, peer, {})
 
     async def _call(self, rendezvous: Rendezvous, peer: int, gone: dict[int, str]) -> None:
         if (why := await asyncio.to_thread(rendezvous.absent, peer)) is not None:
