@@ -5,6 +5,9 @@ Workers share nothing but loopback; what they miss of a real run is only that pr
 
 from __future__ import annotations
 
+import gc
+import json
+import secrets
 import socket
 import threading
 import time
@@ -16,7 +19,9 @@ import torch
 from freewheel import strategies
 from freewheel.runtime import rendezvous
 from freewheel.runtime.attach import Worker
-from freewheel.runtime.rendezvous import Place
+from freewheel.runtime.beginnings import STARTS
+from freewheel.runtime.hosts import host_store
+from freewheel.runtime.rendezvous import OPTIONS, Place
 
 
 def free_port() -> int:
@@ -80,3 +85,43 @@ def next_life(place: Place) -> Place:
     """The same place for a worker that comes back, as a new process would see it."""
     rendezvous._stores.pop(place, None)
     return place
+
+
+class Launcher:
+    """A store such as our launcher hosts it, which can be lost, on a port that stays the same."""
+
+    def __init__(self, workers: int) -> None:
+        self.options = json.dumps({"run": secrets.token_hex(16), "workers": workers})
+        self.store, host, self.port = host_store(None, 1)
+        self.store.set(OPTIONS, self.options)
+        self.places = [
+            Place(rank, workers, workers, host, self.port, hosted=True, launched=True)
+            for rank in range(workers)
+        ]
+
+    def lose(self) -> None:
+        """The store is gone."""
+        del self.store
+        gc.collect()
+
+    def host_again(self, options: str = "") -> None:
+        """It is there again, empty."""
+        self.store, *_ = host_store(f"127.0.0.1:{self.port}", 1)
+        if options:
+            self.store.set(OPTIONS, options)
+
+    def give_up(self, rank: int) -> None:
+        """Say that a worker is not started again."""
+        self.store.set(f"{STARTS}/{rank}", "0")
+
+    def forget(self) -> None:
+        """Let this process forget the stores of its workers, who are no more."""
+        for place in self.places:
+            rendezvous._stores.pop(place, None)
+
+    def run(self, work: Callable[[Place], object]) -> list[threading.Thread]:
+        """Let every worker do this, in a thread of its own."""
+        threads = [threading.Thread(target=work, args=(place,), daemon=True) for place in self.places]
+        for thread in threads:
+            thread.start()
+        return threads

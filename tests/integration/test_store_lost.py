@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
-import json
-import secrets
 import threading
 from collections.abc import Callable, Iterator
 
@@ -13,9 +10,9 @@ import pytest
 import torch
 
 import crew
+from crew import Launcher
 from freewheel.runtime import rendezvous
-from freewheel.runtime.hosts import host_store
-from freewheel.runtime.rendezvous import OPTIONS, Place, Rendezvous
+from freewheel.runtime.rendezvous import Place, Rendezvous
 
 pytestmark = pytest.mark.integration
 
@@ -26,40 +23,11 @@ class Left(Exception):
     """What ends a worker's first life."""
 
 
-class Launcher:
-    """A store such as our launcher hosts it, which can be lost, on a port that stays the same."""
-
-    def __init__(self, workers: int) -> None:
-        self.options = json.dumps({"run": secrets.token_hex(16), "workers": workers})
-        self.store, host, self.port = host_store(None, 1)
-        self.store.set(OPTIONS, self.options)
-        self.places = [
-            Place(rank, workers, workers, host, self.port, hosted=True, launched=True)
-            for rank in range(workers)
-        ]
-
-    def lose(self) -> None:
-        del self.store
-        gc.collect()
-
-    def host_again(self, options: str = "") -> None:
-        self.store, *_ = host_store(f"127.0.0.1:{self.port}", 1)
-        if options:
-            self.store.set(OPTIONS, options)
-
-    def run(self, work: Callable[[Place], object]) -> list[threading.Thread]:
-        threads = [threading.Thread(target=work, args=(place,), daemon=True) for place in self.places]
-        for thread in threads:
-            thread.start()
-        return threads
-
-
 @pytest.fixture
 def launcher() -> Iterator[Launcher]:
     made = Launcher(3)
     yield made
-    for place in made.places:
-        rendezvous._stores.pop(place, None)
+    made.forget()
 
 
 def attach(place: Place) -> tuple[torch.nn.Module, crew.Worker]:
@@ -205,8 +173,7 @@ def test_a_connection_with_one_that_had_come_back_is_made_again():
             stay(worker)
 
     assert ended(launcher.run(lambda place: second(place) if place.rank else first(place)))
-    for place in launcher.places:
-        rendezvous._stores.pop(place, None)
+    launcher.forget()
 
 
 def test_only_the_store_of_our_launcher_is_known_to_have_options_before_workers():

@@ -74,6 +74,7 @@ class Worker:
         self._folder, self._seed, self._timeout_s, self._version = folder, seed, join_timeout_s, version
         self._place = place or Place.read()
         self.rank, self.world_size = self._place.rank, self._place.world_size
+        self._beginners = self.world_size  # fewer where some are lost for good and all begin again
         strategy.check(self.world_size)
         self._answer: tuple[Tensor, Tensor] | None = None
         self._loss: Tensor | float = math.nan
@@ -110,7 +111,7 @@ class Worker:
             batch_size,
             lambda: self._agent,
             self.rank,
-            self.world_size,
+            self._beginners,
             shuffle=shuffle,
             seed=seed,
             drop_last=drop_last,
@@ -273,6 +274,7 @@ class Worker:
         if self._store is not None:
             entry = self._store.enter(life, self._strategy)
             beginning, model = entry.beginning, self._store.check_model(self._model)
+        self._beginners = len(beginning.ranks)
         self._replica = LiveReplica(self._model)
         self._homes = checks.Homes(self._model)
         self._rest = Rest(self._model, self._optimizer, self._replica.dtype)
