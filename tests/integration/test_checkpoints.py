@@ -159,6 +159,22 @@ def test_a_resumed_run_can_be_resumed(tmp_path):
     assert_same(train(tmp_path, resume=True), train(None))
 
 
+def test_a_set_s_folder_that_another_worker_clears_away_is_made_again(tmp_path, monkeypatch):
+    """It was empty when that worker looked."""
+    make, cleared = Path.mkdir, []
+
+    def clear_once(path: Path, *arguments: Any, **named: Any) -> None:
+        make(path, *arguments, **named)
+        if path.name.startswith("step-") and path not in cleared:
+            cleared.append(path)
+            path.rmdir()
+
+    monkeypatch.setattr(Path, "mkdir", clear_once)
+    got = train(tmp_path, passes=1)
+    assert cleared
+    assert got["checkpoints"] == {"done": 2, "skipped": 0, "failed": 0}
+
+
 def test_the_last_few_are_kept(tmp_path):
     train(tmp_path, keep=2)
     assert sets(tmp_path) == ["step-00000030", "step-00000035"]

@@ -24,6 +24,7 @@ import torch
 
 FORMAT = 1
 TEMPORARY = ".tmp"
+TRIES = 10
 FOREIGN = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 """Endings of checkpoints that other programs write."""
 PIECE = 1 << 22
@@ -89,12 +90,11 @@ class Shard:
 def write(home: Path, manifest: Manifest, state: dict[str, Any]) -> None:
     """Write a shard and, when it is safe on the disk, its manifest. Leaves nothing if it fails (OSError)."""
     folder = home / manifest.set
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"worker-{manifest.rank}.json"
     before = _read(path) if path.exists() else None
     temporary = folder / f"worker-{manifest.rank}{TEMPORARY}"
     try:
-        with temporary.open("wb") as file:
+        with _open_in(folder, temporary) as file:
             digest = _Digest(file)
             try:
                 torch.save(state, cast(BinaryIO, digest))
@@ -132,7 +132,10 @@ def find(home: Path) -> tuple[list[Shard], list[str]]:
             wrong.append(f"{path}: {manifest}.")
             continue
         shard = Shard(path, manifest)
-        size = shard.file.stat().st_size if shard.file.exists() else None
+        try:
+            size = shard.file.stat().st_size
+        except FileNotFoundError:  # its worker may clear it away in this moment
+            size = None
         if size is None:
             wrong.append(f"{shard.file} is missing.")
         elif size != manifest.size:
@@ -202,6 +205,15 @@ class _Digest:
     def flush(self) -> None:
         """torch asks for it."""
         self._file.flush()
+
+
+def _open_in(folder: Path, file: Path) -> BinaryIO:
+    """Make a folder and a file in it; another worker may take the folder for one that is not needed."""
+    for _ in range(TRIES):
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            return file.open("wb")
+    return file.open("wb")
 
 
 def _flush(file: BinaryIO) -> None:
