@@ -80,7 +80,7 @@ class Entry:
 
 
 class Beginnings:
-    """What the store says of a run's beginnings. `run` has the names of the run, `base` the launcher's."""
+    """What the store says of a run's beginnings; the run's names begin with `prefix`."""
 
     def __init__(self, base: Store, prefix: str, workers: int, most: int) -> None:
         self._base, self._prefix, self._workers, self._most = base, prefix, workers, most
