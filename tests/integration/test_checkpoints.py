@@ -416,17 +416,28 @@ def assert_training_went_on(got: dict[str, Any], caplog: pytest.LogCaptureFixtur
 
 
 def test_a_full_disk_costs_checkpoints_and_nothing_else(small_disk, caplog):
-    got = train(small_disk, keep=100)
+    filler, done = small_disk / "filler", small_disk / "done"
+
+    def fill(step: int) -> None:
+        if step == 6:  # no room for anything but the one checkpoint that is there
+            with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(1024)):
+                    pass
+
+    got = train(done, keep=100, at_step=fill)
     assert_training_went_on(got, caplog)
-    assert got["checkpoints"]["done"] >= 1
-    assert (
-        len(list(small_disk.rglob("*.pt")))
-        == len(list(small_disk.rglob("*.json")))
-        == got["checkpoints"]["done"]
-    )
-    assert not list(small_disk.rglob("*.tmp"))
-    last = 5 * got["checkpoints"]["done"]
-    assert min(train(small_disk, resume=True)["losses"]) == last + 1
+    assert got["checkpoints"]["done"] == 1
+    assert len(list(done.rglob("*.pt"))) == len(list(done.rglob("*.json"))) == 1
+    assert not list(done.rglob("*.tmp"))
+    filler.unlink()
+    assert min(train(done, resume=True)["losses"]) == EVERY + 1
+
+
+def test_on_a_small_disk_older_checkpoints_make_room(small_disk, caplog):
+    got = train(small_disk, keep=100)
+    assert got["checkpoints"] == {"done": 7, "skipped": 0, "failed": 0}
+    assert sum("the disk is full: the checkpoint of step" in message for message in caplog.messages) == 1
+    assert min(train(small_disk, resume=True)["losses"]) == 36
 
 
 def test_a_disk_that_is_full_when_data_are_flushed(tmp_path, monkeypatch, caplog):

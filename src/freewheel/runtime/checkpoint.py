@@ -25,7 +25,7 @@ from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.agent import Agent
 from freewheel.runtime.beginnings import Beginning
 from freewheel.runtime.checks import signature
-from freewheel.runtime.resume import Alone, Meeting, restore, resume, still
+from freewheel.runtime.resume import TOGETHER, Alone, Meeting, restore, resume, still
 from freewheel.runtime.shards import Manifest
 from freewheel.runtime.writer import Writer
 
@@ -108,7 +108,8 @@ class Checkpoints:
             log.warning("this worker joined a run that goes on: the workers it began with write checkpoints")
             return
         if self._writer is None:
-            self._writer = Writer(path, self._manifest, self.counts, self._agent.events.note)
+            together = self._agent.strategy.waits_for in TOGETHER
+            self._writer = Writer(path, self._manifest, self.counts, self._agent.events.note, together)
         elif self._writer.home != path:
             raise ConfigError(
                 f"checkpoints of this run go to {self._writer.home}; {path} is a second place. Give one path."

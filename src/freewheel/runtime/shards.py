@@ -93,6 +93,7 @@ def write(home: Path, manifest: Manifest, state: dict[str, Any]) -> None:
     path = folder / f"worker-{manifest.rank}.json"
     before = _read(path) if path.exists() else None
     temporary = folder / f"worker-{manifest.rank}{TEMPORARY}"
+    unnamed: Path | None = None  # the shard, while no manifest names it
     try:
         with _open_in(folder, temporary) as file:
             digest = _Digest(file)
@@ -106,16 +107,21 @@ def write(home: Path, manifest: Manifest, state: dict[str, Any]) -> None:
             manifest, file=name, size=digest.size, sha256=digest.sha256.hexdigest()
         )
         temporary.rename(folder / name)
+        if not (isinstance(before, Manifest) and before.file == name):
+            unnamed = folder / name
         with temporary.open("wb") as file:
             file.write(json.dumps(dataclasses.asdict(manifest)).encode())
             _flush(file)
         _flush_folder(folder)  # the shard's name is there before its manifest's is
         temporary.rename(path)
+        unnamed = None
         _flush_folder(folder)
         _flush_folder(home)
     except BaseException:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
+        for left in (temporary, unnamed):
+            if left is not None:
+                with contextlib.suppress(OSError):
+                    left.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             folder.rmdir()  # if it is empty
         raise
