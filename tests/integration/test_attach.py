@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import freewheel as fw
-from crew import outcomes, together
+from crew import next_life, outcomes, together
 from freewheel import strategies
 from freewheel.fabric import shared
 from freewheel.fabric.vectors import NEAR_PIECE, PIECE
@@ -603,10 +603,34 @@ def test_keys_of_another_run_do_not_fit(tmp_path):
         keys.make(tmp_path / str(rank))
 
     def work(place: Place) -> None:
-        run(place, "allreduce", tls=tmp_path / str(place.rank), join_timeout_s=1.0)
+        run(place, "allreduce", tls=tmp_path / str(place.rank))
 
-    for error in outcomes(2, work):
-        assert isinstance(error, fw.FreewheelError)
+    called, calling = outcomes(2, work)
+    assert isinstance(calling, fw.ConfigError)
+    assert "worker 1 cannot join" in str(calling)
+    assert "its keys are not of this worker's set (CERTIFICATE_VERIFY_FAILED)" in str(calling)
+    assert isinstance(called, fw.WorkerLost)
+    assert "its keys are not" in str(called), "why the other is not coming"
+
+
+def test_who_joins_with_keys_of_another_run_is_told(tmp_path):
+    pytest.importorskip("cryptography")
+    from freewheel.runtime import keys
+
+    for name in ("ours", "theirs"):
+        keys.make(tmp_path / name)
+    there = threading.Barrier(2)
+
+    def work(place: Place) -> None:
+        with make(place, net(), tls=tmp_path / "ours"):
+            there.wait(DEADLINE_S)
+            if place.rank == 1:
+                late = make(next_life(place), net(), tls=tmp_path / "theirs")
+                with pytest.raises(fw.ConfigError, match="its keys are not of this worker's set"), late:
+                    pass
+            there.wait(DEADLINE_S)
+
+    together(2, work)
 
 
 # -- data and the end --

@@ -22,6 +22,7 @@ from freewheel.cli.main import main
 from freewheel.cli.run import Prefixed
 from freewheel.errors import ConfigError
 from freewheel.runtime import hosts, processes
+from freewheel.runtime.hosts import host_store, reach_store
 from freewheel.runtime.launcher import Captured, launch
 
 DEADLINE_S = 60
@@ -469,9 +470,35 @@ def test_what_cannot_be_is_one_line_and_code_2(case, script, tmp_path, monkeypat
     assert code == 2
     assert re.search(said, err), err
     assert err.startswith("freewheel: ")
-    assert err.count("\n") == 1
+    assert err.count("\n") == 1 + err.startswith("freewheel: waiting up to 0 s for a run at")
     assert not out
     assert not (tmp_path / "runs").exists()
+
+
+def test_who_waits_for_a_run_says_so_at_once():
+    port, said, stores = free_port(), [], []
+
+    def say(text: str) -> None:
+        said.append(text)
+        if not stores:  # the run comes up only when somebody has said that it is waited for
+            stores.append(host_store(f"127.0.0.1:{port}", 1)[0])
+        else:
+            stores[0].set("freewheel/options", "{}")
+
+    reach_store(f"127.0.0.1:{port}", DEADLINE_S, say)
+    where = rf"waiting up to \d+ s for a run at 127.0.0.1:{port}: "
+    assert re.match(where + "Connection refused. Is it up, is this the address it printed", said[0])
+    assert re.match(where + "there is no run there", said[1])
+    assert len(said) == 2
+
+
+def test_a_port_where_nobody_answers_is_waited_for_with_a_word_and_not_for_ever():
+    said = []
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=f"{where} is no rendezvous: no answer within"):
+            reach_store(where, 1.5, said.append)
+    assert [text.split(": ")[1] for text in said] == ["a connection is made, nobody answers yet"]
 
 
 def test_a_program_that_cannot_start_is_named(tmp_path):

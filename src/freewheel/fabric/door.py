@@ -24,6 +24,7 @@ GREETING_S = 10.0
 DIAL_S = 1.0
 """How long a call may take to be answered by the other machine: over a link that was cut a new call gets
 through sooner than an old one."""
+OTHER_KEYS = "its keys are not of this worker's set"
 AGAIN_S = 1.0
 """Between two tries to take a connection where no handle is left."""
 
@@ -79,6 +80,10 @@ class Door:
                 raise
         except TimeoutError as error:
             raise PeerLost(peer, f"{host}:{port}: no answer in time") from error
+        except ssl.SSLError as error:
+            broken = isinstance(error, ssl.SSLEOFError)  # the connection ended; it says nothing of keys
+            why = words(error) if broken else f"{OTHER_KEYS} ({error.reason})"
+            raise PeerLost(peer, f"{host}:{port}: {why}") from error
         except (OSError, EOFError, BadFrame) as error:
             raise PeerLost(peer, f"{host}:{port}: {words(error)}") from error
         return line, frame, tag

@@ -19,6 +19,7 @@ from freewheel.data.dealing import Dealing
 from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
 from freewheel.fabric import collectives
 from freewheel.fabric.base import RUNTIME, Note, Tag
+from freewheel.fabric.door import OTHER_KEYS
 from freewheel.fabric.greeting import Identity
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.node import Node
@@ -254,6 +255,10 @@ class Agent:
         except PeerLost as error:
             if "refused this worker" in error.why and "called already" not in error.why:
                 raise ConfigError(f"worker {self.me.rank} cannot join: {error}.") from None
+            if OTHER_KEYS in error.why:
+                raise ConfigError(
+                    f"worker {self.me.rank} cannot join: {error}. Give all workers the same keys, by --tls."
+                ) from None
             if self.late:
                 gone[peer] = error.why  # it comes back by itself
 

@@ -16,10 +16,12 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError
+from freewheel.runtime.bounded import within
 
 FREE = "free"
 """What a place of the run says that a worker has had and has left."""
 BEAT_S = 1.0  # between two signs of life of a launcher
+SLOW_S = 1.0  # an answer that takes longer is worth a word
 SILENT_S = 30.0  # a node whose launcher gave no sign of life for so long is dead
 
 
@@ -73,21 +75,29 @@ def host_store(master: str | None, nodes: int) -> tuple[TCPStore, str, int]:
     return store, host, port
 
 
-def reach_store(master: str, wait_s: float) -> tuple[TCPStore, str, int]:
-    """Reach the store of a run, which may come up later than we do."""
+def reach_store(master: str, wait_s: float, say: Callable[[str], None]) -> tuple[TCPStore, str, int]:
+    """Reach the store of a run, which may come up later than we do; `say` is told what is waited for."""
     host, port = parse_address(master)
     until_s = time.monotonic() + wait_s
     hint = f"Start the run first, and let its port {port} be reached from here."
+    told = ""
 
     def retry(what: Callable[[], bool]) -> None:
-        why: object = "no answer"
+        nonlocal told
+        why = "no answer"
         while time.monotonic() < until_s:
             try:
                 if what():
                     return
                 why = "there is no run there"
             except (OSError, RuntimeError) as error:
-                why = getattr(error, "strerror", None) or error
+                why = str(getattr(error, "strerror", None) or error).splitlines()[0]
+            if why != told:
+                told, left_s = why, max(0.0, until_s - time.monotonic())
+                say(
+                    f"waiting up to {left_s:.0f} s for a run at {master}: {why}. "
+                    "Is it up, is this the address it printed, does a firewall let its port through?"
+                )
             time.sleep(0.1)
         raise ConfigError(f"cannot reach the rendezvous at {master} within {wait_s:g} s ({why}). {hint}")
 
@@ -97,11 +107,18 @@ def reach_store(master: str, wait_s: float) -> tuple[TCPStore, str, int]:
         return True
 
     retry(reachable)
+    left_s = max(1.0, until_s - time.monotonic())
+    silent = f"waiting up to {left_s:.0f} s for a run at {master}: a connection is made, nobody answers yet"
+    slow = threading.Timer(SLOW_S, say, [silent])
+    slow.start()
     try:
-        store = TCPStore(host, port, None, False, timedelta(seconds=max(1.0, until_s - time.monotonic())))
+        # A second more than the store gives itself: what it has to say is better than that it hangs.
+        store = within(left_s + 1, lambda: TCPStore(host, port, None, False, timedelta(seconds=left_s)))
     except RuntimeError as error:
-        raise ConfigError(f"{master} is no rendezvous: {str(error).splitlines()[0]} {hint}") from None
-    retry(lambda: store.check(["freewheel/options"]))
+        raise ConfigError(f"{master} is no rendezvous: {str(error).splitlines()[0]}. {hint}") from None
+    finally:
+        slow.cancel()
+    retry(lambda: bool(within(left_s, lambda: store.check(["freewheel/options"]))))
     return store, host, port
 
 
@@ -132,9 +149,11 @@ def _let_go(store: TCPStore, place: str) -> None:
         store.set(place, FREE)
 
 
-def join_store(master: str, node: int, wait_s: float) -> tuple[TCPStore, str, int]:
+def join_store(
+    master: str, node: int, wait_s: float, say: Callable[[str], None]
+) -> tuple[TCPStore, str, int]:
     """Reach node 0's store as the launcher of another node."""
-    store, host, port = reach_store(master, wait_s)
+    store, host, port = reach_store(master, wait_s, say)
     seen = store.add(f"freewheel/beat/{node}", 0)
     if seen:
         time.sleep(2 * BEAT_S)

@@ -114,7 +114,7 @@ def launch(
         store.set("freewheel/shape", shape)
         store.set(OPTIONS, json.dumps(options))
     else:
-        store, host, port = join_store(str(master), node, wait_s)
+        store, host, port = join_store(str(master), node, wait_s, lambda text: output(None, text, True))
         options = _from_node_0(store, shape) | here
     _make(options.get("folder"))
     store.set(f"{OPTIONS}/{node}", json.dumps(options))
@@ -160,7 +160,7 @@ def join(
     ``master`` is the run's rendezvous. Without a command they run the run's own, from this folder.
     """
     _check(workers, restarts, 1, 0, None, bind, tls)
-    store, host, port = reach_store(master, wait_s)
+    store, host, port = reach_store(master, wait_s, lambda text: output(None, text, True))
     given: dict[str, Any] = json.loads(store.get(OPTIONS))
     options = given | _here(folder, bind, tls)
     _make(options.get("folder"))

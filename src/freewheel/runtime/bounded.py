@@ -1,0 +1,76 @@
+"""Calls of a store that end, also where the store hangs: each runs in a thread that can be left behind.
+
+A TCPStore waits for ever for a process that is stopped, or for a host that the network has lost; its own
+timeout is only about keys that are not there yet.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from torch.distributed import DistNetworkError, PrefixStore, Store  # type: ignore[attr-defined]
+
+T = TypeVar("T")
+
+
+class Hangs(DistNetworkError):
+    """A store did not answer in time. `thread` still waits for it."""
+
+    def __init__(self, timeout_s: float, thread: threading.Thread) -> None:
+        super().__init__(f"no answer within {timeout_s:.3g} s")
+        self.thread = thread
+
+
+def within(timeout_s: float, call: Callable[[], T]) -> T:
+    """What a call returns or raises; Hangs if that takes too long. Nobody waits for its thread then."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # the caller's to handle
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name="freewheel-store", daemon=True)
+    thread.start()
+    if not concurrent.futures.wait([future], timeout_s).done:
+        raise Hangs(timeout_s, thread)
+    return future.result()
+
+
+class BoundedStore:
+    """A store whose every call ends within `timeout_s`."""
+
+    def __init__(self, store: Store, timeout_s: float) -> None:
+        self._store, self.timeout_s = store, timeout_s
+
+    def under(self, prefix: str) -> BoundedStore:
+        """The same store, all names beginning with a prefix."""
+        return BoundedStore(PrefixStore(prefix, self._store), self.timeout_s)
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of them are there."""
+        return bool(within(self.timeout_s, lambda: self._store.check(keys)))
+
+    def get(self, key: str) -> bytes:
+        """What is there."""
+        return within(self.timeout_s, lambda: bytes(self._store.get(key)))
+
+    def set(self, key: str, text: str) -> None:
+        """Write."""
+        within(self.timeout_s, lambda: self._store.set(key, text))
+
+    def add(self, key: str, number: int) -> int:
+        """Count; the sum."""
+        return int(within(self.timeout_s, lambda: self._store.add(key, number)))
+
+    def compare_set(self, key: str, expected: str, text: str) -> bytes:
+        """Write where this is there; what is there then."""
+        return within(self.timeout_s, lambda: bytes(self._store.compare_set(key, expected, text)))
+
+    def delete_key(self, key: str) -> None:
+        """Remove."""
+        within(self.timeout_s, lambda: self._store.delete_key(key))
