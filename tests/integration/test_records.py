@@ -180,6 +180,9 @@ def test_a_store_that_goes_and_comes_back_is_an_event(monkeypatch):
         place = Place(1, 2, host="10.0.0.1", port=29500)
         there = True
 
+        def begun(self) -> None:
+            pass
+
         def register(self, *_: Any) -> dict[int, tuple[str, int]]:
             found = next(there, None)
             if found is None:

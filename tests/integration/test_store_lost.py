@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
+import secrets
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 
@@ -11,7 +17,9 @@ import torch
 
 import crew
 from crew import Launcher
-from freewheel.runtime import rendezvous
+from freewheel.errors import ConfigError
+from freewheel.runtime import registrar, rendezvous
+from freewheel.runtime.bounded import reach
 from freewheel.runtime.rendezvous import Place, Rendezvous
 
 pytestmark = pytest.mark.integration
@@ -174,6 +182,132 @@ def test_a_connection_with_one_that_had_come_back_is_made_again():
 
     assert ended(launcher.run(lambda place: second(place) if place.rank else first(place)))
     launcher.forget()
+
+
+# -- a store that hangs --
+
+
+HOSTED = """
+import sys, threading
+from freewheel.runtime.hosts import host_store
+store, _, port = host_store(None, 1)
+store.set("freewheel/options", sys.argv[1])
+print(port, flush=True)
+threading.Event().wait()
+"""
+
+
+class Stoppable:
+    """A store in a process of its own, which can be stopped and go on."""
+
+    def __init__(self) -> None:
+        options = json.dumps({"run": secrets.token_hex(16), "workers": 2})
+        command = [sys.executable, "-c", HOSTED, options]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        self.port = int(self.process.stdout.readline())
+        self.tests = 0
+
+    def places(self) -> list[Place]:
+        attempt = str(self.tests)
+        return [
+            Place(k, 2, 2, "127.0.0.1", self.port, hosted=True, launched=True, attempt=attempt)
+            for k in range(2)
+        ]
+
+    def stop(self) -> None:
+        os.kill(self.process.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)  # from now on it does nothing
+
+    def go_on(self) -> None:
+        os.kill(self.process.pid, signal.SIGCONT)
+
+
+@pytest.fixture(scope="module")
+def hosted() -> Iterator[Stoppable]:
+    made = Stoppable()
+    yield made
+    made.process.kill()
+    made.process.communicate()
+
+
+@pytest.fixture
+def stoppable(hosted, monkeypatch) -> Iterator[Stoppable]:
+    monkeypatch.setattr(rendezvous, "STORE_S", 0.5)
+    monkeypatch.setattr(registrar, "REGISTER_S", 0.1)
+    hosted.tests += 1
+    yield hosted
+    hosted.go_on()
+    wait_until(lambda: not left_behind())  # torch says much of stores that are killed while one waits
+    for place in hosted.places():
+        rendezvous._stores.pop(place, None)
+
+
+def left_behind() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "freewheel-store"]
+
+
+def lasting() -> set[threading.Thread]:
+    """Threads for which the end of a process would wait."""
+    return {thread for thread in threading.enumerate() if not thread.daemon}
+
+
+def test_a_store_that_hangs_holds_up_nobody_and_is_used_again_when_it_goes_on(stoppable):
+    book = reach("127.0.0.1", stoppable.port, DEADLINE_S).under(f"freewheel/{stoppable.tests}/0")
+    joined, before = threading.Barrier(3), lasting()
+
+    def work(place: Place) -> None:
+        _, worker = attach(place)
+        with worker:
+            joined.wait(DEADLINE_S)
+            wait_until(lambda: not worker._store.there)  # it hangs, and that is noticed
+            joined.wait(DEADLINE_S)
+            wait_until(lambda: worker._store.there)
+            joined.wait(DEADLINE_S)
+            joined.wait(DEADLINE_S)  # and now it hangs again: the end does not wait for it
+
+    threads = [threading.Thread(target=work, args=(place,)) for place in stoppable.places()]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
+    joined.wait(DEADLINE_S)
+    stoppable.stop()
+    joined.wait(DEADLINE_S)
+    stoppable.go_on()
+    book.delete_key("address/1")
+    wait_until(lambda: book.check(["address/1"]))  # worker 1 has entered itself again
+    joined.wait(DEADLINE_S)
+    stoppable.stop()
+    joined.wait(DEADLINE_S)
+    assert ended(threads)
+    assert not lasting() - before
+
+
+def test_a_store_that_hangs_is_not_asked_again_and_again(stoppable):
+    one = Rendezvous(stoppable.places()[0], DEADLINE_S)
+    one.options()
+    one.publish("127.0.0.1", 1, 1)
+    one.hurry()
+    stoppable.stop()
+    before = len(left_behind())
+    for _ in range(3):
+        assert one.register({0: 1}, members=(0,)) == {}
+        assert not one.there
+    assert len(left_behind()) == before + 1
+    assert one.coming({0: 1}) == []
+    one.leave("the test is over")
+    stoppable.go_on()
+    wait_until(lambda: len(left_behind()) <= before)
+    one.register({0: 1}, members=(0,))
+    assert one.there
+
+
+def test_who_joins_a_store_that_hangs_does_not_wait_for_ever(stoppable):
+    stoppable.stop()
+    with pytest.raises(
+        ConfigError, match=r"worker 1 cannot reach the rendezvous at .*no answer within 1\.2 s"
+    ):
+        Rendezvous(stoppable.places()[1], 0.2)
 
 
 def test_only_the_store_of_our_launcher_is_known_to_have_options_before_workers():

@@ -16,9 +16,8 @@ import json
 import logging
 from dataclasses import dataclass, field
 
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
-
 from freewheel.errors import RunStopped, WorkerLost
+from freewheel.runtime.bounded import BoundedStore
 from freewheel.strategy import Strategy
 
 STARTS = "freewheel/starts"
@@ -82,9 +81,9 @@ class Entry:
 class Beginnings:
     """What the store says of a run's beginnings; the run's names begin with `prefix`."""
 
-    def __init__(self, base: Store, prefix: str, workers: int, most: int) -> None:
+    def __init__(self, base: BoundedStore, prefix: str, workers: int, most: int) -> None:
         self._base, self._prefix, self._workers, self._most = base, prefix, workers, most
-        self._run = PrefixStore(prefix, base)
+        self._run = base.under(prefix)
 
     def newest(self) -> Beginning:
         """The beginning that counts."""
@@ -92,9 +91,9 @@ class Beginnings:
             return Beginning(0, tuple(range(self._workers)))
         return parse(self._run.get(NEWEST).decode())
 
-    def store(self, beginning: Beginning) -> Store:
+    def store(self, beginning: Beginning) -> BoundedStore:
         """Where a beginning has its names."""
-        return PrefixStore(beginning.names(self._prefix), self._base)
+        return self._base.under(beginning.names(self._prefix))
 
     def enter(self, rank: int, life: int, strategy: Strategy) -> Entry:
         """Come into the newest beginning, or into the next one where nobody of it is left."""
@@ -149,14 +148,14 @@ def parse(text: str) -> Beginning:
     return Beginning(number, tuple(ranks), why, text)
 
 
-def restore(run: Store, mine: Beginning) -> None:
+def restore(run: BoundedStore, mine: Beginning) -> None:
     """Tell a store that was started anew which beginning it is, unless another knows a later one."""
     known = run.compare_set(NEWEST, "", mine.text).decode() if mine.text else ""
     while known and parse(known).number < mine.number:
         known = run.compare_set(NEWEST, known, mine.text).decode()
 
 
-def given_up(base: Store, rank: int) -> bool:
+def given_up(base: BoundedStore, rank: int) -> bool:
     """Whether a launcher has said that it does not start this worker again."""
     name = f"{STARTS}/{rank}"
     return bool(base.check([name]) and int(base.get(name)) == 0)

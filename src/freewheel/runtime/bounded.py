@@ -7,11 +7,13 @@ timeout is only about keys that are not there yet.
 from __future__ import annotations
 
 import concurrent.futures
+import socket
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import DistNetworkError, PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 
@@ -45,32 +47,47 @@ class BoundedStore:
     """A store whose every call ends within `timeout_s`."""
 
     def __init__(self, store: Store, timeout_s: float) -> None:
-        self._store, self.timeout_s = store, timeout_s
+        self._store, self._root = store, self
+        self.timeout_s = timeout_s
 
     def under(self, prefix: str) -> BoundedStore:
-        """The same store, all names beginning with a prefix."""
-        return BoundedStore(PrefixStore(prefix, self._store), self.timeout_s)
+        """The same store, all names beginning with a prefix; it takes its time from this one."""
+        made = BoundedStore(PrefixStore(prefix, self._store), 0.0)
+        made._root = self._root
+        return made
+
+    def _within(self, call: Callable[[], T]) -> T:
+        return within(self._root.timeout_s, call)
 
     def check(self, keys: list[str]) -> bool:
         """Whether all of them are there."""
-        return bool(within(self.timeout_s, lambda: self._store.check(keys)))
+        return bool(self._within(lambda: self._store.check(keys)))
 
     def get(self, key: str) -> bytes:
         """What is there."""
-        return within(self.timeout_s, lambda: bytes(self._store.get(key)))
+        return self._within(lambda: bytes(self._store.get(key)))
 
     def set(self, key: str, text: str) -> None:
         """Write."""
-        within(self.timeout_s, lambda: self._store.set(key, text))
+        self._within(lambda: self._store.set(key, text))
 
     def add(self, key: str, number: int) -> int:
         """Count; the sum."""
-        return int(within(self.timeout_s, lambda: self._store.add(key, number)))
+        return int(self._within(lambda: self._store.add(key, number)))
 
     def compare_set(self, key: str, expected: str, text: str) -> bytes:
         """Write where this is there; what is there then."""
-        return within(self.timeout_s, lambda: bytes(self._store.compare_set(key, expected, text)))
+        return self._within(lambda: bytes(self._store.compare_set(key, expected, text)))
 
     def delete_key(self, key: str) -> None:
         """Remove."""
-        within(self.timeout_s, lambda: self._store.delete_key(key))
+        self._within(lambda: self._store.delete_key(key))
+
+
+def reach(host: str, port: int, timeout_s: float) -> BoundedStore:
+    """A new connection with a store that is there already; OSError or RuntimeError if it does not answer."""
+    # Tried with a plain socket first: the store's own way of trying is noisy and cannot be interrupted.
+    socket.create_connection((host, port), timeout=timeout_s).close()
+    given_s = timedelta(seconds=timeout_s)
+    store = within(timeout_s, lambda: TCPStore(host, port, None, False, given_s, wait_for_workers=False))
+    return BoundedStore(store, timeout_s)

@@ -34,9 +34,10 @@ from freewheel.errors import ConfigError, at_least
 from freewheel.observe.journal import Journal
 from freewheel.runtime import keys
 from freewheel.runtime.beginnings import STARTS
+from freewheel.runtime.bounded import reach
 from freewheel.runtime.hosts import Beat, Others, claim, host_store, join_store, listen, reach_store
 from freewheel.runtime.processes import Keeper, Output, Process, ending_signals, pump
-from freewheel.runtime.rendezvous import LAUNCHED, OPTIONS, STORE_S, reach
+from freewheel.runtime.rendezvous import LAUNCHED, OPTIONS, STORE_S
 
 LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
 GRACE_S = 1.4  # between passing on Ctrl-C and killing

@@ -25,6 +25,7 @@ class Registrar:
 
     def __init__(self, rendezvous: Rendezvous, agent: Agent) -> None:
         self._rendezvous, self._agent = rendezvous, agent
+        rendezvous.hurry()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="freewheel-registrar", daemon=True)
         self._thread.start()

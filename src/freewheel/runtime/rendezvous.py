@@ -21,11 +21,12 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from torch import nn
-from torch.distributed import DistError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError, WorkerLost
 from freewheel.runtime import beginnings
 from freewheel.runtime.beginnings import GIVEN_UP, STARTS, Beginning, Beginnings, Entry, given_up
+from freewheel.runtime.bounded import BoundedStore, Hangs, reach, within
 from freewheel.runtime.checks import first_difference, signature
 from freewheel.strategy import Strategy
 
@@ -38,6 +39,8 @@ REGISTER_S = 1.0
 """Between two looks whether the store still knows this worker."""
 STORE_S = 5.0
 """How long a store may take to answer once training has begun."""
+HANGS_S = 60.0
+"""How long one that hangs is left alone, unless it answers before: each call leaves a thread behind."""
 
 log = logging.getLogger("freewheel")
 
@@ -131,7 +134,7 @@ class Options:
     """How many it may have at once; 0: no more than it begins with."""
 
 
-_stores: dict[Place, tuple[Store, int]] = {}
+_stores: dict[Place, tuple[BoundedStore, int]] = {}
 """The store of each place in this process, and how often it was used: a script may attach several times."""
 
 
@@ -144,13 +147,19 @@ class Rendezvous:
         _stores[place] = self._base, used + 1
         self._used = used
         self._prefix = f"freewheel/{place.attempt}/{used}"
-        self._run: Store = PrefixStore(self._prefix, self._base)
-        self._store: Store = self._run
+        self._base.timeout_s = timeout_s
+        self._run = self._base.under(self._prefix)
+        self._store = self._run
         self._workers, self._beginning, self._late = place.world_size, Beginning(0, ()), False
         self._options = self._model = self._address = ""
         self._name = OPTIONS
         self.there = True
         """Whether the store has answered when it was last asked."""
+        self._hangs: tuple[Hangs, float] | None = None
+
+    def hurry(self) -> None:
+        """From now on nobody waits long for the store."""
+        self._base.timeout_s = STORE_S
 
     def options(self) -> Options:
         """The launcher's options; where there is no launcher of ours, those of whoever came first."""
@@ -254,9 +263,14 @@ class Rendezvous:
         that had called this worker, which so never knew where it listens, until the connection broke.
         """
         found: dict[int, tuple[str, int]] = {}
+        if self._hangs is not None:
+            call, until_s = self._hangs
+            if call.thread.is_alive() and time.monotonic() < until_s:
+                return found
+            self._hangs = None
         try:
             base = reach(self.place.host, self.place.port, STORE_S)
-            store = PrefixStore(self._beginning.names(self._prefix), base)
+            store = base.under(self._beginning.names(self._prefix))
             self._register(base, store, lives)
             for rank in set(range(self.most)).difference(members):
                 if store.check([f"address/{rank}"]):
@@ -264,15 +278,17 @@ class Rendezvous:
                     if life >= lives.get(rank, 0):
                         found[rank] = str(host), int(port)
             self.there = True
-        except (OSError, RuntimeError):
+        except (OSError, RuntimeError) as error:
             self.there = False
+            if isinstance(error, Hangs):
+                self._hangs = error, time.monotonic() + HANGS_S
         return found
 
-    def _register(self, base: Store, store: Store, lives: Mapping[int, int]) -> None:
+    def _register(self, base: BoundedStore, store: BoundedStore, lives: Mapping[int, int]) -> None:
         place = self.place
         if store.check([f"address/{place.rank}"]):
             return
-        run = PrefixStore(self._prefix, base)
+        run = base.under(self._prefix)
         for rank, life in lives.items():
             known = run.compare_set(f"life/{rank}", "", str(life))
             while int(known) < life:  # another has not seen this one
@@ -308,11 +324,13 @@ class Rendezvous:
         found: list[int] = []
         if not self.there:
             return found
-        with contextlib.suppress(RuntimeError, OSError):  # without a store nobody can come
+        try:
             for rank in range(self.most):
                 name = f"{STARTS}/{rank}"
                 if self._base.check([name]) and int(self._base.get(name)) > lives.get(rank, 0):
                     found.append(rank)
+        except (RuntimeError, OSError):  # without a store nobody can come
+            self.there = False
         return found
 
     def end(self) -> None:
@@ -326,7 +344,8 @@ class Rendezvous:
 
     def leave(self, why: str) -> None:
         """Tell those who still gather that this worker is not coming, and that it cannot be copied."""
-        with contextlib.suppress(RuntimeError):  # the store may have left with worker 0
+        self.hurry()  # the store may be why, or may have left with worker 0
+        with contextlib.suppress(RuntimeError):
             self._store.set(f"absent/{self.place.rank}", why)
             if self._store.check([here := f"here/{self.place.rank}"]):
                 self._store.set(here, "0")
@@ -406,15 +425,8 @@ def patiently(join: Callable[[], None], place: Place, timeout_s: float) -> None:
             _stores[place] = _connect(place, max(1.0, end - time.monotonic())), used
 
 
-def reach(host: str, port: int, timeout_s: float) -> TCPStore:
-    """A new connection with a store that is there already; OSError or RuntimeError if it is not."""
-    # Tried with a plain socket first: the store's own way of trying is noisy and cannot be interrupted.
-    socket.create_connection((host, port), timeout=timeout_s).close()
-    return TCPStore(host, port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)
-
-
-def _connect(place: Place, timeout_s: float) -> Store:
-    try:
+def _connect(place: Place, timeout_s: float) -> BoundedStore:
+    def connect() -> TCPStore:
         return TCPStore(
             place.host,
             place.port,
@@ -423,6 +435,9 @@ def _connect(place: Place, timeout_s: float) -> Store:
             timeout=timedelta(seconds=timeout_s),
             wait_for_workers=False,
         )
+
+    try:  # a second more than it gives itself: what it has to say is better than that it hangs
+        return BoundedStore(within(timeout_s + 1, connect), timeout_s)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(
