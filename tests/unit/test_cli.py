@@ -194,3 +194,26 @@ def test_options_of_plan_behind_the_script_are_refused(words, tmp_path):
 
 def test_a_plan_says_what_is_missing():
     assert "--workers is missing" in freewheel("plan", "--model-mb", "1").stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--resume"], "--resume goes on from a checkpoint: give --checkpoint PATH"),
+        (["--every", "5"], "--every is about checkpoints: give --checkpoint PATH"),
+        (["--checkpoint", "saved", "--every", "0"], "every must be at least 1, not 0"),
+        (["--checkpoint", "saved", "--strategy", "ddp"], "ddp writes no checkpoints here"),
+    ],
+)
+def test_train_says_what_is_wrong_with_checkpoints(arguments, message, tmp_path):
+    done = freewheel("train", *arguments, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_train_tells_its_workers_of_checkpoints(tmp_path):
+    with mock.patch("freewheel.cli.train.train_all", side_effect=KeyboardInterrupt) as train_all:
+        freewheel("train", "--checkpoint", "saved", "--every", "7", "--resume", cwd=tmp_path)
+    (job,) = train_all.call_args.args[0]
+    assert (job.checkpoint, job.every, job.resume) == (str(tmp_path / "saved"), 7, True)

@@ -76,14 +76,31 @@ def train(
     folder: Folder = None,
     tensorboard: Board = None,
     force: Force = False,
+    checkpoint: Annotated[Path | None, typer.Option(help="Write checkpoints to this folder.")] = None,
+    every: Annotated[
+        int | None, typer.Option(help="Steps between two checkpoints; default: 100.", show_default=False)
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the checkpoint that is there, if there is one.")
+    ] = False,
 ) -> None:
     """Train a built-in task with real processes on this machine."""
     if "," in strategy:
         raise ConfigError("train takes one strategy; `freewheel compare` takes several.")
-    compare(
-        strategy, task, data, workers, steps, slow, compute_ms, lr, momentum, weight_decay, schedule, wire,
-        device, target, seed, json_path, report, folder, tensorboard, force,
+    job = _job(
+        task, data, workers, steps, slow, compute_ms, lr, momentum, weight_decay, schedule, wire, device,
+        target, seed,
     )  # fmt: skip
+    if every is not None and checkpoint is None:
+        raise ConfigError("--every is about checkpoints: give --checkpoint PATH, where they are to go.")
+    job = replace(
+        job,
+        strategy=_chosen(strategy)[0],
+        checkpoint=str(checkpoint.resolve()) if checkpoint is not None else None,
+        every=job.every if every is None else every,
+        resume=resume,
+    )
+    _train([job], json_path, report, folder, tensorboard, force)
 
 
 def compare(
@@ -109,13 +126,35 @@ def compare(
     force: Force = False,
 ) -> None:
     """Train the same task with several strategies, one after the other, and print one table."""
+    job = _job(
+        task, data, workers, steps, slow, compute_ms, lr, momentum, weight_decay, schedule, wire, device,
+        target, seed,
+    )  # fmt: skip
+    jobs = [replace(job, strategy=one) for one in _chosen(strategy)]
+    _train(jobs, json_path, report, folder, tensorboard, force)
+
+
+def _job(
+    task: str,
+    data: Path | None,
+    workers: int,
+    steps: int,
+    slow: list[str] | None,
+    compute_ms: float,
+    lr: float | None,
+    momentum: float | None,
+    weight_decay: float,
+    schedule: str,
+    wire: str,
+    device: str,
+    target: float | None,
+    seed: int,
+) -> Job:
     if data is not None:
         if not data.exists():
             raise ConfigError(f"--data {str(data)!r}: there is no such file or folder.")
         task = f"{task}:data={data.resolve()}"
-    for path in (json_path, report):
-        check_writable(path)
-    job = Job(
+    return Job(
         task=task,
         workers=workers,
         steps=steps,
@@ -130,10 +169,22 @@ def compare(
         device=device,
         target=target,
     )
-    jobs = [replace(job, strategy=one) for one in _chosen(strategy)]
+
+
+def _train(
+    jobs: list[Job],
+    json_path: Path | None,
+    report: Path | None,
+    folder: Path | None,
+    board: Path | None,
+    force: bool,
+) -> None:
+    """Run the jobs and show what came of them."""
+    for path in (json_path, report):
+        check_writable(path)
     folder = folder or Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     check_unused([folder, *(folder / name(number, one) for number, one in enumerate(jobs))], force)
-    outcomes = _run_all(jobs, folder.resolve(), tensorboard)
+    outcomes = _run_all(jobs, folder.resolve(), board)
     results = [one for one in outcomes if isinstance(one, Result)]
     stopped = [str(one) for one in outcomes if not isinstance(one, Result)]
     if not results:
@@ -150,7 +201,7 @@ def compare(
             for number, (job, outcome) in enumerate(zip(jobs, outcomes, strict=True))
             if isinstance(outcome, Result)
         ]
-        title = f"Freewheel: {task.partition(':')[0]} on {workers} processes"
+        title = f"Freewheel: {jobs[0].task.partition(':')[0]} on {jobs[0].workers} processes"
         write(report, results, runs, title=title, command=command_line())
         console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
     if stopped:

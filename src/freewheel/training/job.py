@@ -43,11 +43,22 @@ class Job:
     device: str = "cpu"
     target: float | None = None
     evaluations: int = 25
+    checkpoint: str | None = None
+    """Where checkpoints go."""
+    every: int = 100
+    """Steps of a worker between two of them."""
+    resume: bool = False
+    """Whether to go on from the one that is there."""
 
     def __post_init__(self) -> None:
         at_least("workers", self.workers, 1)
         at_least("steps", self.steps, 1)
         at_least("evaluations", self.evaluations, 1)
+        at_least("every", self.every, 1)
+        if self.resume and self.checkpoint is None:
+            raise ConfigError("--resume goes on from a checkpoint: give --checkpoint PATH, where it is.")
+        if self.checkpoint is not None and self.strategy == DDP:
+            raise ConfigError("ddp writes no checkpoints here; give a strategy of Freewheel's.")
         at_least("compute-ms", self.compute_ms, 0)
         at_least("weight-decay", self.weight_decay, 0)
         for rank, factor in self.slow.items():
@@ -78,9 +89,9 @@ class Job:
             raise ConfigError("device cuda: this machine has no CUDA device that torch can use; take cpu.")
 
     def scenario(self) -> dict[str, Any]:
-        """All but the strategy and the target, as plain data."""
-        given = dataclasses.asdict(self)
-        return {key: value for key, value in given.items() if key not in ("strategy", "target")}
+        """All but the strategy, the target and the checkpoints, as plain data."""
+        left_out = ("strategy", "target", "checkpoint", "every", "resume")
+        return {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
 
     def save(self, path: Path) -> None:
         """Write it where the workers read it."""
@@ -137,7 +148,8 @@ def train_all(
     results: list[Result | RunStopped] = []
     for job, home in zip(jobs, homes, strict=True):
         try:
-            results.append(read_outcome(home, dataclasses.asdict(job)))
+            asked = {**job.scenario(), "strategy": job.strategy, "target": job.target}
+            results.append(read_outcome(home, asked))
         except RunStopped as error:
             why = str(error) or _last_words(output, workers)
             results.append(RunStopped(f"{job.strategy}: {why} Its logs are in {folder}."))

@@ -20,7 +20,8 @@ def read_outcome(folder: Path, job: dict[str, Any]) -> Result:
         raise RunStopped(failed[0])
     judge = next(worker for worker in workers if "curve" in worker)
     evaluations = [Evaluation(**sample) for sample in judge["curve"]]
-    steps, ended = sum(worker["steps"] for worker in workers), max(worker["ended"] for worker in workers)
+    steps = sum(worker["steps"] + worker.get("resumed_at", 0) for worker in workers)
+    ended = max(worker["ended"] for worker in workers)
     evaluations.append(Evaluation(ended, steps, loss=judge["loss"], accuracy=judge["accuracy"]))
     about = {
         **{key: job[key] for key in ("strategy", "workers", "seed", "target")},

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 
 from freewheel import api, strategies, tasks
-from freewheel.errors import Diverged, FreewheelError
+from freewheel.errors import Diverged, FreewheelError, RunStopped
 from freewheel.observe.journal import Journal
 from freewheel.replica import Replica, flatten
 from freewheel.runtime.attach import Worker
@@ -60,21 +60,50 @@ class Budget:
         self.job, self.lockstep, self.total = job, lockstep, job.workers * job.steps
         self._key = f"training/{number}/steps"
         self._handful = max(1, min(10, job.steps // 20))
+        self._begun = 0
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self.store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+
+    def go_on(self, rank: int, steps: int) -> None:
+        """Begin where a checkpoint was taken: this worker had made so many steps, the others say theirs."""
+        self._begun = steps
+        if not self.lockstep:
+            self.store.set(f"{self._key}/{rank}", str(steps))
+            others = range(self.job.workers)
+            self._begun = sum(int(self.store.get(f"{self._key}/{other}")) for other in others)
+        if self._begun >= (self.job.steps if self.lockstep else self.total):
+            raise RunStopped(
+                f"the checkpoint in {self.job.checkpoint} has all {self.job.steps} steps of this run. "
+                "Give --steps a larger number to go on from it."
+            )
 
     def steps(self) -> Iterator[float]:
         """One turn for each step, with the share of the budget that is used up."""
         if self.lockstep:
-            for step in range(self.job.steps):
+            for step in range(self._begun, self.job.steps):
                 yield step / self.job.steps
             return
         while True:
-            begin = int(self.store.add(self._key, self._handful)) - self._handful
+            begin = int(self.store.add(self._key, self._handful)) - self._handful + self._begun
             for step in range(begin, min(begin + self._handful, self.total)):
                 yield step / self.total
             if begin + self._handful >= self.total:
                 return
+
+
+class Draws:
+    """Where a worker is in the random numbers that draw its batches, for a checkpoint."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """As it is now."""
+        return {"generator": self._generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The way back."""
+        self._generator.set_state(state["generator"])
 
 
 class Samples:
@@ -203,8 +232,8 @@ def _write_curve(journal: Journal, job: Job, outcome: dict[str, Any]) -> None:
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, job: Job, lr: float, share: float) -> None:
-    if job.schedule == "cosine":
-        optimizer.param_groups[0]["lr"] = lr * 0.5 * (1 + math.cos(math.pi * share))
+    factor = 0.5 * (1 + math.cos(math.pi * share)) if job.schedule == "cosine" else 1.0
+    optimizer.param_groups[0]["lr"] = lr * factor
 
 
 def _check(loss: Tensor, job: Job, rank: int, step: int) -> None:
@@ -230,9 +259,15 @@ def _attached(
 ) -> tuple[dict[str, Any], nn.Module]:
     """The loop as a user writes it."""
     settings: dict[str, Any] = {"wire": job.wire, "seed": job.seed, "folder": folder}
+    settings["resume"] = job.checkpoint if job.resume else None
     worker = api.attach(model, optimizer, job.strategy, **settings)
     worker.about(name=job.task, target=job.target, **job.scenario())
     with worker:
+        resumed_at = worker.metrics()["steps"]
+        if job.checkpoint is not None:
+            worker.checkpoint(job.checkpoint, every=job.every, extra={"draws": Draws(generator)})
+        if job.resume:
+            budget.go_on(rank, resumed_at)
         began = time.time()
         for step, share in enumerate(budget.steps()):
             _set_lr(optimizer, job, lr, share)
@@ -253,6 +288,7 @@ def _attached(
     for one in samples.pending:
         with contextlib.suppress(Exception):
             one.result(timeout=10)
+    metrics |= {"steps": metrics["steps"] - resumed_at, "resumed_at": resumed_at}
     return {"began": began, "ended": ended, "compute_s": compute_s, **metrics}, worker.consensus()
 
 
