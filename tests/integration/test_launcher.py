@@ -398,6 +398,18 @@ def test_run_prints_ranks_makes_a_folder_and_leaves_the_script_its_options(scrip
         assert f"[{rank}] oops" in lines
 
 
+def test_an_error_of_all_workers_is_shown_once_and_whole(script, tmp_path):
+    script("import json\njson.loads('[' * (rank + 1))")
+    with running(tmp_path, "-n", "3", "worker.py") as launcher:
+        text, _ = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 1
+    lines = text.splitlines()
+    (begin,) = (k for k, line in enumerate(lines) if "Traceback" in line)
+    (end,) = (k for k, line in enumerate(lines) if re.match(r"\[\d] json\.decoder\.JSONDecodeError", line))
+    assert len({line[:3] for line in lines[begin : end + 1]}) == 1, text
+    assert len([line for line in lines if f"the same error as worker {lines[begin][1]}: json" in line]) == 2
+
+
 def command_line(monkeypatch, capsys, *arguments) -> tuple[int, str, str]:
     monkeypatch.setattr(sys, "argv", ["freewheel", *arguments])
     with pytest.raises(SystemExit) as left:

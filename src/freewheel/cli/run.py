@@ -14,6 +14,7 @@ from typing import Annotated
 import typer
 
 from freewheel.cli.options import command_line
+from freewheel.cli.tracebacks import Tracebacks
 from freewheel.errors import ConfigError
 from freewheel.runtime.launcher import join as add_workers
 from freewheel.runtime.launcher import launch
@@ -58,11 +59,13 @@ def run(
     if folder is None and node == 0:
         folder = _new_folder()
         new = folder
+    output = Tracebacks(Prefixed())
     try:
         code = launch(
             program,
             workers,
-            output=Prefixed(),
+            output=output,
+            tick=output.tick,
             restarts=restarts,
             folder=folder,
             bind=bind,
@@ -76,6 +79,7 @@ def run(
             again=again,
             typed=command_line(),
         )
+        output.end()
     except ConfigError:  # leave nothing behind of a run that never was
         with contextlib.suppress(OSError):
             if new is not None:
@@ -110,17 +114,20 @@ def join(
     wait_s: Annotated[float, typer.Option(help="How long to wait for the run.")] = 60.0,
 ) -> None:
     """Add workers to a run that goes on; it must have been started with --max."""
+    output = Tracebacks(Prefixed())
     code = add_workers(
         master,
         workers,
         _script(command) if command else None,
-        output=Prefixed(),
+        output=output,
+        tick=output.tick,
         restarts=restarts,
         folder=folder,
         bind=bind,
         tls=tls,
         wait_s=wait_s,
     )
+    output.end()
     _exit(code)
 
 
