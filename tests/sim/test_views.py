@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import random
 from collections import defaultdict
@@ -243,3 +244,21 @@ def test_the_main_line():
     child = record(9, (5,), (1, 2))
     assert main_line({1: child, 2: record(5), 3: record(5)}) == (1, 2)
     assert main_line({1: child, 3: record(5)}) == (1,)
+
+
+def test_a_merge_that_is_broken_off_is_not_under_way_any_more():
+    """Else a member whose loop has ended would be missed in it, and the view be formed anew without need."""
+    seen = []
+
+    class Impatient(fw.NoCommunication):
+        async def background(self, node):
+            if node.rank == 0:  # nobody else merges
+                merging = asyncio.ensure_future(node.merge(lambda merge: merge.gather(())))
+                await node.next_step()
+                seen.append(node._views.under_way is not None)
+                merging.cancel()
+                await asyncio.wait([merging])
+                seen.append(node._views.under_way is not None)
+
+    make(Impatient(), workers=2, steps=4, gradients=False).run()
+    assert seen == [True, False]

@@ -182,19 +182,24 @@ class Ledger:
 
     def tidy(self) -> None:
         """Close passes that are long over, or were broken off or never begun."""
-        while self.passes and max(self.passes) - self.floor >= BEHIND:
+        while self.passes and (over := max(self.passes) - BEHIND + 1) > self.floor:
             one = self.passes.get(self.floor)
-            done = self.batches if one is None else size(one.finished)
-            if one is not None and not one.left and (done < self.batches or any(one.held.values())):
+            if one is None:  # all in one go: somebody may say that it is in any pass
+                begun = min(over, *(q for q in self.passes if q > self.floor))
+                self.past += self.batches * (begun - self.floor)
+                self.floor = begun
+                continue
+            done = size(one.finished)
+            if not one.left and (done < self.batches or any(one.held.values())):
                 return
-            self.passes.pop(self.floor, None)
+            del self.passes[self.floor]
             self.past += done
             self.floor += 1
 
     def progress(self) -> float:
         """Passes made by all workers together; one that nobody began counts if a later one has begun."""
         newest = max(self.passes, default=self.floor)
-        skipped = sum(q not in self.passes for q in range(self.floor, newest))
+        skipped = newest - self.floor - sum(self.floor <= q < newest for q in self.passes)
         return (self.past + sum(size(one.finished) for one in self.passes.values())) / self.batches + skipped
 
     # -- as numbers --

@@ -128,8 +128,10 @@ class Merges:
         over = views.over
         if not views.intact():
             views.look()  # a member has left; if nobody else is there, the next view begins at once
-        merge.counts = await self._unless_over(over, self._try(act, merge, over))
-        views.under_way = None
+        try:
+            merge.counts = await self._unless_over(over, self._try(act, merge, over))
+        finally:
+            views.under_way = None
         if not merge.counts:
             await views.installed()
             merge.forget()
