@@ -834,7 +834,9 @@ def test_metrics_and_records(tmp_path):
         with worker:
             for k in range(30):
                 worker.report(step(model, worker._optimizer, k + 100 * place.rank))
-            return worker.metrics()
+            inside = worker.metrics()
+        assert worker.metrics()["members"] == [0, 1], "after the block, those who were there when it ended"
+        return inside
 
     for rank, metrics in enumerate(together(2, work)):
         assert set(metrics) >= KEYS

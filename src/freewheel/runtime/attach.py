@@ -80,6 +80,7 @@ class Worker:
         self._loss: Tensor | float = math.nan
         self._began_s = self._ended_s = 0.0
         self._began_steps = 0
+        self._members: list[int] = []  # those within reach when the with-block ended
         self._life, self._state = 1, "joining"
         self._about: dict[str, Any] = {}
         self._journal: Journal | None = None
@@ -205,7 +206,7 @@ class Worker:
             **counters.figures(),
             "checkpoints": dict(self._checkpoints.counts),
             "progress": self.progress,
-            "members": list(self._agent.fabric.members),
+            "members": self._members or list(self._agent.fabric.members),
             "view": self._agent.node.view.number,
             "loss": float(self._loss),
         }
@@ -334,7 +335,7 @@ class Worker:
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
         self._steps.end()
-        self._inside = False
+        self._inside, self._members = False, list(self._agent.fabric.members)
         checks.leave(self._model)
         self._replica.end_moving()  # a step may have raised
         failure = error
