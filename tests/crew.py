@@ -21,7 +21,8 @@ from freewheel.runtime import rendezvous
 from freewheel.runtime.attach import Worker
 from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.hosts import host_store
-from freewheel.runtime.rendezvous import OPTIONS, Place
+from freewheel.runtime.place import Place
+from freewheel.runtime.rendezvous import OPTIONS
 
 
 def free_port() -> int:

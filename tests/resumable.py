@@ -13,7 +13,7 @@ from torch import nn
 
 from freewheel import strategies
 from freewheel.runtime.attach import Worker
-from freewheel.runtime.rendezvous import Place
+from freewheel.runtime.place import Place
 
 SAMPLES, BATCH, PASSES, EVERY = 48, 4, 3, 5
 OPTIMIZERS = {

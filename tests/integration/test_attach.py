@@ -21,7 +21,7 @@ from freewheel import strategies
 from freewheel.fabric import shared
 from freewheel.fabric.vectors import NEAR_PIECE, PIECE
 from freewheel.runtime import steps as steps_of
-from freewheel.runtime.rendezvous import Place
+from freewheel.runtime.place import Place
 
 pytestmark = pytest.mark.integration
 

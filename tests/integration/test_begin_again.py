@@ -23,7 +23,8 @@ from freewheel.runtime import launcher as launching
 from freewheel.runtime import shards
 from freewheel.runtime.beginnings import STARTS, Entry
 from freewheel.runtime.launcher import Captured, launch
-from freewheel.runtime.rendezvous import Place, Rendezvous
+from freewheel.runtime.place import Place
+from freewheel.runtime.rendezvous import Rendezvous
 from freewheel.strategies import resolve
 from resumable import train
 
@@ -277,7 +278,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 import resumable
-from freewheel.runtime.rendezvous import Place
+from freewheel.runtime.place import Place
 torch.set_num_threads(1)
 home = Path(sys.argv[1])
 def pause(step):

@@ -608,7 +608,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 import resumable
-from freewheel.runtime.rendezvous import Place
+from freewheel.runtime.place import Place
 torch.set_num_threads(1)
 def wait(step):
     if step == 10 and sys.argv[2] == "die":
@@ -649,7 +649,7 @@ COMES_BACK = """
 import logging, os, sys
 from pathlib import Path
 import resumable
-from freewheel.runtime.rendezvous import Place
+from freewheel.runtime.place import Place
 home = Path(sys.argv[1])
 second = (home / "second").exists()
 met = False

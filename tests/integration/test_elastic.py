@@ -10,7 +10,7 @@ from torch import nn
 import crew
 from crew import next_life, together
 from freewheel.runtime.agent import Agent
-from freewheel.runtime.rendezvous import Place
+from freewheel.runtime.place import Place
 
 DEADLINE_S = 60.0
 

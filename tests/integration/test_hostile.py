@@ -31,7 +31,8 @@ from freewheel import strategies
 from freewheel.fabric import door, frames, tcp
 from freewheel.fabric.frames import BadFrame, Frame, Kind, pack
 from freewheel.fabric.greeting import Identity
-from freewheel.runtime.rendezvous import Place, Rendezvous
+from freewheel.runtime.place import Place
+from freewheel.runtime.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.integration
 
@@ -253,6 +254,7 @@ def test_who_is_refused_is_told_why(who, run, lines):
         frame, tag, _ = read(sock, run.me)
         assert frame.kind is Kind.REFUSE
         assert words in tag[0]
+    run.until(lambda: bool(lines.texts))  # it is told first and noted then
 
 
 @pytest.mark.parametrize("data", [b"", b"FWHL", b"\0" * (HEADER - 1)], ids=["nothing", "a word", "nearly"])

@@ -19,8 +19,8 @@ from crew import outcomes, together, worker
 from freewheel.observe.run import Run
 from freewheel.runtime import attach, records, registrar
 from freewheel.runtime.launcher import Captured, launch
+from freewheel.runtime.place import Place
 from freewheel.runtime.registrar import Registrar
-from freewheel.runtime.rendezvous import Place
 
 pytestmark = pytest.mark.integration
 
@@ -180,7 +180,7 @@ def test_a_store_that_goes_and_comes_back_is_an_event(monkeypatch):
         place = Place(1, 2, host="10.0.0.1", port=29500)
         there = True
 
-        def begun(self) -> None:
+        def hurry(self) -> None:
             pass
 
         def register(self, *_: Any) -> dict[int, tuple[str, int]]:

@@ -20,7 +20,8 @@ from crew import Launcher
 from freewheel.errors import ConfigError
 from freewheel.runtime import registrar, rendezvous
 from freewheel.runtime.bounded import reach
-from freewheel.runtime.rendezvous import Place, Rendezvous
+from freewheel.runtime.place import LAUNCHED, Place
+from freewheel.runtime.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.integration
 
@@ -314,8 +315,8 @@ def test_only_the_store_of_our_launcher_is_known_to_have_options_before_workers(
     """Another launcher may be started by a worker of ours, with its environment."""
     there = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     assert not Place.read(there).launched
-    assert Place.read({**there, rendezvous.LAUNCHED: "127.0.0.1:29500"}).launched
-    assert not Place.read({**there, rendezvous.LAUNCHED: "127.0.0.1:29501"}).launched
+    assert Place.read({**there, LAUNCHED: "127.0.0.1:29500"}).launched
+    assert not Place.read({**there, LAUNCHED: "127.0.0.1:29501"}).launched
 
 
 def test_the_latest_life_that_anybody_has_seen_counts(launcher):

@@ -21,7 +21,8 @@ from freewheel.bench.forks import Forked, import_before
 from freewheel.bench.processes import Place, free_port
 from freewheel.errors import RunStopped
 from freewheel.runtime.bounded import reach
-from freewheel.runtime.rendezvous import LAUNCHED, STORE_S
+from freewheel.runtime.place import LAUNCHED
+from freewheel.runtime.rendezvous import STORE_S
 
 LOOK_S = 0.02
 START_S = 60.0

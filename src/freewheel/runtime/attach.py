@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from freewheel.errors import ConfigError, Diverged, RunStopped, WorkerLost, at_least
+from freewheel.errors import ConfigError, RunStopped, WorkerLost, at_least
 from freewheel.fabric import shared
 from freewheel.fabric.greeting import Identity
 from freewheel.fabric.tcp import FINISHED
@@ -31,9 +31,10 @@ from freewheel.runtime.beginnings import Beginning, Orphaned
 from freewheel.runtime.checkpoint import Checkpoints
 from freewheel.runtime.copies import Rest, set_flat_buffers
 from freewheel.runtime.live import LiveReplica
+from freewheel.runtime.place import Place
 from freewheel.runtime.records import Events, Recorder, describe, evaluation, open_board
 from freewheel.runtime.registrar import Registrar
-from freewheel.runtime.rendezvous import Options, Place, Rendezvous, address_for, options_alone, patiently
+from freewheel.runtime.rendezvous import Options, Rendezvous, address_for, options_alone, patiently
 from freewheel.runtime.steps import Steps
 from freewheel.strategy import Strategy
 
@@ -344,16 +345,12 @@ class Worker:
                 self._state, self._ended_s = "finished", time.perf_counter()
                 self._check()
                 self._checkpoints.close()
-                self._answer = self._patiently(self._agent.finish(self._store))
+                answer = self._patiently(self._agent.finish(self._store))
                 self._agent.events.over = True
                 if self._store is not None:
                     self._store.end()
-                if not self._answer[0].isfinite().all():
-                    self._answer, why = (
-                        None,
-                        "ended with weights that are not finite. Lower the learning rate.",
-                    )
-                    raise Diverged(f"worker {self.rank} {why}")
+                checks.finite(answer[0], self.rank)
+                self._answer = answer
         except BaseException as late:
             failure = late
             raise

@@ -7,10 +7,10 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from freewheel.errors import ConfigError, RunStopped
+from freewheel.errors import ConfigError, Diverged, RunStopped
 from freewheel.strategy import Strategy
 
 WIRES = {"fp32": None, "bf16": torch.bfloat16}
@@ -45,6 +45,12 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError(
             "the optimizer trains none of the model's parameters; make it of model.parameters()."
         )
+
+
+def finite(weights: Tensor, rank: int) -> None:
+    """Refuse an answer that is none."""
+    if not weights.isfinite().all():
+        raise Diverged(f"worker {rank} ended with weights that are not finite. Lower the learning rate.")
 
 
 def enter(model: nn.Module) -> None:

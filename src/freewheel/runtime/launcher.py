@@ -36,8 +36,9 @@ from freewheel.runtime import keys
 from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.bounded import reach
 from freewheel.runtime.hosts import Beat, Others, claim, host_store, join_store, listen, reach_store
+from freewheel.runtime.place import LAUNCHED
 from freewheel.runtime.processes import Keeper, Output, Process, ending_signals, pump
-from freewheel.runtime.rendezvous import LAUNCHED, OPTIONS, STORE_S
+from freewheel.runtime.rendezvous import OPTIONS, STORE_S
 
 LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
 GRACE_S = 1.4  # between passing on Ctrl-C and killing

@@ -16,8 +16,9 @@ from torch import Tensor
 from freewheel import __version__
 from freewheel.observe.counters import CAUSES, Counters
 from freewheel.observe.journal import Journal, head, typed
+from freewheel.runtime.place import Place
 from freewheel.runtime.records import Events, Recorder
-from freewheel.runtime.rendezvous import Place, options_alone
+from freewheel.runtime.rendezvous import options_alone
 from freewheel.training.job import DDP, Job
 
 

@@ -1,0 +1,85 @@
+"""A worker's place in its run, as whoever started it says by the environment."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from freewheel.errors import ConfigError
+
+LAUNCHED = "FREEWHEEL_LAUNCHED"
+"""Set by our launcher, for its workers: the address of its store. Who starts others with another store in
+this environment does not launch them."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in its run, as the environment gives it."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+    hosted: bool = False
+    """Whether a launcher holds the store."""
+    attempt: str = "0"
+    """torchrun starts all workers anew after a failure; what an earlier attempt left does not count."""
+    launched: bool = False
+    """Whether the launcher is ours: the store then has the run's options before it has workers."""
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ) -> Place:
+        """From RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; alone where there is none of them."""
+        if "RANK" not in environment and "WORLD_SIZE" not in environment:
+            return cls()
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if not environment.get(name)]
+        if missing and environment.get("WORLD_SIZE") != "1":
+            raise ConfigError(
+                f"the environment has no {', '.join(missing)}. Start workers with `freewheel run` or "
+                f"torchrun, or set {', '.join(names)}; with none of them set a script trains alone."
+            )
+        numbers = {}
+        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+            text = environment.get(name, "0")
+            if not text.isdecimal():
+                raise ConfigError(f"{name}={text!r} in the environment is not a whole number.")
+            numbers[name] = int(text)
+        rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"RANK={rank} and WORLD_SIZE={world_size} in the environment do not fit: ranks go from 0 to "
+                "WORLD_SIZE - 1."
+            )
+        return cls(
+            rank,
+            world_size,
+            numbers["LOCAL_WORLD_SIZE"],
+            environment.get("MASTER_ADDR", "127.0.0.1"),
+            numbers["MASTER_PORT"],
+            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            environment.get(LAUNCHED) == f"{environment.get('MASTER_ADDR')}:{numbers['MASTER_PORT']}",
+        )
+
+    def spans_hosts(self) -> bool:
+        """Whether workers may sit on other machines."""
+        if self.local_world_size == self.world_size:
+            return False
+        try:  # a machine's own name may mean loopback on that machine, and something else on others
+            return self.host != "localhost" and not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return True
+
+    def loopback(self) -> str:
+        """The address to listen on if none is given; refuses it where others could not be reached."""
+        if not self.spans_hosts():
+            return "127.0.0.1"
+        raise ConfigError(
+            f"this run may span machines (MASTER_ADDR={self.host}), and workers listen on loopback "
+            'unless told otherwise. Give attach bind="auto" (the address that reaches MASTER_ADDR) or an '
+            "address of this machine, or start with `freewheel run --bind ADDRESS`."
+        )
