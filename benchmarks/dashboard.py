@@ -26,9 +26,27 @@ from browser import Browser, Page
 
 STEPS_PER_S = 100_000 / 1700
 COMMAND = "from freewheel.cli.main import main; main()"
-SEEN = """[...document.querySelectorAll("figure")].filter(
-  (box) => !box.hidden && box.getBoundingClientRect().top < innerHeight
-).every((box) => box.querySelector(".js-plotly-plot .plot-container"))"""
+# Looked at in every frame, from before the page's own scripts on: since when a figure with data is painted,
+# all figures on the screen, the first and all of plotly's. And how often the page stood still, for how long.
+OPENING = """(() => {
+  window.opened = {};
+  window.still = [];
+  const painted = (what) => { opened[what] = 0; setTimeout(() => opened[what] = performance.now() / 1000); };
+  const look = () => {
+    const boxes = [...document.querySelectorAll("figure")].filter((box) =>
+      box.offsetParent && box.getBoundingClientRect().top < innerHeight);
+    const by = (names) => boxes.filter((box) => box.querySelector(names));
+    const data = by(".sketch .trace, .sketch rect, .plot-container .trace, .plot-container .point");
+    const plotly = by(".plot-container .trace, .plot-container .point");
+    const all = (some) => some.length && some.length === boxes.length;
+    const known = { first: data.length, all: all(data), plotly: plotly.length, "all plotly": all(plotly) };
+    for (const what in known) if (known[what] && !(what in opened)) painted(what);
+    if (!opened["all plotly"]) requestAnimationFrame(look);
+  };
+  requestAnimationFrame(look);
+  new PerformanceObserver((list) => still.push(...list.getEntries().map((one) =>
+    [one.startTime / 1000, one.duration / 1000]))).observe({ type: "longtask", buffered: true });
+})()"""
 # Every moment at which a figure was drawn, with the run's time that it then showed.
 WATCH = """(() => {
   const place = document.querySelector("#box-throughput .plot");
@@ -47,6 +65,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=3400)
     parser.add_argument("--folder", type=Path, help="where the run is, or is to be written")
     parser.add_argument("--seconds", type=float, default=20.0, help="how long to go on writing")
+    parser.add_argument("--openings", type=int, default=3, help="how often it is opened, each time anew")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as spare:
         folder = given.folder or Path(spare) / "run"
@@ -54,7 +73,7 @@ def main() -> None:
             write(folder, given.workers, given.samples)
         size = sum(path.stat().st_size for path in folder.iterdir())
         print(f"run: {given.workers} workers, {given.samples} samples each, {size / 1e6:.0f} MB")
-        measure(folder, given.workers, given.seconds)
+        measure(folder, given.workers, given.openings, given.seconds)
 
 
 def write(folder: Path, workers: int, samples: int) -> None:
@@ -88,7 +107,7 @@ def sample(rank: int, number: int, workers: int, began: float) -> dict[str, Any]
     return made.sample(rank, number, workers, STEPS_PER_S, time=began + 0.5 * number, peers=peers)
 
 
-def measure(folder: Path, workers: int, seconds: float) -> None:
+def measure(folder: Path, workers: int, openings: int, seconds: float) -> None:
     """Open it, follow it."""
     start_s = time.monotonic()
     command = [sys.executable, "-c", COMMAND, "dashboard", str(folder), "--port", "0", "--no-browser"]
@@ -98,16 +117,18 @@ def measure(folder: Path, workers: int, seconds: float) -> None:
         print(f"from the command to its address: {time.monotonic() - start_s:.2f} s")
         browser = Browser()
         try:
-            for what in ("first time", "again"):
+            for round_ in range(openings):
                 page = browser.page()
-                begin_s = time.monotonic()
+                page.call("Page.addScriptToEvaluateOnNewDocument", source=OPENING)
                 page.open(address)
-                page.until(SEEN)
-                seen_s = time.monotonic() - begin_s
-                shown, drawn = (page.run(f"performance.getEntriesByName('{name}')[0].startTime / 1000")
-                                for name in ("shown", "drawn"))  # fmt: skip
-                print(f"opened, {what}: numbers and graph after {shown:.2f} s, the first figure of plotly "
-                      f"after {drawn:.2f} s, all that is seen after {seen_s:.2f} s")  # fmt: skip
+                page.until("opened['all plotly']")
+                found = page.run("opened")
+                still = max((took for _, took in page.run("still")), default=0.0)
+                print(f"opened: the first figure with data after {found['first']:.2f} s, all on the screen "
+                      f"after {found['all']:.2f} s; plotly's first after {found['plotly']:.2f} s, all after "
+                      f"{found['all plotly']:.2f} s; stood still for {still:.2f} s")  # fmt: skip
+                if round_ < openings - 1:
+                    page.close()
             follow(folder, workers, seconds, page, server.pid, browser.pid)
         finally:
             browser.close()
@@ -118,6 +139,7 @@ def follow(folder: Path, workers: int, seconds: float, page: Page, server: int, 
     """Write on as the workers would, and see when the page has it."""
     about = json.loads((folder / "run.json").read_text())
     page.run(WATCH)
+    page.run("still.length = 0")
     ended, written = threading.Event(), []
     number = int(2 * (time.time() - about["started"])) + 1
 
@@ -147,6 +169,8 @@ def follow(folder: Path, workers: int, seconds: float, page: Page, server: int, 
           f"({len(late)} samples)")  # fmt: skip
     print(f"CPU while following: dashboard {100 * (after[0] - before[0]) / took_s:.0f} %, "
           f"browser {100 * (after[1] - before[1]) / took_s:.0f} % of a core")  # fmt: skip
+    still = max((took for _, took in page.run("still")), default=0.0)
+    print(f"stood still while following: at most {still:.2f} s")
     sizes = page.run("performance.getEntriesByType('resource').filter((one) => one.name.includes('since='))"
                      ".map((one) => one.decodedBodySize)")  # fmt: skip
     sent = [size for size in sizes if size > 100]

@@ -21,6 +21,7 @@ from freewheel.errors import ConfigError
 from freewheel.observe.dashboard import Board, Dashboard
 from freewheel.observe.dashboard import board as board_module
 from freewheel.observe.dashboard.delta import apply
+from freewheel.observe.dashboard.server import bare
 
 pytestmark = pytest.mark.integration
 
@@ -78,9 +79,16 @@ def test_the_page_and_all_it_needs_come_from_here(server):
     assert headers["Referrer-Policy"] == "no-referrer"
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in page
-    for name in ("page.css", "page.js", "plotly.js"):
+    for name in ("page.css", "sketch.js", "page.js", "plotly.js"):
         assert name in page
         assert get(server, f"/{server.token}/{name}")[0] == 200
+
+
+def test_the_script_is_served_without_its_wrapping_where_that_is_known(server):
+    inside = b'"use strict";var Plotly=(()=>{return 1})();window.Plotly = Plotly;\n'
+    wrapped = b"/** licence */\n(function(factory) {factory()}(() => {\n" + inside + b"return Plotly;\n}));"
+    assert bare(wrapped) == b"/** licence */\n" + inside
+    assert bare(b"/** licence */ otherwise()") == b"/** licence */ otherwise()"
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@
     return seconds < 3600 ? minutes.replace(/^0/, "") : `${Math.floor(seconds / 3600)}:${minutes}`;
   };
 
-  // -- figures: only those that can be seen are drawn, one in each frame --
+  // -- figures: only those that can be seen are drawn, by plotly one in each frame --
 
   const mouse = matchMedia("(hover: hover)").matches;
   const config = { displaylogo: false, displayModeBar: mouse ? "hover" : false, responsive: false,
@@ -91,59 +91,46 @@
       return;
     }
     if (none) none.remove();
-    if (!one.drawn) one.place.replaceChildren();  // the sketch
     const width = one.place.clientWidth;
     // A circle needs no more height than width; a legend that is folded needs more.
     const height = name === "graph" ? Math.min(figure.height, width + 80)
       : figure.height + (figure.layout.showlegend && width < 480 ? 50 : 0);
     one.place.style.height = height + "px";
+    if (!window.Plotly) {
+      one.place.replaceChildren(sketch(figure, width, height, look()));
+      return;
+    }
+    if (!one.drawn) one.place.replaceChildren();  // the sketch
     // Plotly writes into what it is given, and we need it unwritten to tell what has changed.
     const data = figure.data.map((trace) => ({ ...trace }));
     Plotly.react(one.place, data, layoutOf(figure, width, height), config);
     one.drawn = true;
   };
-  // Plotly takes a second to start. Numbers are shown before that, and the graph, drawn by hand.
-  const sketch = () => {
-    const figure = document_.figures.graph, { place } = boxes.get("graph");
-    if (!figure) return;
-    const svg = (tag, props) => {
-      const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
-      for (const [name, value] of Object.entries(props)) made.setAttribute(name, value);
-      return made;
-    };
-    const all = svg("svg", { class: "sketch", viewBox: "-1.3 -1.3 2.6 3.1", width: "100%", height: figure.height });
-    for (const { mode, x, y, line, marker } of figure.data) {
-      const at = (place) => `${x[place]} ${-y[place]}`;
-      if (mode === "lines") {
-        const path = x.map((_, place) => x[place] === null ? "" : (place % 3 ? "L" : "M") + at(place)).join("");
-        all.append(svg("path", { d: path, stroke: line.color, "stroke-width": 0.01, fill: "none" }));
-      } else if (mode === "markers+text") {
-        x.forEach((_, place) => all.append(svg("circle", { cx: x[place], cy: -y[place], r: 0.06,
-          fill: marker.color[place] })));
-      }
-    }
-    place.replaceChildren(all);
-  };
+  // Plotly takes a second to start, in which the page stands still: it comes when the sketches have been painted.
+  let started = false;
   const start = () => {
-    sketch();
-    const script = make("script", { src: "plotly.js", onload: later });
-    requestAnimationFrame(() => setTimeout(() => {  // when that can be seen
-      performance.mark("shown");
-      document.head.append(script);
-    }));
+    started = true;
+    const redraw = () => {
+      for (const one of boxes.values()) one.due = true;
+      later();
+    };
+    const script = make("script", { src: "plotly.js", onload: redraw });
+    requestAnimationFrame(() => setTimeout(() => document.head.append(script)));
   };
   let framed = false, drawings = 0;
   const frame = () => {
     framed = false;
-    if (!window.Plotly || !document_) return;
-    // The one that has waited longest: on a busy machine all get their turn.
-    const [next] = [...boxes].filter(([name, one]) =>
+    if (!document_) return;
+    // The one that has waited longest first: on a busy machine all get their turn.
+    const due = [...boxes].filter(([name, one]) =>
       one.due && one.seen && !one.box.hidden && document_.figures[name]).sort(([, a], [, b]) => a.at - b.at);
-    if (!next) return;
-    draw(next[0]);
-    if (!drawings) performance.mark("drawn");
-    next[1].at = ++drawings;
-    later();
+    const now = window.Plotly ? due.slice(0, 1) : due;  // sketches take no time
+    for (const [name, one] of now) {
+      draw(name);
+      one.at = ++drawings;
+    }
+    if (now.length && !started) start();
+    if (now.length < due.length) later();
   };
   const later = () => { if (!framed) { framed = true; requestAnimationFrame(frame); } };
   const onScreen = new IntersectionObserver((changes) => {
@@ -329,7 +316,6 @@
     for (const [name, one] of boxes) {
       if (!old || old.figures[name] !== document_.figures[name]) one.due = true;
     }
-    if (!old) start();
     later();
   };
   const ask = async () => {

@@ -3,7 +3,7 @@
 Python's own server does: a handful of requests a second from one browser, no uploads, no sessions. What a
 stranger could try is turned away before anything else is looked at: other methods, other hosts' names (a page
 of another site that has its name point to 127.0.0.1), other tokens. No path of a request is used as a path of
-a file: the five things there are have names, and runs have numbers.
+a file: the six things there are have names, and runs have numbers.
 """
 
 from __future__ import annotations
@@ -94,9 +94,20 @@ def _files() -> dict[str, tuple[str, bytes]]:
     return {
         "": ("text/html", here.joinpath("page.html").read_bytes()),
         "page.css": ("text/css", css),
+        "sketch.js": ("text/javascript", here.joinpath("sketch.js").read_bytes()),
         "page.js": ("text/javascript", here.joinpath("page.js").read_bytes()),
-        "plotly.js": ("text/javascript", script),
+        "plotly.js": ("text/javascript", bare(script)),
     }
+
+
+def bare(script: bytes) -> bytes:
+    """Plotly's script without its wrapping for other kinds of modules: for that, browsers parse it twice.
+
+    One that is wrapped in another way stays as it is, and starts later.
+    """
+    licence, begin = script.find(b"*/") + 2, script.find(b'"use strict";var Plotly=')
+    end = script.rfind(b"return Plotly;")
+    return script[:licence] + b"\n" + script[begin:end] if 0 < begin < end else script
 
 
 class _Handler(BaseHTTPRequestHandler):
