@@ -30,7 +30,6 @@ from freewheel.bench.namespaces import Network, check_possible
 from freewheel.bench.processes import Place
 from freewheel.bench.rates import Load, run_leg
 from freewheel.errors import RunStopped
-from freewheel.observe.result import Result
 from freewheel.planning import choice
 from freewheel.planning.forecast import Forecast, forecast
 from freewheel.planning.setting import Setting
@@ -118,7 +117,7 @@ def legs(
 
 
 def compare(asked: argparse.Namespace, strategies: Sequence[str], slow: dict[int, float]) -> Measured:
-    """Rates of `freewheel compare` on digits; `none` is without communication."""
+    """Rates as `freewheel compare` prints them, on digits; `none` is without communication."""
     steps = max(20, round(asked.seconds * 1e3 / asked.compute_ms))
     base = Job(workers=WORKERS, steps=steps, compute_ms=asked.compute_ms, slow=slow, evaluations=1)
     jobs = [replace(base, strategy=one) for one in ("none", *strategies)]
@@ -128,18 +127,9 @@ def compare(asked: argparse.Namespace, strategies: Sequence[str], slow: dict[int
             for job, outcome in zip(jobs, train_all(jobs, Path(folder)), strict=True):
                 if isinstance(outcome, RunStopped):
                     raise outcome
-                rates[job.strategy].append(own_rates(outcome))
+                rates[job.strategy].append(outcome.steps_per_s)
     found = {name: statistics.median(each) for name, each in rates.items()}
     return {ALONE: found.pop("none"), **found}
-
-
-def own_rates(outcome: Result) -> float:
-    """Worker-steps per second, each worker's over its own time.
-
-    Compare hands out steps by handfuls: at the end of a short run the others have nothing left to do while a
-    slow worker makes its last ones, which would count as waiting.
-    """
-    return sum(worker["steps"] / (worker["ended"] - worker["began"]) for worker in outcome.by_worker)
 
 
 def _by_compare(slow: dict[int, float]) -> Callable[..., tuple[Setting, Measured]]:

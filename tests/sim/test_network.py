@@ -73,6 +73,44 @@ def test_a_port_serves_first_come_first_served():
     assert w.network.into[0].free_at == arrived[2]
 
 
+def test_a_fair_port_passes_all_its_messages_at_once():
+    w = wire(4, fair=True)
+
+    async def late():
+        await asyncio.sleep(MESSAGE_S)
+        await send(w, 3, 0)
+
+    sends = [send(w, 1, 0), send(w, 2, 0), late()]
+    *left, first, second, third = play(w, *sends, *(receive(w, source, 0) for source in (1, 2, 3)))
+    # Half of the first two has passed when the third comes; then each gets a third of the port.
+    assert left == pytest.approx([2.5 * MESSAGE_S, 2.5 * MESSAGE_S, 3 * MESSAGE_S])
+    assert [first, second, third] == pytest.approx([at + 0.005 for at in left])
+
+
+def test_a_fair_port_lets_short_messages_slip_in_and_keeps_those_of_a_connection_in_order():
+    w = wire(3, fair=True)
+    ends = w.ends
+
+    async def out():
+        ends[1].post(0, ("x",), VECTOR)
+        ends[1].post(0, ("x",), None)
+
+    _, arrived, long, behind = play(
+        w, out(), receive(w, 2, 0, ("y",)), receive(w, 1, 0), send(w, 2, 0, ("y",), None)
+    )
+    assert arrived == pytest.approx(HEADER_BYTES / 1e6 + 0.005)
+    assert long == pytest.approx(MESSAGE_S + 0.005)
+    assert behind == pytest.approx(HEADER_BYTES / 1e6)
+    (second,) = play(w, receive(w, 1, 0))
+    assert second == pytest.approx(MESSAGE_S + HEADER_BYTES / 1e6 + 0.005)
+
+
+def test_with_fair_ports_the_slowest_port_of_the_path_counts():
+    w = wire(4, fair=True, backbone_mbit=4.0, slow={2: 10})
+    arrived = play(w, send(w, 0, 1), send(w, 2, 3), receive(w, 0, 1), receive(w, 2, 3))[2:]
+    assert arrived == pytest.approx([4 * MESSAGE_S + 0.005, 10 * MESSAGE_S + 0.005])
+
+
 def test_a_full_receiver_is_felt_by_the_sender_of_a_long_message():
     w = wire(3)
     left = play(w, send(w, 1, 0), send(w, 2, 0), receive(w, 1, 0), receive(w, 2, 0))

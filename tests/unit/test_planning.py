@@ -165,6 +165,22 @@ def test_a_shorter_ring_takes_as_long(name, monkeypatch):
     assert short.ideal_share == pytest.approx(whole.ideal_share, rel=0.03)
 
 
+def test_those_who_talk_to_a_server_share_its_port():
+    """All three send at once, are through at once, and are answered at once: one way of the link is idle."""
+    setting = Setting(4, 100, 10, link_mbit=800, latency_ms=0, message_ms=0)  # a model takes a second
+    found = forecast("asgd", setting)
+    own_per_s, each_per_s = 100, 1 / (3 + 3 + 0.01)
+    assert found.steps_per_s == pytest.approx(own_per_s + 3 * each_per_s, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["dasgd", "nodelay_free", "adpsgd", "asgd"])
+def test_no_plan_sends_more_than_its_links_carry(name):
+    setting = Setting(4, 100, 20, link_mbit=1000)
+    found = forecast(name, setting)
+    sent_mbit = found.bytes_per_step * found.steps_per_s / setting.workers * 8e-6
+    assert 0.1 * setting.link_mbit < sent_mbit < 1.001 * setting.link_mbit
+
+
 def test_scale_forecasts_every_number_of_workers():
     seen = []
     grown = plan.scale(
@@ -275,6 +291,7 @@ def mistake(capsys, *arguments):
             "slow worker 7 does not",
         ),
         (["--workers", "4", "--model-mb", "1", "--compute-ms", "1", "--slow", "x"], "write RANK:FACTOR"),
+        (["--model-mb", "1", "--compute-ms", "1"], "--workers is missing: how many"),
         (["--workers", "4"], "--model-mb is missing: give it, or let it be measured"),
         (["--workers", "4", "--model-mb", "1"], "--compute-ms is missing"),
         (["--workers", "4", "--measure"], "--measure needs a script"),
@@ -378,7 +395,7 @@ def test_scale_draws_a_table_and_a_page(tmp_path, capsys, monkeypatch):
     from freewheel.cli.main import main
 
     page, out = tmp_path / "scale.html", tmp_path / "scale.json"
-    line = "plan --workers 4 --model-mb 10 --compute-ms 50 --strategy allreduce,adpsgd --scale 2,8"
+    line = "plan --model-mb 10 --compute-ms 50 --strategy allreduce,adpsgd --scale 2,8"
     monkeypatch.setattr(sys, "argv", ["freewheel", *line.split(), "--report", str(page), "--json", str(out)])
     with pytest.raises(SystemExit):
         main()

@@ -32,7 +32,7 @@ from freewheel.planning.setting import Setting
 def plan(
     context: typer.Context,
     workers: Annotated[
-        int | None, typer.Option(help="How many workers; must be given.", show_default=False)
+        int | None, typer.Option(help="How many workers; --scale says it, too.", show_default=False)
     ] = None,
     command: Annotated[
         list[str] | None,
@@ -97,9 +97,11 @@ def plan(
 ) -> None:
     """Say which strategy to use: all of them in virtual time, ranked by what their steps are worth."""
     _check_order(context, command or [])
-    if workers is None:
-        raise ConfigError("--workers is missing: how many are there to be?")
     sizes = _sizes(scale)
+    if workers is None:
+        if sizes is None:
+            raise ConfigError("--workers is missing: how many are there to be?")
+        workers = sizes[-1]
     if steps is not None and steps < 2:
         raise ConfigError(f"--steps must be at least 2, not {steps}.")
     if report is not None and sizes is None:

@@ -103,6 +103,8 @@ def steps(strategy: Strategy, setting: Setting) -> int:
     period = float(between)
     if strategy.waits_for == "nobody":  # steps go on while a round is under way
         period = max(period, took_s.get(strategy.name, setting.merge_s) / setting.grad_s)
+    if strategy.waits_for == "server":  # its own worker goes on while n others share its port, there and back
+        period = max(period, 2 * setting.model_s / setting.grad_s)
     # A merge beside training shows itself when the one before it is over, too.
     least = 3 if strategy.name in ("nodelay", "nodelay_free") else 1
     enough = LEAST * (1 + 5 * setting.jitter) / period  # rounds for a good mean
@@ -111,8 +113,8 @@ def steps(strategy: Strategy, setting: Setting) -> int:
         wanted = max(least, min(wanted, MESSAGES // (2 * n * (n - 1))))
     few = WORKER_STEPS / n
     most = max(LEAST, min(MOST, few), min(least * period, few) if merges else 0)
-    if strategy.waits_for == "nobody" and not merges:  # else it might end before an exchange
-        most = max(most, min(4 * period, LONG / n))
+    if strategy.waits_for in ("nobody", "server") and not merges:  # else it might end before an exchange
+        most = max(most, min((4 if strategy.waits_for == "nobody" else 2) * period, LONG / n))
     return max(2, math.ceil(min(wanted * period, most) / between) * between)  # whole intervals
 
 

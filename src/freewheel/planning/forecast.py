@@ -16,6 +16,8 @@ from freewheel.planning.setting import Setting
 from freewheel.planning.shorter import shorter
 from freewheel.sim.driver import Simulation
 
+FAIR = ("server", "group")
+"""Where many talk to one, and wait for its answer, it matters that TCP shares that one's port fairly."""
 GROWS = 1.4
 """A drift² whose last third is so many times the third before has not settled."""
 
@@ -67,10 +69,12 @@ def forecast(
     """Simulate a strategy; None: as many steps as it needs to show itself."""
     strategy, probe = strategies.resolve(spec), Probe()
     small = shorter(strategy, setting)
-    scenario = small.scenario(steps or candidates.steps(strategy, small))
+    fair = strategy.waits_for in FAIR
+    scenario = small.scenario(steps or candidates.steps(strategy, small), fair)
     if strategy.momentum:  # the strategy insists on one; lr is scaled to it
         scenario = replace(scenario, momentum=None)
-    result = Simulation(strategy, probe, scenario, progress=lambda done, total: progress(done / total)).run()
+    simulation = Simulation(strategy, probe, scenario, progress=lambda done, total: progress(done / total))
+    result = simulation.run()
     squares = [sample.consensus for sample in result.curve]
     grows = not strategy.lockstep() and (_grows(squares, 0.01) or _grows(probe.lags, 1.0))
     # Where all step together, whole intervals; else what it has settled to; or where it was at the end.
@@ -90,7 +94,7 @@ def forecast(
         idle_share=result.idle_share,
         staleness_mean=result.staleness_mean,
         staleness_max=result.staleness_max,
-        bytes_per_step=result.bytes_per_step,
+        bytes_per_step=simulation.sent_bytes / simulation.completed,
         drift=drift,
         discrepancy=result.discrepancy_max,
         grows=grows,

@@ -87,8 +87,8 @@ class Setting:
         """Whether all workers are on one machine."""
         return self.nodes == 1
 
-    def scenario(self, steps: int) -> Scenario:
-        """The same for the simulator."""
+    def scenario(self, steps: int, fair: bool = False) -> Scenario:
+        """The same for the simulator; `fair`: messages share ports, they do not queue at them."""
         return Scenario(
             workers=self.workers,
             steps=steps,
@@ -109,6 +109,7 @@ class Setting:
                 workers_per_node=self.workers_per_node,
                 node_mbit=self.node_mbit,
                 node_latency_ms=self.message_ms,
+                fair=fair,
             ),
             evaluations=steps,  # after every round: between two merges and after them
         )

@@ -53,6 +53,8 @@ class Simulation:
         rounds = scenario.evaluations and -(-scenario.steps // scenario.evaluations)
         self.every = rounds * scenario.workers
         self.finished_s: float | None = None
+        self.sent_bytes = 0.0
+        """What had left the workers when training ended; what was under way is delivered after that."""
         self.failure: BaseException | None = None
         self.samples: list[Sample] = []
         self.discrepancy_max = 0.0
@@ -169,6 +171,7 @@ class Simulation:
             ended = self.completed == self.budget
         if ended:
             self.finished_s = self.loop.time()
+            self.sent_bytes = sum(c.bytes_out for _, c in self._lives()) - self.wire.unsent_bytes()
             self.loop.stop()
 
     def _fail(self, error: BaseException) -> None:

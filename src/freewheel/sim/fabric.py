@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -11,7 +13,8 @@ from freewheel.fabric.base import Message, Note, Tag
 from freewheel.fabric.mailbox import Mailbox
 from freewheel.observe.counters import Counters
 from freewheel.sim.clock import VirtualLoop
-from freewheel.sim.links import Network
+from freewheel.sim.links import PACKET_BYTES, Network, Port
+from freewheel.sim.sharing import Fair
 from freewheel.sim.trace import Trace
 
 HEADER_BYTES = 64
@@ -36,6 +39,18 @@ class Wire:
         self.silence_s = 2.0
         """How long a cut link stays unnoticed; a broken connection is noticed at once."""
         self.latency_s = network.latency_s
+        self._fair: dict[Port, Fair] = {}
+
+    def fair(self, port: Port) -> Fair:
+        """A port as one that all messages share."""
+        return self._fair.setdefault(port, Fair(self.loop, port))
+
+    def unsent_bytes(self) -> float:
+        """What was to be sent and has not left its sender yet."""
+        now, network = self.loop.time(), self.network
+        ports = (*network.out, *network.local_out)
+        held = sum(max(0.0, port.free_at - now) * port.bytes_per_s for port in ports)
+        return held + sum(end.queued_bytes() for end in self.ends.values())
 
     def attach(self, rank: int) -> VirtualFabric:
         """Let a worker begin a life: it reaches, and is reached by, all others that live."""
@@ -103,6 +118,8 @@ class Flight:
     last_byte: float
     """When its last byte leaves the sender, as far as the ports reached so far let it."""
     left: asyncio.Future[None] | None
+    ports: int = 0
+    """How many ports it is still passing, where they are shared."""
 
 
 class VirtualFabric(Mailbox):
@@ -116,6 +133,8 @@ class VirtualFabric(Mailbox):
         """When the last message to each peer leaves this worker's port."""
         self._landing: dict[int, float] = {}
         """When it has landed."""
+        self._queues: dict[int, deque[Flight]] = {}
+        """Where ports are shared: what is to go to each peer, in order; the first one is under way."""
 
     @property
     def silence_s(self) -> float:
@@ -144,6 +163,10 @@ class VirtualFabric(Mailbox):
             return
         self._transmit(peer, tag, vector, note, None)
 
+    def queued_bytes(self) -> int:
+        """Where ports are shared: what has not passed them."""
+        return sum(flight.size for queue in self._queues.values() for flight in queue)
+
     # -- through the ports --
 
     def _transmit(
@@ -163,13 +186,19 @@ class VirtualFabric(Mailbox):
         self.counters.messages_out += 1
         now = loop.time()
         wire.trace.add((now, "send", self.rank, peer, tag, size))
+        flight = Flight(message, peer, size, wire.ends.get(peer), self.epoch(peer), now, left)
+        if wire.network.links.fair:
+            queue = self._queues.setdefault(peer, deque())
+            queue.append(flight)
+            if len(queue) == 1:
+                self._share(flight)
+            return
         out, backbone, _, latency_s = wire.network.path(self.rank, peer)
         start, end = out.take(now, now, size)
         before = self._departed.get(peer, 0.0)
         if start < before:  # short, and behind a long one of its own connection
             start, end = before, before + end - start
-        self._departed[peer] = end
-        flight = Flight(message, peer, size, wire.ends.get(peer), self.epoch(peer), end, left)
+        self._departed[peer] = flight.last_byte = end
         if backbone is None:
             loop.call_at(start + latency_s, self._arrive, flight)
         else:
@@ -204,6 +233,34 @@ class VirtualFabric(Mailbox):
             self.wire.loop.call_at(flight.last_byte, self._left, flight)
         else:
             flight.left.set_result(None)
+
+    # -- the same where ports are shared --
+
+    def _share(self, flight: Flight) -> None:
+        """Pass all ports of the path at once, beside what others send: the slowest of them counts."""
+        wire = self.wire
+        ports = [port for port in wire.network.path(self.rank, flight.peer)[:3] if port is not None]
+        if flight.size <= PACKET_BYTES:  # it slips in between
+            takes_s = max(flight.size / port.bytes_per_s for port in ports)
+            wire.loop.call_at(wire.loop.time() + takes_s, self._through, flight)
+            return
+        flight.ports = len(ports)
+        for port in ports:
+            wire.fair(port).join(flight.size, partial(self._through, flight))
+
+    def _through(self, flight: Flight) -> None:
+        """A port has passed it; when all have, it lands, and the next one of its connection may go."""
+        flight.ports -= 1
+        if flight.ports > 0:
+            return
+        wire, queue = self.wire, self._queues[flight.peer]
+        if flight.left is not None and not flight.left.done():
+            flight.left.set_result(None)
+        latency_s = wire.network.path(self.rank, flight.peer)[3]
+        wire.loop.call_at(wire.loop.time() + latency_s, self._land, flight)
+        queue.popleft()
+        if queue:
+            self._share(queue[0])
 
     def _land(self, flight: Flight) -> None:
         """The last byte has arrived: hand over, unless either side's life ended or the link was cut."""

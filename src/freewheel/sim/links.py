@@ -7,6 +7,9 @@ between, as they do on a wire. Messages are cut through: a port starts
 to pass a message on as soon as its first byte is there, so an uncontended transfer costs
 latency + bytes / (slowest port), not the sum over the ports.
 
+With ``fair`` a port passes all its messages at once instead, each as fast as any other (sharing.py): so TCP
+shares a link among connections. It differs where many talk to one and wait for the answer.
+
 Workers of one machine (``workers_per_node``) talk over a faster local path that never touches the
 backbone. Buffers between ports are unlimited, but a sender feels a full receiver: see VirtualFabric.send.
 """
@@ -39,6 +42,8 @@ class Links:
     workers_per_node: int = 1
     node_mbit: float = 100_000.0
     node_latency_ms: float = 0.01
+    fair: bool = False
+    """Whether a port passes all its messages at once, instead of one after the other."""
 
     def __post_init__(self) -> None:
         speeds = {"link": self.mbit, "outgoing": self.out_mbit, "backbone": self.backbone_mbit}

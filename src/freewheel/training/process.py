@@ -31,6 +31,7 @@ from freewheel.training.ddp import DdpBooks
 from freewheel.training.job import DDP, Job
 
 WARM_UP = 5
+HANDFUL_S = 0.1
 
 
 class Pace:
@@ -56,10 +57,11 @@ class Pace:
 class Budget:
     """The worker-steps of all workers: those who wait for nobody take them as they need them, in handfuls."""
 
-    def __init__(self, job: Job, lockstep: bool, number: int) -> None:
+    def __init__(self, job: Job, lockstep: bool, number: int, step_s: float) -> None:
         self.job, self.lockstep, self.total = job, lockstep, job.workers * job.steps
         self._key = f"training/{number}/steps"
-        self._handful = max(1, min(10, job.steps // 20))
+        # A slow worker takes few at a time: at the end the others would wait until its last ones are made.
+        self._handful = max(1, min(10, job.steps // 20, int(HANDFUL_S / step_s)))
         self._begun = 0
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
         self.store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
@@ -204,7 +206,7 @@ def run(folder: Path, number: int) -> dict[str, Any]:
     pace = Pace(job, rank, compute)
     optimizer.zero_grad()
     lockstep = strategy is None or strategy.lockstep()
-    budget = Budget(job, lockstep, number)
+    budget = Budget(job, lockstep, number, pace.step_s)
     fastest = min(range(job.workers), key=lambda one: (job.slow.get(one, 1.0), one))
     samples = Samples(job, rank == fastest, Journal(folder, rank))
     train = _with_ddp if strategy is None else _attached
