@@ -57,7 +57,7 @@ def test_without_a_checkpoint_it_begins_anew(tmp_path, store):
 
 def test_workers_that_take_steps_as_they_need_them_make_what_is_left(store):
     job = Job(strategy="adpsgd", workers=2, steps=20, checkpoint="saved", resume=True)
-    budgets = [process.Budget(job, lockstep=False, number=0) for _ in range(2)]
+    budgets = [process.Budget(job, lockstep=False, number=0, step_s=0.001) for _ in range(2)]
     made: list[float] = []
 
     def work(rank: int) -> None:
