@@ -16,7 +16,7 @@ FAR = 10**12
 
 def finished(ledger: Ledger, number: int, batches: int) -> None:
     for batch in range(batches):
-        ledger.finish((0, 1), number, batch)
+        ledger.finish((0, 1), number, batch, batch + 1)
 
 
 def test_a_pass_far_ahead_does_not_keep_anybody_busy():

@@ -168,14 +168,18 @@ class Hand:
         """Enter what has been finished into the ledger."""
         ledger, news, me = self.stream.ledger, self.stream.news, self.dealing.me
         while self._done:
-            number, place, again = self._done.popleft()
-            self._finished += 1
+            number, start, again = self._done.popleft()
+            stop = start + 1
+            while self._done and self._done[0] == (number, stop, again):
+                self._done.popleft()
+                stop += 1
+            self._finished += stop - start
             if again or number < ledger.floor:
-                self.dealing.counters.samples_again += self.stream.key.batch_size
-            self.own[number] = union(self.own.get(number, []), [(place, place + 1)])
+                self.dealing.counters.samples_again += (stop - start) * self.stream.key.batch_size
+            self.own[number] = union(self.own.get(number, []), [(start, stop)])
             if number >= ledger.floor:
-                ledger.finish(me, number, place)
-                news.finish(me, number, place)
+                ledger.finish(me, number, start, stop)
+                news.finish(me, number, start, stop)
                 news.passes[number].counts[me] = ledger.passes[number].counts[me]
         for number in [q for q in self.own if q < ledger.floor]:
             del self.own[number]

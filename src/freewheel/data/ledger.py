@@ -129,14 +129,14 @@ class Ledger:
 
     # -- what is heard --
 
-    def finish(self, owner: Owner, number: int, batch: int) -> None:
-        """A worker has finished a batch it held."""
+    def finish(self, owner: Owner, number: int, start: int, stop: int) -> None:
+        """A worker has finished batches it held."""
         one = self.open(number)
         if one is None:
             return
-        done = [(batch, batch + 1)]
+        done = [(start, stop)]
         one.finished = union(one.finished, done)
-        one.counts[owner] = one.counts.get(owner, 0) + 1
+        one.counts[owner] = one.counts.get(owner, 0) + stop - start
         one.held[owner] = minus(one.held.get(owner, []), done)
 
     def hold(self, owner: Owner, held: dict[int, Spans]) -> None:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from freewheel.runtime.agent import Agent
 
 log = logging.getLogger("freewheel")
+PAGE = 4096
+"""How many samples of an order are looked up at once: one by one costs more than the rest of a batch."""
 EARLIER = 0
 """As which life of a worker that counts which it did in earlier runs."""
 
@@ -76,6 +78,8 @@ class Leases(Sampler[list[int]]):
         """Batches that DataLoader has been given and the loop has not finished."""
         self._asked: concurrent.futures.Future[None] | None = None
         self._orders: dict[int, torch.Tensor] = {}
+        self._page: tuple[int, int, list[int]] = (-1, 0, [])
+        """A piece of a pass's order: the pass, where it begins, the samples."""
 
     @functools.cached_property
     def agent(self) -> Agent:
@@ -110,6 +114,7 @@ class Leases(Sampler[list[int]]):
         doubtful = self.drawn[0] if in_hand else None
         self.drawn.clear()
         self._orders.clear()
+        self._page = (-1, 0, [])
         if not self.agent.alive:  # an exception ended the block, and nobody is there to be told
             return
         self._wait(self.agent.begin(self.hand.settle(left, doubtful)), patient=True)
@@ -154,8 +159,7 @@ class Leases(Sampler[list[int]]):
             if hand.due():
                 self._ask()
             self.drawn.append(batch)
-            start, stop = self._places(batch.place)
-            yield self._order(batch.number)[start:stop].tolist()
+            yield self._samples(batch)
 
     def _ask(self) -> concurrent.futures.Future[None]:
         if self._asked is None or self._asked.done():
@@ -171,6 +175,15 @@ class Leases(Sampler[list[int]]):
                 self.check()
                 if self.agent.stopped and not patient:
                     return None
+
+    def _samples(self, batch: Batch) -> list[int]:
+        """Which samples a batch has."""
+        start, stop = self._places(batch.place)
+        number, first, page = self._page
+        if number != batch.number or start < first or stop > first + len(page):
+            first, page = start, self._order(batch.number)[start : max(stop, start + PAGE)].tolist()
+            self._page = batch.number, first, page
+        return page[start - first : stop - first]
 
     def _order(self, epoch: int) -> torch.Tensor:
         if epoch not in self._orders:

@@ -19,12 +19,14 @@ from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.leases import Leases
 
 if TYPE_CHECKING:
+    from freewheel.observe.counters import Counters
     from freewheel.runtime.agent import Agent
 
 T = TypeVar("T")
 log = logging.getLogger("freewheel")
 DEALT_HERE = ("sampler", "batch_sampler")
 """Options of torch's DataLoader that would deal the samples in another way."""
+END = object()
 
 
 class Loader:
@@ -124,15 +126,16 @@ class Loader:
         self.begun = self.under_way = True
         if self.random is not None:  # DataLoader seeds its processes from it
             self.random.manual_seed(number(f"processes/{dealer.seed}/{dealer.epoch}/{self.rank}"))
-        left = True
+        left, counters = True, self.agent().counters
         try:
             while True:
-                for batch in self._waited_for(iter(self.batches)):
+                batches = self._timed(lambda: iter(self.batches))
+                while (batch := self._next(batches, counters)) is not END:
                     self.in_hand = True
                     self.given += 1
                     yield batch
                     self.in_hand = False
-                    self.agent().counters.samples += dealer.finish()
+                    counters.samples += dealer.finish()
                     if self.stopped():
                         return
                 if not self._timed(dealer.more):
@@ -143,11 +146,13 @@ class Loader:
             self.under_way = False
             self._timed(lambda: dealer.end(left, in_hand))
 
-    def _waited_for(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """The same batches; how long the loop waited for each is counted."""
-        end = object()
-        while (batch := self._timed(lambda: next(batches, end))) is not end:
-            yield batch
+    def _next(self, batches: Iterator[Any], counters: Counters) -> Any:
+        """The next batch, or END; how long the loop waits for it is counted. Every step comes here."""
+        counters.wait("data", time.perf_counter())
+        try:
+            return next(batches, END)
+        finally:
+            counters.go_on(time.perf_counter())
 
     def _timed(self, act: Callable[[], T]) -> T:
         counters = self.agent().counters
