@@ -18,8 +18,9 @@ RETRY_S = 0.05
 """After which a worker that was told to wait, or to ask another, asks again."""
 LEASE_S = 1.0
 """How long a lease should last."""
-STOCK = 1.25
-"""What a worker holds should outlast a dealer that falls silent: by so much until it counts as lost."""
+STOCK = 1.75
+"""A worker's batches last for so many times the silence after which a dealer counts as lost: it is not noticed
+at once, and the next dealer has to ask around."""
 RATE_S = 0.2
 """Over how long at least a worker's rate is measured."""
 GIVEN, OVER, WAIT, REFUSED = range(4)
