@@ -19,8 +19,8 @@ RETRY_S = 0.05
 LEASE_S = 1.0
 """How long a lease should last."""
 STOCK = 1.75
-"""A worker's batches last for so many times the silence after which a dealer counts as lost: it is not noticed
-at once, and the next dealer has to ask around."""
+"""A worker's batches last for so many times the silence after which a dealer counts as lost: that is noticed
+late, and the next dealer has to ask around."""
 RATE_S = 0.2
 """Over how long at least a worker's rate is measured."""
 GIVEN, OVER, WAIT, REFUSED = range(4)
