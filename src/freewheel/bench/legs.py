@@ -20,12 +20,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from freewheel import strategies
 from freewheel.bench.processes import Parent, job
 
 ALONE, DDP = "alone", "ddp"
 FLOATS_PER_MB = 250_000
 SIDE = 500
 WARM_UP_STEPS = 3
+
+
+def in_step(leg: str) -> bool:
+    """Whether a worker of this leg cannot make a step that the others do not make."""
+    return leg == DDP or (leg != ALONE and strategies.resolve(leg).merges())
 
 
 class Weights(nn.Module):
@@ -91,7 +97,7 @@ def main() -> None:
         steps = count_steps(step, window["begin"], window["end"])
         result = {"steps": steps, "process_cpu_s": time.process_time() - process_s, **asdict(spent)}
         parent.say(result={**result, "before": before, "after": metrics()})
-        while asked["leg"] == DDP:  # its workers can only stop together: when the benchmark hangs up
+        while in_step(asked["leg"]):  # its workers can only stop together: when the benchmark hangs up
             step()
 
 

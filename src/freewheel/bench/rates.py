@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from freewheel.bench.legs import ALONE, DDP
+from freewheel.bench.legs import ALONE, DDP, in_step
 from freewheel.bench.processes import Place, Processes, free_port
 from freewheel.errors import ConfigError, at_least
 
@@ -151,7 +151,7 @@ def run_leg(
         workers.wait_until(begin + seconds)
         counted = [after - before for before, after in zip(counted, meter(), strict=True)]
         results = workers.collect("result", within_s=START_S + 10 * load.compute_ms / 1e3)
-        if leg != DDP:
+        if not in_step(leg):
             workers.finish(within_s=START_S)
     return Pace(seconds, results, counted)
 
