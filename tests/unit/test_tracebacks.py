@@ -99,3 +99,20 @@ def test_a_script_that_cannot_be_read_is_shown_once(screen):
     screen.mixed(block, block)
     screen.output.end()
     assert screen.lines == [*of(0, block), "1 the same error as worker 0: SyntaxError: invalid syntax"]
+
+
+def test_what_goes_on_for_long_is_not_held(screen, monkeypatch):
+    """A handled error may be followed by lines and lines; and not all that looks like one has an end."""
+    now = 0.0
+    monkeypatch.setattr(tracebacks.time, "monotonic", lambda: now)
+    for line in failed(0):
+        screen.output(0, line, True)
+    for k in range(40):
+        now += 0.1
+        screen.output(0, f"still here {k}", True)
+        screen.output.tick()
+    assert len(screen.lines) > 4 + 15
+    screen.output(1, '  File "train.py", line 3 in wait', True)  # as faulthandler writes
+    now += 3.0
+    screen.output.tick()
+    assert screen.lines[-1] == '1   File "train.py", line 3 in wait'

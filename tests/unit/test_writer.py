@@ -151,3 +151,28 @@ def test_where_each_goes_on_from_its_own_all_but_the_newest_may_go(disk):
     write(first, 3, 4)
     write(second, 9)
     assert (disk.steps(0), disk.steps(1)) == ([3, 4], [7])
+
+
+def test_a_set_that_another_worker_clears_away_while_it_is_looked_for_is_none(disk, monkeypatch):
+    write(writer(disk), 1, 2)
+    glob = Path.glob
+
+    def looked_for(path: Path, pattern: str):
+        if path.name.startswith("step-") and int(path.name.split("-")[1]) == 1:
+            for file in list(path.iterdir()):
+                file.unlink()
+            path.rmdir()
+        return glob(path, pattern)
+
+    monkeypatch.setattr(Path, "glob", looked_for)
+    assert [one.manifest.step for one in shards.find(disk.home)[0]] == [2]
+
+
+def test_a_checkpoint_that_is_written_counts_though_older_ones_cannot_be_cleared_away(
+    disk, monkeypatch, caplog
+):
+    one = writer(disk)
+    monkeypatch.setattr(one, "_retire", lambda: (_ for _ in ()).throw(PermissionError(errno.EACCES, "no")))
+    write(one, 1)
+    assert one._counts == {"done": 1, "failed": 0}
+    assert "cannot be cleared away" in caplog.text

@@ -25,9 +25,13 @@ NOT_THE_SCRIPT = ("<", *LIBRARIES, str(Path(freewheel.__file__).parent))
 HELD_S = 0.5
 """How long a traceback is held after its last line: the worker may go on, and print others."""
 
+MOST_S = 2.0
+"""How long anything is held: what looks like a traceback may be something else, or more may follow."""
+
 
 @dataclass
 class _Held:
+    began_s: float
     lines: list[str] = field(default_factory=list)
     newest_s: float = 0.0
 
@@ -48,7 +52,7 @@ class Tracebacks:
     def __call__(self, rank: int | None, text: str, error: bool) -> None:
         """Take one line."""
         if rank is not None and error and (rank in self._held or text.startswith(BEGIN)):
-            held = self._held.setdefault(rank, _Held())
+            held = self._held.setdefault(rank, _Held(time.monotonic()))
             held.lines.append(text)
             held.newest_s = time.monotonic()
             return
@@ -57,10 +61,14 @@ class Tracebacks:
         self._show(rank, text, error)
 
     def tick(self) -> None:
-        """Show what is whole and was not the end of its worker."""
+        """Show what is whole and was not the end of its worker, and what goes on for too long to be one."""
         now_s = time.monotonic()
         held = list(self._held.items())
-        self._let_go(rank for rank, one in held if one.whole() and now_s > one.newest_s + HELD_S)
+        self._let_go(
+            rank
+            for rank, one in held
+            if (one.whole() and now_s > one.newest_s + HELD_S) or now_s > one.began_s + MOST_S
+        )
 
     def end(self) -> None:
         """Show what is left."""

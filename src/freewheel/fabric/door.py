@@ -82,7 +82,11 @@ class Door:
             raise PeerLost(peer, f"{host}:{port}: no answer in time") from error
         except ssl.SSLError as error:
             broken = isinstance(error, ssl.SSLEOFError)  # the connection ended; it says nothing of keys
-            why = words(error) if broken else f"{OTHER_KEYS} ({error.reason})"
+            why = (
+                words(error)
+                if broken
+                else f"{OTHER_KEYS} ({getattr(error, 'verify_message', '') or error.reason})"
+            )
             raise PeerLost(peer, f"{host}:{port}: {why}") from error
         except (OSError, EOFError, BadFrame) as error:
             raise PeerLost(peer, f"{host}:{port}: {words(error)}") from error

@@ -326,7 +326,7 @@ class Agent:
     async def _begin_uncopied(self) -> None:
         """Nobody has weights: where others wait for the first ones, begin with one's own; else Orphaned."""
         living = await asyncio.to_thread(self._rendezvous.living)
-        if not set(living).intersection(self.fabric.members):
+        if not set(living).intersection(self.fabric.members) - {self.me.rank}:
             raise Orphaned("who could be copied is lost")
         log.warning("worker %d was started again before anybody had weights: it begins anew", self.me.rank)
 

@@ -6,6 +6,7 @@ timeout is only about keys that are not there yet.
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import socket
 import threading
@@ -16,6 +17,8 @@ from typing import TypeVar
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
+STORE_THREAD = "freewheel-store"
+LAST_S = 0.5
 
 
 class Hangs(DistNetworkError):
@@ -36,11 +39,19 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
         except BaseException as error:  # the caller's to handle
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, name="freewheel-store", daemon=True)
+    thread = threading.Thread(target=run, name=STORE_THREAD, daemon=True)
     thread.start()
     if not concurrent.futures.wait([future], timeout_s).done:
         raise Hangs(timeout_s, thread)
     return future.result()
+
+
+@atexit.register
+def _let_end() -> None:
+    """A call that is answered while the interpreter shuts down would end the process badly."""
+    for thread in threading.enumerate():
+        if thread.name == STORE_THREAD:
+            thread.join(LAST_S)
 
 
 class BoundedStore:

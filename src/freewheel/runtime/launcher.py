@@ -41,6 +41,7 @@ from freewheel.runtime.processes import Keeper, Output, Process, ending_signals,
 from freewheel.runtime.rendezvous import OPTIONS, STORE_S
 
 LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
+TELL_AGAIN_S = 2.0  # between two tries to tell the store who died
 GRACE_S = 1.4  # between passing on Ctrl-C and killing
 
 
@@ -121,6 +122,8 @@ def launch(
     _make(options.get("folder"))
     store.set(f"{OPTIONS}/{node}", json.dumps(options))
     ranks = range(node * workers, (node + 1) * workers)
+    for rank in ranks:
+        store.delete_key(f"{STARTS}/{rank}")  # an earlier launcher of this node may have given them up
     environment = _environment(nodes * workers, workers, host, port, env)
     of_all = f" of {nodes * workers} (node {node})" if nodes > 1 else ""
     threads, records = environment["OMP_NUM_THREADS"], options.get("folder") or "none"
@@ -259,6 +262,9 @@ class _Run:
         self._output = output
         self._running = list(processes)
         self._failure = 0
+        self._untold: dict[int, int] = {}
+        """What the store has not been told yet of workers that died."""
+        self._tell_at_s = 0.0
 
     def until_ended(self, tick: Callable[[], None] | None) -> None:
         """Start them, show what they say, restart those that die, pass on signals, until none is left."""
@@ -280,6 +286,8 @@ class _Run:
                     self._signal(signal.SIGKILL)
             elif tick is not None:
                 tick()
+            if self._untold and now_s >= self._tell_at_s:
+                self._tell_rest()
             for process in list(self._running):
                 code = process.ended()
                 if code is not None:
@@ -300,9 +308,18 @@ class _Run:
 
     def _tell(self, rank: int, starts: int) -> None:
         """Let the workers know whether one that died comes back."""
-        with contextlib.suppress(RuntimeError, OSError):  # without the store they go on all the same
+        self._untold[rank] = starts
+        self._tell_rest()
+
+    def _tell_rest(self) -> None:
+        """Without the store they go on all the same; but who is started again has to know, so try again."""
+        with contextlib.suppress(RuntimeError, OSError):
             # Over a new connection: the store may have been started anew.
-            reach(self._store.host, self._store.port, STORE_S).set(f"{STARTS}/{rank}", str(starts))
+            store = reach(self._store.host, self._store.port, STORE_S)
+            for rank, starts in list(self._untold.items()):
+                store.set(f"{STARTS}/{rank}", str(starts))
+                del self._untold[rank]
+        self._tell_at_s = time.monotonic() + TELL_AGAIN_S
 
     def _signal(self, number: int) -> None:
         for process in self._running:

@@ -23,7 +23,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError, WorkerLost
 from freewheel.runtime import beginnings
-from freewheel.runtime.beginnings import GIVEN_UP, STARTS, Beginning, Beginnings, Entry, given_up
+from freewheel.runtime.beginnings import GIVEN_UP, STARTS, Beginning, Beginnings, Entry, Orphaned, given_up
 from freewheel.runtime.bounded import BoundedStore, Hangs, reach, within
 from freewheel.runtime.checks import first_difference, signature
 from freewheel.runtime.place import Place
@@ -35,6 +35,8 @@ REGISTER_S = 1.0
 """Between two looks whether the store still knows this worker."""
 STORE_S = 5.0
 """How long a store may take to answer once training has begun."""
+MISSES = 2
+"""A store that did not answer so often one after the other is lost."""
 HANGS_S = 60.0
 """How long one that hangs is left alone, unless it answers before: each call leaves a thread behind."""
 
@@ -81,6 +83,7 @@ class Rendezvous:
         self.there = True
         """Whether the store has answered when it was last asked."""
         self._hangs: tuple[Hangs, float] | None = None
+        self._missed = 0
 
     def hurry(self) -> None:
         """From now on nobody waits long for the store."""
@@ -172,7 +175,7 @@ class Rendezvous:
 
     def publish(self, host: str, port: int, incarnation: int) -> None:
         """Enter this worker into the address book."""
-        self._store.delete_key(f"absent/{self.place.rank}")  # of an earlier life
+        self._store.set(f"absent/{self.place.rank}", "")  # an earlier life may have said that it was
         self._address = json.dumps([host, port, incarnation])
         self._store.set(f"address/{self.place.rank}", self._address)
 
@@ -191,6 +194,7 @@ class Rendezvous:
         if self._hangs is not None:
             call, until_s = self._hangs
             if call.thread.is_alive() and time.monotonic() < until_s:
+                self._miss()
                 return found
             self._hangs = None
         try:
@@ -202,12 +206,16 @@ class Rendezvous:
                     host, port, life = json.loads(store.get(f"address/{rank}"))
                     if life >= lives.get(rank, 0):
                         found[rank] = str(host), int(port)
-            self.there = True
+            self.there, self._missed = True, 0
         except (OSError, RuntimeError) as error:
-            self.there = False
+            self._miss()
             if isinstance(error, Hangs):
                 self._hangs = error, time.monotonic() + HANGS_S
         return found
+
+    def _miss(self) -> None:
+        self._missed += 1
+        self.there = self._missed < MISSES
 
     def _register(self, base: BoundedStore, store: BoundedStore, lives: Mapping[int, int]) -> None:
         place = self.place
@@ -277,11 +285,13 @@ class Rendezvous:
 
     def absent(self, peer: int) -> str | None:
         """Why a peer is not coming, if it or its launcher said so."""
+        if self._beginnings.newest() != self._beginning:
+            raise Orphaned("the others have begun again")
         if given_up(self._base, peer):
             return GIVEN_UP
         if not self._store.check([f"absent/{peer}"]):
             return None
-        return str(self._store.get(f"absent/{peer}").decode())
+        return self._store.get(f"absent/{peer}").decode() or None
 
     def say(self, key: str, text: str) -> None:
         """Leave a word for the others."""

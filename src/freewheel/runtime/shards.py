@@ -132,7 +132,7 @@ def write(home: Path, manifest: Manifest, state: dict[str, Any]) -> None:
 def find(home: Path) -> tuple[list[Shard], list[str]]:
     """The shards below a folder, and what is wrong with those that do not count."""
     shards, wrong = [], []
-    for path in sorted(home.glob("step-*/worker-*.json")):
+    for path in sorted(_each(home, "worker-*.json")):
         manifest = _read(path)
         if isinstance(manifest, str):
             wrong.append(f"{path}: {manifest}.")
@@ -181,11 +181,20 @@ def load(shard: Shard) -> dict[str, Any]:
 def leftovers(home: Path, ranks: Iterable[int]) -> Iterator[Path]:
     """What these workers left behind when they were killed while they wrote."""
     for rank in ranks:
-        yield from home.glob(f"step-*/worker-{rank}{TEMPORARY}")
-        for path in home.glob(f"step-*/worker-{rank}-*.pt"):
+        yield from _each(home, f"worker-{rank}{TEMPORARY}")
+        for path in _each(home, f"worker-{rank}-*.pt"):
             manifest = _read(path.parent / f"worker-{rank}.json")
             if isinstance(manifest, str) or manifest.file != path.name:
                 yield path
+
+
+def _each(home: Path, pattern: str) -> list[Path]:
+    """The files of all sets; a worker may clear one away meanwhile."""
+    found: list[Path] = []
+    for folder in home.glob("step-*"):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            found += folder.glob(pattern)
+    return found
 
 
 class _Digest:
@@ -216,8 +225,8 @@ class _Digest:
 def _open_in(folder: Path, file: Path) -> BinaryIO:
     """Make a folder and a file in it; another worker may take the folder for one that is not needed."""
     for _ in range(TRIES):
-        folder.mkdir(parents=True, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, FileExistsError):
+            folder.mkdir(parents=True, exist_ok=True)
             return file.open("wb")
     return file.open("wb")
 

@@ -83,10 +83,9 @@ class Writer:
             instead = f", for want of room in place of step {_steps(given_up)}" if given_up else ""
             self._notice("checkpoint", manifest.rank, f"of step {manifest.step}{instead}")
             self._went_well(manifest.step, given_up)
-            self._retire()
-        except OSError as error:
+        except Exception as error:
             self._counts["failed"] += 1
-            why = error.strerror or error
+            why = getattr(error, "strerror", None) or error
             self._notice("checkpoint", manifest.rank, f"none of step {manifest.step}: {why}")
             if self._trouble != "failed":
                 self._trouble = "failed"
@@ -94,6 +93,11 @@ class Writer:
                     "no checkpoint of step %d: %s (%s). The last good one stays, training goes on",
                     manifest.step, why, self.home,
                 )  # fmt: skip
+
+        try:
+            self._retire()
+        except OSError as error:
+            log.warning("older checkpoints in %s cannot be cleared away: %s", self.home, error)
 
     def _write(self, manifest: Manifest, state: dict[str, Any]) -> list[int]:
         """Write a shard; on a full disk give up older ones for it. Returns the steps of those."""
