@@ -162,6 +162,7 @@ def test_a_set_that_another_worker_clears_away_while_it_is_looked_for_is_none(di
             for file in list(path.iterdir()):
                 file.unlink()
             path.rmdir()
+            raise FileNotFoundError(errno.ENOENT, "gone", str(path))  # as glob does between two of its looks
         return glob(path, pattern)
 
     monkeypatch.setattr(Path, "glob", looked_for)
