@@ -19,7 +19,8 @@ import crew
 from crew import Launcher
 from freewheel.errors import ConfigError
 from freewheel.runtime import registrar, rendezvous
-from freewheel.runtime.bounded import reach
+from freewheel.runtime.beginnings import STARTS
+from freewheel.runtime.bounded import left_behind, reach
 from freewheel.runtime.place import LAUNCHED, Place
 from freewheel.runtime.rendezvous import Rendezvous
 
@@ -185,6 +186,17 @@ def test_a_connection_with_one_that_had_come_back_is_made_again():
     launcher.forget()
 
 
+def test_lives_that_ended_before_they_joined_are_counted_and_not_waited_for(launcher):
+    """Killed while they imported torch, say: at the end nobody is still to come."""
+    launcher.store.set(f"{STARTS}/0", "3")
+    one = Rendezvous(launcher.places[0], DEADLINE_S)
+    one.options()
+    assert one.incarnation() == 3
+    assert one.coming({0: 3}) == []
+    assert one.incarnation() == 4
+    launcher.forget()
+
+
 # -- a store that hangs --
 
 
@@ -242,10 +254,6 @@ def stoppable(hosted, monkeypatch) -> Iterator[Stoppable]:
     wait_until(lambda: not left_behind())  # torch says much of stores that are killed while one waits
     for place in hosted.places():
         rendezvous._stores.pop(place, None)
-
-
-def left_behind() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "freewheel-store"]
 
 
 def lasting() -> set[threading.Thread]:

@@ -25,6 +25,7 @@ from freewheel.cli.simulate import simulate
 from freewheel.cli.train import compare, train
 from freewheel.cli.watch import watch
 from freewheel.errors import FreewheelError
+from freewheel.runtime.bounded import left_behind
 
 app = typer.Typer(
     name="freewheel",
@@ -109,5 +110,7 @@ def main() -> None:
 
 
 def _complain(message: str) -> NoReturn:
-    print(message if message.startswith("Usage:") else f"freewheel: {message}", file=sys.stderr)
+    print(message if message.startswith("Usage:") else f"freewheel: {message}", file=sys.stderr, flush=True)
+    if left_behind():
+        os._exit(2)  # one that is answered while Python shuts down would abort it
     sys.exit(2)

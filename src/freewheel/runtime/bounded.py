@@ -46,12 +46,16 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
     return future.result()
 
 
+def left_behind() -> list[threading.Thread]:
+    """Calls that nobody waits for any more."""
+    return [thread for thread in threading.enumerate() if thread.name == STORE_THREAD]
+
+
 @atexit.register
 def _let_end() -> None:
     """A call that is answered while the interpreter shuts down would end the process badly."""
-    for thread in threading.enumerate():
-        if thread.name == STORE_THREAD:
-            thread.join(LAST_S)
+    for thread in left_behind():
+        thread.join(LAST_S)
 
 
 class BoundedStore:

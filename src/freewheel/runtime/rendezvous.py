@@ -126,8 +126,14 @@ class Rendezvous:
         time.sleep(2 * REGISTER_S)  # all of them
 
     def incarnation(self) -> int:
-        """Which life of this rank this is, from 1 on."""
-        return int(self._run.add(f"life/{self.place.rank}", 1))
+        """Which life of this rank this is, from 1 on.
+
+        Lives that ended before they came this far count, too: the launcher has counted them.
+        """
+        name, starts = f"life/{self.place.rank}", f"{STARTS}/{self.place.rank}"
+        life = self._run.add(name, 1)
+        launched = int(self._base.get(starts)) if self._base.check([starts]) else 0
+        return life if launched <= life else self._run.add(name, launched - life)
 
     def enter(self, life: int, strategy: Strategy) -> Entry:
         """Come into the run; into its next beginning where all who could be copied are lost."""

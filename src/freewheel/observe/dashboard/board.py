@@ -179,8 +179,9 @@ class Board:
 
 def _started(folder: Path) -> float:
     try:
-        return float(read_about(folder).get("started", math.inf))
-    except (FreewheelError, TypeError, ValueError):
+        # Without run.json it may have just begun, or be all that is left of an old run.
+        return float(read_about(folder).get("started") or folder.stat().st_mtime)
+    except (FreewheelError, OSError, TypeError, ValueError):
         return -math.inf
 
 
