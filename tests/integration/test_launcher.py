@@ -22,6 +22,7 @@ from freewheel.cli.main import main
 from freewheel.cli.run import Prefixed
 from freewheel.errors import ConfigError
 from freewheel.runtime import hosts, processes
+from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.hosts import host_store, reach_store
 from freewheel.runtime.launcher import Captured, launch
 
@@ -611,6 +612,29 @@ def test_nodes_that_do_not_fit_are_refused(script, gate, monkeypatch):
             for _ in codes:
                 gate.open()
         assert [code.result() for code in codes] == [0, 0]
+
+
+def test_the_workers_of_a_node_that_is_started_again_are_not_given_up(script, gate, monkeypatch):
+    """Else who looks whether anybody is left would take them for lost, and begin again beside them."""
+    monkeypatch.setattr(hosts, "BEAT_S", 0.1)
+    port = free_port()
+    place = {"nodes": 2, "bind": "127.0.0.1", "master": f"127.0.0.1:{port}", "output": Captured()}
+    given_up: list[bool] = []
+
+    def tick() -> None:
+        if not given_up:
+            given_up.append(store.check([f"{STARTS}/1"]))
+            gate.open()
+            gate.open()
+
+    command = script(gate.wait)
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(launch, command, 1, **place)
+        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # waits for node 0
+        store.set(f"{STARTS}/1", "0")  # as an earlier launcher of node 1 has left it
+        assert launch(command, 1, node=1, tick=tick, **place) == 0
+        assert first.result() == 0
+    assert given_up == [False]
 
 
 def test_a_node_of_another_shape_is_refused(script, gate, monkeypatch):
