@@ -24,7 +24,6 @@ LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib
 NOT_THE_SCRIPT = ("<", *LIBRARIES, str(Path(freewheel.__file__).parent))
 HELD_S = 0.5
 """How long a traceback is held after its last line: the worker may go on, and print others."""
-
 MOST_S = 2.0
 """How long anything is held: what looks like a traceback may be something else, or more may follow."""
 

@@ -29,7 +29,7 @@ from freewheel.runtime.copies import Copies, Rest
 from freewheel.runtime.ending import Ending
 from freewheel.runtime.live import LiveReplica
 from freewheel.runtime.records import Events
-from freewheel.runtime.rendezvous import POLL_S, STORE_S, Rendezvous
+from freewheel.runtime.rendezvous import POLL_S, Rendezvous
 from freewheel.strategy import Strategy
 
 T = TypeVar("T")
@@ -385,11 +385,7 @@ class Agent:
         async def somebody_comes() -> bool:
             if rendezvous is None or self.loop.time() > end_s:
                 return False
-            try:
-                asking = asyncio.to_thread(rendezvous.coming, dict(self.fabric.lives))
-                return bool(await asyncio.wait_for(asking, STORE_S))
-            except TimeoutError:  # a store that hangs knows of nobody
-                return False
+            return bool(await asyncio.to_thread(rendezvous.coming, dict(self.fabric.lives)))
 
         return await self.ending.run(somebody_comes) or await self.consensus()
 

@@ -265,7 +265,7 @@ class Worker:
             if time.monotonic() > end_s:
                 raise WorkerLost(f"worker {self.rank} found nobody to begin with in {self._timeout_s:g} s.")
         self._began_steps, self._began_s = self._agent.counters.steps, time.perf_counter()
-        self._state, self._agent.events.begun = "training", True
+        self._state, self._events.begun = "training", True
         self._write_about(options)
         self._steps = Steps(self._agent, self._optimizer, self._homes, self._checkpoints)
         self._inside = True
@@ -346,7 +346,7 @@ class Worker:
                 self._check()
                 self._checkpoints.close()
                 answer = self._patiently(self._agent.finish(self._store))
-                self._agent.events.over = True
+                self._events.over = True
                 if self._store is not None:
                     self._store.end()
                 checks.finite(answer[0], self.rank)
@@ -381,7 +381,7 @@ class Worker:
                 self._life = max(self._life, last + 1)
         self._recorder = Recorder(
             self._sample,
-            self._agent.events,
+            self._events,
             self._journal,
             console=options.console and self.rank == 0,
             board=open_board(board, self.rank) if board is not None else None,
@@ -414,7 +414,7 @@ class Worker:
 
     def _end_records(self, failure: BaseException | None) -> None:
         if failure is not None:
-            self._agent.events.note("failed", self.rank, f"{type(failure).__name__}: {failure}")
+            self._events.note("failed", self.rank, f"{type(failure).__name__}: {failure}")
         self._events.over = True
         if self._recorder is not None:
             self._recorder.close(well=failure is None)

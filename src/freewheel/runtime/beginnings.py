@@ -155,7 +155,12 @@ def restore(run: BoundedStore, mine: Beginning) -> None:
         known = run.compare_set(NEWEST, known, mine.text).decode()
 
 
+def started(base: BoundedStore, rank: int) -> int | None:
+    """How often a launcher has started a worker that died; 0: not again; None: it has said nothing."""
+    name = f"{STARTS}/{rank}"
+    return int(base.get(name)) if base.check([name]) else None
+
+
 def given_up(base: BoundedStore, rank: int) -> bool:
     """Whether a launcher has said that it does not start this worker again."""
-    name = f"{STARTS}/{rank}"
-    return bool(base.check([name]) and int(base.get(name)) == 0)
+    return started(base, rank) == 0

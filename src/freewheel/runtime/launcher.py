@@ -122,8 +122,6 @@ def launch(
     _make(options.get("folder"))
     store.set(f"{OPTIONS}/{node}", json.dumps(options))
     ranks = range(node * workers, (node + 1) * workers)
-    for rank in ranks:
-        store.delete_key(f"{STARTS}/{rank}")  # an earlier launcher of this node may have given them up
     environment = _environment(nodes * workers, workers, host, port, env)
     of_all = f" of {nodes * workers} (node {node})" if nodes > 1 else ""
     threads, records = environment["OMP_NUM_THREADS"], options.get("folder") or "none"
@@ -173,7 +171,6 @@ def join(
         ranks = claim(store, workers, given.get("most", 0), ends)
         for rank in ranks:
             store.set(f"{OPTIONS}/worker/{rank}", json.dumps(options))
-            store.delete_key(f"{STARTS}/{rank}")  # of who had the place before
         environment = _environment(given["most"], workers, host, port, None)
         output(None, f"joining {master} as worker{'s' * (workers > 1)} {', '.join(map(str, ranks))}", True)
         caught = ends.enter_context(ending_signals())
@@ -216,6 +213,7 @@ def _start(
     selector = ends.enter_context(selectors.DefaultSelector())
     processes = []
     for local, rank in enumerate(ranks):
+        store.delete_key(f"{STARTS}/{rank}")  # who had this place before may have been given up
         own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(local)}
         processes.append(Process(command, own, output, keeper, selector))
         ends.callback(processes[-1].kill)

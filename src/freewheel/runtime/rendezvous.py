@@ -23,7 +23,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError, WorkerLost
 from freewheel.runtime import beginnings
-from freewheel.runtime.beginnings import GIVEN_UP, STARTS, Beginning, Beginnings, Entry, Orphaned, given_up
+from freewheel.runtime.beginnings import GIVEN_UP, Beginning, Beginnings, Entry, Orphaned, given_up, started
 from freewheel.runtime.bounded import BoundedStore, Hangs, reach, within
 from freewheel.runtime.checks import first_difference, signature
 from freewheel.runtime.place import Place
@@ -130,10 +130,9 @@ class Rendezvous:
 
         Lives that ended before they came this far count, too: the launcher has counted them.
         """
-        name, starts = f"life/{self.place.rank}", f"{STARTS}/{self.place.rank}"
-        life = self._run.add(name, 1)
-        launched = int(self._base.get(starts)) if self._base.check([starts]) else 0
-        return life if launched <= life else self._run.add(name, launched - life)
+        name = f"life/{self.place.rank}"
+        life, counted = self._run.add(name, 1), started(self._base, self.place.rank) or 0
+        return life if counted <= life else self._run.add(name, counted - life)
 
     def enter(self, life: int, strategy: Strategy) -> Entry:
         """Come into the run; into its next beginning where all who could be copied are lost."""
@@ -265,8 +264,7 @@ class Rendezvous:
             return found
         try:
             for rank in range(self.most):
-                name = f"{STARTS}/{rank}"
-                if self._base.check([name]) and int(self._base.get(name)) > lives.get(rank, 0):
+                if (started(self._base, rank) or 0) > lives.get(rank, 0):
                     found.append(rank)
         except (RuntimeError, OSError):  # without a store nobody can come
             self.there = False
