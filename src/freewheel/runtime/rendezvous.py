@@ -259,16 +259,14 @@ class Rendezvous:
 
     def coming(self, lives: Mapping[int, int]) -> list[int]:
         """Workers that our launcher has started again and that have not joined yet."""
-        found: list[int] = []
         if not self.there:
-            return found
+            return []
         try:
-            for rank in range(self.most):
-                if (started(self._base, rank) or 0) > lives.get(rank, 0):
-                    found.append(rank)
+            ranks = range(self.most)
+            return [rank for rank in ranks if (started(self._base, rank) or 0) > lives.get(rank, 0)]
         except (RuntimeError, OSError):  # without a store nobody can come
             self.there = False
-        return found
+            return []
 
     def end(self) -> None:
         """Tell those who come too late that the run is over."""
