@@ -277,6 +277,17 @@ def test_a_run_that_starts_and_then_is_deleted_says_so(tmp_path, at_once):
         assert data(server)["change"]["v"]["notes"] == ["the folder of 'r' is gone."]
 
 
+def test_runs_of_two_clocks_are_said_to_be(tmp_path, at_once):
+    made.run(tmp_path / "0-real")
+    made.run(tmp_path / "1-simulated", clock="virtual")
+    with serving(tmp_path) as server:
+        told = data(server, "?runs=0,1")["change"]["v"]
+        assert any("Simulated, in virtual seconds" in note for note in told["notes"])
+        axis = told["figures"]["throughput"]["layout"]["xaxis"]["title"]["text"]
+        assert axis.endswith("(virtual ones of simulated runs)")
+        assert data(server, "?runs=0")["change"]["v"]["notes"] == []
+
+
 def test_records_that_are_broken_in_the_middle_are_one_line(tmp_path, at_once):
     made.run(tmp_path / "r")
     with serving(tmp_path) as server:

@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 
 from freewheel.errors import RunStopped
+from freewheel.observe import rows as watched
+from freewheel.observe.dashboard import Board
+from freewheel.observe.outcome import result_of
+from freewheel.observe.result import Result
+from freewheel.observe.run import Run
 from freewheel.runtime.hosts import host_store
 from freewheel.training import process
-from freewheel.training.job import Job
+from freewheel.training.job import Job, train_all
 
 pytestmark = pytest.mark.integration
 
@@ -32,27 +37,52 @@ def train(folder: Path, number: int, **settings):
     folder.mkdir()
     given = {"task": "digits", "workers": 1, "momentum": 0.9, "schedule": "cosine", "every": 3}
     Job(**given, **settings).save(folder / "job.json")
-    return process.run(folder, number)
+    process.run(folder, number)
+    result = result_of(Run(folder))
+    (life,) = result.by_worker
+    return result, (result.worker_steps, life["resumed_at"])
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "sasgd"])  # steps are taken as needed; all step together
 def test_it_goes_on_from_a_checkpoint_as_if_nothing_had_been(tmp_path, store, strategy):
     saved = str(tmp_path / "saved")
-    whole = train(tmp_path / "whole", 0, strategy=strategy, steps=8, checkpoint=saved)
-    assert (whole["steps"], whole["resumed_at"]) == (8, 0)
+    whole, steps = train(tmp_path / "whole", 0, strategy=strategy, steps=8, checkpoint=saved)
+    assert steps == (8, 0)
     for last in Path(saved).glob("step-00000006-*"):  # skipped if the one before was still being written
         shutil.rmtree(last)  # as if it had been killed in step 5
-    rest = train(tmp_path / "rest", 1, strategy=strategy, steps=8, checkpoint=saved, resume=True)
-    assert (rest["steps"], rest["resumed_at"]) == (5, 3)
-    assert rest["loss"] == whole["loss"]
+    rest, steps = train(tmp_path / "rest", 1, strategy=strategy, steps=8, checkpoint=saved, resume=True)
+    assert steps == (5, 3)
+    assert rest.loss == whole.loss
+    assert [sample.worker_steps for sample in rest.curve][-1] == 8
     with pytest.raises(RunStopped, match=r"has all 3 steps of this run\. Give --steps a larger number"):
         train(tmp_path / "again", 2, strategy=strategy, steps=3, checkpoint=saved, resume=True)
 
 
 def test_without_a_checkpoint_it_begins_anew(tmp_path, store):
     saved = str(tmp_path / "saved")
-    whole = train(tmp_path / "whole", 0, strategy="none", steps=4, checkpoint=saved, resume=True)
-    assert (whole["steps"], whole["resumed_at"]) == (4, 0)
+    _, steps = train(tmp_path / "whole", 0, strategy="none", steps=4, checkpoint=saved, resume=True)
+    assert steps == (4, 0)
+
+
+def test_everything_that_shows_a_run_shows_what_was_printed(tmp_path):
+    jobs = [Job(strategy=one, workers=2, steps=20, compute_ms=5, slow={1: 2.0}) for one in ("adpsgd", "ddp")]
+    for result, folder in zip(train_all(jobs, tmp_path), sorted(tmp_path.glob("*-*/")), strict=True):
+        assert isinstance(result, Result), result
+        assert result.worker_steps == 40
+        assert result.accuracy is not None
+        run = Run(folder)
+        assert result_of(run).as_json() == result.as_json()
+        everyone = watched.rows(run)
+        whole = watched.total(run, everyone)
+        assert whole.steps_per_s == result.steps_per_s
+        (shown,) = Board(folder).answer((), None)["change"]["v"]["shown"]
+        assert shown["rate"] == pytest.approx(result.steps_per_s, rel=1e-3)
+        assert shown["ideal_share"] == pytest.approx(result.ideal_share, rel=1e-3)
+        assert shown["blocked"] == pytest.approx(whole.blocked_share, rel=1e-3)
+        assert shown["elapsed_s"] == pytest.approx(result.virtual_s, abs=0.051)
+        for row, life in zip(everyone, result.by_worker, strict=True):
+            assert row.steps_per_s == pytest.approx(life["steps_per_s"])
+            assert row.blocked_share == pytest.approx(life["blocked_share"])
 
 
 def test_workers_that_take_steps_as_they_need_them_make_what_is_left(store):

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import freewheel as fw
+from freewheel.observe.outcome import result_of
 from freewheel.observe.report.words import happened
 from freewheel.observe.run import Run
 
@@ -50,6 +51,16 @@ def test_the_folder_tells_the_run_and_does_not_change_it(strategy, tmp_path):
     assert ("restarted", 3) in happened
     assert ("joined", 3) in happened
     assert (("view", None) in happened) == (strategy != "adpsgd")
+
+
+@pytest.mark.parametrize("strategy", fw.strategies.ALL)
+def test_the_figures_in_the_folder_are_those_of_the_result(strategy, tmp_path):
+    result = fw.simulate(strategy, "quadratic", folder=tmp_path, **SETTINGS)
+    found = result_of(Run(tmp_path))
+    told, known = found.as_json(), result.as_json()
+    for name in known.keys() - {"strategy", "trace_sha256"}:
+        assert told[name] == pytest.approx(known[name]), name
+    assert (found.target_s, found.curve) == (result.target_s, result.curve)
 
 
 def test_every_sample_holds_what_is_promised(tmp_path):

@@ -126,6 +126,32 @@ def test_a_restarted_worker_counts_on(tmp_path):
     assert track.value("bytes_out") == 110 * 4_000_000
 
 
+def test_the_sums_of_every_life_are_read_of_a_long_file_too(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps(made.about(workers=1)))
+    at = 0
+    for life, samples in enumerate((700, 1, 1, 2400, 30), start=1):
+        for number in range(1, samples + 1):
+            at += 1
+            line = made.sample(0, number, 1, life=life, time=1000.0 + 0.5 * at)
+            made.append(tmp_path / "worker-0.jsonl", line)
+    run = Run(tmp_path)
+    assert dict(run.totals())["steps"] == 10 * (700 + 1 + 1 + 2400 + 30)
+    assert [life["steps"] for life in run.workers[0].lives] == [7000, 10, 10, 24000, 300]
+    assert run.ended_s - run.began_s == 0.5 * at
+
+
+def test_a_run_begins_with_training_and_ends_with_the_last_step(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps(made.about(workers=1, started=1003.0)))
+    joining = made.sample(0, 0, 1, state="joining", began=None)
+    made.append(tmp_path / "worker-0.jsonl", joining)
+    run = Run(tmp_path)
+    assert (run.began_s, run.ended_s) == (1000.0, 1000.0)
+    leaving = made.sample(0, 20, 1, time=1016.0, began=1003.0, state="finished", last=True)
+    made.append(tmp_path / "worker-0.jsonl", leaving)
+    run.poll()
+    assert (run.began_s, run.ended_s, run.last_s) == (1003.0, 1013.0, 1016.0)
+
+
 def test_states_of_workers(tmp_path, monkeypatch):
     monkeypatch.setattr(run_module.time, "time", lambda: 1010.0)
     for rank, changes in enumerate(
@@ -242,6 +268,28 @@ def test_a_folder_that_is_no_run_is_named(tmp_path, prepare, says):
     with pytest.raises(ConfigError, match=says) as caught:
         find_runs(folder)
     assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "says"), [("", "is empty"), ('{"format": 1', "is damaged: it is no JSON")])
+def test_a_run_json_that_is_none_is_named_in_words(tmp_path, text, says):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"{says}.*move this file away"):
+        Run(tmp_path)
+
+
+def test_a_last_line_that_nobody_ends_is_counted(tmp_path):
+    folder = made.run(tmp_path / "r")
+    path = folder / "worker-0.jsonl"
+    whole = len(Run(folder).workers[0].points["time"])
+    with path.open("a") as file:
+        file.write('{"time": 1')
+    os.utime(path)
+    run = Run(folder)
+    assert run.broken == 0  # it may be written just now
+    for one in folder.glob("*.jsonl"):
+        os.utime(one, (1000.0, 1000.0))
+    run = Run(folder)
+    assert (run.broken, len(run.workers[0].points["time"])) == (1, whole)
 
 
 def test_a_run_of_another_version_is_refused(tmp_path):

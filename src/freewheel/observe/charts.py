@@ -108,7 +108,7 @@ def curves(runs: Sequence[Shown], what: str, over: str) -> Figure:
         "layout": layout,
         "empty": "No worker has reported a loss: worker.record(loss=…) does."
         if what == "loss"
-        else "Nobody has measured the accuracy: worker.record(accuracy=…) does.",
+        else "Not measured yet: worker.record(accuracy=…) does it; train and compare do it at the end.",
     }
 
 

@@ -51,7 +51,12 @@ class Shown:
 
     def at(self, time: float) -> float:
         """A moment of the run, as the axis of time counts."""
-        return (time - self.run.began_s) / self.unit_s
+        return (time - self.began_s) / self.unit_s
+
+    @cached_property
+    def began_s(self) -> float:
+        """When the run began, on its own clock."""
+        return self.run.began_s
 
 
 def shown(runs: Sequence[Run]) -> list[Shown]:
@@ -73,8 +78,11 @@ def shown(runs: Sequence[Run]) -> list[Shown]:
 def time_axis(runs: Sequence[Shown]) -> dict[str, Any]:
     """An axis of time, in the unit of the runs."""
     unit = UNITS[runs[0].unit_s]
-    virtual = "virtual " if all(one.run.clock == "virtual" for one in runs) else ""
-    return {"title": {"text": f"time, {virtual}{unit}"}, "rangemode": "tozero", "tickformat": ",~r"}
+    clocks = {one.run.clock for one in runs}
+    virtual = "virtual " if clocks == {"virtual"} else ""
+    simulated = " (virtual ones of simulated runs)" if len(clocks) > 1 else ""
+    title = {"text": f"time, {virtual}{unit}{simulated}"}
+    return {"title": title, "rangemode": "tozero", "tickformat": ",~r"}
 
 
 def log_axis(values: Iterable[float]) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import logging
 import math
 import os
 import platform
-import re
 import shlex
 import stat
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.observe.files import write_whole
+from freewheel.observe.tail import life
 
 FORMAT = 1
 THIN_BYTES = 24_000_000
@@ -32,7 +32,7 @@ BESIDES_BYTES, BESIDES_BYTES_PER_S = 1_000_000, 2_000
 """What events and evaluations of one writer may take: so much at once, and so much for each second."""
 TAIL = 1 << 17
 """More than a sample takes."""
-EVALUATION = ("worker_steps", "samples", "loss", "accuracy", "discrepancy", "consensus")
+EVALUATION = ("worker_steps", "samples", "loss", "accuracy", "discrepancy", "consensus", "discrepancy_max")
 
 log = logging.getLogger("freewheel")
 
@@ -178,9 +178,6 @@ def _cut_back(handle: int, written: int) -> None:
             os.ftruncate(handle, status.st_size - written)
 
 
-_LIFE = re.compile(rb'"life": (\d+)')
-
-
 def thin(path: Path) -> int:
     """Drop every second line of a file of samples, but not the last one of a life; return its new size.
 
@@ -191,7 +188,7 @@ def thin(path: Path) -> int:
         with path.open("rb") as old, part.open("wb") as new:
             kept, before = True, b""
             for line in old:
-                if before and (kept or _life(before) != _life(line)):
+                if before and (kept or life(before) != life(line)):
                     new.write(before)
                 kept, before = not kept, line
             new.write(before)
@@ -200,11 +197,6 @@ def thin(path: Path) -> int:
     finally:
         part.unlink(missing_ok=True)
     return size
-
-
-def _life(line: bytes) -> bytes:
-    found = _LIFE.search(line)
-    return found[1] if found else b""
 
 
 def head(

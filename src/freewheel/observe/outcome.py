@@ -8,7 +8,7 @@ from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.observe.result import Result, Sample
-from freewheel.observe.run import Evaluation, Run
+from freewheel.observe.run import Run
 
 
 def result_of(run: Run) -> Result:
@@ -27,7 +27,7 @@ def result_of(run: Run) -> Result:
             why = "ended before any worker made a step; the logs in it may say why"
         raise ConfigError(f"{str(run.folder)!r} {why}.")
     try:
-        return combined(run.about, lives, run.evaluations)
+        return _result(run, lives)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{str(run.folder)!r} holds what no run writes ({type(error).__name__}: {error}). "
@@ -35,42 +35,36 @@ def result_of(run: Run) -> Result:
         ) from None
 
 
-def combined(
-    about: dict[str, Any], lives: Sequence[dict[str, Any]], evaluations: Sequence[Evaluation]
-) -> Result:
-    """One result from what each life of a worker says of itself; `about` as in a run.json."""
-    began_s = min(life["began"] for life in lives)
-    took_s = max(life["began"] + life["elapsed_s"] for life in lives) - began_s
+def _result(run: Run, lives: Sequence[dict[str, Any]]) -> Result:
+    about = run.about
     curve = [
         Sample(
-            max(0.0, one.time - began_s),
+            max(0.0, one.time - run.began_s),
             one.worker_steps or 0,
             one.loss,
             one.accuracy,
             one.discrepancy or 0.0,
             one.consensus or 0.0,
         )
-        for one in evaluations
+        for one in run.evaluations
     ]
-    settings = about["settings"]
     steps = sum(life["steps"] for life in lives)
     alive_s = _sum(lives, "elapsed_s")
     compute_s = _sum(lives, "compute_s")
-    # A simulation knows it; else, of a worker that made no step nobody knows how fast it could be.
-    ideal = settings.get("ideal_per_s") or sum(1 / t for t in step_times_s(lives).values())
+    steps_per_s, ideal_share = rates(run)
     target = about.get("target")
     reached = [sample.virtual_s for sample in curve if target and (sample.accuracy or 0.0) >= target]
     losses = {life["rank"]: life["loss"] for life in lives if life.get("loss") is not None}
     loss = next((sample.loss for sample in reversed(curve) if sample.loss is not None), None)
-    apart = [sample.discrepancy for sample in curve]
+    apart = [max(one.discrepancy or 0.0, one.discrepancy_max or 0.0) for one in run.evaluations]
     return Result(
         strategy=about["strategy"].partition(":")[0],
         workers=about["workers"],
         seed=about["seed"],
-        virtual_s=took_s,
+        virtual_s=run.ended_s - run.began_s,
         worker_steps=steps,
-        steps_per_s=steps / took_s,
-        ideal_share=steps / took_s / ideal if ideal else 1.0,
+        steps_per_s=steps_per_s or 0.0,
+        ideal_share=1.0 if ideal_share is None else ideal_share,
         idle_share=max(0.0, 1 - compute_s / alive_s) if alive_s else 0.0,
         staleness_mean=staleness_mean(lives) or 0.0,
         staleness_max=float(max(life["staleness_max"] for life in lives)),
@@ -83,8 +77,23 @@ def combined(
         target_s=reached[0] if reached else None,
         curve=tuple(curve),
         by_worker=tuple(lives),
-        settings={**({"clock": "wall"} if about["clock"] == "wall" else {}), **settings},
+        settings={**({"clock": "wall"} if about["clock"] == "wall" else {}), **about["settings"]},
     )
+
+
+def rates(run: Run) -> tuple[float | None, float | None]:
+    """Steps of all workers in a second, from the first to the last one, and which share of the ideal that is.
+
+    The ideal is of all workers for the whole time: what a dead one would have made is missing. A simulation
+    knows it; else, of a worker that made no step nobody knows how fast it could be. None: no step was made.
+    """
+    lives = [life for track in run.workers.values() for life in track.lives]
+    steps, took_s = _sum(lives, "steps"), run.ended_s - run.began_s
+    if not steps or took_s <= 0:
+        return None, None
+    settings = run.about.get("settings") or {}
+    ideal = settings.get("ideal_per_s") or sum(1 / t for t in step_times_s(lives).values())
+    return steps / took_s, steps / took_s / ideal if ideal else None
 
 
 def step_times_s(lives: Sequence[dict[str, Any]]) -> dict[int, float]:

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from freewheel.observe.outcome import staleness_mean
+from freewheel.observe.outcome import rates, staleness_mean
 from freewheel.observe.run import Run, Track
+from freewheel.observe.series import blocked
 
 LATELY_S = 5.0
 LATELY_SLOW_S = 30.0
@@ -73,21 +74,21 @@ def _row(run: Run, rank: int, live: bool) -> Row:
     if per_s is not None and per_s < 1.0 and over_s == LATELY_S:
         over_s = LATELY_SLOW_S
         per_s = _rate(track, "steps", over_s)
-    spent = [_rate(track, name, over_s) or 0.0 for name in ("compute_s", "peers_s", "data_s", "checkpoint_s")]
+    waited = [_rate(track, name, over_s) for name in ("peers_s", "data_s", "checkpoint_s")]
     values = vars(row) | {
         "steps_per_s": per_s,
-        "blocked_share": sum(spent[1:]) / sum(spent) if sum(spent) > 0 else latest.get("blocked_share"),
+        "blocked_share": None if per_s is None else min(1.0, _sum(waited) or 0.0),
         "bytes_per_s": _rate(track, "bytes_out", over_s),
     }
     return Row(**values)
 
 
 def _rate(track: Track, name: str, over_s: float) -> float | None:
-    """A rate; of a life so short that it has one sample, the mean."""
-    rate = track.rate(name, over_s)
+    """A rate of the last seconds; where there are not two samples, or all time is asked for, the mean."""
+    rate = track.rate(name, over_s) if math.isfinite(over_s) else None
     if rate is not None:
         return rate
-    elapsed_s = track.latest.get("elapsed_s") or 0.0
+    elapsed_s = track.value("elapsed_s") or 0.0
     return (track.value(name) or 0.0) / elapsed_s if elapsed_s > 0 else None
 
 
@@ -97,15 +98,17 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
     going = sum(counted[state] for state in GOING)
     steps = sum(row.steps for row in all_rows)
     per_s, sent = _sum(r.steps_per_s for r in all_rows), _sum(r.bytes_per_s for r in all_rows)
+    waited = _mean(row.blocked_share for row in all_rows)
     if not run.live and elapsed_s(run) > 0:  # workers came and went: their rates do not add up
-        per_s, sent = steps / elapsed_s(run), dict(run.totals())["bytes_out"] / elapsed_s(run)
+        per_s, sent = rates(run)[0], dict(run.totals())["bytes_out"] / elapsed_s(run)
+        waited = sum(blocked(list(run.workers.values())).values())
     present = [row for row in all_rows if row.state not in ("dead", "silent")] or all_rows
     return Row(
         None,
         f"{going if run.live else counted['finished']} of {len(all_rows)}",
         steps=steps,
         steps_per_s=per_s,
-        blocked_share=_mean(row.blocked_share for row in all_rows),
+        blocked_share=waited,
         staleness=staleness_mean(life for track in run.workers.values() for life in track.lives),
         discrepancy=max((row.discrepancy for row in all_rows if row.discrepancy is not None), default=None),
         exchanges=sum(row.exchanges for row in all_rows),
@@ -117,7 +120,7 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
 
 def elapsed_s(run: Run) -> float:
     """How long it has gone on, or went on, on its own clock."""
-    return max(0.0, (run.now if run.live else run.last_s) - run.began_s) if run.workers else 0.0
+    return max(0.0, (run.now if run.live else run.ended_s) - run.began_s) if run.workers else 0.0
 
 
 def most_telling(all_rows: Sequence[Row], most: int) -> list[Row]:

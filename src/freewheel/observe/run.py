@@ -34,7 +34,7 @@ KINDS = {"strategy": str, "workers": int, "seed": int, "settings": dict, "starte
 SUMS = ("steps", "elapsed_s", "compute_s", "peers_s", "data_s", "checkpoint_s", "exchanges", "merges",
         "bytes_out", "bytes_in", "samples")  # fmt: skip
 LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members", "life")
-NUMBERS = ("staleness_max", "discrepancy_max", "blocked_share", "steps_per_s", "messages_dropped")
+NUMBERS = ("began", "staleness_max", "discrepancy_max", "blocked_share", "steps_per_s", "messages_dropped")
 TABLES = ("exchanges", "merges", "staleness_counts")
 """What else is read of a sample, and must be numbers, or numbers by name."""
 
@@ -50,6 +50,7 @@ class Evaluation:
     accuracy: float | None = None
     discrepancy: float | None = None
     consensus: float | None = None
+    discrepancy_max: float | None = None
 
 
 class Track:
@@ -61,8 +62,10 @@ class Track:
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
         self._ended: list[dict[str, Any]] = []
         """The last samples of earlier lives."""
-        self._began: list[float] = []
-        """When each life began."""
+        self.began_s: float | None = None
+        """When its first life began to train; None: it joins."""
+        self.ended_s = 0.0
+        """When it made its last step, as far as is known."""
         self.points: dict[str, list[float | None]] = {name: [] for name in ("time", *SUMS, *LEVELS)}
         self.version = version
         """Grows whenever points that were there before are dropped; else points are only added."""
@@ -80,9 +83,11 @@ class Track:
                 self._before[name] = self.points[name][-1] or 0.0
             self._ended.append(self.latest)
             self.recent.clear()
-        if not self.latest or life > self.life:
-            self._began.append(sample["time"] - (sample.get("elapsed_s") or 0.0))
         self.life, self.latest = life, sample
+        began_s = _began_s(sample)
+        if self.began_s is None and sample.get("elapsed_s"):
+            self.began_s = began_s
+        self.ended_s = max(self.ended_s, began_s + (sample.get("elapsed_s") or 0.0))
         self.recent.append(sample)
         for name, column in self.points.items():
             value = row[name]
@@ -100,7 +105,7 @@ class Track:
     def lives(self) -> list[dict[str, Any]]:
         """The last sample of every life, the present one's too, and when that life `began`."""
         lasts = [*self._ended, self.latest] if self.latest else []
-        return [{**last, "began": began} for last, began in zip(lasts, self._began, strict=True)]
+        return [{**last, "began": _began_s(last)} for last in lasts]
 
     def value(self, name: str) -> float | None:
         """The last value of a column; None: not known."""
@@ -118,6 +123,12 @@ class Track:
             begin -= 1
         took = (times[end] or 0.0) - (times[begin] or 0.0)
         return ((sums[end] or 0.0) - (sums[begin] or 0.0)) / took if took > 0 else None
+
+
+def _began_s(sample: dict[str, Any]) -> float:
+    """When the life of a sample began to train; records of earlier versions do not say it."""
+    began: float | None = sample.get("began")
+    return sample["time"] - (sample.get("elapsed_s") or 0.0) if began is None else began
 
 
 def _checked(sample: dict[str, Any]) -> dict[str, float | None]:
@@ -267,11 +278,17 @@ class Run:
 
     @property
     def began_s(self) -> float:
-        """When the first worker wrote its first sample, on the run's clock."""
+        """When the first worker began to train, on the run's clock; before that, when it began to join."""
         if self.clock == "virtual":
             return 0.0
-        firsts = [track.points["time"][0] or 0.0 for track in self.workers.values() if track.points["time"]]
-        return min([*firsts, self.about.get("started", float("inf"))], default=0.0)
+        begun = [track.began_s for track in self.workers.values() if track.began_s is not None]
+        firsts = (track.points["time"][0] or 0.0 for track in self.workers.values() if track.points["time"])
+        return min(begun) if begun else min(firsts, default=0.0)
+
+    @property
+    def ended_s(self) -> float:
+        """When the last step of all was made, as far as is known, on the run's clock."""
+        return max((track.ended_s for track in self.workers.values()), default=0.0)
 
     @property
     def last_s(self) -> float:
@@ -331,8 +348,9 @@ class Run:
 
     @property
     def broken(self) -> int:
-        """How many whole lines were no records, and have been left out."""
-        return sum(tail.broken for tail in self._tails.values())
+        """How many lines were no records, and are left out; one that is not whole where nobody ends it."""
+        halves = sum(tail.half for tail in self._tails.values()) if self.quiet_s > SILENT_S else 0
+        return halves + sum(tail.broken for tail in self._tails.values())
 
     def totals(self) -> Iterator[tuple[str, float]]:
         """The sums of all workers over all their lives."""
@@ -360,8 +378,14 @@ def read_about(folder: Path) -> dict[str, Any]:
         about = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error}. Is this a folder of a run?") from None
+    except OSError as error:
+        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror or error}.") from None
+    except ValueError:
+        what = "is empty" if not path.stat().st_size else "is damaged: it is no JSON"
+        raise ConfigError(
+            f"{str(path)!r} {what}. Give a folder as `freewheel run` makes them, unchanged; or move this "
+            "file away, and `freewheel watch` shows what else is there."
+        ) from None
     if not isinstance(about, dict) or "format" not in about:
         raise ConfigError(
             f"{str(path)!r} is not what a run writes: it has no format. Give a folder as `freewheel run` "

@@ -62,7 +62,7 @@ def moments(duration_s: float, most: int = MOMENTS) -> Floats:
 def series(run: Run) -> Series:
     """The series of a run as far as it has come."""
     began = run.began_s
-    times = moments(run.last_s - began)
+    times = moments(run.ended_s - began)
     tracks = [track for track in run.workers.values() if track.points["time"]]
     known = [_known(track, began) for track in tracks]
     steps, samples = _sum(known, "steps", times), _sum(known, "samples", times)

@@ -32,6 +32,8 @@ class Tail:
         """How often reading has started at the first line: more than once where the file was replaced."""
         self.broken = 0
         """Whole lines that were no JSON objects; they are left out."""
+        self.half = False
+        """Whether the last line is not whole."""
         self.written_s = 0.0
         """When the file was last written to, in seconds since 1970."""
 
@@ -56,6 +58,7 @@ class Tail:
             file.seek(self._at)
             lines = _lines(file)
         self._at = file.tell()
+        self.half = self._at < status.st_size
         return lines
 
     def _parse(self, lines: list[bytes]) -> list[dict[str, Any]]:
@@ -80,16 +83,31 @@ class Tail:
         file.seek(0)
         if size < 2 * most * length:
             return _lines(file)
-        found = [file.readline()]
-        for number in range(1, most):
-            file.seek(max(file.tell(), number * end // most))
+        found, told = [file.readline()], file.tell()
+        for number in range(1, most + 1):
+            file.seek(max(told, number * end // most))
             file.readline()  # what is left of the line we are in
-            found.append(file.readline())
+            at, line = file.tell(), file.readline()
+            if life(line) != life(found[-1]):  # the last line of a life holds its sums: none is left out
+                file.seek(told)
+                found += file.read(at - told).splitlines(keepends=True)
+            if number == most:
+                break
+            found.append(line)
+            told = at + len(line)
         if self._cut is not None:
             found = [self._cut.sub(self._instead, line) for line in found]
-        file.seek(max(file.tell(), end))
-        file.readline()
+        file.seek(at)
         return found + _lines(file)
+
+
+_LIFE = re.compile(rb'"life": (\d+)')
+
+
+def life(line: bytes) -> bytes:
+    """Of which life of its worker a sample is."""
+    found = _LIFE.search(line)
+    return found[1] if found else b""
 
 
 def _length(piece: bytes) -> float:

@@ -80,6 +80,7 @@ class Worker:
         self._answer: tuple[Tensor, Tensor] | None = None
         self._loss: Tensor | float = math.nan
         self._began_s = self._ended_s = 0.0
+        self._began: float | None = None  # the same on the clock of the wall
         self._began_steps = 0
         self._members: list[int] = []  # those within reach when the with-block ended
         self._life, self._state = 1, "joining"
@@ -199,6 +200,7 @@ class Worker:
             "life": self._life,
             "state": self._state,
             "steps": counters.steps,
+            "resumed_at": self._began_steps,
             "elapsed_s": elapsed_s,
             "steps_per_s": (counters.steps - self._began_steps) / elapsed_s if elapsed_s else 0.0,
             "compute_s": counters.compute_s,
@@ -264,7 +266,8 @@ class Worker:
         while not self._meet(options, life, bind):  # the next beginning is another run
             if time.monotonic() > end_s:
                 raise WorkerLost(f"worker {self.rank} found nobody to begin with in {self._timeout_s:g} s.")
-        self._began_steps, self._began_s = self._agent.counters.steps, time.perf_counter()
+        self._began_steps = self._agent.counters.steps
+        self._began_s, self._began = time.perf_counter(), time.time()
         self._state, self._events.begun = "training", True
         self._write_about(options)
         self._steps = Steps(self._agent, self._optimizer, self._homes, self._checkpoints)
@@ -389,7 +392,9 @@ class Worker:
 
     def _sample(self) -> dict[str, Any]:
         self._agent.counters.measure = True  # for the next sample
-        return self.metrics()
+        sample = self.metrics()
+        before = sample["resumed_at"] if self._began is not None else sample["steps"]
+        return {**sample, "began": self._began, "steps": sample["steps"] - before}
 
     def _write_about(self, options: Options) -> None:
         """Let run.json be written: by the first of those who begin, or where there is none."""
@@ -435,14 +440,6 @@ class Worker:
         """Raise what failed beside training."""
         steps.check(self._agent)
 
-    # -- losses --
-
     def _score(self) -> float:
-        loss = float(self._loss)
-        if not math.isnan(loss):
-            return loss
-        if self._agent.counters.steps > self._began_steps + 1:
-            raise ConfigError(
-                f"{self._strategy.name} compares the workers' losses: call worker.report(loss) in every step."
-            )
-        return math.inf
+        made = self._agent.counters.steps - self._began_steps
+        return checks.score(float(self._loss), made, self._strategy)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from typing import Any
 
@@ -51,6 +52,17 @@ def finite(weights: Tensor, rank: int) -> None:
     """Refuse an answer that is none."""
     if not weights.isfinite().all():
         raise Diverged(f"worker {rank} ended with weights that are not finite. Lower the learning rate.")
+
+
+def score(loss: float, steps: int, strategy: Strategy) -> float:
+    """What a strategy compares workers by: the loss that was last reported, in this life of so many steps."""
+    if not math.isnan(loss):
+        return loss
+    if steps > 1:
+        raise ConfigError(
+            f"{strategy.name} compares the workers' losses: call worker.report(loss) in every step."
+        )
+    return math.inf
 
 
 def enter(model: nn.Module) -> None:

@@ -29,7 +29,7 @@ SAMPLE_S = 0.5
 CONSOLE_S = 5.0
 CLOSE_S = 5.0
 """How long the end of a run waits for the last sample to be written."""
-NO_SCALARS = ("time", "rank", "life", "last")
+NO_SCALARS = ("time", "rank", "life", "began", "resumed_at", "last")
 
 log = logging.getLogger("freewheel")
 
@@ -152,7 +152,7 @@ class Recorder:
     def _show(self, sample: dict[str, Any]) -> None:
         for name, value in sample.items():
             if isinstance(value, int | float) and name not in NO_SCALARS:
-                self._board.add_scalar(f"freewheel/{name}", value, sample["steps"])
+                self._board.add_scalar(f"freewheel/{name}", value, sample["resumed_at"] + sample["steps"])
 
 
 def open_board(folder: str | Path, rank: int) -> Any:
@@ -224,7 +224,7 @@ def line(sample: dict[str, Any]) -> str:
     """A sample for people."""
     parts = [
         f"{sample['elapsed_s']:.0f} s",
-        f"step {sample['steps']}",
+        f"step {sample['resumed_at'] + sample['steps']}",
         f"{sample['steps_per_s']:.1f} steps/s",
         f"blocked {100 * sample['blocked_share']:.1f} %",
         f"exchanges {sample['exchanges']['done'] + sample['merges']['done']}",

@@ -92,6 +92,7 @@ class SimulatedRecords:
             accuracy=sample.accuracy,
             discrepancy=None if timing else sample.discrepancy,
             consensus=None if timing else sample.consensus,
+            discrepancy_max=None if timing else self._run.discrepancy_max,
         )
 
     def struck(self, fault: Fault) -> None:
@@ -136,9 +137,11 @@ class SimulatedRecords:
             "rank": worker.rank,
             "life": self._run.wire.life[worker.rank],
             "state": "finished" if over else "training" if worker.ready else "joining",
-            "steps": counters.steps,
+            "began": worker.born_s,
+            "steps": worker.completed,
+            "resumed_at": 0,
             "elapsed_s": elapsed_s,
-            "steps_per_s": counters.steps / elapsed_s if elapsed_s else 0.0,
+            "steps_per_s": worker.completed / elapsed_s if elapsed_s else 0.0,
             "compute_s": counters.compute_s + computing_s,
             "blocked_s": blocked_s,
             "blocked_share": sum(blocked_s.values()) / elapsed_s if elapsed_s else 0.0,

@@ -90,6 +90,8 @@ class SimulatedWorker:
         self.tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that a life ends the same way twice
         self.ready = False
         """Whether it has weights to train: not while it copies another's."""
+        self.completed = 0
+        """Its steps, without one whose end it is still waiting for."""
         self.ended = False
         """Whether it has made all its steps."""
         self.training: asyncio.Task[Any] | None = None
@@ -195,6 +197,7 @@ class SimulatedWorker:
                 self.hand.finish(batch)
             node.stepped()
             self.trace.add((self.loop.time(), "step", self.rank, counters.steps, node.loss))
+            self.completed += 1
             done(self)
         self.ended = True
         node.leave()

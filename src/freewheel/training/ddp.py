@@ -28,7 +28,8 @@ class DdpBooks:
     def __init__(self, job: Job, folder: Path, rank: int, step_s: float, model_bytes: int) -> None:
         self.steps, self.loss = 0, torch.tensor(float("nan"))
         self._job, self._rank, self._step_s, self._model_bytes = job, rank, step_s, model_bytes
-        self._began_s, self._state = time.perf_counter(), "training"
+        self._ended_s: float | None = None
+        self._began_s, self._began, self._state = time.perf_counter(), time.time(), "training"
         self._events = Events()
         self._recorder = Recorder(self._metrics, self._events, Journal(folder, rank))
 
@@ -68,6 +69,7 @@ class DdpBooks:
         return self
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
+        self._ended_s = time.perf_counter()
         if error is not None:
             self._events.note("failed", self._rank, f"{type(error).__name__}: {error}")
         else:
@@ -75,14 +77,16 @@ class DdpBooks:
         self._recorder.close(well=error is None)
 
     def _metrics(self) -> dict[str, Any]:
-        elapsed_s = time.perf_counter() - self._began_s
+        elapsed_s = (self._ended_s or time.perf_counter()) - self._began_s
         compute_s = min(elapsed_s, self.steps * self._step_s)
         loss: Tensor = self.loss
         return {
             "rank": self._rank,
             "life": 1,
             "state": self._state,
+            "began": self._began,
             "steps": self.steps,
+            "resumed_at": 0,
             "elapsed_s": elapsed_s,
             "steps_per_s": self.steps / elapsed_s,
             "compute_s": compute_s,

@@ -148,8 +148,7 @@ def train_all(
     results: list[Result | RunStopped] = []
     for job, home in zip(jobs, homes, strict=True):
         try:
-            asked = {**job.scenario(), "strategy": job.strategy, "target": job.target}
-            results.append(read_outcome(home, asked))
+            results.append(read_outcome(home, job.workers))
         except RunStopped as error:
             why = str(error) or _last_words(output, workers)
             results.append(RunStopped(f"{job.strategy}: {why} Its logs are in {folder}."))
@@ -170,7 +169,8 @@ def steps_made(folder: Path, workers: int) -> int:
             with path.open("rb") as file:
                 file.seek(max(0, path.stat().st_size - (1 << 16)))
                 lines = file.read().splitlines()
-            made += int(json.loads(lines[-1])["steps"])
+            sample = json.loads(lines[-1])
+            made += int(sample["steps"]) + int(sample["resumed_at"])
         except (OSError, IndexError, ValueError, KeyError):
             continue  # not there yet, or being written
     return made

@@ -135,10 +135,10 @@ class Samples:
         for vector in vectors[1:]:
             mean += vector
         buffers = torch.stack([buffers for _, _, buffers, _ in parts]).mean(0)
-        moment = {"time": time.time(), "worker_steps": sum(steps for *_, steps in parts)}
-        apart = {"discrepancy": discrepancy, "consensus": consensus}
-        self.kept.append({**moment, **apart, "weights": mean.div_(len(vectors)), "buffers": buffers})
-        self.journal.evaluation(moment["time"], worker_steps=moment["worker_steps"], **apart)
+        now, made = time.time(), sum(steps for *_, steps in parts)
+        mean.div_(len(vectors))
+        self.kept.append({"time": now, "worker_steps": made, "weights": mean, "buffers": buffers})
+        self.journal.evaluation(now, worker_steps=made, discrepancy=discrepancy, consensus=consensus)
 
     def ask(self, worker: Worker) -> None:
         """Collect the parts beside training."""
@@ -151,31 +151,39 @@ class Samples:
         if not self.pending:  # a slow network: better fewer samples than many under way
             self.pending.append(worker._agent.begin(collect()))
 
-    def evaluate(self, task: Task, model: nn.Module) -> list[dict[str, Any]]:
-        """Loss and accuracy of all that was kept."""
+    def write(self, task: Task, model: nn.Module, final: nn.Module, ended: float) -> None:
+        """Measure all that was kept, and the answer at the end, for the records."""
         model.eval()
         replica = Replica(flatten(model.named_parameters(), gradients=False))
         for sample in self.kept:
-            replica.load(sample.pop("weights").to(replica.dtype))
-            set_flat_buffers(model, sample.pop("buffers"))
-            sample["loss"], sample["accuracy"] = task.evaluate(model)
-        return self.kept
+            replica.load(sample["weights"].to(replica.dtype))
+            set_flat_buffers(model, sample["buffers"])
+            loss, accuracy = task.evaluate(model)
+            steps = sample["worker_steps"]
+            self.journal.evaluation(sample["time"], worker_steps=steps, loss=loss, accuracy=accuracy)
+        final.eval()
+        loss, accuracy = task.evaluate(final)
+        # One that was asked for at the end may have come after it.
+        at = max([ended, *(sample["time"] for sample in self.kept)])
+        steps = self.job.workers * self.job.steps
+        self.journal.evaluation(at, worker_steps=steps, loss=loss, accuracy=accuracy)
 
 
 def main(folders: list[Path]) -> None:
     """Run all jobs; one that fails does not keep the next from being run."""
     rank = int(os.environ["RANK"])
     for number, folder in enumerate(folders):
+        failed = ""
         try:
-            outcome = run(folder, number)
+            run(folder, number)
         except FreewheelError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
-            outcome = {"failed": str(error)}
-        (folder / f"outcome-{rank}.json").write_text(json.dumps(outcome))
+            failed = str(error)
+        (folder / f"outcome-{rank}.json").write_text(json.dumps({"failed": failed}))
 
 
-def run(folder: Path, number: int) -> dict[str, Any]:
-    """Train; return what came of it."""
+def run(folder: Path, number: int) -> None:
+    """Train; what came of it is in the records."""
     job = Job.load(folder / "job.json")
     rank, device = int(os.environ["RANK"]), torch.device(job.device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -210,27 +218,9 @@ def run(folder: Path, number: int) -> dict[str, Any]:
     fastest = min(range(job.workers), key=lambda one: (job.slow.get(one, 1.0), one))
     samples = Samples(job, rank == fastest, Journal(folder, rank))
     train = _with_ddp if strategy is None else _attached
-    outcome, final = train(job, folder, rank, model, optimizer, task, generator, pace, budget, samples, lr)
-    outcome |= {"rank": rank, "lr": lr, "momentum": momentum, "waits_for": "all", "staleness": "none"}
-    if strategy is not None:
-        outcome |= {"waits_for": strategy.waits_for, "staleness": strategy.staleness}
-        outcome["strategy"] = strategy.settings()
-    outcome["model_bytes"] = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+    final, ended = train(job, folder, rank, model, optimizer, task, generator, pace, budget, samples, lr)
     if samples.active:
-        outcome["curve"] = samples.evaluate(task, task.model().to(device))
-        final.eval()
-        outcome["loss"], outcome["accuracy"] = task.evaluate(final)
-        _write_curve(samples.journal, job, outcome)
-    return outcome
-
-
-def _write_curve(journal: Journal, job: Job, outcome: dict[str, Any]) -> None:
-    """The answer along the way and at the end, for the records: of moments that are known in part."""
-    for sample in outcome["curve"]:
-        at = {name: sample[name] for name in ("worker_steps", "loss", "accuracy")}
-        journal.evaluation(sample["time"], **at)
-    measured = {"loss": outcome["loss"], "accuracy": outcome["accuracy"]}
-    journal.evaluation(outcome["ended"], worker_steps=job.workers * job.steps, **measured)
+        samples.write(task, task.model().to(device), final, ended)
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, job: Job, lr: float, share: float) -> None:
@@ -258,19 +248,17 @@ def _attached(
     budget: Budget,
     samples: Samples,
     lr: float,
-) -> tuple[dict[str, Any], nn.Module]:
+) -> tuple[nn.Module, float]:
     """The loop as a user writes it."""
     settings: dict[str, Any] = {"wire": job.wire, "seed": job.seed, "folder": folder}
     settings["resume"] = job.checkpoint if job.resume else None
     worker = api.attach(model, optimizer, job.strategy, **settings)
     worker.about(name=job.task, target=job.target, **job.scenario())
     with worker:
-        resumed_at = worker.metrics()["steps"]
         if job.checkpoint is not None:
             worker.checkpoint(job.checkpoint, every=job.every, extra={"draws": Draws(generator)})
         if job.resume:
-            budget.go_on(rank, resumed_at)
-        began = time.time()
+            budget.go_on(rank, worker.metrics()["resumed_at"])
         for step, share in enumerate(budget.steps()):
             _set_lr(optimizer, job, lr, share)
             if samples.due(share):
@@ -285,13 +273,11 @@ def _attached(
             optimizer.step()
         if next(model.parameters()).is_cuda:
             torch.cuda.synchronize()
-        ended, metrics = time.time(), worker.metrics()
-        compute_s = worker._agent.counters.compute_s
+        ended = time.time()
     for one in samples.pending:
         with contextlib.suppress(Exception):
             one.result(timeout=10)
-    metrics |= {"steps": metrics["steps"] - resumed_at, "resumed_at": resumed_at}
-    return {"began": began, "ended": ended, "compute_s": compute_s, **metrics}, worker.consensus()
+    return worker.consensus(), ended
 
 
 def _with_ddp(
@@ -306,7 +292,7 @@ def _with_ddp(
     budget: Budget,
     samples: Samples,
     lr: float,
-) -> tuple[dict[str, Any], nn.Module]:
+) -> tuple[nn.Module, float]:
     """The same loop with DistributedDataParallel."""
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
@@ -317,7 +303,6 @@ def _with_ddp(
     replica = Replica(flatten(model.named_parameters(), gradients=False))
     parallel = DistributedDataParallel(model)
     dist.barrier()
-    began = time.time()
     size = sum(p.numel() * p.element_size() for p in model.parameters())
     with DdpBooks(job, folder, rank, pace.step_s, size) as books:
         if rank == 0:
@@ -340,20 +325,7 @@ def _with_ddp(
         ended = time.time()
     dist.barrier()
     dist.destroy_process_group()
-    none = {"done": 0, "busy": 0, "half": 0, "failed": 0}
-    return {
-        "began": began,
-        "ended": ended,
-        "compute_s": min(ended - began, job.steps * pace.step_s),
-        "steps": job.steps,
-        "bytes_out": books.bytes_out(),
-        "exchanges": none,
-        "merges": none,
-        "messages_dropped": 0,
-        "staleness_mean": 0.0,
-        "staleness_max": 0.0,
-        "discrepancy_max": 0.0,
-    }, model
+    return model, ended
 
 
 if __name__ == "__main__":

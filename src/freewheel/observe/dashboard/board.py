@@ -18,9 +18,10 @@ from typing import Any
 from freewheel.errors import ConfigError, FreewheelError
 from freewheel.observe import charts
 from freewheel.observe.dashboard.delta import delta
-from freewheel.observe.outcome import staleness_mean
+from freewheel.observe.outcome import rates, staleness_mean
 from freewheel.observe.palette import COLOURS
 from freewheel.observe.report.runs import flatten
+from freewheel.observe.rows import elapsed_s, rows
 from freewheel.observe.run import DEATHS, SILENT_S, Run, find_runs, read_about
 from freewheel.observe.series import blocked
 
@@ -165,7 +166,7 @@ class Board:
         begun = [one for one in shown if one.run.workers]
         return {
             "runs": [_listed(entry) for entry in self._entries.values()],
-            "notes": [note for entry in entries if (note := _note(entry))],
+            "notes": [note for entry in entries if (note := _note(entry))] + _clocks(shown),
             "shown": [
                 {"number": entry.number, "label": one.label, "colour": one.colour, **_headline(one)}
                 for (entry, _), one in zip(good, shown, strict=True)
@@ -219,6 +220,14 @@ def _note(entry: Entry) -> str:
     return ""
 
 
+def _clocks(shown: Sequence[charts.Shown]) -> list[str]:
+    """A word of warning where times are not of one kind."""
+    if len({one.run.clock for one in shown}) < 2:
+        return []
+    virtual = ", ".join(one.label for one in shown if one.run.clock == "virtual")
+    return [f"Simulated, in virtual seconds: {virtual}. Its times and rates are not those of the other runs."]
+
+
 def _headline(one: charts.Shown) -> Document:
     """The figures of a run that come first."""
     run = one.run
@@ -226,23 +235,22 @@ def _headline(one: charts.Shown) -> Document:
     live = run.live
     there = [run.workers[rank] for rank, state in zip(run.workers, states, strict=True) if state != "dead"]
     totals = dict(run.totals())
-    rate, ideal = (_now(values, live) for values in (one.series.rate, one.series.ideal))
+    rate, ideal_share = _now(one) if live else rates(run)
     waited = blocked(list(run.workers.values()))
-    end = run.now if live and run.clock == "wall" else run.last_s
     return {
         "name": str(run.about.get("name") or run.folder.name),
         "strategy": str(run.about.get("strategy") or ""),
         "waits_for": one.setting("waits_for"),
         "clock": run.clock,
         "state": "starting" if not states else "live" if live else _ended(states),
-        "elapsed_s": round(max(0.0, end - run.began_s), 1) if run.workers else None,
+        "elapsed_s": round(elapsed_s(run), 1) if run.workers else None,
         "there": len(there),
         "workers": max(len(states), _whole(run.about.get("workers"))),
         "steps": int(totals["steps"]),
         "samples": int(totals["samples"]),
         "progress": max((track.value("progress") or 0.0 for track in there), default=0.0) or None,
         "rate": _short(rate),
-        "ideal_share": _short(rate / ideal if rate is not None and ideal else None),
+        "ideal_share": _short(ideal_share),
         "blocked": _short(sum(waited.values()) if totals["elapsed_s"] else None),
         "staleness": _short(staleness_mean(life for track in run.workers.values() for life in track.lives)),
         "loss": _short(_last(one.series.loss)),
@@ -270,27 +278,24 @@ COLUMNS = ("run", "worker", "state", "life", "steps", "rate", "blocked", "stalen
 
 def _rows(one: charts.Shown) -> list[list[Any]]:
     """A row of the table for every worker, in the order of COLUMNS."""
-    rows = []
-    for rank, track in sorted(one.run.workers.items()):
-        latest = track.latest
-        met = (track.value("exchanges") or 0) + (track.value("merges") or 0)
-        rows.append(
-            [
-                one.place,
-                rank,
-                one.run.state(rank),
-                track.life,
-                int(track.value("steps") or 0),
-                _short(track.rate("steps")),
-                _short(_number(latest.get("blocked_share"))),
-                _short(_number(latest.get("staleness_mean"))),
-                _short(_number(latest.get("discrepancy"))),
-                int(met),
-                _short(track.rate("bytes_out")),
-                _short(track.value("loss")),
-            ]
-        )
-    return rows
+    return [
+        [
+            one.place,
+            row.rank,
+            row.state,
+            one.run.workers[row.rank].life,
+            int(row.steps),
+            _short(row.steps_per_s),
+            _short(row.blocked_share),
+            _short(row.staleness),
+            _short(row.discrepancy),
+            int(row.exchanges + row.merges),
+            _short(row.bytes_per_s),
+            _short(row.loss),
+        ]
+        for row in rows(one.run)
+        if row.rank in one.run.workers
+    ]
 
 
 def _about(run: Run) -> list[list[str]]:
@@ -307,14 +312,10 @@ def _last(values: Any) -> float | None:
     return known[-1] if known else None
 
 
-def _now(values: Any, live: bool) -> float | None:
-    """What a rate is: at present, or of a run that has ended its mean."""
-    known = [float(value) for value in values if math.isfinite(value)]
-    return _last(values) if live or not known else sum(known) / len(known)
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+def _now(one: charts.Shown) -> tuple[float | None, float | None]:
+    """Steps of all workers in a second at present, and which share that is of what the living could make."""
+    rate, ideal = _last(one.series.rate), _last(one.series.ideal)
+    return rate, rate / ideal if rate is not None and ideal else None
 
 
 def _whole(value: Any) -> int:

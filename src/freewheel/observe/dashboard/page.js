@@ -74,11 +74,15 @@
     }
     return layout;
   };
-  const draw = (name) => {
-    const one = boxes.get(name), figure = document_.figures[name];
+  // A figure's words and its room are there at once, so that nothing moves when it is drawn.
+  const caption = (one, figure) => {
     const [title, said] = one.box.querySelectorAll("figcaption > *");
     title.textContent = figure.title;
     said.textContent = figure.said;
+    if (!one.place.style.height) one.place.style.height = figure.height + "px";
+  };
+  const draw = (name) => {
+    const one = boxes.get(name), figure = document_.figures[name];
     one.due = false;
     const some = figure.data.some((trace) => trace.x.length);
     let none = one.box.querySelector(".none");
@@ -247,8 +251,9 @@
     thead.replaceChildren(make("tr", {}, ...head));
     if (focus >= 0) thead.querySelectorAll("button")[focus].focus();
     tbody.replaceChildren(...rows.map((row) => make("tr", {}, ...cells(row))));
-    byId("workers-said").textContent = "steps/s and what was sent: over the last 5 s. Blocked and staleness: since "
-      + "the worker began. Distance: to the last peer met.";
+    const live = document_.shown.some((one) => one.state === "live" && one.clock === "wall");
+    byId("workers-said").textContent = "Distance: to the last peer met. steps/s, blocked and sent: "
+      + (live ? "of workers that train, over the last 5 s." : "over all the time of the worker.");
   };
   const about = () => byId("about").replaceChildren(...document_.about.map(({ label, rows }) => make("details", {},
     make("summary", { textContent: document_.about.length > 1 ? `Settings of ${label}` : "Settings" }),
@@ -314,7 +319,10 @@
     if (fresh("about")) about();
     if (fresh("runs") || fresh("picked")) list();
     for (const [name, one] of boxes) {
-      if (!old || old.figures[name] !== document_.figures[name]) one.due = true;
+      const figure = document_.figures[name];
+      if (old && old.figures[name] === figure) continue;
+      one.due = true;
+      if (figure) caption(one, figure);
     }
     later();
   };
