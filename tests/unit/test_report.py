@@ -285,6 +285,31 @@ def test_the_best_of_each_column_is_marked() -> None:
     assert re.findall(r'<td class="best">(.*?)</td>', text) == ["300", "300"]  # elsewhere all are equal
 
 
+def test_what_depends_on_the_budget_is_not_marked_where_it_differs() -> None:
+    runs = [
+        made("a", steps_per_s=100.0, loss=0.1),
+        made("b", steps_per_s=300.0, worker_steps=40, virtual_s=0.1),
+    ]
+    text = report.html(runs, title="t", command="c")
+    assert re.findall(r'<td class="best">(.*?)</td>', text) == ["300"]
+    assert "different numbers of steps" in text
+
+
+def test_virtual_and_real_seconds_are_not_ranked() -> None:
+    real = made("b", steps_per_s=300.0, loss=0.1, by_worker=())
+    real.settings["clock"] = "wall"
+    for write in (report.html, report.markdown):
+        text = write([made("a", steps_per_s=100.0), real], title="t", command="c")
+        assert 'class="best"' not in text
+        assert write is report.html or "**" not in text
+        assert "they are not ranked" in text
+        assert "the most worker-steps" not in text
+        assert "reaches the target" not in text
+        assert "Speed against the ideal" not in text
+    page = page_of([made("a"), real])
+    assert [row[2] for row in page.rows if len(row) == 14] == ["clock", "virtual", "wall"]
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -367,7 +392,7 @@ def test_runs_that_differ_in_much_are_numbered_and_their_clocks_named() -> None:
     real = made("adpsgd", scenario={f"option{k}": k for k in range(9)}, by_worker=())
     real.settings["clock"] = "wall"
     page = page_of([made("adpsgd"), real])
-    assert [row[0] for row in page.rows if len(row) == 13][1:] == ["adpsgd (1)", "adpsgd (2)"]
+    assert [row[0] for row in page.rows if len(row) == 14][1:] == ["adpsgd (1)", "adpsgd (2)"]
     assert "The runs differ in 9 settings; their settings are below." in page.said
     assert "Times are wall-clock or, of simulated runs, virtual seconds." in page.said
 

@@ -10,7 +10,7 @@ from freewheel.observe import charts
 from freewheel.observe.charts import Figure
 from freewheel.observe.graph import graph
 from freewheel.observe.palette import FAINT, SVG_DASHES
-from freewheel.observe.report.runs import Shown
+from freewheel.observe.report.runs import Shown, unlike
 from freewheel.observe.report.words import listed, number, percent
 
 GRAPHS = 6
@@ -19,7 +19,7 @@ GRAPHS = 6
 
 def all_figures(runs: Sequence[Shown]) -> tuple[dict[str, Figure], str]:
     """All figures that have something to show, by name; and what was left out, and why."""
-    figures = {"speed": _speed(runs)} if len(runs) > 1 else {}
+    figures = {"speed": _speed(runs)} if len(runs) > 1 and not unlike(runs) else {}
     recorded = [run for run in runs if run.run is not None]
     if recorded:
         figures |= _dashboards(recorded)

@@ -8,7 +8,7 @@ from html import escape
 from importlib import resources
 
 from freewheel.observe.report.figures import all_figures, figure_box, legend, swatch
-from freewheel.observe.report.runs import Shown
+from freewheel.observe.report.runs import Shown, same_budget, unlike
 from freewheel.observe.report.tables import (
     Table,
     events_table,
@@ -87,7 +87,13 @@ def _paragraph(said: str) -> str:
 
 def _note(runs: Sequence[Shown]) -> str:
     said = f"Times are {clock([run.result for run in runs])} seconds. "
-    said += "Marked: the best of a column. " if len(runs) > 1 else ""
+    if len(runs) > 1 and not unlike(runs):
+        said += "Marked: the best of a column. "
+        said += (
+            ""
+            if same_budget(runs)
+            else "The runs made different numbers of steps: what depends on it is not. "
+        )
     said += "Discrepancy is the largest distance between two replicas. "
     return said + "Staleness is counted in each strategy’s own measure, named in its settings below."
 

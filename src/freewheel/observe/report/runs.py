@@ -33,9 +33,31 @@ class Shown:
         return COLOURS[self.place % len(COLOURS)]
 
     @property
+    def clock(self) -> str:
+        """wall or virtual."""
+        return str(self.result.settings.get("clock", "virtual"))
+
+    @property
     def style(self) -> int:
         """Which of the dashes it has."""
         return self.place // len(COLOURS) % len(DASHES)
+
+
+ALIKE = 1.05
+"""Runs whose steps differ by no more than this have had the same budget: lost workers may cost some."""
+
+
+def unlike(runs: Sequence[Shown]) -> str:
+    """Why these runs cannot be ranked against each other; nothing where they can."""
+    if len({run.clock for run in runs}) > 1:
+        return "Some of these runs are simulated, in virtual seconds, and some real: they are not ranked."
+    return ""
+
+
+def same_budget(runs: Sequence[Shown]) -> bool:
+    """Whether all have made as many steps, near enough."""
+    steps = [run.result.worker_steps for run in runs]
+    return max(steps) <= ALIKE * min(steps)
 
 
 def named_runs(results: Sequence[Result], runs: Sequence[Run | None] = ()) -> list[Shown]:

@@ -12,7 +12,7 @@ from typing import Any
 from freewheel import theory, topology
 from freewheel.errors import ConfigError
 from freewheel.observe.bounds import Bound, bounds
-from freewheel.observe.report.runs import Shown, flatten
+from freewheel.observe.report.runs import Shown, flatten, same_budget, unlike
 from freewheel.observe.report.words import number, percent, standing
 from freewheel.observe.result import Result
 
@@ -51,10 +51,12 @@ class _Column:
     value: Callable[[Result], float | None]
     text: Callable[[float | None], str] = number
     best: Callable[[Iterable[float]], float] | None = None
+    of_budget: bool = False
+    """Whether it can be compared only between runs of as many steps."""
 
 
 _COLUMNS = (
-    _Column("seconds", lambda r: r.virtual_s, best=min),
+    _Column("seconds", lambda r: r.virtual_s, best=min, of_budget=True),
     _Column("steps/s", lambda r: r.steps_per_s, best=max),
     _Column("share of\xa0ideal", lambda r: r.ideal_share, percent, max),
     _Column("idle", lambda r: r.idle_share, percent, min),
@@ -62,28 +64,40 @@ _COLUMNS = (
     _Column("staleness max", lambda r: r.staleness_max),
     _Column("discrepancy", lambda r: None if r.loss is None else r.discrepancy_max, best=min),
     _Column("kB/step", lambda r: r.bytes_per_step / 1e3, best=min),
-    _Column("loss", lambda r: r.loss, best=min),
-    _Column("accuracy", lambda r: r.accuracy, percent, max),
+    _Column("loss", lambda r: r.loss, best=min, of_budget=True),
+    _Column("accuracy", lambda r: r.accuracy, percent, max, of_budget=True),
     _Column("s to target", lambda r: r.target_s, best=min),
 )
 
 
 def results_table(runs: Sequence[Shown]) -> Table:
-    """All figures of all runs; the best of each column is marked."""
+    """All figures of all runs; the best of each column is marked, where they can be compared."""
+    clocks = len({run.clock for run in runs}) > 1
+    unranked, same = bool(unlike(runs)), same_budget(runs)
     columns = [c for c in _COLUMNS if c.head != "s to target" or any(run.result.target for run in runs)]
-    rows = [[run.label, str(run.result.settings.get("waits_for", "–"))] for run in runs]
+    rows = [
+        [run.label, str(run.result.settings.get("waits_for", "–")), *([run.clock] if clocks else [])]
+        for run in runs
+    ]
+    heads = ["strategy", "waits for", *(["clock"] if clocks else [])]
+    left = frozenset(range(len(heads)))
     marks: set[tuple[int, int]] = set()
-    for at, column in enumerate(columns, start=2):
+    for at, column in enumerate(columns, start=len(heads)):
         values = [column.value(run.result) for run in runs]
         texts = [column.text(value) for value in values]
         known = [value for value in values if value is not None]
         # What reads the same is as good; where all read the same there is no best.
-        best = column.text(column.best(known)) if column.best and known and len(set(texts)) > 1 else None
+        ranked = column.best and not unranked and (same or not column.of_budget)
+        best = (
+            column.text(column.best(known))
+            if column.best and ranked and known and len(set(texts)) > 1
+            else None
+        )
         marks |= {(place, at) for place, text in enumerate(texts) if text == best}
         for row, text in zip(rows, texts, strict=True):
             row.append(text)
-    heads = ("strategy", "waits for", *(column.head for column in columns))
-    return Table("figures of all runs", heads, rows, frozenset({0, 1}), frozenset(marks), runs)
+    heads += [column.head for column in columns]
+    return Table("figures of all runs", heads, rows, left, frozenset(marks), runs)
 
 
 def records_table(runs: Sequence[Shown]) -> Table | None:

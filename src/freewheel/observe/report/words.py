@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from freewheel.observe.numbers import given
-from freewheel.observe.report.runs import Shown, differing, flatten
+from freewheel.observe.report.runs import Shown, differing, flatten, unlike
 from freewheel.observe.result import Result
 from freewheel.observe.run import DEATHS, Run
 
@@ -214,6 +214,8 @@ def _some(words: list[str]) -> list[str]:
 
 def findings(runs: Sequence[Shown]) -> list[str]:
     """The main result in a few sentences; then what happened, a paragraph for each run."""
+    if why := unlike(runs):
+        return [" ".join([why, *_dead(runs)]), *_happenings(runs)]
     reference = next((run for run in runs if run.result.strategy == "allreduce"), None)
     said = [_first_to_target(runs, reference)] if any(run.result.target for run in runs) else []
     top = max(run.result.steps_per_s for run in runs)
