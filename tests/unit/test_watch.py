@@ -277,6 +277,14 @@ def goes_on(monkeypatch, *acts):
     monkeypatch.setattr(watch_module.time, "sleep", sleep)
 
 
+@pytest.mark.parametrize("columns", [40, 70])
+def test_a_file_is_as_wide_as_somebody_says(tmp_path, monkeypatch, capsys, columns):
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert command(monkeypatch, made.run(tmp_path)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert columns - 15 < max(map(len, lines)) <= columns
+
+
 def test_a_finished_run_is_printed_once(tmp_path, monkeypatch, capsys):
     assert command(monkeypatch, made.run(tmp_path)) == 0
     lines = capsys.readouterr().out.splitlines()

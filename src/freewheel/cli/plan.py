@@ -102,6 +102,10 @@ def plan(
         if sizes is None:
             raise ConfigError("--workers is missing: how many are there to be?")
         workers = sizes[-1]
+    elif sizes is not None and workers not in sizes:
+        raise ConfigError(
+            f"--workers {workers} is not among --scale {scale}: leave --workers away, or add it."
+        )
     if steps is not None and steps < 2:
         raise ConfigError(f"--steps must be at least 2, not {steps}.")
     if report is not None and sizes is None:

@@ -62,8 +62,10 @@ def _watch(folder: Path, once: bool, wait_s: float) -> None:
     console = output()
     run, note = _begun(folder, 0.0 if once else wait_s, lambda text: console.print(Text(text, style="dim")))
     screen = Screen()
-    # rich takes every dumb terminal for one of 80 columns.
-    width = shutil.get_terminal_size().columns if console.is_dumb_terminal else console.width
+    width = console.width
+    if not console.is_terminal or console.is_dumb_terminal:
+        # rich takes every dumb terminal for one of 80 columns; a file is as wide as somebody says.
+        width = shutil.get_terminal_size((console.width, 24)).columns
 
     def leave() -> None:
         for line in screen.lines(run, width, note=note, ascii_only=console.options.ascii_only):

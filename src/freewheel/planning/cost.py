@@ -40,7 +40,7 @@ WHY = {
     "eamsgd": "as easgd, with momentum; no rate known here",
     "leader": "follows one worker, so noise is averaged less; no rate known here",
     "grouping": "late by groups, not by workers (CCGrid 2019); no rate known here",
-    "none": "workers never agree: the ceiling of speed, not a choice",
+    "none": "workers never agree: how fast they are alone, not a choice",
 }
 """What theory says, and whose; where it says nothing, that."""
 

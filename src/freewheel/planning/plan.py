@@ -23,7 +23,7 @@ class Plan:
 
     setting: Setting
     forecasts: tuple[Forecast, ...]
-    """The most useful first; `none`, the ceiling, last."""
+    """The most useful first; `none` last."""
     recommended: Forecast
     what_if: tuple[WhatIf, ...]
     left_out: dict[str, str]

@@ -57,14 +57,14 @@ class Setting:
             ("the sensitivity", self.sensitivity, ""),
         ):
             if not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"{what} must be above 0{unit}, not {value:g}.")
+                raise ConfigError(f"{what} must be above 0{unit} and finite, not {value:g}.")
         for what, value in (
             ("the latency", self.latency_ms),
             ("a message's own time", self.message_ms),
             ("the jitter", self.jitter),
         ):
             if not (value >= 0 and math.isfinite(value)):
-                raise ConfigError(f"{what} must be 0 or more, not {value:g}.")
+                raise ConfigError(f"{what} must be 0 or more and finite, not {value:g}.")
         if self.jitter > 3:
             raise ConfigError(
                 f"the jitter is a share of the step time, such as 0.1; {self.jitter:g} is none."
