@@ -8,7 +8,6 @@ from __future__ import annotations
 import gc
 import json
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -17,19 +16,13 @@ from typing import Any
 import torch
 
 from freewheel import strategies
+from freewheel.bench.processes import free_port
 from freewheel.runtime import rendezvous
 from freewheel.runtime.attach import Worker
 from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.hosts import host_store
 from freewheel.runtime.place import Place
 from freewheel.runtime.rendezvous import OPTIONS
-
-
-def free_port() -> int:
-    """A port nobody listens on."""
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 def places(n: int) -> list[Place]:

@@ -18,6 +18,7 @@ import torch
 
 import crew
 from crew import Launcher, next_life, together
+from freewheel.bench.processes import free_port
 from freewheel.errors import WorkerLost
 from freewheel.runtime import launcher as launching
 from freewheel.runtime import shards
@@ -207,7 +208,7 @@ def test_who_may_still_train_out_of_reach_is_not_overtaken(launcher, tmp_path):
     threads = launcher.run(work)
     for thread in threads[1:]:
         thread.join(DEADLINE_S)
-    launcher.store.set("freewheel/0/0/address/0", f'["127.0.0.1", {crew.free_port()}, 1]')  # it is cut off
+    launcher.store.set("freewheel/0/0/address/0", f'["127.0.0.1", {free_port()}, 1]')  # it is cut off
     settings = {"resume": tmp_path, "join_timeout_s": 0.5}
     worker, _ = crew.worker(next_life(launcher.places[1]), torch.nn.Linear(4, 1), **settings)
     with pytest.raises(WorkerLost, match="Nobody knows whether worker 0 is lost or only out of reach"):

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import TCPStore
 
+from freewheel.bench.processes import free_port
 from freewheel.cli.main import main
 from freewheel.cli.run import Prefixed
 from freewheel.errors import ConfigError
@@ -60,11 +61,6 @@ class Gate:
 def gate(tmp_path):
     with contextlib.closing(Gate(tmp_path / "gate")) as one:
         yield one
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 # What workers are told.

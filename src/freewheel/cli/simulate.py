@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -13,11 +12,11 @@ import typer
 from freewheel import api, strategies, tasks
 from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, ranks_and_numbers
+from freewheel.cli.results import save, show
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.observe.files import check_unused, check_writable, open_whole, write_whole
-from freewheel.observe.report import recorded, write
+from freewheel.observe.files import check_unused, check_writable, open_whole
+from freewheel.observe.report import recorded
 from freewheel.observe.result import Result
-from freewheel.observe.table import results_tables
 from freewheel.sim.compute import Compute
 from freewheel.sim.faults import Fault
 from freewheel.sim.links import Links
@@ -141,19 +140,14 @@ def simulate(
     results = [result for result, _ in done]
     console = output()
     if results:
-        for table in results_tables(results, console.width):
-            console.print(table)
+        show(console, results)
         for result in results:
             if trouble := _trouble(result):
                 console.print(f"{result.strategy}: {trouble}", highlight=False, soft_wrap=True)
         if len(results) == 1:
             console.print(f"trace sha256 {results[0].trace_sha256}", highlight=False, soft_wrap=True)
-        if json_path is not None:
-            write_whole(json_path, json.dumps([result.as_json() for result in results], indent=2) + "\n")
-        if report is not None:
-            title = f"Freewheel: {task} on {workers} workers"
-            write(report, results, runs, title=title, command=command_line())
-            console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
+        title = f"{task} on {workers} workers"
+        save(console, results, runs, json_path=json_path, report=report, title=title)
     if folder is not None:
         console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
     if stopped:
@@ -210,7 +204,7 @@ def _run_all(
         for one, home in zip(chosen, homes, strict=True):
             bar = shown.add_task(one.name, total=scenario.workers * scenario.steps)
 
-            def show(steps: int, total: int, bar: object = bar) -> None:
+            def tell(steps: int, total: int, bar: object = bar) -> None:
                 shown.update(bar, completed=steps, total=total)  # type: ignore[arg-type]
 
             try:
@@ -218,7 +212,7 @@ def _run_all(
                     one,
                     task,
                     scenario,
-                    progress=show,
+                    progress=tell,
                     trace_file=trace_file,
                     folder=home,
                     name=name,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from dataclasses import replace
 from datetime import datetime
@@ -15,11 +14,11 @@ from rich.console import Console
 from freewheel import names, strategies
 from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, ranks_and_numbers
+from freewheel.cli.results import save, show
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.observe.files import check_unused, check_writable, write_whole
-from freewheel.observe.report import recorded, write
+from freewheel.observe.files import check_unused, check_writable
+from freewheel.observe.report import recorded
 from freewheel.observe.result import Result
-from freewheel.observe.table import results_tables
 from freewheel.training.job import DDP, Job, name, train_all
 
 SIDE_BY_SIDE = "ddp,allreduce,sasgd,nodelay,nodelay_free,adpsgd,dasgd,asgd,easgd"
@@ -190,20 +189,15 @@ def _train(
     if not results:
         raise RunStopped(" ".join(stopped))
     console = output()
-    for table in results_tables(results, console.width):
-        console.print(table)
+    show(console, results)
     console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
-    if json_path is not None:
-        write_whole(json_path, json.dumps([result.as_json() for result in results], indent=2) + "\n")
-    if report is not None:
-        runs = [
-            recorded(folder / name(number, job))
-            for number, (job, outcome) in enumerate(zip(jobs, outcomes, strict=True))
-            if isinstance(outcome, Result)
-        ]
-        title = f"Freewheel: {jobs[0].task.partition(':')[0]} on {jobs[0].workers} processes"
-        write(report, results, runs, title=title, command=command_line())
-        console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
+    runs = [
+        recorded(folder / name(number, job))
+        for number, (job, outcome) in enumerate(zip(jobs, outcomes, strict=True))
+        if report is not None and isinstance(outcome, Result)
+    ]
+    title = f"{jobs[0].task.partition(':')[0]} on {jobs[0].workers} processes"
+    save(console, results, runs, json_path=json_path, report=report, title=title)
     if stopped:
         raise RunStopped(" ".join(stopped))
 
@@ -226,7 +220,7 @@ def _run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Re
     with bars() as shown:
         bar = shown.add_task("starting", total=total * len(jobs))
 
-        def show(number: int, done: int) -> None:
+        def tell(number: int, done: int) -> None:
             shown.update(bar, description=jobs[number].strategy, completed=number * total + min(done, total))
 
-        return train_all(jobs, folder, show, tensorboard, command_line())
+        return train_all(jobs, folder, tell, tensorboard, command_line())

@@ -1,0 +1,39 @@
+"""What simulate, train and compare do with their results: a table, and files where those were asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from freewheel.cli.options import command_line
+from freewheel.observe.files import write_whole
+from freewheel.observe.report import write
+from freewheel.observe.result import Result
+from freewheel.observe.run import Run
+from freewheel.observe.table import results_tables
+
+
+def show(console: Console, results: Sequence[Result]) -> None:
+    """Print the table."""
+    for table in results_tables(results, console.width):
+        console.print(table)
+
+
+def save(
+    console: Console,
+    results: Sequence[Result],
+    runs: Sequence[Run | None],
+    *,
+    json_path: Path | None,
+    report: Path | None,
+    title: str,
+) -> None:
+    """Write the figures and a report; `runs` are the records of the results."""
+    if json_path is not None:
+        write_whole(json_path, json.dumps([result.as_json() for result in results], indent=2) + "\n")
+    if report is not None:
+        write(report, results, runs, title=f"Freewheel: {title}", command=command_line())
+        console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)
