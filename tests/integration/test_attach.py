@@ -194,7 +194,7 @@ def test_another_model_is_a_clear_error_where_all_are_needed(strategy):
 def test_a_worker_that_never_comes_is_a_clear_error():
     def work(place: Place) -> None:
         if place.rank < 2:
-            with make(place, net(), join_timeout_s=0.5):
+            with make(place, net(), join_timeout_s=2.0):
                 pass
 
     first, second, _ = outcomes(3, work)

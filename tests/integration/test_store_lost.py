@@ -17,12 +17,13 @@ import torch
 
 import crew
 from crew import Launcher
-from freewheel.errors import ConfigError
+from freewheel.errors import ConfigError, WorkerLost
 from freewheel.runtime import registrar, rendezvous
 from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.bounded import left_behind, reach
 from freewheel.runtime.place import LAUNCHED, Place
 from freewheel.runtime.rendezvous import Rendezvous
+from freewheel.strategies import resolve
 
 pytestmark = pytest.mark.integration
 
@@ -194,6 +195,25 @@ def test_lives_that_ended_before_they_joined_are_counted_and_not_waited_for(laun
     assert one.incarnation() == 3
     assert one.coming({0: 3}) == []
     assert one.incarnation() == 4
+    launcher.forget()
+
+
+def test_who_says_something_and_then_leaves_is_heard(launcher, monkeypatch):
+    one, other = (Rendezvous(place, DEADLINE_S) for place in launcher.places[:2])
+    for each in (one, other):
+        each.options()
+        each.enter(1, resolve("allreduce"))
+    absent = one.absent
+
+    def meanwhile(peer: int) -> str | None:  # between looking for the word and looking for who is to say it
+        other.say("word", "a damaged shard")
+        other.leave("it could not go on")
+        return absent(peer)
+
+    monkeypatch.setattr(one, "absent", meanwhile)
+    assert one.hear("word", 1) == "a damaged shard"
+    with pytest.raises(WorkerLost, match="worker 1 is not coming: it could not go on"):
+        one.hear("another word", 1)
     launcher.forget()
 
 

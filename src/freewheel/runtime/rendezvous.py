@@ -308,7 +308,8 @@ class Rendezvous:
         peer = self._beginning.ranks[peer]
         end = time.monotonic() + self.timeout_s
         while not self._store.check([key]):
-            if (why := self.absent(peer)) is not None:
+            why = self.absent(peer)
+            if why is not None and not self._store.check([key]):  # it may have said it and then left
                 raise WorkerLost(f"worker {peer} is not coming: {why.rstrip('.')}.")
             if time.monotonic() > end:
                 raise WorkerLost(
