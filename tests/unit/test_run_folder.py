@@ -228,6 +228,18 @@ def test_points_are_bounded_and_the_last_ones_are_kept(tmp_path):
     assert track.version > 0
 
 
+def test_what_is_long_past_stays_drawn_while_a_run_is_looked_at_for_a_day():
+    track = run_module.Track(0)
+    for number in range(0, 2 * 24 * 3600, 4):
+        track.add(made.sample(0, number, 1))
+    times = track.points["time"]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
+    assert len(times) <= 2 * POINTS
+    assert times[0] == 1000.0
+    assert max(gaps) <= 2 * 512.0  # parts are powers of two: 24 h in 169 of them
+    assert gaps[-run_module.RECENT + 1 :] == [2.0] * (run_module.RECENT - 1)
+
+
 def test_a_thinned_file_replaces_what_was_known(tmp_path):
     folder = made.run(tmp_path / "r", workers=1, samples=10, ended=False)
     run = Run(folder)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -96,9 +97,18 @@ class Track:
             self._thin()
 
     def _thin(self) -> None:
-        """Keep every second point, and the last one."""
+        """Keep the last points, and of those before the first in each of equal parts of the time.
+
+        Dropping every second one again and again would leave next to nothing of what is long past.
+        """
+        times = [time or 0.0 for time in self.points["time"]]
+        older = range(len(times) - RECENT)
+        span_s = times[-RECENT] - times[0]
+        width_s = 2.0 ** math.ceil(math.log2(span_s / POINTS)) if span_s > 0 else 1.0
+        first = {(times[place] - times[0]) // width_s: place for place in reversed(older)}
+        kept = [*sorted(first.values()), *range(len(older), len(times))]
         for column in self.points.values():
-            del column[-2::-2]
+            column[:] = [column[place] for place in kept]
         self.version += 1
 
     @property
