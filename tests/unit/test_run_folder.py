@@ -11,6 +11,7 @@ import pytest
 import made
 from freewheel.errors import ConfigError
 from freewheel.observe import run as run_module
+from freewheel.observe.outcome import rates
 from freewheel.observe.run import LINES, POINTS, Run, find_runs
 from freewheel.observe.tail import Tail
 
@@ -238,6 +239,17 @@ def test_what_is_long_past_stays_drawn_while_a_run_is_looked_at_for_a_day():
     assert times[0] == 1000.0
     assert max(gaps) <= 2 * 512.0  # parts are powers of two: 24 h in 169 of them
     assert gaps[-run_module.RECENT + 1 :] == [2.0] * (run_module.RECENT - 1)
+
+
+def test_a_worker_that_only_joins_makes_a_run_no_longer(tmp_path):
+    folder = made.run(tmp_path / "r", workers=2, samples=20)
+    before = Run(folder)
+    late = {"state": "joining", "began": None, "steps": 0, "elapsed_s": 0.0, "compute_s": 0.0}
+    made.append(folder / "worker-2.jsonl", *(made.sample(2, number, 3, **late) for number in range(100)))
+    run = Run(folder)
+    assert run.workers[2].latest["time"] > before.ended_s
+    assert (run.began_s, run.ended_s) == (before.began_s, before.ended_s)
+    assert rates(run) == rates(before)
 
 
 def test_a_thinned_file_replaces_what_was_known(tmp_path):

@@ -66,7 +66,7 @@ class Track:
         self.began_s: float | None = None
         """When its first life began to train; None: it joins."""
         self.ended_s = 0.0
-        """When it made its last step, as far as is known."""
+        """When it made its last step, as far as is known; 0: it joins."""
         self.points: dict[str, list[float | None]] = {name: [] for name in ("time", *SUMS, *LEVELS)}
         self.version = version
         """Grows whenever points that were there before are dropped; else points are only added."""
@@ -85,10 +85,10 @@ class Track:
             self._ended.append(self.latest)
             self.recent.clear()
         self.life, self.latest = life, sample
-        began_s = _began_s(sample)
-        if self.began_s is None and sample.get("elapsed_s"):
-            self.began_s = began_s
-        self.ended_s = max(self.ended_s, began_s + (sample.get("elapsed_s") or 0.0))
+        if elapsed_s := sample.get("elapsed_s"):  # who only joins has not begun
+            began_s = _began_s(sample)
+            self.began_s = began_s if self.began_s is None else self.began_s
+            self.ended_s = max(self.ended_s, began_s + elapsed_s)
         self.recent.append(sample)
         for name, column in self.points.items():
             value = row[name]
@@ -297,8 +297,8 @@ class Run:
 
     @property
     def ended_s(self) -> float:
-        """When the last step of all was made, as far as is known, on the run's clock."""
-        return max((track.ended_s for track in self.workers.values()), default=0.0)
+        """When the last step was made, as far as is known, on the run's clock; before that, its beginning."""
+        return max((track.ended_s for track in self.workers.values()), default=0.0) or self.began_s
 
     @property
     def last_s(self) -> float:
