@@ -15,6 +15,7 @@ from freewheel.observe import charts
 from freewheel.observe.dashboard.delta import apply, delta
 from freewheel.observe.graph import graph
 from freewheel.observe.run import Run
+from freewheel.observe.screen import header
 from freewheel.observe.series import Edge, blocked, edges, moments, series, staleness
 
 
@@ -121,6 +122,18 @@ def test_shares_of_time_and_staleness(tmp_path):
     shares = blocked(list(run.workers.values()))
     assert shares == pytest.approx({"peers": 0.02, "data": 0.01, "checkpoint": 0.0})
     assert staleness(run) == {0: 150, 1: 300, 2: 150}
+
+
+def test_what_an_earlier_life_counted_is_not_forgotten(tmp_path):
+    lost = {"staleness_counts": {"0": 3}, "exchanges": {"done": 5, "half": 2}, "messages_dropped": 4}
+    later = {"staleness_counts": {"0": 1, "2": 2}, "exchanges": {"done": 1, "half": 1}, "messages_dropped": 0}
+    made.append(tmp_path / "worker-0.jsonl", made.sample(0, 10, 1, **lost))
+    made.append(tmp_path / "worker-0.jsonl", made.sample(0, 20, 1, life=2, **later))
+    run = Run(tmp_path)
+    assert staleness(run) == {0: 4, 2: 2}
+    said = header(run, 120, 120)[1].plain
+    assert "exchanges half: 3" in said
+    assert "messages dropped: 4" in said
 
 
 def points(figure):

@@ -261,11 +261,11 @@ def _figures(run: Run) -> list[str]:
     if run.about.get("target") is not None:
         found.append(f"target {share(run.about['target'])}")
     trouble = Counter[str]()
-    for track in run.workers.values():
+    for life in (life for track in run.workers.values() for life in track.lives):
         for kind in ("exchanges", "merges"):
             for outcome in ("half", "failed"):
-                trouble[f"{kind} {outcome}"] += (track.latest.get(kind) or {}).get(outcome, 0)
-        trouble["messages dropped"] += track.latest.get("messages_dropped") or 0
+                trouble[f"{kind} {outcome}"] += (life.get(kind) or {}).get(outcome, 0)
+        trouble["messages dropped"] += life.get("messages_dropped") or 0
     trouble["lines that cannot be read"] = run.broken
     return found + [f"{what}: {number:,}" for what, number in trouble.items() if number]
 

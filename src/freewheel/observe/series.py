@@ -207,10 +207,10 @@ def edges(run: Run) -> tuple[list[Edge], float]:
 
 
 def staleness(run: Run) -> dict[int, int]:
-    """How often which staleness was met by all workers: the lower end of a class, and a count."""
+    """How often which staleness was met in all lives of all workers: the least of a class, and a count."""
     counts: dict[int, int] = {}
-    for track in run.workers.values():
-        for least, count in (track.latest.get("staleness_counts") or {}).items():
+    for life in (life for track in run.workers.values() for life in track.lives):
+        for least, count in (life.get("staleness_counts") or {}).items():
             counts[int(least)] = counts.get(int(least), 0) + int(count)
     return dict(sorted(counts.items()))
 
