@@ -241,6 +241,24 @@ def test_markdown_escapes_whatever_a_folder_says(tmp_path: Path, markdown_of: An
     assert len(fence.group(1)) > max(map(len, re.findall("`+", EVIL)))
 
 
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"compute": "a100", "links": "infiniband", "steps": "10k", "faults": 3},
+        {"compute": {"gpu": "a100"}, "links": {"kind": "ib"}, "faults": "none"},
+        {"compute_ms": "about 5", "slow": {"3": "a lot"}},
+        {"compute_ms": 5, "slow": [3]},
+    ],
+)
+def test_a_script_may_call_its_settings_what_it_likes(
+    tmp_path: Path, markdown_of: Any, own: dict[str, Any]
+) -> None:
+    settings = made.about()["settings"] | {"scenario": own}
+    said = markdown_of(made.run(tmp_path / "r", settings=settings))
+    for name in own:
+        assert f"scenario.{name}" in said
+
+
 def test_markdown_is_tables_with_aligned_pipes(tmp_path: Path, markdown_of: Any) -> None:
     said = markdown_of(made.run(tmp_path / "r"))
     blocks = re.findall(r"(?:^\|.*\n)+", said, flags=re.M)

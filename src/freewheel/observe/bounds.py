@@ -72,8 +72,7 @@ class _Run:
     """A result, and what the theories ask about its settings."""
 
     def __init__(self, result: Result) -> None:
-        settings = result.settings
-        scenario = settings.get("scenario", {})
+        settings, scenario = result.settings, result.scenario
         self.result, self.n = result, result.workers
         self.strategy: dict[str, Any] = settings.get("strategy", {})
         self.waits_for = settings.get("waits_for")

@@ -67,6 +67,23 @@ class Result:
     by_worker: tuple[dict[str, Any], ...]
     settings: dict[str, Any]
 
+    @property
+    def scenario(self) -> dict[str, Any]:
+        """What was simulated; of a real run what `train` and `compare` say, if it looks as they say it.
+
+        A script's own settings stand among those, and may have any name.
+        """
+        found: dict[str, Any] = self.settings.get("scenario", {})
+        if self.settings.get("clock") != "wall":
+            return found
+        slow = found.get("slow")
+        fits = {
+            "steps": isinstance(found.get("steps"), int),
+            "compute_ms": isinstance(found.get("compute_ms"), int | float),
+            "slow": isinstance(slow, dict) and all(isinstance(one, int | float) for one in slow.values()),
+        }
+        return {name: found[name] for name, good in fits.items() if good}
+
     def as_json(self) -> dict[str, Any]:
         """The figures under their documented names."""
         return {key: getattr(self, key) for key in JSON_KEYS}

@@ -68,8 +68,7 @@ def scenario_in_words(results: Sequence[Result]) -> str:
 
 
 def _scenario(result: Result) -> str:
-    settings, n = result.settings, result.workers
-    scenario = settings.get("scenario", {})
+    settings, scenario, n = result.settings, result.scenario, result.workers
     compute, links = scenario.get("compute", {}), scenario.get("links", {})
     each = f", {scenario['steps']:,} each on average" if n > 1 and "steps" in scenario else ""
     said = [f"{_count(n, 'worker')} with {_count(result.worker_steps, 'step')} in all{each}"]
