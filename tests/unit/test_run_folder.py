@@ -252,6 +252,28 @@ def test_a_worker_that_only_joins_makes_a_run_no_longer(tmp_path):
     assert rates(run) == rates(before)
 
 
+def test_a_life_on_a_host_whose_clock_is_behind_counts(tmp_path):
+    path = tmp_path / "worker-0.jsonl"
+    made.append(path, *(made.sample(0, number, 1) for number in range(1, 21)))
+    behind = [made.sample(0, number, 1, life=2, time=970.0 + 0.5 * number) for number in range(1, 11)]
+    made.append(path, *behind)
+    track = Run(tmp_path).workers[0]
+    assert (track.life, track.value("steps")) == (2, 300)
+    assert track.points["time"] == sorted(track.points["time"])
+    assert track.rate("steps") is not None
+
+
+def test_a_death_counts_though_one_who_noticed_has_a_clock_that_is_behind(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_module.time, "time", lambda: 1010.5)
+    for rank in range(3):
+        made.append(tmp_path / f"worker-{rank}.jsonl", made.sample(rank, 20, 3))
+    made.append(tmp_path / "events-launcher.jsonl", made.event(1010.2, "died", 1, "launcher"))
+    made.append(tmp_path / "events-2.jsonl", made.event(1007.0, "died", 1, 2))
+    run = Run(tmp_path)
+    assert len(run.events) == 1
+    assert run.state(1) == "dead"
+
+
 def test_a_thinned_file_replaces_what_was_known(tmp_path):
     folder = made.run(tmp_path / "r", workers=1, samples=10, ended=False)
     run = Run(folder)

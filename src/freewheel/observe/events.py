@@ -28,6 +28,8 @@ class Event:
     peer: int | None = None
     seen: set[tuple[int, int]] = field(default_factory=set)
     """Of a cut: whom who has lost."""
+    last_s: float = 0.0
+    """The last time that somebody noticed it, by a clock that may be another's than that of `time`."""
 
     @property
     def link(self) -> str:
@@ -56,7 +58,7 @@ class Events:
         time_s, by = float(line["time"]), line["by"]
         if not isinstance(line["what"], str) or not isinstance(by, int | str):
             raise TypeError("what and by must be words")
-        new = Event(time_s, line["what"], str(line.get("text", "")), rank, life, [by], peer)
+        new = Event(time_s, line["what"], str(line.get("text", "")), rank, life, [by], peer, last_s=time_s)
         if new.what == "cut" and rank is not None and isinstance(by, int):
             new.seen = {(rank, by)}
             if any(_is_cut(event, new, (rank, by)) for event in reversed(self.all)):
@@ -106,7 +108,7 @@ def _join(event: Event, new: Event) -> None:
     event.by += [by for by in new.by if by not in event.by]
     if new.by == ["launcher"]:
         event.text = new.text  # it knows how the process ended; others see a line that is closed
-    event.time = min(event.time, new.time)
+    event.time, event.last_s = min(event.time, new.time), max(event.last_s, new.last_s)
 
 
 def _whole(value: Any) -> int | None:

@@ -75,10 +75,14 @@ class Track:
         self._before = dict.fromkeys(SUMS, 0.0)
 
     def add(self, sample: dict[str, Any]) -> None:
-        """Take a sample in; one that is older than the last is left out, one that is none changes nothing."""
+        """Take a sample in; one that is older than the last is left out, one that is none changes nothing.
+
+        A later life may be on a host whose clock is behind: its points begin where those before it end.
+        """
         row, life = _checked(sample), int(sample.get("life", 1))
-        if self.latest and sample["time"] < self.latest["time"]:
+        if self.latest and sample["time"] < self.latest["time"] and life <= self.life:
             return
+        row["time"] = max(sample["time"], self.points["time"][-1] or 0.0) if self.latest else sample["time"]
         if self.latest and life > self.life:
             for name in SUMS:
                 self._before[name] = self.points[name][-1] or 0.0
@@ -333,7 +337,7 @@ class Run:
         deaths = (
             self._happened.last.get((what, rank, life)) for what in DEATHS for life in (track.life, None)
         )
-        if any(event is not None and event.time >= latest["time"] - 1.0 for event in deaths):
+        if any(event is not None and event.last_s >= latest["time"] - 1.0 for event in deaths):
             return self._news_of(rank, track.life) or "dead"
         late = self.now - latest["time"] > SILENT_S and self.clock == "wall"
         # A clock of another host may be wrong: whom we hear is not silent.
