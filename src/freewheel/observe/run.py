@@ -57,7 +57,7 @@ class Evaluation:
 class Track:
     """What is known of one worker: `points` by column (sums over all its lives), the last samples whole."""
 
-    def __init__(self, rank: int, version: int = 0) -> None:
+    def __init__(self, rank: int) -> None:
         self.rank, self.life = rank, 0
         self.latest: dict[str, Any] = {}
         self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
@@ -68,8 +68,6 @@ class Track:
         self.ended_s = 0.0
         """When it made its last step, as far as is known; 0: it joins."""
         self.points: dict[str, list[float | None]] = {name: [] for name in ("time", *SUMS, *LEVELS)}
-        self.version = version
-        """Grows whenever points that were there before are dropped; else points are only added."""
         self.heard_s: float | None = None
         """When a sample last came in while we were reading, on our own clock."""
         self._before = dict.fromkeys(SUMS, 0.0)
@@ -113,7 +111,6 @@ class Track:
         kept = [*sorted(first.values()), *range(len(older), len(times))]
         for column in self.points.values():
             column[:] = [column[place] for place in kept]
-        self.version += 1
 
     @property
     def lives(self) -> list[dict[str, Any]]:
@@ -239,7 +236,7 @@ class Run:
             "evaluations": self._evaluated,
         }[kind]
         if kind == "worker" and who.isdecimal() and tail.begun > begun > 0 and int(who) in self.workers:
-            self.workers[int(who)] = Track(int(who), self.workers[int(who)].version + 1)
+            self.workers[int(who)] = Track(int(who))
         for line in lines:
             self._take(path, tail, line, take)
         return True
