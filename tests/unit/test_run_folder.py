@@ -11,6 +11,7 @@ import pytest
 import made
 from freewheel.errors import ConfigError
 from freewheel.observe import run as run_module
+from freewheel.observe.files import fresh
 from freewheel.observe.outcome import rates
 from freewheel.observe.run import LINES, POINTS, Run, find_runs
 from freewheel.observe.tail import Tail
@@ -280,6 +281,22 @@ def test_a_thinned_file_replaces_what_was_known(tmp_path):
     os.replace(tmp_path / "part", folder / "worker-0.jsonl")
     assert run.poll()
     assert len(run.workers[0].points["time"]) == 6
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_another_run_in_the_same_folder_is_read_anew(tmp_path, force):
+    folder = made.run(tmp_path / "r", workers=2, samples=20, strategy="adpsgd")
+    run = Run(folder)
+    if force:  # its records take the place of the old ones
+        fresh(folder)
+    made.run(folder, workers=2, samples=10, strategy="allreduce", started=2000.0)
+    assert run.poll()
+    again = Run(folder)
+    assert run.about == again.about
+    assert run.about["strategy"] == "allreduce"
+    assert len(run.events) == len(again.events)
+    assert run.evaluations == again.evaluations
+    assert run.workers[0].points == again.workers[0].points
 
 
 def test_a_run_that_is_starting_has_nothing_to_say_yet(tmp_path):

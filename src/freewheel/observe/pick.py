@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from freewheel.errors import ConfigError
-from freewheel.observe.run import SILENT_S, find_runs, read_about
+from freewheel.observe.about import read_about
+from freewheel.observe.run import SILENT_S, find_runs
 
 STARTING_S = 120.0
 """A folder as `freewheel run` makes them that is no older than this may yet become a run."""

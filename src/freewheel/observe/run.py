@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import deque
@@ -14,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from freewheel.errors import ConfigError, at_least
+from freewheel.errors import ConfigError
+from freewheel.observe.about import read_about, stamp
 from freewheel.observe.events import Event, Events
 from freewheel.observe.tail import Tail
 
-FORMAT = 1
 POINTS = 256
 """So many points per worker are read of what was written before, and at most twice as many are kept."""
 LINES = 3072
@@ -30,8 +29,6 @@ SILENT_S = 5.0
 """A worker that has written nothing for so long is called silent."""
 DEATHS = ("died", "failed")
 COMINGS = ("joined", "restarted")
-KINDS = {"strategy": str, "workers": int, "seed": int, "settings": dict, "started": int | float}
-"""What must be in a run.json."""
 SUMS = ("steps", "elapsed_s", "compute_s", "peers_s", "data_s", "checkpoint_s", "exchanges", "merges",
         "bytes_out", "bytes_in", "samples")  # fmt: skip
 LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members", "life")
@@ -174,6 +171,21 @@ class Run:
         self._opened = False
         self._heard_s: float | None = None
         """When anything last came in while we were reading, on our own clock."""
+        self._stamp: tuple[int, ...] | None = None
+        """Of the run.json that was read."""
+        self._start()
+        self.poll()
+        self._opened = True
+        if self._wrong and not (self.workers or self.events or self.evaluations):
+            raise ConfigError(
+                f"{self._wrong}. Nothing else is in {str(folder)!r}; give a folder as `freewheel run` makes "
+                "them, unchanged."
+            )
+
+    # -- reading --
+
+    def _start(self) -> None:
+        """Know nothing yet."""
         self.about: dict[str, Any] = {}
         """What run.json says; empty while the run is starting."""
         self.workers: dict[int, Track] = {}
@@ -186,22 +198,19 @@ class Run:
         """Events that have been read, of all who noticed some."""
         self._wrong = ""
         """What was wrong with the last line that could not be read, where it was JSON."""
-        self.poll()
-        self._opened = True
-        if self._wrong and not (self.workers or self.events or self.evaluations):
-            raise ConfigError(
-                f"{self._wrong}. Nothing else is in {str(folder)!r}; give a folder as `freewheel run` makes "
-                "them, unchanged."
-            )
-
-    # -- reading --
 
     def poll(self) -> bool:
-        """Read what has been written since the last call; whether there was anything."""
-        news = False
-        if not self.about:
-            self.about = read_about(self.folder)
-            news = bool(self.about)
+        """Read what has been written since the last call; whether there was anything.
+
+        Another run in the same folder has a run.json of its own: then all is read anew.
+        """
+        found = stamp(self.folder)
+        news = found is not None and found != self._stamp
+        if news:
+            about = read_about(self.folder)
+            if self.about:
+                self._start()
+            self.about, self._stamp = about, found
         paths = sorted(self.folder.glob("*.jsonl"))
         workers = sum(path.name.startswith("worker-") for path in paths)
         most = max(POINTS // 8, min(POINTS, LINES // max(1, workers)))
@@ -380,39 +389,6 @@ def _evaluation(line: dict[str, Any]) -> Evaluation:
         if not isinstance(value, int | float):
             raise TypeError(f"{name} must be a number")
     return Evaluation(**known)
-
-
-def read_about(folder: Path) -> dict[str, Any]:
-    """What run.json says; nothing while there is none."""
-    path = folder / "run.json"
-    try:
-        about = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror or error}.") from None
-    except ValueError:
-        what = "is empty" if not path.stat().st_size else "is damaged: it is no JSON"
-        raise ConfigError(
-            f"{str(path)!r} {what}. Give a folder as `freewheel run` makes them, unchanged; or move this "
-            "file away, and `freewheel watch` shows what else is there."
-        ) from None
-    if not isinstance(about, dict) or "format" not in about:
-        raise ConfigError(
-            f"{str(path)!r} is not what a run writes: it has no format. Give a folder as `freewheel run` "
-            "makes them, unchanged."
-        )
-    if about["format"] != FORMAT:
-        of = about.get("freewheel", "unknown")
-        raise ConfigError(
-            f"{str(folder)!r} was written by freewheel {of} (records of format {about['format']}); this "
-            f"version reads format {FORMAT}. Use that version of freewheel to show it."
-        )
-    for key, kinds in KINDS.items():
-        if not isinstance(about.get(key), kinds):
-            raise ConfigError(f"{str(path)!r} is not what a run writes: {key} is {about.get(key)!r}.")
-    at_least(f"workers in {str(path)!r}", about["workers"], 1)
-    return about
 
 
 def find_runs(folder: Path) -> list[Path]:

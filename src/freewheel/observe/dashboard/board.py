@@ -17,12 +17,13 @@ from typing import Any
 
 from freewheel.errors import ConfigError, FreewheelError
 from freewheel.observe import charts
+from freewheel.observe.about import read_about
 from freewheel.observe.dashboard.delta import delta
 from freewheel.observe.outcome import rates, staleness_mean
 from freewheel.observe.palette import COLOURS
 from freewheel.observe.report.runs import flatten
 from freewheel.observe.rows import elapsed_s, rows
-from freewheel.observe.run import DEATHS, SILENT_S, Run, find_runs, read_about
+from freewheel.observe.run import DEATHS, SILENT_S, Run, find_runs
 from freewheel.observe.series import blocked
 
 SCAN_S = 2.0
