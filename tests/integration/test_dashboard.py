@@ -277,6 +277,18 @@ def test_a_run_that_starts_and_then_is_deleted_says_so(tmp_path, at_once):
         assert data(server)["change"]["v"]["notes"] == ["the folder of 'r' is gone."]
 
 
+def test_a_run_that_was_deleted_is_not_listed_as_starting(tmp_path, at_once):
+    made.run(tmp_path / "a")
+    made.run(tmp_path / "b", started=2000.0)
+    with serving(tmp_path) as server:
+        assert [run["error"] for run in data(server)["change"]["v"]["runs"]] == ["", ""]
+        shutil.rmtree(tmp_path / "a")
+        assert [run["error"] for run in data(server)["change"]["v"]["runs"]] == [
+            "the folder of 'a' is gone.",
+            "",
+        ]
+
+
 def test_runs_of_two_clocks_are_said_to_be(tmp_path, at_once):
     made.run(tmp_path / "0-real")
     made.run(tmp_path / "1-simulated", clock="virtual")

@@ -52,6 +52,11 @@ class Entry:
     version: int = 0
     polled_s: float = -math.inf
 
+    def check(self) -> None:
+        """Refuse one whose folder was deleted."""
+        if not self.folder.is_dir():
+            raise ConfigError(f"the folder of {self.name!r} is gone.")
+
     def poll(self) -> None:
         """Read what is new."""
         now = time.monotonic()
@@ -60,8 +65,7 @@ class Entry:
         self.polled_s = now
         error = ""
         try:
-            if not self.folder.is_dir():
-                raise ConfigError(f"the folder of {self.name!r} is gone.")
+            self.check()
             if self.run is None:
                 self.run = Run(self.folder)
                 self.version += 1
@@ -191,6 +195,7 @@ def _listed(entry: Entry) -> Document:
     """A run in the list to pick from; of one that was not picked yet only run.json is read."""
     listed: Document = {"number": entry.number, "name": entry.name, "error": entry.error}
     try:
+        entry.check()
         about = entry.run.about if entry.run is not None else read_about(entry.folder)
     except FreewheelError as error:
         return {**listed, "error": str(error)}
