@@ -75,6 +75,14 @@ def test_a_file_that_took_the_place_of_another_is_read_from_its_start(tmp_path):
     assert tail.begun == 2
 
 
+def test_a_sample_that_does_not_say_whose_it_is_is_no_record(tmp_path):
+    folder = made.run(tmp_path / "r", workers=2)
+    made.append(folder / "worker-1.jsonl", {"time": 2000.0, "steps": 10**6, "life": 1})
+    run = Run(folder)
+    assert run.broken == 1
+    assert rates(run) == rates(Run(made.run(tmp_path / "whole", workers=2)))
+
+
 def test_a_run_says_what_was_run_who_trains_and_what_happened(tmp_path):
     run = Run(made.run(tmp_path / "r", workers=4, samples=20))
     assert run.about["strategy"] == "adpsgd"

@@ -141,8 +141,9 @@ def _began_s(sample: dict[str, Any]) -> float:
 
 def _checked(sample: dict[str, Any]) -> dict[str, float | None]:
     """The columns of a sample; raises where it is none."""
-    if not isinstance(sample["time"], int | float) or not isinstance(sample["steps"], int):
-        raise TypeError("time and steps must be numbers")
+    kinds = {"time": int | float, "rank": int, "steps": int}
+    if not all(isinstance(sample[name], kind) for name, kind in kinds.items()):
+        raise TypeError("time, rank and steps must be numbers")
     row = _row(sample)
     levels = (sample.get(name) for name in NUMBERS)
     if not all(value is None or isinstance(value, int | float) for value in (*row.values(), *levels)):
