@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -483,6 +484,22 @@ def aged(folder, age_s):
         os.utime(path, (time.time() - age_s,) * 2)
     os.utime(folder, (time.time() - age_s,) * 2)
     return folder
+
+
+def test_a_file_that_takes_anothers_place_while_runs_are_looked_through_is_no_error(tmp_path, monkeypatch):
+    folder = made.run(tmp_path / "r")
+    (folder / ".worker-0.jsonl.1.part").write_text("")
+    is_file = Path.is_file
+
+    def gone_then(path):
+        found = is_file(path)
+        if path.suffix == ".part":
+            path.unlink()
+        return found
+
+    monkeypatch.setattr(Path, "is_file", gone_then)
+    assert pick(tmp_path).folder == folder
+    assert not (folder / ".worker-0.jsonl.1.part").exists()
 
 
 def test_the_newest_run_is_picked_and_a_live_one_before_it(tmp_path):

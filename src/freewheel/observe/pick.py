@@ -83,10 +83,18 @@ def _starting(folder: Path) -> list[Path]:
 
 
 def _written_s(run: Path) -> float:
-    return max((path.stat().st_mtime for path in run.iterdir() if path.is_file()), default=0.0)
+    return max((_changed_s(path) for path in run.glob("*") if path.is_file()), default=0.0)
 
 
 def _began_s(run: Path) -> float:
     """When it began, as well as the files tell: run.json is written once, when training begins."""
     about = run / "run.json"
-    return (about if about.exists() else run).stat().st_mtime
+    return _changed_s(about) or _changed_s(run)
+
+
+def _changed_s(path: Path) -> float:
+    """When it was last written; 0: it is not there, or not any more, as a file that took another's place."""
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0
