@@ -124,6 +124,17 @@ def test_shares_of_time_and_staleness(tmp_path):
     assert staleness(run) == {0: 150, 1: 300, 2: 150}
 
 
+def test_of_a_resumed_run_curves_and_evaluations_count_steps_alike(tmp_path):
+    samples = [made.sample(0, number, 1, resumed_at=1000, samples=0) for number in range(20)]
+    made.append(tmp_path / "worker-0.jsonl", *samples)
+    made.append(
+        tmp_path / "evaluations-0.jsonl", {"time": 1005.0, "worker_steps": 1100, "loss": samples[10]["loss"]}
+    )
+    curve, dots = charts.curves(charts.shown([Run(tmp_path)]), "loss", "samples")["data"]
+    assert (curve["x"][0], curve["x"][-1]) == (1000, 1190)
+    assert dots["x"] == [1100]
+
+
 def test_what_an_earlier_life_counted_is_not_forgotten(tmp_path):
     lost = {"staleness_counts": {"0": 3}, "exchanges": {"done": 5, "half": 2}, "messages_dropped": 4}
     later = {"staleness_counts": {"0": 1, "2": 2}, "exchanges": {"done": 1, "half": 1}, "messages_dropped": 0}

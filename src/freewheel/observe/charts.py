@@ -124,7 +124,11 @@ def _has_loss(one: Shown) -> bool:
 def _x(one: Shown, over: str, in_steps: bool) -> list[float | None]:
     if over == "time":
         return numbers(one.series.time_s / one.unit_s)
-    return numbers(one.series.steps if in_steps else one.series.samples)
+    if not in_steps:
+        return numbers(one.series.samples)
+    # Evaluations count from the first step of all, before a checkpoint that was resumed.
+    before = sum(track.lives[0].get("resumed_at") or 0 for track in one.run.workers.values())
+    return numbers(one.series.steps + before)
 
 
 def _where(one: Shown, evaluation: Evaluation, over: str, in_steps: bool) -> float | None:

@@ -32,7 +32,8 @@ COMINGS = ("joined", "restarted")
 SUMS = ("steps", "elapsed_s", "compute_s", "peers_s", "data_s", "checkpoint_s", "exchanges", "merges",
         "bytes_out", "bytes_in", "samples")  # fmt: skip
 LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members", "life")
-NUMBERS = ("began", "staleness_max", "discrepancy_max", "blocked_share", "steps_per_s", "messages_dropped")
+NUMBERS = ("began", "resumed_at", "staleness_max", "discrepancy_max", "blocked_share", "steps_per_s",
+           "messages_dropped")  # fmt: skip
 TABLES = ("exchanges", "merges", "staleness_counts")
 """What else is read of a sample, and must be numbers, or numbers by name."""
 
