@@ -78,7 +78,7 @@ def test_a_run_of_two_can_be_read(strategy, tmp_path, quick):
         if place.rank == 1:
             one.about(name="never seen: worker 0 speaks for all")
         else:
-            one.about(name="squares", target=0.5, batch_size=2)
+            one.about(name="squares", target=torch.tensor(0.5), batch_size=2)
         with one:
             for _ in range(40):
                 one.report(step(model, optimizer))

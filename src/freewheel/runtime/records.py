@@ -197,7 +197,7 @@ def describe(
     **more: Any,
 ) -> dict[str, Any]:
     """What run.json says of a run of real processes."""
-    group = optimizer.param_groups[0]
+    group, target = optimizer.param_groups[0], about.get("target")
     trained = [one for one in model.parameters() if one.requires_grad]
     scenario = {key: value for key, value in about.items() if key not in ("name", "target")}
     settings = {
@@ -215,7 +215,7 @@ def describe(
         name=about.get("name") or Path(sys.argv[0]).name or "python",
         strategy=strategy.name,
         settings=settings,
-        target=about.get("target"),
+        target=None if target is None else float(target),  # numpy's and torch's numbers too
         **more,
     )
 
