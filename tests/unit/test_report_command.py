@@ -154,6 +154,14 @@ def test_where_a_worker_died_the_page_says_how_the_ideal_counts_it(tmp_path: Pat
     assert said not in markdown_of(made.run(tmp_path / "one", workers=1))
 
 
+def test_of_a_real_run_in_which_a_worker_died_nobody_says_no_faults(tmp_path: Path, markdown_of: Any) -> None:
+    scenario = {"steps": 10, "compute_ms": 5.0, "slow": {}}  # as train writes it
+    said = markdown_of(made.run(tmp_path / "r", settings=made.about()["settings"] | {"scenario": scenario}))
+    assert "at least 5 ms" in said
+    assert "Worker 3 died" in said
+    assert "o faults" not in said
+
+
 def test_every_life_of_a_worker_has_a_row(tmp_path: Path, page_of: Any) -> None:
     folder = made.run(tmp_path / "r", workers=2, samples=10, ended=False)
     late = made.sample(1, 6, 2, life=2, time=1009.0, last=True)

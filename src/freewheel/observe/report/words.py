@@ -85,8 +85,8 @@ def _scenario(result: Result) -> str:
         said.append(f"a model of {_size(settings['model_bytes'])}")
     if scenario.get("gradients") is False:
         said.append("timing only, no model is trained")
-    if "faults" in scenario or "compute_ms" in scenario:
-        faults = scenario.get("faults") or ()
+    if "faults" in scenario:
+        faults = scenario["faults"] or ()
         said.append("; ".join(_fault(fault) for fault in faults) if faults else "no faults")
     said.append(f"seed {result.seed}")
     return f"{'. '.join(part[0].upper() + part[1:] for part in said)}."
