@@ -152,6 +152,21 @@ def test_the_first_worker_writes_run_json_whoever_it_is(tmp_path, alone):
     assert dict(Run(tmp_path).totals())["steps"] == 2
 
 
+def test_evaluations_that_come_too_fast_are_said_to_be_lost(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "MOST", 8)
+    monkeypatch.setattr(records, "SAMPLE_S", 60.0)
+    model = net()
+    with fw.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path) as worker:
+        for at in range(200):
+            worker.record(loss=at)
+    run = Run(tmp_path)
+    assert run.evaluations[-1].loss == 199
+    assert len(run.evaluations) < 200
+    assert [(event.what, event.text) for event in run.events] == [
+        ("thinned", "evaluations come faster than 8 in 60 s: some are lost")
+    ]
+
+
 def test_checkpoints_and_what_is_resumed_are_events_and_waiting_has_a_cause(tmp_path, alone):
     def train(resume: Path | None) -> dict[str, float]:
         model = net()

@@ -168,6 +168,12 @@ def test_events_are_told_once_with_their_time_and_who_noticed(tmp_path, now):
     ]
 
 
+def test_an_event_of_another_kind_is_told_as_it_is(tmp_path, now):
+    folder = made.run(tmp_path / "r")
+    made.append(folder / "events-1.jsonl", made.event(1003.0, "{odd} {0}", 2, 1))
+    assert any("worker 2: {odd} {0}" in line for line in text(Run(folder), 140))
+
+
 def test_of_many_events_the_last_are_shown(tmp_path, now):
     folder = made.run(tmp_path, samples=20, ended=False)
     made.append(

@@ -47,6 +47,8 @@ class Events:
         self.all: list[Event] = []
         self.last: dict[Key, Event] = {}
         """The last event of each kind, of each life of a worker; of all workers: of each text."""
+        self._cuts: dict[int, list[Event]] = {}
+        """Cuts by when they were first noticed, in parts as long as what belongs together."""
 
     def sort(self) -> None:
         """Put them in order; of one moment, first what the launcher or the simulator has done."""
@@ -61,7 +63,10 @@ class Events:
         new = Event(time_s, line["what"], str(line.get("text", "")), rank, life, [by], peer, last_s=time_s)
         if new.what == "cut" and rank is not None and isinstance(by, int):
             new.seen = {(rank, by)}
-            if any(_is_cut(event, new, (rank, by)) for event in reversed(self.all)):
+            part = int(time_s // TOGETHER_S)
+            parts = range(part + 2, part - 3, -1)
+            near = [cut for at in parts for cut in reversed(self._cuts.get(at, ()))]
+            if any(_is_cut(cut, new, (rank, by)) for cut in near):
                 return
         key = (new.what, rank, new.text if rank is None else life)
         event = self.last.get(key)
@@ -71,6 +76,8 @@ class Events:
             return
         self.all.append(new)
         self.last[key] = new
+        if new.what == "cut":
+            self._cuts.setdefault(int(time_s // TOGETHER_S), []).append(new)
 
 
 def _is_cut(event: Event, new: Event, seen: tuple[int, int]) -> bool:

@@ -38,7 +38,7 @@ TABLES = ("exchanges", "merges", "staleness_counts")
 """What else is read of a sample, and must be numbers, or numbers by name."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Evaluation:
     """What was measured of the answer at one moment."""
 
@@ -270,8 +270,8 @@ class Run:
             both = {name: value for name, value in vars(known).items() if value is not None}
             more = {name: value for name, value in vars(new).items() if value is not None}
             if both.keys() & more.keys() <= {"time", "worker_steps", "samples"}:
-                self.evaluations.remove(known)
-                new = Evaluation(**both | more)
+                vars(known).update(more)
+                return
         self._of[new.time, new.worker_steps] = new
         self.evaluations.append(new)
 

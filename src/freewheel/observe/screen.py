@@ -285,7 +285,7 @@ def event_line(run: Run, event: Event) -> Text:
     text = printable(event.text or event.what)
     if event.rank is not None:
         known = WORDS.get(event.what, f"worker {{}}: {printable(event.what)}")
-        text = known.format(event.rank) + (f": {text}" if event.text else "")
+        text = known.replace("{}", str(event.rank), 1) + (f": {text}" if event.text else "")
     if event.link:
         text = event.link + (f": {printable(event.text)}" if event.text else "")
     ends = (event.rank,) if event.peer is None else (event.rank, event.peer)

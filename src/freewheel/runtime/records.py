@@ -29,6 +29,8 @@ SAMPLE_S = 0.5
 CONSOLE_S = 5.0
 CLOSE_S = 5.0
 """How long the end of a run waits for the last sample to be written."""
+MOST = 1000
+"""So many events, and evaluations, are kept until they are written."""
 NO_SCALARS = ("time", "rank", "life", "began", "resumed_at", "last")
 
 log = logging.getLogger("freewheel")
@@ -43,7 +45,7 @@ class Events:
         self.lives: Mapping[int, int] = {}
         self.over = False
         """Whether this worker leaves: who leaves with it has not died."""
-        self._noted: deque[tuple[float, str, int | None, int | None, str]] = deque(maxlen=1000)
+        self._noted: deque[tuple[float, str, int | None, int | None, str]] = deque(maxlen=MOST)
 
     def note(self, what: str, rank: int | None, text: str) -> None:
         """Something happened to a worker, or to all (None)."""
@@ -74,7 +76,8 @@ class Recorder:
         self._console, self._board = console, board
         self._spoke_s = time.monotonic()
         self._about: Mapping[str, Any] | None = None
-        self._evaluations: deque[dict[str, Any]] = deque(maxlen=1000)
+        self._evaluations: deque[dict[str, Any]] = deque(maxlen=MOST)
+        self._left_out = False
         self._failed: set[str] = set()
         self._well = False
         self._ended = threading.Event()
@@ -91,6 +94,11 @@ class Recorder:
         """Write down what was measured of the answer."""
         if self._journal is None:
             return
+        if len(self._evaluations) == MOST and not self._left_out:
+            self._left_out = True
+            self._events.note(
+                "thinned", None, f"evaluations come faster than {MOST} in {SAMPLE_S:g} s: some are lost"
+            )
         self._evaluations.append({"time_s": time.time(), **evaluation})
         if self._ended.is_set():
             self.write_rest()
