@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -15,8 +16,9 @@ import torch
 from freewheel.fabric import shared
 from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.greeting import Identity
+from freewheel.fabric.line import PlainLine
 from freewheel.fabric.tcp import TcpFabric
-from freewheel.fabric.vectors import PIECE
+from freewheel.fabric.vectors import LONG, PIECE, Blend, Mover, Sending
 from freewheel.observe.counters import Counters
 
 SIZE = 8 * PIECE
@@ -164,3 +166,32 @@ def test_the_memory_of_a_peer_that_is_gone_is_let_go():
             assert not caller.fabric.windows._peers
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [8, 2 * LONG])  # in the event loop, in a thread
+def test_what_a_peer_says_behind_a_vector_is_heard_though_the_answer_cannot_leave(size):
+    """Else one that leaves in the middle of an exchange would be said to have died."""
+
+    async def work() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as door:
+            theirs = socket.create_connection(door.getsockname())
+            ours, _ = door.accept()
+        line, mover, loop = PlainLine(ours), Mover(Counters(), torch.float32, 2), asyncio.get_running_loop()
+        mine = torch.ones(size)
+        sending = Sending(b"", mine, torch.float32, loop)
+        blend = Blend(mine, lambda mine, theirs: theirs, sending, loop.create_future())
+        sender = threading.Thread(target=theirs.sendall, args=(bytes(4 * size) + b"bye",), daemon=True)
+        sender.start()
+        sending.broken = True
+        await asyncio.wait_for(mover.blend(line, size, blend), DEADLINE_S)
+        rest = bytearray(3)
+        await line.read(memoryview(rest))
+        assert bytes(rest) == b"bye"
+        assert not blend.done.done()
+        assert mine.eq(1.0).all()
+        line.close()
+        theirs.close()
+        sender.join(DEADLINE_S)
+        mover.close()
+
+    asyncio.run(work())

@@ -34,7 +34,7 @@ from freewheel.observe.counters import Counters
 
 PINGS = 4
 """Signs of life in the time after which silence is a loss."""
-LAST_WORDS_S = 0.1
+LAST_WORDS_S = 0.5
 """How long a line that broke is still read: a peer may have said why it goes."""
 CALL_AGAIN_S = 0.25
 FINISHED = "it has finished"
@@ -146,7 +146,7 @@ class TcpFabric(Mailbox):
         if tag in self._boxes or not isinstance(sending, Sending):
             if isinstance(sending, Sending) and sending.window is not None:
                 await sending.reach(mine.numel(), self._links[peer].line)  # until the peer has read it
-                if not sending.done():
+                if not sending.done() and not sending.broken:
                     sending.set_result(None)
             return await super().blend(peer, tag, mine, meet, sending)
         self.need(peer)
@@ -324,11 +324,15 @@ class TcpFabric(Mailbox):
             if sending.cancelled():
                 continue  # nobody wants it any more, and it has not begun
             link.spoke_s = self._loop.time()
-            await line.write(sending.head)
-            self.counters.bytes_out += len(sending.head)
-            if sending.vector is not None:
-                await self.mover.write(line, sending)
-                sending.vector = None  # others may keep the future
+            try:
+                await line.write(sending.head)
+                self.counters.bytes_out += len(sending.head)
+                if sending.vector is not None:
+                    await self.mover.write(line, sending)
+                    sending.vector = None  # others may keep the future
+            except OSError:
+                sending.broken = True
+                raise
             if sending.window is None and not sending.done():
                 sending.set_result(None)
 

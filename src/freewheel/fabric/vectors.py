@@ -54,6 +54,8 @@ class Sending(asyncio.Future):  # type: ignore[type-arg]
         self.window = window
         """Where the vector lies, if the peer reads it there."""
         self.moved = threading.Condition()
+        self.broken = False
+        """Whether the line broke before all of it had left; who waits for it is told by the fabric."""
 
     def move(self, sent: int) -> None:
         """So much has left."""
@@ -62,15 +64,17 @@ class Sending(asyncio.Future):  # type: ignore[type-arg]
             self.moved.notify_all()
 
     async def reach(self, numel: int, line: Line) -> bool:
-        """Wait until so much has left; False: it was given up before."""
+        """Wait until so much has left; False: it was given up before, or cannot leave any more."""
         looks, before = 0, 0
-        while (gone := self.sent if self.window is None else self.window.read) < numel and not self.done():
+        while (gone := self.sent if self.window is None else self.window.read) < numel:
+            if self.done() or self.broken:
+                return False
             if gone != before:  # nobody listens to the peer meanwhile, but it moves
                 before, line.heard_s = gone, time.monotonic()
             wait_s = 0.0 if looks < AT_ONCE else POLL_S if self.window is not None else WAIT_S
             await line.pause(self.moved, wait_s)
             looks += 1
-        return gone >= numel
+        return True
 
 
 @dataclass(slots=True)
@@ -167,18 +171,23 @@ class Mover:
         return vector
 
     async def blend(self, line: Line, numel: int, blend: Blend) -> None:
-        """Receive a vector and combine it with another, which is on its way to the same peer."""
+        """Receive a vector and combine it with another, which is on its way to the same peer.
+
+        If that one cannot leave any more, the vector is read and dropped: what the peer says after it counts.
+        """
         if numel != blend.mine.numel():
             raise BadFrame(f"it sent {numel} numbers in exchange for {blend.mine.numel()}")
         await self._move(line, numel, partial(self._blend, blend))
-        blend.finish()
+        if not blend.sending.broken:
+            blend.finish()
 
     async def blend_near(self, line: Line, window: Window, serial: int, blend: Blend, first: bool) -> None:
         """The same where both vectors lie in windows: each side combines one half, for both."""
         if window.numel != blend.mine.numel():
             raise BadFrame(f"it shows {window.numel} numbers for {blend.mine.numel()}")
         await self._move(line, LONG, partial(self._halve, window, serial, blend, first))
-        blend.finish()
+        if not blend.sending.broken:
+            blend.finish()
 
     async def read_near(self, line: Line, window: Window, serial: int) -> Tensor:
         """A copy of a vector that lies in a peer's window."""
