@@ -521,8 +521,9 @@ def test_else_each_goes_on_from_its_own(tmp_path, strategy):
     saved = [torch.load(shard_of(tmp_path, EVERY, rank), weights_only=True) for rank in (0, 1)]
     got = team(tmp_path, strategy=strategy, resume=True)
     for rank, one in enumerate(got):
-        assert min(one["losses"]) == EVERY + 1
-        assert one["steps"] > EVERY
+        # Who comes a moment later may find that the other has taken all batches.
+        assert min(one["losses"], default=EVERY + 1) == EVERY + 1
+        assert one["steps"] == max(one["losses"], default=EVERY)
         for name, tensor in saved[rank]["weights"].items():
             if strategy == "none":  # in others a correction may have come by now
                 assert torch.equal(one["began"][name], tensor), name
