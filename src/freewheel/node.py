@@ -258,7 +258,11 @@ class Node:
         """Send a vector to the parameter server (None: only read) and wait for its answer."""
         if self._client is None or self._client.server != host:
             self._client = server.Client(self._fabric, host)
-        return await self._client.ask(vector)
+        answer = await self._client.ask(vector)
+        if host != self.rank and vector is not None:
+            self.counters.exchanges["done"] += 1
+            self.counters.met_all((host,))
+        return answer
 
     # -- the record --
 

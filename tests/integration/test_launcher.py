@@ -22,6 +22,7 @@ from freewheel.bench.processes import free_port
 from freewheel.cli.main import main
 from freewheel.cli.run import Prefixed
 from freewheel.errors import ConfigError
+from freewheel.observe.run import Run, find_runs
 from freewheel.runtime import hosts, processes
 from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.hosts import host_store, reach_store
@@ -112,6 +113,17 @@ def test_workers_are_told_who_they_are_and_what_the_options_are(script, tmp_path
             "EXTRA": "yes",
         }
     assert folder.is_dir()
+
+
+def test_who_watches_at_once_sees_a_run_that_is_starting(script, tmp_path):
+    found = []
+
+    def output(rank: int | None, text: str, error: bool) -> None:
+        if text.startswith("Watch: "):
+            found.append(Run(find_runs(tmp_path / "records")[0]))
+
+    assert launch(script(""), 1, output=output, folder=tmp_path / "records") == 0
+    assert [(run.live, run.workers) for run in found] == [(True, {})]
 
 
 def test_threads_the_user_asked_for_stay(script, monkeypatch):

@@ -14,6 +14,7 @@ from freewheel.observe.dashboard import Board
 from freewheel.observe.outcome import result_of
 from freewheel.observe.result import Result
 from freewheel.observe.run import Run
+from freewheel.observe.series import edges
 from freewheel.runtime.hosts import host_store
 from freewheel.training import process
 from freewheel.training.job import Job, train_all
@@ -79,10 +80,21 @@ def test_everything_that_shows_a_run_shows_what_was_printed(tmp_path):
         assert shown["rate"] == pytest.approx(result.steps_per_s, rel=1e-3)
         assert shown["ideal_share"] == pytest.approx(result.ideal_share, rel=1e-3)
         assert shown["blocked"] == pytest.approx(whole.blocked_share, rel=1e-3)
+        assert shown["loss"] == pytest.approx(whole.loss, rel=1e-3)
         assert shown["elapsed_s"] == pytest.approx(result.virtual_s, abs=0.051)
         for row, life in zip(everyone, result.by_worker, strict=True):
             assert row.steps_per_s == pytest.approx(life["steps_per_s"])
             assert row.blocked_share == pytest.approx(life["blocked_share"])
+
+
+def test_how_far_workers_of_a_server_are_apart_is_measured_of_the_workers(tmp_path):
+    (result,) = train_all([Job(strategy="easgd", workers=2, steps=40, compute_ms=5)], tmp_path)
+    assert isinstance(result, Result), result
+    assert result.discrepancy_max > 0
+    (run,) = (Run(folder) for folder in tmp_path.glob("*-*/"))
+    assert any((one.consensus or 0.0) > 0 for one in run.evaluations)
+    told, _ = edges(run)
+    assert [(edge.one, edge.other) for edge in told] == [(0, 1)]
 
 
 def test_workers_that_take_steps_as_they_need_them_make_what_is_left(store):

@@ -96,6 +96,17 @@ def test_the_last_seconds_of_a_short_simulation_are_short(tmp_path):
     assert span_s == pytest.approx(0.1)
 
 
+def test_where_merges_are_rare_all_of_the_run_is_looked_at(tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps(made.about(workers=2)))
+    for rank in range(2):
+        for number in range(1, 200):
+            met = {str(1 - rank): [number // 90, None]}  # the last time long ago
+            made.append(tmp_path / f"worker-{rank}.jsonl", made.sample(rank, number, 2, peers=met))
+    (edge,), over_s = edges(Run(tmp_path))
+    assert (edge.one, edge.other, edge.count) == (0, 1, 2)
+    assert over_s == 99.5
+
+
 def test_of_very_many_edges_the_farthest_of_each_worker_are_drawn(tmp_path):
     for rank in range(40):
         peers = {str(peer): [1, 1.0 if abs(peer - rank) == 20 else 0.1] for peer in range(40) if peer != rank}

@@ -360,6 +360,21 @@ def test_a_last_line_that_nobody_ends_is_counted(tmp_path):
     assert (run.broken, len(run.workers[0].points["time"])) == (1, whole)
 
 
+def test_what_is_no_file_is_not_waited_for(tmp_path):
+    folder = made.run(tmp_path / "r")
+    os.mkfifo(folder / "worker-9.jsonl")
+    assert 9 not in Run(folder).workers
+    os.unlink(folder / "run.json")
+    os.mkfifo(folder / "run.json")
+    with pytest.raises(ConfigError, match="is no file"):
+        Run(folder)
+
+
+def test_a_target_that_is_no_number_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="target is 'high'"):
+        Run(made.run(tmp_path / "r", target="high"))
+
+
 def test_a_run_of_another_version_is_refused(tmp_path):
     made.run(tmp_path / "r", format=2, freewheel="9.9")
     with pytest.raises(ConfigError, match=r"freewheel 9\.9 .*format 2.*reads format 1"):

@@ -617,8 +617,20 @@ def test_data_move_to_a_device_before_or_after_they_are_read(npz, text, name, ea
 
 
 def test_how_far_apart_workers_are_is_in_the_records_while_they_train(tmp_path):
-    samples = Samples(Job(workers=2), active=True, journal=Journal(tmp_path, 0))
+    samples = Samples(Job(workers=2), True, Journal(tmp_path, 0), lockstep=False)
     no_buffers = torch.empty(0)
-    samples.keep([(0, torch.zeros(4), no_buffers, 3), (1, torch.ones(4), no_buffers, 5)])
+    parts = [(0, torch.zeros(4), no_buffers, 3), (1, torch.ones(4), no_buffers, 5)]
+    samples.keep(parts, parts)
     (known,) = Run(tmp_path).evaluations
     assert (known.worker_steps, known.discrepancy, known.loss) == (8, 2.0, None)
+
+
+def test_of_workers_that_step_together_only_those_at_the_same_step_are_compared(tmp_path):
+    samples = Samples(Job(workers=3), True, Journal(tmp_path, 0), lockstep=True)
+    no_buffers = torch.empty(0)
+    parts = [(rank, torch.full((4,), float(k)), no_buffers, k) for rank, k in enumerate((3, 4, 3))]
+    samples.keep(parts, parts)
+    samples.keep(parts[:2], parts[:2])
+    first, second = Run(tmp_path).evaluations
+    assert (first.worker_steps, first.discrepancy) == (10, 0.0)
+    assert (second.worker_steps, second.discrepancy) == (7, None)  # nobody was at the same step

@@ -114,7 +114,7 @@ def test_all_states_are_said_and_who_does_not_train_has_no_rate(tmp_path, now):
     states = {rank: row_of(shown, rank)[1] for rank in range(5)}
     assert states == {0: "finished", 1: "training", 2: "silent", 3: "dead", 4: "joining"}
     assert {rank: row_of(shown, rank)[3] for rank in range(5)} == {0: "–", 1: "10.0", 2: "–", 3: "–", 4: "–"}
-    assert row_of(shown, "all")[1:4] == ["2", "of", "5"]
+    assert row_of(shown, "all")[1:4] == ["1", "of", "5"]
 
 
 def test_of_too_many_workers_the_dead_and_the_slowest_are_shown(tmp_path, now):
@@ -391,7 +391,7 @@ def test_a_run_that_was_killed_is_not_waited_for(tmp_path, monkeypatch, capsys):
         os.utime(path, (1010, 1010))
     assert command(monkeypatch, folder) == 0
     out = capsys.readouterr().out
-    assert "stopped" in out
+    assert "silent" in out
     assert "silent" in out
     assert "Nobody has written for" in out
 
@@ -508,16 +508,24 @@ def test_a_file_that_takes_anothers_place_while_runs_are_looked_through_is_no_er
     assert not (folder / ".worker-0.jsonl.1.part").exists()
 
 
+def writes(folder, **changes):
+    """A sample of this moment."""
+    now = time.time()
+    made.append(folder / "worker-0.jsonl", made.sample(0, 90, 1, time=now, began=now - 45.0, **changes))
+
+
 def test_the_newest_run_is_picked_and_a_live_one_before_it(tmp_path):
     old = aged(made.run(tmp_path / "2026-01-01_00-00-00", workers=1), 7200)
     new = aged(made.run(tmp_path / "a", workers=1), 3600)
     assert pick(tmp_path).folder == new
     assert pick(old).folder == old
-    os.utime(old / "worker-0.jsonl")
+    writes(old)
     assert pick(tmp_path).folder == old
     assert pick(tmp_path).others == []
-    os.utime(new / "worker-0.jsonl")
+    writes(new)
     assert (pick(tmp_path).folder, pick(tmp_path).others) == (new, [old])
+    writes(new, last=True)  # it has just ended, and is not live any more
+    assert (pick(tmp_path).folder, pick(tmp_path).others) == (old, [])
 
 
 def test_a_run_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path, monkeypatch, capsys):

@@ -62,13 +62,15 @@ def _watch(folder: Path, once: bool, wait_s: float) -> None:
     console = output()
     run, note = _begun(folder, 0.0 if once else wait_s, lambda text: console.print(Text(text, style="dim")))
     screen = Screen()
-    width = console.width
-    if not console.is_terminal or console.is_dumb_terminal:
+
+    def width() -> int:
+        if console.is_terminal and not console.is_dumb_terminal:
+            return console.width  # it may have been resized
         # rich takes every dumb terminal for one of 80 columns; a file is as wide as somebody says.
-        width = shutil.get_terminal_size((console.width, 24)).columns
+        return shutil.get_terminal_size((console.width, 24)).columns
 
     def leave() -> None:
-        for line in screen.lines(run, width, note=note, ascii_only=console.options.ascii_only):
+        for line in screen.lines(run, width(), note=note, ascii_only=console.options.ascii_only):
             console.print(line, soft_wrap=True)
 
     try:
@@ -77,7 +79,7 @@ def _watch(folder: Path, once: bool, wait_s: float) -> None:
         elif console.is_terminal and not console.is_dumb_terminal:
             _show(console, screen, run, note)
         else:
-            _tell(run, note, width)
+            _tell(run, note, width())
     except KeyboardInterrupt:
         leave()
         raise

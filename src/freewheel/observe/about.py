@@ -25,6 +25,8 @@ def stamp(folder: Path) -> tuple[int, ...] | None:
 def read_about(folder: Path) -> dict[str, Any]:
     """What run.json says; nothing while there is none."""
     path = folder / "run.json"
+    if path.exists() and not path.is_file():  # opening a pipe would wait
+        raise ConfigError(f"{str(path)!r} is no file. Give a folder as `freewheel run` makes them.")
     try:
         about = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -51,5 +53,7 @@ def read_about(folder: Path) -> dict[str, Any]:
     for key, kinds in KINDS.items():
         if not isinstance(about.get(key), kinds):
             raise ConfigError(f"{str(path)!r} is not what a run writes: {key} is {about.get(key)!r}.")
+    if not isinstance(about.get("target"), int | float | None):
+        raise ConfigError(f"{str(path)!r} is not what a run writes: target is {about['target']!r}.")
     at_least(f"workers in {str(path)!r}", about["workers"], 1)
     return about

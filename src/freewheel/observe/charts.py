@@ -186,7 +186,7 @@ def throughput(runs: Sequence[Shown]) -> Figure:
     yaxis = {"title": {"text": "worker-steps/s"}, "rangemode": "tozero", "tickformat": ",~r"}
     return {
         "title": "Throughput",
-        "said": "Steps of all workers in a second. Dotted: if no worker were ever blocked.",
+        "said": "Steps of all workers in a second. Dotted: if those there did nothing but compute.",
         "height": 430,
         "data": data,
         "layout": {"xaxis": time_axis(runs), "yaxis": yaxis},
@@ -201,12 +201,12 @@ def blocked_shares(runs: Sequence[Shown]) -> Figure:
         ranks = sorted(one.run.workers)
         shares = [blocked([one.run.workers[rank]]) for rank in ranks]
         names: list[Any] = ranks
-        said, axis = "Since each worker began; the rest is computing.", "worker"
+        said, axis = "Since each worker began. The rest is computing, and Freewheel’s own work.", "worker"
         whom: Callable[[int], str] = lambda place: f"worker {ranks[place]}"  # noqa: E731
     else:
         shares = [blocked(list(one.run.workers.values())) for one in runs]
         names = [escape(one.label) for one in runs]
-        said, axis = "All workers together; the rest is computing.", ""
+        said, axis = "All workers together. The rest is computing, and Freewheel’s own work.", ""
         whom = lambda place: names[place]  # noqa: E731
     data = [
         {

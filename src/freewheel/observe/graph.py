@@ -65,7 +65,7 @@ def _few(met: list[Edge]) -> list[Edge]:
 
 def _said(found: list[Edge], met: int) -> str:
     if not found:
-        return "Nobody has exchanged or merged anything in the last seconds."
+        return "Nobody has exchanged or merged anything."
     who = "An edge for every two that exchanged or merged"
     if len(found) < met:
         who = f"{met:,} pairs exchanged or merged; of each worker the {EACH} farthest are drawn"

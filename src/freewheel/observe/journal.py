@@ -59,6 +59,13 @@ class Journal:
 
     # -- what is written --
 
+    def begin(self) -> None:
+        """Leave a file for events, so that the folder is known to be a run before there are any."""
+        try:
+            append(self.folder / f"events-{self.by}.jsonl", b"")
+        except OSError as error:
+            self._warn(error)
+
     def about(self, about: Mapping[str, Any]) -> None:
         """Say what is run; see `head`."""
         try:

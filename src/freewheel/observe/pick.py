@@ -10,7 +10,7 @@ from pathlib import Path
 
 from freewheel.errors import ConfigError
 from freewheel.observe.about import read_about
-from freewheel.observe.run import SILENT_S, find_runs
+from freewheel.observe.run import SILENT_S, Run, find_runs
 
 STARTING_S = 120.0
 """A folder as `freewheel run` makes them that is no older than this may yet become a run."""
@@ -45,7 +45,7 @@ def pick(folder: Path, unreadable: Mapping[Path, str] | None = None) -> Choice:
     broken += known.values()
     if broken and not runs and not starting:
         raise ConfigError(broken[0])
-    lately = [run for run in runs if time.time() - _written_s(run) < SILENT_S]
+    lately = [run for run in runs if time.time() - _written_s(run) < SILENT_S and _live(run)]
     awake = sorted([*starting, *lately], key=_began_s)
     if not awake:
         return Choice(max(runs, key=_written_s), broken=broken)
@@ -80,6 +80,13 @@ def _starting(folder: Path) -> list[Path]:
             except ConfigError:
                 found.append(path)
     return found
+
+
+def _live(run: Path) -> bool:
+    try:
+        return Run(run).live
+    except ConfigError:
+        return False
 
 
 def _written_s(run: Path) -> float:

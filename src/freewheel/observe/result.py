@@ -21,6 +21,9 @@ JSON_KEYS = (
     "loss",
     "accuracy",
     "trace_sha256",
+    "clock",
+    "target",
+    "target_s",
 )
 
 
@@ -83,6 +86,11 @@ class Result:
             "slow": isinstance(slow, dict) and all(isinstance(one, int | float) for one in slow.values()),
         }
         return {name: found[name] for name, good in fits.items() if good}
+
+    @property
+    def clock(self) -> str:
+        """Whose seconds these are: wall or virtual."""
+        return str(self.settings.get("clock", "virtual"))
 
     def as_json(self) -> dict[str, Any]:
         """The figures under their documented names."""

@@ -95,7 +95,6 @@ def _rate(track: Track, name: str, over_s: float) -> float | None:
 def total(run: Run, all_rows: Sequence[Row]) -> Row:
     """Sums; of shares and loss the mean, of staleness that of all exchanges; of discrepancies the largest."""
     counted = Counter(row.state for row in all_rows)
-    going = sum(counted[state] for state in GOING)
     steps = sum(row.steps for row in all_rows)
     per_s, sent = _sum(r.steps_per_s for r in all_rows), _sum(r.bytes_per_s for r in all_rows)
     waited = _mean(row.blocked_share for row in all_rows)
@@ -105,7 +104,7 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
     present = [row for row in all_rows if row.state not in ("dead", "silent")] or all_rows
     return Row(
         None,
-        f"{going if run.live else counted['finished']} of {len(all_rows)}",
+        f"{counted['training' if run.live else 'finished']} of {len(all_rows)}",
         steps=steps,
         steps_per_s=per_s,
         blocked_share=waited,
@@ -121,6 +120,18 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
 def elapsed_s(run: Run) -> float:
     """How long it has gone on, or went on, on its own clock."""
     return max(0.0, (run.now if run.live else run.ended_s) - run.began_s) if run.workers else 0.0
+
+
+def standing(run: Run) -> str:
+    """How a run stands, in a word: starting, live, finished (all of it), ended (not all), or silent."""
+    states = [run.state(rank) for rank in run.workers]
+    if not states:
+        return "starting"
+    if run.live:
+        return "live"
+    if all(state == "finished" for state in states):
+        return "finished"
+    return "silent" if "silent" in states else "ended"
 
 
 def most_telling(all_rows: Sequence[Row], most: int) -> list[Row]:

@@ -78,7 +78,8 @@ class Track:
         row, life = _checked(sample), int(sample.get("life", 1))
         if self.latest and sample["time"] < self.latest["time"] and life <= self.life:
             return
-        row["time"] = max(sample["time"], self.points["time"][-1] or 0.0) if self.latest else sample["time"]
+        until_s = _until_s(sample)
+        row["time"] = max(until_s, self.points["time"][-1] or 0.0) if self.latest else until_s
         if self.latest and life > self.life:
             for name in SUMS:
                 self._before[name] = self.points[name][-1] or 0.0
@@ -138,6 +139,13 @@ def _began_s(sample: dict[str, Any]) -> float:
     """When the life of a sample began to train; records of earlier versions do not say it."""
     began: float | None = sample.get("began")
     return sample["time"] - (sample.get("elapsed_s") or 0.0) if began is None else began
+
+
+def _until_s(sample: dict[str, Any]) -> float:
+    """When what a sample counts was so: of a worker that has finished, when it made its last step."""
+    time_s: float = sample["time"]
+    ended = sample.get("state") == "finished" and sample.get("elapsed_s")
+    return min(time_s, _began_s(sample) + sample["elapsed_s"]) if ended else time_s
 
 
 def _checked(sample: dict[str, Any]) -> dict[str, float | None]:
@@ -258,7 +266,7 @@ class Run:
         """Take a line in; one that is no record is counted, and the next one may be whole."""
         try:
             take(line)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             tail.broken += 1
             self._wrong = f"{str(path)!r} is not what a run writes ({type(error).__name__}: {error})"
 
@@ -415,7 +423,8 @@ def _is_run(folder: Path) -> bool:
 
 def _known(folder: Path) -> str:
     home = Path("runs")
-    runs = sorted(path for path in home.iterdir() if path.is_dir()) if home.is_dir() else []
+    runs = [path for path in home.iterdir() if path.is_dir()] if home.is_dir() else []
+    runs = [path for path in runs if path.resolve() != folder.resolve()]
     if runs and home.resolve() != folder.resolve():
-        return f"The newest here is {runs[-1]}."
+        return f"The newest here is {max(runs, key=lambda path: path.stat().st_mtime)}."
     return "Give a folder that `freewheel run`, `train`, `compare` or `simulate --folder` has written."

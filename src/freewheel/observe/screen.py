@@ -11,8 +11,18 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from freewheel.observe.events import Event
-from freewheel.observe.numbers import share
-from freewheel.observe.rows import GOING, Row, elapsed_s, history, most_telling, rows, total, window_s
+from freewheel.observe.numbers import share, short
+from freewheel.observe.rows import (
+    GOING,
+    Row,
+    elapsed_s,
+    history,
+    most_telling,
+    rows,
+    standing,
+    total,
+    window_s,
+)
 from freewheel.observe.run import Run
 
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -210,10 +220,8 @@ def printable(text: object) -> str:
 
 def status(run: Run) -> str:
     """Whether it goes on, in a word."""
-    words = ("live", "finished") if run.clock == "wall" else ("simulating", "simulated")
-    if run.live:
-        return words[0]
-    return words[1] if any(run.state(rank) == "finished" for rank in run.ranks) else "stopped"
+    word = standing(run)
+    return {"live": "simulating", "finished": "simulated"}.get(word, word) if run.clock == "virtual" else word
 
 
 def header(run: Run, width: int, align: int) -> list[Text]:
@@ -259,7 +267,10 @@ def _figures(run: Run) -> list[str]:
     if progress:
         found.append(f"{progress:.2f} passes")
     if run.about.get("target") is not None:
-        found.append(f"target {share(run.about['target'])}")
+        target = run.about["target"]
+        reached = [one.time for one in run.evaluations if (one.accuracy or 0.0) >= target]
+        after = f" after {short(reached[0] - run.began_s)} s" if reached else ""
+        found.append(f"target {share(target)}{after}")
     trouble = Counter[str]()
     for life in (life for track in run.workers.values() for life in track.lives):
         for kind in ("exchanges", "merges"):

@@ -47,7 +47,7 @@ class Series:
     rate: Floats
     """Steps of all workers in a second."""
     ideal: Floats
-    """The same if nobody were ever blocked."""
+    """The same if those who are there did nothing but compute."""
 
 
 def moments(duration_s: float, most: int = MOMENTS) -> Floats:
@@ -87,13 +87,12 @@ def series(run: Run) -> Series:
         )
 
 
-_COLUMNS = ("time", "steps", "samples", "blocked_s", "loss", "discrepancy", "life")
+_COLUMNS = ("time", "steps", "samples", "compute_s", "loss", "discrepancy", "life")
 _CAUSES = ("peers_s", "data_s", "checkpoint_s")
 
 
 def _known(track: Track, began: float) -> dict[str, Floats]:
-    columns = {name: np.array(track.points[name], dtype=float) for name in _COLUMNS if name != "blocked_s"}
-    columns["blocked_s"] = np.sum([np.array(track.points[name], dtype=float) for name in _CAUSES], axis=0)
+    columns = {name: np.array(track.points[name], dtype=float) for name in _COLUMNS}
     columns["time"] = columns["time"] - began
     return columns
 
@@ -142,10 +141,7 @@ def _levels(known: Sequence[dict[str, Floats]], name: str, times: Floats) -> Flo
 
 
 def _rates(known: Sequence[dict[str, Floats]], times: Floats) -> tuple[Floats, Floats]:
-    """Steps in a second of all workers, as they were and as if nobody had been blocked.
-
-    Both are of the same steps: a worker that was not blocked has made exactly its ideal.
-    """
+    """Steps in a second of all workers, as they were and as if those there did nothing but compute."""
     rate, ideal = np.zeros_like(times), np.zeros_like(times)
     width = float(times[1]) if len(times) > 1 else 0.0
     every_s = [_every_s(columns["time"]) for columns in known]
@@ -153,13 +149,11 @@ def _rates(known: Sequence[dict[str, Floats]], times: Floats) -> tuple[Floats, F
     before = np.maximum(0, np.searchsorted(times, times - over_s - 1e-9, side="right") - 1)
     took = times - times[before]
     for columns in known:
-        steps, waited = _at(columns, "steps", times), _at(columns, "blocked_s", times)
-        made, lived = steps - steps[before], np.maximum(0.0, times - columns["time"][0])
-        # What was not waited, in the window and in the whole life of the worker.
-        recently = lived - lived[before] - (waited - waited[before])
+        steps, computed = _at(columns, "steps", times), _at(columns, "compute_s", times)
+        made, recently = steps - steps[before], computed - computed[before]
         with np.errstate(divide="ignore", invalid="ignore"):
             own = np.where(took > 0, made / took, 0.0)
-            free = np.where((made >= FEW) & (recently > 0), made / recently, steps / (lived - waited))
+            free = np.where((made >= FEW) & (recently > 0), made / recently, steps / computed)
         there = _there(columns, times)
         rate += np.where(there, own, 0.0)
         ideal += np.where(there & np.isfinite(free), free, 0.0)
@@ -180,12 +174,20 @@ class Edge:
 
 
 def edges(run: Run) -> tuple[list[Edge], float]:
-    """Who exchanged or merged with whom in the last seconds of a run, and in how many seconds that was."""
+    """Who exchanged or merged with whom in the last seconds of a run, and in how many seconds that was.
+
+    Where nobody did, which is so where merges are rare, in all of the run.
+    """
     tracks = [track for track in run.workers.values() if track.latest]
     end = max((track.latest["time"] for track in tracks), default=0.0)
     every_s = [_every_s([sample["time"] for sample in track.recent]) for track in tracks]
     # A simulation may be over in a second, and writes as many samples in it.
     over_s = min(RECENT_S, RECENT_SAMPLES * max(every_s, default=0.0)) or RECENT_S
+    found, span = _met(run, end, over_s)
+    return (found, span) if found else _met(run, end, math.inf)
+
+
+def _met(run: Run, end: float, over_s: float) -> tuple[list[Edge], float]:
     span = 0.0
     found: dict[tuple[int, int], tuple[int, float | None]] = {}
     for rank, track in run.workers.items():
@@ -193,7 +195,8 @@ def edges(run: Run) -> tuple[list[Edge], float]:
         if not recent or recent[-1]["time"] < end - over_s - 1e-9:
             continue
         earlier = [sample for sample in recent[:-1] if sample["time"] <= end - over_s + 1e-9]
-        base = earlier[-1] if earlier else recent[0] if len(recent) == track.recent.maxlen else None
+        full = len(recent) == track.recent.maxlen and math.isfinite(over_s)
+        base = earlier[-1] if earlier else recent[0] if full else None
         before = base["peers"] if base else {}
         span = max(span, end - (base["time"] if base else run.began_s))
         for name, (count, distance) in recent[-1]["peers"].items():

@@ -40,6 +40,8 @@ class Tail:
     def read(self) -> list[dict[str, Any]]:
         """What has been added since the last call; only whole lines."""
         try:
+            if not self.path.is_file():  # opening a pipe would wait
+                return []
             with self.path.open("rb") as file:
                 return self._parse(self._new(file))
         except OSError:

@@ -13,6 +13,7 @@ from freewheel.sim.scenario import Scenario
 
 MOST_WORKERS = 1024
 """More take longer than somebody who plans wants to wait."""
+MOST_MB = 1e7
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Setting:
 
     def __post_init__(self) -> None:
         at_least("workers", self.workers, 1)
+        if self.model_mb > MOST_MB:
+            raise ConfigError(f"a plan is for models of at most {MOST_MB:,.0f} MB, not {self.model_mb:,.0f}.")
         if self.workers > MOST_WORKERS:
             raise ConfigError(f"a plan is for at most {MOST_WORKERS} workers, not {self.workers}.")
         for what, value, unit in (

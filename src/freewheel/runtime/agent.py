@@ -421,14 +421,14 @@ class Agent:
             raise WorkerLost(NO_ANSWER)
         return weights.div_(parts), buffers.div_(members)
 
-    async def parts(self) -> AsyncIterator[tuple[int, Tensor | None, Tensor, int]]:
-        """Of every worker: its rank, its part in the answer, its buffers, its steps. Own the vectors."""
+    async def parts(self, own: bool = False) -> AsyncIterator[tuple[int, Tensor | None, Tensor, int]]:
+        """Of every worker: rank, part in the answer (or its own weights), buffers, steps. Own the vectors."""
         self._parts += 1
         tag: Tag = (RUNTIME, "part", self._parts)
-        yield self.me.rank, self.strategy.answer(self.node), self._rest.buffers(), self.counters.steps
+        yield self.me.rank, self._part(own), self._rest.buffers(), self.counters.steps
         asked = [peer for peer in self.fabric.members if peer != self.me.rank]
         for peer in asked:
-            self.fabric.post(peer, (RUNTIME, "part"), note=(self._parts,))
+            self.fabric.post(peer, (RUNTIME, "part"), note=(self._parts, float(own)))
         for peer in asked:
             try:
                 part = await self.fabric.receive((*tag, "weights"), peer)
@@ -437,10 +437,13 @@ class Agent:
                 continue
             yield peer, part.vector, buffers.payload, int(part.note[0])
 
+    def _part(self, own: bool) -> Tensor | None:
+        return self.node.weights() if own else self.strategy.answer(self.node)
+
     async def _hand_out_parts(self) -> None:
         while True:
             request = await self.fabric.receive((RUNTIME, "part"))
             tag: Tag = (RUNTIME, "part", int(request.note[0]))
-            part = self.strategy.answer(self.node) if self.ready else None
+            part = self._part(bool(request.note[1])) if self.ready else None
             self.fabric.post(request.sender, (*tag, "weights"), part, note=(self.counters.steps,))
             self.fabric.post(request.sender, (*tag, "buffers"), self._rest.buffers())

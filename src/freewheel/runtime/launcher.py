@@ -126,6 +126,7 @@ def launch(
     of_all = f" of {nodes * workers} (node {node})" if nodes > 1 else ""
     threads, records = environment["OMP_NUM_THREADS"], options.get("folder") or "none"
     output(None, f"workers: {workers}{of_all}, OMP_NUM_THREADS: {threads}, records: {records}", True)
+    notes = Notes(events or _folder_of(options))
     if options.get("folder"):
         output(None, f"Watch: freewheel watch {shlex.quote(options['folder'])}", True)
     if node == 0 and options["most"] > nodes * workers:
@@ -135,7 +136,6 @@ def launch(
         beat = Beat(store, node) if node > 0 else None
         if beat is not None:
             ends.callback(beat.end)
-        notes = Notes(events or _folder_of(options))
         run = _start(ends, command, ranks, environment, restarts, output, caught, store, notes)
         run.until_ended(tick)
         if node == 0:
@@ -226,15 +226,18 @@ class Notes:
     def __init__(self, folder: Callable[[], Path] | None) -> None:
         self._folder = folder
         self._journals: dict[Path, Journal] = {}
+        if folder is not None:  # who watches from the first second on sees a run that is starting
+            self._journal(folder()).begin()
 
     def add(self, what: str, rank: int, life: int, text: str) -> None:
         """Something happened to a worker's process."""
-        if self._folder is None:
-            return
-        folder = self._folder()
-        journal = self._journals.get(folder) or Journal(folder, "launcher")
-        self._journals[folder] = journal
-        journal.event(time.time(), what, rank, life, text)
+        if self._folder is not None:
+            self._journal(self._folder()).event(time.time(), what, rank, life, text)
+
+    def _journal(self, folder: Path) -> Journal:
+        if folder not in self._journals:
+            self._journals[folder] = Journal(folder, "launcher")
+        return self._journals[folder]
 
 
 def _folder_of(options: Mapping[str, Any]) -> Callable[[], Path] | None:

@@ -10,6 +10,7 @@ import random
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +31,8 @@ from freewheel.task import Task
 from freewheel.training.ddp import DdpBooks
 from freewheel.training.job import DDP, Job
 
+Part = tuple[int, Tensor | None, Tensor, int]
+"""A rank, its vector, buffers and steps."""
 WARM_UP = 5
 HANDFUL_S = 0.1
 
@@ -114,9 +117,9 @@ class Samples:
     How far the replicas are apart costs little and is written down at once.
     """
 
-    def __init__(self, job: Job, active: bool, journal: Journal) -> None:
+    def __init__(self, job: Job, active: bool, journal: Journal, lockstep: bool) -> None:
         self.job, self.active, self.next = job, active, 0
-        self.journal = journal
+        self.journal, self._lockstep = journal, lockstep
         self.kept: list[dict[str, Any]] = []
         self.pending: list[Any] = []
 
@@ -127,10 +130,9 @@ class Samples:
         self.next = math.floor(share * self.job.evaluations) + 1
         return True
 
-    def keep(self, parts: list[tuple[int, Tensor | None, Tensor, int]]) -> None:
-        """Remember the mean of the workers' parts, and how far they are apart."""
+    def keep(self, parts: list[Part], replicas: list[Part]) -> None:
+        """Remember the mean of the workers' parts, and how far their replicas are apart."""
         vectors = [part for _, part, _, _ in parts if part is not None]
-        discrepancy, consensus = spread([vector.float() for vector in vectors])
         mean = vectors[0].clone()
         for vector in vectors[1:]:
             mean += vector
@@ -138,14 +140,27 @@ class Samples:
         now, made = time.time(), sum(steps for *_, steps in parts)
         mean.div_(len(vectors))
         self.kept.append({"time": now, "worker_steps": made, "weights": mean, "buffers": buffers})
-        self.journal.evaluation(now, worker_steps=made, discrepancy=discrepancy, consensus=consensus)
+        self.journal.evaluation(now, worker_steps=made, **self._apart(replicas))
+
+    def _apart(self, replicas: list[Part]) -> dict[str, float]:
+        """Distances; where all step together, of those that had made as many steps when they were asked."""
+        if self._lockstep:
+            ((common, _),) = Counter(steps for *_, steps in replicas).most_common(1)
+            replicas = [one for one in replicas if one[-1] == common]
+        vectors = [vector.float() for _, vector, _, _ in replicas if vector is not None]
+        if len(vectors) < min(2, self.job.workers):
+            return {}
+        discrepancy, consensus = spread(vectors)
+        return {"discrepancy": discrepancy, "consensus": consensus}
 
     def ask(self, worker: Worker) -> None:
         """Collect the parts beside training."""
 
         async def collect() -> None:
             agent = worker._agent
-            self.keep([part async for part in agent.parts()])
+            parts = [part async for part in agent.parts()]
+            served = any(vector is None for _, vector, _, _ in parts)  # a server has the answer
+            self.keep(parts, [part async for part in agent.parts(own=True)] if served else parts)
 
         self.pending = [one for one in self.pending if not one.done()]
         if not self.pending:  # a slow network: better fewer samples than many under way
@@ -216,7 +231,7 @@ def run(folder: Path, number: int) -> None:
     lockstep = strategy is None or strategy.lockstep()
     budget = Budget(job, lockstep, number, pace.step_s)
     fastest = min(range(job.workers), key=lambda one: (job.slow.get(one, 1.0), one))
-    samples = Samples(job, rank == fastest, Journal(folder, rank))
+    samples = Samples(job, rank == fastest, Journal(folder, rank), lockstep)
     train = _with_ddp if strategy is None else _attached
     final, ended = train(job, folder, rank, model, optimizer, task, generator, pace, budget, samples, lr)
     if samples.active:
@@ -310,7 +325,8 @@ def _with_ddp(
         for step, share in enumerate(budget.steps()):
             _set_lr(optimizer, job, lr, share)
             if samples.due(share):
-                samples.keep([(rank, replica.weights.cpu().clone(), flat_buffers(model), step * job.workers)])
+                part = (rank, replica.weights.cpu().clone(), flat_buffers(model), step * job.workers)
+                samples.keep([part], [part] * job.workers)  # its replicas are equal
             loss = task.loss(parallel, task.batch(rank, generator))
             optimizer.zero_grad()
             pace()

@@ -22,7 +22,7 @@ from freewheel.observe.dashboard.delta import delta
 from freewheel.observe.outcome import rates, staleness_mean
 from freewheel.observe.palette import COLOURS
 from freewheel.observe.report.runs import flatten
-from freewheel.observe.rows import elapsed_s, rows
+from freewheel.observe.rows import elapsed_s, rows, standing, total
 from freewheel.observe.run import DEATHS, SILENT_S, Run, find_runs
 from freewheel.observe.series import blocked
 
@@ -239,7 +239,7 @@ def _headline(one: charts.Shown) -> Document:
     run = one.run
     states = [run.state(rank) for rank in run.workers]
     live = run.live
-    there = [run.workers[rank] for rank, state in zip(run.workers, states, strict=True) if state != "dead"]
+    whole = total(run, rows(run))
     totals = dict(run.totals())
     rate, ideal_share = _now(one) if live else rates(run)
     waited = blocked(list(run.workers.values()))
@@ -248,18 +248,18 @@ def _headline(one: charts.Shown) -> Document:
         "strategy": str(run.about.get("strategy") or ""),
         "waits_for": one.setting("waits_for"),
         "clock": run.clock,
-        "state": "starting" if not states else "live" if live else _ended(states),
+        "state": standing(run),
         "elapsed_s": round(elapsed_s(run), 1) if run.workers else None,
-        "there": len(there),
+        "there": states.count("training" if live else "finished"),
         "workers": max(len(states), _whole(run.about.get("workers"))),
         "steps": int(totals["steps"]),
         "samples": int(totals["samples"]),
-        "progress": max((track.value("progress") or 0.0 for track in there), default=0.0) or None,
+        "progress": max((one.value("progress") or 0.0 for one in run.workers.values()), default=0.0) or None,
         "rate": _short(rate),
         "ideal_share": _short(ideal_share),
         "blocked": _short(sum(waited.values()) if totals["elapsed_s"] else None),
         "staleness": _short(staleness_mean(life for track in run.workers.values() for life in track.lives)),
-        "loss": _short(_last(one.series.loss)),
+        "loss": _short(whole.loss),
         "loss_answer": _short(_evaluated(run, "loss")),
         "accuracy": _short(_evaluated(run, "accuracy")),
         "faults": _faults(run),
@@ -270,12 +270,6 @@ def _faults(run: Run) -> int:
     """How often something went wrong; a worker that failed and then was missed died once."""
     deaths = {(event.rank, event.life) for event in run.events if event.what in DEATHS}
     return len(deaths) + sum(event.what in ("cut", "half", "store lost") for event in run.events)
-
-
-def _ended(states: list[str]) -> str:
-    if all(state == "finished" for state in states):
-        return "finished"
-    return "silent" if "silent" in states else "ended"
 
 
 COLUMNS = ("run", "worker", "state", "life", "steps", "rate", "blocked", "staleness", "distance", "exchanges",

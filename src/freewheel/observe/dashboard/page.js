@@ -243,7 +243,8 @@
     const cells = (row) => columns.map(([, text], place) => {
       const value = row[place + 1];
       if (place > 0) return make("td", { textContent: text(value), className: place === 1 ? "worker-" + value : "" });
-      return make("th", { scope: "row" }, ...several ? [swatch(document_.shown[row[0]].colour)] : [], text(value));
+      const { colour, label } = document_.shown[row[0]];
+      return make("th", { scope: "row" }, ...several ? [swatch(colour), ` ${label} · `] : [], text(value));
     });
     const [thead, tbody] = byId("workers").children;
     const focus = thead.contains(document.activeElement) ? [...thead.querySelectorAll("button")]
@@ -287,7 +288,7 @@
         tick.dataset.pick = "tick" + run.number;
         tick.setAttribute("aria-label", `compare ${run.name}`);
         const more = run.error ? make("span", { className: "wrong", textContent: run.error })
-          : make("span", {}, run.live ? make("b", { className: "live", textContent: "live · " }) : null,
+          : make("span", {}, run.live ? make("b", { className: "live", textContent: "live" }) : null, run.live ? " · " : null,
             [run.strategy, run.workers && `${run.workers} workers`,
               run.started && new Date(1000 * run.started).toLocaleString()].filter(Boolean).join(" · ")
               || "starting");

@@ -82,6 +82,6 @@ def table(shown: Table) -> str:
 
 def plain(said: str) -> str:
     """Text that markdown leaves as it is: on one line, with nothing that means anything to it."""
-    said = " ".join(said.replace("\xa0", " ").split())
+    said = " ".join("".join(one if one.isprintable() else " " for one in said).split())
     said = re.sub(r"([\\`*\[\]<>|~&])", r"\\\1", said)
     return re.sub(r"(?<!\w)_|_(?!\w)|^(?=[#+-])", lambda found: f"\\{found.group()}", said)

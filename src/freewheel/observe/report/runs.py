@@ -35,7 +35,7 @@ class Shown:
     @property
     def clock(self) -> str:
         """wall or virtual."""
-        return str(self.result.settings.get("clock", "virtual"))
+        return self.result.clock
 
     @property
     def style(self) -> int:

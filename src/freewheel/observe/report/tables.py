@@ -121,7 +121,8 @@ def records_table(runs: Sequence[Shown]) -> Table | None:
 # -- workers and events --
 
 _WORKERS = (
-    "worker", "state", "steps", "steps/s", "computing", "blocked by peers", "by data", "by checkpoints",
+    "worker", "state", "steps", "steps/s", "computing", "blocked by peers", "blocked by data",
+    "blocked by checkpoints",
     "staleness mean", "staleness max", "discrepancy max", "exchanges", "not done", "merges", "MB out",
     "last loss",
 )  # fmt: skip
