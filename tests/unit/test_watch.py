@@ -18,6 +18,7 @@ import made
 from freewheel.cli import watch as watch_module
 from freewheel.cli.main import main
 from freewheel.errors import ConfigError
+from freewheel.observe.files import check_unused
 from freewheel.observe.pick import pick
 from freewheel.observe.rows import history, most_telling, rows, total
 from freewheel.observe.run import Run
@@ -506,6 +507,18 @@ def test_a_file_that_takes_anothers_place_while_runs_are_looked_through_is_no_er
     monkeypatch.setattr(Path, "is_file", gone_then)
     assert pick(tmp_path).folder == folder
     assert not (folder / ".worker-0.jsonl.1.part").exists()
+
+
+def test_a_run_that_never_began_is_not_waited_for(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "r" / "events-launcher.jsonl"
+    path.parent.mkdir()
+    path.write_text("")  # as a launcher leaves it
+    check_unused([path.parent], force=False)
+    goes_on(monkeypatch, lambda: os.utime(path, (1000.0, 1000.0)))
+    assert command(monkeypatch, path.parent) == 2
+    told = capsys.readouterr()
+    assert "is starting; waiting for its workers" in " ".join(told.out.split())
+    assert "no worker has ever written anything" in told.err
 
 
 def writes(folder, **changes):

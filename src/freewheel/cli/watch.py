@@ -18,7 +18,7 @@ from rich.text import Text
 
 from freewheel.cli.console import output
 from freewheel.errors import ConfigError, at_least
-from freewheel.observe.pick import Choice, pick
+from freewheel.observe.pick import STARTING_S, Choice, pick, written_s
 from freewheel.observe.run import Run
 from freewheel.observe.screen import Screen, event_line, plain_line
 
@@ -110,6 +110,11 @@ def _begun(folder: Path, wait_s: float, say: Callable[[str], None]) -> tuple[Run
                 for what in choice.broken:
                     print(f"freewheel: left out: {what}", file=sys.stderr)
                 return run, _note(folder, choice)
+            if time.time() - written_s(choice.folder) > STARTING_S:
+                raise ConfigError(
+                    f"{str(choice.folder)!r} is a run in which no worker has ever written anything: it ended "
+                    "before training began. What its workers printed says why."
+                )
         if time.monotonic() >= until_s:
             raise ConfigError(
                 f"{str(choice.folder)!r} is a run that is still starting: no worker has written anything "

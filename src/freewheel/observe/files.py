@@ -63,7 +63,7 @@ def _records(folder: Path) -> Iterator[Path]:
 def check_unused(folders: Iterable[Path], force: bool) -> None:
     """Refuse folders in which an earlier run has left records, unless those may go."""
     for folder in folders:
-        if next(_records(folder), None) is None:
+        if not any(path.stat().st_size for path in _records(folder)):  # a run that did not begin leaves none
             continue
         if not force:
             raise ConfigError(

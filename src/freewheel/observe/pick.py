@@ -45,10 +45,10 @@ def pick(folder: Path, unreadable: Mapping[Path, str] | None = None) -> Choice:
     broken += known.values()
     if broken and not runs and not starting:
         raise ConfigError(broken[0])
-    lately = [run for run in runs if time.time() - _written_s(run) < SILENT_S and _live(run)]
+    lately = [run for run in runs if time.time() - written_s(run) < SILENT_S and _live(run)]
     awake = sorted([*starting, *lately], key=_began_s)
     if not awake:
-        return Choice(max(runs, key=_written_s), broken=broken)
+        return Choice(max(runs, key=written_s), broken=broken)
     return Choice(awake[-1], awake[-1] not in starting, awake[-2::-1], broken)
 
 
@@ -89,7 +89,8 @@ def _live(run: Path) -> bool:
         return False
 
 
-def _written_s(run: Path) -> float:
+def written_s(run: Path) -> float:
+    """When anything in a folder was last written."""
     return max((_changed_s(path) for path in run.glob("*") if path.is_file()), default=0.0)
 
 
