@@ -322,6 +322,21 @@ def test_one_that_says_why_it_goes_is_heard_though_the_line_is_broken_too(run, l
     run.check()
 
 
+def test_a_connection_that_takes_the_place_of_another_is_no_loss(run, monkeypatch):
+    old, fabric, noticed = run.join(), run.workers[0]._agent.fabric, []
+    monkeypatch.setattr(fabric, "notice", lambda what, peer, why: noticed.append((what, peer)))
+    epoch, first = fabric.epoch(2), fabric._links[2]
+    sock = run.join()
+    run.until(lambda: fabric._links.get(2) not in (first, None))
+    assert fabric.epoch(2) > epoch  # what was under way is void
+    assert noticed == []
+    run.check()
+    old.close()
+    sock.close()
+    run.until(lambda: bool(noticed))
+    assert noticed == [("died", 2)]
+
+
 # -- members that lie --
 
 

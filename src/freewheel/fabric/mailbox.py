@@ -15,6 +15,9 @@ from torch import Tensor
 from freewheel.errors import PeerLost
 from freewheel.fabric.base import Meet, Message, Notice, Tag
 
+AGAIN = "it connected again"
+"""A connection that took the place of another, of the same life: nobody was lost."""
+
 
 class Mailbox:
     """One worker's arrived messages and waiting receivers."""
@@ -126,7 +129,7 @@ class Mailbox:
 
     def gain(self, peer: int) -> None:
         """A peer is within reach."""
-        if peer not in self._reach:
+        if peer not in self._reach and self._lost.get(peer) != AGAIN:
             self.notice("joined", peer, "is within reach" + " again" * (peer in self._lost))
         self._lost.pop(peer, None)
         self._reach.add(peer)
@@ -139,7 +142,8 @@ class Mailbox:
         """
         if peer not in self._reach:
             return
-        self.notice(what, peer, why)
+        if why != AGAIN:
+            self.notice(what, peer, why)
         self._lost[peer] = why
         self._epochs[peer] = self.epoch(peer) + 1
         self._reach.discard(peer)

@@ -27,7 +27,7 @@ from freewheel.fabric.frames import BadFrame, Frame, Kind
 from freewheel.fabric.greeting import Identity
 from freewheel.fabric.line import Line
 from freewheel.fabric.link import Link
-from freewheel.fabric.mailbox import Mailbox
+from freewheel.fabric.mailbox import AGAIN, Mailbox
 from freewheel.fabric.shared import Window, Windows
 from freewheel.fabric.vectors import LONG, Blend, Blends, Mover, Sending
 from freewheel.observe.counters import Counters
@@ -203,9 +203,10 @@ class TcpFabric(Mailbox):
         link.near = same and self._shares(link.peer)
         known = self._links.get(link.peer)
         if known is not None:
-            self._unlink(
-                known, "it connected again", "died" if known.incarnation < link.incarnation else "cut"
+            why, what = (
+                (AGAIN, "cut") if known.incarnation == link.incarnation else ("it lives again", "died")
             )
+            self._unlink(known, why, what)
         self._links[link.peer] = link
         self.lives[link.peer] = link.incarnation
         link.task = self._spawn(self._keep(link))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from freewheel.observe.run import Run, Track
+from freewheel.observe.run import DEATHS, Run, Track
 
 MOMENTS = 240
 """At most so many moments, and at least half as many."""
@@ -64,7 +64,7 @@ def series(run: Run) -> Series:
     began = run.began_s
     times = moments(run.ended_s - began)
     tracks = [track for track in run.workers.values() if track.points["time"]]
-    known = [_known(track, began) for track in tracks]
+    known = [_known(track, began, run) for track in tracks]
     steps, samples = _sum(known, "steps", times), _sum(known, "samples", times)
     losses, distances = _levels(known, "loss", times), _levels(known, "discrepancy", times)
     rate, ideal = _rates(known, times)
@@ -87,13 +87,15 @@ def series(run: Run) -> Series:
         )
 
 
-_COLUMNS = ("time", "steps", "samples", "compute_s", "loss", "discrepancy", "life")
+_COLUMNS = ("time", "steps", "samples", "elapsed_s", "compute_s", "loss", "discrepancy", "life")
 _CAUSES = ("peers_s", "data_s", "checkpoint_s")
 
 
-def _known(track: Track, began: float) -> dict[str, Floats]:
+def _known(track: Track, began: float, run: Run) -> dict[str, Floats]:
     columns = {name: np.array(track.points[name], dtype=float) for name in _COLUMNS}
     columns["time"] = columns["time"] - began
+    died = [event.time for event in run.events if event.rank == track.rank and event.what in DEATHS]
+    columns["died"] = np.array(sorted(died), dtype=float) - began
     return columns
 
 
@@ -112,13 +114,21 @@ def _at(columns: dict[str, Floats], name: str, times: Floats) -> Floats:
 
 
 def _there(columns: dict[str, Floats], times: Floats) -> Bools:
-    """Whether the worker lives: not before its first sample, long after its last, or between two lives."""
-    told = columns["time"]
+    """Whether the worker lives: not before its first sample, long after its last, or between two lives.
+
+    When it died somebody may have noticed; else its last sample is all there is.
+    """
+    told, died = columns["time"], columns["died"]
     width = float(times[1]) if len(times) > 1 else 0.0
     late_s = max(width, LATE * _every_s(told))
-    there: Bools = (times >= told[0]) & (times <= told[-1] + late_s)
+
+    def until_s(last: int) -> float:
+        noticed = died[died >= told[last]]
+        return float(min([told[last] + late_s, *noticed[:1]]))
+
+    there: Bools = (times >= told[0]) & (times <= until_s(-1))
     for last in np.flatnonzero(np.diff(columns["life"]) > 0):
-        there &= ~((times > told[last] + late_s) & (times < told[last + 1]))
+        there &= ~((times > until_s(int(last))) & (times < told[last + 1]))
     return there
 
 
@@ -141,7 +151,7 @@ def _levels(known: Sequence[dict[str, Floats]], name: str, times: Floats) -> Flo
 
 
 def _rates(known: Sequence[dict[str, Floats]], times: Floats) -> tuple[Floats, Floats]:
-    """Steps in a second of all workers, as they were and as if those there did nothing but compute."""
+    """Steps in a second of those who are there, as they were and as if they did nothing but compute."""
     rate, ideal = np.zeros_like(times), np.zeros_like(times)
     width = float(times[1]) if len(times) > 1 else 0.0
     every_s = [_every_s(columns["time"]) for columns in known]
@@ -149,16 +159,17 @@ def _rates(known: Sequence[dict[str, Floats]], times: Floats) -> tuple[Floats, F
     before = np.maximum(0, np.searchsorted(times, times - over_s - 1e-9, side="right") - 1)
     took = times - times[before]
     for columns in known:
-        steps, computed = _at(columns, "steps", times), _at(columns, "compute_s", times)
+        steps, lived, computed = (_at(columns, name, times) for name in ("steps", "elapsed_s", "compute_s"))
         made, recently = steps - steps[before], computed - computed[before]
+        alive_s = lived - lived[before]
         with np.errstate(divide="ignore", invalid="ignore"):
-            own = np.where(took > 0, made / took, 0.0)
+            own = np.where(alive_s > 0, made / alive_s, 0.0)
             free = np.where((made >= FEW) & (recently > 0), made / recently, steps / computed)
         there = _there(columns, times)
         rate += np.where(there, own, 0.0)
         ideal += np.where(there & np.isfinite(free), free, 0.0)
-    # In the beginning there is too little to divide by; of a short run that is all there is.
-    early = (took < 0.9 * over_s) & (times[-1] > 2 * over_s)
+    # In the beginning there is too little to divide by.
+    early = took < 2 * max(every_s, default=0.0)
     nobody = (ideal <= 0) | early
     return np.where(nobody, np.nan, rate), np.where(nobody, np.nan, ideal)
 
@@ -198,7 +209,7 @@ def _met(run: Run, end: float, over_s: float) -> tuple[list[Edge], float]:
         full = len(recent) == track.recent.maxlen and math.isfinite(over_s)
         base = earlier[-1] if earlier else recent[0] if full else None
         before = base["peers"] if base else {}
-        span = max(span, end - (base["time"] if base else run.began_s))
+        span = max(span, end - (base["time"] if base else recent[-1].get("began") or run.began_s))
         for name, (count, distance) in recent[-1]["peers"].items():
             new = count - before.get(name, (0, None))[0]
             if new > 0:
