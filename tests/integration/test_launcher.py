@@ -124,6 +124,7 @@ def test_who_watches_at_once_sees_a_run_that_is_starting(script, tmp_path):
 
     assert launch(script(""), 1, output=output, folder=tmp_path / "records") == 0
     assert [(run.live, run.workers) for run in found] == [(True, {})]
+    assert not list((tmp_path / "records").iterdir())  # it has ended, and there is nothing to tell
 
 
 def test_threads_the_user_asked_for_stay(script, monkeypatch):

@@ -100,9 +100,13 @@ class Journal:
         self._put_besides(f"evaluations-{self.by}.jsonl", {"time": time_s, **values})
 
     def close(self) -> None:
-        """Write what was kept back."""
+        """Write what was kept back; a file that `begin` has left and nobody has written to is removed."""
         for name in list(self._held):
             self._flush(name)
+        with contextlib.suppress(OSError):
+            events = self.folder / f"events-{self.by}.jsonl"
+            if not events.stat().st_size:
+                events.unlink()
 
     def last_life(self, rank: int) -> int:
         """The last life of a worker that wrote into this folder; 0: it has not been here."""

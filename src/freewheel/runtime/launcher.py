@@ -132,6 +132,7 @@ def launch(
     if node == 0 and options["most"] > nodes * workers:
         output(None, f"up to {options['most']} workers: others come with freewheel join {host}:{port}", True)
     with contextlib.ExitStack() as ends:  # what is opened here is closed, whatever happens, last things first
+        ends.callback(notes.close)
         caught = ends.enter_context(ending_signals())
         beat = Beat(store, node) if node > 0 else None
         if beat is not None:
@@ -176,6 +177,7 @@ def join(
         caught = ends.enter_context(ending_signals())
         program = command or [sys.executable, *given["command"][1:]]
         notes = Notes(_folder_of(options))
+        ends.callback(notes.close)
         run = _start(ends, program, ranks, environment, restarts, output, caught, store, notes)
         run.until_ended(tick)
         return run.code()
@@ -233,6 +235,11 @@ class Notes:
         """Something happened to a worker's process."""
         if self._folder is not None:
             self._journal(self._folder()).event(time.time(), what, rank, life, text)
+
+    def close(self) -> None:
+        """Where nothing was noticed, leave nothing."""
+        for journal in self._journals.values():
+            journal.close()
 
     def _journal(self, folder: Path) -> Journal:
         if folder not in self._journals:
