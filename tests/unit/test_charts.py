@@ -91,6 +91,30 @@ def test_who_died_is_gone_when_it_was_noticed_and_the_others_are_as_fast_as_befo
     assert told.rate[first] == pytest.approx(40.0)
 
 
+def test_after_a_stall_nobody_is_faster_than_the_ideal(tmp_path):
+    path = tmp_path / "worker-0.jsonl"
+    for number in range(20):
+        made.append(path, made.sample(0, number, 1))
+    for number in range(44, 60):  # held up for 12 s, in a step that is counted when it ends
+        stalled = {
+            "steps": 10 * number - 240,
+            "compute_s": 0.97 * (0.5 * number - (12.0 if number < 46 else 0.0)),
+        }
+        made.append(path, made.sample(0, number, 1, **stalled))
+    told = series(Run(tmp_path))
+    known = np.isfinite(told.rate)
+    assert (told.rate[known] <= told.ideal[known] + 1e-9).all()
+
+
+def test_the_throughput_of_a_short_run_is_drawn(tmp_path):
+    for number in range(3):
+        line = made.sample(
+            0, number, 1, time=1000.0 + 0.3 * number, elapsed_s=0.3 * number, compute_s=0.29 * number
+        )
+        made.append(tmp_path / "worker-0.jsonl", line)
+    assert np.isfinite(series(Run(tmp_path)).rate).any()
+
+
 def test_who_met_whom_in_the_last_seconds_and_how_far_apart_they_were(tmp_path):
     for number in range(30):
         peers = {"1": [number, 0.5], "2": [7, 0.1]}  # 2 was met long ago

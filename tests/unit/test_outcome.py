@@ -87,6 +87,12 @@ def test_without_evaluations_the_loss_is_the_mean_of_what_workers_reported(tmp_p
     assert (result.loss, result.accuracy, result.curve) == (1.5, None, ())
 
 
+def test_what_a_dead_worker_said_last_is_not_in_the_loss(tmp_path: Path) -> None:
+    made.append(tmp_path / "events-0.jsonl", made.event(1001.0, "died", 1, 0))
+    lives = [life(0, 90, 10.0, 9.0, loss=1.0, last=True, state="finished"), life(1, 9, 1.0, 1.0, loss=5.0)]
+    assert result_of(folder_of(tmp_path, lives)).loss == 1.0
+
+
 # -- bounds of real runs -------------------------------------------------------------------------
 
 

@@ -136,6 +136,15 @@ def test_a_restarted_worker_counts_on(tmp_path):
     assert track.value("bytes_out") == 110 * 4_000_000
 
 
+def test_the_rate_of_a_worker_that_came_back_is_of_the_time_it_lived(tmp_path):
+    path = tmp_path / "worker-0.jsonl"
+    for number in range(1, 21):
+        made.append(path, made.sample(0, number))
+    for number in range(1, 4):  # away for 3 s
+        made.append(path, made.sample(0, number, life=2, time=1013.0 + 0.5 * number))
+    assert Run(tmp_path).workers[0].rate("steps") == pytest.approx(20.0)
+
+
 def test_the_sums_of_every_life_are_read_of_a_long_file_too(tmp_path):
     (tmp_path / "run.json").write_text(json.dumps(made.about(workers=1)))
     at = 0

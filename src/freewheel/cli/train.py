@@ -196,7 +196,7 @@ def _train(
         for number, (job, outcome) in enumerate(zip(jobs, outcomes, strict=True))
         if report is not None and isinstance(outcome, Result)
     ]
-    title = f"{jobs[0].task.partition(':')[0]} on {jobs[0].workers} processes"
+    title = f"{jobs[0].task.partition(':')[0]} on {jobs[0].workers} workers"
     save(console, results, runs, json_path=json_path, report=report, title=title)
     if stopped:
         raise RunStopped(" ".join(stopped))

@@ -144,7 +144,8 @@ def _over(run: Run) -> bool:
         return run.quiet_s > STALLED_S
     if run.clock == "virtual" or all(run.state(rank) == "finished" for rank in run.ranks):
         return True
-    return run.quiet_s > PATIENCE_S
+    silent = any(run.state(rank) == "silent" for rank in run.ranks)  # it may be held up, and go on
+    return run.quiet_s > (STALLED_S if silent else PATIENCE_S)
 
 
 def _news(run: Run, every_s: float) -> Iterator[bool]:

@@ -54,7 +54,9 @@ def _result(run: Run, lives: Sequence[dict[str, Any]]) -> Result:
     steps_per_s, ideal_share = rates(run)
     target = about.get("target")
     reached = [sample.virtual_s for sample in curve if target and (sample.accuracy or 0.0) >= target]
-    losses = {life["rank"]: life["loss"] for life in lives if life.get("loss") is not None}
+    last = {life["rank"]: life["loss"] for life in lives if life.get("loss") is not None}
+    # What a dead worker said last is of another time.
+    losses = {rank: of for rank, of in last.items() if run.state(rank) not in ("dead", "silent")} or last
     loss = next((sample.loss for sample in reversed(curve) if sample.loss is not None), None)
     apart = [max(one.discrepancy or 0.0, one.discrepancy_max or 0.0) for one in run.evaluations]
     return Result(

@@ -123,15 +123,15 @@ class Track:
         return column[-1] if column else None
 
     def rate(self, name: str, over_s: float = 5.0) -> float | None:
-        """How fast a sum grew over the last seconds; None: there are not two samples yet."""
-        times, sums = self.points["time"], self.points[name]
+        """How fast a sum grew in the last seconds in which it lived; None: there are not two samples yet."""
+        times, sums, lived = (self.points[one] for one in ("time", name, "elapsed_s"))
         if len(times) < 2:
             return None
         end = len(times) - 1
         begin = end - 1
         while begin > 0 and (times[end] or 0.0) - (times[begin] or 0.0) < over_s:
             begin -= 1
-        took = (times[end] or 0.0) - (times[begin] or 0.0)
+        took = (lived[end] or 0.0) - (lived[begin] or 0.0)
         return ((sums[end] or 0.0) - (sums[begin] or 0.0)) / took if took > 0 else None
 
 

@@ -162,6 +162,7 @@ def _rates(known: Sequence[dict[str, Floats]], times: Floats) -> tuple[Floats, F
         steps, lived, computed = (_at(columns, name, times) for name in ("steps", "elapsed_s", "compute_s"))
         made, recently = steps - steps[before], computed - computed[before]
         alive_s = lived - lived[before]
+        recently = np.minimum(recently, alive_s)  # a long step counts when it ends
         with np.errstate(divide="ignore", invalid="ignore"):
             own = np.where(alive_s > 0, made / alive_s, 0.0)
             free = np.where((made >= FEW) & (recently > 0), made / recently, steps / computed)
@@ -169,7 +170,7 @@ def _rates(known: Sequence[dict[str, Floats]], times: Floats) -> tuple[Floats, F
         rate += np.where(there, own, 0.0)
         ideal += np.where(there & np.isfinite(free), free, 0.0)
     # In the beginning there is too little to divide by.
-    early = took < 2 * max(every_s, default=0.0)
+    early = took < min(2 * max(every_s, default=0.0), 0.25 * float(times[-1]))
     nobody = (ideal <= 0) | early
     return np.where(nobody, np.nan, rate), np.where(nobody, np.nan, ideal)
 

@@ -28,11 +28,13 @@ def faults(runs: Sequence[Shown]) -> Figure:
             found.setdefault(event.what, []).extend((at, row, text) for row in whose)
             if event.what in ("died", "failed"):
                 died.setdefault(event.rank, at)
-            elif event.what in ("joined", "restarted", "resumed") and event.rank in died and alone:
+            elif event.what in ("joined", "resumed") and event.rank in died and alone:
                 gone.append((died.pop(event.rank), at, f"worker {event.rank}"))
         if alone:
             end = one.at(one.run.last_s)
-            gone += [(at, end, f"worker {rank}") for rank, at in died.items() if rank is not None]
+            for rank, at in died.items():
+                if rank is not None:
+                    gone.append((at, _back(one, rank, at) or end, f"worker {rank}"))
     data: list[dict[str, Any]] = []
     if gone:
         data.append(
@@ -72,6 +74,13 @@ def faults(runs: Sequence[Shown]) -> Figure:
         },
         "empty": "Nothing has happened: nobody died, came or was cut off.",
     }
+
+
+def _back(one: Shown, rank: int, died: float) -> float | None:
+    """When a worker trained again that nobody has seen coming; None: it did not."""
+    track = one.run.workers.get(rank)
+    began = track.latest.get("began") if track is not None else None
+    return one.at(began) if began is not None and one.at(began) > died else None
 
 
 def _marks(what: str, points: list[tuple[float, str, str]], symbol: str, colour: str) -> dict[str, Any]:

@@ -419,7 +419,7 @@ class Worker:
 
     def _end_records(self, failure: BaseException | None) -> None:
         if failure is not None:
-            self._events.note("failed", self.rank, f"{type(failure).__name__}: {failure}")
+            self._events.note("failed", self.rank, f"{type(failure).__name__}: {failure}".rstrip(": "))
         self._events.over = True
         if self._recorder is not None:
             self._recorder.close(well=failure is None)

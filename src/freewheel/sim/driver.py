@@ -405,7 +405,8 @@ def spread(vectors: list[Tensor]) -> tuple[float, float]:
         gram.addmm_(rows, rows.T)
     norms = gram.diagonal()
     squares = norms.unsqueeze(0) + norms.unsqueeze(1) - 2 * gram
-    return float(squares.max().clamp_(min=0).sqrt()), float(norms.mean())
+    largest = float(squares.max().clamp_(min=0).sqrt())
+    return largest, float(norms.mean()) if largest else 0.0
 
 
 def _circle(graph: dict[int, list[int]]) -> list[int]:

@@ -323,4 +323,4 @@ def _whole(value: Any) -> int:
 
 
 def _short(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.4g}")
+    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

@@ -80,6 +80,11 @@
     title.textContent = figure.title;
     said.textContent = figure.said;
     if (!one.place.style.height) one.place.style.height = figure.height + "px";
+    const none = one.box.querySelector(".none");
+    if (none && figure.data.some((trace) => trace.x.length)) {  // it is drawn when somebody looks
+      none.remove();
+      one.place.hidden = false;
+    }
   };
   const draw = (name) => {
     const one = boxes.get(name), figure = document_.figures[name];

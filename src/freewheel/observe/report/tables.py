@@ -179,7 +179,7 @@ def events_table(run: Shown) -> Table | None:
     began_s = run.run.began_s
     rows = [
         [
-            f"{event.time - began_s:,.2f}",
+            f"{max(0.0, event.time - began_s):,.2f}",
             event.what,
             "–"
             if event.rank is None

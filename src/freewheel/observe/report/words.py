@@ -158,7 +158,8 @@ def standing(run: Run) -> str:
     states = Counter(run.state(rank) for rank in run.workers)
     if list(states) == ["finished"]:
         return "finished"
-    return "ended, with " + listed([f"{_count(count, 'worker')} {name}" for name, count in states.items()])
+    ended = "killed, or it hangs" if states["silent"] else "ended"
+    return f"{ended}, with " + listed([f"{_count(count, 'worker')} {name}" for name, count in states.items()])
 
 
 def still_running(runs: Sequence[Shown]) -> str:
@@ -204,6 +205,7 @@ def happened(run: Run) -> str:
 
 
 def _at(seconds: float) -> str:
+    seconds = max(0.0, seconds)  # some resume a moment before the first begins
     return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:,.0f} s"
 
 
