@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ from freewheel.data.order import order
 from freewheel.runtime.leases import Leases
 
 sizes = {"length": st.integers(1, 200), "batch_size": st.integers(1, 20), "workers": st.integers(1, 9)}
+
+DEADLINE_S = 60.0
 
 
 def cut(length: int, batch_size: int, workers: int, **options) -> Leases:
@@ -177,11 +180,15 @@ class Dice:
 
 
 def test_processes_load_the_same_batches_and_draw_what_the_seed_and_the_rank_say():
+    seeded = {n: threading.Barrier(n) for n in (1, 2)}
+
     def thrown(place):
         model = torch.nn.Linear(1, 1)
         made, _ = crew.worker(place, model, "none")
         with made as me:
             torch.manual_seed(0)  # as scripts do, the same in every worker
+            # Workers are threads here: a process forked while another one seeds would wait for torch's lock.
+            seeded[place.world_size].wait(DEADLINE_S)
             loader = me.loader(Dice(), 4, num_workers=2)
             return [[draw for batch in loader for draw in batch[1].tolist()] for _ in range(2)]
 
