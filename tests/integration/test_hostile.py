@@ -324,7 +324,9 @@ def test_one_that_says_why_it_goes_is_heard_though_the_line_is_broken_too(run, l
 
 def test_a_connection_that_takes_the_place_of_another_is_no_loss(run, monkeypatch):
     old, fabric, noticed = run.join(), run.workers[0]._agent.fabric, []
+    run.until(lambda: 2 in fabric._links)
     monkeypatch.setattr(fabric, "notice", lambda what, peer, why: noticed.append((what, peer)))
+    monkeypatch.setattr(fabric, "silence_s", 60.0)  # it gives no signs of life
     epoch, first = fabric.epoch(2), fabric._links[2]
     sock = run.join()
     run.until(lambda: fabric._links.get(2) not in (first, None))
