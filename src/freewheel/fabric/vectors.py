@@ -97,7 +97,9 @@ class Blend:
             raise
 
     def finish(self) -> None:
-        """Mine holds the result, and the peer has what it held before."""
+        """Mine holds the result, and the peer has what it held before, unless that could not leave."""
+        if self.sending.broken:
+            return
         if self.sending.window is not None and not self.sending.done():
             self.sending.set_result(None)
         if not self.done.done():
@@ -178,16 +180,14 @@ class Mover:
         if numel != blend.mine.numel():
             raise BadFrame(f"it sent {numel} numbers in exchange for {blend.mine.numel()}")
         await self._move(line, numel, partial(self._blend, blend))
-        if not blend.sending.broken:
-            blend.finish()
+        blend.finish()
 
     async def blend_near(self, line: Line, window: Window, serial: int, blend: Blend, first: bool) -> None:
         """The same where both vectors lie in windows: each side combines one half, for both."""
         if window.numel != blend.mine.numel():
             raise BadFrame(f"it shows {window.numel} numbers for {blend.mine.numel()}")
         await self._move(line, LONG, partial(self._halve, window, serial, blend, first))
-        if not blend.sending.broken:
-            blend.finish()
+        blend.finish()
 
     async def read_near(self, line: Line, window: Window, serial: int) -> Tensor:
         """A copy of a vector that lies in a peer's window."""

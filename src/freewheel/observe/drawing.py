@@ -11,6 +11,7 @@ from html import escape
 from typing import Any
 
 from freewheel.observe.palette import COLOURS, DASHES
+from freewheel.observe.rows import Row, rows
 from freewheel.observe.run import Run
 from freewheel.observe.series import Floats, Series, series
 
@@ -48,6 +49,11 @@ class Shown:
     def series(self) -> Series:
         """Computed once for all figures."""
         return series(self.run)
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """One for each worker, for tables and what stands above them."""
+        return rows(self.run)
 
     def at(self, time: float) -> float:
         """A moment of the run, as the axis of time counts."""

@@ -13,7 +13,7 @@ from freewheel.observe.run import Run
 
 def result_of(run: Run) -> Result:
     """The figures of a run's folder, up to its last sample; refuses one that has nothing to tell yet."""
-    lives = [life for rank in sorted(run.workers) for life in run.workers[rank].lives]
+    lives = run.lives
     begun = any(life["steps"] and life.get("elapsed_s") for life in lives)
     if not run.about or not begun:
         if begun:
@@ -52,8 +52,6 @@ def _result(run: Run, lives: Sequence[dict[str, Any]]) -> Result:
     alive_s = _sum(lives, "elapsed_s")
     compute_s = _sum(lives, "compute_s")
     steps_per_s, ideal_share = rates(run)
-    target = about.get("target")
-    reached = [sample.virtual_s for sample in curve if target and (sample.accuracy or 0.0) >= target]
     last = {life["rank"]: life["loss"] for life in lives if life.get("loss") is not None}
     # What a dead worker said last is of another time.
     losses = {rank: of for rank, of in last.items() if run.state(rank) not in ("dead", "silent")} or last
@@ -75,12 +73,20 @@ def _result(run: Run, lives: Sequence[dict[str, Any]]) -> Result:
         loss=sum(losses.values()) / len(losses) if loss is None and losses else loss,
         accuracy=next((sample.accuracy for sample in reversed(curve) if sample.accuracy is not None), None),
         trace_sha256="",
-        target=target,
-        target_s=reached[0] if reached else None,
+        target=about.get("target"),
+        target_s=reached_s(run),
         curve=tuple(curve),
         by_worker=tuple(lives),
         settings={**({"clock": "wall"} if about["clock"] == "wall" else {}), **about["settings"]},
     )
+
+
+def reached_s(run: Run) -> float | None:
+    """After how long the accuracy first reached the target; None: not yet, or there is none."""
+    target = run.about.get("target")
+    reached = (one.time for one in run.evaluations if target and (one.accuracy or 0.0) >= target)
+    first = next(reached, None)
+    return None if first is None else max(0.0, first - run.began_s)
 
 
 def rates(run: Run) -> tuple[float | None, float | None]:
@@ -89,7 +95,7 @@ def rates(run: Run) -> tuple[float | None, float | None]:
     The ideal is of all workers for the whole time: what a dead one would have made is missing. A simulation
     knows it; else, of a worker that made no step nobody knows how fast it could be. None: no step was made.
     """
-    lives = [life for track in run.workers.values() for life in track.lives]
+    lives = run.lives
     steps, took_s = _sum(lives, "steps"), run.ended_s - run.began_s
     if not steps or took_s <= 0:
         return None, None

@@ -108,7 +108,7 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
         steps=steps,
         steps_per_s=per_s,
         blocked_share=waited,
-        staleness=staleness_mean(life for track in run.workers.values() for life in track.lives),
+        staleness=staleness_mean(run.lives),
         discrepancy=max((row.discrepancy for row in all_rows if row.discrepancy is not None), default=None),
         exchanges=sum(row.exchanges for row in all_rows),
         merges=sum(row.merges for row in all_rows),

@@ -377,6 +377,11 @@ class Run:
         return any(self.state(rank) in ("joining", "training") for rank in self.workers)
 
     @property
+    def lives(self) -> list[dict[str, Any]]:
+        """The last sample of every life of every worker, in order of rank; see `Track.lives`."""
+        return [life for rank in sorted(self.workers) for life in self.workers[rank].lives]
+
+    @property
     def broken(self) -> int:
         """How many lines were no records, and are left out; one that is not whole where nobody ends it."""
         halves = sum(tail.half for tail in self._tails.values()) if self.quiet_s > SILENT_S else 0

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from freewheel.observe.events import Event
 from freewheel.observe.numbers import share, short
+from freewheel.observe.outcome import reached_s
 from freewheel.observe.rows import (
     GOING,
     Row,
@@ -267,10 +268,9 @@ def _figures(run: Run) -> list[str]:
     if progress:
         found.append(f"{progress:.2f} passes")
     if run.about.get("target") is not None:
-        target = run.about["target"]
-        reached = [one.time for one in run.evaluations if (one.accuracy or 0.0) >= target]
-        after = f" after {short(reached[0] - run.began_s)} s" if reached else ""
-        found.append(f"target {share(target)}{after}")
+        after_s = reached_s(run)
+        after = "" if after_s is None else f" after {short(after_s)} s"
+        found.append(f"target {share(run.about['target'])}{after}")
     trouble = Counter[str]()
     for life in (life for track in run.workers.values() for life in track.lives):
         for kind in ("exchanges", "merges"):

@@ -224,7 +224,7 @@ def _met(run: Run, end: float, over_s: float) -> tuple[list[Edge], float]:
 def staleness(run: Run) -> dict[int, int]:
     """How often which staleness was met in all lives of all workers: the least of a class, and a count."""
     counts: dict[int, int] = {}
-    for life in (life for track in run.workers.values() for life in track.lives):
+    for life in run.lives:
         for least, count in (life.get("staleness_counts") or {}).items():
             counts[int(least)] = counts.get(int(least), 0) + int(count)
     return dict(sorted(counts.items()))

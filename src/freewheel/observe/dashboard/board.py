@@ -19,10 +19,10 @@ from freewheel.errors import ConfigError, FreewheelError
 from freewheel.observe import charts
 from freewheel.observe.about import read_about
 from freewheel.observe.dashboard.delta import delta
-from freewheel.observe.outcome import rates, staleness_mean
+from freewheel.observe.outcome import rates
 from freewheel.observe.palette import COLOURS
 from freewheel.observe.report.runs import flatten
-from freewheel.observe.rows import elapsed_s, rows, standing, total
+from freewheel.observe.rows import elapsed_s, standing, total
 from freewheel.observe.run import DEATHS, SILENT_S, Run, find_runs
 from freewheel.observe.series import blocked
 
@@ -239,7 +239,7 @@ def _headline(one: charts.Shown) -> Document:
     run = one.run
     states = [run.state(rank) for rank in run.workers]
     live = run.live
-    whole = total(run, rows(run))
+    whole = total(run, one.rows)
     totals = dict(run.totals())
     rate, ideal_share = _now(one) if live else rates(run)
     waited = blocked(list(run.workers.values()))
@@ -258,7 +258,7 @@ def _headline(one: charts.Shown) -> Document:
         "rate": _short(rate),
         "ideal_share": _short(ideal_share),
         "blocked": _short(sum(waited.values()) if totals["elapsed_s"] else None),
-        "staleness": _short(staleness_mean(life for track in run.workers.values() for life in track.lives)),
+        "staleness": _short(whole.staleness),
         "loss": _short(whole.loss),
         "loss_answer": _short(_evaluated(run, "loss")),
         "accuracy": _short(_evaluated(run, "accuracy")),
@@ -293,7 +293,7 @@ def _rows(one: charts.Shown) -> list[list[Any]]:
             _short(row.bytes_per_s),
             _short(row.loss),
         ]
-        for row in rows(one.run)
+        for row in one.rows
         if row.rank in one.run.workers
     ]
 

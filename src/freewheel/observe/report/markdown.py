@@ -17,6 +17,7 @@ from freewheel.observe.report.tables import (
     workers_table,
 )
 from freewheel.observe.report.words import findings, scenario_in_words, still_running
+from freewheel.observe.screen import printable
 
 ROWS = 32
 """A longer table of workers or events is cut: people read this in a browser they scroll in."""
@@ -82,6 +83,6 @@ def table(shown: Table) -> str:
 
 def plain(said: str) -> str:
     """Text that markdown leaves as it is: on one line, with nothing that means anything to it."""
-    said = " ".join("".join(one if one.isprintable() else " " for one in said).split())
+    said = " ".join(printable(said).split())
     said = re.sub(r"([\\`*\[\]<>|~&])", r"\\\1", said)
     return re.sub(r"(?<!\w)_|_(?!\w)|^(?=[#+-])", lambda found: f"\\{found.group()}", said)
