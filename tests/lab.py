@@ -9,6 +9,7 @@ import torch
 
 import freewheel as fw
 from freewheel import strategies, tasks
+from freewheel.sim.clock import at_once
 from freewheel.sim.driver import Simulation
 from freewheel.sim.worker import SimulatedWorker
 
@@ -49,7 +50,9 @@ def after_every_step(simulation: Simulation, look: Callable[[], None]) -> None:
 
 def replicas(simulation: Simulation) -> torch.Tensor:
     """All replicas, with what is pending, one row each."""
-    return torch.stack([worker.replica.snapshot() for _, worker in sorted(simulation.workers.items())])
+    return torch.stack(
+        [at_once(worker.replica.snapshot()) for _, worker in sorted(simulation.workers.items())]
+    )
 
 
 def largest_distance(rows: torch.Tensor) -> float:

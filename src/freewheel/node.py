@@ -8,8 +8,6 @@ are of four kinds: the replica (snapshot, correct, gradient), the steps (next_st
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import math
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
@@ -17,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from freewheel.errors import PeerLost
-from freewheel.fabric import collectives, server
-from freewheel.fabric.base import Fabric, Message, Note, Tag
+from freewheel.errors import Diverged
+from freewheel.fabric import server
+from freewheel.fabric.base import REDUCTION, Fabric, Meet, Message, Note, Tag
 from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.lineage import View
 from freewheel.fabric.merges import Group, Merge, Merges
@@ -30,7 +28,6 @@ from freewheel.strategy import Strategy
 from freewheel.topology import Topology
 
 T = TypeVar("T")
-SCRATCH = 1 << 17
 
 
 class Node:
@@ -73,9 +70,6 @@ class Node:
         """At which step the merge under way was called; it may run beside further ones."""
         self._views = Views(fabric, spawn, self._donor)
         self._merges = Merges(self._views, self._give, self._take, self.count_merge)
-        self.apart = 0.0
-        """How far apart the two snapshots of an exchange are, as far as this side has seen both."""
-        self._scratch = torch.empty(0)
 
     # -- who is there --
 
@@ -116,19 +110,29 @@ class Node:
 
     # -- the replica --
 
-    def snapshot(self) -> Tensor:
-        """A copy of the weights, corrections that are still pending included."""
-        self._snapshot_steps, self.apart = self.steps, 0.0
-        return self._replica.snapshot()
+    async def snapshot(self, keep: bool = False) -> Tensor:
+        """A copy of the weights, corrections that are still pending included; waits while the weights move.
 
-    async def fresh(self) -> Tensor:
-        """The same; waits while the weights move, and lets other communication go on meanwhile."""
-        self._snapshot_steps, self.apart = self.steps, 0.0
-        return await self._replica.fresh()
+        `keep`: the strategy keeps it, so it lies in memory of its own, not where others can see it.
+        """
+        self._snapshot_steps = self.steps
+        return await self._copy(keep)
 
-    def weights(self) -> Tensor:
+    async def weights(self) -> Tensor:
         """The same for looking at: a copy that is not going to be merged."""
-        return self._replica.snapshot()
+        return await self._copy(keep=True)
+
+    async def _copy(self, keep: bool) -> Tensor:
+        try:
+            return await self._replica.snapshot(keep)
+        except Diverged as error:
+            raise self._diverged(error, self.steps) from None
+
+    def _diverged(self, error: Diverged, step: int) -> Diverged:
+        return Diverged(
+            f"worker {self.rank} diverged at step {step}: {error}. Lower the learning rate, or clip the "
+            "gradients."
+        )
 
     def correct(self, vector: Tensor, own: bool = False) -> None:
         """Add a vector to the weights at the next boundary. It is handed over: do not change it later.
@@ -137,13 +141,16 @@ class Node:
         """
         self._merged_steps = self._snapshot_steps
         if self._merged and self.counters.measure:
-            self._measure(vector)
+            self.counters.measured(self._norm(vector))
         self._merged = False
         self._replica.correct(vector, own)
 
     def gradient(self) -> Tensor:
         """The gradient of this step, in `before_step`."""
-        return self._replica.gradient
+        try:
+            return self._replica.gradient
+        except Diverged as error:
+            raise self._diverged(error, self.steps + 1) from None
 
     def set_gradient(self, vector: Tensor) -> None:
         """Let the optimizer use this gradient instead, in `before_step`."""
@@ -175,18 +182,6 @@ class Node:
     def post(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> None:
         """Send without waiting; what cannot be delivered is dropped and counted."""
         self._fabric.post(peer, tag, vector, note)
-
-    async def send_all(
-        self, peers: Sequence[int], tag: Tag, vector: Tensor | None = None, note: Note = ()
-    ) -> None:
-        """Send to several peers at once and wait until all is out; a peer that is gone is skipped."""
-        sending = []
-        for peer in peers:
-            with self._counted():
-                sending.append(self._fabric.send(peer, tag, vector, note))
-        for one in sending:
-            with self._counted():
-                await one
 
     async def receive(self, tag: Tag, peer: int | None = None, among: Sequence[int] = ()) -> Message:
         """Wait for the next message with this tag: from one peer, from anybody, or from anybody `among`.
@@ -226,20 +221,17 @@ class Node:
         """Wait until there is another view."""
         await self._views.changed()
 
-    async def sum(self, vector: Tensor) -> Tensor:
-        """The sum of the vectors of all members of the view (a ring); all of them must call it."""
-        return await self.merge(lambda merge: merge.sum(vector))
-
-    async def mean(self, vector: Tensor) -> Tensor:
-        """The mean of the vectors of all members of the view (a ring); all of them must call it."""
-        return await self.merge(lambda merge: merge.mean(vector))
-
     async def offset(self, vector: Tensor, members: Sequence[int], tag: Tag) -> Tensor:
-        """How far the mean of the members' vectors is from this one, written over this one.
+        """How far the mean of the members' vectors is from this one, which is used up.
 
         Outside of views: raises PeerLost when a member is lost.
         """
-        return await collectives.ring_offset(self._fabric, members, vector, ("offset", *tag))
+        shares = [1 / len(members)] * len(members)
+        try:
+            return await self._fabric.reduce(members, ("offset", *tag), vector, shares, offset=True)
+        finally:
+            for end in REDUCTION:
+                self._fabric.forget(("offset", *tag, *end))
 
     @property
     def exchanges(self) -> int:
@@ -305,43 +297,22 @@ class Node:
         """Answer the others' exchanges for ever."""
         return self._exchanges.serve()
 
-    def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
-        """A piece of an exchange: what the strategy makes of it; on the way, how far apart the two are."""
-        self.apart = math.hypot(self.apart, self._distance(mine, theirs))
-        return self._strategy.meet(mine, theirs)
+    @property
+    def meet(self) -> Meet:
+        """What the strategy makes of the two snapshots of an exchange."""
+        return self._strategy.meet
 
-    def _distance(self, one: Tensor, other: Tensor) -> float:
-        """How far two vectors are apart, with little memory of its own."""
-        if self._scratch.dtype != one.dtype or self._scratch.numel() < min(one.numel(), SCRATCH):
-            self._scratch = torch.empty(min(one.numel(), SCRATCH), dtype=one.dtype)
-        apart = 0.0
-        for at in range(0, one.numel(), SCRATCH):
-            piece = one[at : at + SCRATCH]
-            torch.sub(other[at : at + SCRATCH], piece, out=self._scratch[: piece.numel()])
-            apart = math.hypot(apart, torch.linalg.vector_norm(self._scratch[: piece.numel()]).item())
-        return apart
-
-    def met(self, peer: int, correction: Tensor, apart: float | None = None) -> None:
-        """An exchange is complete; `apart` is what the other side has measured.
-
-        Both sides have met every piece once, or each has met one half for both, twice: the mean square is
-        the square of the distance either way. Who called has only its own measure, which is the distance or
-        an estimate of it.
-        """
-        distance = self.apart
-        if apart is not None:
-            distance = math.hypot(self.apart, apart) / math.sqrt(2)
-        self.counters.met(peer, distance, known=apart is not None)
+    def met(self, peer: int, correction: Tensor) -> None:
+        """An exchange is complete. Two that average are twice as far apart as each of them moves."""
+        measure = self.counters.measure
+        self.counters.met(peer, 2 * self._norm(correction) if measure else None)
         self._merged_steps = self._snapshot_steps
         self._replica.correct(correction, own=True)
 
-    @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """Count a message to a peer that is gone instead of failing."""
-        try:
-            yield
-        except PeerLost:
-            self.counters.messages_dropped += 1
+    def _norm(self, vector: Tensor) -> float:
+        """A pass over a vector, so only when somebody asks."""
+        self.counters.measure = self.counters.measure_always
+        return float(torch.linalg.vector_norm(vector))
 
     def count(self, outcome: str) -> None:
         """Count an exchange by its outcome."""
@@ -376,19 +347,19 @@ class Node:
     def _donor(self, joiner: int, among: Sequence[int]) -> int:
         return self._strategy.donor(joiner, among, self.world_size)
 
-    def _give(self) -> tuple[Tensor, Note]:
-        return self._strategy.handover(self), (self._called_step,)
+    async def _give(self) -> tuple[Tensor, Note]:
+        return await self._strategy.handover(self), (self._called_step,)
 
-    def _take(self, vector: Tensor, note: Note) -> None:
+    async def _take(self, vector: Tensor, note: Note) -> None:
         """Go on with another worker's weights, from its step."""
         more = int(note[0]) - self._called_step
         self._ahead += more
         self._called_step += more
         self._seen_steps, self._awaited_step = self._seen_steps + more, self._awaited_step + more
         self._snapshot_steps = self._merged_steps = self.steps
-        self._replica.take_over(vector)
+        await self._replica.take_over(vector)
         if not self._joining:
-            self._strategy.entered(self)
+            self._strategy.entered(self, vector)
 
     def count_merge(self, outcome: str, members: Sequence[int]) -> None:
         """Count a merge by its outcome."""
@@ -398,10 +369,3 @@ class Node:
             self.counters.met_all(tuple(peer for peer in members if peer != self.rank))
         elif outcome == "half":
             self._fabric.notice("half", self.rank, "a merge may have counted for others only")
-
-    def _measure(self, correction: Tensor) -> None:
-        """How far the mean is: a pass over the vector, so only when somebody asks."""
-        counters = self.counters
-        counters.measure = False
-        counters.discrepancy = torch.linalg.vector_norm(correction).item()
-        counters.mean_apart_max = max(counters.mean_apart_max, counters.discrepancy)

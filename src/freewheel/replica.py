@@ -78,15 +78,14 @@ class Replica:
         for block in self.blocks:
             block.gradient.copy_(vector[block.start : block.stop])
 
-    def snapshot(self) -> Tensor:
-        """A copy of the weights, with what is pending."""
+    async def snapshot(self, keep: bool = False) -> Tensor:
+        """A copy of the weights, with what is pending; waits until the weights can be copied.
+
+        `keep`: it is not going to be used up soon, and lies in memory of its own.
+        """
         if self._pending is not None:
             return self.weights + self._pending
         return self.weights.clone()
-
-    async def fresh(self) -> Tensor:
-        """The same for those who can wait until the weights can be copied."""
-        return self.snapshot()
 
     def correct(self, vector: Tensor, own: bool = False) -> None:
         """Add a correction to what is pending. The vector is handed over: do not use it afterwards.
@@ -124,7 +123,7 @@ class Replica:
                 yield parameter, _view(vector, at, parameter)
                 at += parameter.numel()
 
-    def take_over(self, vector: Tensor) -> None:
+    async def take_over(self, vector: Tensor) -> None:
         """Go on with these weights."""
         self.load(vector)
 

@@ -75,23 +75,23 @@ class Strategy:
         """Beside training."""
 
     def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
-        """The correction to this worker in an exchange; runs on both of its sides.
+        """The correction to this worker in an exchange; the other side moves as far the other way.
 
-        Element by element: it may be given the same piece of both vectors, one piece after the other. And of
-        the two alone: one side may compute it for both.
+        Element by element: it is given the same piece of both vectors, one piece after the other, on the
+        device where they lie, in any thread, and one side computes it for both.
         `theirs` may be overwritten (and returned); `mine` must stay as it is.
         """
         raise NotImplementedError(f"{type(self).__name__} called node.exchange without defining meet")
 
-    def answer(self, node: Node) -> Tensor | None:
+    async def answer(self, node: Node) -> Tensor | None:
         """This worker's part in the answer, which is the mean of all parts; None: it has no part."""
-        return node.weights()
+        return await node.weights()
 
-    def handover(self, node: Node) -> Tensor:
+    async def handover(self, node: Node) -> Tensor:
         """The weights a worker that joins begins with, if it copies this one."""
-        return node.weights()
+        return await node.weights()
 
-    def entered(self, node: Node) -> None:
+    def entered(self, node: Node, weights: Tensor) -> None:
         """This worker was cut off, and has just taken over another's weights and steps."""
 
     def donor(self, joiner: int, among: Sequence[int], world_size: int) -> int:

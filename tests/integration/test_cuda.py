@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 import threading
 
 import pytest
@@ -9,7 +11,11 @@ import torch
 
 import freewheel as fw
 from crew import together, worker
-from freewheel.runtime.live import LiveReplica
+from freewheel.errors import ConfigError, Diverged
+from freewheel.fabric import kernels, transfers
+from freewheel.fabric.windows import Cuda, Windows
+from freewheel.runtime import live_replica as live
+from freewheel.runtime.live_replica import LiveReplica, live_replica
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -18,55 +24,155 @@ def net(size: int = 1024) -> torch.nn.Module:
     return torch.nn.Linear(size, size, device="cuda")
 
 
-def test_a_snapshot_is_of_one_moment_while_weights_move():
-    model = net(2048)
-    replica = LiveReplica(model)
-    replica.load(torch.zeros(replica.size))
-    steps, done = 3000, threading.Event()
-    for _ in range(2):  # pinned memory takes its time the first time
-        replica.correct(replica.snapshot(), own=True)
-        replica.boundary()
+class Trainer:
+    """A training thread that steps as fast as it can, on a stream of its own: every weight + 1 in a step."""
 
-    def train():
+    def __init__(self, model: torch.nn.Module, replica: LiveReplica) -> None:
+        self.model, self.replica = model, replica
+        self.elsewhere = torch.zeros(1 << 16, device="cuda")
+        self.begun = self.done = 0
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.run, daemon=True)
+
+    def run(self) -> None:
         with torch.cuda.stream(torch.cuda.Stream()):
-            for _ in range(steps):
-                replica.begin_moving()
+            while not self.over.is_set():
+                self.begun += 1
+                self.replica.begin_moving()
                 with torch.no_grad():
-                    for parameter in model.parameters():
-                        for _ in range(4):
-                            parameter.add_(0.25)
-                replica.boundary()
-                replica.end_moving()
-        torch.cuda.synchronize()
-        done.set()
+                    for parameter in self.model.parameters():
+                        for _ in range(2):
+                            parameter.add_(0.5)
+                self.replica.boundary()
+                self.replica.end_moving()
+                self.done += 1
+                self.elsewhere.add_(1.0).mul_(0.5)  # computes, while the weights stand still
+                if self.done % 8 == 0:
+                    torch.cuda.current_stream().synchronize()
 
-    thread = threading.Thread(target=train)
-    thread.start()
-    seen = set()
-    while not done.is_set():
-        snapshot = replica.snapshot()
-        assert snapshot.is_pinned()
-        low, high = float(snapshot.min()), float(snapshot.max())
-        assert low == high == round(low), "a snapshot torn by a step"
-        seen.add(low)
-        replica.correct(snapshot.zero_(), own=True)
-    thread.join()
-    assert len(seen) > 1
-    assert float(replica.snapshot().max()) == steps
+    def __enter__(self) -> Trainer:
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join(60.0)
+        torch.cuda.synchronize()
+
+
+@pytest.mark.timeout(300)
+def test_snapshots_and_corrections_are_exact_against_a_thread_that_steps_all_the_time(monkeypatch):
+    """10,000 exchanges: each correction counts once, in one moment; the other side gets the opposite."""
+    monkeypatch.setattr(live, "PATIENCE_S", 1e-3)
+    huge = float(2**22)  # above the number of steps, which float64 tells apart from it
+    model = torch.nn.Linear(64, 64, device="cuda", dtype=torch.float64)
+    replica = live_replica(model)
+    replica.load(torch.zeros(replica.size))
+    other = torch.zeros(replica.size, device="cuda", dtype=torch.float64)
+
+    async def work(trainer: Trainer) -> None:
+        given = 0
+        for k in range(10_000):
+            sign, least = 1 if k % 2 == 0 else -1, trainer.done
+            snapshot = await replica.snapshot()
+            low, high = torch.stack([snapshot.min(), snapshot.max()]).tolist()
+            assert low == high, "torn by a step"
+            assert least - 1 <= low - given * huge <= trainer.begun, "a correction is missing or counts twice"
+            other.sub_(sign * huge)
+            replica.correct(snapshot.fill_(sign * huge), own=True)
+            given += sign
+
+    before = sys.getswitchinterval()
+    with Trainer(model, replica) as trainer:
+        while trainer.done < 3:
+            pass
+        sys.setswitchinterval(1e-5)  # the two threads take turns
+        with torch.cuda.stream(replica.side):
+            asyncio.run(work(trainer))
+        sys.setswitchinterval(before)
+    total = replica.weights + sum(correction.vector for correction in replica._slot) + other
+    assert float(total.min()) == float(total.max()) == trainer.done
+
+
+def test_a_step_near_its_end_holds_the_host_and_the_hook_goes():
+    model = net(256)
+    replica = live_replica(model)
+    replica.keep_close()
+    model(torch.ones(4, 256, device="cuda")).sum().backward()
+    assert replica._near is not None
+    replica.begin_moving()
+    assert replica._near is None
+    replica.end_moving()
+    replica.let_go()
+    model(torch.ones(4, 256, device="cuda")).sum().backward()
+    assert replica._near is None
+
+
+@pytest.mark.parametrize("size", [1, 5, 1003, 5000])
+def test_kernels_do_what_torch_does(size):
+    fused = kernels.for_device(torch.device("cuda", 0))
+    assert fused is not None
+    make = lambda: torch.randn(size, device="cuda")  # noqa: E731
+    mine, theirs = make(), make()
+    pair = [mine.clone(), theirs.clone()]
+    fused.pull(*pair, 0.5)
+    torch.testing.assert_close(pair[0], (theirs - mine) / 2)
+    assert torch.equal(pair[0], -pair[1])
+    vectors = [make() for _ in range(8)]
+    for offset in (False, True):
+        own, native = [v.clone() for v in vectors], [v.clone() for v in vectors]
+        weights = [k / 36 for k in range(1, 9)]
+        fused.all(own, weights, offset)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transfers, "_kernels", lambda *_: None)
+            transfers.combine_all(native, weights, offset)
+        for one, other in zip(own, native, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+    bad, into = torch.zeros(1, dtype=torch.int32, pin_memory=True), make()
+    fused.copy(mine, theirs, into, bad)
+    torch.cuda.synchronize()
+    assert torch.equal(into, mine + theirs)
+    assert not bad
+    for value in (float("nan"), float("inf")):
+        mine[-1] = value
+        fused.copy(mine, None, into, bad.zero_())
+        torch.cuda.synchronize()
+        assert bad
 
 
 def test_every_correction_is_added_once():
     model = net(256)
-    replica = LiveReplica(model)
+    replica = live_replica(model)
     replica.load(torch.zeros(replica.size))
     for k in range(50):
-        replica.correct(torch.full((replica.size,), 1.0), own=True)
+        replica.correct(torch.full((replica.size,), 1.0, device="cuda"), own=True)
         if k % 3 == 0:
             replica.begin_moving()
             replica.boundary()
             replica.end_moving()
-    snapshot = replica.snapshot()
+    snapshot = asyncio.run(replica.snapshot())
     assert float(snapshot.min()) == float(snapshot.max()) == 50.0
+
+
+def test_weights_that_are_not_finite_are_seen_at_their_own_snapshot():
+    model = net(256)
+    replica = live_replica(model)
+    asyncio.run(replica.snapshot())
+    with torch.no_grad():
+        model.bias[3] = float("nan")
+    with pytest.raises(Diverged, match="weights of bias are not finite"):
+        asyncio.run(replica.snapshot())
+
+
+def test_a_gpu_without_memory_for_a_window_says_how_much_is_needed(monkeypatch):
+    def no_memory(self, size):
+        raise OSError("cudaMalloc: out of memory")
+
+    ours = Windows(torch.device("cuda", 0))
+    monkeypatch.setattr(Cuda, "malloc", no_memory)
+    with pytest.raises(ConfigError, match=r"needs 400 MB on cuda:0, which has [\d,]+ MB left"):
+        ours.make(100_000_000, torch.float32)
+    torch.zeros(8, device="cuda").sum().item()  # the error is not left behind
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "nodelay_free", "allreduce", "nodelay", "dasgd"])

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from freewheel.fabric import shared
+from freewheel.fabric import windows
 from freewheel.fabric.exchange import Exchanges
-from freewheel.fabric.greeting import Identity
-from freewheel.fabric.line import PlainLine
+from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import TcpFabric
-from freewheel.fabric.vectors import LONG, PIECE, Blend, Mover, Sending
+from freewheel.fabric.transfers import LONG, PIECE, Landing, Transfers
+from freewheel.fabric.transport import PlainTransport
 from freewheel.observe.counters import Counters
 
 SIZE = 8 * PIECE
@@ -27,8 +27,6 @@ DEADLINE_S = 30.0
 
 class Party:
     """A replica of equal numbers; `hook` is called at every piece."""
-
-    apart = 0.0
 
     def __init__(self, fabric: TcpFabric, value: float) -> None:
         self.fabric, self.value = fabric, value
@@ -44,7 +42,7 @@ class Party:
         self.tasks.append(asyncio.ensure_future(work))
         return self.tasks[-1]
 
-    async def fresh(self) -> torch.Tensor:
+    async def snapshot(self) -> torch.Tensor:
         await self.ready.wait()
         return self.fabric.windows.make(SIZE, torch.float32).fill_(self.value)
 
@@ -52,7 +50,7 @@ class Party:
         self.hook()
         return theirs.sub_(mine).mul_(0.5)
 
-    def met(self, peer: int, correction: torch.Tensor, *_: float) -> None:
+    def met(self, peer: int, correction: torch.Tensor) -> None:
         self.corrections.append(correction.clone())
 
     def count(self, outcome: str) -> None:
@@ -69,7 +67,7 @@ class Party:
 @contextlib.asynccontextmanager
 async def pair(near: bool = False) -> AsyncIterator[tuple[Party, Party]]:
     """Worker 0, which answers, and worker 1, which calls."""
-    place = shared.place() if near else ""
+    place = windows.place() if near else ""
     fabrics = [
         TcpFabric(Identity(bytes(16), rank, 2, 1, "test", "m", SIZE, place=place), Counters())
         for rank in range(2)
@@ -126,7 +124,7 @@ def test_a_connection_that_breaks_and_comes_back_while_a_side_is_not_ready(slow)
             call = asyncio.ensure_future(caller.exchanges.call(0))
             while waits.exchanges.partner is None or waits.exchanges.calling:
                 await asyncio.sleep(0)
-            callee.fabric._links[1].line.close()
+            callee.fabric._connections[1].transport.close()
             while caller.fabric.epoch(0) == 0 or 0 not in caller.fabric.members:
                 await caller.fabric.changed()
             while callee.fabric.epoch(1) == 0 or 1 not in callee.fabric.members:
@@ -159,7 +157,6 @@ def test_the_memory_of_a_peer_that_is_gone_is_let_go():
     async def main() -> None:
         async with pair(near=True) as (callee, caller):
             assert await caller.exchanges.call(0) is True
-            assert caller.fabric.windows._peers
             await callee.leave()
             while 0 in caller.fabric.members:
                 await caller.fabric.changed()
@@ -169,29 +166,28 @@ def test_the_memory_of_a_peer_that_is_gone_is_let_go():
 
 
 @pytest.mark.parametrize("size", [8, 2 * LONG])  # in the event loop, in a thread
-def test_what_a_peer_says_behind_a_vector_is_heard_though_the_answer_cannot_leave(size):
+def test_what_a_peer_says_behind_a_vector_is_heard_though_nobody_wants_the_vector(size):
     """Else one that leaves in the middle of an exchange would be said to have died."""
 
     async def work() -> None:
         with socket.create_server(("127.0.0.1", 0)) as door:
             theirs = socket.create_connection(door.getsockname())
             ours, _ = door.accept()
-        line, mover, loop = PlainLine(ours), Mover(Counters(), torch.float32, 2), asyncio.get_running_loop()
+        loop = asyncio.get_running_loop()
+        transport, transfers = PlainTransport(ours), Transfers(Counters(), torch.float32, 2, None)
         mine = torch.ones(size)
-        sending = Sending(b"", mine, torch.float32, loop)
-        blend = Blend(mine, lambda mine, theirs: theirs, sending, loop.create_future())
+        landing = Landing(size, mine, loop.create_future())
         sender = threading.Thread(target=theirs.sendall, args=(bytes(4 * size) + b"bye",), daemon=True)
         sender.start()
-        sending.broken = True
-        await asyncio.wait_for(mover.blend(line, size, blend), DEADLINE_S)
+        landing.done.cancel()
+        await asyncio.wait_for(transfers.land(transport, torch.float32, size, landing), DEADLINE_S)
         rest = bytearray(3)
-        await line.read(memoryview(rest))
+        await transport.read(memoryview(rest))
         assert bytes(rest) == b"bye"
-        assert not blend.done.done()
         assert mine.eq(1.0).all()
-        line.close()
+        transport.close()
         theirs.close()
         sender.join(DEADLINE_S)
-        mover.close()
+        transfers.close()
 
     asyncio.run(work())

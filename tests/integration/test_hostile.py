@@ -6,6 +6,7 @@ Worker 2 is the test: raw sockets.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import math
@@ -28,15 +29,17 @@ from torch import nn
 import freewheel as fw
 from crew import places
 from freewheel import strategies
-from freewheel.fabric import door, frames, tcp
+from freewheel.fabric import frames, handshake, tcp
 from freewheel.fabric.frames import BadFrame, Frame, Kind, pack
-from freewheel.fabric.greeting import Identity
+from freewheel.fabric.handshake import Identity
 from freewheel.runtime.place import Place
 from freewheel.runtime.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.integration
 
 SIZE = 1000
+HALF = 512
+"""What worker 0 combines for both."""
 DEADLINE_S = 30.0
 HEADER = frames.HEADER.size
 
@@ -84,7 +87,7 @@ class Run:
     def call(self) -> socket.socket:
         """A connection to worker 0."""
         sock = socket.create_connection(
-            self.workers[0]._agent.fabric._door.listener.getsockname(), DEADLINE_S
+            self.workers[0]._agent.fabric._listener.listener.getsockname(), DEADLINE_S
         )
         sock.settimeout(DEADLINE_S)
         return sock
@@ -92,9 +95,10 @@ class Run:
     def join(self, me: Identity | None = None) -> socket.socket:
         """A connection to worker 0 over which both have said hello."""
         sock = self.call()
-        sock.sendall((me or self.me).hello())
+        sock.sendall((me or self.me).hello() + (me or self.me).frame(Kind.SEES, ("sees",)))
         frame, tag = read(sock, self.me)[:2]
         assert (frame.kind, tag[0]) == (Kind.HELLO, "hello")
+        assert read(sock, self.me)[0].kind is Kind.SEES
         self.until(lambda: 2 in self.members())
         return sock
 
@@ -117,7 +121,7 @@ class Run:
         before = self.exchanges()
         self.until(lambda: self.exchanges() >= before + 3)
         for worker in self.workers.values():
-            assert bool((worker._replica.snapshot() == 1).all())
+            assert bool((asyncio.run(worker._replica.snapshot()) == 1).all())
 
     def end(self) -> None:
         self.over.set()
@@ -177,7 +181,7 @@ def lines() -> Iterator[Lines]:
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(door, "GREETING_S", 0.5)
+        patch.setattr(handshake, "GREETING_S", 0.5)
         patch.setattr(tcp, "PINGS", 20)
         one = Run()
         yield one
@@ -312,7 +316,7 @@ def test_one_that_says_why_it_goes_is_heard_though_the_line_is_broken_too(run, l
 
     def leave() -> None:
         """In one go of worker 0's loop."""
-        fabric._queue(fabric._links[2], Kind.PING)
+        fabric._queue(fabric._connections[2], Kind.PING)
         sock.sendall(pack(Kind.BYE, run.me.run, 2, run.me.incarnation, ("by zero",)))
         sock.close()
 
@@ -324,12 +328,12 @@ def test_one_that_says_why_it_goes_is_heard_though_the_line_is_broken_too(run, l
 
 def test_a_connection_that_takes_the_place_of_another_is_no_loss(run, monkeypatch):
     old, fabric, noticed = run.join(), run.workers[0]._agent.fabric, []
-    run.until(lambda: 2 in fabric._links)
+    run.until(lambda: 2 in fabric._connections)
     monkeypatch.setattr(fabric, "notice", lambda what, peer, why: noticed.append((what, peer)))
     monkeypatch.setattr(fabric, "silence_s", 60.0)  # it gives no signs of life
-    epoch, first = fabric.epoch(2), fabric._links[2]
+    epoch, first = fabric.epoch(2), fabric._connections[2]
     sock = run.join()
-    run.until(lambda: fabric._links.get(2) not in (first, None))
+    run.until(lambda: fabric._connections.get(2) not in (first, None))
     assert fabric.epoch(2) > epoch  # what was under way is void
     assert noticed == []
     run.check()
@@ -370,8 +374,8 @@ def bad_kind(me: Identity) -> bytes:
 
 
 def near(me: Identity, *where: float) -> bytes:
-    """A message whose vector lies in a window: process, handle, length, serial."""
-    return pack(Kind.NEAR, me.run, 2, me.incarnation, ("x",), tuple(where))
+    """A message whose vector lies in a window: kind, number, process, bytes, handle."""
+    return pack(Kind.NEAR, me.run, 2, me.incarnation, ("x",), (*where, len(where)))
 
 
 LIARS: dict[str, tuple[Callable[[Identity], bytes], str]] = {
@@ -386,17 +390,18 @@ LIARS: dict[str, tuple[Callable[[Identity], bytes], str]] = {
     "another run": (lambda me: message(replace(me, run=bytes(16)), ("x",)), "another run"),
     "no JSON": (bad_tag, "a tag that is not JSON"),
     "an unknown kind": (bad_kind, "unknown kind 77"),
-    "a window on another machine": (lambda me: near(me, 1, 1, 10, 1), "a window this worker cannot see"),
+    "a window on another machine": (lambda me: near(me, 1, 7, 1, 40, 3), "a window this worker cannot see"),
 }
 
 
 WINDOWS: dict[str, tuple[tuple[float, ...], str]] = {
-    "of no process": ((2**22 + 1, 3, 10, 1), "its window cannot be opened"),
-    "that is a file": ((os.getpid(), 1, 10, 1), "its window cannot be opened"),
-    "beyond the model": ((1, 1, SIZE + 1, 1), "the longest vector has 1000"),
-    "of no number": ((math.nan, 1, 10, 1), "a window this worker cannot see"),
-    "below zero": ((1, -1, 10, 1), "a window this worker cannot see"),
-    "half said": ((1, 1), "a window this worker cannot see"),
+    "of no process": ((1, 7, 2**22 + 1, 40, 3), "its window cannot be opened"),
+    "that is a file": ((1, 7, os.getpid(), 40, 1), "its window cannot be opened"),
+    "on a device there is not": ((2, 7, 1, 40, *[9] * 64), "its window cannot be opened"),
+    "beyond the model": ((1, 7, 1, 4 * SIZE + 4, 3), "the longest vector has 1000"),
+    "of no number": ((1, math.nan, 1, 40, 3), "a window this worker cannot see"),
+    "below zero": ((1, 7, 1, 40, -3), "a window this worker cannot see"),
+    "half said": ((1, 7), "a window this worker cannot see"),
 }
 
 
@@ -405,11 +410,12 @@ def test_members_that_show_windows_there_are_not(which, run, lines):
     """As a member on the same machine."""
     where, words = WINDOWS[which]
     fabric = run.workers[0]._agent.fabric
-    with run.join(replace(run.me, place=run.workers[0]._agent.me.place)) as sock:
+    with run.join() as sock:
+        fabric._connections[2].kind = "host"
         sock.sendall(near(run.me, *where))
         refused(run, lines, sock, words)
     run.until(lambda: 2 not in run.members())
-    fabric._far.discard(2)
+    fabric._unshared.discard(2)
 
 
 @pytest.mark.parametrize("what", LIARS)
@@ -440,9 +446,9 @@ def begin_exchange(run: Run, sock: socket.socket) -> tuple[str | int, ...]:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("at", [0, SIZE - 1])
+@pytest.mark.parametrize("at", [0, HALF - 1])
 def test_numbers_that_are_none_in_an_exchange_are_not_applied(at, value, run, lines):
-    values = [5.0] * SIZE
+    values = [5.0] * HALF
     values[at] = value
     with run.join() as sock:
         tag = begin_exchange(run, sock)
@@ -456,14 +462,14 @@ def test_a_vector_of_another_length_in_an_exchange(run, lines):
         frame = None
         while frame is None or frame.dtype is None:  # its own snapshot: the exchange has begun
             frame = read(sock, run.me)[0]
-        sock.sendall(message(run.me, tag, [5.0] * (SIZE - 1)))
-        refused(run, lines, sock, f"it sent {SIZE - 1} numbers in exchange for {SIZE}")
+        sock.sendall(message(run.me, tag, [5.0] * (HALF - 1)))
+        refused(run, lines, sock, f"it sent {HALF - 1} numbers where {HALF} are awaited")
 
 
 def test_a_member_that_leaves_in_the_middle_of_an_exchange(run, lines):
     sock = run.join()
     tag = begin_exchange(run, sock)
-    sock.sendall(message(run.me, tag, [5.0] * SIZE)[: HEADER + 500])
+    sock.sendall(message(run.me, tag, [5.0] * HALF)[: HEADER + 500])
     sock.close()
     run.until(lambda: 2 not in run.members())
     run.check()
@@ -474,7 +480,7 @@ def test_a_member_that_falls_silent_in_the_middle_of_an_exchange(run, lines):
     fabric = run.workers[0]._agent.fabric
     sock = run.join()
     tag = begin_exchange(run, sock)
-    sock.sendall(message(run.me, tag, [5.0] * SIZE)[: HEADER + 500])
+    sock.sendall(message(run.me, tag, [5.0] * HALF)[: HEADER + 500])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fabric, "silence_s", 0.5)
         run.until(lambda: 2 not in run.members())
@@ -507,7 +513,7 @@ def test_strangers_without_keys(tmp_path, lines):
     keys.make(tmp_path / "ours")
     keys.make(tmp_path / "theirs")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(door, "GREETING_S", 0.5)
+        patch.setattr(handshake, "GREETING_S", 0.5)
         run = Run(tls=tmp_path / "ours")
         crowd = []
         for k in range(12):
@@ -528,7 +534,7 @@ def test_strangers_without_keys(tmp_path, lines):
         _, member = keys.contexts(tmp_path / "ours")
         for _ in range(3):
             with member.wrap_socket(run.call(), server_hostname="freewheel") as sock:
-                sock.sendall(run.me.hello())
+                sock.sendall(run.me.hello() + run.me.frame(Kind.SEES, ("sees",)))
                 assert read(sock, run.me)[0].kind is Kind.HELLO
                 run.until(lambda: 2 in run.members())
             run.until(lambda: 2 not in run.members())

@@ -179,7 +179,7 @@ def test_a_connection_with_one_that_had_come_back_is_made_again():
             assert back.wait(DEADLINE_S)
             fabric = worker._agent.fabric
             epoch = fabric.epoch(0)
-            worker._agent.loop.call_soon_threadsafe(fabric._links[0].line.close)
+            worker._agent.loop.call_soon_threadsafe(fabric._connections[0].transport.close)
             wait_until(lambda: fabric.epoch(0) > epoch)
             stay(worker)
 

@@ -41,7 +41,7 @@ class Crew:
         async def mean(members, tag):
             await collectives.gather(fabric, members, (1.0,), (*tag, "parts"))
             weights = torch.full((self.size,), float(rank))
-            total = await collectives.ring_sum(fabric, members, weights, (*tag, "weights"))
+            total = await fabric.reduce(members, (*tag, "weights"), weights)
             return total / len(members), torch.zeros(1)
 
         ending = Ending(fabric, self.wire.life[rank], lambda: (1.0, 0.0, 0.0), mean)

@@ -61,21 +61,21 @@ def test_the_mean_moves_only_by_updates_whatever_interleaves(scenario, topology,
 def test_a_replica_takes_part_in_one_exchange_at_a_time(monkeypatch):
     """Between a worker's snapshot and its correction no other exchange may touch it."""
     busy: dict[int, int] = {}
-    inner_fresh, inner_met = fw.Node.fresh, fw.Node.met
+    inner, inner_met = fw.Node.snapshot, fw.Node.met
 
-    async def fresh(node):
+    async def snapshot(node):
         assert node._exchanges.partner is not None
         busy[node.rank] = busy.get(node.rank, 0) + 1
         assert busy[node.rank] == 1
-        return await inner_fresh(node)
+        return await inner(node)
 
-    def met(node, peer, correction, *_):
+    def met(node, peer, correction):
         busy[node.rank] -= 1
         inner_met(node, peer, correction)
 
     simulation = make("adpsgd", workers=6, steps=20, links=fw.Links(mbit=0.1), evaluations=0)
     monkeypatch.setattr(simulation, "_answer", lambda: torch.zeros(16, dtype=torch.float64))
-    monkeypatch.setattr(fw.Node, "fresh", fresh)
+    monkeypatch.setattr(fw.Node, "snapshot", snapshot)
     monkeypatch.setattr(fw.Node, "met", met)
     simulation.run()
     assert set(busy) == set(range(6))

@@ -7,6 +7,7 @@ import torch
 
 import freewheel as fw
 from freewheel import theory
+from freewheel.sim.clock import at_once
 from freewheel.tasks import Quadratic
 from lab import FAST, JITTER, after_every_step, largest_distance, make, replicas, run, timing
 
@@ -75,9 +76,9 @@ def test_nodelay_merges_the_mean_of_one_cycle_ago(workers):
     means, models, step = [], {}, 4
     for worker in simulation.workers.values():
 
-        def begin_merge(node, inner=worker.strategy.begin_merge):
-            inner(node)
-            models[node.rank, node.steps] = node.weights()
+        async def begin_merge(node, inner=worker.strategy.begin_merge):
+            await inner(node)
+            models[node.rank, node.steps] = await node.weights()
 
         async def after_step(node, strategy=worker.strategy, inner=worker.strategy.after_step):
             if node.steps % step == 0:
@@ -225,7 +226,9 @@ def test_dasgd_differs_by_no_more_than_what_one_has_and_the_other_has_not():
         for i in everybody:
             for j in everybody[: i.rank]:
                 s_ij = sum(abs(a - b) for a, b in zip(has(i), has(j), strict=True))
-                distance = float(torch.linalg.vector_norm(i.replica.snapshot() - j.replica.snapshot()))
+                distance = float(
+                    torch.linalg.vector_norm(at_once(i.replica.snapshot()) - at_once(j.replica.snapshot()))
+                )
                 assert distance <= theory.dasgd_discrepancy(lr, 1.0, s_ij) + 1e-9
                 tight.append(distance / max(lr * s_ij, 1e-12))
 

@@ -19,7 +19,7 @@ from lab import JITTER, largest_distance, make, replicas
 
 SPECS = [
     "allreduce",
-    "sasgd:interval=3",
+    "sasgd:interval=2",
     "hierarchical_sasgd:nodes=2:interval=2:global_every=2",
     "nodelay:tau=4",
     "dpsgd",
@@ -46,9 +46,8 @@ def check(simulation: Simulation, spec: str, members: tuple[int, ...]) -> None:
         assert {worker.node.steps for worker in simulation.workers.values()} == {simulation.scenario.steps}
     if spec == "allreduce":
         assert largest_distance(replicas(simulation)) == 0.0
-    if spec.startswith("sasgd"):
-        common = torch.stack([worker.strategy.x for worker in simulation.workers.values()])
-        assert largest_distance(common) < 1e-12
+    if spec.startswith("sasgd"):  # the last step is one at which all merge
+        assert largest_distance(replicas(simulation)) < 1e-6
 
 
 def without(*ranks: int) -> tuple[int, ...]:
@@ -165,7 +164,7 @@ def test_the_first_member_is_lost_while_it_says_commit(spec, number, monkeypatch
     check(simulation, spec, without(0))
 
 
-@pytest.mark.parametrize("spec", ["sasgd:interval=3", "nodelay:tau=4", "dpsgd"])
+@pytest.mark.parametrize("spec", ["sasgd:interval=2", "nodelay:tau=4", "dpsgd"])
 @pytest.mark.parametrize("victim", [0, 2])
 def test_the_corrections_of_a_merge_sum_to_zero_in_every_view(spec, victim):
     """Each merge counts for all members of its view or for none: the mean is kept."""

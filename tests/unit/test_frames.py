@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from freewheel.fabric import frames
 from freewheel.fabric.frames import BadFrame, Kind, pack, parse, parse_rest
-from freewheel.fabric.greeting import Identity
+from freewheel.fabric.handshake import Identity
 
 RUN = bytes(range(16))
 SIZE = frames.HEADER.size
@@ -103,7 +103,7 @@ def test_tags_that_look_like_json_but_are_none_of_ours(data):
     ("changes", "words"),
     [
         ({"magic": b"HTTP"}, "does not speak Freewheel's protocol"),
-        ({"protocol": 3}, "protocol 3, not 2: another version"),
+        ({"protocol": 4}, "protocol 4, not 3: another version"),
         ({"run": bytes(16)}, "another run"),
         ({"kind": 0}, "unknown kind 0"),
         ({"kind": 99}, "unknown kind 99"),

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import sys
 import threading
 
 import pytest
 import torch
 from torch import nn
 
-from freewheel.runtime import live
-from freewheel.runtime.live import LiveReplica
+from freewheel.errors import Diverged
+from freewheel.runtime import live_replica as live
+from freewheel.runtime.live_replica import LiveReplica, live_replica
 
 DEADLINE_S = 60.0
 CORRECTION = float(2**14)
@@ -83,13 +85,13 @@ def test_no_snapshot_is_torn(dtypes, rests, monkeypatch):
     if not rests:
         monkeypatch.setattr(live, "PATIENCE_S", 1e-3)
     model = Tower(*dtypes)
-    replica = LiveReplica(model)
+    replica = live_replica(model)
     with Mover(model, replica, rests) as mover:
         while mover.done < 3:  # the thread must have begun to move
             pass
         for _ in range(200):
             least = mover.done
-            snapshot = replica.snapshot()
+            snapshot = asyncio.run(replica.snapshot())
             check(snapshot, least, mover.begun, 0)
             replica._spare.append(snapshot)
     assert mover.done > 200
@@ -99,7 +101,7 @@ def test_no_snapshot_is_torn(dtypes, rests, monkeypatch):
 @pytest.mark.parametrize("dtypes", [ONE_BLOCK, (torch.float64, torch.float64, torch.float32)])
 def test_a_snapshot_holds_what_is_pending_exactly_once(dtypes, own):
     model = Tower(*dtypes, size=30_000)
-    replica = LiveReplica(model)
+    replica = live_replica(model)
     given = 0
     with Mover(model, replica) as mover:
         for k in range(300):
@@ -107,17 +109,17 @@ def test_a_snapshot_holds_what_is_pending_exactly_once(dtypes, own):
                 replica.correct(torch.full((replica.size,), CORRECTION, dtype=replica.dtype), own=own)
                 given += 1
             least = mover.done
-            check(replica.snapshot(), least, mover.begun, given)
+            check(asyncio.run(replica.snapshot()), least, mover.begun, given)
     assert given == 300
     mover.step()  # the last one that is pending
     check(replica.weights, mover.done, mover.done, given)
-    check(replica.snapshot(), mover.done, mover.done, given)
+    check(asyncio.run(replica.snapshot()), mover.done, mover.done, given)
 
 
 def test_all_corrections_arrive_while_the_training_thread_parks_now_and_then():
     """While it is parked the communication thread may add them itself; none gets lost at the seams."""
     model = Tower(*ONE_BLOCK, size=20_000)
-    replica = LiveReplica(model)
+    replica = live_replica(model)
     wanted, parked, go = threading.Event(), threading.Event(), threading.Event()
     ended, gone, steps = threading.Event(), threading.Event(), 0
 
@@ -149,7 +151,7 @@ def test_all_corrections_arrive_while_the_training_thread_parks_now_and_then():
             replica.correct(torch.full((replica.size,), CORRECTION, dtype=replica.dtype), own=True)
             given += 1
             assert replica.weights[0].item() >= CORRECTION * given  # added at once
-            check(replica.snapshot(), steps, steps + 1, given)
+            check(asyncio.run(replica.snapshot()), steps, steps + 1, given)
         wanted.clear()
         parked.clear()
         replica.parked = False
@@ -172,18 +174,18 @@ def test_all_corrections_arrive_while_the_training_thread_parks_now_and_then():
 def test_a_snapshot_ends_though_the_training_thread_does_not_step_again():
     """The training thread may be waiting for the communication thread."""
     model = Tower(*ONE_BLOCK, size=8)
-    replica = LiveReplica(model)
+    replica = live_replica(model)
     Mover(model, replica).step()
     copy, torn = replica._copy, iter(range(live.TRIES))
 
-    def torn_at_first(into: torch.Tensor) -> bool:
+    def torn_at_first(into: torch.Tensor) -> None:
         if next(torn, None) is not None:
             replica.version += 2  # a whole step fell into the copy
-        return copy(into)
+        copy(into)
 
     replica._copy = torn_at_first  # type: ignore[method-assign]
     taken: list[torch.Tensor] = []
-    thread = threading.Thread(target=lambda: taken.append(replica.snapshot()), daemon=True)
+    thread = threading.Thread(target=lambda: taken.append(asyncio.run(replica.snapshot())), daemon=True)
     thread.start()
     thread.join(5.0)
     assert taken, "it waits for a step that does not come"
@@ -193,13 +195,13 @@ def test_a_snapshot_ends_though_the_training_thread_does_not_step_again():
 def test_a_step_that_computes_while_weights_move_holds_up_nothing_but_the_snapshot():
     """A step with a closure takes long. Signs of life must still go out meanwhile."""
     model = Tower(*ONE_BLOCK, size=8)
-    replica = LiveReplica(model)
+    replica = live_replica(model)
     mover = Mover(model, replica)
     mover.step()
 
     async def communicate() -> torch.Tensor:
         replica.begin_moving()
-        copying = asyncio.create_task(replica.fresh())
+        copying = asyncio.create_task(replica.snapshot())
         for _ in range(3):
             await asyncio.sleep(0)
             assert not copying.done()
@@ -212,14 +214,14 @@ def test_a_step_that_computes_while_weights_move_holds_up_nothing_but_the_snapsh
 
 def test_a_snapshot_that_is_given_up_leaves_no_order():
     model = Tower(*ONE_BLOCK, size=8)
-    replica = LiveReplica(model)
-    replica._spare.append(replica.snapshot())
+    replica = live_replica(model)
+    replica._spare.append(asyncio.run(replica.snapshot()))
 
     async def communicate() -> None:
         replica.begin_moving()
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(live, "PATIENCE_S", 0.0)
-            copying = asyncio.create_task(replica.fresh())
+            copying = asyncio.create_task(replica.snapshot())
             while not replica._orders:
                 await asyncio.sleep(0)
             copying.cancel()
@@ -231,11 +233,11 @@ def test_a_snapshot_that_is_given_up_leaves_no_order():
 
 def test_traffic_of_exchanges_needs_two_vectors():
     model = Tower(*ONE_BLOCK, size=5_000)
-    replica = LiveReplica(model)
+    replica = live_replica(model)
     seen: dict[int, torch.Tensor] = {}  # holds them, so that the allocator cannot hand one out twice
     with Mover(model, replica) as mover:
         for k in range(200):
-            snapshot = replica.snapshot()
+            snapshot = asyncio.run(replica.snapshot())
             seen[snapshot.data_ptr()] = snapshot
             before = mover.done
             replica.correct(snapshot.zero_(), own=True)
@@ -247,14 +249,14 @@ def test_traffic_of_exchanges_needs_two_vectors():
 
 def test_a_vector_somebody_else_holds_is_neither_changed_nor_used_again():
     model = Tower(*ONE_BLOCK, size=1_000)
-    replica = LiveReplica(model)
+    replica = live_replica(model)
     mover = Mover(model, replica)
     held = [torch.full((replica.size,), CORRECTION, dtype=replica.dtype) for _ in range(4)]
     for one, another in itertools.pairwise(held):
         replica.correct(one)
         replica.correct(another, own=False)
         mover.step()
-    taken = [replica.snapshot() for _ in range(4)]
+    taken = [asyncio.run(replica.snapshot()) for _ in range(4)]
     assert all(bool((vector == CORRECTION).all()) for vector in held)
     assert not {v.data_ptr() for v in held} & {v.data_ptr() for v in taken}
     check(replica.weights, 3, 3, 6)
@@ -262,7 +264,7 @@ def test_a_vector_somebody_else_holds_is_neither_changed_nor_used_again():
 
 def test_gradients_go_in_and_out_as_one_vector():
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1, bias=False))
-    replica = LiveReplica(model)
+    replica = live_replica(model)
     model(torch.ones(1, 3)).sum().backward()
     flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
     assert torch.equal(replica.gradient, flat)
@@ -276,8 +278,88 @@ def test_gradients_go_in_and_out_as_one_vector():
 
 def test_loading_drops_what_is_pending():
     model = Tower(*ONE_BLOCK, size=10)
-    replica = LiveReplica(model)
+    replica = live_replica(model)
     replica.correct(torch.full((replica.size,), CORRECTION, dtype=replica.dtype))
     replica.load(torch.full((replica.size,), 5.0, dtype=replica.dtype))
     Mover(model, replica).step()
     assert bool((replica.weights == 6).all())
+
+
+def test_the_mean_is_exact_over_ten_thousand_exchanges_with_a_thread_that_steps_all_the_time():
+    """Each correction counts once in every snapshot after it, and in no torn one; both sides' sum to zero."""
+    models = [Tower(torch.float64, size=256) for _ in range(2)]
+    replicas = [live_replica(model) for model in models]
+    huge = float(2**30)
+
+    async def exchange(movers: list[Mover]) -> None:
+        given = 0
+        for k in range(10_000):
+            sign = 1 if k % 2 == 0 else -1
+            snapshots = []
+            for one, mover, replica in zip((1, -1), movers, replicas, strict=True):
+                least = mover.done
+                snapshot = await replica.snapshot()
+                first = snapshot[0].item()
+                assert bool((snapshot == first).all()), "torn"
+                assert least <= first - one * given * huge <= mover.begun
+                snapshots.append(snapshot)
+            for one, replica, snapshot in zip((1, -1), replicas, snapshots, strict=True):
+                replica.correct(snapshot.fill_(one * sign * huge), own=True)
+            given += sign
+
+    both = [Mover(model, replica) for model, replica in zip(models, replicas, strict=True)]
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)  # three threads take turns
+    try:
+        with both[0], both[1]:
+            while min(mover.done for mover in both) < 3:
+                pass
+            asyncio.run(exchange(both))
+    finally:
+        sys.setswitchinterval(before)
+    for mover in both:
+        mover.step()  # what is still pending
+    total = replicas[0].weights + replicas[1].weights
+    assert bool((total == sum(mover.done for mover in both)).all())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_seen_at_their_own_snapshot(value):
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
+    replica = live_replica(model)
+    asyncio.run(replica.snapshot())
+    with torch.no_grad():
+        model[1].bias[0] = value
+    with pytest.raises(Diverged, match=r"weights of 1\.bias are not finite"):
+        asyncio.run(replica.snapshot())
+
+
+def test_weights_whose_sum_overflows_are_finite():
+    model = nn.Linear(64, 64)
+    with torch.no_grad():
+        model.weight.fill_(3e38)
+    asyncio.run(live_replica(model).snapshot())
+
+
+def test_gradients_that_are_not_finite_are_not_merged():
+    model = nn.Linear(2, 1)
+    replica = live_replica(model)
+    model(torch.ones(1, 2)).sum().backward()
+    model.bias.grad.fill_(float("nan"))
+    with pytest.raises(Diverged, match="gradients of bias are not finite"):
+        _ = replica.gradient
+
+
+def test_gradients_are_used_where_they_were_merged_and_their_memory_again():
+    model = nn.Linear(4, 3)
+    replica = live_replica(model)
+    seen = set()
+    for k in range(6):
+        model.zero_grad(set_to_none=k % 2 == 0)
+        model(torch.ones(2, 4)).sum().backward()
+        merged = replica.gradient.mul_(2.0)
+        seen.add(merged.data_ptr())
+        replica.set_gradient(merged)
+        assert model.bias.grad.tolist() == [4.0] * 3
+        assert merged.data_ptr() <= model.weight.grad.data_ptr() < merged.data_ptr() + merged.nbytes
+    assert len(seen) == 2

@@ -6,6 +6,7 @@ from torch import nn
 
 from freewheel.errors import ConfigError
 from freewheel.replica import Replica
+from freewheel.sim.clock import at_once
 
 
 class Tied(nn.Module):
@@ -88,7 +89,7 @@ def test_mixed_dtypes_travel_in_the_widest_and_come_back_in_their_own():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).to(torch.bfloat16), nn.Linear(2, 2).double())
     replica = Replica.of(model)
     assert [block.weights.dtype for block in replica.blocks] == [torch.float32, torch.bfloat16, torch.float64]
-    assert replica.snapshot().dtype == torch.float64
+    assert at_once(replica.snapshot()).dtype == torch.float64
     replica.load(torch.zeros(18, dtype=torch.float64))
     replica.correct(torch.linspace(0, 1, 18, dtype=torch.float64))
     replica.boundary()
@@ -115,18 +116,18 @@ def test_a_snapshot_contains_what_is_pending_and_weights_move_at_the_boundary():
     first = torch.tensor([10.0, 0.0])
     replica.correct(first)
     replica.correct(torch.tensor([0.0, 5.0]))
-    assert replica.snapshot().tolist() == [11.0, 7.0]
+    assert at_once(replica.snapshot()).tolist() == [11.0, 7.0]
     assert model.weight.tolist() == [[1.0, 2.0]]
     replica.boundary()
     assert model.weight.tolist() == [[11.0, 7.0]]
     assert first.tolist() == [10.0, 0.0]  # a vector that was handed over may still be another's
     replica.boundary()
-    assert replica.snapshot().tolist() == [11.0, 7.0]
+    assert at_once(replica.snapshot()).tolist() == [11.0, 7.0]
 
 
 def test_a_snapshot_is_a_copy():
     replica = Replica.of(nn.Linear(2, 1))
-    snapshot = replica.snapshot()
+    snapshot = at_once(replica.snapshot())
     replica.load(torch.zeros(3))
     assert snapshot.any()
 

@@ -6,7 +6,7 @@ What a fabric guarantees:
   a worker's earlier life.
 - `receive` from a named peer ends: with the message, or with PeerLost once the peer is known to be gone.
 - Vectors are handed over, not copied: a sender does not change a vector it has sent, a receiver does not
-  change a vector it has received. The one exception is `blend`, which may overwrite what it was given.
+  change a vector it has received. `swap` and `reduce` use up what they are given, and may overwrite it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,34 @@ from torch import Tensor
 Tag: TypeAlias = tuple[str | int, ...]
 Note: TypeAlias = tuple[float, ...]
 EXCHANGE = "exchange"
-"""The first word of tags whose vectors are swapped by `send` and `blend`, and by nothing else."""
+"""The first word of tags of exchanges, whose vectors may travel in a coarser format."""
+REDUCTION: tuple[Tag, ...] = ((), ("ready",), ("go",), ("ring",), ("done",))
+"""What follows the tag of a reduction in the tags of its messages."""
 RUNTIME = "run"
 """The first word of tags that are not a strategy's."""
 Notice: TypeAlias = Callable[[str, int | None, str], None]
 """Hears what happened (a word of docs/RECORDS.md), to whom (None: to all), and more about it in words."""
 Meet: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """Makes a correction of one's own weights and another's, element by element; may overwrite the other's."""
+
+
+@dataclass(frozen=True)
+class Pull:
+    """The usual correction: a share of the way to the other."""
+
+    share: float
+
+    def __call__(self, mine: Tensor, theirs: Tensor) -> Tensor:
+        """share·(theirs - mine)."""
+        return theirs.sub_(mine).mul_(self.share)
+
+    def over_mine(self, mine: Tensor, theirs: Tensor) -> None:
+        """The same, written over mine in two passes."""
+        mine.sub_(theirs).mul_(-self.share)
+
+
+Each: TypeAlias = Callable[[int, Tensor], None]
+"""Is handed each piece of a vector that arrives, with its place; may run in another thread."""
 
 
 @dataclass(slots=True)
@@ -79,17 +100,31 @@ class Fabric(Protocol):
         Raises PeerLost when the peer, or one of those among whom it is awaited, is gone.
         """
 
-    def rounded(self, tag: Tag, vector: Tensor) -> Tensor:
-        """The vector as the others will see it (a wire format may be coarser), in place."""
+    async def swap(self, peer: int, tag: Tag, mine: Tensor, meet: Meet, told: Callable[[], None]) -> Tensor:
+        """Exchange vectors with a peer, which calls it too: meet(mine, theirs), and its negative there.
 
-    async def blend(
-        self, peer: int, tag: Tag, mine: Tensor, meet: Meet, sending: asyncio.Future[None]
-    ) -> Tensor:
-        """Receive a vector and return meet(mine, theirs), while `sending` takes mine to the same peer.
-
-        A real fabric does it piece by piece as the bytes come and go, and writes the result over mine: one
-        pass through the cache instead of several through memory, and no vector for theirs.
+        `told` is called once the peer has all it needs. A real fabric lets each side combine one half for
+        both, piece by piece, and writes the result over mine.
         """
+
+    async def reduce(
+        self,
+        members: Sequence[int],
+        tag: Tag,
+        vector: Tensor,
+        weights: Sequence[float] | None = None,
+        offset: bool = False,
+    ) -> Tensor:
+        """The weighted sum of all members' vectors (weights 1), or how far it is from this one.
+
+        All members call it alike. PeerLost if one is lost.
+        """
+
+    async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
+        """Wait for a vector and take it piece by piece, or straight into a tensor."""
+
+    def lend(self, vector: Tensor) -> Tensor:
+        """A vector that may be changed once it has left, as it is to be sent."""
 
     def forget(self, tag: Tag) -> None:
         """Drop what has arrived with this tag and nobody received, and what still arrives."""

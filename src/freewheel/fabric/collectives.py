@@ -6,64 +6,62 @@ function is called by all members with the same tag; a lost member raises PeerLo
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from functools import partial
+from typing import Protocol
 
 from torch import Tensor
 
-from freewheel.fabric.base import Fabric, Message, Note, Tag
+from freewheel.fabric.base import Each, Fabric, Message, Note, Tag
 
-PIECE = 1 << 20
+
+class Hops(Protocol):
+    """What a ring needs of a fabric."""
+
+    rank: int
+
+    def send(self, peer: int, tag: Tag, vector: Tensor | None = None) -> asyncio.Future[None]:
+        """See Fabric.send."""
+
+    async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
+        """See Fabric.land."""
+
+    def lend(self, vector: Tensor) -> Tensor:
+        """See Fabric.lend."""
+
+
+CHUNK = 1 << 23
 """How many numbers go round a ring at once: what is under way needs little memory with any model."""
 
 
-async def send_and_receive(
-    fabric: Fabric, to: int, source: int, tag: Tag, vector: Tensor | None, note: Note = ()
-) -> Message:
-    """Send to one peer while receiving from another (or the same): both directions at once."""
-    sending = fabric.send(to, tag, vector, note)
-    try:
-        message = await fabric.receive(tag, source)
-        await sending
-    finally:
-        sending.cancel()
-    return message
-
-
-async def ring_sum(fabric: Fabric, members: Sequence[int], vector: Tensor, tag: Tag) -> Tensor:
-    """Sum the members' vectors; each sends 2(n-1)/n of a vector. The given vector is left alone."""
-    total = vector.clone()
-    for at in range(0, total.numel(), PIECE):
-        await _ring(fabric, members, total[at : at + PIECE], tag)
-    return total
-
-
-async def ring_offset(fabric: Fabric, members: Sequence[int], vector: Tensor, tag: Tag) -> Tensor:
-    """Replace a vector by the mean of the members' vectors less itself: what a merge adds to the weights.
-
-    Needs no memory for the mean. If a member is lost half-way the vector is of no use any more.
-    """
-    for at in range(0, vector.numel(), PIECE):
-        mine = vector[at : at + PIECE]
-        total = mine.clone()
-        await _ring(fabric, members, total, tag)
-        mine.copy_(total.div_(len(members)).sub_(mine))
-    return vector
-
-
-async def _ring(fabric: Fabric, members: Sequence[int], total: Tensor, tag: Tag) -> None:
-    """Replace a vector by the sum of the members' vectors."""
+async def ring(fabric: Hops, members: Sequence[int], total: Tensor, tag: Tag) -> None:
+    """Replace a vector by the sum of the members' vectors; each sends 2(n-1)/n of a vector."""
     n = len(members)
     if n == 1:
         return
     me = members.index(fabric.rank)
     right, left = members[(me + 1) % n], members[(me - 1) % n]
     parts = total.tensor_split(n)
-    for hop in range(n - 1):  # reduce-scatter: the sums travel round and grow
-        mine = parts[(me - hop) % n].clone()  # what is sent belongs to the receiver
-        parts[(me - hop - 1) % n].add_((await send_and_receive(fabric, right, left, tag, mine)).payload)
-    for hop in range(n - 1):  # all-gather: the finished sums travel round
-        mine = parts[(me + 1 - hop) % n].clone()
-        parts[(me - hop) % n].copy_((await send_and_receive(fabric, right, left, tag, mine)).payload)
+
+    async def hop(mine: Tensor, into: Tensor, each: Each | Tensor) -> None:
+        sending = fabric.send(right, tag, fabric.lend(mine))
+        try:
+            await fabric.land(left, tag, into.numel(), each)
+            await sending
+        finally:
+            sending.cancel()
+
+    for k in range(n - 1):  # reduce-scatter: the sums travel round and grow
+        grows = parts[(me - k - 1) % n]
+        await hop(parts[(me - k) % n], grows, partial(_add, grows))
+    for k in range(n - 1):  # all-gather: the finished sums travel round
+        into = parts[(me - k) % n]
+        await hop(parts[(me + 1 - k) % n], into, into)
+
+
+def _add(total: Tensor, at: int, piece: Tensor) -> None:
+    total[at : at + piece.numel()].add_(piece)
 
 
 async def broadcast(

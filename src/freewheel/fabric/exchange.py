@@ -3,7 +3,7 @@
     caller                      callee
       call      ------------->             "may I?"                      (a few bytes)
                 <-------------   yes/busy  it is free and now taken / it is not
-      snapshot  <------------>   snapshot  both directions at once
+      snapshot  <------------>   snapshot  both directions at once; see Fabric.swap
       done      ------------->             the caller has both and corrects; on this the callee corrects
 
 Rules, and what they buy:
@@ -32,7 +32,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import EXCHANGE, Fabric, Tag
+from freewheel.fabric.base import EXCHANGE, Fabric, Meet, Tag
 
 CALL: Tag = ("call",)
 YES, BUSY = (1.0,), (0.0,)
@@ -41,16 +41,14 @@ YES, BUSY = (1.0,), (0.0,)
 class Party(Protocol):
     """Whose replica takes part: gives snapshots, takes what the other had."""
 
-    apart: float
-    """How far apart the two snapshots are, as far as this side has seen both: the callee puts it together."""
-
-    async def fresh(self) -> Tensor:
+    async def snapshot(self) -> Tensor:
         """The weights, with what is pending."""
 
-    def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
-        """The correction that follows from the two snapshots, or from the same piece of both."""
+    @property
+    def meet(self) -> Meet:
+        """Makes the correction of the two snapshots, or of the same piece of both."""
 
-    def met(self, peer: int, correction: Tensor, apart: float | None = None) -> None:
+    def met(self, peer: int, correction: Tensor) -> None:
         """Both snapshots are here and the other side has them too: correct."""
 
     def count(self, outcome: str) -> None:
@@ -76,7 +74,7 @@ class Exchanges:
         self.answer_s = 0.05  # how long a quick answer takes; learned from every answer
         self.called_at = 0.0
         self.patience: asyncio.TimerHandle | None = None
-        self.left = False  # whether the whole of our snapshot has left, in the exchange under way
+        self.left = False  # whether the peer has all it needs, in the exchange under way
         self.serial = rng.randrange(2**40)  # begins anywhere, so that no life of a worker repeats another's
 
     async def call(self, peer: int) -> bool:
@@ -98,7 +96,7 @@ class Exchanges:
                 return False
             correction = await self._swap(peer, tag)
             self.party.met(peer, correction)
-            self.fabric.post(peer, tag, note=(self.party.apart,))
+            self.fabric.post(peer, tag)
             self.party.count("done")
             return True
         except PeerLost:
@@ -154,11 +152,11 @@ class Exchanges:
         self.left = False
         try:
             correction = await self._swap(peer, tag)
-            done = await self.fabric.receive(tag, peer)
-            self.party.met(peer, correction, *done.note[:1])
+            await self.fabric.receive(tag, peer)
+            self.party.met(peer, correction)
             self.party.count("done")
         except PeerLost:
-            # Only a caller that has our whole snapshot can have corrected.
+            # Only a caller that has all it needs can have corrected.
             self.party.count("half" if self.left else "failed")
             if self.left:
                 self.fabric.notice("half", peer, "an exchange with it may have counted on its side only")
@@ -171,15 +169,13 @@ class Exchanges:
     async def _swap(self, peer: int, tag: Tag) -> Tensor:
         """Snapshots in both directions at once."""
         epoch = self.fabric.epoch(peer)
-        mine = self.fabric.rounded(tag, await self.party.fresh())
+        mine = await self.party.snapshot()
         if epoch != self.fabric.epoch(peer):
             raise PeerLost(peer, "the connection broke")
-        sending = self.fabric.send(peer, tag, mine)
-        try:
-            return await self.fabric.blend(peer, tag, mine, self.party.meet, sending)
-        finally:
-            self.left = sending.done() and not sending.exception()
-            sending.cancel()
+        return await self.fabric.swap(peer, tag, mine, self.party.meet, self._told)
+
+    def _told(self) -> None:
+        self.left = True
 
     def _send_away(self) -> None:
         """Let nobody wait any longer for the answer to our own call."""

@@ -23,7 +23,7 @@ import torch
 from freewheel.fabric.base import Note, Tag
 
 MAGIC = b"FWHL"
-PROTOCOL = 2
+PROTOCOL = 3
 HEADER = struct.Struct("!4sBBBxHHIIQ16s")
 SEAL = struct.Struct("!I")
 TAG_BYTES = 512
@@ -51,7 +51,11 @@ class Kind(enum.IntEnum):
     BYE = 5
     """I leave; the tag says why."""
     NEAR = 6
-    """A message whose vector lies in a window; the note says where. See fabric/shared.py."""
+    """A message whose vector lies in a window; the end of its note says where. See fabric/windows.py."""
+    READ = 7
+    """I have read the window with this number."""
+    SEES = 8
+    """The second frame in both directions: which kinds of the other's windows can be opened."""
 
 
 KINDS = frozenset(Kind)

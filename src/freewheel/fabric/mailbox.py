@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import Meet, Message, Notice, Tag
+from freewheel.fabric import collectives
+from freewheel.fabric.base import Each, Meet, Message, Note, Notice, Tag
 
 AGAIN = "it connected again"
 """A connection that took the place of another, of the same life: nobody was lost."""
@@ -60,17 +61,50 @@ class Mailbox:
             if not waiters:
                 del self._waiters[tag]
 
-    def rounded(self, tag: Tag, vector: Tensor) -> Tensor:
-        """Nothing is lost on the way; see Fabric.rounded."""
-        return vector
-
-    async def blend(
-        self, peer: int, tag: Tag, mine: Tensor, meet: Meet, sending: asyncio.Future[None]
-    ) -> Tensor:
-        """Receive the whole of theirs, then combine; see Fabric.blend."""
-        theirs = (await self.receive(tag, peer)).payload
-        await sending
+    async def swap(self, peer: int, tag: Tag, mine: Tensor, meet: Meet, told: Callable[[], None]) -> Tensor:
+        """Receive the whole of theirs, then combine; see Fabric.swap."""
+        sending = self.send(peer, tag, mine)
+        try:
+            theirs = (await self.receive(tag, peer)).payload
+            await sending
+        finally:
+            if sending.done() and not sending.exception():
+                told()
+            sending.cancel()
         return meet(mine, theirs.clone())  # it is also the peer's
+
+    async def reduce(
+        self,
+        members: Sequence[int],
+        tag: Tag,
+        vector: Tensor,
+        weights: Sequence[float] | None = None,
+        offset: bool = False,
+    ) -> Tensor:
+        """A ring of all members; see Fabric.reduce."""
+        weight = weights[members.index(self.rank)] if weights is not None else 1.0
+        total = vector.clone() if weight == 1 else vector * weight
+        for at in range(0, total.numel(), collectives.CHUNK):
+            await collectives.ring(self, members, total[at : at + collectives.CHUNK], tag)
+        return total.sub_(vector) if offset else total
+
+    async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
+        """Take the whole as one piece; see Fabric.land."""
+        vector = (await self.receive(tag, peer)).payload
+        if isinstance(each, Tensor):
+            each.copy_(vector)
+        else:
+            each(0, vector)
+
+    def lend(self, vector: Tensor) -> Tensor:
+        """Vectors are handed over by reference: a copy."""
+        return vector.clone()
+
+    def send(
+        self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()
+    ) -> asyncio.Future[None]:
+        """See Fabric.send."""
+        raise NotImplementedError
 
     def forget(self, tag: Tag) -> None:
         """Drop what has arrived with this tag and nobody received, and what still arrives."""

@@ -14,6 +14,7 @@ So a merge costs one round of short messages, and no worker has to keep a vector
 from __future__ import annotations
 
 import asyncio
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -21,7 +22,7 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Fabric, Note, Tag
+from freewheel.fabric.base import REDUCTION, Fabric, Note, Tag
 from freewheel.fabric.lineage import View
 from freewheel.fabric.views import Views
 
@@ -41,18 +42,29 @@ class Merge:
         self.done = self.counts = False
         """Whether this worker has the result; whether it counts."""
         self.result: Any = None
+        self._reductions: list[Tag] = []
 
     async def sum(self, vector: Tensor, among: Sequence[int] = ()) -> Tensor:
-        """The sum of the members' vectors (a ring)."""
-        return await collectives.ring_sum(self._fabric, among or self.members, vector, self.tag)
+        """The sum of the members' vectors, each of which is used up."""
+        members = among or self.members
+        return await self._fabric.reduce(members, self._next(members), vector)
 
-    async def mean(self, vector: Tensor, among: Sequence[int] = ()) -> Tensor:
-        """The mean of the members' vectors (a ring)."""
-        return (await self.sum(vector, among)).div_(len(among or self.members))
+    async def mean(self, vector: Tensor) -> Tensor:
+        """The mean of the members' vectors, each of which is used up."""
+        return await self._fabric.reduce(self.members, self._next(self.members), vector, self._shares())
 
     async def offset(self, vector: Tensor) -> Tensor:
-        """How far the mean of the members' vectors is from this one, written over this one."""
-        return await collectives.ring_offset(self._fabric, self.members, vector, self.tag)
+        """How far the mean of the members' vectors is from this one, which is used up."""
+        return await self._fabric.reduce(self.members, self._next(self.members), vector, self._shares(), True)
+
+    def _shares(self) -> list[float]:
+        return [1 / len(self.members)] * len(self.members)
+
+    def _next(self, members: Sequence[int]) -> Tag:
+        """A tag for one reduction, counted among those of the same members."""
+        tag = (*self.tag, zlib.crc32(repr(tuple(members)).encode()))
+        self._reductions.append((*tag, sum(one[:-1] == tag for one in self._reductions)))
+        return self._reductions[-1]
 
     async def gather(self, note: Note) -> dict[int, Note]:
         """Every member's note, known to every member."""
@@ -81,6 +93,9 @@ class Merge:
         """Drop what still arrives."""
         for word in ((), ("in",), ("out",), ("have",), ("commit",)):
             self._fabric.forget((*self.tag, *word))
+        for tag in self._reductions:
+            for end in REDUCTION:
+                self._fabric.forget((*tag, *end))
 
 
 class Merges:
@@ -89,8 +104,8 @@ class Merges:
     def __init__(
         self,
         views: Views,
-        give: Callable[[], tuple[Tensor, Note]],
-        take: Callable[[Tensor, Note], None],
+        give: Callable[[], Awaitable[tuple[Tensor, Note]]],
+        take: Callable[[Tensor, Note], Awaitable[None]],
         count: Callable[[str, Sequence[int]], None],
     ) -> None:
         self.views, self.fabric = views, views.fabric
@@ -150,7 +165,7 @@ class Merges:
             ):
                 break
         while views.owed:
-            vector, note = self._give()
+            vector, note = await self._give()
             self.fabric.post(views.owed.pop(), ("view", "copy", views.record.line), vector, note)
 
     async def _copy(self, source: int, stamp: int) -> bool:
@@ -159,7 +174,7 @@ class Merges:
             message = await self.fabric.receive(tag, source)
         finally:
             self.fabric.forget(tag)
-        self._take(message.payload, message.note)
+        await self._take(message.payload, message.note)
         self.views.adopt()
         return True
 

@@ -1,9 +1,10 @@
-"""The real network: one connection for each pair of workers, vectors straight from and into tensor memory.
+"""The real network: one connection for each pair of workers.
 
 Every connection has a task that reads and one that writes. Messages to a peer leave in the order they were
-sent. Vectors travel in pieces that fit a processor's cache. A peer whose connection breaks, that sends what
-does not belong to this run, or that is silent for too long, is lost: whoever waits for it is told. Of a pair
-the worker of higher rank calls again.
+sent. Vectors travel through windows between workers of one host (fabric/windows.py), and else as streams of
+pieces that fit a processor's cache (fabric/transfers.py); what two or more make of their vectors together is
+in fabric/together.py. A peer whose connection breaks, that sends what does not belong to this run, or that is
+silent for too long, is lost: whoever waits for it is told. Of a pair the worker of higher rank calls again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import contextlib
 import logging
 import os
 import ssl
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 import torch
@@ -21,15 +22,15 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import frames
-from freewheel.fabric.base import EXCHANGE, RUNTIME, Meet, Message, Note, Tag
-from freewheel.fabric.door import Door, read_head, words
+from freewheel.fabric.base import EXCHANGE, RUNTIME, Each, Meet, Message, Note, Tag
+from freewheel.fabric.connection import Connection
 from freewheel.fabric.frames import BadFrame, Frame, Kind
-from freewheel.fabric.greeting import Identity
-from freewheel.fabric.line import Line
-from freewheel.fabric.link import Link
+from freewheel.fabric.handshake import Greeted, Identity, Listener, read_head, words
 from freewheel.fabric.mailbox import AGAIN, Mailbox
-from freewheel.fabric.shared import Window, Windows
-from freewheel.fabric.vectors import LONG, Blend, Blends, Mover, Sending
+from freewheel.fabric.together import Together
+from freewheel.fabric.transfers import LONG, Landing, Outgoing, Transfers
+from freewheel.fabric.transport import Transport
+from freewheel.fabric.windows import DEVICE, STREAM, Windows, is_locator
 from freewheel.observe.counters import Counters
 
 PINGS = 4
@@ -53,8 +54,11 @@ class TcpFabric(Mailbox):
         wire: torch.dtype | None = None,
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None = None,
         silence_s: float = 2.0,
+        side: torch.cuda.Stream | None = None,
     ) -> None:
         super().__init__(me.rank)
+        self.home = side.device if side is not None else torch.device("cpu")
+        """Where the strategy's vectors lie; on a device, `side` is the stream they are worked on in."""
         self.me, self.world_size, self.counters = me, me.world_size, counters
         self.dtype, self.wire, self.silence_s = dtype, wire or dtype, silence_s
         self.book: dict[int, tuple[str, int]] = {}
@@ -62,20 +66,22 @@ class TcpFabric(Mailbox):
         self._encrypted = tls is not None
         self.lives: dict[int, int] = {me.rank: me.incarnation}
         """Which life of each worker was the last one seen."""
-        self._links: dict[int, Link] = {}
-        self._blends = Blends()
+        self._connections: dict[int, Connection] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
-        self.windows = Windows()
-        """Vectors that peers on the same machine read where they lie."""
-        self.mover = Mover(counters, dtype, me.world_size)
-        self._far: set[int] = set()
-        """Peers whose windows cannot be opened, although they should."""
+        self.windows = Windows(self.home)
+        self.transfers = Transfers(counters, dtype, me.world_size, side)
+        self._together = Together(self)
+        self._pids: dict[int, int] = {}
+        """The process of each peer that shares windows, or did."""
+        self._unshared: set[int] = set()
+        """Peers whose windows could not be opened, although they could be tried."""
         self._loop = asyncio.get_running_loop()
-        self._door = Door(
+        self._listener = Listener(
             me,
             counters,
             tls,
+            windows=self.windows,
             shares=self._shares,
             check=self._check_life,
             admit=self._admit,
@@ -87,39 +93,55 @@ class TcpFabric(Mailbox):
     def open(self, host: str, port: int = 0) -> int:
         """Listen; return the port."""
         self._spawn(self._watch())
-        return self._door.open(host, port)
+        return self._listener.open(host, port)
 
     async def connect(self, peer: int, host: str, port: int) -> None:
         """Call a peer; PeerLost with the reason if it cannot be had."""
         self.book[peer] = (host, port)
-        line, frame, tag = await self._door.call(peer, host, port)
-        self._install(Link(line, peer, frame.incarnation, f"{host}:{port}", self.rank), tag)
+        transport, greeted = await self._listener.call(peer, host, port)
+        self._install(transport, greeted, f"{host}:{port}", self.rank)
 
     async def close(self, why: str = FINISHED) -> None:
         """Say goodbye, then close everything."""
         self._closing = True
-        bye = [self._queue(link, Kind.BYE, tag=(why[:200],)) for link in self._links.values()]
-        if bye:
-            await asyncio.wait(bye, timeout=1.0)
+        links = self._connections.values()
+        leaving: list[asyncio.Future[None]] = [out for link in links for out, _ in link.shown.values()]
+        leaving += [self._queue(link, Kind.BYE, tag=(why[:200],)) for link in links]
+        if leaving:
+            await asyncio.wait(leaving, timeout=1.0)
         tasks = [*self._tasks]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._door.close()
-        await asyncio.to_thread(self.mover.close)
-        self.windows.forget_peers()
+        self._listener.close()
+        await asyncio.to_thread(self.transfers.close)
+        self.windows.clear()
 
     # -- what strategies use --
 
-    def send(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> Sending:
-        """Begin to send; the future is done when the last byte was handed to the system."""
+    def send(
+        self,
+        peer: int,
+        tag: Tag,
+        vector: Tensor | None = None,
+        note: Note = (),
+        *,
+        stream: bool = False,
+        negated: bool = False,
+    ) -> Outgoing:
+        """Begin to send; the future is done when the last byte has left, or the peer has read the window.
+
+        `stream` sends the vector itself even where windows are shared.
+        """
         self.need(peer)
         if peer == self.rank:
-            left = Sending(b"", vector, self.dtype, self._loop)
+            left = Outgoing(b"", vector, self.dtype, self._loop)
             left.set_result(None)
             self._loop.call_soon(self.deliver, Message(peer, tag, vector, note))
             return left
-        sending = self._queue(self._links[peer], Kind.MESSAGE, tag, vector, note)
+        sending = self._queue(
+            self._connections[peer], Kind.MESSAGE, tag, vector, note, stream=stream, negated=negated
+        )
         self.leaving(peer, sending)
         return sending
 
@@ -130,64 +152,110 @@ class TcpFabric(Mailbox):
         else:
             self.counters.messages_dropped += 1
 
-    def rounded(self, tag: Tag, vector: Tensor) -> Tensor:
-        """The vector as the others will see it, in place: what two sides compute from it is then the same."""
-        wire = self._wire(tag)
-        return vector if wire == vector.dtype else vector.copy_(vector.to(wire))
-
     def _wire(self, tag: Tag) -> torch.dtype:
-        """Only exchanges may be rounded: both sides then compute from the same rounded snapshots."""
+        """Only exchanges may be rounded: both sides then correct by the same rounded numbers."""
         return self.wire if tag[:1] == (EXCHANGE,) else self.dtype
 
-    async def blend(
-        self, peer: int, tag: Tag, mine: Tensor, meet: Meet, sending: asyncio.Future[None]
-    ) -> Tensor:
-        """Combine piece by piece, each as soon as theirs is here and mine has left; see Fabric.blend."""
-        if tag in self._boxes or not isinstance(sending, Sending):
-            if isinstance(sending, Sending) and sending.window is not None:
-                await sending.reach(mine.numel(), self._links[peer].line)  # until the peer has read it
-                if not sending.done() and not sending.broken:
-                    sending.set_result(None)
-            return await super().blend(peer, tag, mine, meet, sending)
+    async def swap(self, peer: int, tag: Tag, mine: Tensor, meet: Meet, told: Callable[[], None]) -> Tensor:
+        """Each side combines one half for both; see Fabric.swap."""
         self.need(peer)
-        blend = Blend(mine, meet, sending, self._loop.create_future())
-        with self._blends.under_way(peer, tag, blend):
-            try:
-                await blend.done
-                await sending
-            except PeerLost:
-                if blend.failure is not None:  # it was not the peer's
-                    raise blend.failure from None
-                raise
-        return mine
+        return await self._together.swap(peer, tag, mine, meet, told)
 
-    def forget(self, tag: Tag) -> None:
-        """Drop what arrives with this tag; a window shown for it is not waited for any more."""
-        super().forget(tag)
-        self._blends.look_again()
+    async def reduce(
+        self,
+        members: Sequence[int],
+        tag: Tag,
+        vector: Tensor,
+        weights: Sequence[float] | None = None,
+        offset: bool = False,
+    ) -> Tensor:
+        """Each member adds up a share for all; see Fabric.reduce."""
+        return await self._together.reduce(members, tag, vector, weights, offset)
 
-    def lose(self, peer: int, why: str, what: str = "died") -> None:
-        """A peer is gone: whoever blends with it is told too."""
-        self.windows.forget_peers()  # those that are there are opened again
-        self._blends.lose(peer, why)
-        super().lose(peer, why, what)
+    async def opened(self, peer: int, locator: Note, numel: int) -> Tensor:
+        """A peer's vector where it lies; a peer whose window cannot be opened is cut off, then streams."""
+        self.need(peer)
+        link = self._connections[peer]
+        try:
+            return await self._open(link, locator, numel)
+        except BadFrame as error:
+            self._unlink(link, *self._ended(link, error))
+            raise PeerLost(peer, str(error)) from None
+
+    async def _open(self, link: Connection, locator: Note, numel: int | None = None) -> Tensor:
+        if link.kind == STREAM or not is_locator(locator):
+            raise BadFrame("it shows a window this worker cannot see")
+        shown = int(locator[3]) // self.dtype.itemsize
+        if shown > self.me.longest or (numel is not None and shown != max(1, numel)):
+            raise BadFrame(f"it shows {shown} numbers, where the longest vector has {self.me.longest}")
+        window = self.windows.known(locator)
+        try:
+            if window is None:  # the first time may take a while
+                window = await asyncio.to_thread(self.windows.open, locator)
+                self.windows.keep(locator, window)
+            return window.memory().view(self.dtype)[:numel]
+        except (OSError, RuntimeError) as error:
+            self._unshared.add(link.peer)
+            raise BadFrame(f"its window cannot be opened: {error}") from None
+
+    async def receive(self, tag: Tag, peer: int | None = None, among: Sequence[int] = ()) -> Message:
+        """Wait for the next message with this tag; a strategy gets vectors where its own are."""
+        message = await super().receive(tag, peer, among)
+        if message.vector is not None and tag[0] != RUNTIME:
+            message.vector = message.vector.to(self.home)
+        return message
+
+    async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
+        """Take a vector as it comes; see Fabric.land."""
+        if tag in self._boxes:  # it was faster than who awaits it
+            vector = (await super().receive(tag, peer)).payload.cpu()
+            if vector.numel() != numel:
+                raise PeerLost(peer, f"it sent {vector.numel()} numbers where {numel} are awaited")
+            landing = Landing(numel, each, self._loop.create_future())
+            landing.take(0, vector)
+            landing.finish()
+            self.transfers.give_back(vector)
+            await landing.done
+            return
+        self.need(peer)
+        connection = self._connections[peer]
+        landing = connection.landings[tag] = Landing(numel, each, self._loop.create_future())
+        try:
+            await landing.done
+        finally:
+            landing.done.cancel()
+            connection.landings.pop(tag, None)
+
+    def lend(self, vector: Tensor) -> Tensor:
+        """What is sent is read before the sending is done."""
+        return vector
+
+    def kind(self, peer: int) -> str:
+        """How vectors travel to a peer."""
+        link = self._connections.get(peer)
+        return STREAM if link is None else link.kind
+
+    def kinds(self) -> dict[int, str]:
+        """The same for all peers."""
+        return {peer: link.kind for peer, link in sorted(self._connections.items())}
 
     def traffic(self) -> tuple[int, int]:
         """Messages of the strategy sent and got over the present connections."""
-        return sum(k.sent for k in self._links.values()), sum(k.got for k in self._links.values())
+        links = self._connections.values()
+        return sum(link.sent for link in links), sum(link.got for link in links)
 
     def quiet(self) -> bool:
         """Whether nothing waits to leave."""
-        return not (self._blends or any(link.queue for link in self._links.values()))
+        return not any(link.queue or link.shown or link.landings for link in self._connections.values())
 
     # -- who is let in --
 
     def _shares(self, peer: int) -> bool:
         """Whether this worker is ready to share memory with a peer: not beside keys, nor where it failed."""
-        return not self._encrypted and peer not in self._far
+        return not self._encrypted and peer not in self._unshared
 
     def _check_life(self, frame: Frame) -> None:
-        known = self._links.get(frame.sender)
+        known = self._connections.get(frame.sender)
         if known is None or frame.incarnation > known.incarnation:
             return
         if frame.incarnation < known.incarnation:
@@ -195,26 +263,28 @@ class TcpFabric(Mailbox):
         if known.caller == self.rank > frame.sender:  # both called at once: one call is enough
             raise BadFrame("this worker has called already")
 
-    def _admit(self, line: Line, frame: Frame, tag: Tag, address: str) -> None:
-        self._install(Link(line, frame.sender, frame.incarnation, address, frame.sender), tag)
+    def _admit(self, transport: Transport, greeted: Greeted, address: str) -> None:
+        self._install(transport, greeted, address, greeted.sender)
 
-    def _install(self, link: Link, greeting: Tag) -> None:
-        same = bool(self.me.place) and greeting[3] == self.me.place and link.line.local
-        link.near = same and self._shares(link.peer)
-        known = self._links.get(link.peer)
+    def _install(self, transport: Transport, greeted: Greeted, address: str, caller: int) -> None:
+        link = Connection(transport, greeted.sender, greeted.incarnation, address, caller)
+        link.kind, link.pid = greeted.kind, greeted.pid
+        known = self._connections.get(link.peer)
         if known is not None:
             why, what = (
                 (AGAIN, "cut") if known.incarnation == link.incarnation else ("it lives again", "died")
             )
             self._unlink(known, why, what)
-        self._links[link.peer] = link
+        self._connections[link.peer] = link
         self.lives[link.peer] = link.incarnation
+        if link.pid:
+            self._pids[link.peer] = link.pid
         link.task = self._spawn(self._keep(link))
         self.gain(link.peer)
 
     # -- connections --
 
-    async def _keep(self, link: Link) -> None:
+    async def _keep(self, link: Connection) -> None:
         """Read and write until either ends."""
         reading, writing = asyncio.create_task(self._read(link)), asyncio.create_task(self._write(link))
         both = (reading, writing)
@@ -231,10 +301,10 @@ class TcpFabric(Mailbox):
             try:
                 await asyncio.gather(*both, return_exceptions=True)
             finally:
-                link.line.close()
+                link.transport.close()
                 self._unlink(link, why, what)
 
-    def _ended(self, link: Link, error: BaseException | None) -> tuple[str, str]:
+    def _ended(self, link: Connection, error: BaseException | None) -> tuple[str, str]:
         """Why a connection has ended, and what that means for the peer."""
         if isinstance(error, _Left):
             self.book.pop(link.peer, None)  # do not call again
@@ -248,23 +318,29 @@ class TcpFabric(Mailbox):
             log.error("the connection with worker %d failed", link.peer, exc_info=error)
         return words(error) if error is not None else "closed", "died"
 
-    def _unlink(self, link: Link, why: str, what: str) -> None:
-        if self._links.get(link.peer) is not link:
+    def _unlink(self, link: Connection, why: str, what: str) -> None:
+        if self._connections.get(link.peer) is not link:
             return
-        del self._links[link.peer]
+        del self._connections[link.peer]
         if link.task is not None and link.task is not asyncio.current_task():
             link.task.cancel()
         self.lose(link.peer, why, what)
+        for landing in link.landings.values():
+            if not landing.done.done():
+                landing.done.set_exception(PeerLost(link.peer, why))
+        for _, vector in link.shown.values():
+            self.windows.retire(vector, [link.peer])
         for sending in link.queue:
             sending.cancel()
+        self.windows.forget(link.pid)
         if not self._closing and link.peer in self.book and self.rank > link.peer:
             self._spawn(self._call_again(link.peer))
 
     async def _call_again(self, peer: int) -> None:
-        while peer in self.book and peer not in self._links:
+        while peer in self.book and peer not in self._connections:
             await asyncio.sleep(CALL_AGAIN_S)
             with contextlib.suppress(PeerLost):
-                if peer in self.book and peer not in self._links:
+                if peer in self.book and peer not in self._connections:
                     await self.connect(peer, *self.book[peer])
 
     async def _watch(self) -> None:
@@ -274,16 +350,22 @@ class TcpFabric(Mailbox):
             ping_s, before = self.silence_s / PINGS, now
             await asyncio.sleep(ping_s)
             now = self._loop.time()
-            if (
-                now - before > 2 * ping_s
-            ):  # this worker itself was held up: what came meanwhile is not read yet
-                continue
-            for link in list(self._links.values()):
-                silent_s = now - link.line.heard_s
-                if silent_s > self.silence_s and not link.deaf:
+            self.windows.settle(now, self._harmless)
+            if now - before > 2 * ping_s:
+                continue  # this worker itself was held up: what came meanwhile is not read yet
+            for link in list(self._connections.values()):
+                silent_s = now - link.transport.heard_s
+                if silent_s > self.silence_s:
                     self._unlink(link, f"it has been silent for {silent_s:.0f} s", "cut")
                 elif not link.queue and now - link.spoke_s >= ping_s:
                     self._queue(link, Kind.PING)
+
+    def _harmless(self, peer: int) -> bool:
+        """Whether a peer writes nothing any more that it was shown before: it is here and well, or dead."""
+        if peer in self._connections:
+            return True
+        pid = self._pids.get(peer, 0)
+        return bool(pid) and not os.path.exists(f"/proc/{pid}")
 
     # -- writing --
 
@@ -292,110 +374,136 @@ class TcpFabric(Mailbox):
         return frames.pack(kind, self.me.run, self.rank, self.me.incarnation, tag, note, dtype, numel)
 
     def _queue(
-        self, link: Link, kind: Kind, tag: Tag = (), vector: Tensor | None = None, note: Note = ()
-    ) -> Sending:
-        window = self._window(link, tag, vector)
-        if window is not None:
-            note = (os.getpid(), window.fd, window.numel, window.renew())
-            head = self._frame(Kind.NEAR, tag, note)
-            sending = Sending(head, None, self.dtype, self._loop, window)
-            self.counters.bytes_out += window.numel * window.dtype.itemsize
-        else:
-            head = self._frame(kind, tag, note, vector)
-            sending = Sending(head, vector, self._wire(tag), self._loop)
-        if kind is Kind.MESSAGE:
-            self.counters.messages_out += 1
-            link.sent += tag[0] != RUNTIME
+        self,
+        link: Connection,
+        kind: Kind,
+        tag: Tag = (),
+        vector: Tensor | None = None,
+        note: Note = (),
+        *,
+        stream: bool = False,
+        negated: bool = False,
+    ) -> Outgoing:
+        counted = kind is Kind.MESSAGE and tag[0] != RUNTIME
+        near = vector is not None and self._near(link, vector) and not stream
+        head = b"" if near else self._frame(kind, tag, note, vector)
+        sending = Outgoing(head, vector, self._wire(tag), self._loop, negated=negated, counted=counted)
+        if near:
+            sending.tag, sending.note = tag, note
+        self.counters.messages_out += kind is Kind.MESSAGE
+        link.sent += counted
         link.put(sending)
         return sending
 
-    def _window(self, link: Link, tag: Tag, vector: Tensor | None) -> Window | None:
-        """Where the peer can read a vector, if it can."""
-        if vector is None or vector.numel() < LONG or not link.near or tag[0] != EXCHANGE:
-            return None
-        return self.windows.of(vector)
+    def _near(self, link: Connection, vector: Tensor) -> bool:
+        """Whether a peer can read a vector from a window."""
+        return link.kind != STREAM and vector.numel() >= LONG and vector.is_cuda == (link.kind == DEVICE)
 
-    async def _write(self, link: Link) -> None:
-        line = link.line
+    async def _write(self, link: Connection) -> None:
         while True:
+            link.writing = False
             while not link.queue:
                 link.wake.clear()
                 await link.wake.wait()
+            link.writing = True
             sending = link.queue.popleft()
-            if sending.cancelled():
+            if sending.cancelled() and not sending.begun:
+                link.sent -= sending.counted
                 continue  # nobody wants it any more, and it has not begun
             link.spoke_s = self._loop.time()
-            try:
-                await line.write(sending.head)
-                self.counters.bytes_out += len(sending.head)
-                if sending.vector is not None:
-                    await self.mover.write(line, sending)
-                    sending.vector = None  # others may keep the future
-            except OSError:
-                sending.broken = True
-                raise
-            if sending.window is None and not sending.done():
+            if sending.tag is not None:
+                await self._show(link, sending)
+                continue
+            await link.transport.write(sending.head)
+            self.counters.bytes_out += len(sending.head)
+            if sending.vector is not None:
+                if sending.vector.is_cuda:
+                    sending.vector = await self.transfers.work(0, sending.vector.cpu)
+                await self.transfers.write(link.transport, sending)
+                sending.vector = None  # others may keep the future
+            if not sending.done():
                 sending.set_result(None)
+
+    async def _show(self, link: Connection, sending: Outgoing) -> None:
+        """Let the peer read a vector from a window; it says when it has."""
+        vector, tag = sending.vector, sending.tag
+        assert vector is not None
+        assert tag is not None
+        shown = await self._together.published(vector, link.kind)
+        sending.borrowed = shown is not vector
+        window = self.windows.of(shown)
+        assert window is not None
+        link.shown[window.number] = sending, shown
+        head = self._frame(Kind.NEAR, tag, (*sending.note, *window.locator, len(window.locator)))
+        await link.transport.write(head)
+        self.counters.bytes_out += len(head) + vector.nbytes
+        sending.vector = None
+
+    def _was_read(self, link: Connection, note: Note) -> None:
+        number = int(note[0]) if note and 0 <= note[0] < 2**53 else -1
+        sending, shown = link.shown.pop(number, (None, None))
+        if sending is None or shown is None:
+            raise BadFrame("it has read a window it was not shown")
+        if sending.borrowed:
+            self.windows.give_back(shown)
+        if not sending.done():
+            sending.set_result(None)
 
     # -- reading --
 
-    async def _read(self, link: Link) -> None:
+    async def _read(self, link: Connection) -> None:
         while True:
-            frame, tag, note = await read_head(link.line, self.me, self.counters)
+            frame, tag, note = await read_head(link.transport, self.me, self.counters)
             if frame.sender != link.peer or frame.incarnation != link.incarnation:
                 raise BadFrame(f"it is worker {link.peer} and says to be worker {frame.sender}")
             if frame.kind is Kind.BYE:
                 raise _Left(str(tag[0]) if tag else "it has left")
             if frame.kind is Kind.PING:
                 continue
-            if frame.kind not in (Kind.MESSAGE, Kind.NEAR):
+            if frame.kind is Kind.READ:
+                self._was_read(link, note)
+                continue
+            if frame.kind not in (Kind.MESSAGE, Kind.NEAR) or not tag:
                 raise BadFrame("it says hello twice")
-            link.got += tag[:1] != (RUNTIME,)
+            link.got += tag[0] != RUNTIME
             if frame.kind is Kind.NEAR:
                 await self._read_near(link, tag, note)
                 continue
             if frame.dtype is None:
                 self.deliver(Message(link.peer, tag, None, note))
-                await asyncio.sleep(0)  # who was waiting runs before the next frame: it may want to blend it
+                await asyncio.sleep(0)  # who was waiting runs before the next frame: it may await it in place
                 continue
             if frame.dtype != self._wire(tag):
                 raise BadFrame(f"it sends {frame.dtype}, not {self._wire(tag)}: give all the same wire")
-            if (blend := self._blends.get(link.peer, tag)) is not None:
-                await self.mover.blend(link.line, frame.numel, blend)
+            if (landing := link.landings.get(tag)) is not None:
+                await self.transfers.land(link.transport, frame.dtype, frame.numel, landing)
+                link.landings.pop(tag, None)
                 continue
             # No name for the vector here: it would be kept until the next one comes.
-            await self._arrived(link, tag, note, await self.mover.read(link.line, frame.dtype, frame.numel))
+            self._arrived(
+                link, tag, note, await self.transfers.read(link.transport, frame.dtype, frame.numel)
+            )
 
-    async def _read_near(self, link: Link, tag: Tag, note: Note) -> None:
-        """A vector that lies in a window of the peer's."""
-        if not link.near or len(note) != 4 or not all(0 <= number < 2**53 for number in note):
-            raise BadFrame("it shows a window this worker cannot see")
-        pid, fd, numel, serial = (int(number) for number in note)
-        if numel > self.me.longest:
-            raise BadFrame(f"it shows {numel} numbers, where the longest vector has {self.me.longest}")
-        try:
-            window = self.windows.open(pid, fd, numel, self.dtype)
-        except OSError as error:
-            self._far.add(link.peer)  # next time it is told to send its vectors
-            raise BadFrame(f"its window cannot be opened: {error}") from None
-        link.deaf = True  # while this worker is not ready, nobody listens to the peer
-        blend = await self._blends.find(link.peer, tag, self.forgotten)
-        link.line.heard_s, link.deaf = self._loop.time(), False
-        if blend is None:
-            return  # the exchange was given up
-        if blend.sending.window is not None:
-            await self.mover.blend_near(link.line, window, serial, blend, self.rank < link.peer)
-        else:
-            vector = await self.mover.read_near(link.line, window, serial)
-            await self._arrived(link, tag, (), vector)
+    async def _read_near(self, link: Connection, tag: Tag, note: Note) -> None:
+        """A vector that lies in a window of the peer's: copy it, and say so."""
+        length = int(note[-1]) if note and 0 < note[-1] < len(note) else 0
+        locator, rest = note[-1 - length : -1], note[: -1 - length]
+        theirs = await self._open(link, locator)
+        vector = await self.transfers.work(theirs.numel(), theirs.clone)
+        self.counters.bytes_in += vector.nbytes
+        self._queue(link, Kind.READ, note=(locator[1],))
+        self._arrived(link, tag, rest, vector)
 
-    async def _arrived(self, link: Link, tag: Tag, note: Note, vector: Tensor) -> None:
-        if (blend := self._blends.get(link.peer, tag)) is not None:  # it was asked for while it arrived
-            if await blend.sending.reach(vector.numel(), link.line):
-                blend.mine.copy_(blend.combine(blend.mine, vector))
-                blend.finish()
-        else:
-            self.deliver(Message(link.peer, tag, vector, note))
+    def _arrived(self, link: Connection, tag: Tag, note: Note, vector: Tensor) -> None:
+        if (landing := link.landings.get(tag)) is not None:  # it was awaited while it arrived
+            if vector.numel() != landing.numel:
+                raise BadFrame(f"it sent {vector.numel()} numbers where {landing.numel} are awaited")
+            landing.take(0, vector)
+            landing.finish()
+            link.landings.pop(tag, None)
+            self.transfers.give_back(vector)
+            return
+        self.deliver(Message(link.peer, tag, vector, note))
 
     # -- tasks --
 

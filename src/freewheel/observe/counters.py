@@ -33,15 +33,15 @@ class Counters:
     staleness_classes: list[int] = field(default_factory=lambda: [0] * 64)
     """How many were 0, 1, 2 to 3, 4 to 7, 8 to 15, …"""
     discrepancy: float | None = None
-    """How far the last peer met was; after a merge, how far the mean was, where that was asked for."""
+    """How far the last peer met was; after a merge, how far the mean was: where that was asked for."""
     discrepancy_max: float = 0.0
-    """The largest distance to a peer that is known: of exchanges in which this worker was called."""
-    estimate_max: float = 0.0
-    """The largest of those this worker called for, of which it may have seen one half."""
+    """The largest distance to a peer in an exchange, of those that were measured."""
     mean_apart_max: float = 0.0
     """The largest distance to the mean at a merge, of those that were measured."""
     measure: bool = False
-    """Whether somebody wants to know how far the mean is at the next merge."""
+    """Whether somebody wants to know how far the others are at the next exchange or merge."""
+    measure_always: bool = False
+    """The same for all of them: in virtual time it costs nothing."""
     gradient_norm_max: float = 0.0
     samples: int = 0
     """Dealt by leases and finished."""
@@ -68,14 +68,18 @@ class Counters:
             blocked[waiting[0]] += max(0.0, now_s - waiting[1])
         return blocked
 
-    def met(self, peer: int, apart: float, known: bool = True) -> None:
-        """An exchange with a peer is done; `known`: how far it was is no estimate."""
-        self.discrepancy = apart
-        if known:
+    def met(self, peer: int, apart: float | None) -> None:
+        """An exchange with a peer is done; `apart`: how far it was, where that was measured."""
+        times, before = self.peers.get(peer, (0, None))
+        self.peers[peer] = (times + 1, before if apart is None else apart)
+        if apart is not None:
+            self.discrepancy = apart
             self.discrepancy_max = max(self.discrepancy_max, apart)
-        else:
-            self.estimate_max = max(self.estimate_max, apart)
-        self.peers[peer] = (self.peers.get(peer, (0, None))[0] + 1, apart)
+
+    def measured(self, apart: float) -> None:
+        """How far the mean of a merge was."""
+        self.discrepancy = apart
+        self.mean_apart_max = max(self.mean_apart_max, apart)
 
     def met_all(self, peers: tuple[int, ...]) -> None:
         """A merge with some peers is done."""
@@ -100,7 +104,7 @@ class Counters:
             "merges": dict(self.merges),
             "peers": dict(sorted(self._met().items())),
             "discrepancy": self.discrepancy,
-            "discrepancy_max": max(self.discrepancy_max, self.mean_apart_max) or self.estimate_max,
+            "discrepancy_max": max(self.discrepancy_max, self.mean_apart_max),
             "staleness_mean": self.staleness_sum / stale if stale else 0.0,
             "staleness_max": self.staleness_max,
             "staleness_counts": {

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -41,6 +42,8 @@ class Row:
     merges: float = 0.0
     bytes_per_s: float | None = None
     loss: float | None = None
+    windows: str = ""
+    """How its vectors travel, and to how many peers: device 3, or host 2 · stream 1."""
     speed: float = 0.0
     """Steps per second of this life, which says for longer than a moment who is slow."""
 
@@ -49,6 +52,12 @@ def rows(run: Run) -> list[Row]:
     """One row for each worker, in order of rank."""
     live = run.live
     return [_row(run, rank, live) for rank in run.ranks]
+
+
+def _windows(kinds: Any) -> str:
+    """How vectors travel to each peer, counted."""
+    known = Counter(str(kind) for kind in kinds.values()) if isinstance(kinds, dict) else Counter[str]()
+    return " · ".join(f"{kind} {count}" for kind, count in sorted(known.items()))
 
 
 def _row(run: Run, rank: int, live: bool) -> Row:
@@ -65,6 +74,7 @@ def _row(run: Run, rank: int, live: bool) -> Row:
         exchanges=track.value("exchanges") or 0.0,
         merges=track.value("merges") or 0.0,
         loss=latest.get("loss"),
+        windows=_windows(latest.get("windows")),
         speed=latest.get("steps_per_s") or 0.0,
     )
     if live and state != "training":

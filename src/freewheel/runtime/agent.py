@@ -19,15 +19,14 @@ from freewheel.data.dealing import Dealing
 from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
 from freewheel.fabric import collectives
 from freewheel.fabric.base import RUNTIME, Note, Tag
-from freewheel.fabric.door import OTHER_KEYS
-from freewheel.fabric.greeting import Identity
+from freewheel.fabric.handshake import OTHER_KEYS, Identity
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.node import Node
 from freewheel.observe.counters import Counters
 from freewheel.runtime.beginnings import Entry, Orphaned
 from freewheel.runtime.copies import Copies, Rest
 from freewheel.runtime.ending import Ending
-from freewheel.runtime.live import LiveReplica
+from freewheel.runtime.live_replica import LiveReplica
 from freewheel.runtime.records import Events
 from freewheel.runtime.rendezvous import POLL_S, Rendezvous
 from freewheel.strategy import Strategy
@@ -119,6 +118,8 @@ class Agent:
     # -- the thread --
 
     def _run(self) -> None:
+        if self.replica.side is not None:  # what strategies compute here runs beside training
+            torch.cuda.set_stream(self.replica.side)
         asyncio.set_event_loop(self.loop)
         try:
             self.loop.run_forever()
@@ -129,12 +130,21 @@ class Agent:
 
     async def _make(self) -> None:
         self.fabric = TcpFabric(
-            self.me, self.counters, self.replica.dtype, self._wire, self._tls, self._heartbeat_s
+            self.me,
+            self.counters,
+            self.replica.dtype,
+            self._wire,
+            self._tls,
+            self._heartbeat_s,
+            self.replica.side,
         )
         self.fabric.notice, self.events.lives = self.events.note, self.fabric.lives
         self.copies = Copies(self.fabric, self.replica, self._rest)
-        if self.strategy.defines("meet"):
-            self.replica.make_vector = self.fabric.windows.make
+        windows = self.fabric.windows
+        if self.strategy.defines("background") and self.me.world_size > 1:
+            self.replica.keep_close()
+        self.replica.make_vector = windows.make
+        self.replica.reusable = lambda vector: windows.of(vector) is not None
         self.node = Node(
             self.fabric,
             self.replica,
@@ -288,8 +298,8 @@ class Agent:
         elif len(self.fabric.members) > 1 and strategy.waits_for == "nobody" and not strategy.keeps_mean:
             # Updates that were under way are lost, and nothing would bring the replicas together again.
             members, resumed = self.fabric.members, {}
-            total = await collectives.ring_sum(self.fabric, members, self.replica.snapshot(), START)
-            self.replica.load(total.div_(len(members)))
+            shares = [1 / len(members)] * len(members)
+            self.replica.load(await self.fabric.reduce(members, START, await self.replica.snapshot(), shares))
         if strategy.merges():
             node.begin_views(self.first)
         await strategy.start(node)
@@ -318,7 +328,7 @@ class Agent:
             return
         if self.me.rank != self.first[0] and await self.copies.take_once():
             return  # lower ranks have left, and others have begun before
-        mine, my_fixed = self.replica.snapshot(), self._rest.fixed()
+        mine, my_fixed = await self.replica.snapshot(), self._rest.fixed()
         for peer in self.fabric.members[1:]:
             self.fabric.post(peer, START, mine)
             self.fabric.post(peer, (*START, "fixed"), my_fixed)
@@ -340,8 +350,8 @@ class Agent:
         finally:
             self.replica.parked = False
 
-    def _handover(self) -> Tensor | None:
-        return self.strategy.handover(self.node) if self.ready else None
+    async def _handover(self) -> Tensor | None:
+        return await self.strategy.handover(self.node) if self.ready else None
 
     # -- what workers tell each other beside the strategy --
 
@@ -368,7 +378,7 @@ class Agent:
 
         Here, in the thread that makes corrections, the two belong together. Training must wait for it.
         """
-        self.replica.snapshot(into)
+        self.replica.still(into)
         return {name: vector.clone() for name, vector in self.strategy.vectors().items()}
 
     # -- the end --
@@ -394,18 +404,20 @@ class Agent:
         return float(self.fabric.quiet() and self.node.idle), float(sent), float(got)
 
     async def _mean(self, members: Sequence[int], tag: Tag) -> tuple[Tensor, Tensor]:
-        part = self.strategy.answer(self.node)
+        part = await self.strategy.answer(self.node)
         notes = await collectives.gather(self.fabric, members, (float(part is not None),), (*tag, "parts"))
         parts = sum(note[0] for note in notes.values())
         if not parts:
             raise WorkerLost(NO_ANSWER)
-        vector = torch.zeros(self.replica.size, dtype=self.replica.dtype) if part is None else part
-        weights = await collectives.ring_sum(self.fabric, members, vector, (*tag, "weights"))
+        if part is None:
+            part = self.replica.plain_vector(self.replica.size, self.replica.dtype).zero_()
+        shares = [notes[peer][0] / parts for peer in members]
+        weights = await self.fabric.reduce(members, (*tag, "weights"), part, shares)
         buffers = self._rest.buffers()
         if buffers.numel():
-            total = await collectives.ring_sum(self.fabric, members, buffers, (*tag, "buffers"))
-            buffers = total.div_(len(members))
-        return weights.div_(parts), buffers
+            alike = [1 / len(members)] * len(members)
+            buffers = await self.fabric.reduce(members, (*tag, "buffers"), buffers, alike)
+        return weights, buffers
 
     async def consensus(self) -> tuple[Tensor, Tensor]:
         """The mean of all workers' answers and buffers, collected by this one; nobody's training waits."""
@@ -413,6 +425,7 @@ class Agent:
         parts = members = 0
         async for _, part, their_buffers, _ in self.parts():
             if part is not None:
+                part = part.to(self.replica.device)
                 weights = part if weights is None else weights.add_(part)
                 parts += 1
             buffers = their_buffers if buffers is None else buffers.add_(their_buffers)
@@ -425,7 +438,7 @@ class Agent:
         """Of every worker: rank, part in the answer (or its own weights), buffers, steps. Own the vectors."""
         self._parts += 1
         tag: Tag = (RUNTIME, "part", self._parts)
-        yield self.me.rank, self._part(own), self._rest.buffers(), self.counters.steps
+        yield self.me.rank, await self._part(own), self._rest.buffers(), self.counters.steps
         asked = [peer for peer in self.fabric.members if peer != self.me.rank]
         for peer in asked:
             self.fabric.post(peer, (RUNTIME, "part"), note=(self._parts, float(own)))
@@ -437,13 +450,13 @@ class Agent:
                 continue
             yield peer, part.vector, buffers.payload, int(part.note[0])
 
-    def _part(self, own: bool) -> Tensor | None:
-        return self.node.weights() if own else self.strategy.answer(self.node)
+    async def _part(self, own: bool) -> Tensor | None:
+        return await (self.node.weights() if own else self.strategy.answer(self.node))
 
     async def _hand_out_parts(self) -> None:
         while True:
             request = await self.fabric.receive((RUNTIME, "part"))
             tag: Tag = (RUNTIME, "part", int(request.note[0]))
-            part = self._part(bool(request.note[1])) if self.ready else None
+            part = await self._part(bool(request.note[1])) if self.ready else None
             self.fabric.post(request.sender, (*tag, "weights"), part, note=(self.counters.steps,))
             self.fabric.post(request.sender, (*tag, "buffers"), self._rest.buffers())

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
-from freewheel.errors import ConfigError, RunStopped, WorkerLost, at_least
-from freewheel.fabric import shared
-from freewheel.fabric.greeting import Identity
+from freewheel.errors import ConfigError, Diverged, RunStopped, WorkerLost, at_least
+from freewheel.fabric import windows
+from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import FINISHED
 from freewheel.observe.journal import Journal, typed
 from freewheel.replica import Replica, flatten
@@ -30,7 +30,7 @@ from freewheel.runtime.agent import STOP, Agent
 from freewheel.runtime.beginnings import Beginning, Orphaned
 from freewheel.runtime.checkpoint import Checkpoints
 from freewheel.runtime.copies import Rest, set_flat_buffers
-from freewheel.runtime.live import LiveReplica
+from freewheel.runtime.live_replica import live_replica
 from freewheel.runtime.place import Place
 from freewheel.runtime.records import Events, Recorder, describe, evaluation, open_board
 from freewheel.runtime.registrar import Registrar
@@ -209,6 +209,7 @@ class Worker:
             **counters.figures(),
             "checkpoints": dict(self._checkpoints.counts),
             "progress": self.progress,
+            "windows": self._agent.fabric.kinds(),
             "members": self._members or list(self._agent.fabric.members),
             "view": self._agent.node.view.number,
             "loss": float(self._loss),
@@ -280,7 +281,7 @@ class Worker:
             entry = self._store.enter(life, self._strategy)
             beginning, model = entry.beginning, self._store.check_model(self._model)
         self._beginners = len(beginning.ranks)
-        self._replica = LiveReplica(self._model)
+        self._replica = live_replica(self._model)
         self._homes = checks.Homes(self._model)
         self._rest = Rest(self._model, self._optimizer, self._replica.dtype)
         self._agents = self._make_agent(options, beginning.run(options.run), life, model)
@@ -320,7 +321,7 @@ class Worker:
             model,
             longest=max(self._replica.size, self._rest.fixed().numel()),
             wire="bf16" if self._wire else "fp32",
-            place=shared.place(),
+            place=windows.place(),
         )
         return Agent(
             me,
@@ -361,6 +362,8 @@ class Worker:
             if self._registrar is not None:
                 self._registrar.end()
             why = FINISHED if error is None else f"it left with {type(error).__name__}"
+            if isinstance(error, Diverged):
+                why = str(error)
             try:
                 self._end_records(failure)
             finally:

@@ -212,7 +212,7 @@ class Checkpoints:
     def _copy_weights(self) -> dict[str, Any]:
         replica = self._agent.replica
         if not self._vector.numel():
-            self._vector = torch.empty(replica.size, dtype=replica.dtype, pin_memory=replica.cuda)
+            self._vector = torch.empty(replica.size, dtype=replica.dtype, pin_memory=replica.side is not None)
         vectors = self._agent.call(self._agent.hold_still(self._vector))
         names = {id(parameter): name for name, parameter in self._model.named_parameters()}
         pieces = replica.pieces(self._vector)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from freewheel.errors import ConfigError, PeerLost
 from freewheel.fabric.base import RUNTIME, Message, Tag
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.runtime import states
-from freewheel.runtime.live import LiveReplica
+from freewheel.runtime.live_replica import LiveReplica
 from freewheel.runtime.rendezvous import POLL_S
 
 COPY: Tag = (RUNTIME, "copy")
@@ -125,7 +125,7 @@ class Copies:
 
     async def hand_out(
         self,
-        handover: Callable[[], Tensor | None],
+        handover: Callable[[], Awaitable[Tensor | None]],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         """Answer those who want a copy, for ever; `handover` gives the weights, or None: not yet."""
@@ -133,9 +133,9 @@ class Copies:
             request = await self._fabric.receive(COPY)
             spawn(self._give(request, handover))
 
-    async def _give(self, request: Message, handover: Callable[[], Tensor | None]) -> None:
+    async def _give(self, request: Message, handover: Callable[[], Awaitable[Tensor | None]]) -> None:
         peer, tag = request.sender, (*COPY, int(request.note[0]))
-        weights = handover()
+        weights = await handover()
         state = await self._state() if weights is not None else None
         parts = [] if state is None else list(torch.split(state, self._fabric.me.longest))
         self._fabric.post(peer, (*tag, "weights"), weights, note=(len(parts),))

@@ -273,7 +273,15 @@ def _windows(facts: Facts) -> Finding:
             "warning",
             "Workers of one host then exchange through sockets, which is slower. /proc must be mounted.",
         )
-    return Finding("windows", "workers of this host can share memory")
+    if facts.device_problem:
+        return Finding(
+            "windows",
+            f"GPU memory cannot be shared: {facts.device_problem}",
+            "warning",
+            "Vectors of workers of this host then go through host memory, which is slower.",
+        )
+    shared = "memory of the host and of the GPU" if facts.cuda.devices else "memory"
+    return Finding("windows", f"workers of this host can share {shared}")
 
 
 def _shared(facts: Facts) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import ipaddress
+import mmap
 import os
 import platform
 import re
@@ -19,7 +20,8 @@ from pathlib import Path
 import torch
 
 from freewheel.errors import ConfigError
-from freewheel.fabric.shared import Windows
+from freewheel.fabric.windows import Cuda as CudaLibrary
+from freewheel.fabric.windows import DeviceWindow, HostWindow
 from freewheel.runtime.hosts import listen
 from freewheel.runtime.links import LinkFigure, measure, serve
 
@@ -73,6 +75,8 @@ class Facts:
     """Why no window can be made."""
     open_problem: str | None = None
     """Why a window cannot be opened by a peer."""
+    device_problem: str | None = None
+    """Why memory of the first CUDA device cannot be shared."""
     shared_free_mb: float | None = 16_000.0
     memory_free_mb: float | None = 16_000.0
     folder: str = "runs"
@@ -124,6 +128,7 @@ def gather(
         hard_files=no_limit if hard == resource.RLIM_INFINITY else hard,
         make_problem=make_problem,
         open_problem=open_problem,
+        device_problem=_device_window() if cuda.devices else None,
         shared_free_mb=shutil.disk_usage(SHARED).free / 1e6 if SHARED.is_dir() else None,
         memory_free_mb=_memory_free_mb(),
         folder=str(folder),
@@ -256,18 +261,24 @@ def is_loopback(address: str) -> bool:
 
 def _windows() -> tuple[str | None, str | None]:
     """Make a window, and open it the way a peer does; why the one or the other fails."""
-    windows = Windows()
     try:
-        made = windows.make(16, torch.float32)
+        window = HostWindow.make(mmap.PAGESIZE)
     except OSError as error:
         return error.strerror or str(error), None
-    window = Windows.of(made)
-    assert window is not None
     try:
-        windows.open(os.getpid(), window.fd, 16, torch.float32)
+        HostWindow.open(os.getpid(), mmap.PAGESIZE, window.fd)
     except OSError as error:
         return None, error.strerror or str(error)
     return None, None
+
+
+def _device_window() -> str | None:
+    """Make a window of the first device; why that fails."""
+    try:
+        DeviceWindow.make(CudaLibrary(), torch.device("cuda", 0), mmap.PAGESIZE)
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return None
 
 
 def _memory_free_mb() -> float | None:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from freewheel.errors import ConfigError
 from freewheel.runtime import shards
 from freewheel.runtime.checks import first_difference
-from freewheel.runtime.live import LiveReplica
+from freewheel.runtime.live_replica import LiveReplica
 from freewheel.runtime.shards import Damaged, Manifest, Shard
 
 TOGETHER = ("all", "neighbours", "group")

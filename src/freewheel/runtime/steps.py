@@ -102,8 +102,7 @@ class Steps:
     def _wait(self, act: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         """Let training wait for the strategy."""
         agent, strategy = self._agent, self._agent.strategy
-        if self._replica.cuda:
-            torch.cuda.current_stream(self._replica.blocks[0].weights.device).synchronize()
+        self._replica.catch_up()
         agent.counters.wait("peers", time.perf_counter())
         work = agent.begin(act(agent.node))
         waited_s = 0.0

@@ -13,7 +13,9 @@ import contextvars
 import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 
 class Callback:
@@ -157,3 +159,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
             self.run_until_idle()
             raise RuntimeError("nothing is left to wait for, yet the coroutine has not ended")
         return task.result()
+
+
+def at_once(work: Coroutine[Any, Any, T]) -> T:
+    """The result of a coroutine that has nothing to wait for."""
+    try:
+        work.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise AssertionError("it waits for something")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from freewheel.errors import Deadlock, Diverged, PeerLost, RunStopped, WorkerLost
 from freewheel.observe.counters import Counters
 from freewheel.observe.result import Result, Sample
-from freewheel.sim.clock import VirtualLoop
+from freewheel.sim.clock import VirtualLoop, at_once
 from freewheel.sim.fabric import Wire
 from freewheel.sim.faults import Fault
 from freewheel.sim.links import Network
@@ -264,7 +264,7 @@ class Simulation:
         while donors := [w for w in self.workers.values() if w.ready and w.rank in worker.fabric.members]:
             donor = donors[0]
             worker.fabric.clear()  # what has arrived until now is in the copy
-            donor.fabric.post(worker.rank, COPY, donor.strategy.handover(donor.node))
+            donor.fabric.post(worker.rank, COPY, at_once(donor.strategy.handover(donor.node)))
             try:
                 worker.replica.load((await worker.fabric.receive(COPY, donor.rank)).payload)
                 return
@@ -283,9 +283,10 @@ class Simulation:
 
     def _answer(self) -> Tensor:
         """The model the strategy would ship: the mean of the workers' parts."""
-        parts = [part for w in self._trained() if (part := w.strategy.answer(w.node)) is not None]
+        answers = (at_once(worker.strategy.answer(worker.node)) for worker in self._trained())
+        parts = [part for part in answers if part is not None]
         if not parts and self.strategy.merges():  # its holder is lost, and its heir about to take over
-            parts = [worker.node.weights() for worker in self._trained()]
+            parts = [at_once(worker.node.weights()) for worker in self._trained()]
         if not parts:
             raise WorkerLost(f"no worker that holds the answer is left at {self.loop.time():.3f} s.")
         total = parts[0].clone()

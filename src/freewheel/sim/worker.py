@@ -108,6 +108,7 @@ class SimulatedWorker:
             score=study.score if study else None,
         )
         self.fabric.counters = self.node.counters
+        self.node.counters.measure = self.node.counters.measure_always = study is not None
         self.hand: Hand | None = None
         self.used: Counter[tuple[int, int]] = Counter()
         """Dealt batches it has used: pass and place of each."""

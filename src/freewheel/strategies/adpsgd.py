@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from freewheel import topology
 from freewheel.errors import at_least
+from freewheel.fabric.base import Pull
 from freewheel.strategy import Strategy
 from freewheel.topology import Topology
 
@@ -60,9 +59,8 @@ class ADPSGD(Strategy):
         at_least("adpsgd: every", self.every, 1)
         topology.resolve(self.topology, world_size)
 
-    def meet(self, mine: Tensor, theirs: Tensor) -> Tensor:
-        """Half of the difference, on both sides."""
-        return theirs.sub_(mine).mul_(0.5)
+    meet = Pull(0.5)
+    """Half of the difference, on both sides."""
 
     async def background(self, node: Node) -> None:
         """One exchange for each step, with the first free one of a few random neighbours."""

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class AllReduce(Strategy):
     """Average the gradients of all workers before every step (what DDP does).
 
-        g   <- mean_j g_j(x)          a ring of all workers; everybody waits for the slowest
+        g   <- mean_j g_j(x)          over all workers; everybody waits for the slowest
         x_i <- optimizer step with g
 
     Late, lost and doubled messages: a late gradient delays everybody. When a worker is lost, the step is done
@@ -28,7 +28,7 @@ class AllReduce(Strategy):
         0.0
 
     Reference: synchronous data-parallel SGD, textbook form.
-    Differences: the ring starts when the whole gradient is there; DDP overlaps it with the backward pass
+    Differences: it starts when the whole gradient is there; DDP overlaps it with the backward pass
     (`theory.sync_step_s` says what that would save).
     """
 
@@ -40,5 +40,5 @@ class AllReduce(Strategy):
 
     async def before_step(self, node: Node) -> None:
         """Replace the gradient by the mean of all workers' gradients."""
-        node.set_gradient(await node.mean(node.gradient()))
+        node.set_gradient(await node.merge(lambda merge: merge.mean(node.gradient())))
         node.stale(0)

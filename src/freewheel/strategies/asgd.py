@@ -54,7 +54,7 @@ class ASGD(Strategy):
 
     async def start(self, node: Node) -> None:
         """All begin with the same model; a worker that comes back reads the server's."""
-        self.x = node.snapshot()
+        self.x = await node.snapshot(keep=True)
         self.centre: Tensor | None = None
         if node.rank == SERVER:
             self.centre = self.x.clone()
@@ -73,12 +73,12 @@ class ASGD(Strategy):
 
     async def push(self, node: Node) -> None:
         """Send what was done since the last pull; take the server's model."""
-        s = node.snapshot()
+        s = await node.snapshot(keep=True)
         answer = await node.ask(SERVER, s - self.x)
         node.stale(answer.delay)
         self.x = answer.vector
         node.correct(self.x - s)
 
-    def answer(self, node: Node) -> Tensor | None:
+    async def answer(self, node: Node) -> Tensor | None:
         """The server's model."""
         return None if self.centre is None else self.centre.clone()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -54,7 +55,7 @@ class DASGD(Strategy):
         """In the paper's form the updates of all workers add up."""
         return 1 / world_size if self.form == "sum" else 1.0
 
-    def handover(self, node: Node) -> Tensor:
+    async def handover(self, node: Node) -> Tensor:
         """Without own updates that are still to be broadcast: the new worker will hear of them."""
         return self.base.clone()
 
@@ -66,7 +67,9 @@ class DASGD(Strategy):
 
     async def start(self, node: Node) -> None:
         """Remember where own updates start from, and who has how many of whose gradients."""
-        self.base = node.snapshot()
+        self.base = await node.snapshot(keep=True)
+        self.still = asyncio.Lock()
+        """Held while a snapshot is taken: what arrives must be in both of it and the base, or in neither."""
         self.sent = node.steps
         self.applied = [0] * node.world_size
         """How many gradients of each worker are in this replica (its own: those that were broadcast)."""
@@ -86,12 +89,13 @@ class DASGD(Strategy):
             lacks = (max(0, node.steps - self.theirs[peer]) for peer in node.members if peer != node.rank)
             node.stale(sum(lacks))  # own gradients the others lack
             if node.steps - self.sent >= interval:
-                self.tell(node)
+                await self.tell(node)
 
-    def tell(self, node: Node) -> None:
+    async def tell(self, node: Node) -> None:
         """Broadcast own updates since the last time; what a peer cannot take yet is added up for it."""
-        s = node.snapshot()
-        delta, self.base, self.sent = s - self.base, s, node.steps
+        async with self.still:
+            s = await node.snapshot(keep=True)
+            delta, self.base, self.sent = s - self.base, s, node.steps
         self.applied[node.rank] = node.steps
         if self.form == "mean":
             delta = delta / node.world_size
@@ -123,5 +127,6 @@ class DASGD(Strategy):
             sender = message.sender
             self.applied[sender] = int(message.note[sender])
             self.theirs[sender] = int(message.note[node.rank])
-            self.base = self.base + message.payload
-            node.correct(message.payload)
+            async with self.still:
+                self.base = self.base + message.payload
+                node.correct(message.payload)

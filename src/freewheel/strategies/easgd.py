@@ -49,7 +49,7 @@ class EASGD(Strategy):
     async def start(self, node: Node) -> None:
         """The centre begins where the workers do."""
         if node.rank == SERVER:
-            self.centre = node.snapshot()
+            self.centre = await node.snapshot(keep=True)
 
     async def background(self, node: Node) -> None:
         """Worker 0 holds the centre."""
@@ -66,8 +66,8 @@ class EASGD(Strategy):
     async def after_step(self, node: Node) -> None:
         """Every τ steps: pull."""
         if node.steps % self.interval == 0:
-            node.correct((await node.ask(SERVER, node.snapshot())).vector)
+            node.correct((await node.ask(SERVER, await node.snapshot(keep=True))).vector)
 
-    def answer(self, node: Node) -> Tensor | None:
+    async def answer(self, node: Node) -> Tensor | None:
         """The centre."""
         return self.centre.clone() if node.rank == SERVER else None

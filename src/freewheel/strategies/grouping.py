@@ -77,7 +77,7 @@ class Grouping(ASGD):
 
     async def start(self, node: Node) -> None:
         """Begin as one group."""
-        self.x = node.snapshot()
+        self.x = await node.snapshot(keep=True)
         self.centre = self.x.clone() if node.rank == SERVER else None
         self.regroup(node.view)
 
@@ -98,7 +98,7 @@ class Grouping(ASGD):
 
     async def after_step(self, node: Node) -> None:
         """One push and pull for the group; at the end of the warm-up, form the groups."""
-        s = node.snapshot()
+        s = await node.snapshot(keep=True)
         pull = await node.try_merge(
             lambda merge: self.push_and_pull(node, merge, s),
             lambda view: self.mates(view) if view == self.view else None,
@@ -141,8 +141,8 @@ class Grouping(ASGD):
                 serving = self.centre = None
             await node.view_change()
 
-    def entered(self, node: Node) -> None:
+    def entered(self, node: Node, weights: Tensor) -> None:
         """What was taken over is the model to go on from, for a server too."""
-        self.x = node.weights()
+        self.x = weights
         if self.centre is not None:
             self.centre.copy_(self.x)

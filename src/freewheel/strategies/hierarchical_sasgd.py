@@ -69,7 +69,7 @@ class HierarchicalSASGD(Strategy):
         offset = await node.merge(
             lambda merge: self.average(node, merge), lambda view: self.level(node, view)
         )
-        node.correct(offset)
+        node.correct(offset, own=True)
 
     def level(self, node: Node, view: View) -> Group:
         """Who merges at this step: all, or the workers of one node."""
@@ -80,17 +80,19 @@ class HierarchicalSASGD(Strategy):
 
     async def average(self, node: Node, merge: Merge) -> Tensor:
         """How far the mean is from this worker's snapshot."""
-        s = node.snapshot()
+        if merge.group != EVERYBODY:
+            return await merge.offset(await node.snapshot())
+        s = await node.snapshot(keep=True)
         every = [[rank for rank in group if rank in merge.members] for group in self.groups(node.world_size)]
         groups = [group for group in every if group]
         group = next(group for group in groups if node.rank in group)
-        total = await merge.sum(s, group)
+        total = await merge.sum(s.clone(), group)
         if len(groups) > 1:
             leads = [group[0] for group in groups]
             if node.rank in leads:
                 total = await merge.sum(total, leads)
             total = await merge.broadcast(group[0], total, group)
-        return total / len(merge.members) - s
+        return total.div(len(merge.members)).sub_(s)
 
     def groups(self, world_size: int) -> Sequence[Sequence[int]]:
         """The workers of each node, the lost ones too: who is lost does not move the others."""

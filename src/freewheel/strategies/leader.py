@@ -84,7 +84,7 @@ class Leader(Strategy):
             lambda merge: self.follow(node, merge), lambda view: self.level(node, view)
         )
         if correction is not None:
-            node.correct(correction)
+            node.correct(correction, own=True)
 
     def level(self, node: Node, view: View) -> Group:
         """Who compares at this step."""
@@ -96,7 +96,7 @@ class Leader(Strategy):
     async def follow(self, node: Node, merge: Merge) -> Tensor | None:
         """Compare losses, hand out the best worker's weights, move towards them: in the group, then all."""
         scores = await merge.gather((node.score(),))
-        s = x = node.snapshot()
+        s = x = await node.snapshot(keep=True)
         levels = []
         if node.steps % self.interval == 0:
             group = self.group(node.rank, node.world_size)

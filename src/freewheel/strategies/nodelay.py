@@ -11,6 +11,7 @@ from freewheel.errors import ConfigError, at_least
 from freewheel.strategy import Strategy
 
 if TYPE_CHECKING:
+    from freewheel.fabric.merges import Merge
     from freewheel.node import Node
 
 
@@ -36,7 +37,7 @@ class NoDelay(Strategy):
 
     Reference: Talyansky et al., "Asynchronous SGD without gradient delay for efficient distributed
     training", ICLR 2019 submission, Algorithm 2.
-    Differences: a ring of all workers instead of a parameter server, with the same result.
+    Differences: all workers together instead of a parameter server, with the same result.
     """
 
     name = "nodelay"
@@ -57,7 +58,7 @@ class NoDelay(Strategy):
 
     async def start(self, node: Node) -> None:
         """Begin with the merge of the common start, so that every cycle looks the same."""
-        self.begin_merge(node)
+        await self.begin_merge(node)
 
     async def after_step(self, node: Node) -> None:
         """At the end of a cycle: take the last merge in, begin the next."""
@@ -65,12 +66,16 @@ class NoDelay(Strategy):
             return
         node.correct(await self.merge, own=True)
         del self.merge  # large: let go before there is another
-        self.begin_merge(node)
+        await self.begin_merge(node)
 
-    def begin_merge(self, node: Node) -> None:
+    async def begin_merge(self, node: Node) -> None:
         """Snapshot now; merge beside training."""
-        self.merge = node.beside(self.offset(node, [node.snapshot()]))
+        self.merge = node.beside(self.offset(node, [await node.snapshot()]))
 
     async def offset(self, node: Node, first: list[Tensor]) -> Tensor:
         """P - s_i; a merge that failed has used the snapshot up, and is done again from a new one."""
-        return await node.merge(lambda merge: merge.offset(first.pop() if first else node.snapshot()))
+
+        async def again(merge: Merge) -> Tensor:
+            return await merge.offset(first.pop() if first else await node.snapshot())
+
+        return await node.merge(again)

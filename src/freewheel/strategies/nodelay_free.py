@@ -203,7 +203,6 @@ class FreeNoDelay(Strategy):
                 outcome = "half"  # the leader may have told others
         finally:
             merge.cancel()
-            node.forget(("offset", "merge", number))
             node.forget(("merge", "verdict", number))
             node.count_merge(outcome, members)
 
@@ -211,7 +210,7 @@ class FreeNoDelay(Strategy):
         """How far the mean is from this worker's snapshot, or None if a member was lost; tells the leader."""
         offset, lost = None, -1
         try:
-            offset = await node.offset(await node.fresh(), members, tag=("merge", number))
+            offset = await node.offset(await node.snapshot(), members, tag=("merge", number))
         except PeerLost as error:
             lost = error.peer
         finally:

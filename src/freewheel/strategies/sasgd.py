@@ -29,7 +29,7 @@ class SASGD(Strategy):
     Settings: interval (T), scale (γ_p/γ; None is 1/p).
     Late, lost and doubled messages: a late worker delays everybody once in T steps. When one is lost, the
     others reduce again without it (p is how many they are), and what it did since the last merge is lost. A
-    worker that comes begins with the common x at a merge.
+    worker that comes begins with a copy of a member, at a merge (where γ_p is given, with the common x).
 
     Example:
         >>> import freewheel as fw
@@ -57,8 +57,8 @@ class SASGD(Strategy):
             raise ConfigError(f"sasgd: the scale γ_p/γ must be above 0, not {self.scale:g}.")
 
     async def start(self, node: Node) -> None:
-        """Remember the common model x; one who comes back does so at a merge."""
-        self.x = node.snapshot()
+        """Remember the common model x, if γ_p is given; one who comes back does so at a merge."""
+        self.x = await node.snapshot(keep=True) if self.scale is not None else None
         if node.rejoined:
             await self.merge(node)
 
@@ -69,20 +69,27 @@ class SASGD(Strategy):
 
     async def merge(self, node: Node) -> None:
         """Add up what all have done since the last time."""
-        s, total, p = await node.merge(lambda merge: self.add_up(node, merge))
-        scale = 1 / p if self.scale is None else self.scale
-        self.x = self.x + scale * total
-        node.correct(self.x - s)
+        if self.scale is None or self.x is None:
+            node.correct(await node.merge(lambda merge: self.average(node, merge)), own=True)
+            return
+        x = self.x
+        s, total = await node.merge(lambda merge: self.add_up(node, merge, x))
+        self.x = x + self.scale * total
+        node.correct(self.x - s, own=True)
 
-    async def add_up(self, node: Node, merge: Merge) -> tuple[Tensor, Tensor, int]:
-        """This worker's snapshot, the sum of all updates, and how many workers made them."""
-        s = node.snapshot()
-        return s, await merge.sum(s - self.x), len(merge.members)
+    async def average(self, node: Node, merge: Merge) -> Tensor:
+        """How far the mean of all models is: with γ_p = γ/p the rule says no more."""
+        return await merge.offset(await node.snapshot())
 
-    def handover(self, node: Node) -> Tensor:
-        """The common model."""
-        return self.x.clone()
+    async def add_up(self, node: Node, merge: Merge, x: Tensor) -> tuple[Tensor, Tensor]:
+        """This worker's snapshot, and the sum of all updates."""
+        s = await node.snapshot(keep=True)
+        return s, await merge.sum(s - x)
 
-    def entered(self, node: Node) -> None:
+    async def handover(self, node: Node) -> Tensor:
+        """The common model, where it is kept."""
+        return await node.weights() if self.x is None else self.x.clone()
+
+    def entered(self, node: Node, weights: Tensor) -> None:
         """What was taken over is the common model."""
-        self.x = node.weights()
+        self.x = weights if self.scale is not None else None

@@ -273,7 +273,7 @@ def _faults(run: Run) -> int:
 
 
 COLUMNS = ("run", "worker", "state", "life", "steps", "rate", "blocked", "staleness", "distance", "exchanges",
-           "out", "loss")  # fmt: skip
+           "out", "loss", "windows")  # fmt: skip
 
 
 def _rows(one: charts.Shown) -> list[list[Any]]:
@@ -292,6 +292,7 @@ def _rows(one: charts.Shown) -> list[list[Any]]:
             int(row.exchanges + row.merges),
             _short(row.bytes_per_s),
             _short(row.loss),
+            row.windows,
         ]
         for row in one.rows
         if row.rank in one.run.workers

@@ -1,4 +1,4 @@
-"""A connection as two acts: read exactly so many bytes into memory, write all of these.
+"""A transport moves bytes in two acts: read exactly so many bytes into memory, write all of these.
 
 Plain sockets read straight into the memory of a tensor, long vectors in threads. TLS goes through asyncio's
 streams, which copy.
@@ -15,16 +15,13 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-LOOPBACK_BYTES = 1 << 18
-"""Of a socket's buffers between two processes of one machine. What waits in them should fit a processor's
-cache: swaps of 45 MB take half the time they take with the megabytes the system would choose."""
 SIGN_US = 250_000
 """How long a thread waits for a piece at a time: what has come by then shows that the peer lives."""
 STREAM_BYTES = 4 << 20
 """How much of a TLS connection may wait to be read."""
 
 
-class Line(Protocol):
+class Transport(Protocol):
     """A connection, opened by either side."""
 
     heard_s: float
@@ -40,17 +37,17 @@ class Line(Protocol):
     async def write(self, data: memoryview | bytes) -> None:
         """Hand all bytes to the system."""
 
-    async def pause(self, news: threading.Condition, at_most_s: float) -> None:
-        """Wait for news, or for a moment."""
+    def write_now(self, data: bytes) -> int:
+        """Hand over what the system takes at once; how many bytes that was."""
 
-    def blocking(self) -> contextlib.AbstractContextManager[Line] | None:
-        """The same line for a thread that may wait in system calls; None: there is none."""
+    def blocking(self) -> contextlib.AbstractContextManager[Transport] | None:
+        """The same for a thread that may wait in system calls; None: there is none."""
 
     def close(self) -> None:
         """Close at once; whoever uses it in a thread sees an error, in a task it must have been cancelled."""
 
 
-class PlainLine:
+class PlainTransport:
     """A TCP socket: short reads and writes in the event loop, long ones in threads.
 
     A thread that waits in the system for half a megabyte costs a tenth of an event loop that is woken for
@@ -93,9 +90,12 @@ class PlainLine:
             except BlockingIOError:
                 await self._until(self._loop.add_writer, self._loop.remove_writer)
 
-    async def pause(self, news: threading.Condition, at_most_s: float) -> None:
-        """Wait for a moment."""
-        await asyncio.sleep(at_most_s)
+    def write_now(self, data: bytes) -> int:
+        """Hand over what the system takes at once."""
+        try:
+            return self._socket.send(data, socket.MSG_DONTWAIT)
+        except OSError:  # it is full, or broken, which the next write finds out
+            return 0
 
     async def _until(self, add: Callable[..., None], remove: Callable[[int], object]) -> None:
         """Wait until the socket can be read, or written."""
@@ -120,14 +120,14 @@ class PlainLine:
         return got
 
     @contextlib.contextmanager
-    def blocking(self) -> Iterator[Line]:
-        """The same line for a thread."""
+    def blocking(self) -> Iterator[Transport]:
+        """The same for a thread."""
         with self._lock:
             if self.closed:
                 raise EOFError("the connection was closed")
             self._users += 1
         try:
-            yield _ThreadLine(self, self._socket)
+            yield _BlockingTransport(self, self._socket)
         finally:
             self._leave()
 
@@ -149,49 +149,46 @@ class PlainLine:
                 self._socket.close()
 
 
-class _ThreadLine:
-    """A plain line as a thread sees it: its coroutines wait in the system and never give way."""
+class _BlockingTransport:
+    """A plain transport as a thread sees it: its coroutines wait in the system and never give way."""
 
-    def __init__(self, line: PlainLine, sock: socket.socket) -> None:
-        self._line, self._socket = line, sock
+    def __init__(self, transport: PlainTransport, sock: socket.socket) -> None:
+        self._transport, self._socket = transport, sock
 
     @property
     def local(self) -> bool:
-        return self._line.local
+        return self._transport.local
 
     @property
     def heard_s(self) -> float:
-        return self._line.heard_s
+        return self._transport.heard_s
 
     @heard_s.setter
     def heard_s(self, value: float) -> None:
-        self._line.heard_s = value
+        self._transport.heard_s = value
 
     async def read(self, into: memoryview) -> None:
         while len(into):
             try:
-                into = into[self._line.heard(self._socket.recv_into(into, 0, socket.MSG_WAITALL)) :]
+                into = into[self._transport.heard(self._socket.recv_into(into, 0, socket.MSG_WAITALL)) :]
             except BlockingIOError:  # nothing came for a while; whether that is too long, others decide
-                if self._line.closed:
+                if self._transport.closed:
                     raise EOFError("the connection was closed") from None
 
     async def write(self, data: memoryview | bytes) -> None:
         self._socket.sendall(data)
 
-    async def pause(self, news: threading.Condition, at_most_s: float) -> None:
-        with news:
-            news.wait(at_most_s)
-        if self._line.closed:
-            raise EOFError("the connection was closed")
+    def write_now(self, data: bytes) -> int:
+        return 0
 
     def blocking(self) -> None:
         return None
 
     def close(self) -> None:
-        self._line.close()
+        self._transport.close()
 
 
-class TlsLine:
+class TlsTransport:
     """A TLS connection."""
 
     local = False
@@ -217,9 +214,9 @@ class TlsLine:
         self._writer.write(data)
         await self._writer.drain()
 
-    async def pause(self, news: threading.Condition, at_most_s: float) -> None:
-        """Wait for a moment."""
-        await asyncio.sleep(at_most_s)
+    def write_now(self, data: bytes) -> int:
+        """Nothing: what is encrypted is written in order by one task."""
+        return 0
 
     def blocking(self) -> None:
         """Two threads must not use one TLS connection at once."""
@@ -237,7 +234,6 @@ async def dial(host: str, port: int) -> socket.socket:
     family, kind, _, _, address = found[0]
     sock = socket.socket(family, kind)
     try:
-        _prepare(sock, str(address[0]))
         sock.setblocking(False)
         await loop.sock_connect(sock, address)
     except BaseException:
@@ -246,10 +242,10 @@ async def dial(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def open_line(sock: socket.socket, tls: ssl.SSLContext | None, server: bool) -> Line:
-    """Make a line of a connected socket; with TLS, shake hands first."""
+async def open_transport(sock: socket.socket, tls: ssl.SSLContext | None, server: bool) -> Transport:
+    """Make a transport of a connected socket; with TLS, shake hands first."""
     if tls is None:
-        return PlainLine(sock)
+        return PlainTransport(sock)
     loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=STREAM_BYTES)
     protocol = asyncio.StreamReaderProtocol(reader)
@@ -261,7 +257,7 @@ async def open_line(sock: socket.socket, tls: ssl.SSLContext | None, server: boo
         transport, _ = await loop.create_connection(
             lambda: protocol, sock=sock, ssl=tls, server_hostname="freewheel"
         )
-    return TlsLine(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
+    return TlsTransport(reader, asyncio.StreamWriter(transport, protocol, reader, loop))
 
 
 def listen(host: str, port: int = 0) -> socket.socket:
@@ -273,7 +269,6 @@ def listen(host: str, port: int = 0) -> socket.socket:
     with contextlib.suppress(OSError):
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        _prepare(sock, str(address[0]))  # accepted sockets inherit it
         sock.bind(address)
         sock.listen(128)
         sock.setblocking(False)
@@ -281,9 +276,3 @@ def listen(host: str, port: int = 0) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def _prepare(sock: socket.socket, address: str) -> None:
-    if address == "::1" or address.startswith("127."):
-        for buffer in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            sock.setsockopt(socket.SOL_SOCKET, buffer, LOOPBACK_BYTES)

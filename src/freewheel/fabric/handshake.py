@@ -1,0 +1,268 @@
+"""The handshake: a worker listens and calls others; both sides say who they are, and what they can share.
+
+hello    version, model, wire format, place; and, for a peer of the same host, a small window of each kind
+sees     which of the other's windows could be opened and read: the best kind that both see is used
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import logging
+import socket
+import ssl
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from freewheel.errors import PeerLost
+from freewheel.fabric import frames
+from freewheel.fabric.base import Note, Tag
+from freewheel.fabric.frames import BadFrame, Frame, Kind
+from freewheel.fabric.transport import Transport, dial, listen, open_transport
+from freewheel.fabric.windows import KINDS, STREAM, Windows, is_locator
+from freewheel.observe.counters import Counters
+
+GREETING_S = 10.0
+"""How long a connection may take to say who it is."""
+DIAL_S = 1.0
+"""How long a call may take to be answered by the other machine: over a link that was cut a new call gets
+through sooner than an old one."""
+OTHER_KEYS = "its keys are not of this worker's set"
+AGAIN_S = 1.0
+"""Between two tries to take a connection where no handle is left."""
+
+log = logging.getLogger("freewheel")
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What two workers must agree on before they talk."""
+
+    run: bytes
+    rank: int
+    world_size: int
+    incarnation: int
+    version: str
+    model: str
+    """A digest of the model's parameters: names, shapes, types."""
+    longest: int
+    """The length of the longest vector of the run."""
+    wire: str = "fp32"
+    """What a strategy's vectors travel as."""
+    place: str = ""
+    """Where this process runs, for finding those that can share memory; empty: nobody can."""
+
+    def frame(self, kind: Kind, tag: Tag, note: Note = ()) -> bytes:
+        """A frame of this worker without a vector."""
+        return frames.pack(kind, self.run, self.rank, self.incarnation, tag, note)
+
+    def hello(self, offers: Sequence[Note] = ()) -> bytes:
+        """The first frame of this worker on a connection; with windows that the peer may try to open."""
+        tag = ("hello", self.version, self.model, self.place if offers else "", self.wire)
+        return self.frame(Kind.HELLO, tag, tuple(x for one in offers for x in (len(one), *one)))
+
+    def check(self, frame: Frame, tag: Tag, peer: int | None = None) -> None:
+        """BadFrame unless the other side is a worker (`peer`) of our run with our model and our version."""
+        if frame.kind is Kind.REFUSE:
+            raise BadFrame(f"it refused this worker: {tag[0] if tag else 'it did not say why'}")
+        if frame.kind is not Kind.HELLO or len(tag) != 5 or tag[0] != "hello":
+            raise BadFrame("it did not say hello")
+        if tag[1] != self.version:
+            raise BadFrame(f"it runs freewheel {tag[1]}, this worker {self.version}: install one version")
+        if tag[2] != self.model:
+            raise BadFrame("its model has other parameters")
+        if tag[4] != self.wire:
+            raise BadFrame(
+                f"it sends vectors as {tag[4]}, this worker as {self.wire}: give all the same wire"
+            )
+        if frame.sender == self.rank or frame.sender >= self.world_size:
+            raise BadFrame(f"it says to be worker {frame.sender} of {self.world_size}")
+        if peer is not None and frame.sender != peer:
+            raise BadFrame(f"it is worker {frame.sender}, not {peer}")
+
+
+@dataclass(frozen=True)
+class Greeted:
+    """What a handshake has found out."""
+
+    sender: int
+    incarnation: int
+    kind: str
+    """How vectors travel."""
+    pid: int
+    """The peer's process, where windows are shared."""
+
+
+class Listener:
+    """Opens connections, in both directions; `admit` gets those that have said who they are."""
+
+    def __init__(
+        self,
+        me: Identity,
+        counters: Counters,
+        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None,
+        *,
+        windows: Windows,
+        shares: Callable[[int], bool],
+        check: Callable[[Frame], None],
+        admit: Callable[[Transport, Greeted, str], None],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        self.me, self.counters = me, counters
+        self._server = tls[0] if tls else None
+        self._client = tls[1] if tls else None
+        self._windows, self._shares = windows, shares
+        self._check, self._admit, self._spawn = check, admit, spawn
+        self.listener: socket.socket | None = None
+
+    def open(self, host: str, port: int = 0) -> int:
+        """Listen; return the port."""
+        self.listener = listen(host, port)
+        self._spawn(self._accept(self.listener))
+        return int(self.listener.getsockname()[1])
+
+    def close(self) -> None:
+        """Listen no longer; the task that takes connections must have ended."""
+        listener, self.listener = self.listener, None
+        if listener is not None:
+            listener.close()
+
+    async def call(self, peer: int, host: str, port: int) -> tuple[Transport, Greeted]:
+        """Connect with a peer; PeerLost with the reason if it cannot be had."""
+        try:
+            async with asyncio.timeout(DIAL_S):
+                sock = await dial(host, port)
+            opened: Transport | socket.socket = sock
+            try:
+                async with asyncio.timeout(GREETING_S):  # keys take their time
+                    opened = transport = await open_transport(sock, self._client, server=False)
+                    await transport.write(self._hello(transport, peer))
+                    frame, tag, note = await read_head(transport, self.me, self.counters)
+                    self.me.check(frame, tag, peer)
+                    greeted = await self._compare(transport, frame, tag, note)
+            except BaseException:
+                opened.close()
+                raise
+        except TimeoutError as error:
+            raise PeerLost(peer, f"{host}:{port}: no answer in time") from error
+        except ssl.SSLError as error:
+            broken = isinstance(error, ssl.SSLEOFError)  # the connection ended; it says nothing of keys
+            why = (
+                words(error)
+                if broken
+                else f"{OTHER_KEYS} ({getattr(error, 'verify_message', '') or error.reason})"
+            )
+            raise PeerLost(peer, f"{host}:{port}: {why}") from error
+        except (OSError, EOFError, BadFrame) as error:
+            raise PeerLost(peer, f"{host}:{port}: {words(error)}") from error
+        return transport, greeted
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                sock, address = await loop.sock_accept(listener)
+            except OSError as error:  # no handle is left, for one; who calls tries again
+                log.warning("cannot take a connection: %s", words(error))
+                await asyncio.sleep(AGAIN_S)
+                continue
+            greeting = self._spawn(self._greet(sock, f"{address[0]}:{address[1]}"))
+            # One that is cancelled before it begins cannot close the socket itself.
+            greeting.add_done_callback(functools.partial(_close_if_cancelled, sock))
+
+    async def _greet(self, sock: socket.socket, address: str) -> None:
+        """A connection came in: let it say who it is."""
+        transport: Transport | None = None
+        try:
+            async with asyncio.timeout(GREETING_S):
+                transport = await open_transport(sock, self._server, server=True)
+                try:
+                    frame, tag, note = await read_head(transport, self.me, self.counters)
+                    self.me.check(frame, tag)
+                    self._check(frame)
+                except BadFrame as error:
+                    with contextlib.suppress(OSError):
+                        await transport.write(self.me.frame(Kind.REFUSE, (str(error)[:200],)))
+                    raise
+                await transport.write(self._hello(transport, frame.sender))
+                greeted = await self._compare(transport, frame, tag, note)
+        except BaseException as error:
+            refused = isinstance(error, OSError | EOFError | BadFrame)  # silence and bad keys are OSErrors
+            if refused:
+                log.warning("refused a connection from %s: %s", address, words(error))
+            if transport is not None:
+                transport.close()
+            sock.close()
+            if not refused:
+                raise
+        else:
+            self._admit(transport, greeted, address)
+
+    def _hello(self, transport: Transport, peer: int) -> bytes:
+        near = bool(self.me.place) and transport.local and self._shares(peer)
+        return self.me.hello(self._windows.offer(self._mark(self.me.rank)) if near else ())
+
+    def _mark(self, rank: int) -> bytes:
+        """What lies in a worker's probes."""
+        return self.me.run + rank.to_bytes(4, "big")
+
+    async def _compare(self, transport: Transport, hello: Frame, tag: Tag, note: Note) -> Greeted:
+        """Try to open what the peer offers, tell it, and hear what it could open; take the best of both."""
+        seen: list[str] = []
+        offers = split(note)
+        near = bool(self.me.place) and tag[3] == self.me.place and transport.local
+        if near and self._shares(hello.sender):
+            seen = await asyncio.to_thread(self._windows.tried, offers, self._mark(hello.sender))
+        await transport.write(self.me.frame(Kind.SEES, ("sees", *seen)))
+        frame, sees, _ = await read_head(transport, self.me, self.counters)
+        if frame.kind is not Kind.SEES or frame.sender != hello.sender or not set(sees[1:]) <= set(KINDS):
+            raise BadFrame("it did not say what it sees")
+        both = [kind for kind in KINDS if kind in seen and kind in sees[1:]]
+        expected = {KINDS[int(one[0])] for one in offers} & set(self._windows.kinds)
+        if near and self.me.rank < hello.sender and expected - set(both):
+            log.warning(
+                "workers %d and %d share no %s window: vectors between them travel by %s",
+                self.me.rank,
+                hello.sender,
+                " and no ".join(sorted(expected - set(both))),
+                both[-1] if both else STREAM,
+            )
+        pid = int(offers[0][2]) if offers and both else 0
+        return Greeted(hello.sender, hello.incarnation, both[-1] if both else STREAM, pid)
+
+
+def split(note: Note) -> list[Note]:
+    """The windows a peer offers."""
+    offers, at = [], 0
+    while at < len(note):
+        end = at + 1 + (int(note[at]) if 0 < note[at] < 100 else 0)
+        if not is_locator(note[at + 1 : end]):
+            raise BadFrame("it offers what is no window")
+        offers.append(note[at + 1 : end])
+        at = end
+    return offers
+
+
+async def read_head(transport: Transport, me: Identity, counters: Counters) -> tuple[Frame, Tag, Note]:
+    """The next frame up to its vector."""
+    head = bytearray(frames.HEADER.size)
+    await transport.read(memoryview(head))
+    frame = frames.parse(head, me.run, me.longest)
+    rest = bytearray(frame.rest)
+    await transport.read(memoryview(rest))
+    counters.bytes_in += len(head) + len(rest)
+    return (frame, *frames.parse_rest(frame, rest))
+
+
+def words(error: BaseException) -> str:
+    """What went wrong with a connection."""
+    if isinstance(error, TimeoutError):
+        return f"no answer within {GREETING_S:g} s"
+    return str(error) or type(error).__name__
+
+
+def _close_if_cancelled(sock: socket.socket, task: asyncio.Task[None]) -> None:
+    if task.cancelled():
+        sock.close()

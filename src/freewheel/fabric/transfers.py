@@ -1,0 +1,320 @@
+"""Moving vectors over a transport, piece by piece, and combining pieces while they are in the cache.
+
+Long vectors are moved by threads, in which a transport's coroutines wait in the system and never give way,
+short ones and those over TLS in the event loop. The same code does both.
+
+What two or more workers make of their vectors together is computed once, for all of them: each worker takes
+a share of the numbers (two take a half each), and writes everybody's result over everybody's vector. So
+nobody waits for anybody in the middle, and no memory is needed for the result.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import threading
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from freewheel.fabric import kernels
+from freewheel.fabric.base import Each, Meet, Note, Pull, Tag
+from freewheel.fabric.frames import BadFrame
+from freewheel.fabric.transport import Transport
+from freewheel.observe.counters import Counters
+
+T = TypeVar("T")
+LONG = 1 << 15
+"""Vectors of at least so many numbers are moved in threads."""
+PIECE = 1 << 20
+"""Numbers that are moved at once: with fewer, threads wake up more often than they need to."""
+CHECKED = 1 << 17
+"""Numbers that are looked at, and combined, at once: they should stay in the processor's cache meanwhile."""
+INLINE = 1 << 18
+"""Host vectors of at most so many numbers are combined in the event loop: a thread would take longer."""
+HOST_PIECE, DEVICE_PIECE = 1 << 15, 1 << 23
+"""Numbers that are combined at once. A few of these pieces should fit the processor's cache; on a GPU more
+would be faster, and need more memory."""
+ALIGN = 64
+"""Shares of a vector begin at multiples of so many numbers."""
+
+
+_of_thread = threading.local()
+
+
+class Outgoing(asyncio.Future):  # type: ignore[type-arg]
+    """A message on its way out; done when the last byte has left, or the peer has read the window."""
+
+    def __init__(
+        self,
+        head: bytes,
+        vector: Tensor | None,
+        wire: torch.dtype,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        negated: bool = False,
+        counted: bool = False,
+    ) -> None:
+        super().__init__(loop=loop)
+        self.head, self.vector, self.wire, self.negated = head, vector, wire, negated
+        self.begun, self.counted = False, counted
+        """Whether it is one of the strategy's messages, of which none may be under way at the end."""
+        self.tag: Tag | None = None
+        """Where the peer reads the vector from a window: the message's tag, and its note."""
+        self.note: Note = ()
+        self.borrowed = False
+        """Whether that window was borrowed for it."""
+
+
+class Landing:
+    """Where a vector is awaited: each piece is handed to `each` with its place, in a thread or not."""
+
+    def __init__(self, numel: int, each: Each | Tensor, done: asyncio.Future[None]) -> None:
+        self.numel, self.each, self.done = numel, each, done
+        self.failure: BaseException | None = None
+        """What `each` raised."""
+
+    @property
+    def open(self) -> bool:
+        """Whether it is still wanted: what comes for one that is not is read and dropped."""
+        return self.failure is None and not self.done.done()
+
+    def take(self, at: int, piece: Tensor) -> None:
+        """A piece is there."""
+        if not self.open:
+            return
+        if isinstance(self.each, Tensor):
+            self.each[at : at + piece.numel()].copy_(piece)
+            return
+        try:
+            self.each(at, piece)
+        except BaseException as error:
+            self.failure = error
+
+    def finish(self) -> None:
+        """All pieces are there; in the event loop."""
+        if self.done.done():
+            return
+        if self.failure is not None:
+            self.done.set_exception(self.failure)
+        else:
+            self.done.set_result(None)
+
+
+class Transfers:
+    """Reads and writes vectors, and does long work beside the event loop."""
+
+    def __init__(
+        self, counters: Counters, dtype: torch.dtype, workers: int, side: torch.cuda.Stream | None
+    ) -> None:
+        self.counters, self.dtype, self.side = counters, dtype, side
+        self._spare: dict[int, Tensor] = {}
+        # Each connection reads and writes at once at most, and two wait for the device or combine.
+        self._threads = ThreadPoolExecutor(2 * workers + 2, thread_name_prefix="freewheel-vectors")
+
+    def close(self) -> None:
+        """End the threads; their transports must have been closed."""
+        self._threads.shutdown()
+
+    def give_back(self, vector: Tensor) -> None:
+        """A vector that was read before anybody awaited it, and has been taken: fresh memory is dear."""
+        if not vector.is_cuda and vector.numel() >= LONG:
+            self._spare = {vector.numel(): vector}
+
+    async def work(self, numel: int, act: Callable[[], T]) -> T:
+        """Do something with vectors: beside the event loop, unless it is short; on the device, to its end."""
+        if self.side is None and numel <= INLINE:
+            return act()
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._work, act)
+
+    def _work(self, act: Callable[[], T]) -> T:
+        if self.side is None:
+            return act()
+        with torch.cuda.stream(self.side):
+            done = act()
+            finished = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            finished.record(self.side)
+        finished.synchronize()
+        return done
+
+    # -- over a transport --
+
+    async def write(self, transport: Transport, outgoing: Outgoing) -> None:
+        """Send the vector of a message."""
+        assert outgoing.vector is not None
+        await self._move(transport, outgoing.vector.numel(), partial(self._write, outgoing))
+
+    async def read(self, transport: Transport, dtype: torch.dtype, numel: int) -> Tensor:
+        """Receive a vector."""
+        vector = self._spare.pop(numel, None)
+        vector = torch.empty(numel, dtype=self.dtype) if vector is None else vector
+        landing = Landing(numel, vector, asyncio.get_running_loop().create_future())
+        await self._move(transport, numel, partial(self._read, dtype, landing))
+        return vector
+
+    async def land(self, transport: Transport, dtype: torch.dtype, numel: int, landing: Landing) -> None:
+        """Receive a vector where it is awaited."""
+        if numel != landing.numel:
+            raise BadFrame(f"it sent {numel} numbers where {landing.numel} are awaited")
+        await self._move(transport, numel, partial(self._read, dtype, landing))
+        landing.finish()
+
+    async def _move(
+        self, transport: Transport, numel: int, work: Callable[[Transport], Coroutine[Any, Any, None]]
+    ) -> None:
+        blocking = transport.blocking() if numel >= LONG else None
+        if blocking is None:
+            await work(transport)
+            return
+
+        def run() -> None:
+            if not hasattr(_of_thread, "held"):
+                _of_thread.held = {}
+            with blocking as thread_transport:
+                _complete(work(thread_transport))
+
+        await asyncio.get_running_loop().run_in_executor(self._threads, run)
+
+    async def _write(self, outgoing: Outgoing, transport: Transport) -> None:
+        assert outgoing.vector is not None
+        vector = outgoing.vector.contiguous()
+        as_it_is = vector.dtype == outgoing.wire and not outgoing.negated
+        staging = _staging(0 if as_it_is else vector.numel(), outgoing.wire)
+        for at in range(0, vector.numel(), PIECE):
+            piece = vector[at : at + PIECE]
+            if outgoing.negated and vector.dtype == outgoing.wire:
+                piece = torch.neg(piece, out=staging[: piece.numel()])
+            elif not as_it_is:
+                piece = staging[: piece.numel()].copy_(piece)
+                piece = piece.neg_() if outgoing.negated else piece
+            data = _memory(piece)
+            await transport.write(data)
+            self.counters.bytes_out += len(data)
+
+    async def _read(self, dtype: torch.dtype, landing: Landing, transport: Transport) -> None:
+        into = landing.each if isinstance(landing.each, Tensor) and landing.each.dtype == dtype else None
+        for at in range(0, landing.numel, PIECE):
+            size = min(PIECE, landing.numel - at)
+            piece = into[at : at + size] if into is not None and landing.open else _staging(size, dtype)
+            memory = _memory(piece)
+            await transport.read(memory)
+            self.counters.bytes_in += len(memory)
+            for part in torch.split(piece, CHECKED):
+                if not finite(part):
+                    raise BadFrame("it sent numbers that are not finite")
+                if into is None:
+                    landing.take(at, part.to(self.dtype))
+                at += part.numel()
+
+
+# -- what is made of several vectors, in place --
+
+
+def shares(numel: int, count: int) -> list[slice]:
+    """A vector cut into so many parts of about the same length."""
+    cuts = [min(numel, -(-numel * k // (count * ALIGN)) * ALIGN) for k in range(count)] + [numel]
+    return [slice(start, end) for start, end in itertools.pairwise(cuts)]
+
+
+def combine_two(mine: Tensor, theirs: Tensor, meet: Meet) -> None:
+    """Write over mine what the strategy makes of both, and its negative over theirs."""
+    if isinstance(meet, Pull) and (fused := _kernels(mine, theirs)) is not None:
+        fused.pull(mine, theirs, meet.share)
+        return
+    for own, far in _pieces((mine, theirs)):
+        other = far.to(own.device)
+        correction = meet(own, other)
+        own.copy_(correction)
+        if other is far:
+            torch.neg(correction, out=far)
+        else:
+            far.copy_(correction.neg_())
+
+
+def combine_all(vectors: Sequence[Tensor], weights: Sequence[float], offset: bool) -> None:
+    """Write over each vector the weighted sum of all of them, or how far that is from it."""
+    if len(vectors) <= kernels.MOST and (fused := _kernels(*vectors)) is not None:
+        fused.all(vectors, weights, offset)
+        return
+    total = torch.empty_like(vectors[0][: _size(vectors[0])])
+    for parts in _pieces(vectors):
+        _spread(_add_up(total[: parts[0].numel()], parts, weights), parts, offset)
+
+
+def add_up(total: Tensor, vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The weighted sum of some vectors."""
+    for into, *parts in _pieces((total, *vectors)):
+        _add_up(into, parts, weights)
+    return total
+
+
+def spread(total: Tensor, vectors: Sequence[Tensor], offset: bool) -> None:
+    """Write a sum, or how far it is, over each vector."""
+    for one, *parts in _pieces((total, *vectors)):
+        _spread(one, parts, offset)
+
+
+def _kernels(*vectors: Tensor) -> kernels.Kernels | None:
+    return kernels.for_device(vectors[0].device) if kernels.fits(*vectors) else None
+
+
+def _size(vector: Tensor) -> int:
+    return DEVICE_PIECE if vector.is_cuda else HOST_PIECE
+
+
+def _pieces(vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(torch.split(vector, _size(vectors[0])) for vector in vectors), strict=True)
+
+
+def _add_up(total: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    first = True
+    for part, weight in zip(parts, weights, strict=True):
+        if weight and first:
+            torch.mul(part.to(total.device), weight, out=total)
+        elif weight:
+            total.add_(part.to(total.device), alpha=weight)
+        first = first and not weight
+    return total.zero_() if first else total
+
+
+def _spread(total: Tensor, parts: Sequence[Tensor], offset: bool) -> None:
+    for part in parts:
+        if not offset:
+            part.copy_(total)
+        elif part.device == total.device:
+            torch.sub(total, part, out=part)
+        else:
+            part.copy_(total - part.to(total.device))
+
+
+def finite(piece: Tensor) -> bool:
+    """Whether all numbers are finite. If not, nor is their sum; one that overflows is looked at again."""
+    return math.isfinite(piece.sum().item()) or bool(piece.isfinite().all())
+
+
+def _staging(numel: int, dtype: torch.dtype) -> Tensor:
+    """Memory for a piece on its way: a thread that does one thing at a time uses its own again."""
+    held: dict[torch.dtype, Tensor] | None = getattr(_of_thread, "held", None)
+    if held is None or numel < LONG:
+        return torch.empty(min(numel, PIECE), dtype=dtype)
+    if dtype not in held:
+        held[dtype] = torch.empty(PIECE, dtype=dtype)
+    return held[dtype][: min(numel, PIECE)]
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _complete(work: Coroutine[Any, Any, None]) -> None:
+    """Run a coroutine that never gives way."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("a coroutine gave way in a thread")

@@ -1,0 +1,448 @@
+"""Windows: memory for vectors that peers on the same host read and write where it lies.
+
+A *host* window is a memfd: it has no name in any file system, ends with its last user, and is sealed, so that
+nobody can shrink it under a reader. A peer of the same user opens it through /proc. A *device* window is CUDA
+memory, made by cudaMalloc and shared by CUDA IPC, whatever PyTorch's allocator is set to.
+
+A locator is what a peer needs to open a window, as numbers: kind, number, process, bytes, then a file handle
+or the 64 bytes of a CUDA handle.
+
+A peer that was thought lost may still write into a window it had been shown. A window of a transfer that
+failed is therefore not used again (`retire`). Host memory is simply let go: the peer's mapping keeps its own
+pages. Device memory would be given to somebody else, so it waits until that peer is known to have ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freewheel.errors import ConfigError
+from freewheel.fabric.base import Note
+
+STREAM, HOST, DEVICE = "stream", "host", "device"
+KINDS = (STREAM, HOST, DEVICE)
+"""How vectors travel between two workers, the slowest first."""
+NAME = "freewheel"
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+QUARANTINE_S = 10.0
+"""How long a peer must have been well, or dead, before device memory that it might write is used again."""
+PROBE_BYTES = 4096
+SPARES, OPEN = 8, 16
+"""Host windows that are kept for vectors that lie elsewhere; windows of one peer that are kept open."""
+
+log = logging.getLogger("freewheel")
+_numbers = itertools.count(secrets.randbits(48))
+"""No two windows of a host have the same number, in any life of a worker."""
+_made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+"""This process's windows: workers that are threads of one process open each other's here."""
+
+
+class HostWindow(mmap.mmap):
+    """Shared host memory; `fd` stays open as long as it lives."""
+
+    kind = HOST
+    number: int
+    fd: int
+    pinned = False
+
+    @classmethod
+    def make(cls, size: int) -> HostWindow:
+        """A new one, of zeros."""
+        fd = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(fd, size)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+            window = cls(fd, size)
+        except BaseException:
+            os.close(fd)
+            raise
+        window.fd, window.number = fd, next(_numbers)
+        _made[window.number] = window
+        return window
+
+    @classmethod
+    def open(cls, pid: int, size: int, fd: int) -> HostWindow:
+        """A peer's; OSError if this is not one."""
+        path = Path(f"/proc/{pid}/fd/{fd}")
+        if path.readlink().name != f"memfd:{NAME} (deleted)":
+            raise OSError(f"{path} is not a window")
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            if os.fstat(handle).st_size != size:
+                raise OSError(f"{path} has another size")
+            if fcntl.fcntl(handle, fcntl.F_GET_SEALS) & SEALS != SEALS:
+                raise OSError(f"{path} is not sealed")
+            window = cls(handle, size)
+        except BaseException:
+            os.close(handle)
+            raise
+        window.fd = handle
+        return window
+
+    @property
+    def locator(self) -> Note:
+        """What a peer opens it by."""
+        return (KINDS.index(HOST), self.number, os.getpid(), len(self), self.fd)
+
+    def memory(self) -> Tensor:
+        """All of it."""
+        return torch.frombuffer(self, dtype=torch.uint8)
+
+    def pin(self) -> None:
+        """Lock its pages, so that a GPU copies to and from it by itself."""
+        memory = self.memory()
+        cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        if self.pinned:
+            return
+        if int(cudart.cudaHostRegister(memory.data_ptr(), len(self), 0)) == 0:
+            self.pinned = True
+            weakref.finalize(self, _unpin, memory.data_ptr())
+        else:  # it is slower then, and no more
+            with contextlib.suppress(OSError):
+                Cuda().forget_error()
+
+    def __del__(self) -> None:
+        with contextlib.suppress(OSError, AttributeError):
+            os.close(self.fd)
+
+
+def _unpin(address: int) -> None:
+    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart.cudaHostUnregister(address)
+
+
+class _Handle(ctypes.Structure):
+    """cudaIpcMemHandle_t."""
+
+    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
+
+
+class Cuda:
+    """The four functions of CUDA's runtime that PyTorch does not offer, from the library it has loaded."""
+
+    def __init__(self) -> None:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        paths = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines())
+        path = next((path for path in paths if "/libcudart" in path), None)
+        if path is None or torch.version.hip:
+            raise OSError("CUDA's runtime library is not loaded")
+        self._library = ctypes.CDLL(path)
+        self._library.cudaGetErrorString.restype = ctypes.c_char_p
+        self._library.cudaMalloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
+        self._library.cudaFree.argtypes = [ctypes.c_void_p]
+        self._library.cudaIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), ctypes.c_void_p]
+        self._library.cudaIpcOpenMemHandle.argtypes = (
+            ctypes.POINTER(ctypes.c_void_p),
+            _Handle,
+            ctypes.c_uint,
+        )
+        self._library.cudaIpcCloseMemHandle.argtypes = [ctypes.c_void_p]
+
+    def forget_error(self) -> None:
+        """Else PyTorch would report the last error at its next kernel."""
+        self._library.cudaGetLastError()
+
+    def _do(self, name: str, *arguments: Any) -> None:
+        if error := getattr(self._library, name)(*arguments):
+            self.forget_error()
+            raise OSError(f"{name}: {self._library.cudaGetErrorString(error).decode()}")
+
+    def malloc(self, size: int) -> int:
+        """Memory of the current device."""
+        address = ctypes.c_void_p()
+        self._do("cudaMalloc", ctypes.byref(address), size)
+        return int(address.value or 0)
+
+    def free(self, address: int) -> None:
+        """The reverse."""
+        self._do("cudaFree", address)
+
+    def share(self, address: int) -> bytes:
+        """A handle another process opens memory by."""
+        handle = _Handle()
+        self._do("cudaIpcGetMemHandle", ctypes.byref(handle), address)
+        return bytes(handle.reserved)
+
+    def open(self, handle: bytes) -> int:
+        """Another process's memory."""
+        address = ctypes.c_void_p()
+        shared = _Handle((ctypes.c_ubyte * 64)(*handle))
+        self._do("cudaIpcOpenMemHandle", ctypes.byref(address), shared, 1)  # 1: between devices too
+        return int(address.value or 0)
+
+    def close(self, address: int) -> None:
+        """The reverse."""
+        self._do("cudaIpcCloseMemHandle", address)
+
+
+class DeviceWindow:
+    """CUDA memory that other processes can open."""
+
+    kind = DEVICE
+
+    def __init__(self, device: torch.device, address: int, size: int, end: Callable[[int], None]) -> None:
+        self.device, self.size, self._address, self._end = device, size, address, end
+        self.number, self.handle = 0, b""
+        self.__cuda_array_interface__ = {
+            "shape": (size,),
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+    @classmethod
+    def make(cls, cuda: Cuda, device: torch.device, size: int) -> DeviceWindow:
+        """A new one."""
+        with torch.cuda.device(device):
+            address = cuda.malloc(size)
+            window = cls(device, address, size, cuda.free)
+            window.handle, window.number = cuda.share(address), next(_numbers)
+        _made[window.number] = window
+        return window
+
+    @classmethod
+    def open(cls, cuda: Cuda, device: torch.device, size: int, handle: bytes) -> DeviceWindow:
+        """A peer's; OSError if it cannot be opened."""
+        with torch.cuda.device(device):
+            return cls(device, cuda.open(handle), size, cuda.close)
+
+    @property
+    def locator(self) -> Note:
+        """What a peer opens it by."""
+        return (KINDS.index(DEVICE), self.number, os.getpid(), self.size, *self.handle)
+
+    def memory(self) -> Tensor:
+        """All of it."""
+        memory = torch.as_tensor(self, device=self.device)
+        if memory.data_ptr() != self._address:  # of another device, and copied: what is written would be lost
+            raise OSError(f"the memory cannot be used on {self.device} where it is")
+        return memory
+
+    def __del__(self) -> None:
+        # At the end of the interpreter CUDA may be gone already.
+        with contextlib.suppress(Exception), torch.cuda.device(self.device):
+            self._end(self._address)
+
+
+Window = HostWindow | DeviceWindow
+
+
+@dataclass
+class Retired:
+    """Device memory that peers might still write, and since when each of them is known to be well or dead."""
+
+    vector: Tensor
+    peers: dict[int, float | None] = field(default_factory=dict)
+
+
+class Windows:
+    """A worker's own windows, and those of its peers that it has opened."""
+
+    def __init__(self, device: torch.device | None = None) -> None:
+        self.device = device if device is not None and device.type == "cuda" else None
+        """Where this worker's vectors lie, if not on the host."""
+        self.cuda: Cuda | None = None
+        self._probes: list[Window] = []
+        self._by_address: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
+        self._peers: dict[tuple[int, int], Window] = {}
+        self._spare: list[Tensor] = []
+        """Windows for vectors that lie elsewhere, free to be borrowed."""
+        self._retired: list[Retired] = []
+        if self.device is not None:
+            try:
+                self.cuda = Cuda()
+                self._probes.append(DeviceWindow.make(self.cuda, self.device, PROBE_BYTES))
+            except (OSError, RuntimeError) as error:
+                self.cuda = None
+                log.warning("no device windows: %s; vectors go through host memory", error)
+        with contextlib.suppress(OSError):
+            self._probes.append(HostWindow.make(PROBE_BYTES))
+
+    # -- one's own --
+
+    @property
+    def native(self) -> str:
+        """The kind of window this worker's vectors lie in."""
+        best = HOST if self.device is None else DEVICE
+        return best if best in self.kinds else STREAM
+
+    @property
+    def kinds(self) -> set[str]:
+        """The kinds this worker can make."""
+        return {window.kind for window in self._probes}
+
+    def make(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A vector where this worker's weights are, in a window where that can be."""
+        size = max(1, numel) * dtype.itemsize
+        for at, spare in enumerate(self._spare):
+            if self.native == DEVICE and self._fits(spare, numel, dtype, DEVICE):
+                return self._spare.pop(at)
+        if self.native == HOST:
+            return self._vector(HostWindow.make(size), numel, dtype)
+        if self.device is None:
+            return torch.empty(numel, dtype=dtype)
+        for empty in (torch.cuda.empty_cache, None):
+            try:
+                if self.cuda is None:
+                    return torch.empty(numel, dtype=dtype, device=self.device)
+                return self._vector(DeviceWindow.make(self.cuda, self.device, size), numel, dtype)
+            except (OSError, torch.cuda.OutOfMemoryError) as error:
+                if empty is None:
+                    free, _ = torch.cuda.mem_get_info(self.device)
+                    raise ConfigError(
+                        f"a snapshot of the weights needs {size / 1e6:,.0f} MB on {self.device}, which has "
+                        f"{free / 1e6:,.0f} MB left: make the batch or the model smaller ({error})."
+                    ) from None
+                empty()
+        raise AssertionError
+
+    def _vector(self, window: Window, numel: int, dtype: torch.dtype) -> Tensor:
+        memory = window.memory()
+        self._by_address[memory.data_ptr()] = window
+        return memory[: numel * dtype.itemsize].view(dtype)
+
+    def of(self, vector: Tensor) -> Window | None:
+        """The window a vector lies in, if it does."""
+        return self._by_address.get(vector.untyped_storage().data_ptr())
+
+    def borrow(self, like: Tensor, kind: str) -> Tensor:
+        """A window's memory for a vector that lies elsewhere; `give_back` it."""
+        for at, spare in enumerate(self._spare):
+            if self._fits(spare, like.numel(), like.dtype, kind):
+                return self._spare.pop(at)
+        if kind == DEVICE:
+            return self.make(like.numel(), like.dtype)
+        window = HostWindow.make(max(1, like.numel()) * like.dtype.itemsize)
+        if self.device is not None:
+            window.pin()
+        return self._vector(window, like.numel(), like.dtype)
+
+    def _fits(self, spare: Tensor, numel: int, dtype: torch.dtype, kind: str) -> bool:
+        window = self.of(spare)
+        return (spare.numel(), spare.dtype) == (numel, dtype) and window is not None and window.kind == kind
+
+    def give_back(self, vector: Tensor) -> None:
+        """A borrowed one is free again; of the host's, those that were used last are kept."""
+        self._spare.append(vector)
+        host = [spare for spare in self._spare if not spare.is_cuda]
+        if len(host) > SPARES:
+            self._spare = [spare for spare in self._spare if spare is not host[0]]
+
+    def nbytes(self) -> int:
+        """Memory of this worker's windows."""
+        return sum(window.memory().nbytes for window in self._by_address.values())
+
+    def retire(self, vector: Tensor, peers: Iterable[int]) -> None:
+        """Never use a vector again that these peers might still write."""
+        window = self.of(vector)
+        if window is not None and window.kind == DEVICE:
+            self._retired.append(Retired(vector, dict.fromkeys(peers)))
+
+    def settle(self, now_s: float, harmless: Callable[[int], bool]) -> None:
+        """Use retired memory again whose peers have been well, or dead, for long enough.
+
+        It is not freed: peers may have it open, and CUDA does not say what happens then.
+        """
+        for one in self._retired:
+            for peer, since_s in list(one.peers.items()):
+                if not harmless(peer):
+                    one.peers[peer] = None
+                elif since_s is None:
+                    one.peers[peer] = now_s
+                elif now_s - since_s > QUARANTINE_S:
+                    del one.peers[peer]
+        self._spare += [one.vector for one in self._retired if not one.peers]
+        self._retired = [one for one in self._retired if one.peers]
+
+    # -- peers' --
+
+    def offer(self, secret: bytes) -> list[Note]:
+        """Locators of a small window of each kind, for a peer to try."""
+        for window in self._probes:
+            mark = torch.frombuffer(bytearray(secret), dtype=torch.uint8)
+            window.memory()[: len(secret)].copy_(mark)
+        return [window.locator for window in self._probes]
+
+    def tried(self, offers: Iterable[Note], secret: bytes) -> list[str]:
+        """The kinds of windows a peer offers that can be opened and read."""
+        seen = []
+        for locator in offers:
+            kind = KINDS[int(locator[0])]
+            try:
+                window = self.open(locator)
+                read = bytes(window.memory()[: len(secret)].cpu().numpy())
+            except (OSError, RuntimeError) as error:
+                log.info("cannot open a peer's %s window: %s", kind, error)
+                continue
+            if read == secret:
+                seen.append(kind)
+        return seen
+
+    def known(self, locator: Note) -> Window | None:
+        """A peer's window that is open already."""
+        number, pid = int(locator[1]), int(locator[2])
+        made: Window | None = _made.get(number) if pid == os.getpid() else None
+        return self._peers.get((pid, number)) if made is None else made
+
+    def keep(self, locator: Note, window: Window) -> None:
+        """Let a window stay open: the last few of each process."""
+        pid = int(locator[2])
+        self._peers[pid, int(locator[1])] = window
+        for key in [key for key in self._peers if key[0] == pid][:-OPEN]:
+            del self._peers[key]
+
+    def open(self, locator: Note) -> Window:
+        """A peer's window; OSError if it cannot be opened."""
+        kind, _, pid, size = (int(number) for number in locator[:4])
+        rest = [int(number) for number in locator[4:]]
+        if (known := self.known(locator)) is not None:
+            return known
+        if KINDS[kind] == HOST:
+            window = HostWindow.open(pid, size, rest[0])
+            if self.device is not None:
+                window.pin()
+            return window
+        if self.cuda is None or self.device is None:
+            raise OSError("this worker has no CUDA device")
+        return DeviceWindow.open(self.cuda, self.device, size, bytes(rest))
+
+    def forget(self, pid: int) -> None:
+        """Let go of what a process showed."""
+        self._peers = {key: window for key, window in self._peers.items() if key[0] != pid}
+
+    def clear(self) -> None:
+        """Let go of everything but windows that vectors still lie in."""
+        self._peers.clear()
+        self._spare.clear()
+        self._probes.clear()
+
+
+def is_locator(note: Note) -> bool:
+    """Whether numbers that came from a peer can be a locator."""
+    if len(note) < 5 or not all(0 <= number < 2**53 and number == int(number) for number in note):
+        return False
+    kind = int(note[0])
+    return (kind == 1 and len(note) == 5) or (kind == 2 and len(note) == 68 and max(note[4:]) < 256)
+
+
+def place() -> str:
+    """Says whether two processes could see each other's windows: equal on one machine, for one user."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot}/{os.stat('/proc/self/ns/pid').st_ino}/{os.getuid()}"
+    return ""

@@ -1,0 +1,151 @@
+"""When weights or steps are not as usual, nobody is spoilt by it and nobody is declared dead."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import threading
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from crew import outcomes, together, worker
+from freewheel.errors import Diverged
+
+HEARTBEAT_S = 0.3
+
+
+def net() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 120))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(4, 8)).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "nodelay_free", "sasgd:interval=2", "dasgd"])
+def test_a_worker_that_diverges_says_so_and_spoils_nobody(strategy, tmp_path):
+    events: dict[int, list[tuple[str, int | None, str]]] = {rank: [] for rank in range(3)}
+    gone = threading.Event()
+
+    def work(place):
+        model = net()
+        attached, optimizer = worker(place, model, strategy, lr=1e-3)
+        with attached:
+            note = attached._agent.fabric.notice
+
+            def hear(what, peer, text):
+                events[place.rank].append((what, peer, text))
+                note(what, peer, text)
+
+            attached._agent.fabric.notice = hear
+            for k in range(4000):
+                step(model, optimizer)
+                if place.rank == 2 and k == 20:
+                    with torch.no_grad():
+                        model[1].bias[5] = float("nan")
+                if k > 60 and gone.is_set():
+                    break
+                time.sleep(5e-4)
+                if len(attached.metrics()["members"]) < 3:
+                    gone.set()
+        return attached.consensus()
+
+    ended = outcomes(3, work)
+    assert isinstance(ended[2], Diverged), ended[2]
+    assert "worker 2 diverged at step" in str(ended[2])
+    assert re.search(r"weights of [01]\.(weight|bias) are not finite", str(ended[2]))
+    for rank in (0, 1):
+        assert all(bool(p.isfinite().all()) for p in ended[rank].parameters())
+        about = [
+            (what, text) for what, peer, text in events[rank] if peer == 2 and what not in ("half", "joined")
+        ]
+        assert len(about) == 1, about
+        assert about[0][0] == "left"
+        assert "worker 2 diverged at step" in about[0][1]
+
+
+def slow_closure(seconds: float):
+    def take(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 8)).square().mean()
+            loss.backward()
+            time.sleep(seconds)  # the weights move as far as anybody else can tell
+            return loss
+
+        optimizer.step(closure)
+
+    return take
+
+
+def slow_step(seconds: float):
+    def take(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        time.sleep(seconds)
+        step(model, optimizer)
+
+    return take
+
+
+@pytest.mark.parametrize("take", [slow_closure(1.5), slow_step(1.5)], ids=["a closure", "a gradient"])
+@pytest.mark.parametrize("strategy", ["adpsgd", "nodelay_free", "dasgd:interval=1"])
+def test_no_step_is_so_long_that_its_worker_is_taken_for_dead(strategy, take):
+    """Five signs of life fall into each step; others ask for its weights meanwhile."""
+    over = threading.Event()
+
+    def work(place):
+        model = net()
+        attached, optimizer = worker(place, model, strategy, lr=1e-3, heartbeat_s=HEARTBEAT_S)
+        lost = []
+        with attached:
+            note = attached._agent.fabric.notice
+            attached._agent.fabric.notice = lambda what, peer, text: (
+                lost.append((what, peer)),
+                note(what, peer, text),
+            )
+            if place.rank == 0:
+                for _ in range(2):
+                    take(model, optimizer)
+                over.set()
+            else:
+                while not over.is_set():
+                    step(model, optimizer)
+                    attached.consensus()
+                    time.sleep(0.01)
+            held = list(lost)
+        return [what for what in held if what[0] in ("died", "cut", "left")]
+
+    assert together(2, work) == [[], []]
+
+
+def test_a_call_that_holds_pythons_lock_is_taken_in_again_when_it_ends():
+    """Nothing can be sent meanwhile: the promise is that the worker is back at once, with its weights."""
+    hold = ctypes.PyDLL(
+        None
+    ).usleep  # a C call that keeps the interpreter's lock: it holds up this whole test
+    over = threading.Barrier(2)
+
+    def work(place):
+        model = net()
+        attached, optimizer = worker(place, model, "adpsgd", lr=1e-3, heartbeat_s=HEARTBEAT_S)
+        with attached:
+            for _ in range(20):
+                step(model, optimizer)
+            if place.rank == 0:
+                hold(int(3 * HEARTBEAT_S * 1e6))
+            done = attached.metrics()["exchanges"]["done"]
+            end_s = time.monotonic() + 20
+            while attached.metrics()["exchanges"]["done"] < done + 3:
+                assert time.monotonic() < end_s
+                step(model, optimizer)
+                time.sleep(1e-3)
+            with contextlib.suppress(threading.BrokenBarrierError):
+                over.wait(20)
+        return attached.metrics()["members"]
+
+    assert together(2, work) == [[0, 1], [0, 1]]
