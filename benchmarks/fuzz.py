@@ -21,9 +21,9 @@ import torch
 from rich.progress import track
 
 from freewheel.fabric import frames
+from freewheel.fabric.connection import Connection
 from freewheel.fabric.frames import BadFrame, Kind
-from freewheel.fabric.greeting import Identity
-from freewheel.fabric.link import Link
+from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import TcpFabric, _Left
 from freewheel.observe.counters import Counters
 
@@ -33,7 +33,7 @@ PEER = 1
 
 
 class Bytes:
-    """A line on which given bytes come, and then nothing."""
+    """A transport on which given bytes come, and then nothing."""
 
     local = True
     heard_s = 0.0
@@ -50,9 +50,9 @@ class Bytes:
     async def write(self, data: memoryview | bytes) -> None:
         """Nobody reads it."""
 
-    async def pause(self, *_: object) -> None:
-        """Let others run."""
-        await asyncio.sleep(0)
+    def write_now(self, data: bytes) -> int:
+        """Nobody reads it."""
+        return len(data)
 
     def blocking(self) -> None:
         """Short vectors only."""
@@ -74,7 +74,7 @@ def good(rng: random.Random) -> bytes:
     )
     note = tuple(rng.uniform(-1e6, 1e6) for _ in range(rng.randrange(6)))
     if kind is Kind.NEAR:
-        note = (float(rng.randrange(2**22)), float(rng.randrange(100)), float(rng.randrange(LONGEST)), 1.0)
+        note = (1.0, float(rng.randrange(2**48)), float(rng.randrange(2**22)), 4.0, 7.0, 5.0)
     numel = rng.randrange(LONGEST) if kind is Kind.MESSAGE and rng.random() < 0.7 else 0
     dtype = torch.float32 if numel else None
     head = frames.pack(kind, ME.run, PEER, 1, tag, note, dtype, numel)
@@ -120,8 +120,8 @@ async def fuzz(count: int, seed: int) -> Counter[str]:
     delivered: list[object] = []
     fabric.deliver = delivered.append  # type: ignore[method-assign, assignment]
     for _ in track(range(count), "frames", disable=not sys.stderr.isatty()):
-        link = Link(Bytes(damaged(rng)), PEER, 1, "fuzz", PEER)
-        link.near = True
+        link = Connection(Bytes(damaged(rng)), PEER, 1, "fuzz", PEER)
+        link.kind = "host"
         try:
             await fabric._read(link)
         except (BadFrame, EOFError, OSError) as error:

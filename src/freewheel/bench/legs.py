@@ -5,7 +5,8 @@
     STRATEGY             Freewheel with that strategy, as in adpsgd:topology=ring
 
 A step sleeps for the time a gradient would take, so that workers sharing a core do not slow each other. The
-gradient it then gets costs nothing: what is left of a step is plain SGD, and what the leg is about.
+gradient it then gets costs nothing: what is left of a step is plain SGD, and what the leg is about. On a GPU
+a step is that of a real GPT instead: bf16 autocast, AdamW, random tokens.
 """
 
 from __future__ import annotations
@@ -22,10 +23,12 @@ from torch import nn
 
 from freewheel import strategies
 from freewheel.bench.processes import Parent, job
+from freewheel.tasks.nets import GPT
 
 ALONE, DDP = "alone", "ddp"
 FLOATS_PER_MB = 250_000
 SIDE = 500
+VOCABULARY = 256
 WARM_UP_STEPS = 3
 
 
@@ -50,6 +53,22 @@ class Weights(nn.Module):
         return loss
 
 
+class Transformer(nn.Module):
+    """A GPT that makes up its own batch; forward is the loss."""
+
+    def __init__(self, layers: int, width: int, context: int, batch: int) -> None:
+        super().__init__()
+        self.context, self.batch = context, batch
+        self.net = GPT(VOCABULARY, context, width, layers, width // 64).cuda()
+
+    def forward(self) -> torch.Tensor:
+        """The loss of one batch."""
+        tokens = torch.randint(VOCABULARY, (self.batch, self.context + 1), device="cuda")
+        with torch.autocast("cuda", torch.bfloat16):
+            guesses = self.net(tokens[:, :-1])
+        return nn.functional.cross_entropy(guesses.flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
 class _Given(torch.autograd.Function):
     """A loss with given gradients: to autograd and its listeners, a backward pass like any other."""
 
@@ -70,20 +89,24 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     torch.manual_seed(rank)
-    model = Weights(asked["model_mb"])
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    gpt = Transformer(**asked["gpt"]) if asked.get("gpt") else None
+    model: nn.Module = Weights(asked["model_mb"]) if gpt is None else gpt
+    optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    if gpt is not None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     compute_s = asked["compute_ms"] / 1e3 * asked["slow"].get(str(rank), 1.0)
     with _communication(asked, model, optimizer) as (module, metrics):
         spent = Spent()
 
         def step(compute_s: float = compute_s) -> None:
             begin = time.monotonic()
-            time.sleep(compute_s)
+            if gpt is None:
+                time.sleep(compute_s)
             woken, cpu_s = time.monotonic(), time.thread_time()
             optimizer.zero_grad()
             module().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            spent.overslept_s += woken - begin - compute_s
+            spent.overslept_s += (woken - begin - compute_s) * (gpt is None)
             spent.stepping_s += time.monotonic() - woken
             spent.cpu_s += time.thread_time() - cpu_s
 

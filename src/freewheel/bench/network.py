@@ -15,14 +15,31 @@ from freewheel.bench.legs import DDP
 from freewheel.bench.namespaces import Network
 from freewheel.bench.rates import Load, Pace, Progress, Span, measure
 from freewheel.bench.straggler import figures
+from freewheel.errors import at_least
 
 
 def network(
-    load: Load, link_mbit: float, strategies: Sequence[str], span: Span, progress: Progress
+    load: Load,
+    link_mbit: float,
+    strategies: Sequence[str],
+    span: Span,
+    progress: Progress,
+    hosts: int | None = None,
 ) -> list[Figure]:
-    """Measure all legs on a network of namespaces; one figure for each strategy."""
-    with Network(load.workers, link_mbit) as built:
-        paces = measure(load, strategies, span, progress, built.places, built.bytes_moved)
+    """Measure all legs on a network of namespaces, one for each host; one figure for each strategy."""
+    count = hosts or load.workers
+    at_least("--hosts", count, 1)
+    with Network(count, link_mbit) as built:
+        places = [built.places[rank * count // load.workers] for rank in range(load.workers)]
+        paces = measure(load, strategies, span, progress, places, built.bytes_moved)
+
+    def sent_mb(leg: str) -> float:
+        """What a host sends for each merge or exchange of one of its workers."""
+        done = [sum(pace.total(kind, "done") for kind in ("exchanges", "merges")) for pace in paces[leg]]
+        sent = [sum(pace.metered[::2]) / count / 1e6 for pace in paces[leg]]
+        return statistics.median(
+            mb / (n / load.workers) if n else 0.0 for mb, n in zip(sent, done, strict=True)
+        )
 
     def used(pace: Pace) -> list[float]:
         """The used share of every link and direction."""
@@ -35,6 +52,7 @@ def network(
     for figure in figures("network", load, strategies, span, paces):
         links = {
             "link_mbit": link_mbit,
+            "sent_mb_per_merge": sent_mb(figure.of),
             "freewheel_link_used": mean_used(figure.of),
             "ddp_link_used": mean_used(DDP),
             "freewheel_link_used_least": min(min(used(pace)) for pace in paces[figure.of]),

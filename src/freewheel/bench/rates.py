@@ -35,6 +35,8 @@ class Load:
     compute_ms: float = 50.0
     slow: Mapping[int, float] = field(default_factory=dict)
     wire: str = "fp32"
+    gpt: Mapping[str, int] | None = None
+    """A real GPT on a GPU instead: its layers, width, context, batch."""
 
     def __post_init__(self) -> None:
         at_least("--workers", self.workers, 2)

@@ -1,12 +1,13 @@
 """Two processes swap snapshots, both directions at once: Freewheel's exchanges beside gloo's isend and irecv.
 
-    swap                each side ends with what the other had
-    exchange            each side ends with what AD-PSGD makes of both, (theirs - mine)/2
+    swap                gloo leaves each side with what the other had
+    exchange            gloo leaves each side with what AD-PSGD makes of both, (theirs - mine)/2
     … over TCP          the same as workers of two machines do it, on loopback; those of one share memory
 
-A Freewheel exchange begins with the two sides agreeing on it, which is part of its time. All take turns in
-the same pair of processes. Wall time is the median of all swaps of both sides; CPU time, user and system, is
-that of both processes together.
+Through windows Freewheel combines on the way, so its swap is its exchange; over TCP it moves vectors and
+no more, as gloo's does. An exchange begins with the two sides agreeing on it, which is part of its time. All
+take turns in the same pair of processes. Wall time is the median of all swaps of both sides; CPU time, user
+and system, is that of both processes together.
 """
 
 from __future__ import annotations
@@ -26,23 +27,37 @@ from torch import Tensor
 from freewheel import __version__
 from freewheel.bench.figure import Figure
 from freewheel.bench.legs import FLOATS_PER_MB
+from freewheel.bench.namespaces import Network
 from freewheel.bench.processes import Parent, Place, Processes, free_port, job
 from freewheel.bench.rates import START_S, Progress
 from freewheel.errors import at_least
-from freewheel.fabric import shared
+from freewheel.fabric import windows
 from freewheel.fabric.base import Meet
 from freewheel.fabric.exchange import Exchanges
-from freewheel.fabric.greeting import Identity
+from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.observe.counters import Counters
 from freewheel.strategies.adpsgd import ADPSGD
 
 SWAP, EXCHANGE = "swap", "exchange"
+LINK_MBIT = 200_000.0
 NEAR, TCP, GLOO = "freewheel", "freewheel over TCP", "gloo"
 
 
-def swap(sizes_mb: Sequence[float], rounds: int, progress: Progress) -> list[Figure]:
-    """Measure each size in a pair of processes of its own; four figures for each."""
+def swap(sizes_mb: Sequence[float], rounds: int, progress: Progress, apart: bool = False) -> list[Figure]:
+    """Measure each size in a pair of processes of its own; four figures for each.
+
+    `apart` puts the two into network namespaces of their own, with a link that is no limit.
+    """
+    if apart:
+        with Network(2, LINK_MBIT) as built:
+            return _swap(sizes_mb, rounds, progress, built.places)
+    return _swap(sizes_mb, rounds, progress, [Place()] * 2)
+
+
+def _swap(
+    sizes_mb: Sequence[float], rounds: int, progress: Progress, places: Sequence[Place]
+) -> list[Figure]:
     at_least("--rounds", rounds, 1)
     for mb in sizes_mb:
         at_least("--mb", mb, 0.001)
@@ -53,11 +68,12 @@ def swap(sizes_mb: Sequence[float], rounds: int, progress: Progress) -> list[Fig
             progress(f"{mb:g} MB", (done + message.get("progress", 0.0)) / len(sizes_mb))
 
         show({})
-        asked = {"mb": mb, "rounds": rounds, "swaps": swaps_in_a_turn(mb)}
-        with Processes("freewheel.bench.swap", asked, [Place()] * 2, free_port()) as pair:
+        addresses = [place.address for place in places]
+        asked = {"mb": mb, "rounds": rounds, "swaps": swaps_in_a_turn(mb), "addresses": addresses}
+        with Processes("freewheel.bench.swap", asked, places, free_port()) as pair:
             sides = pair.collect("result", START_S + 6 * rounds * mb, show)
             pair.finish(START_S)
-        for way in (NEAR, TCP):
+        for way in (NEAR, TCP) if addresses[0] == addresses[1] else (TCP,):
             found += [_figure(kind, way, mb, [side[kind] for side in sides]) for kind in (SWAP, EXCHANGE)]
     return found
 
@@ -112,13 +128,14 @@ class Gloo:
 class Party:
     """A worker that does nothing but exchange: the first calls, the second answers."""
 
-    def __init__(self, size: int, rank: int, near: bool) -> None:
-        place = shared.place() if near else ""
+    def __init__(self, size: int, rank: int, near: bool, addresses: Sequence[str]) -> None:
+        self.addresses, self.near, self._swaps = addresses, near, 0
+        self.theirs = torch.zeros(0 if near else size)
+        place = windows.place() if near else ""
         me = Identity(bytes(16), rank, 2, 1, __version__, "swap", longest=size, place=place)
         self.fabric = TcpFabric(me, Counters())
         self.peer = 1 - rank
-        self.meet: Meet = _theirs
-        self.apart = 0.0
+        self.meet: Meet = ADPSGD().meet
         self.mine = self.fabric.windows.make(size, torch.float32).copy_(torch.randn(size))
         self._tasks: set[asyncio.Task[Any]] = set()
         self._exchanges = Exchanges(self.fabric, self, self._spawn, random.Random(rank))
@@ -127,9 +144,12 @@ class Party:
     async def open(self) -> None:
         """Find each other: the ports travel by gloo."""
         ports: list[Any] = [None, None]
-        await asyncio.to_thread(dist.all_gather_object, ports, self.fabric.open("127.0.0.1"))
+        await asyncio.to_thread(
+            dist.all_gather_object, ports, self.fabric.open(self.addresses[self.fabric.rank])
+        )
         if self.fabric.rank > self.peer:
-            await self.fabric.connect(self.peer, "127.0.0.1", ports[self.peer])
+            address = self.addresses[self.peer]
+            await self.fabric.connect(self.peer, address, ports[self.peer])
         while self.peer not in self.fabric.members:
             await self.fabric.changed()
         self._spawn(self._exchanges.serve())
@@ -141,16 +161,18 @@ class Party:
         return task
 
     async def swap(self) -> None:
-        """Each has what the other had."""
-        self.meet = _theirs
-        await self._meet()
+        """What the other had; through windows it is combined on the way."""
+        if self.near:
+            await self.exchange()
+            return
+        self._swaps += 1
+        tag = ("swap", self._swaps)
+        sending = self.fabric.send(self.peer, tag, self.mine, stream=True)
+        await self.fabric.land(self.peer, tag, self.mine.numel(), self.theirs)
+        await sending
 
     async def exchange(self) -> None:
         """What AD-PSGD makes of both."""
-        self.meet = ADPSGD().meet
-        await self._meet()
-
-    async def _meet(self) -> None:
         if self.fabric.rank == 0:
             while not await self._exchanges.call(self.peer):
                 await asyncio.sleep(0)
@@ -162,20 +184,16 @@ class Party:
             task.cancel()
         await self.fabric.close()
 
-    async def fresh(self) -> Tensor:
+    async def snapshot(self) -> Tensor:
         """The vector itself; an exchange may overwrite it."""
         return self.mine
 
-    def met(self, peer: int, _: Tensor, apart: float | None = None) -> None:
+    def met(self, peer: int, _: Tensor) -> None:
         """An exchange is complete."""
         self._done.release()
 
     def count(self, _: str) -> None:
         """Nobody asks."""
-
-
-def _theirs(_: Tensor, theirs: Tensor) -> Tensor:
-    return theirs
 
 
 async def _timed(act: Callable[[], Any], times: int) -> tuple[list[float], float]:
@@ -202,7 +220,9 @@ async def _work(parent: Parent, asked: dict[str, Any]) -> None:
     rank = int(os.environ["RANK"])
     torch.manual_seed(rank)
     size = round(asked["mb"] * FLOATS_PER_MB)
-    gloo, near, tcp = Gloo(size, 1 - rank), Party(size, rank, near=True), Party(size, rank, near=False)
+    where = asked["addresses"]
+    gloo = Gloo(size, 1 - rank)
+    near, tcp = Party(size, rank, True, where), Party(size, rank, False, where)
     await near.open()
     await tcp.open()
     ways: dict[str, Gloo | Party] = {GLOO: gloo, NEAR: near, TCP: tcp}

@@ -86,6 +86,7 @@ def straggler(
 def network(
     link_mbit: Annotated[float, typer.Option(help="Bandwidth of each worker's link, in and out.")] = 100.0,
     workers: Workers = 4,
+    hosts: Annotated[int | None, typer.Option(help="Hosts that share the workers; else one each.")] = None,
     model_mb: ModelMb = 10.0,
     compute_ms: ComputeMs = 50.0,
     slow: Slow = None,
@@ -103,19 +104,52 @@ def network(
     load = Load(workers, model_mb, compute_ms, _slow(slow or ["none"]), _wire(wire))
     chosen, span = _strategies(strategy, workers), _span(seconds, rounds, quick)
     check_possible()
-    found = _measured(lambda show: network(load, link_mbit, chosen, span, show), json_path)
+    found = _measured(lambda show: network(load, link_mbit, chosen, span, show, hosts), json_path)
     columns: list[Column] = [
         *COMMUNICATION,
         ("links used", lambda f: share(f.raw["freewheel_link_used"])),
         ("DDP", lambda f: share(f.raw["ddp_link_used"])),
+        ("MB a merge and host", lambda f: short(f.raw["sent_mb_per_merge"])),
     ]
     _print(columns, found, f"Links of {given(link_mbit)} Mbit/s; shares as in freewheel bench straggler.")
+
+
+@app.command()
+def gpu(
+    workers: Workers = 4,
+    layers: Annotated[int, typer.Option(help="Layers of the GPT.")] = 12,
+    width: Annotated[int, typer.Option(help="Its width, a multiple of 64.")] = 768,
+    context: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
+    batch: Annotated[int, typer.Option(help="Sequences of a batch.")] = 8,
+    strategy: Strategies = "adpsgd,nodelay_free,sasgd:interval=8,allreduce",
+    seconds: Seconds = 8.0,
+    rounds: Rounds = 1,
+    wire: Wire = "fp32",
+    quick: Quick = False,
+    json_path: Json = None,
+) -> None:
+    """Step rates of a GPT whose workers share one GPU, as shares of the rate without communication."""
+    from freewheel.bench.gpu import gpu
+
+    sizes = {"layers": layers, "width": width, "context": context, "batch": batch}
+    for name, value in sizes.items():
+        at_least(f"--{name}", value, 1)
+    if width % 64:
+        raise ConfigError(f"--width must be a multiple of 64, the width of a head, not {width}.")
+    load = Load(workers, wire=_wire(wire), gpt=sizes)
+    chosen, span = _strategies(strategy, workers), _span(seconds, rounds, quick)
+    found = _measured(lambda show: gpu(load, chosen, span, show), json_path)
+    weights = 12 * layers * width**2 / 1e6
+    _print(COMMUNICATION, found, f"A GPT of {weights:.0f} million weights; DDP on gloo.")
 
 
 @app.command()
 def swap(
     mb: Annotated[str, typer.Option(help="Sizes, separated by commas.")] = "1,45,400",
     rounds: Rounds = 5,
+    apart: Annotated[
+        bool, typer.Option("--apart", help="Each in a network namespace: over TCP alone; needs root.")
+    ] = False,
     quick: Quick = False,
     json_path: Json = None,
 ) -> None:
@@ -125,7 +159,7 @@ def swap(
     sizes = [_number("--mb", text) for text in names.split(mb)]
     if not sizes:
         raise ConfigError("--mb names no size: write sizes in MB, separated by commas, as in 1,45,400.")
-    found = _measured(lambda show: swap(sizes, 1 if quick else rounds, show), json_path)
+    found = _measured(lambda show: swap(sizes, 1 if quick else rounds, show, apart), json_path)
     columns: list[Column] = [
         ("what", lambda f: f"{f.name} {f.of}"),
         ("freewheel ms", lambda f: short(f.freewheel)),
