@@ -148,6 +148,7 @@ class SimulatedRecords:
             **figures,
             "checkpoints": {"done": 0, "skipped": 0, "failed": 0},
             "progress": worker.hand.progress() if worker.hand is not None else 0.0,
+            "windows": {},
             "members": list(node.members),
             "view": node.view.number,
             "loss": node.loss if worker.study is not None and counters.steps else None,

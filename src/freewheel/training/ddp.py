@@ -98,6 +98,7 @@ class DdpBooks:
             "bytes_in": self.bytes_out(),
             "checkpoints": {"done": 0, "skipped": 0, "failed": 0},
             "progress": 0.0,
+            "windows": {},
             "members": list(range(self._job.workers)),
             "view": 0,
             "loss": float(loss),
