@@ -317,7 +317,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(arguments, message, capsys, monke
 # -- measuring --
 
 LOOP = """
-import sys, torch
+import pathlib, sys, torch
 model, other = torch.nn.Linear(100, 50), torch.nn.Linear(2, 2)
 optimizer, small = torch.optim.AdamW(model.parameters()), torch.optim.SGD(other.parameters(), lr=0.1)
 print("given", sys.argv[1:])
@@ -326,7 +326,7 @@ for _ in range(int(sys.argv[1])):
         by.zero_grad()
         one(torch.ones(4, one.in_features)).sum().backward()
         by.step()
-open("ended", "w").close()
+pathlib.Path(__file__).with_name("ended").touch()
 """
 
 
