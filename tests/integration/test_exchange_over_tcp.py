@@ -17,7 +17,7 @@ from freewheel.fabric import windows
 from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import TcpFabric
-from freewheel.fabric.transfers import LONG, PIECE, Landing, Transfers
+from freewheel.fabric.transfers import INLINE, LONG, PIECE, Landing, Transfers
 from freewheel.fabric.transport import PlainTransport
 from freewheel.observe.counters import Counters
 
@@ -44,7 +44,7 @@ class Party:
 
     async def snapshot(self) -> torch.Tensor:
         await self.ready.wait()
-        return self.fabric.windows.make(SIZE, torch.float32).fill_(self.value)
+        return self.fabric.windows.make(self.fabric.me.longest, torch.float32).fill_(self.value)
 
     def meet(self, mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
         self.hook()
@@ -65,11 +65,11 @@ class Party:
 
 
 @contextlib.asynccontextmanager
-async def pair(near: bool = False) -> AsyncIterator[tuple[Party, Party]]:
+async def pair(near: bool = False, size: int = SIZE) -> AsyncIterator[tuple[Party, Party]]:
     """Worker 0, which answers, and worker 1, which calls."""
     place = windows.place() if near else ""
     fabrics = [
-        TcpFabric(Identity(bytes(16), rank, 2, 1, "test", "m", SIZE, place=place), Counters())
+        TcpFabric(Identity(bytes(16), rank, 2, 1, "test", "m", size, place=place), Counters())
         for rank in range(2)
     ]
     async with asyncio.timeout(DEADLINE_S):
@@ -149,6 +149,35 @@ def test_what_meet_raises_is_not_taken_for_a_broken_connection(near):
             caller.hook = fail
             with pytest.raises(ZeroDivisionError, match="the strategy's own"):
                 await caller.exchanges.call(0)
+
+    asyncio.run(main())
+
+
+def test_the_caller_combines_short_vectors_of_one_host_by_itself():
+    async def main() -> None:
+        async with pair(near=True, size=INLINE) as (callee, caller):
+            before = [one.fabric.counters.messages_out for one in (caller, callee)]
+            assert await caller.exchanges.call(0) is True
+            while not callee.corrections:
+                await asyncio.sleep(0)
+            after = [one.fabric.counters.messages_out for one in (caller, callee)]
+            assert [b - a for a, b in zip(before, after, strict=True)] == [2, 1]  # call and done; yes
+            assert caller.corrections[0].unique().tolist() == [-5.0]
+            assert callee.corrections[0].unique().tolist() == [5.0]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("size", [INLINE, INLINE + 1], ids=["laid", "swapped"])
+def test_a_callee_whose_caller_is_gone_corrects_nothing_and_says_what_may_have_happened(size):
+    async def main() -> None:
+        async with pair(near=True, size=size) as (callee, caller):
+            caller.met = lambda peer, correction: caller.fabric._connections[0].transport.close()
+            await caller.exchanges.call(0)
+            while not callee.outcomes:
+                await asyncio.sleep(0.001)
+            assert callee.outcomes == ["half"]
+            assert callee.corrections == []
 
     asyncio.run(main())
 

@@ -13,7 +13,7 @@ import torch
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import together, windows
-from freewheel.fabric.base import Pull
+from freewheel.fabric.base import RUNTIME, Pull
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.fabric.transfers import LONG, shares
@@ -262,3 +262,15 @@ def test_groups_are_cliques_of_one_kind():
     groups = together._cliques(ready)
     assert groups == [[(0, (9.0,)), (1, (8.0,))], [(2, (7.0,))], [(3, ())]]
     assert together._unpack(together._pack(groups)) == groups
+
+
+def test_what_the_runtime_sends_once_leaves_no_window_of_a_host_mapped():
+    async def main() -> None:
+        async with crew(2, lambda a, b: True) as fabrics:
+            left = fabrics[0].send(1, (RUNTIME, "weights"), torch.ones(SIZE))
+            assert bool(((await fabrics[1].receive((RUNTIME, "weights"), 0)).payload == 1).all())
+            await left
+            assert fabrics[0].windows.nbytes() == 0
+            assert not fabrics[1].windows._peers
+
+    asyncio.run(main())

@@ -107,6 +107,15 @@ class Fabric(Protocol):
         both, piece by piece, and writes the result over mine.
         """
 
+    def laid(self, peer: int, mine: Tensor) -> Note:
+        """Where a caller may combine a short vector with its own for both; nothing, if both must swap."""
+
+    async def combine(self, peer: int, where: Note, mine: Tensor, meet: Meet) -> Tensor:
+        """What `swap` does, by one side alone, with a vector the peer has laid."""
+
+    def short(self, peer: int) -> bool:
+        """Whether vectors are so short, and so near, that laying one beats a swap."""
+
     async def reduce(
         self,
         members: Sequence[int],

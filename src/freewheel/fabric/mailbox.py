@@ -73,6 +73,18 @@ class Mailbox:
             sending.cancel()
         return meet(mine, theirs.clone())  # it is also the peer's
 
+    def short(self, peer: int) -> bool:
+        """Nothing is laid in virtual time."""
+        return False
+
+    def laid(self, peer: int, mine: Tensor) -> Note:
+        """See Fabric.laid."""
+        return ()
+
+    async def combine(self, peer: int, where: Note, mine: Tensor, meet: Meet) -> Tensor:
+        """See Fabric.combine."""
+        raise NotImplementedError
+
     async def reduce(
         self,
         members: Sequence[int],

@@ -28,9 +28,9 @@ from freewheel.fabric.frames import BadFrame, Frame, Kind
 from freewheel.fabric.handshake import Greeted, Identity, Listener, read_head, words
 from freewheel.fabric.mailbox import AGAIN, Mailbox
 from freewheel.fabric.together import Together
-from freewheel.fabric.transfers import LONG, Landing, Outgoing, Transfers
+from freewheel.fabric.transfers import INLINE, LONG, Landing, Outgoing, Transfers
 from freewheel.fabric.transport import Transport
-from freewheel.fabric.windows import DEVICE, STREAM, Windows, is_locator
+from freewheel.fabric.windows import DEVICE, HOST, STREAM, Windows, is_locator
 from freewheel.observe.counters import Counters
 
 PINGS = 4
@@ -160,6 +160,18 @@ class TcpFabric(Mailbox):
         """Each side combines one half for both; see Fabric.swap."""
         self.need(peer)
         return await self._together.swap(peer, tag, mine, meet, told)
+
+    def short(self, peer: int) -> bool:
+        """Where the event loop itself combines: messages take longer than the work."""
+        return self.me.longest <= INLINE and self.kind(peer) == HOST
+
+    def laid(self, peer: int, mine: Tensor) -> Note:
+        """See Fabric.laid."""
+        return self._together.laid(peer, mine)
+
+    async def combine(self, peer: int, where: Note, mine: Tensor, meet: Meet) -> Tensor:
+        """See Fabric.combine."""
+        return await self._together.combine(peer, where, mine, meet)
 
     async def reduce(
         self,
@@ -386,6 +398,7 @@ class TcpFabric(Mailbox):
     ) -> Outgoing:
         counted = kind is Kind.MESSAGE and tag[0] != RUNTIME
         near = vector is not None and self._near(link, vector) and not stream
+        near = near and (tag[0] != RUNTIME or link.kind == DEVICE)  # once: a window would stay mapped
         head = b"" if near else self._frame(kind, tag, note, vector)
         sending = Outgoing(head, vector, self._wire(tag), self._loop, negated=negated, counted=counted)
         if near:

@@ -126,6 +126,19 @@ class Together:
             self._counters.bytes_in += mine.nbytes
         return mine
 
+    def laid(self, peer: int, mine: Tensor) -> Note:
+        """See Fabric.laid."""
+        kind = self._fabric.kind(peer)
+        return self._locator(mine, kind) if self.in_window(mine, kind) else ()
+
+    async def combine(self, peer: int, where: Note, mine: Tensor, meet: Meet) -> Tensor:
+        """See Fabric.combine."""
+        theirs = await self._fabric.opened(peer, where, mine.numel())
+        await self._work(mine.numel(), lambda: combine_two(mine, theirs, meet))
+        self._counters.bytes_out += mine.nbytes
+        self._counters.bytes_in += mine.nbytes
+        return mine
+
     async def _swap_streams(
         self, peer: int, tag: Tag, own: Tensor, other: Tensor, meet: Meet, told: Callable[[], None]
     ) -> None:

@@ -37,7 +37,7 @@ CHECKED = 1 << 17
 """Numbers that are looked at, and combined, at once: they should stay in the processor's cache meanwhile."""
 INLINE = 1 << 18
 """Host vectors of at most so many numbers are combined in the event loop: a thread would take longer."""
-HOST_PIECE, DEVICE_PIECE = 1 << 15, 1 << 23
+HOST_PIECE, DEVICE_PIECE = 1 << 16, 1 << 23
 """Numbers that are combined at once. A few of these pieces should fit the processor's cache; on a GPU more
 would be faster, and need more memory."""
 ALIGN = 64
@@ -228,12 +228,14 @@ def combine_two(mine: Tensor, theirs: Tensor, meet: Meet) -> None:
         return
     for own, far in _pieces((mine, theirs)):
         other = far.to(own.device)
-        correction = meet(own, other)
-        own.copy_(correction)
-        if other is far:
-            torch.neg(correction, out=far)
+        if isinstance(meet, Pull):
+            meet.over_mine(own, other)
         else:
-            far.copy_(correction.neg_())
+            own.copy_(meet(own, other))
+        if other is far:
+            torch.neg(own, out=far)
+        else:
+            far.copy_(own.neg())
 
 
 def combine_all(vectors: Sequence[Tensor], weights: Sequence[float], offset: bool) -> None:
