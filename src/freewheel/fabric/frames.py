@@ -65,6 +65,10 @@ class BadFrame(Exception):
     """Bytes that are no frame of this run; the message says what is wrong with them."""
 
 
+class Crossed(BadFrame):
+    """Two workers have called each other at once, and one call is enough."""
+
+
 @dataclass(slots=True)
 class Frame:
     """A header, read."""

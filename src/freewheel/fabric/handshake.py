@@ -19,7 +19,7 @@ from typing import Any
 from freewheel.errors import PeerLost
 from freewheel.fabric import frames
 from freewheel.fabric.base import Note, Tag
-from freewheel.fabric.frames import BadFrame, Frame, Kind
+from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
 from freewheel.fabric.transport import Transport, dial, listen, open_transport
 from freewheel.fabric.windows import KINDS, STREAM, Windows, is_locator
 from freewheel.observe.counters import Counters
@@ -191,7 +191,8 @@ class Listener:
         except BaseException as error:
             refused = isinstance(error, OSError | EOFError | BadFrame)  # silence and bad keys are OSErrors
             if refused:
-                log.warning("refused a connection from %s: %s", address, words(error))
+                level = logging.DEBUG if isinstance(error, Crossed) else logging.WARNING
+                log.log(level, "refused a connection from %s: %s", address, words(error))
             if transport is not None:
                 transport.close()
             sock.close()

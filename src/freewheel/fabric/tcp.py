@@ -24,7 +24,7 @@ from freewheel.errors import PeerLost
 from freewheel.fabric import frames
 from freewheel.fabric.base import EXCHANGE, RUNTIME, Each, Meet, Message, Note, Tag
 from freewheel.fabric.connection import Connection
-from freewheel.fabric.frames import BadFrame, Frame, Kind
+from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
 from freewheel.fabric.handshake import Greeted, Identity, Listener, read_head, words
 from freewheel.fabric.mailbox import AGAIN, Mailbox
 from freewheel.fabric.together import Together
@@ -272,8 +272,8 @@ class TcpFabric(Mailbox):
             return
         if frame.incarnation < known.incarnation:
             raise BadFrame(f"it is an earlier life of worker {frame.sender}")
-        if known.caller == self.rank > frame.sender:  # both called at once: one call is enough
-            raise BadFrame("this worker has called already")
+        if known.caller == self.rank > frame.sender:
+            raise Crossed("this worker has called already")
 
     def _admit(self, transport: Transport, greeted: Greeted, address: str) -> None:
         self._install(transport, greeted, address, greeted.sender)
