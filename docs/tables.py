@@ -50,7 +50,11 @@ def facts(name: str) -> str:
     """What a strategy's class says of it."""
     strategy = ALL[name]
     share = strategy().rate_share(8)
-    rate = "that of one worker" if share == 1 else "about 1/n of one worker's: updates add up"
+    rate = (
+        "that of one worker"
+        if share == 1
+        else "that of one worker; each steps with 1/n of it, for updates add up"
+    )
     rows = {
         "in a script": f'`fw.attach(model, optimizer, "{name}")` or `fw.{strategy.__name__}(…)`',
         "a step waits for": strategy.waits_for,

@@ -21,8 +21,9 @@ JITTER = fw.Compute(kind="uniform", spread=0.2)
 
 
 def make(strategy: str | fw.Strategy, task: str | fw.Task = "quadratic", **settings: Any) -> Simulation:
-    """A simulation that has not run yet."""
-    return Simulation(strategies.resolve(strategy), tasks.resolve(task), fw.Scenario(**settings))
+    """A simulation that has not run yet; its learning rate is the same from the first step."""
+    scenario = fw.Scenario(**{"warmup": 0, **settings})
+    return Simulation(strategies.resolve(strategy), tasks.resolve(task), scenario)
 
 
 def run(strategy: str | fw.Strategy, task: str | fw.Task = "quadratic", **settings: Any) -> Simulation:
@@ -67,9 +68,9 @@ def record_updates(simulation: Simulation) -> list[torch.Tensor]:
     def watch(study: Any) -> None:
         inner = study.step
 
-        def step() -> None:
+        def step(lr: float) -> None:
             before = study.replica.weights.clone()
-            inner()
+            inner(lr)
             total[0] += study.replica.weights - before
 
         study.step = step

@@ -104,6 +104,11 @@ class Node:
             if peer in reach:
                 yield peer
 
+    @property
+    def rate_share(self) -> float:
+        """The part of the learning rate this worker's optimizer steps with."""
+        return self._strategy.rate_share(len(self.members))
+
     def score(self) -> float:
         """The loss workers compare themselves by: on common data where the run has some, else their own."""
         return self._score() if self._score else self.loss

@@ -52,10 +52,11 @@ class Strategy:
     momentum: ClassVar[float] = 0.0
     """The momentum it is meant to be used with, where a caller does not choose one."""
 
-    def rate_share(self, world_size: int) -> float:
-        """The part of a learning rate for one worker that suits this strategy on many.
+    def rate_share(self, workers: int) -> float:
+        """The part of the learning rate each of so many workers steps with.
 
-        1 where updates are averaged; 1/n where the updates of n workers add up on one model.
+        1 where updates are averaged; 1/n where the updates of n workers add up on one model. So a rate means
+        the same everywhere: that of the averaged update.
         """
         return 1.0
 

@@ -190,7 +190,7 @@ def simulated(strategy: str) -> tuple[torch.Tensor, float]:
 def settings(strategy: str) -> tuple[float, float]:
     """Learning rate and momentum as the simulator chooses them."""
     chosen = resolve(strategy)
-    return Quadratic.lr * (1 - chosen.momentum) * chosen.rate_share(WORKERS), chosen.momentum
+    return Quadratic.lr * (1 - chosen.momentum), chosen.momentum
 
 
 def vectors(results: list[dict[str, Any]], key: str) -> torch.Tensor:

@@ -47,7 +47,7 @@ def discrepancy(strategy: str, workers: int) -> tuple[float, float]:
 
 
 def test_with_gradient_delay_discrepancy_grows_with_the_workers():
-    few, many = discrepancy("asgd", 2)[0], discrepancy("asgd", 32)[0]
+    few, many = discrepancy("asgd:raw=true", 2)[0], discrepancy("asgd:raw=true", 32)[0]
     assert many >= 8 * few
 
 
@@ -212,7 +212,7 @@ def test_dasgd_differs_by_no_more_than_what_one_has_and_the_other_has_not():
     lr, workers = 0.02, 6
     compute = fw.Compute(kind="exponential", slow={2: 3})
     simulation = make(
-        "dasgd:interval=3", Quadratic(clip=1.0), workers=workers, steps=40, lr=lr, compute=compute
+        "dasgd:interval=3:raw=true", Quadratic(clip=1.0), workers=workers, steps=40, lr=lr, compute=compute
     )
     tight = []
 
@@ -245,7 +245,7 @@ def test_dasgd_replicas_coincide_once_all_is_delivered(form):
 
 
 def test_dasgd_works_with_momentum():
-    simulation = run("dasgd:interval=1", workers=4, steps=30, lr=0.002, momentum=0.9, compute=JITTER)
+    simulation = run("dasgd:interval=1:raw=true", workers=4, steps=30, lr=0.002, momentum=0.9, compute=JITTER)
     assert largest_distance(replicas(simulation)) < 1e-12
 
 

@@ -9,20 +9,21 @@ from freewheel.sim.worker import Study
 from freewheel.tasks import Digits
 
 
+@pytest.mark.parametrize("decay", [0.0, 0.1])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
-def test_a_study_steps_as_torch_sgd_does(momentum):
+def test_a_study_steps_as_torch_sgd_does(momentum, decay):
     task = Digits()
     task.prepare(1, 0)
     torch.manual_seed(0)
     start = task.model()
-    study = Study(task, start, 0, "seed", 0.1, momentum)
+    study = Study(task, start, 0, "seed", momentum, decay)
     plain = copy.deepcopy(start)
-    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum, nesterov=momentum > 0)
+    optimizer = torch.optim.SGD(plain.parameters(), 0.1, momentum, nesterov=momentum > 0, weight_decay=decay)
     generator = torch.Generator()
     generator.set_state(study.generator.get_state())
     for _ in range(8):
         study.gradient()
-        study.step()
+        study.step(0.1)
         optimizer.zero_grad()
         task.loss(plain, task.batch(0, generator)).backward()
         optimizer.step()

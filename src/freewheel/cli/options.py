@@ -4,8 +4,20 @@ from __future__ import annotations
 
 import shlex
 import sys
+from typing import Annotated
+
+import typer
 
 from freewheel.errors import ConfigError
+
+Decay = Annotated[float, typer.Option(help="Weight decay.")]
+Curve = Annotated[
+    str, typer.Option(help="How the learning rate falls after the warm-up: constant, linear or cosine.")
+]
+Warmup = Annotated[
+    float | None,
+    typer.Option(help="Steps of each worker in which it grows; default: 5 % of --steps; 0: none."),
+]
 
 
 def command_line() -> str:

@@ -11,7 +11,7 @@ import typer
 
 from freewheel import api, strategies, tasks
 from freewheel.cli.console import bars, output
-from freewheel.cli.options import command_line, ranks_and_numbers
+from freewheel.cli.options import Curve, Decay, Warmup, command_line, ranks_and_numbers
 from freewheel.cli.results import save, show
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.observe.files import check_unused, check_writable, open_whole
@@ -73,11 +73,14 @@ def simulate(
         str | None, typer.Option(help="ring, torus:rows=4, … for the strategies that have one.")
     ] = None,
     lr: Annotated[
-        float | None, typer.Option(help="Learning rate; default: the task's, scaled to the strategy.")
+        float | None, typer.Option(help="Learning rate of the averaged update; default: the task's.")
     ] = None,
     momentum: Annotated[
         float | None, typer.Option(help="Nesterov momentum; default: the strategy's.")
     ] = None,
+    weight_decay: Decay = 0.0,
+    schedule: Curve = "constant",
+    warmup: Warmup = None,
     model_mb: Annotated[
         float | None, typer.Option(help="What the model weighs on the wire; default: the task's.")
     ] = None,
@@ -114,6 +117,9 @@ def simulate(
         faults=[Fault.parse(text) for text in fault or []],
         lr=lr,
         momentum=momentum,
+        weight_decay=weight_decay,
+        schedule=schedule,
+        warmup=warmup,
         model_mb=model_mb,
         gradients=not no_gradients,
         target=target,

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from freewheel import names, strategies
 from freewheel.cli.console import bars, output
-from freewheel.cli.options import command_line, ranks_and_numbers
+from freewheel.cli.options import Curve, Decay, Warmup, command_line, ranks_and_numbers
 from freewheel.cli.results import save, show
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.observe.files import check_unused, check_writable
@@ -37,10 +37,8 @@ Slow = Annotated[
 ComputeMs = Annotated[
     float, typer.Option(help="A step takes at least this long, by sleeping: a machine for every worker.")
 ]
-Rate = Annotated[float | None, typer.Option(help="Learning rate; default: the task's, scaled.")]
+Rate = Annotated[float | None, typer.Option(help="Of the averaged update; default: the task's, scaled.")]
 Momentum = Annotated[float | None, typer.Option(help="Nesterov momentum; default: the strategy's.")]
-Decay = Annotated[float, typer.Option(help="Weight decay.")]
-Schedule = Annotated[str, typer.Option(help="Of the learning rate: constant or cosine.")]
 Wire = Annotated[str, typer.Option(help="What vectors travel as: fp32 or bf16.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda; workers share one device.")]
 Target = Annotated[float | None, typer.Option(help="Accuracy to time, e.g. 0.9.")]
@@ -65,7 +63,8 @@ def train(
     lr: Rate = None,
     momentum: Momentum = None,
     weight_decay: Decay = 0.0,
-    schedule: Schedule = "constant",
+    schedule: Curve = "constant",
+    warmup: Warmup = None,
     wire: Wire = "fp32",
     device: Device = "cpu",
     target: Target = None,
@@ -87,8 +86,8 @@ def train(
     if "," in strategy:
         raise ConfigError("train takes one strategy; `freewheel compare` takes several.")
     job = _job(
-        task, data, workers, steps, slow, compute_ms, lr, momentum, weight_decay, schedule, wire, device,
-        target, seed,
+        task, data, workers, steps, slow, compute_ms, lr, momentum, weight_decay, schedule, warmup, wire,
+        device, target, seed,
     )  # fmt: skip
     if every is not None and checkpoint is None:
         raise ConfigError("--every is about checkpoints: give --checkpoint PATH, where they are to go.")
@@ -113,7 +112,8 @@ def compare(
     lr: Rate = None,
     momentum: Momentum = None,
     weight_decay: Decay = 0.0,
-    schedule: Schedule = "constant",
+    schedule: Curve = "constant",
+    warmup: Warmup = None,
     wire: Wire = "fp32",
     device: Device = "cpu",
     target: Target = None,
@@ -126,8 +126,8 @@ def compare(
 ) -> None:
     """Train the same task with several strategies, one after the other, and print one table."""
     job = _job(
-        task, data, workers, steps, slow, compute_ms, lr, momentum, weight_decay, schedule, wire, device,
-        target, seed,
+        task, data, workers, steps, slow, compute_ms, lr, momentum, weight_decay, schedule, warmup, wire,
+        device, target, seed,
     )  # fmt: skip
     jobs = [replace(job, strategy=one) for one in _chosen(strategy)]
     _train(jobs, json_path, report, folder, tensorboard, force)
@@ -144,6 +144,7 @@ def _job(
     momentum: float | None,
     weight_decay: float,
     schedule: str,
+    warmup: float | None,
     wire: str,
     device: str,
     target: float | None,
@@ -164,6 +165,7 @@ def _job(
         momentum=momentum,
         weight_decay=weight_decay,
         schedule=schedule,
+        warmup=warmup,
         wire=wire,
         device=device,
         target=target,

@@ -28,6 +28,7 @@ def results_tables(results: Sequence[Result], width: int) -> list[Table]:
         ("kB/step", [short(r.bytes_per_step / 1e3) for r in results]),
     ]
     learning: list[tuple[str, list[str]]] = [
+        ("lr", [short(r.settings.get("lr")) for r in results]),
         ("stale mean", [short(r.staleness_mean) for r in results]),
         ("stale max", [short(r.staleness_max) for r in results]),
         ("discrep.", [short(r.discrepancy_max) if r.loss is not None else "–" for r in results]),

@@ -97,6 +97,7 @@ class Setting:
             steps=steps,
             seed=self.seed,
             momentum=0.0,
+            warmup=0,
             model_mb=self.model_mb,
             compute=Compute(
                 ms=self.compute_ms,

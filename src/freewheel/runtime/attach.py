@@ -36,6 +36,7 @@ from freewheel.runtime.records import Events, Recorder, describe, evaluation, op
 from freewheel.runtime.registrar import Registrar
 from freewheel.runtime.rendezvous import Options, Rendezvous, address_for, options_alone, patiently
 from freewheel.runtime.steps import Steps
+from freewheel.schedule import Schedule, Scheduler
 from freewheel.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class Worker:
     ) -> None:
         checks.check(model, optimizer)
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
+        self._rates = [group["lr"] for group in optimizer.param_groups]
+        """As the script has set them: a checkpoint has those of its moment."""
         self._wire, self._bind, self._tls = checks.wire_type(wire, strategy), bind, tls
         at_least("heartbeat_s", heartbeat_s, 0.1)
         self._heartbeat_s = heartbeat_s
@@ -131,6 +134,37 @@ class Worker:
     def progress(self) -> float:
         """Passes of all workers together over the first loader's data, by loaders like it too; a fraction."""
         return float(sum(one.progress for one in self._checkpoints.like_first()))
+
+    def scheduler(
+        self,
+        curve: str = "cosine",
+        *,
+        epochs: float | None = None,
+        steps: int | None = None,
+        warmup: float | None = None,
+    ) -> Scheduler:
+        """A learning-rate scheduler that goes by what all workers have done; call its `step` after each step.
+
+        It counts passes of all workers over the first loader's data, up to `epochs` (default: the loader's).
+        A loop without a loader of the worker's gives `steps`, this worker's own. `warmup` is in the same
+        unit; default: a twentieth. The rates are those the optimizer had at `attach`.
+        """
+        if steps is not None:
+            schedule = Schedule(steps, curve, warmup)
+            return Scheduler(self._optimizer, schedule, lambda: self._agent.counters.steps, self._rates)
+        loader = next(iter(self._checkpoints.loaders), None)
+        if epochs is None and loader is not None:
+            epochs = loader.dealer.epochs
+        if epochs is None:
+            raise ConfigError(
+                "a schedule needs an end: give worker.scheduler epochs= (or the loader), or steps= where the "
+                "loop has a loader of its own."
+            )
+        step = (
+            loader.dealer.batch_size * self.world_size / loader.dealer.length if loader is not None else 1.0
+        )
+        schedule = Schedule(epochs, curve, warmup, step)
+        return Scheduler(self._optimizer, schedule, lambda: self.progress, self._rates)
 
     def checkpoint(
         self,

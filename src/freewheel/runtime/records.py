@@ -208,10 +208,11 @@ def describe(
     group, target = optimizer.param_groups[0], about.get("target")
     trained = [one for one in model.parameters() if one.requires_grad]
     scenario = {key: value for key, value in about.items() if key not in ("name", "target")}
+    share = strategy.rate_share(more["workers"])
     settings = {
         "strategy": strategy.settings(),
         "scenario": {"optimizer": type(optimizer).__name__, **scenario},
-        "lr": float(group["lr"]) if "lr" in group else None,
+        "lr": float(group["lr"]) * share if "lr" in group else None,
         "momentum": float(group.get("momentum", 0.0) or 0.0),
         "model_bytes": sum(one.numel() * one.element_size() for one in trained),
         "waits_for": strategy.waits_for,

@@ -31,7 +31,9 @@ class Steps:
     def __init__(
         self, agent: Agent, optimizer: torch.optim.Optimizer, homes: Homes, checkpoints: Checkpoints
     ) -> None:
-        self._agent, self._replica = agent, agent.replica
+        self._agent, self._replica, self._optimizer = agent, agent.replica, optimizer
+        self._rates: list[Any] = []
+        """The optimizer's learning rates, while it steps with a part of them."""
         self._homes, self._checkpoints = homes, checkpoints
         strategy = agent.strategy
         self._before = strategy.before_step if strategy.defines("before_step") else None
@@ -54,6 +56,19 @@ class Steps:
         """Let the optimizer's steps be its own again."""
         for hook in self._hooks:
             hook.remove()
+        self._restore_rates()
+
+    def _share_rates(self) -> None:
+        """Let the optimizer step with a part of its rates, where the updates of all workers add up."""
+        if (share := self._agent.node.rate_share) != 1:
+            self._rates = [group["lr"] for group in self._optimizer.param_groups]
+            for group in self._optimizer.param_groups:
+                group["lr"] = group["lr"] * share
+
+    def _restore_rates(self) -> None:
+        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
+            group["lr"] = rate
+        self._rates = []
 
     def _before_step(self, *_: Any) -> None:
         """The optimizer is about to step."""
@@ -71,11 +86,14 @@ class Steps:
             counters.stale(self._stale)
         if self._before is not None:
             self._wait(functools.partial(self._parked, self._before))
+        self._restore_rates()  # the last step may have raised
+        self._share_rates()
         replica.begin_moving()
 
     def _after_step(self, *_: Any) -> None:
         """The optimizer has stepped."""
         node, replica = self._agent.node, self._replica
+        self._restore_rates()
         node.counters.steps += 1
         if self._after is not None:
             replica.end_moving()

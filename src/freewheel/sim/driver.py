@@ -64,10 +64,9 @@ class Simulation:
         self.used: Counter[tuple[int, int]] = Counter()
         """Dealt batches (pass, place) that workers now dead have used; `all_used` has everybody's."""
         self.momentum = strategy.momentum if scenario.momentum is None else scenario.momentum
-        if scenario.lr is not None:
-            self.lr = scenario.lr
-        else:  # momentum adds up 1/(1 - momentum) steps, some strategies the steps of all workers
-            self.lr = task.lr * (1 - self.momentum) * strategy.rate_share(scenario.workers)
+        # Momentum adds up 1/(1 - momentum) steps.
+        self.lr = task.lr * (1 - self.momentum) if scenario.lr is None else scenario.lr
+        self.rates = scenario.rates()
 
         task.prepare(scenario.workers, scenario.seed)
         with torch.random.fork_rng(devices=[]):
@@ -210,12 +209,18 @@ class Simulation:
 
     def _study(self, rank: int) -> Study:
         seed = f"data/{self.scenario.seed}/{rank}/{self.wire.life[rank]}"
-        return Study(self.task, self.start_model, rank, seed, self.lr, self.momentum)
+        decay = self.scenario.weight_decay
+        return Study(self.task, self.start_model, rank, seed, self.momentum, decay)
+
+    def _rate(self, worker: SimulatedWorker) -> float:
+        """The learning rate of a worker's next step, by what all have done."""
+        done = worker.node.steps if self.steps is not None else self.completed / self.scenario.workers
+        return self.lr * self.rates.factor(done) * worker.node.rate_share
 
     def _worker(self, rank: int) -> SimulatedWorker:
         study = self._study(rank) if self.scenario.gradients else None
         worker = SimulatedWorker(
-            rank, self.strategy, self.scenario, self.wire, study, self.blank_size, self._fail
+            rank, self.strategy, self.scenario, self.wire, study, self.blank_size, self._fail, self._rate
         )
         worker.node.momentum = self.momentum
         if self.records is not None:
@@ -385,7 +390,7 @@ class Simulation:
         return {
             "strategy": self.strategy.settings(),
             "scenario": dataclasses.asdict(self.scenario),
-            "lr": self.lr,
+            "lr": self.lr * self.strategy.rate_share(self.scenario.workers),
             "momentum": self.momentum,
             "model_bytes": self.model_bytes,
             "waits_for": self.strategy.waits_for,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from freewheel.errors import ConfigError, at_least
+from freewheel.schedule import Schedule
 from freewheel.sim.compute import Compute
 from freewheel.sim.faults import Fault
 from freewheel.sim.links import Links
@@ -29,6 +30,11 @@ class Scenario:
     """None: the task's own."""
     momentum: float | None = None
     """None: the strategy's own."""
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    """How the rate falls: constant, linear or cosine."""
+    warmup: float | None = None
+    """Steps of each worker over which the rate grows; None: a twentieth of the budget."""
     model_mb: float | None = None
     """What a model weighs on the wire; None: what the task's model weighs."""
     target: float | None = None
@@ -47,6 +53,8 @@ class Scenario:
                 "Allowed: 10,000 workers, and a billion worker-steps in all."
             )
         at_least("evaluations", self.evaluations, 0)
+        at_least("weight_decay", self.weight_decay, 0)
+        self.rates()
         at_least("batches", self.batches, 0)
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"the seed must be at least 0 and below 2**63, not {self.seed}.")
@@ -61,6 +69,10 @@ class Scenario:
         self.compute.check(self.workers)
         self.links.check(self.workers)
         self._check_faults()
+
+    def rates(self) -> Schedule:
+        """How the learning rate goes."""
+        return Schedule(self.steps, self.schedule, self.warmup)
 
     def _check_faults(self) -> None:
         """Refuse faults of workers that do not exist, or do not live at that time."""

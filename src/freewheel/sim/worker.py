@@ -29,12 +29,12 @@ class Study:
     """What a simulated worker learns: a task's model with its own optimizer and batches."""
 
     def __init__(
-        self, task: Task, start: nn.Module, rank: int, seed: str, lr: float, momentum: float
+        self, task: Task, start: nn.Module, rank: int, seed: str, momentum: float, decay: float
     ) -> None:
         self.task, self.rank = task, rank
         self.model = copy.deepcopy(start)
         self.replica = Replica.of(self.model)
-        self.lr, self.momentum = lr, momentum
+        self.momentum, self.decay = momentum, decay
         self.velocity: list[Tensor] = []
         self.generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(62))
 
@@ -46,18 +46,21 @@ class Study:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item(), torch.linalg.vector_norm(self.replica.gradient).item()
 
-    def step(self) -> None:
+    def step(self, lr: float) -> None:
         """SGD with Nesterov's momentum: torch.optim.SGD's numbers, in a few calls over whole blocks."""
+        if self.decay:
+            for block in self.replica.blocks:
+                block.gradient.add_(block.weights, alpha=self.decay)
         if not self.momentum:
             for block in self.replica.blocks:
-                block.weights.add_(block.gradient, alpha=-self.lr)
+                block.weights.add_(block.gradient, alpha=-lr)
             return
         if not self.velocity:
             self.velocity = [torch.zeros_like(block.gradient) for block in self.replica.blocks]
         for block, velocity in zip(self.replica.blocks, self.velocity, strict=True):
             velocity.mul_(self.momentum).add_(block.gradient)
             block.gradient.add_(velocity, alpha=self.momentum)
-            block.weights.add_(block.gradient, alpha=-self.lr)
+            block.weights.add_(block.gradient, alpha=-lr)
 
     def score(self) -> float:
         """The loss of this worker's model on data common to all."""
@@ -80,7 +83,9 @@ class SimulatedWorker:
         study: Study | None,
         blank_size: int,
         fail: Callable[[BaseException], None],
+        rate: Callable[[SimulatedWorker], float],
     ) -> None:
+        self._rate = rate
         self.rank, self.strategy, self.study = rank, strategy.copy(), study
         self.loop, self.trace, self._fail = wire.loop, wire.trace, fail
         self.replica = study.replica if study else Replica.blank(blank_size)
@@ -185,7 +190,7 @@ class SimulatedWorker:
                 await strategy.before_step(node)
                 counters.go_on(self.loop.time())
             if study is not None:
-                study.step()
+                study.step(self._rate(self))
             counters.steps += 1
             if after:
                 counters.wait("peers", self.loop.time())

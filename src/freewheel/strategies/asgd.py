@@ -29,6 +29,8 @@ class ASGD(Strategy):
         worker:  x <- server's x;  u = update at x;  send u, wait for the new x
         server:  x <- x + u(x_{k-τ_k})        in the order of arrival
 
+    Settings: raw (whether a worker uses the optimizer's learning rate as it is; else 1/n of it, so that a
+    round of all workers moves the model as far as one step of an average does).
     Late, lost and doubled messages: a late update is added late (its delay τ_k counts the updates that came
     between; its mean is n - 1 at any speeds). A worker that dies is not missed; losing worker 0, the
     server, or a worker's link to it, stops the run.
@@ -48,9 +50,12 @@ class ASGD(Strategy):
     waits_for: ClassVar[Waits] = "server"
     staleness = "gradient delay: updates the server took between a gradient's read and its arrival"
 
-    def rate_share(self, world_size: int) -> float:
+    raw: bool = False
+    """Whether every worker uses the optimizer's own rate, though the updates of all add up."""
+
+    def rate_share(self, workers: int) -> float:
         """The updates of all workers add up."""
-        return 1 / world_size
+        return 1.0 if self.raw else 1 / workers
 
     async def start(self, node: Node) -> None:
         """All begin with the same model; a worker that comes back reads the server's."""

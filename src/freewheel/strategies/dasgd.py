@@ -28,7 +28,7 @@ class DASGD(Strategy):
     All replicas hold x_0 plus the updates they have, so two of them differ only by updates that one has
     and the other has not: ‖x_i - x_j‖ <= γ·Q·S_ij.
 
-    Settings: interval (None: the number of workers, as the authors recommend), form.
+    Settings: interval (None: the number of workers, as the authors recommend), form, raw (as in asgd).
     Late, lost and doubled messages: late updates are added late; if a peer's link cannot keep up, a
     message to it carries more steps instead of queueing. Messages that are lost, with a dying worker or on
     a link that is cut, leave a lasting offset between those who heard them and those who did not; so may
@@ -51,9 +51,12 @@ class DASGD(Strategy):
     interval: int | None = None
     form: Literal["sum", "mean"] = "sum"
 
-    def rate_share(self, world_size: int) -> float:
+    raw: bool = False
+    """Whether every worker uses the optimizer's own rate, though the updates of all add up."""
+
+    def rate_share(self, workers: int) -> float:
         """In the paper's form the updates of all workers add up."""
-        return 1 / world_size if self.form == "sum" else 1.0
+        return 1 / workers if self.form == "sum" and not self.raw else 1.0
 
     async def handover(self, node: Node) -> Tensor:
         """Without own updates that are still to be broadcast: the new worker will hear of them."""

@@ -19,7 +19,7 @@ class Downpour(ASGD):
         for t = 1..n_push:  x <- x + u;  a <- a + u
         send a to the server (x_server <- x_server + a), wait for x_server;  x <- x_server;  a <- 0
 
-    Settings: interval (n_push = n_fetch).
+    Settings: interval (n_push = n_fetch), raw (as in asgd).
     Late, lost and doubled messages: as in asgd.
 
     Example:

@@ -41,7 +41,8 @@ class Grouping(ASGD):
 
     Groups are formed after a few synchronous steps in which speeds are measured.
 
-    Settings: ratio (how much slower the slowest of a group may be than its fastest), warmup (those steps).
+    Settings: ratio (how much slower the slowest of a group may be than its fastest), warmup (those steps),
+    raw (pushes count in full, whatever the size of their group).
     Late, lost and doubled messages: a late worker delays its group only. When one is lost, all step together
     for the length of a warm-up and form groups anew; so they do when one comes. The first worker of the view
     is the server: if it is lost, the next goes on from the model it has read last, and other groups' updates
@@ -65,7 +66,7 @@ class Grouping(ASGD):
     ratio: float = 1.5
     warmup: int = 2
 
-    def rate_share(self, world_size: int) -> float:
+    def rate_share(self, workers: int) -> float:
         """Inside a group gradients are averaged, and between groups pushes count by their share."""
         return 1.0
 
@@ -121,7 +122,7 @@ class Grouping(ASGD):
         """The server's model, the updates it took in between, and at the end of the warm-up all speeds."""
         lead, x, delay = merge.members[0], None, 0
         if node.rank == lead:
-            share = len(merge.members) / len(merge.view.members)
+            share = 1.0 if self.raw else len(merge.members) / len(merge.view.members)
             answer = await node.ask(merge.view.members[0], share * (s - self.x))
             self.x = s  # pushed, whatever becomes of the merge
             x, delay = answer.vector, answer.delay

@@ -14,11 +14,11 @@ from freewheel import strategies, tasks
 from freewheel.errors import ConfigError, RunStopped, at_least
 from freewheel.observe.result import Result
 from freewheel.runtime.launcher import Captured, launch
+from freewheel.schedule import Schedule
 from freewheel.training.outcome import read_outcome
 
 DDP = "ddp"
 """PyTorch's DistributedDataParallel on gloo: not a strategy of ours, but what they are compared with."""
-SCHEDULES = ("constant", "cosine")
 
 
 @dataclass(frozen=True)
@@ -39,6 +39,8 @@ class Job:
     momentum: float | None = None
     weight_decay: float = 0.0
     schedule: str = "constant"
+    warmup: float | None = None
+    """Steps of each worker over which the rate grows; None: a twentieth of the budget."""
     wire: str = "fp32"
     device: str = "cpu"
     target: float | None = None
@@ -67,8 +69,7 @@ class Job:
                     f"--slow {rank}:{factor:g}: there is no worker {rank}, only 0 to {self.workers - 1}."
                 )
             at_least(f"the factor of worker {rank}", factor, 1)
-        if self.schedule not in SCHEDULES:
-            raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, not {self.schedule!r}.")
+        self.rates()
         if self.target is not None and not 0 < self.target <= 1:
             raise ConfigError(f"the target accuracy must lie between 0 and 1, not {self.target:g}.")
         tasks.resolve(self.task)
@@ -87,6 +88,10 @@ class Job:
             raise ConfigError(f"device must be cpu or cuda, not {self.device!r}.")
         if kind == "cuda" and not torch.cuda.is_available():
             raise ConfigError("device cuda: this machine has no CUDA device that torch can use; take cpu.")
+
+    def rates(self) -> Schedule:
+        """How the learning rate goes."""
+        return Schedule(self.steps, self.schedule, self.warmup)
 
     def scenario(self) -> dict[str, Any]:
         """All but the strategy, the target and the checkpoints, as plain data."""

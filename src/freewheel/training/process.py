@@ -209,11 +209,9 @@ def run(folder: Path, number: int) -> None:
     model = task.model().to(device)
     generator = torch.Generator().manual_seed(random.Random(f"{job.seed}/{rank}").getrandbits(62))
     strategy = None if job.strategy == DDP else strategies.resolve(job.strategy)
-    # As in the simulator: momentum adds up 1/(1 - momentum) steps, some strategies all workers' steps.
+    # As in the simulator: momentum adds up 1/(1 - momentum) steps.
     momentum = job.momentum if job.momentum is not None else (strategy.momentum if strategy else 0.0)
-    lr = job.lr
-    if lr is None:
-        lr = task.lr * (1 - momentum) * (strategy.rate_share(job.workers) if strategy else 1.0)
+    lr = task.lr * (1 - momentum) if job.lr is None else job.lr
     optimizer = torch.optim.SGD(
         model.parameters(), lr, momentum, nesterov=momentum > 0, weight_decay=job.weight_decay
     )
@@ -239,8 +237,7 @@ def run(folder: Path, number: int) -> None:
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, job: Job, lr: float, share: float) -> None:
-    factor = 0.5 * (1 + math.cos(math.pi * share)) if job.schedule == "cosine" else 1.0
-    optimizer.param_groups[0]["lr"] = lr * factor
+    optimizer.param_groups[0]["lr"] = lr * job.rates().factor(share * job.steps)
 
 
 def _check(loss: Tensor, job: Job, rank: int, step: int) -> None:

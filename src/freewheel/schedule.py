@@ -1,0 +1,86 @@
+"""How the learning rate changes while a budget is used up: a warm-up, then a curve.
+
+A schedule counts what all workers have done together. A worker's own steps say little: one that is five times
+slower would warm up five times as long, and end at a rate that all others have left behind.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from freewheel.errors import ConfigError
+
+CURVES: dict[str, Callable[[float], float]] = {
+    "constant": lambda share: 1.0,
+    "linear": lambda share: 1.0 - share,
+    "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
+}
+"""What is left of the rate once a share of what follows the warm-up is done."""
+WARMUP = 0.05
+"""The share of the budget over which the rate grows, unless somebody chooses another."""
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A budget of `steps`, of which the first `warmup` let the rate grow; in steps or in any other unit."""
+
+    steps: float
+    curve: str = "constant"
+    warmup: float | None = None
+    """None: a twentieth of the budget."""
+    step: float = 1.0
+    """What one step of all workers adds to what is done: the first one has a rate above 0."""
+
+    def __post_init__(self) -> None:
+        if self.curve not in CURVES:
+            raise ConfigError(f"schedule must be one of {', '.join(CURVES)}, not {self.curve!r}.")
+        if not 0 < self.steps < math.inf:
+            raise ConfigError(f"a schedule needs an end: give a budget above 0, not {self.steps:g}.")
+        if self.warmup is not None and not 0 <= self.warmup <= self.steps:
+            raise ConfigError(
+                f"a warm-up of {self.warmup:g} does not fit a budget of {self.steps:g}: "
+                f"give 0 (none) to {self.steps:g}."
+            )
+
+    def factor(self, done: float) -> float:
+        """What the rate is multiplied by, once so much is done."""
+        warmup = WARMUP * self.steps if self.warmup is None else self.warmup
+        if done < warmup:
+            return (done + self.step) / (warmup + self.step)
+        rest = self.steps - warmup
+        return CURVES[self.curve](min(1.0, (done - warmup) / rest) if rest else 1.0)
+
+
+class Scheduler(LRScheduler):
+    """A schedule for an optimizer, as torch.optim.lr_scheduler has them: call `step` after the optimizer's.
+
+    The rate follows from what is done and nothing else, so a worker that joins or resumes is at the right
+    place at once.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, schedule: Schedule, done: Callable[[], float], rates: Sequence[float]
+    ) -> None:
+        self.schedule, self._done, self._rates = schedule, done, list(rates)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | Tensor]:
+        """The rate of each group of parameters."""
+        factor = self.schedule.factor(self._done())
+        return [rate * factor for rate in self._rates]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was done is in the loader's state, the rates are in the script: nothing is left."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Find the rate of this moment."""
+        for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
+            group["lr"] = rate

@@ -1,0 +1,139 @@
+"""The learning rate goes by what all workers have done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import freewheel as fw
+from freewheel.errors import ConfigError
+from freewheel.schedule import Schedule
+from lab import FAST, make
+
+
+def test_the_rate_grows_over_a_twentieth_and_then_follows_its_curve():
+    factors = [Schedule(100, "cosine").factor(done) for done in range(101)]
+    assert factors[:6] == pytest.approx([1 / 6, 2 / 6, 3 / 6, 4 / 6, 5 / 6, 1.0])
+    assert factors[5:] == sorted(factors[5:], reverse=True)
+    assert factors[-1] == pytest.approx(0.0, abs=1e-12)
+    assert Schedule(100, "linear", 20).factor(60) == pytest.approx(0.5)
+    assert {Schedule(100, warmup=0).factor(done) for done in range(101)} == {1.0}
+    assert Schedule(10, "cosine", 10).factor(9) < 1
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"steps": 10, "warmup": 11}, "does not fit a budget of 10"),
+        ({"steps": 10, "warmup": -1}, "give 0"),
+        ({"steps": 10, "curve": "sinus"}, "constant, linear, cosine"),
+        ({"steps": 0}, "needs an end"),
+        ({"steps": float("inf")}, "needs an end"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_cure(given, words):
+    with pytest.raises(ConfigError, match=words):
+        Schedule(**given)
+
+
+def learner() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = torch.nn.Linear(2, 1)
+    return model, torch.optim.SGD(model.parameters(), lr=0.5)
+
+
+def test_a_workers_scheduler_counts_passes_over_the_loaders_data():
+    model, optimizer = learner()
+    dataset = torch.utils.data.TensorDataset(torch.randn(40, 2))
+    rates = []
+    with fw.attach(model, optimizer, "none") as worker:
+        loader = worker.loader(dataset, batch_size=4, epochs=2)
+        scheduler = worker.scheduler("linear", warmup=0.5)
+        assert isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler)
+        for _ in range(2):
+            for (x,) in loader:
+                rates.append(optimizer.param_groups[0]["lr"])
+                optimizer.zero_grad()
+                model(x).mean().backward()
+                optimizer.step()
+                scheduler.step()
+    assert rates[0] == pytest.approx(0.5 / 6)
+    assert max(rates) == pytest.approx(0.5, rel=0.1)
+    assert rates[-1] < 0.1
+    assert scheduler.get_last_lr() == [optimizer.param_groups[0]["lr"]]
+
+
+def test_a_scheduler_without_an_end_is_refused_and_one_by_steps_needs_no_loader():
+    model, optimizer = learner()
+    with fw.attach(model, optimizer, "none") as worker:
+        with pytest.raises(ConfigError, match="needs an end"):
+            worker.scheduler()
+        scheduler = worker.scheduler("linear", steps=4, warmup=0)
+        rates = []
+        for _ in range(4):
+            rates.append(optimizer.param_groups[0]["lr"])
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+    assert rates == pytest.approx([0.5, 0.375, 0.25, 0.125])
+
+
+def test_a_scheduler_made_in_a_resumed_run_goes_on_from_the_scripts_own_rate(tmp_path):
+    dataset = torch.utils.data.TensorDataset(torch.randn(40, 2))
+    runs: list[list[float]] = []
+    for most in (5, 10):  # the first run is cut off in the middle of the pass
+        model, optimizer = learner()
+        runs.append([])
+        with fw.attach(model, optimizer, "none", resume=tmp_path) as worker:
+            loader = worker.loader(dataset, batch_size=4, epochs=1)
+            scheduler = worker.scheduler("linear", warmup=0)
+            for (x,) in loader:
+                runs[-1].append(optimizer.param_groups[0]["lr"])
+                model(x).mean().backward()
+                optimizer.step()
+                scheduler.step()
+                if len(runs[-1]) == most:
+                    worker.checkpoint(tmp_path, every=None)
+                    break
+    first, second = runs
+    assert first[0] == 0.5
+    assert first[-1] - 0.11 < second[0] <= first[-1] < 0.5
+    assert second == sorted(second, reverse=True)
+    assert second[-1] <= 0.11
+
+
+def rates_in_use(strategy: str, **settings) -> list[list[float]]:
+    """The learning rates of all steps of each worker."""
+    simulation = make(strategy, links=FAST, **settings)
+    used: list[list[float]] = [[] for _ in simulation.workers]
+    for rank, worker in simulation.workers.items():
+        inner = worker.study.step
+
+        def step(lr, rank=rank, inner=inner):
+            used[rank].append(lr)
+            inner(lr)
+
+        worker.study.step = step
+    simulation.run()
+    return used
+
+
+def test_a_slow_worker_is_where_the_others_are():
+    compute = fw.Compute(slow={0: 5})
+    used = rates_in_use(
+        "adpsgd", workers=4, steps=40, lr=1.0, schedule="linear", warmup=None, compute=compute
+    )
+    assert len(used[0]) < len(used[1]) / 3
+    assert used[0][-1] < 0.2  # near the end, though it has made few steps
+    assert used[0].index(max(used[0])) <= 2  # its warm-up is over as soon as theirs
+
+
+def test_a_rate_is_that_of_the_averaged_update():
+    for strategy, share in {
+        "adpsgd": 1,
+        "asgd": 4,
+        "dasgd": 4,
+        "asgd:raw=true": 1,
+        "dasgd:form=mean": 1,
+    }.items():
+        used = rates_in_use(strategy, workers=4, steps=4, lr=0.1)
+        assert used[1][0] == pytest.approx(0.1 / share), strategy
