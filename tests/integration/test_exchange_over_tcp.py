@@ -33,6 +33,7 @@ class Party:
         self.hook: Callable[[], None] = lambda: None
         self.ready = asyncio.Event()
         self.ready.set()
+        self.moves = False
         self.outcomes: list[str] = []
         self.corrections: list[torch.Tensor] = []
         self.tasks: list[asyncio.Task[Any]] = []
@@ -42,8 +43,10 @@ class Party:
         self.tasks.append(asyncio.ensure_future(work))
         return self.tasks[-1]
 
-    async def snapshot(self) -> torch.Tensor:
+    async def snapshot_soon(self) -> torch.Tensor | None:
         await self.ready.wait()
+        if self.moves:
+            return None
         return self.fabric.windows.make(self.fabric.me.longest, torch.float32).fill_(self.value)
 
     def meet(self, mine: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
@@ -178,6 +181,29 @@ def test_a_callee_whose_caller_is_gone_corrects_nothing_and_says_what_may_have_h
                 await asyncio.sleep(0.001)
             assert callee.outcomes == ["half"]
             assert callee.corrections == []
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("who", ["callee", "caller", "both"])
+@pytest.mark.parametrize("size", [INLINE, SIZE], ids=["short", "long"])
+@pytest.mark.parametrize("near", [False, True], ids=["over TCP", "in shared memory"])
+def test_who_cannot_be_copied_says_so_and_both_are_free(near, size, who):
+    async def main() -> None:
+        async with pair(near, size) as (callee, caller):
+            callee.moves, caller.moves = who != "caller", who != "callee"
+            assert await caller.exchanges.call(0) is False
+            while not callee.outcomes:
+                await asyncio.sleep(0.001)
+            assert caller.outcomes == callee.outcomes == ["busy"]
+            assert caller.exchanges.partner is callee.exchanges.partner is None
+            callee.moves = caller.moves = False
+            assert await caller.exchanges.call(0) is True
+            while not callee.corrections:
+                await asyncio.sleep(0.001)
+            assert caller.corrections[0].unique().tolist() == [-5.0]
+            assert callee.corrections[0].unique().tolist() == [5.0]
+            assert len(caller.corrections) == len(callee.corrections) == 1
 
     asyncio.run(main())
 

@@ -12,8 +12,10 @@ import pytest
 import torch
 from torch import nn
 
+import freewheel as fw
 from crew import outcomes, together, worker
 from freewheel.errors import Diverged
+from freewheel.strategies import resolve
 
 HEARTBEAT_S = 0.3
 
@@ -149,3 +151,71 @@ def test_a_call_that_holds_pythons_lock_is_taken_in_again_when_it_ends():
         return attached.metrics()["members"]
 
     assert together(2, work) == [[0, 1], [0, 1]]
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "nodelay_free"])
+def test_a_long_closure_does_not_keep_the_others_from_each_other(strategy):
+    """Its weights move all the time, as far as anybody can tell: it is busy, and they go on without it."""
+    inside, enough = threading.Event(), [threading.Event(), threading.Event()]
+
+    def done(attached) -> int:
+        found = attached.metrics()
+        return found["exchanges"]["done"] + found["merges"]["done"]
+
+    def work(place):
+        model = net()
+        optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-4, max_iter=1)
+        attached = fw.Worker(model, optimizer, resolve(strategy), place=place, version="test")
+        with attached:
+            for k in range(5):
+                take(model, optimizer, place.rank == 2 and k == 2)
+            if place.rank < 2:
+                assert inside.wait(30)
+                before, end_s = done(attached), time.monotonic() + 30
+                while done(attached) < before + 5 and time.monotonic() < end_s:
+                    take(model, optimizer, False)
+                    time.sleep(1e-3)
+                met = done(attached) - before
+                enough[place.rank].set()
+                return met
+        return 5
+
+    def take(model, optimizer, long: bool) -> None:
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.ones(4, 8)).square().mean()
+            loss.backward()
+            if long:
+                inside.set()
+                for one in enough:
+                    one.wait(60)
+            return loss
+
+        optimizer.step(closure)
+
+    assert min(together(3, work)) >= 5
+
+
+def test_the_answer_says_who_is_not_in_it(caplog):
+    """A worker that was silent while the others ended has another answer than they, and all say so."""
+    ended = [threading.Event(), threading.Event()]
+
+    def work(place):
+        model = net()
+        attached, optimizer = worker(place, model, "adpsgd", heartbeat_s=HEARTBEAT_S)
+        with attached:
+            for _ in range(5):
+                step(model, optimizer)
+            if place.rank == 2:  # as if it were held up: nothing goes out, nothing comes in
+                stop = attached._agent.loop.call_soon_threadsafe
+                stop(lambda: [one.wait(30) for one in ended])
+                for one in ended:
+                    one.wait(30)
+        if place.rank < 2:
+            ended[place.rank].set()
+        return attached.metrics()
+
+    found = outcomes(3, work)
+    assert [one["members"] for one in found[:2]] == [[0, 1], [0, 1]]
+    assert found[0]["windows"][1] == "host"
+    assert "the answer is the mean of worker 0, 1; it lacks worker 2: it has been silent" in caplog.text

@@ -184,7 +184,7 @@ class Party:
             task.cancel()
         await self.fabric.close()
 
-    async def snapshot(self) -> Tensor:
+    async def snapshot_soon(self) -> Tensor:
         """The vector itself; an exchange may overwrite it."""
         return self.mine
 

@@ -67,6 +67,10 @@ class Message:
         return self.vector
 
 
+class NotNow(Exception):
+    """One of two that were to swap has weights that move for too long."""
+
+
 class Fabric(Protocol):
     """One worker's end of the network."""
 
@@ -100,8 +104,12 @@ class Fabric(Protocol):
         Raises PeerLost when the peer, or one of those among whom it is awaited, is gone.
         """
 
-    async def swap(self, peer: int, tag: Tag, mine: Tensor, meet: Meet, told: Callable[[], None]) -> Tensor:
+    async def swap(
+        self, peer: int, tag: Tag, mine: Tensor | None, meet: Meet, told: Callable[[], None]
+    ) -> Tensor:
         """Exchange vectors with a peer, which calls it too: meet(mine, theirs), and its negative there.
+
+        NotNow, if either side has None to give.
 
         `told` is called once the peer has all it needs. A real fabric lets each side combine one half for
         both, piece by piece, and writes the result over mine.

@@ -20,7 +20,9 @@ Rules, and what they buy:
    sent away.
 4. Workers in step call in the same order every time. Each must get its turn: a caller that has been served
    clearly more often than one that was sent away is itself sent away every other time.
-5. The caller's "done" follows its snapshot on the same path. If it never arrives, the callee drops the
+5. Who cannot be copied for a while, because its step computes while its weights move (LBFGS), says so
+   instead of giving a snapshot, and both are free again.
+6. The caller's "done" follows its snapshot on the same path. If it never arrives, the callee drops the
    exchange and counts it as half: the caller may or may not have corrected. That is the only gap.
 """
 
@@ -35,7 +37,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import EXCHANGE, Fabric, Meet, Note, Tag
+from freewheel.fabric.base import EXCHANGE, Fabric, Meet, Note, NotNow, Tag
 
 CALL: Tag = ("call",)
 YES, BUSY = (1.0,), (0.0,)
@@ -44,8 +46,8 @@ YES, BUSY = (1.0,), (0.0,)
 class Party(Protocol):
     """Whose replica takes part: gives snapshots, takes what the other had."""
 
-    async def snapshot(self) -> Tensor:
-        """The weights, with what is pending."""
+    async def snapshot_soon(self) -> Tensor | None:
+        """The weights, with what is pending; None if they move for so long that a peer waits in vain."""
 
     @property
     def meet(self) -> Meet:
@@ -98,7 +100,10 @@ class Exchanges:
                 self.party.count("busy")
                 return False
             mine, where = await self._snapshot(peer), answer[1:]
-            if where:
+            if where and mine is None:
+                self.fabric.post(peer, tag, note=BUSY)
+                raise NotNow
+            if where and mine is not None:
                 correction = await self.fabric.combine(peer, where, mine, self.party.meet)
             else:
                 correction = await self.fabric.swap(peer, tag, mine, self.party.meet, self._told)
@@ -108,6 +113,9 @@ class Exchanges:
             return True
         except PeerLost:
             self.party.count("failed")
+            return False
+        except NotNow:
+            self.party.count("busy")
             return False
         except asyncio.CancelledError:
             self.waiting.clear()  # this life is over
@@ -156,19 +164,26 @@ class Exchanges:
 
     async def _answer(self, peer: int, tag: Tag) -> None:
         where: Note = ()
+        mine: Tensor | None = None
         self.left = False
         try:
             if self.fabric.short(peer):
                 mine = await self._snapshot(peer)
+                if mine is None:
+                    self.fabric.post(peer, tag, note=BUSY)
+                    raise NotNow
                 where = self.fabric.laid(peer, mine)
                 self.left = bool(where)
             self.fabric.post(peer, tag, note=(*YES, *where))
-            if not where:
+            if mine is None or not where:
                 mine = await self._snapshot(peer)
                 mine = await self.fabric.swap(peer, tag, mine, self.party.meet, self._told)
-            await self.fabric.receive(tag, peer)
+            if (await self.fabric.receive(tag, peer)).note == BUSY:
+                raise NotNow
             self.party.met(peer, mine)
             self.party.count("done")
+        except NotNow:
+            self.party.count("busy")
         except PeerLost:
             # Only a caller that has all it needs can have corrected.
             self.party.count("half" if self.left else "failed")
@@ -180,10 +195,10 @@ class Exchanges:
         finally:
             self._release(tag)
 
-    async def _snapshot(self, peer: int) -> Tensor:
-        """One's own weights; PeerLost if the peer has been lost meanwhile."""
+    async def _snapshot(self, peer: int) -> Tensor | None:
+        """One's own weights, unless they move for too long; PeerLost if the peer has been lost meanwhile."""
         epoch = self.fabric.epoch(peer)
-        mine = await self.party.snapshot()
+        mine = await self.party.snapshot_soon()
         if epoch != self.fabric.epoch(peer):
             raise PeerLost(peer, "the connection broke")
         return mine

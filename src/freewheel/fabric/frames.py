@@ -23,7 +23,7 @@ import torch
 from freewheel.fabric.base import Note, Tag
 
 MAGIC = b"FWHL"
-PROTOCOL = 3
+PROTOCOL = 4
 HEADER = struct.Struct("!4sBBBxHHIIQ16s")
 SEAL = struct.Struct("!I")
 TAG_BYTES = 512

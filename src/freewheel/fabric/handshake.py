@@ -191,7 +191,8 @@ class Listener:
         except BaseException as error:
             refused = isinstance(error, OSError | EOFError | BadFrame)  # silence and bad keys are OSErrors
             if refused:
-                level = logging.DEBUG if isinstance(error, Crossed) else logging.WARNING
+                harmless = isinstance(error, Crossed | ConnectionError)  # the other has hung up
+                level = logging.DEBUG if harmless else logging.WARNING
                 log.log(level, "refused a connection from %s: %s", address, words(error))
             if transport is not None:
                 transport.close()

@@ -61,8 +61,11 @@ class Mailbox:
             if not waiters:
                 del self._waiters[tag]
 
-    async def swap(self, peer: int, tag: Tag, mine: Tensor, meet: Meet, told: Callable[[], None]) -> Tensor:
+    async def swap(
+        self, peer: int, tag: Tag, mine: Tensor | None, meet: Meet, told: Callable[[], None]
+    ) -> Tensor:
         """Receive the whole of theirs, then combine; see Fabric.swap."""
+        assert mine is not None, "weights stand still in virtual time"
         sending = self.send(peer, tag, mine)
         try:
             theirs = (await self.receive(tag, peer)).payload
@@ -158,10 +161,14 @@ class Mailbox:
         """Whether a peer is within reach."""
         return peer in self._reach
 
+    def why_lost(self, peer: int) -> str:
+        """Why a peer is out of reach."""
+        return self._lost.get(peer, "not there")
+
     def need(self, peer: int) -> None:
         """Raise PeerLost unless a peer is within reach."""
         if peer not in self._reach:
-            raise PeerLost(peer, self._lost.get(peer, "not there"))
+            raise PeerLost(peer, self.why_lost(peer))
 
     def deliver(self, message: Message) -> None:
         """Hand a message to who waits for it, or keep it."""

@@ -156,7 +156,9 @@ class TcpFabric(Mailbox):
         """Only exchanges may be rounded: both sides then correct by the same rounded numbers."""
         return self.wire if tag[:1] == (EXCHANGE,) else self.dtype
 
-    async def swap(self, peer: int, tag: Tag, mine: Tensor, meet: Meet, told: Callable[[], None]) -> Tensor:
+    async def swap(
+        self, peer: int, tag: Tag, mine: Tensor | None, meet: Meet, told: Callable[[], None]
+    ) -> Tensor:
         """Each side combines one half for both; see Fabric.swap."""
         self.need(peer)
         return await self._together.swap(peer, tag, mine, meet, told)

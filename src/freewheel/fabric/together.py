@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Fabric, Meet, Note, Pull, Tag
+from freewheel.fabric.base import Fabric, Meet, Note, NotNow, Pull, Tag
 from freewheel.fabric.transfers import (
     LONG,
     Outgoing,
@@ -108,16 +108,24 @@ class Together:
 
     # -- two --
 
-    async def swap(self, peer: int, tag: Tag, mine: Tensor, meet: Meet, told: Callable[[], None]) -> Tensor:
-        """See Fabric.swap."""
-        fabric, kind, halves = self._fabric, self._fabric.kind(peer), shares(mine.numel(), 2)
+    async def swap(
+        self, peer: int, tag: Tag, mine: Tensor | None, meet: Meet, told: Callable[[], None]
+    ) -> Tensor:
+        """See Fabric.swap; both begin by saying whether they have a vector, and where it lies."""
+        fabric, kind = self._fabric, self._fabric.kind(peer)
+        if mine is None:
+            fabric.post(peer, tag)
+            raise NotNow
+        halves = shares(mine.numel(), 2)
         own, other = halves if fabric.rank < peer else reversed(halves)
         async with self._lent(mine, kind, (peer,)) as shown:
             if kind == STREAM:
                 await self._swap_streams(peer, tag, shown[own], shown[other], meet, told)
                 return mine
             fabric.post(peer, tag, note=self._locator(shown, kind))
-            theirs = await fabric.opened(peer, (await fabric.receive(tag, peer)).note, mine.numel())
+            if not (where := (await fabric.receive(tag, peer)).note):
+                raise NotNow
+            theirs = await fabric.opened(peer, where, mine.numel())
             await self._work(mine.numel() // 2, lambda: combine_two(shown[own], theirs[own], meet))
             fabric.post(peer, tag)
             told()
@@ -155,9 +163,12 @@ class Together:
                 rounded = mine.to(wire).to(mine.dtype)
                 mine.copy_(meet(rounded, theirs).to(wire))
 
+        fabric.post(peer, tag, note=(1.0,))
         out = fabric.send(peer, tag, other, stream=True)
         back: Outgoing | None = None
         try:
+            if not (await fabric.receive(tag, peer)).note:
+                raise NotNow
             await fabric.land(peer, tag, own.numel(), combine)
             back = fabric.send(peer, tag, own, stream=True, negated=True)
             await fabric.land(peer, tag, other.numel(), other)

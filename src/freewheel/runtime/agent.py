@@ -163,6 +163,10 @@ class Agent:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.fabric.close(why)
+        others = asyncio.all_tasks() - {asyncio.current_task()}  # what other threads have begun
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
         self.replica.let_go()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
@@ -397,7 +401,21 @@ class Agent:
                 return False
             return bool(await asyncio.to_thread(rendezvous.coming, dict(self.fabric.lives)))
 
-        return await self.ending.run(somebody_comes) or await self.consensus()
+        answer = await self.ending.run(somebody_comes) or await self.consensus()
+        self._name_absent(self.ending.members or self.fabric.members)
+        return answer
+
+    def _name_absent(self, members: Sequence[int]) -> None:
+        """Say who had a part in the run, and has none in its answer."""
+        absent = sorted(set(self.fabric.lives) - set(members))
+        if absent and len(self.fabric.lives) > 1:
+            log.warning(
+                "worker %d: the answer is the mean of worker %s; it lacks worker %s: %s",
+                self.me.rank,
+                ", ".join(map(str, members)),
+                ", ".join(map(str, absent)),
+                self.fabric.why_lost(absent[0]),
+            )
 
     def _under_way(self) -> Note:
         sent, got = self.fabric.traffic()

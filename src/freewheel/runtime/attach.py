@@ -85,7 +85,8 @@ class Worker:
         self._began_s = self._ended_s = 0.0
         self._began: float | None = None  # the same on the clock of the wall
         self._began_steps = 0
-        self._members: list[int] = []  # those within reach when the with-block ended
+        self._members: list[int] = []  # within reach when the with-block ended, then in the answer
+        self._windows: dict[int, str] = {}  # how vectors travelled to them
         self._life, self._state = 1, "joining"
         self._about: dict[str, Any] = {}
         self._journal: Journal | None = None
@@ -243,7 +244,7 @@ class Worker:
             **counters.figures(),
             "checkpoints": dict(self._checkpoints.counts),
             "progress": self.progress,
-            "windows": self._agent.fabric.kinds(),
+            "windows": self._windows or self._agent.fabric.kinds(),
             "members": self._members or list(self._agent.fabric.members),
             "view": self._agent.node.view.number,
             "loss": float(self._loss),
@@ -375,6 +376,7 @@ class Worker:
     ) -> None:
         self._steps.end()
         self._inside, self._members = False, list(self._agent.fabric.members)
+        self._windows = self._agent.fabric.kinds()
         checks.leave(self._model)
         self._replica.end_moving()  # a step may have raised
         failure = error
@@ -384,6 +386,7 @@ class Worker:
                 self._check()
                 self._checkpoints.close()
                 answer = self._patiently(self._agent.finish(self._store))
+                self._members = list(self._agent.ending.members) or self._members
                 self._events.over = True
                 if self._store is not None:
                     self._store.end()
@@ -395,9 +398,9 @@ class Worker:
         finally:
             if self._registrar is not None:
                 self._registrar.end()
-            why = FINISHED if error is None else f"it left with {type(error).__name__}"
-            if isinstance(error, Diverged):
-                why = str(error)
+            why = FINISHED if failure is None else f"it left with {type(failure).__name__}"
+            if isinstance(failure, Diverged):
+                why = str(failure)
             try:
                 self._end_records(failure)
             finally:

@@ -55,6 +55,8 @@ class Ending:
         self._under_way, self._mean = under_way, mean
         """Whether this worker is idle (1 or 0), messages it sent and got; the mean of some workers."""
         self.answer: Answer | None = None
+        self.members: tuple[int, ...] = ()
+        """Whose mean the answer is."""
         self._ended: dict[int, tuple[int, frozenset[int]]] = {}
         """Whose loop has ended: in which epoch it said so, and whom it reached then."""
         self._apart_since_s: float | None = None
@@ -185,11 +187,11 @@ class Ending:
         have = [peer for peer, note in (await asyncio.wait_for(who, DRAIN_S)).items() if note[0]]
         if not have:
             await self._drain(members, attempt)
-            self.answer = await self._mean(members, attempt)
+            self.answer, self.members = await self._mean(members, attempt), members
         elif self.answer is None:
             weights = await self.fabric.receive((*attempt, "weights"), have[0])
             buffers = await self.fabric.receive((*attempt, "buffers"), have[0])
-            self.answer = weights.payload, buffers.payload
+            self.answer, self.members = (weights.payload, buffers.payload), members
         elif have[0] == self.fabric.rank:
             for peer in set(members) - set(have):
                 self.fabric.post(peer, (*attempt, "weights"), self.answer[0].clone())

@@ -29,6 +29,8 @@ TRIES = 20
 """Snapshots torn by a boundary before the training thread is asked to make one."""
 SPARE_S = 1.0
 """How long a vector that is being added is waited for, before there is a third one."""
+SOON_S = 0.1
+"""How long one step may move the weights before an exchange is put off: it may be one that computes, too."""
 PATIENCE_S = 0.1
 """How long weights may be found moving before it is asked: a step with a closure computes while they move."""
 PIECE = 1 << 18
@@ -131,12 +133,27 @@ class LiveReplica(Replica):
 
         Other communication goes on while the weights move. Raises Diverged if a number is not finite.
         """
-        end_s = time.monotonic() + SPARE_S
+        taken = await self._snapshot(keep, math.inf)
+        assert taken is not None
+        return taken
+
+    async def snapshot_soon(self) -> Tensor | None:
+        """The same; None if the weights are seen to move for SOON_S on end."""
+        return await self._snapshot(False, SOON_S)
+
+    async def _snapshot(self, keep: bool, patience_s: float) -> Tensor | None:
+        end_s, still_s, version = time.monotonic() + SPARE_S, time.monotonic(), self.version
         while not keep and self.version % 2 and not self._spare and time.monotonic() < end_s:
             await asyncio.sleep(POLL_S)  # after the boundary the vector it has added can be used again
+            if version == self.version and time.monotonic() - still_s > patience_s:
+                return None
         taken = self.plain_vector(self.size, self.dtype) if keep else self._take()
         for _ in self._copying(taken):
             await asyncio.sleep(POLL_S)
+            if version != self.version or not version % 2:
+                version, still_s = self.version, time.monotonic()
+            elif time.monotonic() - still_s > patience_s:
+                return None
         await self._copied(taken)
         return taken
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 WANT: Tag = ("merge", "want")
 BEGIN: Tag = ("merge", "begin")
 REACH: Tag = ("merge", "reach")
+MOVES = -2
+"""In the place of a lost worker: nobody is lost, but the weights move for longer than others should wait."""
 
 
 @dataclass
@@ -74,6 +76,8 @@ class FreeNoDelay(Strategy):
         """A merge counted here, or a worker came or went."""
         self.apart: set[tuple[int, int]] = set()
         """As leader: pairs of workers that cannot reach each other, though both are within reach."""
+        self.moving: set[int] = set()
+        """As leader: workers whose weights were found moving for long, until they ask again."""
 
     async def after_step(self, node: Node) -> None:
         """At the bound τ: wait for a merge."""
@@ -123,6 +127,7 @@ class FreeNoDelay(Strategy):
         merges = 0
         while True:
             want = await node.receive(WANT)
+            self.moving.discard(want.sender)
             asked, known = want.note
             leads = node.rank == node.members[0]
             useful = leads
@@ -146,7 +151,7 @@ class FreeNoDelay(Strategy):
         """The members of the next merge: all within reach, and of a pair that is apart only the first."""
         members: list[int] = []
         for rank in node.members:
-            if not any((other, rank) in self.apart for other in members):
+            if rank not in self.moving and not any((other, rank) in self.apart for other in members):
                 members.append(rank)
         return members
 
@@ -161,7 +166,9 @@ class FreeNoDelay(Strategy):
                 have = await node.receive(have_tag, among=members)
                 verdict, lost = have.note
                 if not verdict:  # the others wait in a ring that is broken
-                    if lost in node.members:
+                    if lost == MOVES:
+                        self.moving.add(have.sender)
+                    elif lost in node.members:
                         self.apart.add((min(have.sender, int(lost)), max(have.sender, int(lost))))
                     break
         except PeerLost:
@@ -210,7 +217,10 @@ class FreeNoDelay(Strategy):
         """How far the mean is from this worker's snapshot, or None if a member was lost; tells the leader."""
         offset, lost = None, -1
         try:
-            offset = await node.offset(await node.snapshot(), members, tag=("merge", number))
+            if (s := await node.snapshot_soon()) is not None:
+                offset = await node.offset(s, members, tag=("merge", number))
+            else:
+                lost = MOVES
         except PeerLost as error:
             lost = error.peer
         finally:
