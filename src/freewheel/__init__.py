@@ -1,6 +1,7 @@
 """Freewheel: train one model on many workers of which none has to wait for another."""
 
 from freewheel.api import attach, plan, simulate
+from freewheel.batchnorm import recalibrate
 from freewheel.errors import (
     ConfigError,
     Deadlock,
@@ -79,5 +80,6 @@ __all__ = [
     "WorkerLost",
     "attach",
     "plan",
+    "recalibrate",
     "simulate",
 ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +30,19 @@ from freewheel.topology import Topology
 T = TypeVar("T")
 
 
+class Memory(Protocol):
+    """What an optimizer remembers of past gradients, by name; see freewheel/moments.py."""
+
+    def names(self) -> list[str]:
+        """Those it has by now."""
+
+    def get(self, name: str) -> Tensor:
+        """A copy of one, as a vector."""
+
+    def set(self, name: str, vector: Tensor) -> None:
+        """Overwrite one."""
+
+
 class Node:
     """One worker, as its strategy sees it."""
 
@@ -42,6 +55,7 @@ class Node:
         spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
         strategy: Strategy,
         score: Callable[[], float] | None = None,
+        moments: Memory | None = None,
     ) -> None:
         self.rank, self.world_size = fabric.rank, fabric.world_size
         self.random = random
@@ -56,6 +70,8 @@ class Node:
         """Whether this worker came back into a run that went on without it."""
         self._fabric, self._replica, self._spawn, self._score = fabric, replica, spawn, score
         self._strategy = strategy
+        self.moments = moments
+        """The optimizer's moments, while training waits for the strategy; None: it has none."""
         self._client: server.Client | None = None
         self._exchanges = Exchanges(fabric, self, spawn, random)
         self._seen_steps = self._awaited_step = 0

@@ -49,6 +49,9 @@ class Strategy:
     staleness: ClassVar[str] = "own gradients that no other worker has seen"
     """What its staleness figures count."""
 
+    quasi_global = False
+    """Whether momentum follows the way the weights go, what mixing did included; a setting of some."""
+
     momentum: ClassVar[float] = 0.0
     """The momentum it is meant to be used with, where a caller does not choose one."""
 

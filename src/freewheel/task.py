@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import abc
+import itertools
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from freewheel.batchnorm import normalises, recalibrate
 from freewheel.errors import ConfigError
 
 
@@ -41,6 +43,13 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
         """Loss and accuracy (None: there is none) on data nobody trained on; the model is in eval mode."""
+
+    def recalibrate(self, model: nn.Module, workers: int, seed: int) -> None:
+        """Measure BatchNorm's statistics of a model that is a mean of others, where it has any."""
+        if normalises(model):
+            draws = torch.Generator().manual_seed(seed)
+            batches = (self.batch(turn % workers, draws) for turn in itertools.count())
+            recalibrate(model, batches, forward=lambda batch: self.loss(model, batch))
 
     def score(self, model: nn.Module) -> float:
         """The loss on data common to all workers, by which they may compare themselves."""

@@ -139,7 +139,7 @@ def test_the_mean_moves_only_by_the_optimizers_updates(spec):
 
 
 def test_the_mean_is_not_kept_where_it_is_not_promised():
-    simulation = make("dasgd", workers=6, steps=30, compute=JITTER)
+    simulation = make("dasgd:form=sum", workers=6, steps=30, compute=JITTER)
     updates = record_updates(simulation)
     simulation.run()
     assert float((replicas(simulation).sum(0) - updates[0]).norm()) > 1

@@ -212,7 +212,12 @@ def test_dasgd_differs_by_no_more_than_what_one_has_and_the_other_has_not():
     lr, workers = 0.02, 6
     compute = fw.Compute(kind="exponential", slow={2: 3})
     simulation = make(
-        "dasgd:interval=3:raw=true", Quadratic(clip=1.0), workers=workers, steps=40, lr=lr, compute=compute
+        "dasgd:interval=3:form=sum:raw=true",
+        Quadratic(clip=1.0),
+        workers=workers,
+        steps=40,
+        lr=lr,
+        compute=compute,
     )
     tight = []
 
@@ -245,7 +250,9 @@ def test_dasgd_replicas_coincide_once_all_is_delivered(form):
 
 
 def test_dasgd_works_with_momentum():
-    simulation = run("dasgd:interval=1:raw=true", workers=4, steps=30, lr=0.002, momentum=0.9, compute=JITTER)
+    simulation = run(
+        "dasgd:interval=1:form=sum:raw=true", workers=4, steps=30, lr=0.002, momentum=0.9, compute=JITTER
+    )
     assert largest_distance(replicas(simulation)) < 1e-12
 
 

@@ -100,7 +100,7 @@ def test_rarer_merges_drift_further_and_cost_more():
 
 
 def test_updates_that_arrive_late_are_lag_and_not_drift():
-    one = forecast("dasgd:interval=16", Setting(4, 1, 10), steps=96)
+    one = forecast("dasgd:interval=16:form=sum", Setting(4, 1, 10), steps=96)
     assert one.lag > 4
     assert one.steps_needed > 1.4
     assert forecast("adpsgd", Setting(4, 1, 10), steps=96).lag == pytest.approx(0, abs=0.2)

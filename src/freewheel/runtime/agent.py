@@ -21,6 +21,7 @@ from freewheel.fabric import collectives
 from freewheel.fabric.base import RUNTIME, Note, Tag
 from freewheel.fabric.handshake import OTHER_KEYS, Identity
 from freewheel.fabric.tcp import TcpFabric
+from freewheel.moments import Moments
 from freewheel.node import Node
 from freewheel.observe.counters import Counters
 from freewheel.runtime.beginnings import Entry, Orphaned
@@ -152,6 +153,7 @@ class Agent:
             spawn=self.spawn,
             strategy=self.strategy,
             score=self._score,
+            moments=Moments(self._rest.optimizer, self.replica),
         )
         self.node.counters = self.counters
         self.node.momentum = float(self._rest.optimizer.param_groups[0].get("momentum", 0.0) or 0.0)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from freewheel.errors import PeerLost, RunStopped, WorkerLost
+from freewheel.moments import QuasiGlobal, momentum_buffers
 from freewheel.runtime.agent import Agent
 from freewheel.runtime.checkpoint import Checkpoints
 from freewheel.runtime.checks import Homes
@@ -47,6 +48,9 @@ class Steps:
         self._began_s = time.perf_counter()
         self._blocked_s = 0.0
         """How long training had waited for data and checkpoints when it began to compute."""
+        self._quasi_global: QuasiGlobal | None = None
+        if strategy.quasi_global:
+            self._quasi_global = QuasiGlobal(momentum_buffers(optimizer)[0])
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -89,6 +93,8 @@ class Steps:
         self._restore_rates()  # the last step may have raised
         self._share_rates()
         replica.begin_moving()
+        if self._quasi_global is not None:
+            self._quasi_global.begin(momentum_buffers(self._optimizer)[1])
 
     def _after_step(self, *_: Any) -> None:
         """The optimizer has stepped."""
@@ -100,6 +106,8 @@ class Steps:
             self._wait(functools.partial(self._parked, self._after))
             replica.begin_moving()
         replica.boundary()
+        if self._quasi_global is not None:
+            self._quasi_global.end(float(self._optimizer.param_groups[0]["lr"]))
         replica.end_moving()
         if self._wakes:
             self._agent.stepped()

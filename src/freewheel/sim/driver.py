@@ -322,6 +322,7 @@ class Simulation:
         if self.judge is not None:
             self.judge.replica.load(self._answer())
             self._average_buffers(self.judge.model)
+            self.task.recalibrate(self.judge.model, self.scenario.workers, self.scenario.seed)
             loss, accuracy = self.task.evaluate(self.judge.model)
             if not math.isfinite(loss):
                 # Who has stepped last, unless somebody's weights are already worse than its loss.

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from freewheel.data.dealing import Dealing
 from freewheel.data.hand import Batch, Hand, Key
-from freewheel.errors import Diverged
+from freewheel.errors import ConfigError, Diverged
+from freewheel.moments import MOMENTUM, QuasiGlobal
 from freewheel.node import Node
 from freewheel.replica import Replica
 from freewheel.sim.compute import Clockwork
@@ -36,6 +37,7 @@ class Study:
         self.replica = Replica.of(self.model)
         self.momentum, self.decay = momentum, decay
         self.velocity: list[Tensor] = []
+        self.quasi_global: QuasiGlobal | None = None
         self.generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(62))
 
     def gradient(self) -> tuple[float, float]:
@@ -45,6 +47,12 @@ class Study:
         loss = self.task.loss(self.model, self.task.batch(self.rank, self.generator))
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item(), torch.linalg.vector_norm(self.replica.gradient).item()
+
+    def follow(self) -> None:
+        """Let momentum follow the way the weights go."""
+        if not self.momentum:
+            raise ConfigError("quasi_global needs momentum: give 0.9, or leave quasi_global out.")
+        self.quasi_global = QuasiGlobal([block.weights for block in self.replica.blocks])
 
     def step(self, lr: float) -> None:
         """SGD with Nesterov's momentum: torch.optim.SGD's numbers, in a few calls over whole blocks."""
@@ -57,10 +65,25 @@ class Study:
             return
         if not self.velocity:
             self.velocity = [torch.zeros_like(block.gradient) for block in self.replica.blocks]
+        if self.quasi_global is not None:
+            self.quasi_global.begin(self.velocity)
         for block, velocity in zip(self.replica.blocks, self.velocity, strict=True):
             velocity.mul_(self.momentum).add_(block.gradient)
             block.gradient.add_(velocity, alpha=self.momentum)
             block.weights.add_(block.gradient, alpha=-lr)
+
+    def names(self) -> list[str]:
+        """The optimizer's moments."""
+        return [MOMENTUM] if self.velocity else []
+
+    def get(self, name: str) -> Tensor:
+        """A copy of one."""
+        return torch.cat(self.velocity)
+
+    def set(self, name: str, vector: Tensor) -> None:
+        """Overwrite one."""
+        for block, velocity in zip(self.replica.blocks, self.velocity, strict=True):
+            velocity.copy_(vector[block.start : block.stop])
 
     def score(self) -> float:
         """The loss of this worker's model on data common to all."""
@@ -111,7 +134,10 @@ class SimulatedWorker:
             spawn=self.spawn,
             strategy=self.strategy,
             score=study.score if study else None,
+            moments=study,
         )
+        if study is not None and self.strategy.quasi_global:
+            study.follow()
         self.fabric.counters = self.node.counters
         self.node.counters.measure = self.node.counters.measure_always = study is not None
         self.hand: Hand | None = None
@@ -153,6 +179,7 @@ class SimulatedWorker:
         ended: Callable[[], None],
     ) -> None:
         node, strategy, study, counters = self.node, self.strategy, self.study, self.node.counters
+        rate = 0.0
         if join is not None:
             node.rejoined = True
             node.hold()
@@ -190,13 +217,16 @@ class SimulatedWorker:
                 await strategy.before_step(node)
                 counters.go_on(self.loop.time())
             if study is not None:
-                study.step(self._rate(self))
+                rate = self._rate(self)
+                study.step(rate)
             counters.steps += 1
             if after:
                 counters.wait("peers", self.loop.time())
                 await strategy.after_step(node)
                 counters.go_on(self.loop.time())
             self.replica.boundary()
+            if study is not None and study.quasi_global is not None:
+                study.quasi_global.end(rate)
             if self.hand is not None and batch is not None:
                 self.used[batch.number, batch.place] += 1
                 counters.samples += 1

@@ -30,7 +30,8 @@ class ADPSGD(Strategy):
     other worker has called it.
 
     Settings: topology (who may meet whom), tries (neighbours asked before the worker lets a step pass
-    without an exchange), every (steps for each exchange).
+    without an exchange), every (steps for each exchange), quasi_global (momentum
+    follows the way the weights went).
     Late, lost and doubled messages: a late peer delays only the pair's own exchange, never a step. A peer
     lost before both have both snapshots: neither corrects. See fabric/exchange.py.
 
@@ -52,6 +53,7 @@ class ADPSGD(Strategy):
     topology: str | Topology = "complete"
     tries: int = 3
     every: int = 1
+    quasi_global: bool = False
 
     def check(self, world_size: int) -> None:
         """The graph must exist and be connected."""

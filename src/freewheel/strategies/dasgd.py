@@ -41,7 +41,8 @@ class DASGD(Strategy):
 
     Reference: Tosi, Theobald, "Convergence analysis of decentralized ASGD", 2023; code: TensAIR.
     Differences: broadcasts the optimizer's update instead of the raw gradient, so any optimizer can be
-    used and replicas coincide once all is delivered; the "mean" form is ours.
+    used and replicas coincide once all is delivered; the "mean" form is ours, and the
+    default: own updates count in full until they are broadcast, so that their delay does not hurt a momentum.
     """
 
     name = "dasgd"
@@ -49,7 +50,7 @@ class DASGD(Strategy):
     staleness = "own gradients that others were last known to lack, summed over them"
 
     interval: int | None = None
-    form: Literal["sum", "mean"] = "sum"
+    form: Literal["sum", "mean"] = "mean"
 
     raw: bool = False
     """Whether every worker uses the optimizer's own rate, though the updates of all add up."""

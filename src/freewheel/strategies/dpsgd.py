@@ -23,7 +23,8 @@ class DPSGD(Strategy):
 
         x_i <- Σ_j W_ij x_j + u_i(x_i)        u_i: the optimizer's update at the model before mixing
 
-    Settings: topology (its mixing matrix is W; a time-varying one is used step by step).
+    Settings: topology (its mixing matrix is W; a time-varying one is used step by step), quasi_global
+    (momentum follows the way the weights went).
     Late, lost and doubled messages: a step counts when all have their neighbours' models, so a late worker
     delays all. When one is lost, the step is mixed again on a graph of the others: the same kind of graph
     where it exists for so many, else a ring. A worker that comes begins with a copy, at a step.
@@ -43,6 +44,7 @@ class DPSGD(Strategy):
     staleness = "always 0: a step mixes in the neighbours' models of the same step"
 
     topology: str | Topology = "ring"
+    quasi_global: bool = False
 
     def check(self, world_size: int) -> None:
         """The graph must exist and be connected."""

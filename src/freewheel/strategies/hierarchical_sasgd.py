@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
 from freewheel import topology
 from freewheel.errors import at_least
 from freewheel.fabric.merges import EVERYBODY
+from freewheel.strategies.sasgd import check_state, mean_moments, set_moments
 from freewheel.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -27,7 +28,8 @@ class HierarchicalSASGD(Strategy):
         every k·T1:    x_i <- mean of x over all workers: node sums, a ring of the nodes' first workers,
                        handed back inside the node
 
-    Settings: nodes (workers are dealt to them in order of rank), interval (T1), global_every (k).
+    Settings: nodes (workers are dealt to them in order of rank), interval (T1), global_every (k), state and
+    state_every (what becomes of the optimizer's moments, as in sasgd).
     Late, lost and doubled messages: as in sasgd, per level. A node goes on with the workers it has left.
 
     Example:
@@ -47,11 +49,14 @@ class HierarchicalSASGD(Strategy):
     nodes: int = 2
     interval: int = 4
     global_every: int = 4
+    state: Literal["local", "averaged"] = "local"
+    state_every: int = 1
 
     def check(self, world_size: int) -> None:
         """There must be at least one worker for each node."""
         at_least("hierarchical_sasgd: the interval T1", self.interval, 1)
         at_least("hierarchical_sasgd: global_every", self.global_every, 1)
+        check_state("hierarchical_sasgd", self.state, self.state_every)
         topology.deal(world_size, self.nodes)
 
     async def start(self, node: Node) -> None:
@@ -66,10 +71,11 @@ class HierarchicalSASGD(Strategy):
 
     async def merge(self, node: Node) -> None:
         """Average with those whose turn it is."""
-        offset = await node.merge(
+        offset, means = await node.merge(
             lambda merge: self.average(node, merge), lambda view: self.level(node, view)
         )
         node.correct(offset, own=True)
+        set_moments(node, means)
 
     def level(self, node: Node, view: View) -> Group:
         """Who merges at this step: all, or the workers of one node."""
@@ -78,10 +84,10 @@ class HierarchicalSASGD(Strategy):
         group = self.group(node.rank, node.world_size)
         return 1 + group[0], [rank for rank in group if rank in view.members]
 
-    async def average(self, node: Node, merge: Merge) -> Tensor:
-        """How far the mean is from this worker's snapshot."""
+    async def average(self, node: Node, merge: Merge) -> tuple[Tensor, dict[str, Tensor]]:
+        """How far the mean is from this worker's snapshot; where all merge, the mean of their moments."""
         if merge.group != EVERYBODY:
-            return await merge.offset(await node.snapshot())
+            return await merge.offset(await node.snapshot()), {}
         s = await node.snapshot(keep=True)
         every = [[rank for rank in group if rank in merge.members] for group in self.groups(node.world_size)]
         groups = [group for group in every if group]
@@ -92,7 +98,9 @@ class HierarchicalSASGD(Strategy):
             if node.rank in leads:
                 total = await merge.sum(total, leads)
             total = await merge.broadcast(group[0], total, group)
-        return total.div(len(merge.members)).sub_(s)
+        due = self.state == "averaged" and merge.number % self.state_every == 0
+        means = await mean_moments(node, merge) if due else {}
+        return total.div(len(merge.members)).sub_(s), means
 
     def groups(self, world_size: int) -> Sequence[Sequence[int]]:
         """The workers of each node, the lost ones too: who is lost does not move the others."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from torch import Tensor
 
@@ -14,6 +14,27 @@ from freewheel.strategy import Strategy
 if TYPE_CHECKING:
     from freewheel.fabric.merges import Merge
     from freewheel.node import Node
+
+
+def check_state(name: str, state: str, every: int) -> None:
+    """The settings of what becomes of the optimizer's moments."""
+    if state not in ("local", "averaged"):
+        raise ConfigError(f"{name}: state must be 'local' or 'averaged', not {state!r}.")
+    at_least(f"{name}: state_every", every, 1)
+
+
+async def mean_moments(node: Node, merge: Merge) -> dict[str, Tensor]:
+    """The means of all members' moments, by name."""
+    if node.moments is None:
+        return {}
+    return {name: await merge.mean(node.moments.get(name)) for name in node.moments.names()}
+
+
+def set_moments(node: Node, means: dict[str, Tensor]) -> None:
+    """Go on with these moments."""
+    for name, vector in means.items():
+        assert node.moments is not None
+        node.moments.set(name, vector)
 
 
 @dataclass
@@ -26,7 +47,8 @@ class SASGD(Strategy):
     With γ_p = γ/p (the default) this is Local SGD, also called K-AVG: the mean of the models. With
     γ_p = γ all workers' updates are added up, which needs a small γ.
 
-    Settings: interval (T), scale (γ_p/γ; None is 1/p).
+    Settings: interval (T), state (whether the optimizer's moments stay local or are averaged
+    too), state_every (every how many reductions), scale (γ_p/γ; None is 1/p).
     Late, lost and doubled messages: a late worker delays everybody once in T steps. When one is lost, the
     others reduce again without it (p is how many they are), and what it did since the last merge is lost. A
     worker that comes begins with a copy of a member, at a merge (where γ_p is given, with the common x).
@@ -49,10 +71,13 @@ class SASGD(Strategy):
 
     interval: int = 8
     scale: float | None = None
+    state: Literal["local", "averaged"] = "local"
+    state_every: int = 1
 
     def check(self, world_size: int) -> None:
         """T is a number of steps, the scale a factor."""
         at_least("sasgd: the interval T", self.interval, 1)
+        check_state("sasgd", self.state, self.state_every)
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise ConfigError(f"sasgd: the scale γ_p/γ must be above 0, not {self.scale:g}.")
 
@@ -70,16 +95,20 @@ class SASGD(Strategy):
     async def merge(self, node: Node) -> None:
         """Add up what all have done since the last time."""
         if self.scale is None or self.x is None:
-            node.correct(await node.merge(lambda merge: self.average(node, merge)), own=True)
+            offset, means = await node.merge(lambda merge: self.average(node, merge))
+            node.correct(offset, own=True)
+            set_moments(node, means)
             return
         x = self.x
         s, total = await node.merge(lambda merge: self.add_up(node, merge, x))
         self.x = x + self.scale * total
         node.correct(self.x - s, own=True)
 
-    async def average(self, node: Node, merge: Merge) -> Tensor:
+    async def average(self, node: Node, merge: Merge) -> tuple[Tensor, dict[str, Tensor]]:
         """How far the mean of all models is: with γ_p = γ/p the rule says no more."""
-        return await merge.offset(await node.snapshot())
+        offset = await merge.offset(await node.snapshot())
+        due = self.state == "averaged" and merge.number % self.state_every == 0
+        return offset, await mean_moments(node, merge) if due else {}
 
     async def add_up(self, node: Node, merge: Merge, x: Tensor) -> tuple[Tensor, Tensor]:
         """This worker's snapshot, and the sum of all updates."""

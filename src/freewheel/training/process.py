@@ -173,10 +173,12 @@ class Samples:
         for sample in self.kept:
             replica.load(sample["weights"].to(replica.dtype))
             set_flat_buffers(model, sample["buffers"])
+            task.recalibrate(model, self.job.workers, self.job.seed)
             loss, accuracy = task.evaluate(model)
             steps = sample["worker_steps"]
             self.journal.evaluation(sample["time"], worker_steps=steps, loss=loss, accuracy=accuracy)
         final.eval()
+        task.recalibrate(final, self.job.workers, self.job.seed)
         loss, accuracy = task.evaluate(final)
         # One that was asked for at the end may have come after it.
         at = max([ended, *(sample["time"] for sample in self.kept)])

@@ -1,0 +1,70 @@
+"""BatchNorm's statistics of a model that nobody has trained with: the mean of several workers'.
+
+Each worker's statistics belong to its own weights. Those of the mean are not their mean: they are measured,
+by running some batches through it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+BATCHES = 32
+
+
+def normalises(model: nn.Module) -> bool:
+    """Whether a model keeps statistics of its batches."""
+    return any(isinstance(one, _BatchNorm) and one.track_running_stats for one in model.modules())
+
+
+@torch.no_grad()
+def recalibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    count: int = BATCHES,
+    forward: Callable[[Any], Any] | None = None,
+) -> nn.Module:
+    """Measure BatchNorm's statistics anew, from the first `count` batches of a loader; returns the model.
+
+    A batch is what the model is called with: a tensor, a tuple or list whose first part is, or a dict of
+    keywords; `forward` is called with it instead, where that does not fit.
+
+        >>> import freewheel as fw, torch
+        >>> model = torch.nn.BatchNorm1d(2)
+        >>> fw.recalibrate(model, [torch.tensor([[1.0, 10.0], [3.0, 30.0]])]).running_mean
+        tensor([ 2., 20.])
+    """
+    norms = [one for one in model.modules() if isinstance(one, _BatchNorm) and one.track_running_stats]
+    if not norms:
+        return model
+    modes = {one: one.training for one in model.modules()}
+    momenta = [one.momentum for one in norms]
+    model.eval()
+    for one in norms:
+        one.reset_running_stats()
+        one.momentum = None  # the mean of all batches
+        one.train()
+    try:
+        for batch in itertools.islice(batches, count):
+            (forward or _caller(model))(batch)
+    finally:
+        for one, momentum in zip(norms, momenta, strict=True):
+            one.momentum = momentum
+        for module, mode in modes.items():
+            module.training = mode
+    return model
+
+
+def _caller(model: nn.Module) -> Callable[[Any], Any]:
+    def call(batch: Any) -> Any:
+        if isinstance(batch, dict):
+            return model(**batch)
+        return model(batch[0] if isinstance(batch, tuple | list) else batch)
+
+    return call

@@ -1,0 +1,113 @@
+"""An optimizer's moments: what it remembers of past gradients, a number for each weight.
+
+SGD's momentum, Adam's two averages. A merge may average them with the weights, or let momentum follow what
+mixing did instead of a worker's own gradients (quasi-global momentum).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from freewheel.errors import ConfigError
+from freewheel.replica import Replica
+
+MOMENTUM = "momentum_buffer"
+NU = 0.1
+"""How much of the last step's way enters quasi-global momentum."""
+
+
+class Moments:
+    """The moments of an optimizer as vectors, one for each name, in the order of a replica's weights."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, replica: Replica) -> None:
+        self._optimizer, self._replica = optimizer, replica
+
+    def names(self) -> list[str]:
+        """Those it has by now; ConfigError if it remembers something else than a number for each weight."""
+        found: dict[str, None] = {}
+        for block in self._replica.blocks:
+            for parameter in block.parameters:
+                for name, value in self._optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape and value.numel() > 1:
+                        found[name] = None
+                    elif not isinstance(value, int | float | None) and getattr(value, "numel", int)() != 1:
+                        raise ConfigError(
+                            f"state=averaged: {type(self._optimizer).__name__} keeps {name}, not one number "
+                            "for each weight. Give state=local, or SGD, Adam or AdamW."
+                        )
+        return sorted(found)
+
+    @torch.no_grad()
+    def get(self, name: str) -> Tensor:
+        """A copy of one of them; zeros where a weight has none yet."""
+        like = self._replica.blocks[0].weights
+        vector = torch.zeros(self._replica.size, dtype=self._replica.dtype, device=like.device)
+        for parameter, piece in self._replica.pieces(vector):
+            value = self._optimizer.state.get(parameter, {}).get(name)
+            if value is not None:
+                piece.copy_(value)
+        return vector
+
+    @torch.no_grad()
+    def set(self, name: str, vector: Tensor) -> None:
+        """The way back, for weights that have one; training must wait for it."""
+        for parameter, piece in self._replica.pieces(vector):
+            value = self._optimizer.state.get(parameter, {}).get(name)
+            if value is not None:
+                value.copy_(piece)
+        if vector.is_cuda:
+            torch.cuda.current_stream(vector.device).synchronize()
+
+
+class QuasiGlobal:
+    """Momentum that follows the way the weights have gone, what mixing did included.
+
+        m <- (1 - ν) m + ν (x - x')/γ        x, x': before the step, and after the boundary
+
+    The optimizer is plain SGD with momentum: before its step its buffers are set to m.
+
+    Reference: Lin, Karimireddy, Stich, Jaggi, "Quasi-global momentum", ICML 2021.
+    """
+
+    def __init__(self, weights: Sequence[Tensor]) -> None:
+        self._weights = list(weights)
+        self._before: list[Tensor] = []
+        self.m = [torch.zeros_like(one) for one in weights]
+
+    @torch.no_grad()
+    def begin(self, buffers: Sequence[Tensor]) -> None:
+        """Before the optimizer's step."""
+        if not self._before:
+            self._before = [one.detach().clone() for one in self._weights]
+        else:
+            torch._foreach_copy_(self._before, [one.detach() for one in self._weights])
+        torch._foreach_copy_(list(buffers), self.m)
+
+    @torch.no_grad()
+    def end(self, lr: float) -> None:
+        """After the boundary."""
+        if lr <= 0 or not self._before:
+            return
+        torch._foreach_sub_(self._before, [one.detach() for one in self._weights])
+        torch._foreach_mul_(self.m, 1 - NU)
+        torch._foreach_add_(self.m, self._before, alpha=NU / lr)
+
+
+def momentum_buffers(optimizer: torch.optim.Optimizer) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """All weights of plain SGD with momentum, and their buffers, made where there is none yet."""
+    if type(optimizer) is not torch.optim.SGD or not all(one["momentum"] for one in optimizer.param_groups):
+        raise ConfigError(
+            f"quasi_global needs torch.optim.SGD with momentum, not {type(optimizer).__name__}. "
+            "Give momentum=0.9, or leave quasi_global out."
+        )
+    weights = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    buffers = []
+    for one in weights:
+        state = optimizer.state[one]
+        if state.get(MOMENTUM) is None:
+            state[MOMENTUM] = torch.zeros_like(one)
+        buffers.append(state[MOMENTUM])
+    return weights, buffers

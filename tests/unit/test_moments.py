@@ -1,0 +1,155 @@
+"""What becomes of an optimizer's memory when workers merge."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import freewheel as fw
+from crew import together
+from freewheel.errors import ConfigError
+from freewheel.moments import NU, Moments, QuasiGlobal, momentum_buffers
+from freewheel.replica import Replica
+from freewheel.strategies import resolve
+from freewheel.tasks import resolve as resolve_task
+from lab import make
+
+
+def net() -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 2))
+
+
+def stepped(model: torch.nn.Module, optimizer: torch.optim.Optimizer, times: int = 2) -> None:
+    for k in range(times):
+        optimizer.zero_grad()
+        model(torch.full((2, 3), 1.0 + k)).square().mean().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "names"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}, []),
+        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}, ["momentum_buffer"]),
+        (torch.optim.AdamW, {}, ["exp_avg", "exp_avg_sq"]),
+        (torch.optim.Adam, {"amsgrad": True}, ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]),
+    ],
+)
+def test_moments_go_to_vectors_and_back(kind, settings, names):
+    model = net()
+    optimizer = kind(model.parameters(), **settings)
+    moments = Moments(optimizer, Replica.of(model))
+    assert moments.names() == []  # before the first step
+    stepped(model, optimizer)
+    assert moments.names() == names
+    for name in names:
+        vector = moments.get(name)
+        flat = torch.cat([optimizer.state[p][name].flatten() for p in model.parameters()])
+        assert torch.equal(vector, flat)
+        moments.set(name, vector * 2)
+        assert torch.equal(moments.get(name), vector * 2)
+
+
+def test_an_optimizer_whose_memory_cannot_be_averaged_is_named_with_a_cure():
+    model = net()
+    optimizer = torch.optim.LBFGS(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.raises(ConfigError, match=r"LBFGS keeps .* Give state=local"):
+        Moments(optimizer, Replica.of(model)).names()
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_merge_averages_moments_where_it_is_asked_to(optimizer):
+    def work(place):
+        torch.manual_seed(0)
+        model = net()
+        made = {
+            "sgd": lambda: torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9),
+            "adamw": lambda: torch.optim.AdamW(model.parameters()),
+        }[optimizer]()
+        found = []
+        settings = {"version": "test", "join_timeout_s": 30.0}
+        spec = "sasgd:interval=1:state=averaged:state_every=2"
+        with fw.Worker(model, made, resolve(spec), place=place, **settings) as attached:
+            for _ in range(4):
+                made.zero_grad()
+                model(torch.full((2, 3), 1.0 + place.rank)).square().mean().backward()
+                made.step()
+                moments = Moments(made, attached._replica)
+                found.append({name: moments.get(name) for name in moments.names()})
+        return found
+
+    first, second = together(2, work)
+    for step, (mine, theirs) in enumerate(zip(first, second, strict=True)):
+        assert mine.keys() == theirs.keys() != set()
+        for name, vector in mine.items():
+            assert torch.equal(vector, theirs[name]) is (step % 2 == 1), (step, name)
+
+
+def test_the_simulator_averages_momentum_too():
+    def spread(state: str) -> float:
+        simulation = make(f"sasgd:interval=2:state={state}", workers=3, steps=4, momentum=0.9, lr=0.01)
+        simulation.run()
+        rows = torch.stack([torch.cat(one.study.velocity) for one in simulation.workers.values()])
+        return float((rows - rows[0]).abs().max())
+
+    assert spread("averaged") == 0
+    assert spread("local") > 0
+
+
+def test_quasi_global_momentum_follows_the_way_the_weights_went():
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
+    follower = QuasiGlobal(momentum_buffers(optimizer)[0])
+    m = torch.zeros(2)
+    for k in range(3):
+        before = weight.detach().clone()
+        follower.begin(momentum_buffers(optimizer)[1])
+        weight.grad = torch.tensor([0.1, -0.2]) * (k + 1)
+        optimizer.step()
+        assert torch.allclose(before - weight, 0.5 * (0.9 * m + weight.grad))
+        with torch.no_grad():
+            weight += 0.05  # what mixing did
+        follower.end(0.5)
+        m = (1 - NU) * m + NU * (before - weight.detach()) / 0.5
+        assert torch.allclose(follower.m[0], m)
+
+
+def test_quasi_global_momentum_needs_plain_sgd_with_momentum():
+    for optimizer in (torch.optim.SGD(net().parameters(), 0.1), torch.optim.AdamW(net().parameters())):
+        with pytest.raises(ConfigError, match=r"needs torch\.optim\.SGD with momentum"):
+            momentum_buffers(optimizer)
+    with pytest.raises(ConfigError, match="needs momentum"):
+        make("adpsgd:quasi_global=true", workers=2, steps=2)
+
+
+def test_quasi_global_is_the_same_in_virtual_and_in_real_time():
+    """One worker, so nothing is mixed: the attached optimizer, the simulator, and the rule by hand."""
+    task = resolve_task("quadratic")
+    simulation = make("adpsgd:quasi_global=true", "quadratic", workers=1, steps=6, momentum=0.9, lr=0.01)
+    start = [one.detach().clone() for one in simulation.workers[0].study.model.parameters()]
+    draws = simulation.workers[0].study.generator.get_state()
+    simulation.run()
+    task.prepare(1, 0)
+    model = task.model()
+    with torch.no_grad():
+        for one, value in zip(model.parameters(), start, strict=True):
+            one.copy_(value)
+    generator = torch.Generator()
+    generator.set_state(draws)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, nesterov=True)
+    with fw.attach(model, optimizer, "adpsgd:quasi_global=true"):
+        for _ in range(6):
+            optimizer.zero_grad()
+            task.loss(model, task.batch(0, generator)).backward()
+            optimizer.step()
+    simulated = simulation.workers[0].study.model.parameters()
+    for one, value in zip(model.parameters(), simulated, strict=True):
+        torch.testing.assert_close(one, value)
