@@ -111,13 +111,12 @@ class Node:
 
     def peers(self, topology: Topology) -> Iterator[int]:
         """This worker's neighbours within reach, in random order, drawn as they are asked for."""
-        reach = self._fabric.members
-        left = list(topology.neighbours(self.rank, self.steps))
-        while left:
-            at = self.random.randrange(len(left))
-            left[at], left[-1] = left[-1], left[at]
-            peer = left.pop()
-            if peer in reach:
+        peers, moved = topology.neighbours(self.rank, self.steps), dict[int, int]()
+        for left in range(len(peers), 0, -1):  # a shuffle of which only the first few are wanted
+            at = self.random.randrange(left)
+            peer = moved.get(at, peers[at])
+            moved[at] = moved.get(left - 1, peers[left - 1])
+            if self._fabric.reaches(peer):
                 yield peer
 
     @property

@@ -173,7 +173,10 @@ def torus(n: int, rows: int | None = None) -> Topology:
 def complete(n: int) -> Topology:
     """Everybody with everybody: one mixing step is the exact mean."""
     _check_size(n)
-    return _undirected("complete", n, _complete_edges(range(n)))
+    everybody, weights = tuple(range(n)), (1 / n,) * (n - 1)
+    own = 1 - math.fsum(weights)
+    rows = [_Row(everybody[:rank] + everybody[rank + 1 :], weights, own) for rank in everybody]
+    return Topology("complete", n, (tuple(rows),), (everybody,))
 
 
 def bipartite_ring(n: int) -> Topology:

@@ -149,5 +149,8 @@ class Fabric(Protocol):
     async def changed(self) -> None:
         """Wait until a peer comes or goes."""
 
+    def reaches(self, peer: int) -> bool:
+        """Whether a peer is within reach."""
+
     def epoch(self, peer: int) -> int:
         """How often a peer has been lost."""

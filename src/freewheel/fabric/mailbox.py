@@ -26,7 +26,7 @@ class Mailbox:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.members: tuple[int, ...] = (rank,)
-        self._reach = {rank}  # the same, for looking up
+        self._reach = frozenset((rank,))  # the same, for looking up
         self._lost: dict[int, str] = {}
         self._boxes: dict[Tag, deque[Message]] = {}
         self._waiters: dict[Tag, list[tuple[int | None, Sequence[int], asyncio.Future[Message]]]] = {}
@@ -185,7 +185,7 @@ class Mailbox:
         if peer not in self._reach and self._lost.get(peer) != AGAIN:
             self.notice("joined", peer, "is within reach" + " again" * (peer in self._lost))
         self._lost.pop(peer, None)
-        self._reach.add(peer)
+        self._reach |= {peer}
         self._members_changed()
 
     def lose(self, peer: int, why: str, what: str = "died") -> None:
@@ -199,7 +199,7 @@ class Mailbox:
             self.notice(what, peer, why)
         self._lost[peer] = why
         self._epochs[peer] = self.epoch(peer) + 1
-        self._reach.discard(peer)
+        self._reach -= {peer}
         self._members_changed()
         for tag in list(self._boxes):
             kept = deque(message for message in self._boxes[tag] if message.sender != peer)

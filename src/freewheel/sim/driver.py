@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -101,11 +102,13 @@ class Simulation:
         # does not depend on how many cores a machine has.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
+        gc.freeze()  # the workers of a large run are many objects, and none of them is garbage
         try:
             with torch.random.fork_rng(devices=[]):  # dropout draws from torch's own generator
                 torch.manual_seed(self.scenario.seed)
                 return self._run()
         finally:
+            gc.unfreeze()
             torch.set_num_threads(threads)
 
     def _run(self) -> Result:

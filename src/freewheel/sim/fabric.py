@@ -36,6 +36,8 @@ class Wire:
         self.cut: dict[tuple[int, int], int] = {}
         """Links that are cut, each with the number of its cut."""
         self.cuts = 0
+        self.everybody = tuple(range(workers)), frozenset(range(workers))
+        """The members of the beginning."""
         self.silence_s = 2.0
         """How long a cut link stays unnoticed; a broken connection is noticed at once."""
         self.latency_s = network.latency_s
@@ -58,6 +60,9 @@ class Wire:
         end = VirtualFabric(self, rank)
         others = tuple(self.ends)
         self.ends[rank] = end
+        if self.life[rank] == 1:  # all begin together, and share what they know of each other
+            end.members, end._reach = self.everybody
+            return end
         for peer in others:
             self.ends[peer].lose(rank, "restarted")  # some may not have noticed yet that it was gone
             if (rank, peer) not in self.cut:
