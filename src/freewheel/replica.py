@@ -48,6 +48,8 @@ class Replica:
             self.size = blocks[-1].stop
             self.dtype = functools.reduce(torch.promote_types, (block.weights.dtype for block in blocks))
         self._pending: Tensor | None = None
+        self.loads = 0
+        """How often the weights were overwritten."""
 
     @classmethod
     def of(cls, model: nn.Module) -> Replica:
@@ -114,6 +116,7 @@ class Replica:
     def load(self, vector: Tensor) -> None:
         """Overwrite the weights and drop what is pending."""
         self._pending = None
+        self.loads += 1
         if self._blank is not None:
             self._blank.copy_(vector)
         for block in self.blocks:

@@ -22,7 +22,7 @@ def test_a_study_steps_as_torch_sgd_does(momentum, decay):
     generator = torch.Generator()
     generator.set_state(study.generator.get_state())
     for _ in range(8):
-        study.gradient()
+        study.gradient(study.draw())
         study.step(0.1)
         optimizer.zero_grad()
         task.loss(plain, task.batch(0, generator)).backward()

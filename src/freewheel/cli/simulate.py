@@ -32,7 +32,9 @@ def simulate(
         ),
     ] = "adpsgd",
     workers: Annotated[int, typer.Option(help="How many workers.")] = 8,
-    task: Annotated[str, typer.Option(help="digits, digits:net=cnn or quadratic.")] = "digits",
+    task: Annotated[
+        str, typer.Option(help="digits, digits:net=cnn, quadratic, cifar10 or chars.")
+    ] = "digits",
     steps: Annotated[
         int, typer.Option(help="Budget: workers × steps in all; fast workers may use it up.")
     ] = 200,
@@ -85,6 +87,9 @@ def simulate(
         float | None, typer.Option(help="What the model weighs on the wire; default: the task's.")
     ] = None,
     target: Annotated[float | None, typer.Option(help="Accuracy to time, e.g. 0.9.")] = None,
+    device: Annotated[
+        str, typer.Option(help="Where gradients are computed: cpu, or cuda, then those that overlap at once.")
+    ] = "cpu",
     no_gradients: Annotated[bool, typer.Option("--no-gradients", help="Timing only: train nothing.")] = False,
     json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
     report: Annotated[Path | None, typer.Option(help="Write an HTML report here.")] = None,
@@ -122,6 +127,7 @@ def simulate(
         warmup=warmup,
         model_mb=model_mb,
         gradients=not no_gradients,
+        device=device,
         target=target,
     )
     chosen = _with_topology(strategies.resolve_all(strategy), topology)

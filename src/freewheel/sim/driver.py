@@ -12,12 +12,13 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 
-from freewheel.errors import Deadlock, Diverged, PeerLost, RunStopped, WorkerLost
+from freewheel.errors import ConfigError, Deadlock, Diverged, PeerLost, RunStopped, WorkerLost
 from freewheel.observe.counters import Counters
 from freewheel.observe.result import Result, Sample
 from freewheel.sim.clock import VirtualLoop, at_once
 from freewheel.sim.fabric import Wire
 from freewheel.sim.faults import Fault
+from freewheel.sim.gradients import Alone, Together
 from freewheel.sim.links import Network
 from freewheel.sim.records import SimulatedRecords
 from freewheel.sim.scenario import Scenario
@@ -69,10 +70,13 @@ class Simulation:
         self.lr = task.lr * (1 - self.momentum) if scenario.lr is None else scenario.lr
         self.rates = scenario.rates()
 
+        self.device = torch.device(scenario.device if scenario.gradients else "cpu")
         task.prepare(scenario.workers, scenario.seed)
+        if self.device.type != "cpu":
+            task.to(self.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(scenario.seed)
-            self.start_model = task.model()
+            self.start_model = task.model().to(self.device)
         weights = [p for p in self.start_model.parameters() if p.requires_grad]
         size = sum(p.numel() for p in weights)
         model_bytes = sum(p.numel() * p.element_size() for p in weights)
@@ -86,9 +90,20 @@ class Simulation:
         self.trace = Trace(trace_file)
         network = Network(scenario.links, scenario.workers)
         self.wire = Wire(self.loop, network, self.trace, scenario.workers, model_bytes / size)
+        self.gradients: Alone | Together = Alone()
+        if scenario.gradients and (
+            scenario.device != "cpu" if scenario.batched is None else scenario.batched
+        ):
+            self.gradients = Together(task, self.start_model)
         self.workers: dict[int, SimulatedWorker] = {}
         for rank in range(scenario.workers):
-            self.workers[rank] = self._worker(rank)
+            try:
+                self.workers[rank] = self._worker(rank)
+            except torch.cuda.OutOfMemoryError:
+                raise ConfigError(
+                    f"{scenario.workers} workers do not fit the GPU, which has memory for {rank} replicas: "
+                    f"take at most {rank // 2}, which leaves some for gradients."
+                ) from None
         self.last = self.workers[0]
         self.judge = self._study(0) if scenario.gradients else None
         if self.judge is not None:
@@ -223,7 +238,15 @@ class Simulation:
     def _worker(self, rank: int) -> SimulatedWorker:
         study = self._study(rank) if self.scenario.gradients else None
         worker = SimulatedWorker(
-            rank, self.strategy, self.scenario, self.wire, study, self.blank_size, self._fail, self._rate
+            rank,
+            self.strategy,
+            self.scenario,
+            self.wire,
+            study,
+            self.blank_size,
+            self._fail,
+            self._rate,
+            self.gradients,
         )
         worker.node.momentum = self.momentum
         if self.records is not None:
@@ -239,6 +262,8 @@ class Simulation:
         if fault.kind == "crash" and rank in self.workers:
             worker = self.workers.pop(rank)
             worker.die()
+            if isinstance(self.gradients, Together) and worker.study is not None:
+                self.gradients.drop(worker.study)
             self.used += worker.used
             self.past_lives.append((rank, worker.node.counters))
             wire.crash(rank)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from freewheel.errors import ConfigError, at_least
+from freewheel.errors import ConfigError, at_least, check_device
 from freewheel.schedule import Schedule
 from freewheel.sim.compute import Compute
 from freewheel.sim.faults import Fault
@@ -24,6 +24,10 @@ class Scenario:
     links: Links = field(default_factory=Links)
     faults: Sequence[Fault] = ()
     seed: int = 0
+    device: str = "cpu"
+    """Where gradients are computed."""
+    batched: bool | None = None
+    """Whether gradients that overlap are computed in one call; None: on a GPU."""
     gradients: bool = True
     """False: timing only, no model is trained."""
     lr: float | None = None
@@ -66,6 +70,7 @@ class Scenario:
             raise ConfigError(f"the model's size must be above 0 MB, not {self.model_mb:g}.")
         if self.target is not None and not 0 < self.target <= 1:
             raise ConfigError(f"the target accuracy must lie between 0 and 1, not {self.target:g}.")
+        check_device(self.device)
         self.compute.check(self.workers)
         self.links.check(self.workers)
         self._check_faults()

@@ -21,6 +21,7 @@ from freewheel.node import Node
 from freewheel.replica import Replica
 from freewheel.sim.compute import Clockwork
 from freewheel.sim.fabric import VirtualFabric, Wire
+from freewheel.sim.gradients import Gradients
 from freewheel.sim.scenario import Scenario
 from freewheel.strategy import Strategy
 from freewheel.task import Task
@@ -40,11 +41,15 @@ class Study:
         self.quasi_global: QuasiGlobal | None = None
         self.generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(62))
 
-    def gradient(self) -> tuple[float, float]:
-        """Compute the next gradient; return the loss and the gradient's norm."""
+    def draw(self) -> Any:
+        """The next batch."""
+        return self.task.batch(self.rank, self.generator)
+
+    def gradient(self, batch: Any) -> tuple[float, float]:
+        """Compute a gradient; return the loss and the gradient's norm."""
         for block in self.replica.blocks:
             block.gradient.zero_()
-        loss = self.task.loss(self.model, self.task.batch(self.rank, self.generator))
+        loss = self.task.loss(self.model, batch)
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.item(), torch.linalg.vector_norm(self.replica.gradient).item()
 
@@ -107,8 +112,9 @@ class SimulatedWorker:
         blank_size: int,
         fail: Callable[[BaseException], None],
         rate: Callable[[SimulatedWorker], float],
+        gradients: Gradients,
     ) -> None:
-        self._rate = rate
+        self._rate, self._gradients = rate, gradients
         self.rank, self.strategy, self.study = rank, strategy.copy(), study
         self.loop, self.trace, self._fail = wire.loop, wire.trace, fail
         self.replica = study.replica if study else Replica.blank(blank_size)
@@ -205,6 +211,8 @@ class SimulatedWorker:
             if pause:
                 await asyncio.sleep(pause)
             self.computing_since = self.loop.time()
+            if study is not None:
+                self._gradients.begin(study)
             await asyncio.sleep(took)
             self.stop_computing()
             node.step_s += (took - node.step_s) / (counters.steps + 1)
@@ -248,7 +256,7 @@ class SimulatedWorker:
 
     def _learn(self, study: Study) -> None:
         node = self.node
-        node.loss, norm = study.gradient()
+        node.loss, norm = self._gradients.end(study)
         if not (math.isfinite(node.loss) and math.isfinite(norm)):
             what = f"a loss of {node.loss:g}" if math.isfinite(norm) else "a gradient that is not finite"
             raise Diverged(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from freewheel import strategies, tasks
-from freewheel.errors import ConfigError, RunStopped, at_least
+from freewheel.errors import ConfigError, RunStopped, at_least, check_device
 from freewheel.observe.result import Result
 from freewheel.runtime.launcher import Captured, launch
 from freewheel.schedule import Schedule
@@ -75,19 +75,7 @@ class Job:
         tasks.resolve(self.task)
         if self.strategy != DDP:
             strategies.resolve(self.strategy).check(self.workers)
-        self._check_device()
-
-    def _check_device(self) -> None:
-        import torch
-
-        try:
-            kind = torch.device(self.device).type
-        except RuntimeError:
-            kind = ""
-        if kind not in ("cpu", "cuda"):
-            raise ConfigError(f"device must be cpu or cuda, not {self.device!r}.")
-        if kind == "cuda" and not torch.cuda.is_available():
-            raise ConfigError("device cuda: this machine has no CUDA device that torch can use; take cpu.")
+        check_device(self.device)
 
     def rates(self) -> Schedule:
         """How the learning rate goes."""
