@@ -65,17 +65,3 @@ def at_least(what: str, value: float | None, least: float) -> None:
     """Refuse a setting below its smallest allowed value; None means not set."""
     if value is not None and not value >= least:
         raise ConfigError(f"{what} must be at least {least:g}, not {value:g}.")
-
-
-def check_device(device: str) -> None:
-    """Refuse a device that is not there."""
-    import torch
-
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        kind = ""
-    if kind not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be cpu or cuda, not {device!r}.")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda: this machine has no CUDA device that torch can use; take cpu.")

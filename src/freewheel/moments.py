@@ -87,27 +87,31 @@ class QuasiGlobal:
         torch._foreach_copy_(list(buffers), self.m)
 
     @torch.no_grad()
-    def end(self, lr: float) -> None:
-        """After the boundary."""
-        if lr <= 0 or not self._before:
+    def end(self, rates: Sequence[float]) -> None:
+        """After the boundary, with the learning rate of each weight; one that has none keeps its m."""
+        if not self._before:
             return
         torch._foreach_sub_(self._before, [one.detach() for one in self._weights])
-        torch._foreach_mul_(self.m, 1 - NU)
-        torch._foreach_add_(self.m, self._before, alpha=NU / lr)
+        torch._foreach_mul_(self._before, [NU / rate if rate > 0 else 0.0 for rate in rates])
+        torch._foreach_mul_(self.m, [1 - NU if rate > 0 else 1.0 for rate in rates])
+        torch._foreach_add_(self.m, self._before)
 
 
-def momentum_buffers(optimizer: torch.optim.Optimizer) -> tuple[list[nn.Parameter], list[Tensor]]:
-    """All weights of plain SGD with momentum, and their buffers, made where there is none yet."""
+def momentum_buffers(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[list[nn.Parameter], list[Tensor], list[float]]:
+    """All weights of plain SGD with momentum, their buffers, made where there is none yet, and rates."""
     if type(optimizer) is not torch.optim.SGD or not all(one["momentum"] for one in optimizer.param_groups):
         raise ConfigError(
             f"quasi_global needs torch.optim.SGD with momentum, not {type(optimizer).__name__}. "
             "Give momentum=0.9, or leave quasi_global out."
         )
-    weights = [one for group in optimizer.param_groups for one in group["params"] if one.requires_grad]
+    weights = [one for group in optimizer.param_groups for one in group["params"]]
+    rates = [float(group["lr"]) for group in optimizer.param_groups for _ in group["params"]]
     buffers = []
     for one in weights:
         state = optimizer.state[one]
         if state.get(MOMENTUM) is None:
             state[MOMENTUM] = torch.zeros_like(one)
         buffers.append(state[MOMENTUM])
-    return weights, buffers
+    return weights, buffers, rates

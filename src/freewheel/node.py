@@ -143,6 +143,10 @@ class Node:
         self._snapshot_steps = self.steps
         return await self._diverging(self._replica.snapshot_soon())
 
+    def unused(self, snapshot: Tensor) -> None:
+        """An exchange has come to nothing before anybody wrote over the snapshot."""
+        self._replica.unused(snapshot)
+
     async def weights(self) -> Tensor:
         """The same for looking at: a copy that is not going to be merged."""
         return await self._copy(keep=True)

@@ -93,6 +93,9 @@ class Replica:
         """The same; None where that would take long."""
         return await self.snapshot()
 
+    def unused(self, vector: Tensor) -> None:
+        """A snapshot that nobody has made anything of."""
+
     def correct(self, vector: Tensor, own: bool = False) -> None:
         """Add a correction to what is pending. The vector is handed over: do not use it afterwards.
 

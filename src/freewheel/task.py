@@ -54,3 +54,15 @@ class Task(abc.ABC):
     def score(self, model: nn.Module) -> float:
         """The loss on data common to all workers, by which they may compare themselves."""
         return self.evaluate(model)[0]
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that is not there."""
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        kind = ""
+    if kind not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be cpu or cuda, not {device!r}.")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device cuda: this machine has no CUDA device that torch can use; take cpu.")

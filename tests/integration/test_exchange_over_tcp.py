@@ -56,6 +56,9 @@ class Party:
     def met(self, peer: int, correction: torch.Tensor) -> None:
         self.corrections.append(correction.clone())
 
+    def unused(self, snapshot: torch.Tensor) -> None:
+        """Nobody keeps it."""
+
     def count(self, outcome: str) -> None:
         self.outcomes.append(outcome)
 

@@ -96,3 +96,18 @@ def test_less_memory_than_hoped_for(monkeypatch, caplog):
     monkeypatch.setattr(simulation.gradients, "_compute_some", small)
     simulation.run()
     assert "2 gradients at once fit the GPU" in caplog.text
+
+
+@dataclass
+class ChannelsLast(Digits):
+    """Weights whose order in memory is not that of their shape."""
+
+    def model(self):
+        return super().model().to(memory_format=torch.channels_last)
+
+
+def test_weights_in_another_order_than_their_shape_are_not_batched(caplog):
+    together = run("adpsgd", ChannelsLast(net="cnn"), workers=2, steps=3, batched=True)
+    alone = run("adpsgd", ChannelsLast(net="cnn"), workers=2, steps=3)
+    torch.testing.assert_close(replicas(together), replicas(alone))
+    assert "cannot be batched" in caplog.text

@@ -212,6 +212,31 @@ def test_a_step_that_computes_while_weights_move_holds_up_nothing_but_the_snapsh
     check(asyncio.run(communicate()), 1, 1, 0)
 
 
+def test_weights_that_move_nearly_all_the_time_are_copied_for_the_next_who_asks(monkeypatch):
+    """Steps with long closures, one after the other: an exchange is put off, and not for ever."""
+    model = Tower(*ONE_BLOCK, size=8)
+    replica = live_replica(model)
+    mover = Mover(model, replica)
+    monkeypatch.setattr(live, "SOON_S", 0.001)
+
+    async def communicate() -> list[torch.Tensor | None]:
+        got = []
+        mover.step()
+        for turn in range(4):
+            replica.begin_moving()  # the next closure begins at once
+            got.append(await replica.snapshot_soon())
+            replica.boundary()
+            replica.end_moving()
+            if turn == 2:  # what was copied before it is of no use any more
+                replica.correct(torch.zeros(replica.size, dtype=torch.float64))
+        return got
+
+    first, second, third, fourth = asyncio.run(communicate())
+    assert first is third is fourth is None
+    assert second is not None
+    check(second, 1, 1, 0)
+
+
 def test_a_snapshot_that_is_given_up_leaves_no_order():
     model = Tower(*ONE_BLOCK, size=8)
     replica = live_replica(model)

@@ -117,7 +117,7 @@ def test_quasi_global_momentum_follows_the_way_the_weights_went():
         assert torch.allclose(before - weight, 0.5 * (0.9 * m + weight.grad))
         with torch.no_grad():
             weight += 0.05  # what mixing did
-        follower.end(0.5)
+        follower.end([0.5])
         m = (1 - NU) * m + NU * (before - weight.detach()) / 0.5
         assert torch.allclose(follower.m[0], m)
 

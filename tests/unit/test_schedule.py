@@ -77,6 +77,18 @@ def test_a_scheduler_without_an_end_is_refused_and_one_by_steps_needs_no_loader(
     assert rates == pytest.approx([0.5, 0.375, 0.25, 0.125])
 
 
+def test_a_rate_that_is_a_tensor_is_scheduled_as_any_other():
+    model, _ = learner()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5))
+    with fw.attach(model, optimizer, "none") as worker:
+        scheduler = worker.scheduler("constant", steps=20, warmup=4)
+        for _ in range(10):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            scheduler.step()
+        assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.5)
+
+
 def test_a_scheduler_made_in_a_resumed_run_goes_on_from_the_scripts_own_rate(tmp_path):
     dataset = torch.utils.data.TensorDataset(torch.randn(40, 2))
     runs: list[list[float]] = []

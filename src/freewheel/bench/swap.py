@@ -192,6 +192,9 @@ class Party:
         """An exchange is complete."""
         self._done.release()
 
+    def unused(self, _: Tensor) -> None:
+        """It is kept anyway."""
+
     def count(self, _: str) -> None:
         """Nobody asks."""
 

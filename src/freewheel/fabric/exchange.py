@@ -49,6 +49,9 @@ class Party(Protocol):
     async def snapshot_soon(self) -> Tensor | None:
         """The weights, with what is pending; None if they move for so long that a peer waits in vain."""
 
+    def unused(self, snapshot: Tensor) -> None:
+        """Nothing came of a snapshot, and nobody has written over it."""
+
     @property
     def meet(self) -> Meet:
         """Makes the correction of the two snapshots, or of the same piece of both."""
@@ -90,6 +93,7 @@ class Exchanges:
         self.serial += 1
         tag: Tag = (EXCHANGE, self.fabric.rank, self.serial)
         self.partner, self.calling = peer, True
+        mine: Tensor | None = None
         try:
             self.called_at = self._now()
             self.fabric.post(peer, CALL, None, (self.serial,))
@@ -116,6 +120,8 @@ class Exchanges:
             return False
         except NotNow:
             self.party.count("busy")
+            if mine is not None:
+                self.party.unused(mine)
             return False
         except asyncio.CancelledError:
             self.waiting.clear()  # this life is over
@@ -175,8 +181,9 @@ class Exchanges:
                 where = self.fabric.laid(peer, mine)
                 self.left = bool(where)
             self.fabric.post(peer, tag, note=(*YES, *where))
-            if mine is None or not where:
+            if mine is None:
                 mine = await self._snapshot(peer)
+            if mine is None or not where:
                 mine = await self.fabric.swap(peer, tag, mine, self.party.meet, self._told)
             if (await self.fabric.receive(tag, peer)).note == BUSY:
                 raise NotNow
@@ -184,6 +191,8 @@ class Exchanges:
             self.party.count("done")
         except NotNow:
             self.party.count("busy")
+            if mine is not None:
+                self.party.unused(mine)
         except PeerLost:
             # Only a caller that has all it needs can have corrected.
             self.party.count("half" if self.left else "failed")

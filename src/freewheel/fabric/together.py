@@ -95,6 +95,10 @@ class Together:
         writers = [peer for peer in peers if kind != STREAM and self._fabric.kind(peer) == kind]
         try:
             yield shown
+        except NotNow:
+            if shown is not vector:
+                self._windows.give_back(shown)
+            raise
         except BaseException:
             self._windows.retire(shown, writers)  # they may still be writing
             raise

@@ -68,7 +68,8 @@ class Worker:
     ) -> None:
         checks.check(model, optimizer)
         self._model, self._optimizer, self._strategy = model, optimizer, strategy
-        self._rates = [group["lr"] for group in optimizer.param_groups]
+        given = [group.get("lr") for group in optimizer.param_groups]
+        self._rates = [lr.item() if isinstance(lr, Tensor) else lr for lr in given]
         """As the script has set them: a checkpoint has those of its moment."""
         self._wire, self._bind, self._tls = checks.wire_type(wire, strategy), bind, tls
         at_least("heartbeat_s", heartbeat_s, 0.1)
@@ -150,9 +151,12 @@ class Worker:
         A loop without a loader of the worker's gives `steps`, this worker's own. `warmup` is in the same
         unit; default: a twentieth. The rates are those the optimizer had at `attach`.
         """
+        rates = [lr for lr in self._rates if lr is not None]
+        if len(rates) < len(self._rates):
+            raise ConfigError(f"{type(self._optimizer).__name__} has no learning rate to schedule.")
         if steps is not None:
             schedule = Schedule(steps, curve, warmup)
-            return Scheduler(self._optimizer, schedule, lambda: self._agent.counters.steps, self._rates)
+            return Scheduler(self._optimizer, schedule, lambda: self._agent.counters.steps, rates)
         loader = next(iter(self._checkpoints.loaders), None)
         if epochs is None and loader is not None:
             epochs = loader.dealer.epochs
@@ -165,7 +169,7 @@ class Worker:
             loader.dealer.batch_size * self.world_size / loader.dealer.length if loader is not None else 1.0
         )
         schedule = Schedule(epochs, curve, warmup, step)
-        return Scheduler(self._optimizer, schedule, lambda: self.progress, self._rates)
+        return Scheduler(self._optimizer, schedule, lambda: self.progress, rates)
 
     def checkpoint(
         self,

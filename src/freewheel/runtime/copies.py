@@ -117,8 +117,13 @@ class Copies:
         self._replica.load(weights.vector)
         self._rest.set_fixed(fixed.payload)
         if parts:
+            groups = self._rest.optimizer.param_groups
+            rates = [group.get("lr") for group in groups]  # the script's: the other's may be of any moment
             try:
                 self._rest.optimizer.load_state_dict(states.unpack(torch.cat(parts)))
+                for group, rate in zip(self._rest.optimizer.param_groups, rates, strict=True):
+                    if rate is not None:
+                        group["lr"] = rate
             except (ValueError, KeyError, RuntimeError) as error:  # it has another optimizer
                 log.warning("the optimizer begins without worker %d's state: %s", peer, error)
         return True

@@ -54,6 +54,8 @@ class Order:
 
     into: Tensor
     made: bool = False
+    changes: int = -1
+    """How often what is pending had changed when it was made."""
 
 
 class LiveReplica(Replica):
@@ -76,6 +78,8 @@ class LiveReplica(Replica):
         self._spare: deque[Tensor] = deque(maxlen=2)
         self._orders: deque[Order] = deque()
         self._seen = self._changes = 0
+        self._standing: Order | None = None
+        """What is left for the training thread to copy, where exchanges are put off again and again."""
         self._gradient: Tensor | None = None
 
     @property
@@ -103,7 +107,7 @@ class LiveReplica(Replica):
                 if changes % 2 or changes != self._changes:  # a correction came between: next time
                     self._orders.append(order)
                     break
-                order.made = True
+                order.changes, order.made = changes, True
 
     def boundary(self) -> None:
         """Add what is pending to the weights; call between begin_moving and end_moving."""
@@ -138,21 +142,38 @@ class LiveReplica(Replica):
         return taken
 
     async def snapshot_soon(self) -> Tensor | None:
-        """The same; None if the weights are seen to move for SOON_S on end."""
+        """The same; None if the weights are seen to move for SOON_S on end.
+
+        Then the training thread makes a copy at the end of its step, for the next one who asks.
+        """
+        order = self._standing
+        if order is not None and order.made:
+            self._standing = None
+            if order.changes == self._changes:  # nothing was corrected since
+                await self._copied(order.into)
+                return order.into
+            self._free(order.into)
         return await self._snapshot(False, SOON_S)
+
+    def unused(self, vector: Tensor) -> None:
+        """A snapshot that nobody has made anything of."""
+        self._free(vector)
 
     async def _snapshot(self, keep: bool, patience_s: float) -> Tensor | None:
         end_s, still_s, version = time.monotonic() + SPARE_S, time.monotonic(), self.version
         while not keep and self.version % 2 and not self._spare and time.monotonic() < end_s:
             await asyncio.sleep(POLL_S)  # after the boundary the vector it has added can be used again
-            if version == self.version and time.monotonic() - still_s > patience_s:
-                return None
+            if time.monotonic() - still_s > patience_s:
+                break
         taken = self.plain_vector(self.size, self.dtype) if keep else self._take()
         for _ in self._copying(taken):
             await asyncio.sleep(POLL_S)
             if version != self.version or not version % 2:
                 version, still_s = self.version, time.monotonic()
             elif time.monotonic() - still_s > patience_s:
+                if self._standing is None:
+                    self._standing = Order(taken)
+                    self._orders.append(self._standing)
                 return None
         await self._copied(taken)
         return taken
@@ -254,7 +275,7 @@ class LiveReplica(Replica):
         """Keep no memory that was made for exchanges: there are none any more."""
         self.make_vector = self.plain_vector
         self._spare.clear()
-        self._gradient = None
+        self._gradient = self._standing = None
 
     @property
     def gradient(self) -> Tensor:

@@ -33,7 +33,7 @@ class Steps:
         self, agent: Agent, optimizer: torch.optim.Optimizer, homes: Homes, checkpoints: Checkpoints
     ) -> None:
         self._agent, self._replica, self._optimizer = agent, agent.replica, optimizer
-        self._rates: list[Any] = []
+        self._rates: list[tuple[dict[str, Any], Any]] = []
         """The optimizer's learning rates, while it steps with a part of them."""
         self._homes, self._checkpoints = homes, checkpoints
         strategy = agent.strategy
@@ -65,12 +65,13 @@ class Steps:
     def _share_rates(self) -> None:
         """Let the optimizer step with a part of its rates, where the updates of all workers add up."""
         if (share := self._agent.node.rate_share) != 1:
-            self._rates = [group["lr"] for group in self._optimizer.param_groups]
-            for group in self._optimizer.param_groups:
+            groups = [group for group in self._optimizer.param_groups if "lr" in group]
+            self._rates = [(group, group["lr"]) for group in groups]
+            for group in groups:
                 group["lr"] = group["lr"] * share
 
     def _restore_rates(self) -> None:
-        for group, rate in zip(self._optimizer.param_groups, self._rates, strict=False):
+        for group, rate in self._rates:
             group["lr"] = rate
         self._rates = []
 
@@ -107,7 +108,7 @@ class Steps:
             replica.begin_moving()
         replica.boundary()
         if self._quasi_global is not None:
-            self._quasi_global.end(float(self._optimizer.param_groups[0]["lr"]))
+            self._quasi_global.end(momentum_buffers(self._optimizer)[2])
         replica.end_moving()
         if self._wakes:
             self._agent.stepped()

@@ -28,6 +28,8 @@ from freewheel.strategy import Strategy
 from freewheel.task import Task
 
 COPY = ("copy",)
+LARGE = 256
+"""From so many workers on Python's search for garbage takes as long as the run."""
 
 
 class Simulation:
@@ -73,6 +75,8 @@ class Simulation:
         self.device = torch.device(scenario.device if scenario.gradients else "cpu")
         task.prepare(scenario.workers, scenario.seed)
         if self.device.type != "cpu":
+            gc.collect()  # an earlier run's replicas
+            torch.cuda.empty_cache()
             task.to(self.device)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(scenario.seed)
@@ -117,13 +121,16 @@ class Simulation:
         # does not depend on how many cores a machine has.
         threads = torch.get_num_threads()
         torch.set_num_threads(1)
-        gc.freeze()  # the workers of a large run are many objects, and none of them is garbage
+        if large := self.scenario.workers >= LARGE:  # many objects, and none of them is garbage
+            gc.collect()
+            gc.freeze()
         try:
             with torch.random.fork_rng(devices=[]):  # dropout draws from torch's own generator
                 torch.manual_seed(self.scenario.seed)
                 return self._run()
         finally:
-            gc.unfreeze()
+            if large:
+                gc.unfreeze()
             torch.set_num_threads(threads)
 
     def _run(self) -> Result:

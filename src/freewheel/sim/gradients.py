@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.utils import _pytree as pytree
 
-from freewheel.errors import ConfigError
+from freewheel.errors import ConfigError, FreewheelError
 from freewheel.task import Task
 
 if TYPE_CHECKING:
@@ -70,13 +70,18 @@ class Together:
         self._ready: dict[Study, Computed] = {}
         self._most = 0
         """So many fit at once; 0: all."""
-        self._fails = False
+        trained = [one for one in model.parameters() if one.requires_grad]
+        alike = len({one.dtype for one in trained}) == 1 and all(one.is_contiguous() for one in trained)
+        self._fails = not alike
+        if self._fails:
+            log.warning("simulate: weights of several types or layouts cannot be batched; one by one, then")
         self._compute = vmap(grad_and_value(self._loss), randomness="different")
 
     def begin(self, study: Study) -> None:
         """Remember it."""
         self._ready.pop(study, None)
         self._batches[study] = study.draw()
+        study.statistics = self._fails
 
     def end(self, study: Study) -> tuple[float, float]:
         """See Gradients.end."""
@@ -111,7 +116,9 @@ class Together:
                 self._most = len(some) // 2
                 log.warning("simulate: %d gradients at once fit the GPU, not %d", self._most, len(some))
                 continue
-            except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            except FreewheelError:
+                raise
+            except Exception as error:  # one by one whatever is really wrong is raised again
                 self._fails = True
                 why = str(error).splitlines()[0][:150]
                 log.warning("simulate: this model cannot be batched (%s); gradients one by one", why)
@@ -124,7 +131,7 @@ class Together:
         gradients, losses = self._compute(rows, batches)
         norms = torch.linalg.vector_norm(gradients, dim=1).tolist()
         for study, gradient, loss, norm in zip(studies, gradients, losses.tolist(), norms, strict=True):
-            self._ready[study] = Computed(study.replica.loads, gradient, loss, norm)
+            self._ready[study] = Computed(study.replica.loads, gradient.clone(), loss, norm)
 
     def _loss(self, vector: Tensor, batch: Any) -> Tensor:
         named, at = {}, 0

@@ -6,11 +6,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from freewheel.errors import ConfigError, at_least, check_device
+from freewheel.errors import ConfigError, at_least
 from freewheel.schedule import Schedule
 from freewheel.sim.compute import Compute
 from freewheel.sim.faults import Fault
 from freewheel.sim.links import Links
+from freewheel.task import check_device
 
 
 @dataclass(frozen=True)

@@ -39,6 +39,8 @@ class Study:
         self.momentum, self.decay = momentum, decay
         self.velocity: list[Tensor] = []
         self.quasi_global: QuasiGlobal | None = None
+        self.statistics = True
+        """Whether BatchNorm's statistics are kept up to date while it learns."""
         self.generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(62))
 
     def draw(self) -> Any:
@@ -93,6 +95,8 @@ class Study:
     def score(self) -> float:
         """The loss of this worker's model on data common to all."""
         self.model.eval()
+        if not self.statistics:
+            self.task.recalibrate(self.model, self.rank + 1, 0)
         try:
             return self.task.score(self.model)
         finally:
@@ -234,7 +238,7 @@ class SimulatedWorker:
                 counters.go_on(self.loop.time())
             self.replica.boundary()
             if study is not None and study.quasi_global is not None:
-                study.quasi_global.end(rate)
+                study.quasi_global.end([rate] * len(study.replica.blocks))
             if self.hand is not None and batch is not None:
                 self.used[batch.number, batch.place] += 1
                 counters.samples += 1

@@ -27,7 +27,14 @@ async def mean_moments(node: Node, merge: Merge) -> dict[str, Tensor]:
     """The means of all members' moments, by name."""
     if node.moments is None:
         return {}
-    return {name: await merge.mean(node.moments.get(name)) for name in node.moments.names()}
+    names = node.moments.names()
+    notes = await merge.gather(tuple(map(float, "/".join(names).encode())))
+    if len(set(notes.values())) > 1:
+        raise ConfigError(
+            f"state=averaged: the optimizer of worker {node.rank} has {names or 'no moments'}, others not. "
+            "Give all workers the same optimizer."
+        )
+    return {name: await merge.mean(node.moments.get(name)) for name in names}
 
 
 def set_moments(node: Node, means: dict[str, Tensor]) -> None:
@@ -78,6 +85,8 @@ class SASGD(Strategy):
         """T is a number of steps, the scale a factor."""
         at_least("sasgd: the interval T", self.interval, 1)
         check_state("sasgd", self.state, self.state_every)
+        if self.state == "averaged" and self.scale is not None:
+            raise ConfigError("sasgd: state=averaged goes with the mean of the models; leave scale out.")
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise ConfigError(f"sasgd: the scale γ_p/γ must be above 0, not {self.scale:g}.")
 

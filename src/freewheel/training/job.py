@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from freewheel import strategies, tasks
-from freewheel.errors import ConfigError, RunStopped, at_least, check_device
+from freewheel.errors import ConfigError, RunStopped, at_least
 from freewheel.observe.result import Result
 from freewheel.runtime.launcher import Captured, launch
 from freewheel.schedule import Schedule
+from freewheel.task import check_device
 from freewheel.training.outcome import read_outcome
 
 DDP = "ddp"
