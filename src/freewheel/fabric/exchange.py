@@ -104,13 +104,13 @@ class Exchanges:
                 self.party.count("busy")
                 return False
             mine, where = await self._snapshot(peer), answer[1:]
-            if where and mine is None:
-                self.fabric.post(peer, tag, note=BUSY)
-                raise NotNow
-            if where and mine is not None:
+            if not where:
+                correction = await self.fabric.swap(peer, tag, mine, self.party.meet, self._told)
+            elif mine is not None:
                 correction = await self.fabric.combine(peer, where, mine, self.party.meet)
             else:
-                correction = await self.fabric.swap(peer, tag, mine, self.party.meet, self._told)
+                self.fabric.post(peer, tag, note=BUSY)
+                raise NotNow
             self.party.met(peer, correction)
             self.fabric.post(peer, tag)
             self.party.count("done")

@@ -16,6 +16,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from freewheel.errors import PeerLost
 from freewheel.fabric import frames
 from freewheel.fabric.base import Note, Tag
@@ -54,9 +56,11 @@ class Identity:
     place: str = ""
     """Where this process runs, for finding those that can share memory; empty: nobody can."""
 
-    def frame(self, kind: Kind, tag: Tag, note: Note = ()) -> bytes:
-        """A frame of this worker without a vector."""
-        return frames.pack(kind, self.run, self.rank, self.incarnation, tag, note)
+    def frame(
+        self, kind: Kind, tag: Tag = (), note: Note = (), dtype: torch.dtype | None = None, numel: int = 0
+    ) -> bytes:
+        """A frame of this worker; before a vector, with its type and length."""
+        return frames.pack(kind, self.run, self.rank, self.incarnation, tag, note, dtype, numel)
 
     def hello(self, offers: Sequence[Note] = ()) -> bytes:
         """The first frame of this worker on a connection; with windows that the peer may try to open."""

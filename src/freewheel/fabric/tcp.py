@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric import frames
 from freewheel.fabric.base import EXCHANGE, RUNTIME, Each, Meet, Message, Note, Tag
 from freewheel.fabric.connection import Connection
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
@@ -385,7 +384,7 @@ class TcpFabric(Mailbox):
 
     def _frame(self, kind: Kind, tag: Tag = (), note: Note = (), vector: Tensor | None = None) -> bytes:
         dtype, numel = (None, 0) if vector is None else (self._wire(tag), vector.numel())
-        return frames.pack(kind, self.me.run, self.rank, self.me.incarnation, tag, note, dtype, numel)
+        return self.me.frame(kind, tag, note, dtype, numel)
 
     def _queue(
         self,

@@ -15,60 +15,35 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Tensor
 
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Fabric, Meet, Note, NotNow, Pull, Tag
+from freewheel.fabric.base import Meet, Note, NotNow, Pull, Tag
 from freewheel.fabric.transfers import (
     LONG,
     Outgoing,
-    Transfers,
     add_up,
     combine_all,
     combine_two,
     shares,
     spread,
 )
-from freewheel.fabric.windows import DEVICE, HOST, KINDS, STREAM, Windows
+from freewheel.fabric.windows import DEVICE, HOST, KINDS, STREAM
+
+if TYPE_CHECKING:
+    from freewheel.fabric.tcp import TcpFabric
 
 Shown: TypeAlias = tuple[int, Note]
 """A member, and where its vector lies: the locator of a window, or nothing."""
 
 
-class Ends(Fabric, Protocol):
-    """A fabric with windows."""
-
-    dtype: torch.dtype
-    wire: torch.dtype
-    windows: Windows
-    transfers: Transfers
-
-    def kind(self, peer: int) -> str:
-        """How vectors travel to a peer."""
-
-    def send(
-        self,
-        peer: int,
-        tag: Tag,
-        vector: Tensor | None = None,
-        note: Note = (),
-        *,
-        stream: bool = False,
-        negated: bool = False,
-    ) -> Outgoing:
-        """Begin to send."""
-
-    async def opened(self, peer: int, locator: Note, numel: int) -> Tensor:
-        """A peer's vector, where it lies; PeerLost if that cannot be had."""
-
-
 class Together:
     """One worker's part in what several do together."""
 
-    def __init__(self, fabric: Ends) -> None:
+    def __init__(self, fabric: TcpFabric) -> None:
         self._fabric, self._windows, self._work = fabric, fabric.windows, fabric.transfers.work
         self._counters = fabric.transfers.counters
 

@@ -70,7 +70,7 @@ class Simulation:
         self.momentum = strategy.momentum if scenario.momentum is None else scenario.momentum
         # Momentum adds up 1/(1 - momentum) steps.
         self.lr = task.lr * (1 - self.momentum) if scenario.lr is None else scenario.lr
-        self.rates = scenario.rates()
+        self.rates = scenario.rates
 
         self.device = torch.device(scenario.device if scenario.gradients else "cpu")
         task.prepare(scenario.workers, scenario.seed)
@@ -269,7 +269,7 @@ class Simulation:
         if fault.kind == "crash" and rank in self.workers:
             worker = self.workers.pop(rank)
             worker.die()
-            if isinstance(self.gradients, Together) and worker.study is not None:
+            if worker.study is not None:
                 self.gradients.drop(worker.study)
             self.used += worker.used
             self.past_lives.append((rank, worker.node.counters))

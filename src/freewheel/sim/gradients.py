@@ -36,6 +36,9 @@ class Gradients(Protocol):
     def end(self, study: Study) -> tuple[float, float]:
         """It is done: its gradient is in its replica; the loss and the gradient's norm."""
 
+    def drop(self, study: Study) -> None:
+        """It has died."""
+
 
 class Alone:
     """Each worker computes its own gradient when it is done."""
@@ -46,6 +49,9 @@ class Alone:
     def end(self, study: Study) -> tuple[float, float]:
         """See Gradients.end."""
         return study.gradient(study.draw())
+
+    def drop(self, study: Study) -> None:
+        """Nothing is kept."""
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from freewheel.errors import ConfigError, at_least
 from freewheel.schedule import Schedule
@@ -59,7 +60,7 @@ class Scenario:
             )
         at_least("evaluations", self.evaluations, 0)
         at_least("weight_decay", self.weight_decay, 0)
-        self.rates()
+        self.rates  # noqa: B018  # refuses what cannot be
         at_least("batches", self.batches, 0)
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"the seed must be at least 0 and below 2**63, not {self.seed}.")
@@ -76,6 +77,7 @@ class Scenario:
         self.links.check(self.workers)
         self._check_faults()
 
+    @cached_property
     def rates(self) -> Schedule:
         """How the learning rate goes."""
         return Schedule(self.steps, self.schedule, self.warmup)

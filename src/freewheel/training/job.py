@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ class Job:
                     f"--slow {rank}:{factor:g}: there is no worker {rank}, only 0 to {self.workers - 1}."
                 )
             at_least(f"the factor of worker {rank}", factor, 1)
-        self.rates()
+        self.rates  # noqa: B018  # refuses what cannot be
         if self.target is not None and not 0 < self.target <= 1:
             raise ConfigError(f"the target accuracy must lie between 0 and 1, not {self.target:g}.")
         tasks.resolve(self.task)
@@ -78,6 +79,7 @@ class Job:
             strategies.resolve(self.strategy).check(self.workers)
         check_device(self.device)
 
+    @cached_property
     def rates(self) -> Schedule:
         """How the learning rate goes."""
         return Schedule(self.steps, self.schedule, self.warmup)

@@ -239,7 +239,7 @@ def run(folder: Path, number: int) -> None:
 
 
 def _set_lr(optimizer: torch.optim.Optimizer, job: Job, lr: float, share: float) -> None:
-    optimizer.param_groups[0]["lr"] = lr * job.rates().factor(share * job.steps)
+    optimizer.param_groups[0]["lr"] = lr * job.rates.factor(share * job.steps)
 
 
 def _check(loss: Tensor, job: Job, rank: int, step: int) -> None:
