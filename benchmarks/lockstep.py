@@ -4,8 +4,8 @@
 
 A form is a name with settings: `all` (gradients of all are averaged), `pairs` (random pairs average, the
 correction comes `delay` steps late), `merge` (all average, which takes `delay` steps), `local` (all average
-every `interval` steps); with lr, warmup (steps), moments=1 (averaged too) and seed. Nothing here uses
-Freewheel's engine: it is a check of it.
+every `interval` steps); with lr, warmup (steps), moments=1 (averaged too), nesterov=0 and seed. Nothing here
+uses Freewheel's engine: it is a check of it.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ def run(replicas: Replicas, form: str, steps: int) -> str:
     kind, *settings = form.split(":")
     given: dict[str, Any] = dict(one.split("=") for one in settings)
     lr_top, warmup = float(given.get("lr", 0.4)), float(given.get("warmup", steps / 20))
-    delay, interval, moments = (int(given.get(key, usual)) for key, usual in
-                                (("delay", 1), ("interval", 8), ("moments", 0)))  # fmt: skip
+    usual = {"delay": 1, "interval": 8, "moments": 0, "nesterov": 1}
+    delay, interval, moments, nesterov = (int(given.get(key, usual[key])) for key in usual)
     draws = torch.Generator(device=replicas.device).manual_seed(int(given.get("seed", 1)))
     x = replicas.start.repeat(replicas.workers, 1)
     v = torch.zeros_like(x)
@@ -96,7 +96,7 @@ def run(replicas: Replicas, form: str, steps: int) -> str:
             g = g.mean(0, keepdim=True).expand_as(x)
         g = g + DECAY * x
         v.mul_(MOMENTUM).add_(g)
-        x.sub_(g + MOMENTUM * v, alpha=lr)
+        x.sub_(g + MOMENTUM * v if nesterov else v, alpha=lr)
         if under_way is not None and due <= step:
             x += under_way[0]
             v += moments * under_way[1]
