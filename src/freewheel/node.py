@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -28,6 +29,8 @@ from freewheel.strategy import Strategy
 from freewheel.topology import Topology
 
 T = TypeVar("T")
+LATE = 0.85
+"""Which share of a step has passed when an exchange should be over: the step may be shorter than others."""
 
 
 class Memory(Protocol):
@@ -66,6 +69,10 @@ class Node:
         """The optimizer's momentum, 0 where it has none."""
         self.step_s = 0.0
         """How long this worker's gradients take, a running mean."""
+        self._recent_s: deque[float] = deque(maxlen=8)
+        """How long the last few took."""
+        self._stepped_s = 0.0
+        """When `next_step` last returned."""
         self.rejoined = False
         """Whether this worker came back into a run that went on without it."""
         self._fabric, self._replica, self._spawn, self._score = fabric, replica, spawn, score
@@ -200,6 +207,19 @@ class Node:
             if self.steps < self._awaited_step:  # the step may have come from another thread meanwhile
                 await self._stepped
         self._seen_steps = self.steps
+        self._stepped_s = asyncio.get_running_loop().time()
+
+    async def late(self, share: float = 1.0) -> None:
+        """Wait, after `next_step`, until this share of the next step has passed, but for time to exchange.
+
+        What an exchange brings counts from the next boundary on. Begun early in the step it brings weights
+        that are a step old by then; begun late, fresh ones.
+        """
+        if self._recent_s and self._exchanges.took_s:
+            now_s = asyncio.get_running_loop().time()
+            ready_s = LATE * share * min(self._recent_s) - 2 * self._exchanges.took_s
+            if (left_s := self._stepped_s + ready_s - now_s) > 0:
+                await asyncio.sleep(left_s)
 
     def beside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start communication that training does not wait for; await what is returned to get its result."""
@@ -295,6 +315,11 @@ class Node:
         self.counters.stale(value)
 
     # -- for those who drive the node --
+
+    def computed(self, seconds: float, number: int) -> None:
+        """A gradient is there, the first or a later one of this life."""
+        self.step_s += (seconds - self.step_s) / number
+        self._recent_s.append(seconds)
 
     def due(self) -> bool:
         """Whether somebody waits for the step that was just made."""

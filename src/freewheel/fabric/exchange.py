@@ -81,6 +81,7 @@ class Exchanges:
         self.refused: set[int] = set()
         self.answer_s = 0.05  # how long a quick answer takes; learned from every answer
         self.called_at = 0.0
+        self.took_s = 0.0  # from a call to the correction, a running mean; 0: there was none yet
         self.patience: asyncio.TimerHandle | None = None
         self.left = False  # whether the peer has all it needs, in the exchange under way
         self.serial = rng.randrange(2**40)  # begins anywhere, so that no life of a worker repeats another's
@@ -114,6 +115,8 @@ class Exchanges:
             self.party.met(peer, correction)
             self.fabric.post(peer, tag)
             self.party.count("done")
+            took_s = self._now() - self.called_at
+            self.took_s += (took_s - self.took_s) * (0.1 if self.took_s else 1)
             return True
         except PeerLost:
             self.party.count("failed")

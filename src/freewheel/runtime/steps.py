@@ -86,7 +86,7 @@ class Steps:
         computed_s = time.perf_counter() - self._began_s
         blocked = counters.blocked_s
         counters.compute_s += computed_s - (blocked["data"] + blocked["checkpoint"] - self._blocked_s)
-        node.step_s += (computed_s - node.step_s) / (counters.steps - self.first + 1)
+        node.computed(computed_s, counters.steps - self.first + 1)
         if not self._measured:
             counters.stale(self._stale)
         if self._before is not None:

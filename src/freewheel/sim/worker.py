@@ -44,8 +44,8 @@ class Study:
         self.generator = torch.Generator().manual_seed(random.Random(seed).getrandbits(62))
 
     def draw(self) -> Any:
-        """The next batch."""
-        return self.task.batch(self.rank, self.generator)
+        """What decides the next batch."""
+        return self.task.draw(self.rank, self.generator)
 
     def gradient(self, batch: Any) -> tuple[float, float]:
         """Compute a gradient; return the loss and the gradient's norm."""
@@ -219,7 +219,7 @@ class SimulatedWorker:
                 self._gradients.begin(study)
             await asyncio.sleep(took)
             self.stop_computing()
-            node.step_s += (took - node.step_s) / (counters.steps + 1)
+            node.computed(took, counters.steps + 1)
             if not measured:
                 counters.stale(stale)
             if study is not None:

@@ -26,12 +26,12 @@ class ADPSGD(Strategy):
     The two corrections sum to zero, so the mean of all replicas moves only by the optimizers' updates,
     whatever steps fall in between.
 
-    Each worker takes part in about one exchange a step: it calls a neighbour after a step in which no
-    other worker has called it.
+    Each worker takes part in about one exchange a step: it calls a neighbour late in a step in which no
+    other worker has called it, so that what it gets is fresh at its boundary.
 
     Settings: topology (who may meet whom), tries (neighbours asked before the worker lets a step pass
-    without an exchange), every (steps for each exchange), quasi_global (momentum
-    follows the way the weights went).
+    without an exchange), every (steps for each exchange), per_step (exchanges in a step, where the links
+    are fast), quasi_global (momentum follows the way the weights went).
     Late, lost and doubled messages: a late peer delays only the pair's own exchange, never a step. A peer
     lost before both have both snapshots: neither corrects. See fabric/exchange.py.
 
@@ -53,27 +53,31 @@ class ADPSGD(Strategy):
     topology: str | Topology = "complete"
     tries: int = 3
     every: int = 1
+    per_step: int = 1
     quasi_global: bool = False
 
     def check(self, world_size: int) -> None:
         """The graph must exist and be connected."""
         at_least("adpsgd: tries", self.tries, 1)
         at_least("adpsgd: every", self.every, 1)
+        at_least("adpsgd: per_step", self.per_step, 1)
         topology.resolve(self.topology, world_size)
 
     meet = Pull(0.5)
     """Half of the difference, on both sides."""
 
     async def background(self, node: Node) -> None:
-        """One exchange for each step, with the first free one of a few random neighbours."""
+        """So many exchanges for each step, with the first free one of a few random neighbours."""
         graph = topology.resolve(self.topology, node.world_size)
         if not graph.initiates(node.rank):
             return
         while True:
             before = node.exchanges
             await node.next_step(self.every)
-            if node.exchanges > before:
-                continue  # another worker called: that was this worker's exchange
-            for peer, _ in zip(node.peers(graph), range(self.tries), strict=False):
-                if await node.exchange(peer):
-                    break
+            for number in range(1, self.per_step + 1):
+                await node.late(number / self.per_step)
+                if node.exchanges >= before + number:
+                    continue  # another worker called: that was this worker's exchange
+                for peer, _ in zip(node.peers(graph), range(self.tries), strict=False):
+                    if await node.exchange(peer):
+                        break
