@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import abc
 import itertools
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from freewheel.batchnorm import normalises, recalibrate
 from freewheel.errors import ConfigError
@@ -35,6 +37,14 @@ class Task(abc.ABC):
     @abc.abstractmethod
     def batch(self, worker: int, generator: torch.Generator) -> Any:
         """The next batch of a worker."""
+
+    def draw(self, worker: int, generator: torch.Generator) -> Any:
+        """What decides the next batch of a worker; where that is not worth a method, the batch itself."""
+        return self.batch(worker, generator)
+
+    def batches(self, draws: Sequence[Any]) -> Any:
+        """The batches of several draws, stacked."""
+        return pytree.tree_map(lambda *parts: torch.stack(parts), *draws)
 
     @abc.abstractmethod
     def loss(self, model: nn.Module, batch: Any) -> Tensor:

@@ -49,7 +49,7 @@ def test_a_crash_in_the_middle_of_a_gradient():
     faults = [fw.Fault.parse("crash:2@0.033"), fw.Fault.parse("restart:2@0.06")]
     simulation = run("adpsgd", "digits", workers=4, steps=10, batched=True, faults=faults)
     assert simulation.completed == 40
-    assert len(simulation.gradients._batches) <= 4
+    assert len(simulation.gradients._draws) <= 4
 
 
 @dataclass
@@ -77,7 +77,7 @@ def test_weights_that_were_overwritten_meanwhile_get_their_own_gradient():
         gradients.begin(study)
     gradients.end(first)
     second.replica.load(torch.full_like(second.replica.weights, 3.0))
-    batch = gradients._batches[second]
+    batch = gradients._draws[second]
     gradients.end(second)
     found = second.replica.gradient.clone()
     second.gradient(batch)

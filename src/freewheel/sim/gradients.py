@@ -48,7 +48,7 @@ class Alone:
 
     def end(self, study: Study) -> tuple[float, float]:
         """See Gradients.end."""
-        return study.gradient(study.draw())
+        return study.gradient(study.task.batch(study.rank, study.generator))
 
     def drop(self, study: Study) -> None:
         """Nothing is kept."""
@@ -71,8 +71,8 @@ class Together:
     def __init__(self, task: Task, model: nn.Module) -> None:
         self._task = task
         self._model = _without_statistics(model)
-        self._batches: dict[Study, Any] = {}
-        """Who computes, and its batch; in the order in which they began."""
+        self._draws: dict[Study, Any] = {}
+        """Who computes, and what decides its batch; in the order in which they began."""
         self._ready: dict[Study, Computed] = {}
         self._most = 0
         """So many fit at once; 0: all."""
@@ -86,27 +86,27 @@ class Together:
     def begin(self, study: Study) -> None:
         """Remember it."""
         self._ready.pop(study, None)
-        self._batches[study] = study.draw()
+        self._draws[study] = study.draw()
         study.statistics = self._fails
 
     def end(self, study: Study) -> tuple[float, float]:
         """See Gradients.end."""
         if study not in self._ready and not self._fails:
             self._compute_all(study)
-        batch = self._batches.pop(study)
+        draw = self._draws.pop(study)
         found = self._ready.pop(study, None)
         if found is None or found.loads != study.replica.loads:  # it was given other weights meanwhile
-            return study.gradient(batch)
+            return study.gradient(pytree.tree_map(lambda stack: stack[0], self._task.batches([draw])))
         study.replica.set_gradient(found.gradient)
         return found.loss, found.norm
 
     def drop(self, study: Study) -> None:
         """A worker has died."""
-        self._batches.pop(study, None)
+        self._draws.pop(study, None)
         self._ready.pop(study, None)
 
     def _compute_all(self, first: Study) -> None:
-        waiting = [study for study in self._batches if study not in self._ready and study is not first]
+        waiting = [study for study in self._draws if study not in self._ready and study is not first]
         studies = [first, *waiting]
         while studies:
             some = studies[: self._most or len(studies)]
@@ -133,11 +133,11 @@ class Together:
 
     def _compute_some(self, studies: list[Study]) -> None:
         rows = torch.stack([study.replica.weights for study in studies])
-        batches = pytree.tree_map(lambda *parts: torch.stack(parts), *(self._batches[s] for s in studies))
+        batches = self._task.batches([self._draws[study] for study in studies])
         gradients, losses = self._compute(rows, batches)
         norms = torch.linalg.vector_norm(gradients, dim=1).tolist()
         for study, gradient, loss, norm in zip(studies, gradients, losses.tolist(), norms, strict=True):
-            self._ready[study] = Computed(study.replica.loads, gradient.clone(), loss, norm)
+            self._ready[study] = Computed(study.replica.loads, gradient, loss, norm)
 
     def _loss(self, vector: Tensor, batch: Any) -> Tensor:
         named, at = {}, 0

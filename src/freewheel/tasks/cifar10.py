@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -22,6 +24,8 @@ MARGIN = 4
 """Pixels by which an image is shifted at most."""
 PART = 1000
 """How many images are evaluated at once, and how many training images workers compare themselves by."""
+FEWEST = 10
+"""Images each worker has at least, where they are divided."""
 
 
 @dataclass
@@ -32,7 +36,8 @@ class Cifar10(Task):
     workers draw from the same ones. They are kept as bytes and become numbers a batch at a time.
 
     Settings: data (a file or folder, see `cifar10_files`), net (resnet20 or vgg), batch_size, augment (shift
-    and mirror).
+    and mirror), dirichlet (above 0: each worker has images of its own, each kind divided in shares drawn from
+    a Dirichlet distribution with this parameter; 0.1: a few kinds each).
     """
 
     lr: ClassVar[float] = 0.3
@@ -41,9 +46,13 @@ class Cifar10(Task):
     net: Literal["resnet20", "vgg"] = "resnet20"
     batch_size: int = 128
     augment: bool = True
+    dirichlet: float = 0.0
 
     def __post_init__(self) -> None:
         at_least("cifar10: batch_size", self.batch_size, 1)
+        at_least("cifar10: dirichlet", self.dirichlet, 0)
+        self.own: list[Tensor] = []
+        """Which images each worker draws from; none: all draw from all."""
         self.device = torch.device("cpu")
         self.loaded_from = ""
 
@@ -59,6 +68,7 @@ class Cifar10(Task):
                 Path(self.data).expanduser()
             )
             self.loaded_from = self.data
+        self.own = divided(self.labels, workers, self.dirichlet, seed) if self.dirichlet else []
         self.to(self.device)
 
     def to(self, device: torch.device) -> None:
@@ -75,16 +85,27 @@ class Cifar10(Task):
         return NETS[self.net]()
 
     def batch(self, worker: int, generator: torch.Generator) -> Any:
-        """Random training images, shifted and mirrored. The generator is the CPU's, whatever the device."""
-        count = (self.batch_size,)
-        draws = [torch.randint(len(self.labels), count, generator=generator)]
+        """Random training images, shifted and mirrored."""
+        images, labels = self.batches([self.draw(worker, generator)])
+        return images[0], labels[0]
+
+    def draw(self, worker: int, generator: torch.Generator) -> Tensor:
+        """Which images, how far down and right, whether mirrored; on the CPU, whatever the device."""
+        count, own = (self.batch_size,), self.own[worker] if self.own else None
+        at = torch.randint(len(self.labels if own is None else own), count, generator=generator)
+        draws = [at if own is None else own[at]]
         if self.augment:
             draws += [torch.randint(top, count, generator=generator) for top in (2 * MARGIN + 1,) * 2 + (2,)]
-        at, *how = torch.stack(draws).to(self.device)  # in one copy, should it go to another device
+        return torch.stack(draws)
+
+    def batches(self, draws: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """The images of several draws."""
+        at, *how = torch.cat(list(draws), 1).to(self.device)  # in one copy, should it go to another device
         images = self.images[at]
         if self.augment:
             images = shift_and_mirror(images, *how)
-        return self._numbers(images), self.labels[at]
+        shape = (len(draws), self.batch_size)
+        return self._numbers(images).view(*shape, *images.shape[1:]), self.labels[at].view(shape)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         """Cross-entropy."""
@@ -124,3 +145,24 @@ def shift_and_mirror(images: Tensor, down: Tensor, right: Tensor, mirror: Tensor
     return wide[
         steps[0].view(-1, 1, 1, 1), steps[1].view(-1, 1, 1), rows[:, None, :, None], columns[:, None, None]
     ]
+
+
+def divided(labels: Tensor, workers: int, alpha: float, seed: int) -> list[Tensor]:
+    """The places of each worker's images: of every kind a share drawn from Dirichlet(alpha), nobody without.
+
+    The smaller alpha, the fewer kinds has a worker.
+    """
+    rng, kinds = np.random.default_rng(seed), labels.cpu().numpy()
+    of_kind = [rng.permutation(np.flatnonzero(kinds == kind)) for kind in np.unique(kinds)]
+    for _ in range(1000):
+        parts: list[list[Any]] = [[] for _ in range(workers)]
+        for places in of_kind:
+            ends = (np.cumsum(rng.dirichlet([alpha] * workers)) * len(places)).astype(int)[:-1]
+            for part, some in zip(parts, np.split(places, ends), strict=True):
+                part.append(some)
+        own = [torch.from_numpy(np.sort(np.concatenate(part))) for part in parts]
+        if min(map(len, own)) >= FEWEST:
+            return own
+    raise ConfigError(
+        f"cifar10: dirichlet={alpha:g} leaves one of {workers} workers without images; take a larger one."
+    )
