@@ -145,6 +145,29 @@ def test_the_mean_is_not_kept_where_it_is_not_promised():
     assert float((replicas(simulation).sum(0) - updates[0]).norm()) > 1
 
 
+# -- communication brings replicas together --
+
+MERGING = [
+    spec for spec in ROWS if resolve(spec).keeps_mean and resolve(spec).name not in ("none", "allreduce")
+]
+
+
+@pytest.mark.parametrize("spec", [spec for spec in MERGING if "nodes=3" not in spec])
+def test_two_workers_that_do_not_train_are_one_after_they_first_communicate(spec):
+    """The mean is kept by any weight that both sides use; only half of the way brings both to one point."""
+    for steps in range(1, 100):
+        simulation = make(spec, workers=2, steps=steps, lr=0.0)
+        replica = simulation.workers[1].replica
+        replica.load(replica.weights + 1)
+        before = replicas(simulation)
+        simulation.run()
+        after = replicas(simulation)
+        if not torch.equal(before, after):
+            torch.testing.assert_close(after, before.mean(0).expand(2, -1), rtol=0, atol=1e-12)
+            return
+    pytest.fail("they never communicated")
+
+
 # -- crashes --
 
 SURVIVORS = [spec for spec in ROWS if resolve(spec).waits_for in ("nobody", "server")]

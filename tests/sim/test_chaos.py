@@ -46,6 +46,32 @@ def test_a_mean_that_is_not_kept_is_found(monkeypatch):
     assert {broken.partition(":")[0] for broken in run("adpsgd", 0).broken} == {"mean"}
 
 
+def _twice(node, peer, correction):
+    MET(node, peer, correction.clone())
+    MET(node, peer, correction)
+
+
+async def _without_the_last(node, vector, members, tag):
+    shares = [1 / (len(members) - 1)] * (len(members) - 1) + [0.0]
+    return await node._fabric.reduce(members, ("offset", *tag), vector, shares, offset=True)
+
+
+MET = Node.met
+MUTANTS = [
+    ("adpsgd", "met", lambda node, *met: (_twice if node.rank == 0 else MET)(node, *met)),
+    ("adpsgd", "met", lambda node, *met: None if node.rank == 0 else MET(node, *met)),
+    ("nodelay_free", "offset", _without_the_last),
+]
+
+
+@pytest.mark.parametrize(("name", "method", "mutant"), MUTANTS, ids=["twice", "one side", "left out"])
+def test_a_law_of_the_mean_that_is_broken_on_purpose_is_found(name, method, mutant, monkeypatch):
+    """A sample dealt twice: below. A wrong weight in `meet`: in the battery, for it keeps the mean."""
+    monkeypatch.setattr(Node, method, mutant)
+    monkeypatch.setattr(chaos, "draw", lambda *_: ([], chaos.Counter()))  # a half exchange excuses a run
+    assert any(broken.startswith("mean") for broken in run(name, 0).broken)
+
+
 def test_batches_that_are_lost_are_found(monkeypatch):
     inner = chaos.Chaos.all_used
 
