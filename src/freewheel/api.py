@@ -24,7 +24,7 @@ from freewheel.task import Task
 
 def attach(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     strategy: str | Strategy = "adpsgd",
     *,
     wire: Literal["fp32", "bf16"] = "fp32",
@@ -41,7 +41,8 @@ def attach(
 
     Which worker of how many is read from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which `freewheel run`
     and torchrun set; without them the script trains alone. The loop does not change: the optimizer's own
-    step is where corrections are added.
+    step is where corrections are added. Where several optimizers train the model, give them all in a
+    list: a step is complete when all have stepped.
 
     wire: what vectors travel as; bf16 halves the bytes. bind: the address to listen on (default: loopback;
     "auto": the one that reaches MASTER_ADDR). tls: a folder of `freewheel keys`. folder: where to write

@@ -130,7 +130,7 @@ class Replica:
         for block in self.blocks:
             at = block.start
             for parameter in block.parameters:
-                yield parameter, _view(vector, at, parameter)
+                yield parameter, view(vector, at, parameter)
                 at += parameter.numel()
 
     async def take_over(self, vector: Tensor) -> None:
@@ -181,11 +181,11 @@ def flatten(named: Iterable[tuple[str, nn.Parameter]], gradients: bool = True) -
         )
         at = 0
         for parameter in parameters:
-            weights = _view(block.weights, at, parameter)
+            weights = view(block.weights, at, parameter)
             weights.copy_(parameter.detach())
             parameter.data = weights
             if gradients:
-                parameter.grad = _view(block.gradient, at, parameter)
+                parameter.grad = view(block.gradient, at, parameter)
             at += parameter.numel()
         blocks.append(block)
         start = block.stop
@@ -196,7 +196,7 @@ def flatten(named: Iterable[tuple[str, nn.Parameter]], gradients: bool = True) -
     return blocks
 
 
-def _view(flat: Tensor, at: int, like: Tensor) -> Tensor:
+def view(flat: Tensor, at: int, like: Tensor) -> Tensor:
     """A piece of the flat buffer in the shape, and where it is dense the memory order, of a parameter."""
     piece = flat[at : at + like.numel()]
     by_stride = sorted(zip(like.stride(), like.shape, strict=True), reverse=True)

@@ -42,7 +42,7 @@ class Crew:
             await collectives.gather(fabric, members, (1.0,), (*tag, "parts"))
             weights = torch.full((self.size,), float(rank))
             total = await fabric.reduce(members, (*tag, "weights"), weights)
-            return total / len(members), torch.zeros(1)
+            return total / len(members), {"buffer": torch.zeros(1)}
 
         ending = Ending(fabric, self.wire.life[rank], lambda: (1.0, 0.0, 0.0), mean)
 

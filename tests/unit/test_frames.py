@@ -103,7 +103,7 @@ def test_tags_that_look_like_json_but_are_none_of_ours(data):
     ("changes", "words"),
     [
         ({"magic": b"HTTP"}, "does not speak Freewheel's protocol"),
-        ({"protocol": 5}, "protocol 5, not 4: another version"),
+        ({"protocol": 6}, "protocol 6, not 5: another version"),
         ({"run": bytes(16)}, "another run"),
         ({"kind": 0}, "unknown kind 0"),
         ({"kind": 99}, "unknown kind 99"),

@@ -292,13 +292,17 @@ def test_gradients_go_in_and_out_as_one_vector():
     replica = live_replica(model)
     model(torch.ones(1, 3)).sum().backward()
     flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
-    assert torch.equal(replica.gradient, flat)
+    assert torch.equal(replica.gradient, torch.cat([flat, torch.ones(3), torch.zeros(1)]))
     model[1].weight.grad = None  # one that took no part has zeros
     gradient = replica.gradient
-    assert torch.equal(gradient[-2:], torch.zeros(2))
-    replica.set_gradient(gradient + 1)
-    assert torch.equal(model[1].weight.grad, torch.ones(1, 2))
+    assert gradient[8:].tolist() == [0.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+    gradient[:10] += 1
+    replica.set_gradient(gradient)
+    assert model[1].weight.grad is None  # nobody has one: momentum and weight decay must not move it
     assert torch.equal(model[0].weight.grad.flatten(), flat[:6] + 1)
+    gradient[12] = 0.5  # another worker has one
+    replica.set_gradient(gradient)
+    assert torch.equal(model[1].weight.grad, torch.ones(1, 2))
 
 
 def test_loading_drops_what_is_pending():

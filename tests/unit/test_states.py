@@ -1,4 +1,4 @@
-"""An optimizer's state as a vector: nothing is lost, nothing is run."""
+"""An optimizer's state as bytes: nothing is lost, nothing is run."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def stepped(name: str, steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_goes_on_from_a_copy_as_the_original_does(name, steps):
     (model, original), (twin, copy) = stepped(name, steps), stepped(name, 0)
-    copy.load_state_dict(states.unpack(states.pack(original.state_dict(), torch.float32)))
+    copy.load_state_dict(states.unpack(states.pack(original.state_dict())))
     twin.load_state_dict(model.state_dict())
     for one, optimizer in ((model, original), (twin, copy)):
         optimizer.zero_grad()
@@ -45,4 +45,4 @@ def test_an_optimizer_goes_on_from_a_copy_as_the_original_does(name, steps):
 
 def test_what_is_no_number_cannot_be_handed_over():
     with pytest.raises(fw.ConfigError, match="cannot be handed over"):
-        states.pack({"state": {0: {"rule": object()}}}, torch.float32)
+        states.pack({"state": {0: {"rule": object()}}})

@@ -26,6 +26,10 @@ REDUCTION: tuple[Tag, ...] = ((), ("ready",), ("go",), ("ring",), ("done",))
 """What follows the tag of a reduction in the tags of its messages."""
 RUNTIME = "run"
 """The first word of tags that are not a strategy's."""
+BYTES = "bytes"
+"""The last word of those whose vector is bytes: they are not looked at, and travel as they are."""
+BYTES_PIECE = 1 << 22
+"""How many of them one message may have."""
 Notice: TypeAlias = Callable[[str, int | None, str], None]
 """Hears what happened (a word of docs/RECORDS.md), to whom (None: to all), and more about it in words."""
 Meet: TypeAlias = Callable[[Tensor, Tensor], Tensor]

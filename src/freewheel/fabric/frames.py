@@ -20,10 +20,10 @@ from dataclasses import dataclass
 
 import torch
 
-from freewheel.fabric.base import Note, Tag
+from freewheel.fabric.base import BYTES_PIECE, Note, Tag
 
 MAGIC = b"FWHL"
-PROTOCOL = 4
+PROTOCOL = 5
 HEADER = struct.Struct("!4sBBBxHHIIQ16s")
 SEAL = struct.Struct("!I")
 TAG_BYTES = 512
@@ -34,6 +34,7 @@ DTYPES: dict[int, torch.dtype] = {
     2: torch.bfloat16,
     3: torch.float64,
     4: torch.float16,
+    5: torch.uint8,
 }
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -128,6 +129,7 @@ def parse(head: bytes | bytearray, run: bytes, longest: int) -> Frame:
         raise BadFrame(f"it sent a tag of {tag_bytes} bytes and a note of {notes} numbers")
     if code and code not in DTYPES:
         raise BadFrame(f"it sent numbers of unknown type {code}")
+    longest = BYTES_PIECE if DTYPES.get(code) is torch.uint8 else longest
     if numel > longest or (numel and not code):
         raise BadFrame(f"it sent a vector of {numel} numbers, where the longest of this run has {longest}")
     dtype = DTYPES.get(code)

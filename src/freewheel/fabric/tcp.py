@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import EXCHANGE, RUNTIME, Each, Meet, Message, Note, Tag
+from freewheel.fabric.base import BYTES, EXCHANGE, RUNTIME, Each, Meet, Message, Note, Tag
 from freewheel.fabric.connection import Connection
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
 from freewheel.fabric.handshake import Greeted, Identity, Listener, read_head, words
@@ -153,6 +153,8 @@ class TcpFabric(Mailbox):
 
     def _wire(self, tag: Tag) -> torch.dtype:
         """Only exchanges may be rounded: both sides then correct by the same rounded numbers."""
+        if tag[:1] == (RUNTIME,) and tag[-1] == BYTES:
+            return torch.uint8
         return self.wire if tag[:1] == (EXCHANGE,) else self.dtype
 
     async def swap(
@@ -411,7 +413,9 @@ class TcpFabric(Mailbox):
 
     def _near(self, link: Connection, vector: Tensor) -> bool:
         """Whether a peer can read a vector from a window."""
-        return link.kind != STREAM and vector.numel() >= LONG and vector.is_cuda == (link.kind == DEVICE)
+        if link.kind == STREAM or vector.dtype == torch.uint8:
+            return False
+        return vector.numel() >= LONG and vector.is_cuda == (link.kind == DEVICE)
 
     async def _write(self, link: Connection) -> None:
         while True:

@@ -151,8 +151,11 @@ class Transfers:
 
     async def read(self, transport: Transport, dtype: torch.dtype, numel: int) -> Tensor:
         """Receive a vector."""
-        vector = self._spare.pop(numel, None)
-        vector = torch.empty(numel, dtype=self.dtype) if vector is None else vector
+        if dtype == torch.uint8:
+            vector = torch.empty(numel, dtype=dtype)
+        else:
+            spare = self._spare.pop(numel, None)
+            vector = torch.empty(numel, dtype=self.dtype) if spare is None else spare
         landing = Landing(numel, vector, asyncio.get_running_loop().create_future())
         await self._move(transport, numel, partial(self._read, dtype, landing))
         return vector

@@ -24,9 +24,11 @@ from freewheel.fabric.tcp import TcpFabric
 from freewheel.moments import Moments
 from freewheel.node import Node
 from freewheel.observe.counters import Counters
+from freewheel.runtime import states
 from freewheel.runtime.beginnings import Entry, Orphaned
+from freewheel.runtime.buffers import agree, mean_buffers
 from freewheel.runtime.copies import Copies, Rest
-from freewheel.runtime.ending import Ending
+from freewheel.runtime.ending import Answer, Ending
 from freewheel.runtime.live_replica import LiveReplica
 from freewheel.runtime.records import Events
 from freewheel.runtime.rendezvous import POLL_S, Rendezvous
@@ -322,7 +324,7 @@ class Agent:
         while (root := self.fabric.members[0]) != self.me.rank:
             try:
                 weights = await asyncio.wait_for(self.fabric.receive(START, root), START_S)
-                fixed = await self.fabric.receive((*START, "fixed"), root)
+                fixed = await states.receive(self.fabric, root, (*START, "fixed"))
             except PeerLost:
                 continue
             except TimeoutError:  # it may have begun with a worker that has left since, and sends nothing
@@ -330,14 +332,14 @@ class Agent:
                     return
                 continue
             self.replica.load(weights.payload)
-            self._rest.set_fixed(fixed.payload)
+            self._rest.set_fixed(fixed)
             return
         if self.me.rank != self.first[0] and await self.copies.take_once():
             return  # lower ranks have left, and others have begun before
         mine, my_fixed = await self.replica.snapshot(), self._rest.fixed()
         for peer in self.fabric.members[1:]:
             self.fabric.post(peer, START, mine)
-            self.fabric.post(peer, (*START, "fixed"), my_fixed)
+            states.post(self.fabric, peer, (*START, "fixed"), my_fixed)
 
     async def _begin_uncopied(self) -> None:
         """Nobody has weights: where others wait for the first ones, begin with one's own; else Orphaned."""
@@ -389,7 +391,7 @@ class Agent:
 
     # -- the end --
 
-    async def finish(self, rendezvous: Rendezvous | None = None) -> tuple[Tensor, Tensor]:
+    async def finish(self, rendezvous: Rendezvous | None = None) -> Answer:
         """Wait until all loops have ended and nothing is under way; return the mean weights and buffers.
 
         One that was started again and is on its way is waited for: it would find nobody.
@@ -423,7 +425,7 @@ class Agent:
         sent, got = self.fabric.traffic()
         return float(self.fabric.quiet() and self.node.idle), float(sent), float(got)
 
-    async def _mean(self, members: Sequence[int], tag: Tag) -> tuple[Tensor, Tensor]:
+    async def _mean(self, members: Sequence[int], tag: Tag) -> Answer:
         part = await self.strategy.answer(self.node)
         notes = await collectives.gather(self.fabric, members, (float(part is not None),), (*tag, "parts"))
         parts = sum(note[0] for note in notes.values())
@@ -433,28 +435,24 @@ class Agent:
             part = self.replica.plain_vector(self.replica.size, self.replica.dtype).zero_()
         shares = [notes[peer][0] / parts for peer in members]
         weights = await self.fabric.reduce(members, (*tag, "weights"), part, shares)
-        buffers = self._rest.buffers()
-        if buffers.numel():
-            alike = [1 / len(members)] * len(members)
-            buffers = await self.fabric.reduce(members, (*tag, "buffers"), buffers, alike)
-        return weights, buffers
+        return weights, await agree(self.fabric, members, (*tag, "buffers"), self._rest.buffers())
 
-    async def consensus(self) -> tuple[Tensor, Tensor]:
+    async def consensus(self) -> Answer:
         """The mean of all workers' answers and buffers, collected by this one; nobody's training waits."""
-        weights = buffers = None
-        parts = members = 0
-        async for _, part, their_buffers, _ in self.parts():
+        weights, parts, buffers = None, 0, dict[int, dict[str, Tensor]]()
+        async for rank, part, their_buffers, _ in self.parts():
             if part is not None:
                 part = part.to(self.replica.device)
                 weights = part if weights is None else weights.add_(part)
                 parts += 1
-            buffers = their_buffers if buffers is None else buffers.add_(their_buffers)
-            members += 1
-        if weights is None or buffers is None:
+            buffers[rank] = their_buffers
+        if weights is None:
             raise WorkerLost(NO_ANSWER)
-        return weights.div_(parts), buffers.div_(members)
+        return weights.div_(parts), mean_buffers([buffers[rank] for rank in sorted(buffers)])
 
-    async def parts(self, own: bool = False) -> AsyncIterator[tuple[int, Tensor | None, Tensor, int]]:
+    async def parts(
+        self, own: bool = False
+    ) -> AsyncIterator[tuple[int, Tensor | None, dict[str, Tensor], int]]:
         """Of every worker: rank, part in the answer (or its own weights), buffers, steps. Own the vectors."""
         self._parts += 1
         tag: Tag = (RUNTIME, "part", self._parts)
@@ -465,10 +463,10 @@ class Agent:
         for peer in asked:
             try:
                 part = await self.fabric.receive((*tag, "weights"), peer)
-                buffers = await self.fabric.receive((*tag, "buffers"), peer)
+                buffers = await states.receive(self.fabric, peer, (*tag, "buffers"))
             except PeerLost:
                 continue
-            yield peer, part.vector, buffers.payload, int(part.note[0])
+            yield peer, part.vector, buffers, int(part.note[0])
 
     async def _part(self, own: bool) -> Tensor | None:
         return await (self.node.weights() if own else self.strategy.answer(self.node))
@@ -479,4 +477,4 @@ class Agent:
             tag: Tag = (RUNTIME, "part", int(request.note[0]))
             part = await self._part(bool(request.note[1])) if self.ready else None
             self.fabric.post(request.sender, (*tag, "weights"), part, note=(self.counters.steps,))
-            self.fabric.post(request.sender, (*tag, "buffers"), self._rest.buffers())
+            states.post(self.fabric, request.sender, (*tag, "buffers"), states.pack(self._rest.buffers()))

@@ -11,7 +11,7 @@ import logging
 import math
 import secrets
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -24,12 +24,14 @@ from freewheel.fabric import windows
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import FINISHED
 from freewheel.observe.journal import Journal, typed
-from freewheel.replica import Replica, flatten
-from freewheel.runtime import checks, keys, steps
+from freewheel.runtime import checks, keys, optimizers, steps
 from freewheel.runtime.agent import STOP, Agent
 from freewheel.runtime.beginnings import Beginning, Orphaned
+from freewheel.runtime.buffers import set_buffers
 from freewheel.runtime.checkpoint import Checkpoints
-from freewheel.runtime.copies import Rest, set_flat_buffers
+from freewheel.runtime.copies import Rest
+from freewheel.runtime.ending import Answer
+from freewheel.runtime.inventory import Inventory
 from freewheel.runtime.live_replica import live_replica
 from freewheel.runtime.place import Place
 from freewheel.runtime.records import Events, Recorder, describe, evaluation, open_board
@@ -51,7 +53,7 @@ class Worker:
     def __init__(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
         strategy: Strategy,
         *,
         version: str,
@@ -66,22 +68,23 @@ class Worker:
         join_timeout_s: float = 300.0,
         heartbeat_s: float = 2.0,
     ) -> None:
-        checks.check(model, optimizer)
-        self._model, self._optimizer, self._strategy = model, optimizer, strategy
-        given = [group.get("lr") for group in optimizer.param_groups]
+        checks.model_itself(model)
+        self._model, self._optimizer, self._strategy = model, optimizers.joined(optimizer), strategy
+        checks.check(model, self._optimizer)
+        given = [group.get("lr") for group in self._optimizer.param_groups]
         self._rates = [lr.item() if isinstance(lr, Tensor) else lr for lr in given]
         """As the script has set them: a checkpoint has those of its moment."""
         self._wire, self._bind, self._tls = checks.wire_type(wire, strategy), bind, tls
         at_least("heartbeat_s", heartbeat_s, 0.1)
         self._heartbeat_s = heartbeat_s
         self._tensorboard, self._resume = tensorboard, resume
-        self._checkpoints = Checkpoints(model, optimizer)
+        self._checkpoints = Checkpoints(self._optimizer)
         self._folder, self._seed, self._timeout_s, self._version = folder, seed, join_timeout_s, version
         self._place = place or Place.read()
         self.rank, self.world_size = self._place.rank, self._place.world_size
         self._beginners = self.world_size  # fewer where some are lost for good and all begin again
         strategy.check(self.world_size)
-        self._answer: tuple[Tensor, Tensor] | None = None
+        self._answer: Answer | None = None
         self._loss: Tensor | float = math.nan
         self._began_s = self._ended_s = 0.0
         self._began: float | None = None  # the same on the clock of the wall
@@ -97,6 +100,7 @@ class Worker:
         self._registrar: Registrar | None = None
         self._inside = False
         self._agents: Agent | None = None
+        self._outside = steps.warn_outside(self._optimizer)
 
     # -- for the user --
 
@@ -117,7 +121,7 @@ class Worker:
         loader = Loader(
             dataset,
             batch_size,
-            lambda: self._agent,
+            lambda: self._agent_inside,
             self.rank,
             self._beginners,
             shuffle=shuffle,
@@ -153,7 +157,7 @@ class Worker:
         """
         rates = [lr for lr in self._rates if lr is not None]
         if len(rates) < len(self._rates):
-            raise ConfigError(f"{type(self._optimizer).__name__} has no learning rate to schedule.")
+            raise ConfigError(f"{optimizers.name(self._optimizer)} has no learning rate to schedule.")
         if steps is not None:
             schedule = Schedule(steps, curve, warmup)
             return Scheduler(self._optimizer, schedule, lambda: self._agent.counters.steps, rates)
@@ -258,19 +262,22 @@ class Worker:
         """A copy of the model with the mean of all workers' weights: what to evaluate and to ship.
 
         Inside the with-block it asks the other workers, whose training goes on; after it, it is the mean of
-        what all ended with. Buffers (BatchNorm's statistics) are averaged too.
+        what all ended with. Floating buffers in which workers differ (BatchNorm's statistics) are averaged
+        too; others are worker 0's.
         """
         agent = self._agent
+        if self._answer is None:
+            self._inventory.check()
         self._replica.end_moving()  # a step may have raised
         if self._answer is None and not self._inside:
             raise RunStopped(
                 "there is no consensus: call it inside the with-block, or after it has ended well."
             )
         weights, buffers = self._answer or agent.call(agent.consensus())
-        clone = copy.deepcopy(getattr(self._model, "_orig_mod", self._model))
+        clone = copy.deepcopy(self._inventory.model)
         clone.zero_grad(set_to_none=True)
-        Replica(flatten(clone.named_parameters(), gradients=False)).load(weights)
-        set_flat_buffers(clone, buffers)
+        self._inventory.fill(clone, self._replica, weights)
+        set_buffers(clone, buffers)
         return clone
 
     # -- life --
@@ -281,9 +288,17 @@ class Worker:
             raise RunStopped("this worker has not begun: use it inside `with fw.attach(…) as worker:`.")
         return self._agents
 
+    @property
+    def _agent_inside(self) -> Agent:
+        """For what deals batches, which nobody does after the block."""
+        if self._agents is not None and not self._agents.alive:
+            raise RunStopped("this worker's with-block has ended, and its loaders with it. Use them inside.")
+        return self._agent
+
     def __enter__(self) -> Self:
         if self._agents is not None:
             raise RunStopped("this worker has had its with-block; call attach again for another one.")
+        self._outside()
         checks.enter(self._model)
         try:
             patiently(self._join, self._place, self._timeout_s)
@@ -310,7 +325,7 @@ class Worker:
         self._began_s, self._began = time.perf_counter(), time.time()
         self._state, self._events.begun = "training", True
         self._write_about(options)
-        self._steps = Steps(self._agent, self._optimizer, self._homes, self._checkpoints)
+        self._steps = Steps(self._agent, self._optimizer, self._inventory, self._checkpoints)
         self._inside = True
 
     def _meet(self, options: Options, life: int, bind: str) -> bool:
@@ -321,8 +336,8 @@ class Worker:
             beginning, model = entry.beginning, self._store.check_model(self._model)
         self._beginners = len(beginning.ranks)
         self._replica = live_replica(self._model)
-        self._homes = checks.Homes(self._model)
-        self._rest = Rest(self._model, self._optimizer, self._replica.dtype)
+        self._inventory = Inventory(self._model, self._optimizer)
+        self._rest = Rest(self._inventory, self._optimizer)
         self._agents = self._make_agent(options, beginning.run(options.run), life, model)
         try:
             self._begin_records(options)
@@ -333,7 +348,7 @@ class Worker:
             path = None if self._agent.late else self._resume  # one that comes late copies a living worker
             if self.rank == beginning.ranks[0] and not self._agent.late:
                 beginning.tell(path)
-            vectors = self._checkpoints.begin(self._agent, path, self._store, beginning)
+            vectors = self._checkpoints.begin(self._agent, self._inventory, path, self._store, beginning)
             self._agent.call(self._agent.start(vectors))
             if self._store is not None:
                 self._store.begin(life)
@@ -358,7 +373,7 @@ class Worker:
             life,
             self._version,
             model,
-            longest=max(self._replica.size, self._rest.fixed().numel()),
+            longest=max(self._replica.size, self._replica.gradients.size),
             wire="bf16" if self._wire else "fp32",
             place=windows.place(),
         )
@@ -388,6 +403,8 @@ class Worker:
             if error is None:
                 self._state, self._ended_s = "finished", time.perf_counter()
                 self._check()
+                self._inventory.check()
+                self._say_idle()
                 self._checkpoints.close()
                 answer = self._patiently(self._agent.finish(self._store))
                 self._members = list(self._agent.ending.members) or self._members
@@ -414,6 +431,17 @@ class Worker:
                 self._checkpoints.wait()
                 if self._recorder is not None:
                     self._recorder.write_rest()
+
+    def _say_idle(self) -> None:
+        """Say so if nothing was merged because nothing has stepped, though there was something to do."""
+        dealt = [one.given for one in self._checkpoints.loaders]
+        if (idle := self._steps.idle()) and (any(dealt) or not dealt):
+            log.warning(
+                "worker %d: %s made no step in the with-block, so nothing was merged. Give attach the "
+                "optimizer that the loop steps",
+                self.rank,
+                idle,
+            )
 
     # -- records --
 
@@ -472,13 +500,13 @@ class Worker:
         """Wait for the communication thread; corrections that arrive meanwhile are added."""
         future = self._agent.begin(work)
         while True:
-            try:
-                return future.result(timeout=0.01)
-            except concurrent.futures.TimeoutError:
-                self._check()
-                self._replica.begin_moving()
-                self._replica.boundary()
-                self._replica.end_moving()
+            done, _ = concurrent.futures.wait([future], timeout=0.01)
+            self._replica.begin_moving()
+            self._replica.boundary()
+            self._replica.end_moving()
+            if done:
+                return future.result()
+            self._check()
 
     def _check(self) -> None:
         """Raise what failed beside training."""

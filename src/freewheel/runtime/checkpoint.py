@@ -19,13 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from freewheel.errors import ConfigError, at_least
+from freewheel.runtime import optimizers
 from freewheel.runtime.agent import Agent
 from freewheel.runtime.beginnings import Beginning
 from freewheel.runtime.checks import signature
-from freewheel.runtime.resume import TOGETHER, Alone, Meeting, restore, resume, still
+from freewheel.runtime.inventory import Inventory
+from freewheel.runtime.resume import TOGETHER, Alone, Meeting, restore, resume
 from freewheel.runtime.shards import Manifest
 from freewheel.runtime.writer import Writer
 
@@ -40,11 +42,10 @@ log = logging.getLogger("freewheel")
 class Checkpoints:
     """One worker's checkpoints. All but the writing is done in the training thread."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.loaders: list[Any] = []
         """The worker's loaders, in the order in which they were made."""
         self.counts = {"done": 0, "skipped": 0, "failed": 0}
-        self._model = getattr(model, "_orig_mod", model)  # a compiled model has the names of the plain one
         self._optimizer = optimizer
         self._every: int | None = None
         self._extra: Mapping[str, Any] = {}
@@ -63,14 +64,19 @@ class Checkpoints:
     # -- beginning --
 
     def begin(
-        self, agent: Agent, path: str | Path | None, meeting: Meeting | None, beginning: Beginning
+        self,
+        agent: Agent,
+        inventory: Inventory,
+        path: str | Path | None,
+        meeting: Meeting | None,
+        beginning: Beginning,
     ) -> dict[str, Tensor] | None:
         """Take up what the workers agree to resume from a folder; return the strategy's vectors.
 
         None: there is nothing to resume. Loaders and extras take their states when they are made known.
         In a beginning without some of the workers shards are numbered by those there are.
         """
-        self._agent, me = agent, agent.me
+        self._agent, self._inventory, me = agent, inventory, agent.me
         self._manifest = Manifest(
             version=me.version,
             run=me.run.hex(),
@@ -79,8 +85,8 @@ class Checkpoints:
             world_size=len(beginning.ranks),
             strategy=agent.strategy.name,
             settings={name: str(value) for name, value in vars(agent.strategy).items()},
-            optimizer=type(self._optimizer).__name__,
-            model=signature(self._model),
+            optimizer=optimizers.name(self._optimizer),
+            model=signature(inventory.model),
         )
         resumed, meeting = None, meeting or Alone()
         if path is not None:
@@ -90,7 +96,7 @@ class Checkpoints:
         self._manifest = dataclasses.replace(self._manifest, origin=origin)
         if resumed is None:
             return None
-        restore(resumed.state, self._model, agent.replica, self._optimizer)
+        restore(resumed.state, inventory, agent.replica, self._optimizer)
         agent.node.begin_at(resumed.step)
         agent.events.note("resumed", me.rank, f"goes on at step {resumed.step} of {path}")
         self._step, state = resumed.step, resumed.state
@@ -199,7 +205,7 @@ class Checkpoints:
         self.wait()
         kept = self._kept
         state = {
-            "buffers": still(self._model),
+            "buffers": self._inventory.still(),
             "optimizer": self._optimizer.state_dict(),
             "random": {"asked": asked, "states": random_state()},
             "loaders": [loader.state_dict() for loader in self.loaders],
@@ -214,9 +220,8 @@ class Checkpoints:
         if not self._vector.numel():
             self._vector = torch.empty(replica.size, dtype=replica.dtype, pin_memory=replica.side is not None)
         vectors = self._agent.call(self._agent.hold_still(self._vector))
-        names = {id(parameter): name for name, parameter in self._model.named_parameters()}
-        pieces = replica.pieces(self._vector)
-        return {"weights": {names[id(one)]: piece for one, piece in pieces}, "strategy": vectors}
+        pieces = self._inventory.named(replica.pieces(self._vector))
+        return {"weights": dict(pieces), "strategy": vectors}
 
     def close(self) -> None:
         """Take what is still due."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import logging
 import math
 import weakref
 from typing import Any
@@ -11,9 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
-from freewheel.errors import ConfigError, Diverged, RunStopped
+from freewheel.errors import ConfigError, Diverged
+from freewheel.runtime.optimizers import parameters
 from freewheel.strategy import Strategy
 
+log = logging.getLogger("freewheel")
+
+SPREAD = ("DistributedDataParallel", "FullyShardedDataParallel")
+"""Wrappers that average or shard by themselves."""
 WIRES = {"fp32": None, "bf16": torch.bfloat16}
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -33,19 +38,46 @@ def wire_type(wire: str, strategy: Strategy) -> torch.dtype | None:
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Refuse what cannot be attached."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"attach takes a torch.nn.Module first, not a {type(model).__name__}.")
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(f"attach takes a torch.optim optimizer second, not a {type(optimizer).__name__}.")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(f"the parameter {name} has no shape yet: let the model compute once before.")
-    mine = {id(parameter) for parameter in model.parameters()}
-    theirs = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    if not any(id(parameter) in mine for parameter in theirs):
+    mine = {id(parameter): name for name, parameter in model.named_parameters()}
+    theirs = {id(parameter): parameter for parameter in parameters(optimizer)}
+    if not mine.keys() & theirs.keys():
         raise ConfigError(
             "the optimizer trains none of the model's parameters; make it of model.parameters()."
         )
+    others = [one for key, one in theirs.items() if key not in mine and one.requires_grad]
+    if others:
+        raise ConfigError(
+            f"the optimizer trains a parameter of shape {tuple(others[0].shape)} that is not the model's and "
+            "would not be merged. Attach all that is trained: nn.ModuleList([model, other])."
+        )
+    tied = {one.data_ptr() for one in theirs.values()}
+    without = [
+        name
+        for name, one in model.named_parameters()
+        if one.requires_grad and id(one) not in theirs and one.data_ptr() not in tied
+    ]
+    if without:
+        log.warning(
+            "%s%s is trained by no optimizer that was given to attach: give it all that step, "
+            "fw.attach(model, [a, b]), or freeze what none trains",
+            without[0],
+            f" (and {len(without) - 1} more)" * (len(without) > 1),
+        )
+
+
+def model_itself(model: object) -> None:
+    """Refuse what is no model, or one that another library spreads over processes."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"attach takes a torch.nn.Module first, not a {type(model).__name__}.")
+    for one in model.modules():
+        if type(one).__name__ in SPREAD:
+            raise ConfigError(
+                f"attach takes the model itself, not {type(one).__name__} around it: give its .module, and "
+                "leave the process group out. Freewheel does what it does."
+            )
 
 
 def finite(weights: Tensor, rank: int) -> None:
@@ -75,28 +107,6 @@ def enter(model: nn.Module) -> None:
 def leave(model: nn.Module) -> None:
     """It may be attached again."""
     _attached.discard(model)
-
-
-class Homes:
-    """Sees to it that parameters stay where they were put: as parts of one vector.
-
-    `model.double()` and the like give them memory of their own, and the replica would never move again. One
-    parameter is looked at in every step, each in its turn.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
-        self._next = itertools.cycle([(name, one, one.data_ptr()) for name, one in trained])
-
-    def look(self) -> None:
-        """RunStopped if the next parameter has moved away."""
-        name, parameter, pointer = next(self._next)
-        if parameter.data_ptr() != pointer:
-            raise RunStopped(
-                f"the parameter {name} lies in other memory than when the model was attached, so it would no "
-                "longer be merged with the others'. Call model.to(), .half(), .double() and load_state_dict("
-                "assign=True) before attach."
-            )
 
 
 def signature(model: nn.Module) -> list[list[Any]]:

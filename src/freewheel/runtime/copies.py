@@ -1,22 +1,24 @@
 """Copying a living worker: its weights, its buffers and its optimizer's state, for one that joins.
 
-The worker that is copied goes on training. What is longer than a vector of the run may be travels in several.
+The worker that is copied goes on training. Weights travel as vectors do; all else as bytes, in its own type.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from freewheel.errors import ConfigError, PeerLost
 from freewheel.fabric.base import RUNTIME, Message, Tag
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.runtime import states
+from freewheel.runtime.buffers import alike, buffers_of, in_memory
+from freewheel.runtime.inventory import Inventory
 from freewheel.runtime.live_replica import LiveReplica
 from freewheel.runtime.rendezvous import POLL_S
 
@@ -26,54 +28,44 @@ TRIES = 5
 log = logging.getLogger("freewheel")
 
 
-def _flat(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
-    parts = [one.detach().flatten().to("cpu", dtype) for one in tensors]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
-
-
-@torch.no_grad()
-def _fill(tensors: list[Tensor], vector: Tensor) -> None:
-    at = 0
-    for one in tensors:
-        one.copy_(vector[at : at + one.numel()].view(one.shape))
-        at += one.numel()
-
-
-def _buffers(model: nn.Module) -> list[Tensor]:
-    return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
-
-
-def flat_buffers(model: nn.Module, dtype: torch.dtype = torch.float32) -> Tensor:
-    """BatchNorm's statistics and the like as one vector: what a consensus averages beside the weights."""
-    return _flat(_buffers(model), dtype)
-
-
-def set_flat_buffers(model: nn.Module, vector: Tensor) -> None:
-    """The way back."""
-    _fill(_buffers(model), vector)
-
-
 class Rest:
     """What a worker has beside the weights that train."""
 
-    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype) -> None:
-        self._model, self._dtype, self.optimizer = model, dtype, optimizer
+    def __init__(self, inventory: Inventory, optimizer: torch.optim.Optimizer) -> None:
+        self._inventory, self.optimizer = inventory, optimizer
 
-    def _fixed(self) -> list[Tensor]:
-        frozen = (parameter for parameter in self._model.parameters() if not parameter.requires_grad)
-        return _buffers(self._model) + [one.data for one in frozen if one.is_floating_point()]
+    def buffers(self) -> dict[str, Tensor]:
+        """A copy of BatchNorm's statistics and the like, where nobody changes it any more."""
+        found = buffers_of(self._inventory.model)
+        return {name: one.detach().to("cpu", copy=True) for name, one in found.items()}
 
-    def buffers(self) -> Tensor:
-        """BatchNorm's statistics and the like."""
-        return flat_buffers(self._model, self._dtype)
+    def _fixed(self) -> dict[str, Tensor]:
+        return {name: one for name, one in self._inventory.still().items() if in_memory(one)}
 
     def fixed(self) -> Tensor:
-        """The same with frozen parameters: what all begin with alike."""
-        return _flat(self._fixed(), self._dtype)
+        """Buffers and frozen parameters as bytes, each in its own type: what all begin with alike."""
+        return states.pack(self._fixed())
 
-    def set_fixed(self, vector: Tensor) -> None:
-        """The way back."""
-        _fill(self._fixed(), vector)
+    @torch.no_grad()
+    def set_fixed(self, given: Mapping[str, Tensor]) -> None:
+        """The way back, once they are unpacked."""
+        mine = self._fixed()
+        for name in [*mine, *given]:
+            one, other = mine.get(name), given.get(name)
+            if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+                raise ConfigError(
+                    f"the buffer or frozen parameter {name} is {_kind(one)} here and {_kind(other)} at the "
+                    "worker this one begins with. Build the same model on all workers."
+                )
+        for name, one in mine.items():
+            if not alike([one, given[name]]):
+                one.copy_(given[name])
+
+
+def _kind(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "missing"
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 
 class Copies:
@@ -107,20 +99,19 @@ class Copies:
             weights = await self._fabric.receive((*tag, "weights"), peer)
             if weights.vector is None:
                 return False
-            fixed = await self._fabric.receive((*tag, "fixed"), peer)
-            parts = [
-                (await self._fabric.receive((*tag, "state"), peer)).payload
-                for _ in range(int(weights.note[0]))
-            ]
+            fixed = await states.receive(self._fabric, peer, (*tag, "fixed"))
+            state = None
+            if weights.note[0]:
+                state = await states.receive_packed(self._fabric, peer, (*tag, "state"))
         except PeerLost:
             return False
         self._replica.load(weights.vector)
-        self._rest.set_fixed(fixed.payload)
-        if parts:
+        self._rest.set_fixed(fixed)
+        if state is not None:
             groups = self._rest.optimizer.param_groups
             rates = [group.get("lr") for group in groups]  # the script's: the other's may be of any moment
             try:
-                self._rest.optimizer.load_state_dict(states.unpack(torch.cat(parts)))
+                self._rest.optimizer.load_state_dict(states.unpack(state))
                 for group, rate in zip(self._rest.optimizer.param_groups, rates, strict=True):
                     if rate is not None:
                         group["lr"] = rate
@@ -142,11 +133,10 @@ class Copies:
         peer, tag = request.sender, (*COPY, int(request.note[0]))
         weights = await handover()
         state = await self._state() if weights is not None else None
-        parts = [] if state is None else list(torch.split(state, self._fabric.me.longest))
-        self._fabric.post(peer, (*tag, "weights"), weights, note=(len(parts),))
-        self._fabric.post(peer, (*tag, "fixed"), self._rest.fixed())
-        for part in parts:
-            self._fabric.post(peer, (*tag, "state"), part.clone())
+        self._fabric.post(peer, (*tag, "weights"), weights, note=(float(state is not None),))
+        states.post(self._fabric, peer, (*tag, "fixed"), self._rest.fixed())
+        if state is not None:
+            states.post(self._fabric, peer, (*tag, "state"), state)
 
     async def _state(self) -> Tensor | None:
         """The optimizer's state, read beside training.
@@ -157,7 +147,7 @@ class Copies:
         for _ in range(TRIES):
             try:
                 state = self._rest.optimizer.state_dict()
-                return await asyncio.to_thread(states.pack, state, self._replica.dtype)
+                return await asyncio.to_thread(states.pack, state)
             except ConfigError as error:
                 log.warning("%s It begins anew on the worker that joins.", error)
                 return None

@@ -27,8 +27,9 @@ from torch import Tensor
 from freewheel.errors import PeerLost
 from freewheel.fabric import collectives
 from freewheel.fabric.base import RUNTIME, Fabric, Message, Note, Tag
+from freewheel.runtime import states
 
-Answer: TypeAlias = tuple[Tensor, Tensor]
+Answer: TypeAlias = tuple[Tensor, dict[str, Tensor]]
 """The mean weights, and the mean buffers."""
 END: Tag = (RUNTIME, "end")
 CALL, FAILED, ENDED = range(3)
@@ -190,12 +191,12 @@ class Ending:
             self.answer, self.members = await self._mean(members, attempt), members
         elif self.answer is None:
             weights = await self.fabric.receive((*attempt, "weights"), have[0])
-            buffers = await self.fabric.receive((*attempt, "buffers"), have[0])
-            self.answer, self.members = (weights.payload, buffers.payload), members
+            buffers = await states.receive(self.fabric, have[0], (*attempt, "buffers"))
+            self.answer, self.members = (weights.payload, buffers), members
         elif have[0] == self.fabric.rank:
             for peer in set(members) - set(have):
                 self.fabric.post(peer, (*attempt, "weights"), self.answer[0].clone())
-                self.fabric.post(peer, (*attempt, "buffers"), self.answer[1].clone())
+                states.post(self.fabric, peer, (*attempt, "buffers"), states.pack(self.answer[1]))
 
     async def _drain(self, members: tuple[int, ...], attempt: Tag) -> None:
         """Wait until every message that was sent has been received, twice in a row."""

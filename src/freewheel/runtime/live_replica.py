@@ -15,7 +15,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, Diverged
 from freewheel.replica import Block, Replica, flatten
+from freewheel.runtime.gradients import Gradients
 
 POLL_S = 5e-5
 TRIES = 20
@@ -80,7 +81,9 @@ class LiveReplica(Replica):
         self._seen = self._changes = 0
         self._standing: Order | None = None
         """What is left for the training thread to copy, where exchanges are put off again and again."""
-        self._gradient: Tensor | None = None
+        self._trained = [one for one in model.parameters() if one.requires_grad]
+        self.gradients = self.gradients_of(self._trained)
+        """Of the optimizer that steps."""
 
     @property
     def device(self) -> torch.device:
@@ -275,28 +278,27 @@ class LiveReplica(Replica):
         """Keep no memory that was made for exchanges: there are none any more."""
         self.make_vector = self.plain_vector
         self._spare.clear()
-        self._gradient = self._standing = None
+        self._standing = None
+        self.gradients.let_go()
 
     @property
     def gradient(self) -> Tensor:
-        """The gradients as one vector, in `before_step`; where there is none, zeros."""
-        flat = self._take()
-        for parameter, into in self.pieces(flat):
-            if parameter.grad is None:
-                into.zero_()
-            else:
-                into.copy_(parameter.grad)
-        if not self._looks_finite(flat):
-            self._refuse(flat, "gradients")
-        return flat
+        """The gradients of the optimizer that steps as one vector, in `before_step`."""
+        return self.gradients.take()
 
     def set_gradient(self, vector: Tensor) -> None:
-        """Let the optimizer use these gradients, where they are: the vector is in use until the next ones."""
-        for parameter, piece in self.pieces(vector):
-            parameter.grad = piece.to(parameter.dtype)
-        if self._gradient is not None:
-            self._free(self._gradient)
-        self._gradient = vector
+        """Let the optimizer use these gradients."""
+        self.gradients.put(vector)
+
+    def gradients_of(self, parameters: Iterable[nn.Parameter]) -> Gradients:
+        """Those of some of the parameters: what one of several optimizers trains."""
+        wanted = {id(one) for one in parameters}
+        return Gradients(
+            [one for one in self._trained if id(one) in wanted],
+            lambda size: self.make_vector(size, self.dtype),
+            lambda vector: self.reusable(vector),
+            lambda parameter: self._names.get(id(parameter), "?"),
+        )
 
     # -- both --
 
@@ -319,9 +321,6 @@ class LiveReplica(Replica):
                     copied.copy_(piece).add_(pending[start : start + piece.numel()])
                 total += copied.sum().item()
         self._finite = math.isfinite(total)  # a sum is finite only if all numbers are
-
-    def _looks_finite(self, vector: Tensor) -> bool:
-        return math.isfinite(vector.sum().item())
 
     def _joined(self, before: Correction, after: Correction) -> Correction:
         if before.own:

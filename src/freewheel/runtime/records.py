@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from freewheel.errors import ConfigError
 from freewheel.observe.journal import Journal, head
 from freewheel.observe.numbers import short
+from freewheel.runtime import optimizers
 from freewheel.strategy import Strategy
 
 SAMPLE_S = 0.5
@@ -211,7 +212,7 @@ def describe(
     share = strategy.rate_share(more["workers"])
     settings = {
         "strategy": strategy.settings(),
-        "scenario": {"optimizer": type(optimizer).__name__, **scenario},
+        "scenario": {"optimizer": optimizers.name(optimizer), **scenario},
         "lr": float(group["lr"]) * share if "lr" in group else None,
         "momentum": float(group.get("momentum", 0.0) or 0.0),
         "model_bytes": sum(one.numel() * one.element_size() for one in trained),

@@ -18,12 +18,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from freewheel.errors import ConfigError
 from freewheel.runtime import shards
 from freewheel.runtime.checks import first_difference
+from freewheel.runtime.inventory import Inventory
 from freewheel.runtime.live_replica import LiveReplica
+from freewheel.runtime.optimizers import members
 from freewheel.runtime.shards import Damaged, Manifest, Shard
 
 TOGETHER = ("all", "neighbours", "group")
@@ -262,15 +264,14 @@ def _load(shard: Shard) -> dict[str, Any]:
 
 
 def restore(
-    state: dict[str, Any], model: nn.Module, replica: LiveReplica, optimizer: torch.optim.Optimizer
+    state: dict[str, Any], inventory: Inventory, replica: LiveReplica, optimizer: torch.optim.Optimizer
 ) -> None:
     """Put weights, buffers and the optimizer's state where they belong."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
     vector = torch.empty(replica.size, dtype=replica.dtype)
-    for parameter, piece in replica.pieces(vector):
-        piece.copy_(state["weights"][names[id(parameter)]])
+    for name, piece in inventory.named(replica.pieces(vector)):
+        piece.copy_(state["weights"][name])
     replica.load(vector)
-    buffers, saved = still(model), state["buffers"]
+    buffers, saved = inventory.still(), state["buffers"]
     for name in sorted(buffers.keys() ^ saved.keys()):
         where = "in the checkpoint only" if name in saved else "in this model only"
         raise ConfigError(
@@ -286,16 +287,11 @@ def restore(
             tensor.copy_(saved[name])
     if state["optimizer"] is None:
         return
-    optimizer._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
+    for one in members(optimizer):
+        one._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
     try:
         optimizer.load_state_dict(state["optimizer"])
     except ValueError as error:
         raise ConfigError(
             f"the optimizer's state cannot be resumed: {error}. Make the optimizer as it was made then."
         ) from error
-
-
-def still(model: nn.Module) -> dict[str, Tensor]:
-    """What a model has beside trainable parameters: buffers and frozen parameters, by name."""
-    frozen = {name: one for name, one in model.named_parameters() if not one.requires_grad}
-    return {**frozen, **dict(model.named_buffers())}

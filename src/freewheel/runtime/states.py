@@ -1,7 +1,7 @@
-"""An optimizer's state as one vector of numbers, for handing it to a worker that joins.
+"""Plain data with tensors as bytes, for handing it to another worker: each tensor in its own type.
 
-What is no tensor (names, shapes, learning rates) goes in front as text, a number for each byte: so it
-travels as every vector does, and nothing that comes from another worker is ever run.
+What is no tensor (names, shapes, learning rates) goes in front as text; nothing that comes from another
+worker is ever run.
 """
 
 from __future__ import annotations
@@ -14,25 +14,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freewheel.errors import ConfigError
+from freewheel.errors import ConfigError, PeerLost
+from freewheel.fabric.base import BYTES, BYTES_PIECE, Fabric, Tag
 
 TENSOR = "tensor"
-"""The only key of what stands for a tensor in the text: its type, its shape, and where its numbers begin."""
+"""The only key of what stands for a tensor in the text: its type, its shape, and where its bytes begin."""
+LENGTH = 8
+"""Bytes that say how long the text is."""
 
 
-def pack(state: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    """Plain data with tensors as a vector; ConfigError if something in it is neither."""
+def pack(state: dict[Any, Any]) -> Tensor:
+    """Plain data with tensors as bytes; ConfigError if something in it is neither."""
     tensors: list[Tensor] = []
     length = 0
 
     def plain(value: Any) -> Any:
         nonlocal length
         if isinstance(value, Tensor):
-            tensors.append(value.detach().flatten().to("cpu", dtype))
-            length += value.numel()
-            return {
-                TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape), length - value.numel()]
-            }
+            if value.layout != torch.strided:
+                raise TypeError(f"a tensor of layout {value.layout}")
+            tensors.append(raw(value))
+            length += tensors[-1].numel()
+            begins = length - tensors[-1].numel()
+            return {TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape), begins]}
         if isinstance(value, dict):
             return [[key, plain(one)] for key, one in value.items()]
         if isinstance(value, list | tuple):
@@ -43,15 +47,14 @@ def pack(state: dict[str, Any], dtype: torch.dtype) -> Tensor:
         text = zlib.compress(json.dumps(plain(state), allow_nan=False).encode())
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the optimizer's state cannot be handed over: {error}.") from None
-    words = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(dtype)
-    return torch.cat([torch.tensor([float(len(text))], dtype=dtype), words, *tensors])
+    head = len(text).to_bytes(LENGTH, "big") + text
+    return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *tensors])
 
 
-def unpack(vector: Tensor) -> dict[str, Any]:
-    """The way back."""
-    length = int(vector[0])
-    text = bytes(vector[1 : 1 + length].to(torch.uint8).tolist())
-    numbers = vector[1 + length :]
+def unpack(data: Tensor) -> dict[Any, Any]:
+    """The way back; ValueError if it is nothing that `pack` has made."""
+    length = int.from_bytes(bytes(data[:LENGTH].tolist()), "big")
+    tensors = data[LENGTH + length :]
 
     def rich(value: Any) -> Any:
         if isinstance(value, list):
@@ -59,10 +62,51 @@ def unpack(vector: Tensor) -> dict[str, Any]:
         if isinstance(value, dict):
             ((kind, inner),) = value.items()
             if kind == TENSOR:
-                dtype, shape, at = inner
-                return numbers[at : at + math.prod(shape)].view(shape).to(getattr(torch, dtype))
+                name, shape, at = inner
+                dtype = getattr(torch, name)
+                size = math.prod(shape) * dtype.itemsize
+                if not 0 <= at <= at + size <= tensors.numel():
+                    raise ValueError("a tensor is not where it is said to be")
+                return tensors[at : at + size].clone().view(dtype).view(shape)
             return (tuple if kind == "tuple" else list)(map(rich, inner))
         return value
 
-    found: dict[str, Any] = rich(json.loads(zlib.decompress(text)))
+    try:
+        found = rich(json.loads(zlib.decompress(bytes(data[LENGTH : LENGTH + length].numpy()))))
+    except (zlib.error, TypeError, AttributeError, KeyError, RuntimeError) as error:
+        raise ValueError(f"it is no packed state: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError("it is no packed state")
     return found
+
+
+def raw(tensor: Tensor) -> Tensor:
+    """A tensor's bytes, on the CPU."""
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+# -- bytes on their way --
+
+
+def post(fabric: Fabric, peer: int, tag: Tag, data: Tensor) -> None:
+    """Send bytes without waiting, in pieces that a frame may hold."""
+    for part in torch.split(data, BYTES_PIECE) if data.numel() else [data]:
+        fabric.post(peer, (*tag, BYTES), part, note=(data.numel(),))
+
+
+async def receive_packed(fabric: Fabric, peer: int, tag: Tag) -> Tensor:
+    """Wait for them; PeerLost when the peer is gone."""
+    data = bytearray()
+    while True:
+        part = await fabric.receive((*tag, BYTES), peer)
+        data += part.payload.numpy().data
+        if len(data) >= part.note[0]:
+            return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+
+
+async def receive(fabric: Fabric, peer: int, tag: Tag) -> dict[Any, Any]:
+    """The same, unpacked; PeerLost where it is nothing that can be."""
+    try:
+        return unpack(await receive_packed(fabric, peer, tag))
+    except ValueError as error:
+        raise PeerLost(peer, str(error)) from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -25,13 +26,13 @@ from freewheel.errors import Diverged, FreewheelError, RunStopped
 from freewheel.observe.journal import Journal
 from freewheel.replica import Replica, flatten
 from freewheel.runtime.attach import Worker
-from freewheel.runtime.copies import flat_buffers, set_flat_buffers
+from freewheel.runtime.buffers import buffers_of, mean_buffers, set_buffers
 from freewheel.sim.driver import spread
 from freewheel.task import Task
 from freewheel.training.ddp import DdpBooks
 from freewheel.training.job import DDP, Job
 
-Part = tuple[int, Tensor | None, Tensor, int]
+Part = tuple[int, Tensor | None, dict[str, Tensor], int]
 """A rank, its vector, buffers and steps."""
 WARM_UP = 5
 HANDFUL_S = 0.1
@@ -136,7 +137,7 @@ class Samples:
         mean = vectors[0].clone()
         for vector in vectors[1:]:
             mean += vector
-        buffers = torch.stack([buffers for _, _, buffers, _ in parts]).mean(0)
+        buffers = mean_buffers([buffers for _, _, buffers, _ in sorted(parts, key=lambda one: one[0])])
         now, made = time.time(), sum(steps for *_, steps in parts)
         mean.div_(len(vectors))
         self.kept.append({"time": now, "worker_steps": made, "weights": mean, "buffers": buffers})
@@ -172,7 +173,7 @@ class Samples:
         replica = Replica(flatten(model.named_parameters(), gradients=False))
         for sample in self.kept:
             replica.load(sample["weights"].to(replica.dtype))
-            set_flat_buffers(model, sample["buffers"])
+            set_buffers(model, sample["buffers"])
             task.recalibrate(model, self.job.workers, self.job.seed)
             loss, accuracy = task.evaluate(model)
             steps = sample["worker_steps"]
@@ -324,7 +325,8 @@ def _with_ddp(
         for step, share in enumerate(budget.steps()):
             _set_lr(optimizer, job, lr, share)
             if samples.due(share):
-                part = (rank, replica.weights.cpu().clone(), flat_buffers(model), step * job.workers)
+                buffers = copy.deepcopy(buffers_of(model))
+                part = (rank, replica.weights.cpu().clone(), buffers, step * job.workers)
                 samples.keep([part], [part] * job.workers)  # its replicas are equal
             loss = task.loss(parallel, task.batch(rank, generator))
             optimizer.zero_grad()

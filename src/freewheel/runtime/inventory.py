@@ -1,0 +1,116 @@
+"""What of a model travels, fixed when it is attached: its trainable parameters, by name.
+
+A layer that is frozen in the with-block keeps its place in the vector. What would have to travel and has no
+place there is refused at the next step, by name: a layer that was frozen and is trained now, a parameter the
+model has been given since, one that lies in other memory.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+from freewheel.errors import RunStopped
+from freewheel.replica import Replica
+
+
+class Inventory:
+    """The parameters and buffers of a model whose trainable parameters have just become one vector."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model: nn.Module = plain(model)
+        self.trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
+        self._optimizer = optimizer
+        self._all = dict(self.model.named_parameters())
+        self._names = {id(one): name for name, one in self._all.items()}
+        self._homes = {name: one.data_ptr() for name, one in self.trained.items()}
+        self._next = itertools.cycle([(name, one, one.data_ptr()) for name, one in self.trained.items()])
+        self._enrolled, self._asleep = 0, list[tuple[str, nn.Parameter]]()
+        self._enrol()
+
+    def name_of(self, parameter: Tensor) -> str | None:
+        """A parameter's name, if the model had it when it was attached."""
+        return self._names.get(id(parameter))
+
+    def still(self) -> dict[str, Tensor]:
+        """What stands still: parameters that were frozen, and buffers."""
+        frozen = {name: one.data for name, one in self._all.items() if name not in self.trained}
+        return {**frozen, **dict(self.model.named_buffers())}
+
+    # -- looking --
+
+    def look(self) -> None:
+        """Before every step, at next to no cost: RunStopped if something trains that does not travel.
+
+        Of those that travel one is looked at in every step, each in its turn: `model.double()` and the like
+        give all of them other memory, and the replica would never move again.
+        """
+        name, parameter, pointer = next(self._next)
+        if parameter.data_ptr() != pointer:
+            raise _moved(name)
+        if sum(len(group["params"]) for group in self._optimizer.param_groups) != self._enrolled:
+            self._enrol()
+        for name, parameter in self._asleep:
+            if parameter.requires_grad:
+                raise RunStopped(
+                    f"the parameter {name} was frozen when the model was attached and is trained now: it is "
+                    "not merged. Let it require gradients at attach, and freeze it inside the with-block."
+                )
+
+    def _enrol(self) -> None:
+        """Look at what the optimizer trains, when it has got more."""
+        held = [one for group in self._optimizer.param_groups for one in group["params"]]
+        for one in held:
+            if id(one) not in self._names and one.requires_grad:
+                raise RunStopped(
+                    f"the optimizer trains a parameter of shape {tuple(one.shape)} that the model did not "
+                    "have when it was attached: it is not merged. Make the whole model before attach."
+                )
+        known = [(self._names.get(id(one), "?"), one) for one in held]
+        self._asleep = [(name, one) for name, one in known if name not in self.trained]
+        self._enrolled = len(held)
+
+    def check(self) -> None:
+        """RunStopped unless the model has the parameters it was attached with, where they were."""
+        now = dict(self.model.named_parameters())
+        for name in [*self._all, *now]:
+            if now.get(name) is not self._all.get(name):
+                raise RunStopped(
+                    f"the parameter {name} is not the one the model had when it was attached, so it was not "
+                    "merged. Change the model before attach."
+                )
+        for name, pointer in self._homes.items():
+            if now[name].data_ptr() != pointer:
+                raise _moved(name)
+
+    # -- vectors --
+
+    def named(self, pieces: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """A replica's pieces of a vector, with the names of their parameters."""
+        return ((self._names[id(one)], piece) for one, piece in pieces)
+
+    @torch.no_grad()
+    def fill(self, clone: nn.Module, replica: Replica, weights: Tensor) -> None:
+        """Give a copy of the model the weights of a vector."""
+        pieces = {one.data_ptr(): piece for one, piece in replica.pieces(weights) if one.numel()}
+        copies = dict(clone.named_parameters())
+        for name, one in self.trained.items():
+            if one.numel():
+                copies[name].copy_(pieces[one.data_ptr()])
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The model itself, where it was compiled: with the names of the plain one."""
+    found: nn.Module = getattr(model, "_orig_mod", model)
+    return found
+
+
+def _moved(name: str) -> RunStopped:
+    return RunStopped(
+        f"the parameter {name} lies in other memory than when the model was attached, so it would no longer "
+        "be merged with the others'. Call model.to(), .half(), .double() and load_state_dict(assign=True) "
+        "before attach."
+    )
