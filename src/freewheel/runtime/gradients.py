@@ -50,7 +50,9 @@ class Gradients:
                 into.zero_()
             elif one.grad.layout != torch.strided:
                 self._sparse.add(id(one))
-                into.copy_(one.grad.to_dense())
+                # Added up first, as optimizers do: in another order the sum is another one.
+                added = one.grad.coalesce() if one.grad.layout == torch.sparse_coo else one.grad
+                into.copy_(added.to_dense())
             else:
                 into.copy_(one.grad)
         marks = [float(one.grad is not None) for one in self._parameters]
