@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -115,7 +117,8 @@ def test_what_begins_to_train_in_the_block_is_refused_by_name(how):
         train()
 
 
-def test_a_parameter_put_in_the_place_of_another_is_refused_by_name():
+@pytest.mark.parametrize("early", [False, True])
+def test_a_parameter_put_in_the_place_of_another_is_refused_by_name(early):
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 
@@ -123,6 +126,8 @@ def test_a_parameter_put_in_the_place_of_another_is_refused_by_name():
         with make(ALONE, model, optimizer):
             step(model, optimizer)
             model[2] = nn.Linear(8, 2)
+            for _ in range(4 * early):
+                step(model, optimizer)
 
     with pytest.raises(fw.RunStopped, match=r"2\.weight is not the one"):
         train()
@@ -354,6 +359,36 @@ def test_weights_stand_still_while_a_closure_computes_and_move_when_they_move():
             optimizer.step(closure)
             assert seen == expected, kind
             assert worker._replica.version % 2 == 0
+
+
+def test_exchanges_go_on_while_a_closure_computes():
+    def work(place):
+        model = net(place.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        over = time.monotonic() + 60
+
+        def done() -> int:
+            return worker.metrics()["exchanges"]["done"]
+
+        def closure():
+            loss = closing(model, optimizer, 0)()
+            before = done()
+            while place.rank == 0 and done() == before and time.monotonic() < over:
+                time.sleep(1e-3)
+            return loss
+
+        with make(place, model, optimizer) as worker:
+            for _ in range(5):
+                optimizer.step(closure)
+            if place.rank == 0:
+                enough.set()
+            while not enough.is_set() and time.monotonic() < over:
+                step(model, optimizer)
+                time.sleep(1e-3)
+            assert time.monotonic() < over
+
+    enough = threading.Event()
+    together(2, work)
 
 
 # -- several optimizers --

@@ -1,7 +1,8 @@
 """What people do in training loops × strategies × {alone, two workers}, against the loop without Freewheel.
 
 Alone the loop is the plain one, to the bit. Two workers that average gradients of the same data are as one.
-Where nobody waits, both end with the same model: it is finite, and its weights and buffers are what theirs come to.
+Where nobody waits, both end with the same model: it is finite, and its weights and buffers are what theirs
+come to.
 """
 
 from __future__ import annotations

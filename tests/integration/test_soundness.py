@@ -155,7 +155,7 @@ def test_a_call_that_holds_pythons_lock_is_taken_in_again_when_it_ends():
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "nodelay_free"])
 def test_a_long_closure_does_not_keep_the_others_from_each_other(strategy):
-    """Its weights move all the time, as far as anybody can tell: it is busy, and they go on without it."""
+    """Whether its weights stand still or move: they meet it, or go on without it."""
     inside, enough = threading.Event(), [threading.Event(), threading.Event()]
 
     def done(attached) -> int:

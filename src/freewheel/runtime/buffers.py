@@ -6,7 +6,7 @@ BatchNorm's statistics are averages; masks, counters and tables are not. What al
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,17 +34,50 @@ def set_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
             setattr(model.get_submodule(owner), last, buffers[name].to(one.device))
 
 
-def mean_buffers(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """What all workers' buffers come to: what they have alike stays as it is, to the bit; of floating numbers
-    that are finite the mean is taken; of masks, counters and whatever else, the first one's."""
-    found = {}
-    for name, first in parts[0].items():
-        all_of = [part[name] for part in parts if name in part and part[name].shape == first.shape]
-        found[name] = first
-        if first.is_floating_point() and not alike(all_of) and all(one.isfinite().all() for one in all_of):
-            total = sum((one.double() for one in all_of[1:]), all_of[0].double())
-            found[name] = (total / len(all_of)).to(first.dtype)
-    return found
+class BufferMean:
+    """What all workers' buffers come to, one worker's after the other.
+
+    What they have alike stays as it is, to the bit. Of floating numbers the mean is taken, if all are finite;
+    of masks, counters and whatever else, the first one's.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, Tensor] = {}
+        self._count = 0
+        self._totals: dict[str, Tensor | None] = {}
+        """Of those that differ; None: there is no mean."""
+
+    def add(self, part: Mapping[str, Tensor]) -> None:
+        """One more."""
+        self._count += 1
+        if self._count == 1:
+            self._first = dict(part)
+            return
+        for name, first in self._first.items():
+            other = part.get(name, torch.empty(0))
+            total = self._totals.get(name)
+            if not first.is_floating_point() or (other.shape, other.dtype) != (first.shape, first.dtype):
+                self._totals[name] = None
+            elif total is not None:
+                self._totals[name] = total + other
+            elif name not in self._totals and not alike([first, other]):
+                self._totals[name] = first.double() * (self._count - 1) + other
+
+    def result(self) -> dict[str, Tensor]:
+        """What there is by now."""
+        found = dict(self._first)
+        for name, total in self._totals.items():
+            if total is not None and total.isfinite().all():
+                found[name] = (total / self._count).to(found[name].dtype)
+        return found
+
+
+def mean_buffers(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The same of all at once."""
+    mean = BufferMean()
+    for part in parts:
+        mean.add(part)
+    return mean.result()
 
 
 def in_memory(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,9 +28,15 @@ class Inventory:
         self._all = dict(self.model.named_parameters())
         self._names = {id(one): name for name, one in self._all.items()}
         self._homes = {name: one.data_ptr() for name, one in self.trained.items()}
-        self._next = itertools.cycle([(name, one, one.data_ptr()) for name, one in self.trained.items()])
+        slots = [(name, one, one.data_ptr(), *self._slot(name)) for name, one in self.trained.items()]
+        self._next = itertools.cycle(slots)
         self._enrolled, self._asleep = 0, list[tuple[str, nn.Parameter]]()
         self._enrol()
+
+    def _slot(self, name: str) -> tuple[dict[str, Any], str]:
+        """Where a module keeps a parameter."""
+        owner, _, last = name.rpartition(".")
+        return self.model.get_submodule(owner)._parameters, last
 
     def name_of(self, parameter: Tensor) -> str | None:
         """A parameter's name, if the model had it when it was attached."""
@@ -45,12 +52,14 @@ class Inventory:
     def look(self) -> None:
         """Before every step, at next to no cost: RunStopped if something trains that does not travel.
 
-        Of those that travel one is looked at in every step, each in its turn: `model.double()` and the like
-        give all of them other memory, and the replica would never move again.
+        Of those that travel one is looked at in every step, each in its turn: it may have been given other
+        memory, as by `model.double()`, or another may have been put in its place.
         """
-        name, parameter, pointer = next(self._next)
+        name, parameter, pointer, slots, last = next(self._next)
         if parameter.data_ptr() != pointer:
             raise _moved(name)
+        if slots.get(last) is not parameter:
+            raise _replaced(name)
         if sum(len(group["params"]) for group in self._optimizer.param_groups) != self._enrolled:
             self._enrol()
         for name, parameter in self._asleep:
@@ -78,10 +87,7 @@ class Inventory:
         now = dict(self.model.named_parameters())
         for name in [*self._all, *now]:
             if now.get(name) is not self._all.get(name):
-                raise RunStopped(
-                    f"the parameter {name} is not the one the model had when it was attached, so it was not "
-                    "merged. Change the model before attach."
-                )
+                raise _replaced(name)
         for name, pointer in self._homes.items():
             if now[name].data_ptr() != pointer:
                 raise _moved(name)
@@ -106,6 +112,13 @@ def plain(model: nn.Module) -> nn.Module:
     """The model itself, where it was compiled: with the names of the plain one."""
     found: nn.Module = getattr(model, "_orig_mod", model)
     return found
+
+
+def _replaced(name: str) -> RunStopped:
+    return RunStopped(
+        f"the parameter {name} is not the one the model had when it was attached, so it was not merged. "
+        "Change the model before attach."
+    )
 
 
 def _moved(name: str) -> RunStopped:

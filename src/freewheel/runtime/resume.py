@@ -22,6 +22,7 @@ from torch import Tensor
 
 from freewheel.errors import ConfigError
 from freewheel.runtime import shards
+from freewheel.runtime.buffers import BufferMean
 from freewheel.runtime.checks import first_difference
 from freewheel.runtime.inventory import Inventory
 from freewheel.runtime.live_replica import LiveReplica
@@ -230,13 +231,12 @@ def _read(chosen: Sequence[Shard], me: Manifest) -> Resumed:
         return Resumed(manifest.step, manifest.origin, _load(chosen[me.rank]))
     own: dict[str, Any] | None = None
     absent: list[dict[str, Any]] = []
-    totals: dict[str, dict[str, Tensor]] = {"weights": {}, "buffers": {}}
+    weights, buffers = dict[str, Tensor](), BufferMean()
     for shard in chosen:
         state = _load(shard)
-        for part, total in totals.items():
-            for name, tensor in state[part].items():
-                if tensor.is_floating_point():
-                    total[name] = total[name] + tensor if name in total else tensor.clone()
+        for name, tensor in state["weights"].items():
+            weights[name] = weights[name] + tensor if name in weights else tensor.clone()
+        buffers.add(state["buffers"])
         if shard.manifest.rank in (0, me.rank):
             own = state
         elif me.rank == 0 and shard.manifest.rank >= me.world_size:
@@ -245,8 +245,8 @@ def _read(chosen: Sequence[Shard], me: Manifest) -> Resumed:
     for state in absent:  # what they finished, worker 0 answers for from now on
         for loader, theirs in zip(own["loaders"], state["loaders"], strict=False):
             loader["ledger"] = loader["ledger"] + theirs["ledger"]
-    for part, total in totals.items():
-        own[part] |= {name: tensor / len(chosen) for name, tensor in total.items()}
+    own["weights"] |= {name: tensor / len(chosen) for name, tensor in weights.items()}
+    own["buffers"] |= buffers.result()
     own["strategy"] = {}
     if me.rank < len(chosen):
         return Resumed(chosen[me.rank].manifest.step, chosen[0].manifest.origin, own)
