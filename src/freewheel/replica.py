@@ -198,13 +198,15 @@ def flatten(named: Iterable[tuple[str, nn.Parameter]], gradients: bool = True) -
 
 def view(flat: Tensor, at: int, like: Tensor) -> Tensor:
     """A piece of the flat buffer in the shape, and where it is dense the memory order, of a parameter."""
-    piece = flat[at : at + like.numel()]
+    return flat.as_strided(like.shape, strides(like), flat.storage_offset() + at)
+
+
+def strides(like: Tensor) -> tuple[int, ...]:
+    """The memory order of a parameter's piece: channels-last ones keep theirs; others become contiguous."""
     by_stride = sorted(zip(like.stride(), like.shape, strict=True), reverse=True)
     dense, expected = True, like.numel()
-    for stride, length in by_stride:  # channels-last weights keep their order; others become contiguous
+    for stride, length in by_stride:
         if length > 1:
             expected //= length
             dense = dense and stride == expected
-    if dense:
-        return piece.as_strided(like.shape, like.stride(), piece.storage_offset())
-    return piece.view(like.shape)
+    return like.stride() if dense else torch.empty(like.shape, device="meta").stride()

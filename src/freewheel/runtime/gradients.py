@@ -9,6 +9,7 @@ and weight decay move it. The loss is averaged too, since an optimizer that call
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.errors import Diverged
-from freewheel.replica import view
+from freewheel.replica import strides
 
 
 class Gradients:
@@ -31,6 +32,10 @@ class Gradients:
         name: Callable[[nn.Parameter], str],
     ) -> None:
         self._parameters = list(parameters)
+        starts = itertools.accumulate((one.numel() for one in self._parameters), initial=0)
+        self._places = [
+            (one.shape, strides(one), at) for one, at in zip(self._parameters, starts, strict=False)
+        ]
         self._make, self._reusable, self._name = make, reusable, name
         self._numbers = sum(one.numel() for one in self._parameters)
         self.size = self._numbers + len(self._parameters) + 1
@@ -45,16 +50,20 @@ class Gradients:
     def take(self) -> Tensor:
         """All of them as one vector; where there is none, zeros. Diverged if a number is not finite."""
         flat = self._spare.popleft() if self._spare else self._make(self.size)
-        for one, into in self._pieces(flat):
+        into, given = list[Tensor](), list[Tensor]()
+        for one, piece in self._pieces(flat):
             if one.grad is None:
-                into.zero_()
+                piece.zero_()
             elif one.grad.layout != torch.strided:
                 self._sparse.add(id(one))
                 # Added up first, as optimizers do: in another order the sum is another one.
                 added = one.grad.coalesce() if one.grad.layout == torch.sparse_coo else one.grad
-                into.copy_(added.to_dense())
+                piece.copy_(added.to_dense())
             else:
-                into.copy_(one.grad)
+                into.append(piece)
+                given.append(one.grad)
+        if into:
+            torch._foreach_copy_(into, given)
         marks = [float(one.grad is not None) for one in self._parameters]
         flat[self._numbers :].copy_(torch.tensor([*marks, self.loss], dtype=torch.float64))
         if not math.isfinite(flat.sum().item()):
@@ -83,10 +92,9 @@ class Gradients:
         self._spare.clear()
 
     def _pieces(self, vector: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
-        at = 0
-        for one in self._parameters:
-            yield one, view(vector, at, one)
-            at += one.numel()
+        begins = vector.storage_offset()
+        for one, (shape, stride, at) in zip(self._parameters, self._places, strict=True):
+            yield one, vector.as_strided(shape, stride, begins + at)
 
     def _refuse(self, vector: Tensor) -> None:
         for one, piece in self._pieces(vector):
