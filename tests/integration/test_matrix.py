@@ -89,6 +89,14 @@ class Tied(nn.Module):
         return self.out(torch.tanh(self.into(inputs)))[:, :2]
 
 
+class TiedByMemory(Tied):
+    """Two parameters over the same numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out.weight = nn.Parameter(self.into.weight.data)
+
+
 class Words(nn.Module):
     """A sparse embedding beside dense layers."""
 
@@ -233,6 +241,7 @@ FEATURES = {
     "plain": Feature(),
     "batchnorm": Feature(lambda: net(nn.BatchNorm1d(6))),
     "tied, one unused": Feature(Tied),
+    "tied by memory": Feature(TiedByMemory),
     "frozen base": Feature(adapters),
     "bf16 adapters on an fp32 base": Feature(
         lambda: nn.Sequential(nn.Linear(4, 4).requires_grad_(False), Half())

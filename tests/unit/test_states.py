@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -41,6 +43,36 @@ def test_an_optimizer_goes_on_from_a_copy_as_the_original_does(name, steps):
         optimizer.step()
     for mine, theirs in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine, theirs)
+
+
+def test_every_type_comes_back_to_the_bit():
+    given = {
+        "mask": torch.tensor([float("-inf"), float("nan"), -0.0]),
+        "flag": torch.tensor(True),
+        "none": torch.empty(0, 3),
+        "table": torch.rand(3, dtype=torch.float64).unsqueeze(1).expand(3, 2),
+        "half": torch.rand(5).half()[::2],
+        "turns": torch.rand(2, dtype=torch.complex64),
+        "eight": torch.rand(3).to(torch.float8_e4m3fn),
+        "count": torch.tensor(2**40),
+    }
+    found = states.unpack(states.pack(given))
+    assert found.keys() == given.keys()
+    for name, one in given.items():
+        assert (found[name].dtype, found[name].shape) == (one.dtype, one.shape)
+        assert torch.equal(states.raw(found[name]), states.raw(one))
+
+
+def test_bytes_that_nobody_has_packed_are_a_value_error():
+    good, draw = states.pack({"one": torch.rand(4), "two": [torch.rand(2), 3]}), torch.Generator()
+    for seed in range(3000):
+        draw.manual_seed(seed)
+        bad = good.clone()
+        at = torch.randint(0, len(bad), (1 + seed % 3,), generator=draw)
+        bad[at] = torch.randint(0, 256, at.shape, generator=draw, dtype=torch.uint8)
+        cut = int(torch.randint(0, len(bad) + 1, (1,), generator=draw)) if seed % 2 else len(bad)
+        with contextlib.suppress(ValueError):
+            states.unpack(bad[:cut])
 
 
 def test_what_is_no_number_cannot_be_handed_over():

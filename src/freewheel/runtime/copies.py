@@ -115,7 +115,13 @@ class Copies:
                 for group, rate in zip(self._rest.optimizer.param_groups, rates, strict=True):
                     if rate is not None:
                         group["lr"] = rate
-            except (ValueError, KeyError, RuntimeError) as error:  # it has another optimizer
+            except (
+                ValueError,
+                KeyError,
+                RuntimeError,
+                TypeError,
+                AttributeError,
+            ) as error:  # another optimizer
                 log.warning("the optimizer begins without worker %d's state: %s", peer, error)
         return True
 

@@ -21,6 +21,11 @@ TENSOR = "tensor"
 """The only key of what stands for a tensor in the text: its type, its shape, and where its bytes begin."""
 LENGTH = 8
 """Bytes that say how long the text is."""
+ALIGNED = 16
+"""Where a tensor may begin."""
+PADDING = torch.zeros(ALIGNED, dtype=torch.uint8)
+TEXT = 1 << 28
+"""How long the text may be."""
 
 
 def pack(state: dict[Any, Any]) -> Tensor:
@@ -33,9 +38,9 @@ def pack(state: dict[Any, Any]) -> Tensor:
         if isinstance(value, Tensor):
             if value.layout != torch.strided:
                 raise TypeError(f"a tensor of layout {value.layout}")
-            tensors.append(raw(value))
-            length += tensors[-1].numel()
-            begins = length - tensors[-1].numel()
+            data, begins = raw(value), length
+            tensors.extend((data, PADDING[: -data.numel() % ALIGNED]))
+            length += data.numel() + tensors[-1].numel()
             return {TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape), begins]}
         if isinstance(value, dict):
             return [[key, plain(one)] for key, one in value.items()]
@@ -48,13 +53,16 @@ def pack(state: dict[Any, Any]) -> Tensor:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the optimizer's state cannot be handed over: {error}.") from None
     head = len(text).to_bytes(LENGTH, "big") + text
+    head += bytes(-len(head) % ALIGNED)
     return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), *tensors])
 
 
 def unpack(data: Tensor) -> dict[Any, Any]:
-    """The way back; ValueError if it is nothing that `pack` has made."""
+    """The way back; tensors lie where they are in the bytes. ValueError if it is nothing `pack` has made."""
     length = int.from_bytes(bytes(data[:LENGTH].tolist()), "big")
-    tensors = data[LENGTH + length :]
+    if length > data.numel():
+        raise ValueError("it is no packed state")
+    tensors = data[-(-(LENGTH + length) // ALIGNED) * ALIGNED :]
 
     def rich(value: Any) -> Any:
         if isinstance(value, list):
@@ -67,13 +75,14 @@ def unpack(data: Tensor) -> dict[Any, Any]:
                 size = math.prod(shape) * dtype.itemsize
                 if not 0 <= at <= at + size <= tensors.numel():
                     raise ValueError("a tensor is not where it is said to be")
-                return tensors[at : at + size].clone().view(dtype).view(shape)
+                return tensors[at : at + size].view(dtype).view(shape)
             return (tuple if kind == "tuple" else list)(map(rich, inner))
         return value
 
     try:
-        found = rich(json.loads(zlib.decompress(bytes(data[LENGTH : LENGTH + length].numpy()))))
-    except (zlib.error, TypeError, AttributeError, KeyError, RuntimeError) as error:
+        text = zlib.decompressobj().decompress(data[LENGTH : LENGTH + length].numpy().tobytes(), TEXT)
+        found = rich(json.loads(text))
+    except (zlib.error, TypeError, AttributeError, KeyError, RuntimeError, OverflowError) as error:
         raise ValueError(f"it is no packed state: {error}") from None
     if not isinstance(found, dict):
         raise ValueError("it is no packed state")
@@ -95,18 +104,23 @@ def post(fabric: Fabric, peer: int, tag: Tag, data: Tensor) -> None:
 
 
 async def receive_packed(fabric: Fabric, peer: int, tag: Tag) -> Tensor:
-    """Wait for them; PeerLost when the peer is gone."""
+    """Wait for them; PeerLost when the peer is gone, or sends something else."""
     data = bytearray()
     while True:
         part = await fabric.receive((*tag, BYTES), peer)
-        data += part.payload.numpy().data
-        if len(data) >= part.note[0]:
+        if part.vector is None or part.vector.dtype != torch.uint8 or len(part.note) != 1:
+            raise PeerLost(peer, "it sent something else than packed bytes")
+        data += part.vector.numpy().data
+        if len(data) >= part.note[0] or not part.vector.numel():
             return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-async def receive(fabric: Fabric, peer: int, tag: Tag) -> dict[Any, Any]:
-    """The same, unpacked; PeerLost where it is nothing that can be."""
+async def receive(fabric: Fabric, peer: int, tag: Tag) -> dict[str, Tensor]:
+    """Tensors by their names, unpacked; PeerLost where it is nothing that can be."""
     try:
-        return unpack(await receive_packed(fabric, peer, tag))
+        found = unpack(await receive_packed(fabric, peer, tag))
     except ValueError as error:
         raise PeerLost(peer, str(error)) from None
+    if not all(isinstance(one, Tensor) for one in found.values()):
+        raise PeerLost(peer, "it sent something else than tensors")
+    return found

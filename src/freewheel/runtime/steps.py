@@ -24,6 +24,7 @@ from freewheel.moments import QuasiGlobal, momentum_buffers
 from freewheel.runtime import strangers
 from freewheel.runtime.agent import Agent
 from freewheel.runtime.checkpoint import Checkpoints
+from freewheel.runtime.gradients import Gradients
 from freewheel.runtime.inventory import Inventory
 from freewheel.runtime.optimizers import members, parameters
 from freewheel.strategy import Strategy
@@ -47,10 +48,8 @@ class Steps:
     ) -> None:
         self._agent, self._replica, self._optimizer = agent, agent.replica, optimizer
         self._members = members(optimizer)
-        self._gradients = {
-            id(one): self._replica.gradients_of(parameters(one)) if len(self._members) > 1 else None
-            for one in self._members
-        }
+        self._gradients: dict[int, tuple[int, Gradients]] = {}
+        """Of each optimizer, with how many parameters it had then: it may be given more."""
         self._rates: list[tuple[dict[str, Any], Any]] = []
         """The optimizer's learning rates, while it steps with a part of them."""
         self._inventory, self._checkpoints = inventory, checkpoints
@@ -94,9 +93,8 @@ class Steps:
         for hook in self._hooks:
             hook.remove()
         self._restore_rates()
-        for one in self._gradients.values():
-            if one is not None:
-                one.let_go()
+        for _, one in self._gradients.values():
+            one.let_go()
 
     def idle(self) -> str:
         """Which optimizer has not made a step, in words; empty where all have."""
@@ -142,13 +140,8 @@ class Steps:
         self._computed(time.perf_counter() - self._began_s, blocked - self._blocked_s)
         if not self._measured and not self._stepped:
             counters.stale(self._stale)
-        if (own := self._gradients[id(optimizer)]) is not None:
-            replica.gradients = own
-        if self._before is not None and getattr(optimizer, "grad_scale", None) is not None:
-            raise ConfigError(
-                f"{self._agent.strategy.name} would average gradients that are still scaled: a "
-                f"{type(optimizer).__name__} with fused=True unscales them in its step. Leave fused out."
-            )
+        if self._before is not None:
+            self._choose_gradients(optimizer)
         given = closure_of(args, kwargs)
         if given is None:
             self._merge_gradients(0.0)
@@ -159,6 +152,19 @@ class Steps:
         if self._quasi_global is not None:
             self._quasi_global.begin(momentum_buffers(self._optimizer)[1])
         return None if given is None else with_closure(args, kwargs, self._beside(optimizer, given))
+
+    def _choose_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the strategy see those of the optimizer that steps."""
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise ConfigError(
+                f"{self._agent.strategy.name} would average gradients that are still scaled: a "
+                f"{type(optimizer).__name__} with fused=True unscales them in its step. Leave fused out."
+            )
+        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._gradients.get(id(optimizer))
+        if known is None or known[0] != held:
+            known = self._gradients[id(optimizer)] = held, self._replica.gradients_of(parameters(optimizer))
+        self._replica.gradients = known[1]
 
     def _computed(self, seconds: float, blocked_s: float = 0.0) -> None:
         self._agent.node.counters.compute_s += seconds - blocked_s
