@@ -365,7 +365,7 @@ class Worker:
         return True
 
     def _make_agent(self, options: Options, run: str, life: int, model: str) -> Agent:
-        tls = self._tls or options.tls
+        tls, averages = self._tls or options.tls, self._strategy.defines("before_step")  # gradients
         me = Identity(
             bytes.fromhex(run),
             self.rank,
@@ -373,7 +373,7 @@ class Worker:
             life,
             self._version,
             model,
-            longest=max(self._replica.size, self._replica.gradients.size),
+            longest=self._replica.gradients.size if averages else self._replica.size,
             wire="bf16" if self._wire else "fp32",
             place=windows.place(),
         )
