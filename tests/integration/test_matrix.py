@@ -369,6 +369,12 @@ def test_a_loop_is_the_loop_it_was(name, strategy, plain):
             torch.testing.assert_close(answer[key], value, rtol=feature.close, atol=feature.close)
         for key, value in plain[name].made.items():
             torch.testing.assert_close(one.made[key], value, rtol=feature.close, atol=feature.close)
+        (one, answer, _), (other, _, _) = together(
+            2, lambda place: train(feature, place, strategy, place.rank)
+        )
+        weights = {key: value.detach() for key, value in one.model.named_parameters()}
+        same(weights, {key: value.detach() for key, value in other.model.named_parameters()})
+        same(weights, {key: answer[key] for key in weights})  # each on data of its own, and still as one
         return
     coarse = any(value.dtype in (torch.float16, torch.bfloat16) for value in mine.values())
     for key, value in answer.items():
