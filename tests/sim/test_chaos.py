@@ -123,6 +123,6 @@ def test_members_that_do_not_agree_on_their_view_are_found(monkeypatch):
 
 
 def test_a_batch_that_two_workers_hold_is_found(monkeypatch):
-    monkeypatch.setattr(Ledger, "free", lambda ledger, _: [(0, ledger.batches)])  # as if nothing was dealt
+    monkeypatch.setattr(Ledger, "free", lambda ledger, _: [(0, ledger.length)])  # as if nothing was dealt
     monkeypatch.setattr(chaos, "draw", lambda *_: ([], chaos.Counter()))
     assert any("hold batch" in broken for broken in run("adpsgd", 0).broken)

@@ -10,8 +10,9 @@ import pytest
 
 import freewheel as fw
 import lab
+from freewheel.data.batches import Batch, Key
 from freewheel.data.dealing import Dealing
-from freewheel.data.hand import Batch, Hand, Key
+from freewheel.data.hand import Hand
 from freewheel.observe.counters import Counters
 from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.fabric import Wire
@@ -31,16 +32,21 @@ class Crew:
         seed: int = 0,
         parts: bool = False,
         silence_s: float = 0.3,
+        sizes: dict[int, int] | None = None,
+        late: dict[int, float] | None = None,
+        drop: bool = False,
     ) -> None:
         self.loop = VirtualLoop()
         links = fw.Links(latency_ms=0.5)
         self.wire = Wire(self.loop, Network(links, workers), Trace(None), workers, 4.0)
         self.wire.silence_s = silence_s
         self.batches, self.passes, self.slow, self.parts = batches, passes, slow or {}, parts
+        self.sizes, self.late, self.drop = sizes or {}, late or {}, drop
         self.random = random.Random(seed)
         self.used: Counter[tuple[int, int]] = Counter()
         self.by: Counter[tuple[int, int]] = Counter()
         """How many batches each worker used in each pass."""
+        self.short = 0
         self.whose: dict[tuple[int, int], int] = {}
         self.waited_s: Counter[int] = Counter()
         """How long each worker waited for a batch at most."""
@@ -63,16 +69,20 @@ class Crew:
             return tasks[-1]
 
         dealing = self.dealings[rank] = Dealing(fabric, self.wire.life[rank], counters, spawn)
-        spawn(self.train(rank, dealing.hand(Key(self.batches, 1, 7), self.parts)))
+        key = Key(self.batches, 7, grid=self.batches * self.parts)
+        spawn(self.train(rank, dealing.hand(key, self.sizes.get(rank, 1), self.parts, self.drop)))
 
     async def train(self, rank: int, hand: Hand) -> None:
+        await asyncio.sleep(self.late.get(rank, 0.0))
         for number in range(self.passes):
             hand.begin(number, last=number == self.passes - 1)
             while (batch := await self.drawn(rank, hand)) is not None:
                 await asyncio.sleep(0.01 * self.slow.get(rank, 1.0) * self.random.uniform(0.8, 1.2))
-                self.used[batch.number, batch.place] += 1
+                for place in range(batch.place, batch.stop):
+                    self.used[batch.number, place] += 1
+                    self.whose[batch.number, place] = rank
                 self.by[rank, number] += 1
-                self.whose[batch.number, batch.place] = rank
+                self.short += batch.stop - batch.place < hand.size
                 hand.finish(batch)
             await hand.settle()
         self.ended[rank] = self.loop.time()
@@ -145,6 +155,80 @@ def test_without_faults_every_batch_is_used_once_and_fast_workers_use_more():
     shares = [crew.by[rank, 0] for rank in range(4)]
     assert min(shares[:3]) > 6 * shares[3] > 0
     assert max(crew.ended.values()) < 1.1 * 2 * 1000 * 0.01 / 3.1
+
+
+BRIEF = dict.fromkeys(range(4), 0.01)
+"""Steps of 0.1 ms, where a question and its answer take ten times as long."""
+
+
+@pytest.mark.parametrize("late", [{}, {0: 0.3}, {3: 0.3}, {1: 0.1, 2: 0.2}])
+def test_in_a_short_pass_of_fast_steps_all_have_as_much(late):
+    crew = Crew(4, 16, passes=4, slow=BRIEF, late=late).run()
+    crew.check()
+    assert crew.again == 0
+    assert {crew.by[rank, number] for rank in range(4) for number in range(4)} == {4}
+
+
+def test_in_a_short_pass_a_slow_worker_has_less():
+    crew = Crew(4, 64, passes=4, slow={3: 5.0}).run()
+    crew.check()
+    assert 0 < sum(crew.by[3, number] for number in range(1, 4)) < 3 * 64 / 12
+    assert max(crew.ended.values()) < 1.15 * 4 * 64 * 0.01 / 3.2 + 0.2  # once, before its speed is known
+
+
+def test_nobody_waits_long_for_a_worker_that_does_not_come():
+    crew = Crew(4, 16, passes=20, slow=BRIEF, late={2: 30.0}).run()
+    crew.check()
+    assert sorted(crew.ended.values())[2] < 1.5
+    assert max(crew.waited_s[rank] for rank in (0, 1, 3)) < 1.2
+
+
+def test_a_slow_worker_s_step_is_not_waited_for():
+    """Not even by those who are a thousand times faster and have nothing else to do."""
+    crew = Crew(4, 16, passes=20, slow={**BRIEF, 3: 100.0}).run()
+    crew.check()
+    assert sorted(crew.ended.values())[2] < 4.0  # the last pass waits for what the slow one holds
+
+
+@pytest.mark.parametrize("sizes", [{1: 4}, {0: 16, 1: 4, 2: 7}, {0: 50, 3: 3}])
+def test_workers_with_different_batch_sizes_share_one_pass(sizes):
+    crew = Crew(4, 1000, passes=3, sizes={**dict.fromkeys(range(4), 8), **sizes}).run()
+    crew.check()
+    assert crew.again == 0
+    assert set(crew.used.values()) == {1}
+    assert crew.short < 3 * 8  # at the ends of passes
+    assert all(crew.by[rank, number] for rank in range(4) for number in range(3))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_different_batch_sizes_and_crashes(seed):
+    crew = Crew(4, 900, passes=3, sizes={0: 5, 1: 8, 2: 3, 3: 16}, seed=seed)
+    dice = random.Random(seed)
+    for _ in range(8):
+        rank, moment = dice.randrange(4), dice.uniform(0, 2.0)
+        crew.at(moment, crew.crash, rank)
+        crew.at(moment + dice.uniform(0.001, 0.5), crew.restart, rank)
+    crew.run().check()
+
+
+def test_what_is_too_short_for_a_batch_may_be_left_out():
+    crew = Crew(3, 100, passes=2, sizes={0: 8, 1: 8, 2: 8}, drop=True).run()
+    assert crew.short == 0
+    assert sum(crew.by.values()) == 2 * 12
+    assert set(crew.used.values()) == {1}
+
+
+def test_other_data_are_refused_by_name():
+    crew = Crew(2, 40, passes=1)
+    crew.run()
+    with pytest.raises(fw.ConfigError, match=r"worker 1's loader have 41 samples, those of worker 0's 40"):
+        crew.dealings[1].hand(Key(41, 7))
+    with pytest.raises(
+        fw.ConfigError, match=r"worker 1's loader is shuffled with seed 3, worker 0's is in or"
+    ):
+        crew.dealings[1].hand(Key(40, 7, 1, 3))
+    with pytest.raises(fw.ConfigError, match=r"worker 1 cuts a pass into 10 batches, worker 0 into 0"):
+        crew.dealings[1].hand(Key(40, 7, grid=10))
 
 
 def test_leases_shrink_so_that_all_end_together():
@@ -270,7 +354,7 @@ def test_parts_are_even_where_all_step_together(strategy):
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "nodelay_free"])
 def test_simulated_workers_draw_what_they_are_dealt(strategy):
-    faults = [fw.Fault.parse(text) for text in ("crash:0@0.31", "restart:0@0.5", "crash:2@0.8")]
+    faults = [fw.Fault.parse(text) for text in ("crash:0@0.35", "restart:0@0.5", "crash:2@0.9")]
     slow = fw.Compute(slow={3: 5})
     simulation = lab.run(
         strategy, workers=4, steps=150, batches=100, gradients=False, compute=slow, faults=faults

@@ -9,11 +9,12 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from torch.utils.data import IterableDataset, TensorDataset
+from torch.utils.data import TensorDataset
 
 import crew
 import freewheel as fw
-from freewheel.data.order import order
+from freewheel.data.batches import Key
+from freewheel.data.order import Seeded, order
 from freewheel.runtime.leases import Leases
 
 sizes = {"length": st.integers(1, 200), "batch_size": st.integers(1, 20), "workers": st.integers(1, 9)}
@@ -23,14 +24,16 @@ DEADLINE_S = 60.0
 
 def cut(length: int, batch_size: int, workers: int, **options) -> Leases:
     """How the order is cut into batches; nobody is asked for any."""
-    return Leases(lambda: None, length, batch_size, workers, **options)
+    return Leases(lambda: None, Seeded(length, True, 0), batch_size, workers, **options)
 
 
 def counts(leases: Leases) -> list[int]:
     """How many samples the batches have, in order; each begins where the one before it ends."""
-    places = [leases._places(batch) for batch in range(leases.count)]
+    key = Key(leases.dealt, 0, grid=leases.count if leases.parts else 0)
+    places = key.cut(0, key.length, leases.batch_size)
     assert [start for start, _ in places] == [0, *(stop for _, stop in places)][: len(places)]
-    return [stop - start for start, stop in places]
+    found = [stop - start for start, stop in places]
+    return [one for one in found if one == leases.batch_size] if leases.drop_last else found
 
 
 @given(**sizes, parts=st.booleans())
@@ -81,8 +84,6 @@ def alone():
         (lambda _: cut(9, 5, 2, parts=True, drop_last=True), r"batch_size of 4 or less"),
         (lambda _: cut(9, 0, 1), r"batch_size must be at least 1, not 0"),
         (lambda _: cut(9, None, 1), r"batch_size must be a whole number, not None"),
-        (lambda worker: worker.loader([1, 2], 1, sampler=[0]), r"takes no sampler.*Leave it out"),
-        (lambda worker: worker.loader([1, 2], 1, batch_sampler=[[0]]), r"takes no batch_sampler"),
         (lambda worker: worker.loader([1, 2], 1).set_epoch(-1), r"epoch must be at least 0, not -1"),
         (lambda worker: worker.loader(iter([1, 2]), 1), r"iterator has no length.*__len__ and __getitem__"),
         (lambda worker: worker.loader(torch.tensor(1), 1), r"Tensor has no length"),
@@ -101,18 +102,6 @@ def test_the_order_is_that_of_the_seed_and_the_pass(seed, epoch):
     assert torch.equal(found, order(100, True, seed, epoch))
     assert not torch.equal(found, order(100, True, seed, epoch + 1))
     assert not torch.equal(found, order(100, True, seed + 1, epoch))
-
-
-def test_a_dataset_without_an_order_is_refused_even_if_it_has_a_length(alone):
-    class Stream(IterableDataset):
-        def __iter__(self):
-            return iter(range(4))
-
-        def __len__(self):
-            return 4
-
-    with pytest.raises(fw.ConfigError, match=r"a Stream has no .*every world_size-th sample"):
-        alone.loader(Stream(), 2)
 
 
 def test_unknown_options_are_not_swallowed(alone):

@@ -1,14 +1,14 @@
-"""Dealing: batches handed to workers in leases, by whichever living worker has the lowest rank.
+"""Dealing: samples handed to workers in leases, by whichever living worker has the lowest rank.
 
 Every worker has a ledger of what it knows (data/ledger.py) and runs the same three services. Who wants
-batches asks the dealer, the lowest rank within reach, and says with every question what it holds and what it
+samples asks the dealer, the lowest rank within reach, and says with every question what it holds and what it
 has finished since. The answer has a lease and all that is known to be finished, so that this is not lost with
 the dealer. Before it deals, a dealer asks every worker that it has not heard since it came within reach: that
 is how the role passes on, and how workers that were cut off bring in what they did meanwhile. A deputy is
 told of every lease, so that the next dealer knows what had been dealt to a worker that died with this one.
 
-Where all workers step together none can take more than another. There each keeps to a part of its own, which
-follows from who is there (`Question.parts`); all else is the same.
+How much each gets is in data/shares.py. Where all workers step together none can take more than another:
+there each keeps to a part of its own, which follows from who is there (`Question.parts`).
 
 A worker that reaches nobody deals to itself. It begins at a place of the order that its rank decides, so
 parts of a run that cannot reach each other begin with different samples.
@@ -21,20 +21,18 @@ import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
 
-from freewheel.data.hand import GIVEN, LEASE_S, OVER, REFUSED, RETRY_S, WAIT, Hand, Key, Stream
+from freewheel.data.batches import Key
+from freewheel.data.hand import DIFFERS, GIVEN, OVER, REFUSED, RETRY_S, SOON, WAIT, Hand, Stream
 from freewheel.data.ledger import Lease, Ledger, Owner, reader, take
-from freewheel.data.spans import Span, Spans, minus, size, union
-from freewheel.errors import PeerLost
+from freewheel.data.sameness import difference
+from freewheel.data.spans import Span, Spans, common, first, minus, size, union
+from freewheel.errors import ConfigError, PeerLost
 from freewheel.fabric.base import RUNTIME, Fabric, Message, Tag
 from freewheel.observe.counters import Counters
 
 ASK: Tag = (RUNTIME, "deal", "ask")
 TELL: Tag = (RUNTIME, "deal", "tell")
 DEALT: Tag = (RUNTIME, "deal", "dealt")
-FIRST = 4
-"""Batches in the first lease of a worker whose rate nobody knows yet."""
-ASKERS = 16
-"""How many workers may ask in that time; where there are more, leases last longer."""
 HEAR_S = 2.0
 """How long a dealer waits for a worker to tell what it knows."""
 ANSWER_S = 3.0
@@ -59,8 +57,14 @@ class Question(NamedTuple):
     insists: bool
     parts: bool
     """Whether every worker keeps to a part of its own, because all step together."""
+    size: int
+    """Its batch size."""
+    order: int
+    """What the order of the pass sums up to, where a sampler makes it; else 0."""
+    content: int
+    """What its samples sum up to; 0: that cannot be said."""
     rate: float
-    """Batches it finishes in a second; 0: not known."""
+    """Samples it finishes in a second; 0: not known."""
 
 
 class Dealing:
@@ -75,7 +79,8 @@ class Dealing:
     ) -> None:
         self.fabric, self.counters, self.spawn = fabric, counters, spawn
         self.me: Owner = (fabric.rank, life)
-        self.streams: dict[Key, Stream] = {}
+        self.streams: dict[int, Stream] = {}
+        """By the mark of their keys."""
         self._serial = 0
         self._dealing = asyncio.Lock()
         spawn(self._each(ASK, self._answer))
@@ -83,14 +88,28 @@ class Dealing:
         spawn(self._each(DEALT, self._note))
         spawn(self._look_up())
 
-    def stream(self, key: Key) -> Stream:
-        """What is known of these data, nothing at first."""
-        return self.streams.setdefault(key, Stream(key))
+    def stream(self, key: Key, by: int) -> Stream | None:
+        """What is known of these data, nothing at first; None: somebody of lower rank has others there."""
+        known = self.streams.get(key.mark)
+        if known is None or (known.key != key and by < known.by):
+            known = self.streams[key.mark] = Stream(key, by)
+        if known.key != key:
+            return None
+        known.by = min(known.by, by)
+        return known
 
-    def hand(self, key: Key, parts: bool = False) -> Hand:
-        """This worker's hand for these data; `parts`: each worker is to keep to a part of its own."""
-        stream = self.stream(key)
-        stream.hand = stream.hand or Hand(self, stream, parts)
+    def hand(
+        self, key: Key, size: int = 1, parts: bool = False, drop: bool = False, content: int = 0
+    ) -> Hand:
+        """This worker's hand for these data, in batches of a size.
+
+        `parts`: each worker is to keep to a part of its own. `drop`: batches that are short are left out.
+        """
+        stream = self.stream(key, self.me[0])
+        if stream is None:
+            known = self.streams[key.mark]
+            raise ConfigError(difference(self.me[0], key, known.by, known.key))
+        stream.hand = stream.hand or Hand(self, stream, size, parts, drop, content)
         return stream.hand
 
     # -- asking --
@@ -101,16 +120,31 @@ class Dealing:
         silent: set[int] = set()
         refusals = 0
         while True:
+            if (known := self.streams[stream.key.mark]) is not stream:
+                raise ConfigError(difference(self.me[0], stream.key, known.by, known.key))
             dealer = next((peer for peer in self.fabric.members if peer not in silent), self.me[0])
             insists = bool(silent) or refusals >= REFUSALS
             question = Question(
-                self.me[1], hand.number, hand.since, wants, hand.last, insists, hand.parts, rate
+                self.me[1],
+                hand.number,
+                hand.since,
+                wants,
+                hand.last,
+                insists,
+                hand.parts,
+                hand.size,
+                hand.order,
+                hand.content,
+                rate,
             )
             if dealer == self.me[0]:
                 answer = await self._deal(stream, self.me, question, stream.news, {})
+                if answer == DIFFERS:
+                    other = stream.orders[hand.number][1]
+                    raise ConfigError(difference(self.me[0], stream.key, other, stream.key))
                 if answer != REFUSED:
                     if not insists:
-                        stream.news = Ledger(stream.key.batches)
+                        stream.news = Ledger(stream.key.length)
                     return answer
                 continue
             stream.heard.clear()  # another deals: should this worker have to, it must ask all again
@@ -118,6 +152,8 @@ class Dealing:
                 answer = await self._question(stream, dealer, question)
             except PeerLost:
                 continue
+            except ConfigError:
+                raise
             except (TimeoutError, ValueError) as error:
                 log.warning("worker %d does not deal as it should: %s", dealer, error or "no answer")
                 silent.add(dealer)
@@ -131,7 +167,7 @@ class Dealing:
         self._serial += 1
         tag = (*ASK, self._serial)
         held = [(q, *span) for q, one in stream.ledger.passes.items() for span in one.held.get(self.me, [])]
-        sent, stream.news = stream.news, Ledger(stream.key.batches)
+        sent, stream.news = stream.news, Ledger(stream.key.length)
         *flags, rate = question
         note = [*stream.key, self._serial, *flags, int(rate * 1e6), len(held)]
         note += [number for row in held for number in row]
@@ -144,7 +180,9 @@ class Dealing:
             kind, number, start, stop, again = take(read, 5)
             if kind == REFUSED:
                 return REFUSED
-            theirs = Ledger.decode(stream.key.batches, read)
+            if kind == DIFFERS:  # the dealer says whose, and what they are
+                raise ConfigError(difference(self.me[0], stream.key, number, Key(*take(read, 5))))
+            theirs = Ledger.decode(stream.key.length, read)
             confirmed = True
         finally:
             if not confirmed:
@@ -181,54 +219,85 @@ class Dealing:
                     return REFUSED  # it was lost meanwhile
                 stream.lives[peer] = owner[1]
                 late = (one for q, one in news.passes.items() if q < ledger.floor)
-                self._count(stream, sum(size(one.finished) for one in late))
+                self._count(sum(size(one.finished) for one in late))
                 ledger.merge(news)
                 ledger.hold(owner, held)
                 if self.fabric.members[0] != self.me[0]:
                     stream.news.merge(news)  # the dealer has to hear of it
             self._release_lost(stream)
             self._look_for_doubles(stream)
-            stream.rates[peer] = question.rate
-            lease = None
-            if question.wants:
-                most = self._most(stream, question, peer)
-                begin, part = self.fabric.rank * ledger.batches // self.fabric.world_size, None
-                if question.parts:
-                    begin, part = 0, self._part(ledger.batches, peer)
-                lease = ledger.deal(owner, question.number, most, begin, question.since, part)
-            self._tell_deputy(stream, owner, lease, news)
-            # Where all step together, nobody can finish what it holds while this one waits.
-            waits = question.last and not question.parts and ledger.held(question.number, owner)
-            ledger.tidy()
-            return lease or (WAIT if waits else OVER)
+            return self._lease(stream, owner, question, news)
 
-    def _part(self, batches: int, peer: int) -> Callable[[int], Span]:
-        """Which part of each pass belongs to a worker: equal ones, that go round from pass to pass.
+    def _lease(self, stream: Stream, owner: Owner, question: Question, news: Ledger) -> Lease | int:
+        ledger, shares, peer = stream.ledger, stream.shares, owner[0]
+        if not self._alike(stream, peer, question):
+            return DIFFERS
+        now_s = asyncio.get_running_loop().time()
+        shares.heard(peer, question.number, question.wants, question.rate, question.size, now_s)
+        lease, most = None, question.size
+        if question.wants:
+            if not question.parts:
+                most = shares.grant(ledger, peer, question.number, self.fabric.members, now_s)
+            lease = ledger.deal(
+                owner, question.number, self._cut(stream, peer, question, most), question.since
+            )
+            held = sum(size(one.held.get(owner, [])) for one in ledger.passes.values())
+            shares.dealt(peer, held, now_s)
+        self._tell_deputy(stream, owner, lease, news)
+        if lease is None and not most and ledger.free(question.number):
+            return SOON
+        # Where all step together, nobody can finish what it holds while this one waits.
+        waits = question.last and not question.parts and ledger.held(question.number, owner)
+        ledger.tidy()
+        return lease or (WAIT if waits else OVER)
 
-        They follow from the members alone, so that a run in which nobody is lost is the same every time.
-        """
-        members = self.fabric.members
-        at, count = members.index(peer), len(members)
+    def _alike(self, stream: Stream, peer: int, question: Question) -> bool:
+        """Whether a worker's order is that of the others; a word of warning if its samples are not."""
+        others = stream.prints.items() if question.content and peer not in stream.prints else ()
+        stream.prints[peer] = question.content
+        other = next((one for one, content in others if content not in (0, question.content)), None)
+        if other is not None:
+            log.warning(
+                "worker %d has other samples than worker %d, though as many: a sample of a pass is then not "
+                "the same for all. Make the data alike, with one seed and files in one order",
+                peer,
+                other,
+            )
+        known, _ = stream.orders.setdefault(question.number, (question.order, peer))
+        for old in [q for q in stream.orders if q < stream.ledger.floor]:
+            del stream.orders[old]
+        return known == question.order
 
-        def part(number: int) -> Span:
-            turn = (at + number) % count
-            return turn * batches // count, (turn + 1) * batches // count
+    def _refuse(self, peer: int, serial: int, other: int, key: Key) -> None:
+        self.fabric.post(peer, (*ASK, serial), note=(DIFFERS, other, 0, 0, 0, *key))
 
-        return part
+    def _cut(
+        self, stream: Stream, peer: int, question: Question, most: int
+    ) -> Callable[[int, Spans], Span | None]:
+        """How much of what is left a worker is dealt, in whole batches of its own."""
+        key, batch, members = stream.key, question.size, self.fabric.members
+        begin = self.fabric.rank * key.length // self.fabric.world_size // batch * batch
 
-    def _most(self, stream: Stream, question: Question, peer: int) -> int:
-        """How many batches a worker gets: what lasts a while, but never most of what is left.
+        def anywhere(number: int, free: Spans) -> Span | None:
+            here = number == question.number
+            span = first(free, begin if here else 0, batch) if most or not here else None
+            if span is None:
+                return None
+            start, stop = span
+            count = min(stop - start, max(most, batch))
+            return start, start + (count if count <= batch else count // batch * batch)
 
-        Half of its share by rate: leases shrink towards the end of a pass, so that all end together.
-        """
-        members, rates = self.fabric.members, stream.rates
-        known = [rate for one in members if (rate := rates.get(one, 0.0)) > 0]
-        usual = sum(known) / len(known) if known else 1.0
-        rate = question.rate or usual
-        total = sum(rates.get(one, 0.0) or usual for one in members if one != peer) + rate
-        share = size(stream.ledger.free(question.number)) * rate / total / 2
-        aim = question.rate * LEASE_S * max(1.0, len(members) / ASKERS) or FIRST
-        return max(1, int(min(aim, share)))
+        def in_part(number: int, free: Spans) -> Span | None:
+            # They follow from the members alone, so that a run in which nobody is lost is the same every
+            # time, and go round from pass to pass.
+            turn = (members.index(peer) + number) % len(members)
+            span = first(common(free, [key.part(turn, len(members))]), 0)
+            if span is None:
+                return None
+            batches = max(1, int(stream.shares.aim(peer, len(members))) // batch)
+            return span[0], min(span[1], key.edge(key.at(span[0]) + batches))
+
+        return in_part if question.parts else anywhere
 
     async def _hear_all(self, stream: Stream) -> None:
         """Let everybody who has not done so since it came within reach tell what it knows."""
@@ -249,7 +318,7 @@ class Dealing:
                     message = await self.fabric.receive(tag, peer)
                 read = reader(message.note)
                 (life,) = take(read, 1)
-                told[peer] = Ledger.decode(stream.key.batches, read)
+                told[peer] = Ledger.decode(stream.key.length, read)
             except PeerLost:
                 continue
             except (TimeoutError, ValueError) as error:
@@ -291,15 +360,15 @@ class Dealing:
                 stream.ledger.lose(owner)
 
     def _look_for_doubles(self, stream: Stream) -> None:
-        """Count batches that turn out to have been finished twice, as after a cut."""
+        """Count samples that turn out to have been finished twice, as after a cut."""
         for q, one in stream.ledger.passes.items():
             before = stream.counted.get(q, 0)
             if one.excess() > before:
                 stream.counted[q] = one.excess()
-                self._count(stream, one.excess() - before)
+                self._count(one.excess() - before)
 
-    def _count(self, stream: Stream, batches: int) -> None:
-        self.counters.samples_again += batches * stream.key.batch_size
+    def _count(self, samples: int) -> None:
+        self.counters.samples_again += samples
 
     # -- services --
 
@@ -325,19 +394,39 @@ class Dealing:
     async def _answer(self, message: Message) -> None:
         """Somebody asks this worker to deal."""
         read = reader(message.note)
-        *key, serial, life, number, since, wants, last, insists, parts, rate, rows = take(read, 13)
+        key, (serial, *asked, rate, rows) = Key(*take(read, 5)), take(read, 13)
+        life, number, since, wants, last, insists, parts, batch, order, content = asked
+        if not (key.length and batch) or (parts and not key.grid):
+            raise ValueError("there is nothing to deal")
         held: dict[int, Spans] = {}
         for _ in range(rows):
             q, start, stop = take(read, 3)
-            held.setdefault(q, []).append((start, min(stop, key[0])))
-        stream = self.stream(Key(*key))
-        news = Ledger.decode(stream.key.batches, read)
+            held.setdefault(q, []).append((start, min(stop, key.length)))
+        stream = self.stream(key, message.sender)
+        if stream is None:
+            known = self.streams[key.mark]
+            self._refuse(message.sender, serial, known.by, known.key)
+            return
+        news = Ledger.decode(stream.key.length, read)
         question = Question(
-            life, number, since, bool(wants), bool(last), bool(insists), bool(parts), rate / 1e6
+            life,
+            number,
+            since,
+            bool(wants),
+            bool(last),
+            bool(insists),
+            bool(parts),
+            batch,
+            order,
+            content,
+            rate / 1e6,
         )
         answer: Lease | int = REFUSED
         if insists or self.fabric.members[0] == self.me[0]:
             answer = await self._deal(stream, (message.sender, life), question, news, held)
+        if answer == DIFFERS:
+            self._refuse(message.sender, serial, stream.orders[number][1], stream.key)
+            return
         lease = answer if isinstance(answer, Lease) else Lease(0, 0, 0, False)
         kind = GIVEN if isinstance(answer, Lease) else answer
         note = (kind, *lease, *(stream.ledger.encode(held=True) if kind != REFUSED else ()))
@@ -345,8 +434,12 @@ class Dealing:
 
     async def _tell(self, message: Message) -> None:
         """A new dealer asks what this worker knows."""
-        serial, *key = take(reader(message.note), 4)
-        stream = self.stream(Key(*key))
+        serial, *key = take(reader(message.note), 6)
+        if not key[0]:
+            raise ValueError("there is nothing to deal")
+        stream = self.stream(Key(*key), message.sender)
+        if stream is None:  # other data: it knows nothing of those
+            stream = Stream(Key(*key), message.sender)
         stream.heard.clear()
         if stream.hand is not None:
             stream.hand.collect()
@@ -362,10 +455,12 @@ class Dealing:
     async def _note(self, message: Message) -> None:
         """Be the deputy: remember what was dealt to whom."""
         read = reader(message.note)
-        *key, rank, life, number, start, stop, _ = take(read, 9)
-        stream = self.stream(Key(*key))
-        stream.ledger.merge(Ledger.decode(stream.key.batches, read))
+        *key, rank, life, number, start, stop, _ = take(read, 11)
+        stream = self.stream(Key(*key), message.sender)
+        if stream is None or not stream.key.length:
+            return
+        stream.ledger.merge(Ledger.decode(stream.key.length, read))
         one = stream.ledger.open(number)
         if one is not None and start < stop:
-            spans = minus([(start, min(stop, stream.key.batches))], one.finished)
+            spans = minus([(start, min(stop, stream.key.length))], one.finished)
             one.held[rank, life] = union(one.held.get((rank, life), []), spans)

@@ -1,15 +1,16 @@
-"""The ledger of a data set's passes: which batches are finished, who holds which, what is left to deal.
+"""The ledger of a data set's passes: which samples are finished, who holds which, what is left to deal.
 
-State without input or output. A pass is numbered, its batches are numbered, and every worker has a ledger of
-what it knows. What ledgers say of finished batches only grows, so two are merged by union, in any order and
-any number of times:
+State without input or output. A pass is numbered, the places of its order are numbered, and every worker has
+a ledger of what it knows. Places are counted in samples, so workers whose batches differ share one ledger.
+What ledgers say of finished samples only grows, so two are merged by union, in any order and any number of
+times:
 
-    finished    batches somebody has finished
+    finished    samples somebody has finished
     counts      how many each worker has finished, in each of its lives
-    lost        batches dealt to a worker that was lost before anybody heard that it had finished them
+    lost        samples dealt to a worker that was lost before anybody heard that it had finished them
     left        whether a worker has broken the pass off, so that it may never be completed
 
-More counted than finished are batches finished twice (`excess`). Who holds what is only the dealer's to say,
+More counted than finished are samples finished twice (`excess`). Who holds what is only the dealer's to say,
 and its holders': it is not merged.
 """
 
@@ -21,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from freewheel.data.spans import Span, Spans, common, first, minus, size, union
+from freewheel.data.spans import Span, Spans, common, minus, size, union
 
 Owner: TypeAlias = tuple[int, int]
 """A worker's rank, and which life of it."""
@@ -32,7 +33,7 @@ MOST_SPANS = 4096
 
 
 class Lease(NamedTuple):
-    """Batches of one pass, dealt to one worker."""
+    """Samples of one pass, dealt to one worker: places of its order."""
 
     number: int
     start: int
@@ -52,23 +53,28 @@ class Pass:
     left: bool = False
 
     def excess(self) -> int:
-        """How many batches are known to have been finished more than once."""
+        """How many samples are known to have been finished more than once."""
         return sum(self.counts.values()) - size(self.finished)
 
     def taken(self) -> Spans:
         """What is finished or held."""
         return union(self.finished, *self.held.values())
 
+    def had(self, rank: int) -> int:
+        """How many samples a worker has finished or holds, as far as is known."""
+        done = sum(count for owner, count in self.counts.items() if owner[0] == rank)
+        return done + sum(size(spans) for owner, spans in self.held.items() if owner[0] == rank)
+
 
 class Ledger:
-    """What one worker knows of the passes over one data set of so many batches."""
+    """What one worker knows of the passes over one data set of so many samples."""
 
-    def __init__(self, batches: int) -> None:
-        self.batches = batches
+    def __init__(self, length: int) -> None:
+        self.length = length
         self.floor = 0
         """Passes below this one are closed."""
         self.past = 0
-        """How many batches were finished in them."""
+        """How many samples were finished in them."""
         self.passes: dict[int, Pass] = {}
 
     # -- dealing --
@@ -84,42 +90,36 @@ class Ledger:
         one = self.passes.get(number)
         if number < self.floor:
             return []
-        return minus([(0, self.batches)], one.taken() if one else [])
+        return minus([(0, self.length)], one.taken() if one else [])
 
     def deal(
         self,
         owner: Owner,
         number: int,
-        most: int,
-        start: int,
+        cut: Callable[[int, Spans], Span | None],
         since: int = 0,
-        part: Callable[[int], Span] | None = None,
     ) -> Lease | None:
-        """Deal up to so many batches, from batch `start` on and round; None: nothing is left.
+        """Deal what `cut` takes of what is left in a pass; None: nothing.
 
         What lost workers left over in earlier passes, from pass `since` on, comes first. In this pass it
         comes last: a worker that was only cut off may come back meanwhile and say that it has finished it.
-        `part` says to which part of each pass the worker is to keep.
         """
         self.open(number)
         for q in sorted(self.passes):
             one = self.passes[q]
             if not since <= q <= number:
                 continue
-            free = self.free(q) if part is None else common(self.free(q), [part(q)])
+            free = self.free(q)
             fresh, before = minus(free, one.lost), common(free, one.lost)
-            if q < number:
-                span = first(before, 0, most) or first(fresh, 0, most)
-                again = bool(before)
-            else:
-                span, again = first(fresh, start, most) or first(before, 0, most), not fresh
-            if span is not None:
-                one.held[owner] = union(one.held.get(owner, []), [span])
-                return Lease(q, *span, again)
+            for again in (True, False) if q < number else (False, True):
+                span = cut(q, before if again else fresh)
+                if span is not None:
+                    one.held[owner] = union(one.held.get(owner, []), [span])
+                    return Lease(q, *span, again)
         return None
 
     def held(self, number: int, but: Owner) -> bool:
-        """Whether anybody else holds batches of this pass or an earlier one."""
+        """Whether anybody else holds samples of this pass or an earlier one."""
         return any(
             spans and owner != but
             for q, one in self.passes.items()
@@ -130,7 +130,7 @@ class Ledger:
     # -- what is heard --
 
     def finish(self, owner: Owner, number: int, start: int, stop: int) -> None:
-        """A worker has finished batches it held."""
+        """A worker has finished samples it held."""
         one = self.open(number)
         if one is None:
             return
@@ -186,11 +186,11 @@ class Ledger:
             one = self.passes.get(self.floor)
             if one is None:  # all in one go: somebody may say that it is in any pass
                 begun = min(over, *(q for q in self.passes if q > self.floor))
-                self.past += self.batches * (begun - self.floor)
+                self.past += self.length * (begun - self.floor)
                 self.floor = begun
                 continue
             done = size(one.finished)
-            if not one.left and (done < self.batches or any(one.held.values())):
+            if not one.left and (done < self.length or any(one.held.values())):
                 return
             del self.passes[self.floor]
             self.past += done
@@ -200,7 +200,7 @@ class Ledger:
         """Passes made by all workers together; one that nobody began counts if a later one has begun."""
         newest = max(self.passes, default=self.floor)
         skipped = newest - self.floor - sum(self.floor <= q < newest for q in self.passes)
-        return (self.past + sum(size(one.finished) for one in self.passes.values())) / self.batches + skipped
+        return (self.past + sum(size(one.finished) for one in self.passes.values())) / self.length + skipped
 
     # -- as numbers --
 
@@ -218,20 +218,20 @@ class Ledger:
         return numbers
 
     @classmethod
-    def decode(cls, batches: int, read: Iterator[int]) -> Ledger:
+    def decode(cls, length: int, read: Iterator[int]) -> Ledger:
         """The way back; ValueError if these numbers are no ledger."""
-        ledger = cls(batches)
+        ledger = cls(length)
         ledger.floor, ledger.past, passes = take(read, 3)
         for _ in range(passes):
             number, left = take(read, 2)
             one = ledger.passes[number] = Pass(left=bool(left))
-            one.finished, one.lost = take_spans(read, batches), take_spans(read, batches)
+            one.finished, one.lost = take_spans(read, length), take_spans(read, length)
             for _ in range(*take(read, 1)):
                 rank, life, count = take(read, 3)
                 one.counts[rank, life] = count
             for _ in range(*take(read, 1)):
                 rank, life, start, stop = take(read, 4)
-                one.held[rank, life] = union(one.held.get((rank, life), []), [(start, min(stop, batches))])
+                one.held[rank, life] = union(one.held.get((rank, life), []), [(start, min(stop, length))])
         return ledger
 
 
@@ -251,8 +251,8 @@ def take(read: Iterator[int], count: int) -> list[int]:
     return taken
 
 
-def take_spans(read: Iterator[int], batches: int) -> Spans:
+def take_spans(read: Iterator[int], length: int) -> Spans:
     """Spans, with their number before them."""
     (count,) = take(read, 1)
     ends = take(read, 2 * count)
-    return union((start, min(stop, batches)) for start, stop in zip(ends[::2], ends[1::2], strict=True))
+    return union((start, min(stop, length)) for start, stop in zip(ends[::2], ends[1::2], strict=True))

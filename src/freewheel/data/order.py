@@ -1,12 +1,17 @@
-"""The order of the samples in a pass, the same on all workers."""
+"""The order of the samples in a pass, the same on all workers: by the seed, or by a sampler of the user's."""
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.data import DistributedSampler
 
+from freewheel.data.sameness import summed
 from freewheel.errors import ConfigError, at_least
 
 
@@ -32,3 +37,98 @@ def number(name: str) -> int:
 def seeded(name: str) -> torch.Generator:
     """A random generator seeded by name."""
     return torch.Generator().manual_seed(number(name))
+
+
+class Seeded:
+    """Samples in order, or shuffled by the seed and the number of the pass."""
+
+    batched = False
+
+    def __init__(self, length: int, shuffle: bool, seed: int) -> None:
+        self.length, self.kind, self.seed, self.shuffle = length, int(shuffle), seed, shuffle
+
+    def draw(self, epoch: int) -> torch.Tensor:
+        """The order of a pass."""
+        return order(self.length, self.shuffle, self.seed, epoch)
+
+    def sum(self, drawn: Any) -> int:
+        """What all workers must have in common: nothing that could differ."""
+        return 0
+
+
+class Sampled:
+    """Samples, or whole batches, as a sampler gives them: all workers let it draw from the same seeds."""
+
+    kind, shuffle = 2, True
+
+    def __init__(self, sampler: Any, seed: int, batched: bool) -> None:
+        self.sampler, self.seed, self.batched = sampler, seed, batched
+        name = "batch_sampler" if batched else "sampler"
+        if isinstance(getattr(sampler, "sampler", sampler), DistributedSampler):
+            raise ConfigError(
+                f"the {name} is a DistributedSampler, which deals by rank, and the loader deals itself. "
+                "Leave it out; shuffle=True is enough."
+            )
+        try:
+            self.length = len(sampler)
+        except TypeError:
+            raise ConfigError(
+                f"the {name}, a {type(sampler).__name__}, has no length, so nobody could say when a pass is "
+                "over. Give it __len__."
+            ) from None
+
+    def draw(self, epoch: int) -> Sequence[Any]:
+        """The order of a pass."""
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+        with drawing(self.sampler, number(f"sampler/{self.seed}/{epoch}")):
+            drawn = (
+                [list(batch) for batch in self.sampler] if self.batched else [int(k) for k in self.sampler]
+            )
+        if len(drawn) != self.length:
+            raise ConfigError(
+                f"pass {epoch} of {type(self.sampler).__name__} has {len(drawn)} "
+                f"{'batches' if self.batched else 'samples'}, and its len is {self.length}. Let both be the "
+                "same in every pass."
+            )
+        return drawn
+
+    def sum(self, drawn: Sequence[Any]) -> int:
+        """What all workers must have in common."""
+        return summed(drawn)
+
+
+@contextlib.contextmanager
+def drawing(sampler: Any, seed: int) -> Iterator[None]:
+    """Let all that a sampler may draw from follow from a seed; the script's own random numbers stay."""
+    for one in _generators(sampler, 3):
+        if isinstance(one, torch.Generator):
+            one.manual_seed(seed)
+        elif isinstance(one, random.Random):
+            one.seed(seed)
+        else:
+            kind = type(one.bit_generator)
+            one.bit_generator.state = kind(seed).state
+    python, torch_state = random.getstate(), torch.default_generator.get_state()
+    numpy = sys.modules.get("numpy.random")
+    numpy_state = numpy.get_state() if numpy else None
+    random.seed(seed)
+    torch.default_generator.manual_seed(seed)
+    if numpy:
+        numpy.seed(seed % 2**32)
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        torch.default_generator.set_state(torch_state)
+        if numpy:
+            numpy.set_state(numpy_state)
+
+
+def _generators(sampler: Any, deep: int) -> Iterator[Any]:
+    """The random generators that a sampler, or one inside it, keeps."""
+    for one in vars(sampler).values() if hasattr(sampler, "__dict__") else ():
+        if isinstance(one, torch.Generator | random.Random) or hasattr(one, "bit_generator"):
+            yield one
+        elif deep and "sampler" in type(one).__name__.lower():
+            yield from _generators(one, deep - 1)

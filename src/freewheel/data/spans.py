@@ -49,9 +49,8 @@ def size(spans: Spans) -> int:
     return sum(stop - start for start, stop in spans)
 
 
-def first(spans: Spans, start: int, most: int) -> Span | None:
-    """The first piece of one span from `start` on, or from the beginning if there is nothing behind it."""
-    if not spans:
-        return None
-    begin, stop = next(((max(a, start), b) for a, b in spans if b > start), spans[0])
-    return begin, min(stop, begin + most)
+def first(spans: Spans, start: int, least: int = 1) -> Span | None:
+    """The first span from `start` on, or from the beginning; one that holds `least` rather than a shorter."""
+    behind = [(max(a, start), b) for a, b in spans if b > start]
+    found = behind + [(a, min(b, start)) for a, b in spans if a < start]
+    return next((span for span in found if span[1] - span[0] >= least), found[0] if found else None)

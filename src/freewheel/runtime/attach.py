@@ -43,6 +43,7 @@ from freewheel.strategy import Strategy
 
 if TYPE_CHECKING:
     from freewheel.runtime.loader import Loader
+    from freewheel.runtime.streams import StreamLoader
 
 log = logging.getLogger("freewheel")
 
@@ -107,31 +108,37 @@ class Worker:
     def loader(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         seed: int = 0,
-        drop_last: bool = False,
+        drop_last: bool | None = None,
         epochs: int | None = None,
         **options: Any,
-    ) -> Loader:
-        """Batches dealt to this worker; over all workers every sample once a pass. See `Loader`."""
-        from freewheel.runtime.loader import Loader
+    ) -> Loader | StreamLoader:
+        """Batches dealt to this worker; over all workers every sample once a pass. See `Loader`.
 
-        loader = Loader(
+        `dataset` may be a DataLoader of torch's, whose options then count where none are given here.
+        """
+        from freewheel.runtime.loader import make
+
+        loader = make(
             dataset,
-            batch_size,
+            {
+                "batch_size": batch_size,
+                "shuffle": shuffle,
+                "seed": seed,
+                "drop_last": drop_last,
+                "epochs": epochs,
+                **options,
+            },
             lambda: self._agent_inside,
             self.rank,
             self._beginners,
-            shuffle=shuffle,
-            seed=seed,
-            drop_last=drop_last,
-            epochs=epochs,
-            stopped=self._checkpoints.watching(lambda: self.stopped),
+            self._checkpoints.watching(lambda: self.stopped),
             parts=self._strategy.merges(),  # then all need as many batches each
             check=self._check,
-            **options,
+            first=not self._checkpoints.loaders,
         )
         self._checkpoints.made(loader)
         return loader
@@ -163,16 +170,13 @@ class Worker:
             return Scheduler(self._optimizer, schedule, lambda: self._agent.counters.steps, rates)
         loader = next(iter(self._checkpoints.loaders), None)
         if epochs is None and loader is not None:
-            epochs = loader.dealer.epochs
+            epochs = loader.epochs
         if epochs is None:
             raise ConfigError(
                 "a schedule needs an end: give worker.scheduler epochs= (or the loader), or steps= where the "
                 "loop has a loader of its own."
             )
-        step = (
-            loader.dealer.batch_size * self.world_size / loader.dealer.length if loader is not None else 1.0
-        )
-        schedule = Schedule(epochs, curve, warmup, step)
+        schedule = Schedule(epochs, curve, warmup, loader.step if loader is not None else 1.0)
         return Scheduler(self._optimizer, schedule, lambda: self.progress, rates)
 
     def checkpoint(

@@ -6,16 +6,17 @@ import asyncio
 import concurrent.futures
 import functools
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch.utils.data import Sampler
 
-from freewheel.data.hand import RETRY_S, Batch, Hand, Key
-from freewheel.data.ledger import Ledger, reader
-from freewheel.data.order import check_batch_size, number, order
+from freewheel.data.batches import Batch, Key
+from freewheel.data.hand import RETRY_S, Hand
+from freewheel.data.ledger import BEHIND, Ledger, reader
+from freewheel.data.order import Sampled, Seeded, check_batch_size, number
 from freewheel.data.spans import size, union
 from freewheel.errors import ConfigError
 
@@ -32,8 +33,9 @@ EARLIER = 0
 class Leases(Sampler[list[int]]):
     """The batches that are dealt to one worker in each pass: a batch sampler for torch's DataLoader.
 
-    Over all workers every batch of the order comes once in a pass. Which of them come here depends on the
-    speeds. Only the last batch of the order may be short; with `drop_last` it is left out.
+    Over all workers every sample of the order comes once in a pass. Which of them come here depends on the
+    speeds, and how many come in a batch on this worker's batch size. Where all have the same only the last
+    batch of the order may be short; with `drop_last` a short one is left out.
 
     With `parts`, for strategies in which all step together, each worker has a part of its own, and as many
     batches as any other: the order is cut into equal batches (but for one sample) instead. What a lost worker
@@ -43,19 +45,22 @@ class Leases(Sampler[list[int]]):
     def __init__(
         self,
         agent: Callable[[], Agent],
-        length: int,
+        source: Seeded | Sampled,
         batch_size: int,
         world_size: int,
-        shuffle: bool = True,
-        seed: int = 0,
         drop_last: bool = False,
         epochs: int | None = None,
         check: Callable[[], None] = lambda: None,
         parts: bool = False,
+        content: int = 0,
+        first: bool = False,
     ) -> None:
         check_batch_size(batch_size)
+        length = source.length
         together = batch_size * world_size if parts else batch_size
         batches = (length // together if drop_last else -(-length // together)) * (together // batch_size)
+        if source.batched and parts:
+            batches = length // world_size * world_size
         if batches < world_size or length < world_size:
             most = length // world_size if drop_last or parts else (length - 1) // max(1, world_size - 1)
             cure = f"take a batch_size of {most} or less, or fewer workers" if most else "take fewer workers"
@@ -68,18 +73,22 @@ class Leases(Sampler[list[int]]):
                 f"{length} samples in batches of 1 are not the same number of batches for each of "
                 f"{world_size} workers. Take a batch_size of 2 or more, or drop_last=True."
             )
-        self.parts = parts
+        self.parts, self.source, self.content, self.first = parts, source, content, first
         self._agent, self.length, self.batch_size, self.world_size = agent, length, batch_size, world_size
         self.count = batches
-        self.shuffle, self.seed, self.drop_last, self.epochs = shuffle, seed, drop_last, epochs
+        self.dealt = batches * batch_size if parts and (drop_last or source.batched) else length
+        """Of how many samples a pass is over; of a batch sampler: batches."""
+        self.drop_last, self.epochs = drop_last, epochs
         self.check = check
         self.epoch = 0
         self.drawn: deque[Batch] = deque()
         """Batches that DataLoader has been given and the loop has not finished."""
         self._asked: concurrent.futures.Future[None] | None = None
-        self._orders: dict[int, torch.Tensor] = {}
+        self._orders: dict[int, Any] = {}
         self._page: tuple[int, int, list[int]] = (-1, 0, [])
         """A piece of a pass's order: the pass, where it begins, the samples."""
+        self._sum: tuple[int, int | None] = (-1, None)
+        """A pass, and what its order sums up to."""
 
     @functools.cached_property
     def agent(self) -> Agent:
@@ -89,16 +98,25 @@ class Leases(Sampler[list[int]]):
     @functools.cached_property
     def hand(self) -> Hand:
         """What this worker holds. Loaders that are alike are told apart by the order of their first use."""
-        agent = self.agent
-        alike = f"{self.length}/{self.batch_size}/{self.shuffle}/{self.seed}/{self.drop_last}"
+        return self.agent.dealing.hand(
+            self.key, self.batch_size, self.parts, self.drop_last and not self.parts, self.content
+        )
+
+    @functools.cached_property
+    def key(self) -> Key:
+        """Which data these are, for all workers alike, from the first use on."""
+        agent, source = self.agent, self.source
+        alike = f"{self.length}/{source.kind}/{source.seed}/{source.batched}"
         turn = agent.loaders[alike] = agent.loaders.get(alike, 0) + 1
-        if turn == 2 and self.shuffle and self.epoch == 0:
+        if turn == 2 and source.shuffle and self.epoch == 0:
             log.warning(
                 "a second loader of the same data begins with pass 0 again, in the same order as the first. "
                 "For further passes make one loader and iterate it again"
             )
-        key = Key(self.count, self.batch_size, number(f"{alike}/{turn}") >> 14)
-        return agent.dealing.hand(key, self.parts)
+        # The first loader has the data that are trained on: all must have the same.
+        mark = 0 if self.first else number(f"{alike}/{turn}") >> 14
+        seed = source.seed if 0 <= source.seed < 1 << 48 else number(f"seed/{source.seed}") >> 14
+        return Key(self.dealt, mark, source.kind, seed, self.count if self.parts else 0)
 
     def __len__(self) -> int:
         """Batches of this worker in a pass, if all were equally fast."""
@@ -107,13 +125,21 @@ class Leases(Sampler[list[int]]):
     def begin(self, epoch: int) -> None:
         """Begin a pass."""
         self.epoch = epoch
-        self.hand.begin(epoch, last=self.epochs is not None and epoch >= self.epochs - 1)
+        self._sum = epoch, self.source.sum(self._order(epoch)) if self.source.kind == 2 else 0
+        last = self.epochs is not None and epoch >= self.epochs - 1
+        self.hand.begin(epoch, last, order=self._sum[1])
+
+    def strange(self, state: dict[str, Any]) -> bool:
+        """Whether a sampler gives another order of a pass than when its state was saved."""
+        epoch, known = state["epoch"], state["order"]
+        return known is not None and known != self.source.sum(self._order(epoch))
 
     def end(self, left: bool, in_hand: bool) -> None:
         """A pass has ended here: tell the others what is finished, give back the rest."""
         doubtful = self.drawn[0] if in_hand else None
         self.drawn.clear()
-        self._orders.clear()
+        for old in [q for q in self._orders if self.source.kind < 2 or q <= self.epoch - BEHIND]:
+            del self._orders[old]
         self._page = (-1, 0, [])
         if not self.agent.alive:  # an exception ended the block, and nobody is there to be told
             return
@@ -133,14 +159,9 @@ class Leases(Sampler[list[int]]):
         """The oldest batch that was drawn has been used; how many samples it had."""
         batch = self.drawn.popleft()
         self.hand.finish(batch)
-        start, stop = self._places(batch.place)
-        return stop - start
-
-    def _places(self, batch: int) -> tuple[int, int]:
-        """From where to where in the order a batch goes."""
-        if self.parts and not self.drop_last:
-            return batch * self.length // self.count, (batch + 1) * self.length // self.count
-        return batch * self.batch_size, min(self.length, (batch + 1) * self.batch_size)
+        if self.source.batched:
+            return len(self._order(batch.number)[batch.place])
+        return batch.stop - batch.place
 
     def progress(self) -> float:
         """Passes made by all workers together, as far as is known here."""
@@ -153,7 +174,8 @@ class Leases(Sampler[list[int]]):
             if not hand.ready:
                 if over:
                     return
-                self._wait(self._ask())
+                with hand.waiting(time.monotonic):
+                    self._wait(self._ask())
                 continue
             batch = hand.ready.popleft()
             if hand.due():
@@ -178,16 +200,19 @@ class Leases(Sampler[list[int]]):
 
     def _samples(self, batch: Batch) -> list[int]:
         """Which samples a batch has."""
-        start, stop = self._places(batch.place)
+        start, stop = batch.place, batch.stop
+        if self.source.batched:
+            return list(self._order(batch.number)[start])
         number, first, page = self._page
         if number != batch.number or start < first or stop > first + len(page):
-            first, page = start, self._order(batch.number)[start : max(stop, start + PAGE)].tolist()
+            drawn = self._order(batch.number)[start : max(stop, start + PAGE)]
+            first, page = start, drawn if isinstance(drawn, list) else drawn.tolist()
             self._page = batch.number, first, page
         return page[start - first : stop - first]
 
-    def _order(self, epoch: int) -> torch.Tensor:
+    def _order(self, epoch: int) -> Any:
         if epoch not in self._orders:
-            self._orders[epoch] = order(self.length, self.shuffle, self.seed, epoch)
+            self._orders[epoch] = self.source.draw(epoch)
         return self._orders[epoch]
 
     def state(self, in_hand: bool) -> dict[str, Any]:
@@ -201,16 +226,17 @@ class Leases(Sampler[list[int]]):
     async def _state(self, hand: Hand, in_hand: bool) -> dict[str, Any]:
         hand.collect()
         known = hand.stream.ledger
-        ledger = Ledger(known.batches)
+        ledger = Ledger(known.length)
         ledger.floor, ledger.past = known.floor, known.past
         own = dict(hand.own)
         if in_hand and self.drawn:
-            number, place, _ = self.drawn[0]
-            own[number] = union(own.get(number, []), [(place, place + 1)])
+            number, place, stop, _ = self.drawn[0]
+            own[number] = union(own.get(number, []), [(place, stop)])
         for number, spans in own.items():
             if (one := ledger.open(number)) is not None:
                 one.finished, one.counts = spans, {(self.agent.dealing.me[0], EARLIER): size(spans)}
-        return {"epoch": self.epoch, "since": hand.since, "ledger": [ledger.encode()]}
+        order = self._sum[1] if self._sum[0] == self.epoch else None
+        return {"epoch": self.epoch, "since": hand.since, "order": order, "ledger": [ledger.encode()]}
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on there: what is finished there is finished here."""
@@ -220,10 +246,10 @@ class Leases(Sampler[list[int]]):
     async def _load(self, hand: Hand, state: dict[str, Any]) -> None:
         stream, hand.since = hand.stream, state["since"]
         for numbers in [*state["ledger"], *(one for others in state.get("others", []) for one in others)]:
-            known = Ledger.decode(stream.key.batches, reader(numbers))
+            known = Ledger.decode(stream.key.length, reader(numbers))
             stream.ledger.merge(known)
             stream.news.merge(known)
         for numbers in state["ledger"]:
-            for q, one in Ledger.decode(stream.key.batches, reader(numbers)).passes.items():
+            for q, one in Ledger.decode(stream.key.length, reader(numbers)).passes.items():
                 hand.own[q] = union(hand.own.get(q, []), one.finished)
         hand.collect()  # so that progress is known at once

@@ -1,7 +1,7 @@
 """Loading: a worker's batches of each pass, by torch's DataLoader.
 
-All workers shuffle in the same way, from the seed and the number of the pass, and cut the same order into
-batches, which are dealt to them as they need them (data/dealing.py).
+All workers have the same order, from the seed and the number of the pass, of which pieces are dealt to them
+as they need them (data/dealing.py); each cuts its pieces into batches of its own size.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from freewheel.data.order import number
+from freewheel.data.order import Sampled, Seeded, number
+from freewheel.data.sameness import fingerprint
 from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.leases import Leases
+from freewheel.runtime.streams import StreamLoader
 
 if TYPE_CHECKING:
     from freewheel.observe.counters import Counters
@@ -24,8 +26,21 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 log = logging.getLogger("freewheel")
-DEALT_HERE = ("sampler", "batch_sampler")
-"""Options of torch's DataLoader that would deal the samples in another way."""
+SHOWN = (
+    "dataset",
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "pin_memory_device",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+"""What torch's DataLoader has and scripts look at: as the user has given it."""
+NAMES = {"parts": "number of workers", "kind": "shuffle or sampler", "batched": "batch_sampler"}
 END = object()
 
 
@@ -44,7 +59,7 @@ class Loader:
     that what one of them leaves behind is still dealt.
 
     `dataset` has a length and is read by index: a Dataset, a tensor, a list. The options are DataLoader's
-    (`num_workers`, `collate_fn`, `pin_memory`, …).
+    (`num_workers`, `collate_fn`, `pin_memory`, …), and so are its attributes.
     """
 
     def __init__(
@@ -59,34 +74,72 @@ class Loader:
         seed: int = 0,
         drop_last: bool = False,
         epochs: int | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
         stopped: Callable[[], bool] = lambda: False,
         parts: bool = False,
         check: Callable[[], None] = lambda: None,
+        first: bool = False,
         **options: Any,
     ) -> None:
-        for name in DEALT_HERE:
-            if name in options:
-                raise ConfigError(
-                    f"the loader deals the samples to the workers and takes no {name}. "
-                    "Leave it out, or use torch's DataLoader and deal by worker.rank and worker.world_size."
-                )
         if not options.get("in_order", True):
             raise ConfigError(
                 "the loader has to know which batch the loop has finished and takes no in_order=False. "
                 "Leave it out."
             )
         at_least("epochs", epochs, 1)
+        length, given = count(dataset), batch_sampler if batch_sampler is not None else sampler
+        source: Seeded | Sampled = Seeded(length, shuffle, seed)
+        if given is not None:
+            source = Sampled(given, seed, batched=batch_sampler is not None)
         self.stopped, self.rank, self.agent = stopped, rank, agent
         self.dealer = Leases(
-            agent, count(dataset), batch_size, world_size, shuffle, seed, drop_last, epochs, check, parts
+            agent,
+            source,
+            1 if source.batched else batch_size,
+            world_size,
+            drop_last and not source.batched,
+            epochs,
+            check,
+            parts,
+            fingerprint(dataset),
+            first,
         )
-        self.random = None if "generator" in options else torch.Generator()
-        options.setdefault("generator", self.random)
-        self.batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.dealer, **options)
+        if parts and source.length > self.dealer.dealt and source.batched:
+            log.warning(
+                "all workers step together, and %d batches cannot be divided among %d: the last %d of each "
+                "pass are left out",
+                source.length,
+                world_size,
+                source.length - self.dealer.dealt,
+            )
+        self.batch_size = None if source.batched else batch_size
+        self.drop_last = drop_last
+        self.batch_sampler = batch_sampler if source.batched else self.dealer
+        self.random = None if options.get("generator") is not None else torch.Generator()
+        self.options = {**options, "generator": options.get("generator") or self.random}
+        self.batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.dealer, **self.options)
+        self.sampler = sampler if sampler is not None else self.batches.sampler
         self.begun = False
         self.in_hand = self.under_way = False
         self.given = 0
         """How many batches of the pass the loop has been given."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What else torch's DataLoader shows."""
+        if name in SHOWN and "batches" in self.__dict__:
+            return getattr(self.batches, name)
+        raise AttributeError(f"a worker's loader has no attribute {name!r}")
+
+    @property
+    def epochs(self) -> int | None:
+        """How many passes the run makes, if that was said."""
+        return self.dealer.epochs
+
+    @property
+    def step(self) -> float:
+        """Which part of a pass one step of every worker is."""
+        return self.dealer.batch_size * self.dealer.world_size / self.dealer.length
 
     @property
     def epoch(self) -> int:
@@ -125,7 +178,7 @@ class Loader:
         dealer.begin(dealer.epoch + self.begun)
         self.begun = self.under_way = True
         if self.random is not None:  # DataLoader seeds its processes from it
-            self.random.manual_seed(number(f"processes/{dealer.seed}/{dealer.epoch}/{self.rank}"))
+            self.random.manual_seed(number(f"processes/{dealer.source.seed}/{dealer.epoch}/{self.rank}"))
         left, counters = True, self.agent().counters
         try:
             while True:
@@ -179,20 +232,23 @@ class Loader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: the next iteration begins with the batch after it.
 
-        In other batches, with another seed, or in parts for another number of workers, the pass begins anew.
+        With another seed or sampler, or in parts for another number of workers or in other batches, the pass
+        begins anew.
         """
         mine = self._identity()
-        if state["length"] != mine["length"]:
+        if state.get("length") != mine["length"]:
             raise ConfigError(
                 f"cannot resume: the dataset has {mine['length']} samples, the one of the checkpoint had "
-                f"{state['length']}. Give the same dataset, or begin anew."
+                f"{state.get('length', 'none')}. Give the same dataset, or begin anew."
             )
-        other = [name for name, value in mine.items() if state[name] != value]
+        other = [NAMES.get(name, name) for name, value in mine.items() if state.get(name) != value]
+        if not other and self.dealer.strange(state):
+            other = ["order of its sampler"]
         if other:
             log.warning(
                 "pass %d begins anew: the checkpoint was taken with another %s",
                 state["epoch"],
-                " and ".join("number of workers" if name == "parts" else name for name in other),
+                " and ".join(other),
             )
             self.set_epoch(state["epoch"])
             return
@@ -200,24 +256,104 @@ class Loader:
         self.begun, self.given = state["begun"] and not state["under_way"], state["given"]
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a state to mean the same."""
-        dealer = self.dealer
-        names = ("length", "batch_size", "seed", "shuffle", "drop_last")
-        parts = dealer.world_size if dealer.parts else 0  # else it suits any number of workers
-        return {"parts": parts, **{name: getattr(dealer, name) for name in names}}
+        """What must be the same for a state to mean the same; where all step together, the batches too."""
+        dealer, source = self.dealer, self.dealer.source
+        same = {"length": dealer.length, "kind": source.kind, "seed": source.seed, "batched": source.batched}
+        if not dealer.parts:
+            return {"parts": 0, **same}
+        parts = {"parts": dealer.world_size, "batch_size": dealer.batch_size, "drop_last": dealer.drop_last}
+        return {**parts, **same}
 
 
 def count(dataset: Any) -> int:
     """How many samples a dataset has; refuses one that cannot be read by index."""
     try:
-        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        if not hasattr(dataset, "__getitem__"):
             raise TypeError
         return len(dataset)
     except TypeError:
         raise ConfigError(
-            f"a {type(dataset).__name__} has no length and no samples by index, so it cannot be dealt: "
-            "nobody could say which samples are finished, nor give a lost worker's to another. Give a "
-            "dataset with __len__ and __getitem__, or use torch's DataLoader and let each worker keep every "
-            "world_size-th sample, from its rank on (worker.rank, worker.world_size). Then fast workers take "
-            "no more than slow ones, and what a lost worker had left is not seen in that pass."
+            f"a {type(dataset).__name__} has no length and no samples by index, so it cannot be dealt. Give "
+            "a dataset with __len__ and __getitem__, or an IterableDataset."
         ) from None
+
+
+def make(
+    given: Any,
+    asked: dict[str, Any],
+    agent: Callable[[], Agent],
+    rank: int,
+    world_size: int,
+    stopped: Callable[[], bool],
+    parts: bool,
+    check: Callable[[], None],
+    first: bool,
+) -> Loader | StreamLoader:
+    """A loader of a dataset, of a stream, or of what a DataLoader of torch's loads, as the user asked."""
+    dataset, options = unpacked(given, asked)
+    batch_size, sharded = options.pop("batch_size", 1), options.pop("sharded", False)
+    for name in ("sampler", "batch_sampler", "shuffle"):
+        if isinstance(dataset, IterableDataset) and options.get(name):
+            raise ConfigError(f"a stream comes in its own order and takes no {name}. Leave it out.")
+    if not isinstance(dataset, IterableDataset):
+        return Loader(
+            dataset,
+            batch_size,
+            agent,
+            rank,
+            world_size,
+            stopped=stopped,
+            parts=parts,
+            check=check,
+            first=first,
+            **options,
+        )
+    for name in ("shuffle", "seed", "in_order"):
+        options.pop(name, None)
+    return StreamLoader(
+        dataset,
+        batch_size,
+        agent,
+        rank,
+        world_size,
+        sharded=sharded,
+        stopped=stopped,
+        parts=parts,
+        shown=SHOWN,
+        **options,
+    )
+
+
+def unpacked(given: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The dataset and the options of a DataLoader of torch's, less those that are given beside it."""
+    options = {name: one for name, one in options.items() if one is not None}
+    if not isinstance(given, DataLoader):
+        return given, options
+    if given.batch_size is None and given.batch_sampler is None:
+        raise ConfigError(
+            "the DataLoader gives samples, not batches (batch_size=None). Give it a batch_size."
+        )
+    found: dict[str, Any] = {name: getattr(given, name) for name in SHOWN if name != "dataset"}
+    if not isinstance(given.dataset, IterableDataset):
+        found |= _order_of(given)
+    found |= {"batch_size": given.batch_size or 1, "drop_last": given.drop_last}
+    found["in_order"] = getattr(given, "in_order", True)
+    if not given.num_workers:
+        del found["prefetch_factor"], found["multiprocessing_context"]
+    return given.dataset, {**found, **options}
+
+
+def _order_of(given: DataLoader[Any]) -> dict[str, Any]:
+    if given.batch_size is None:
+        return {"batch_sampler": given.batch_sampler}
+    if type(given.sampler) is SequentialSampler:
+        return {"shuffle": False}
+    if (
+        type(given.sampler) is RandomSampler
+        and not given.sampler.replacement
+        and (
+            given.sampler.num_samples == len(given.dataset)  # type: ignore[arg-type]
+        )
+    ):
+        return {"shuffle": True}
+    return {"sampler": given.sampler}

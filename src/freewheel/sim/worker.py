@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from freewheel.data.batches import Batch, Key
 from freewheel.data.dealing import Dealing
-from freewheel.data.hand import Batch, Hand, Key
+from freewheel.data.hand import Hand
 from freewheel.errors import ConfigError, Diverged
 from freewheel.moments import MOMENTUM, QuasiGlobal
 from freewheel.node import Node
@@ -155,7 +156,8 @@ class SimulatedWorker:
         """Dealt batches it has used: pass and place of each."""
         if scenario.batches:
             dealing = Dealing(self.fabric, wire.life[rank], self.node.counters, self.spawn)
-            self.hand = dealing.hand(Key(scenario.batches, 1, 0), parts=self.strategy.merges())
+            parts = self.strategy.merges()
+            self.hand = dealing.hand(Key(scenario.batches, 0, grid=scenario.batches * parts), parts=parts)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine in this worker's life; a failure of it is the run's."""

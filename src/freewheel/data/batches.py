@@ -1,0 +1,49 @@
+"""Which data, and how its order is cut into batches."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from freewheel.data.spans import Span
+
+
+class Key(NamedTuple):
+    """Which data, in which order: the same on all workers, whatever their batch sizes."""
+
+    length: int
+    """How many samples a pass has; of a batch sampler: batches."""
+    mark: int
+    """Which loader of the script it is: all make them in the same order."""
+    kind: int = 0
+    """0: in order, 1: shuffled, 2: by a sampler."""
+    seed: int = 0
+    grid: int = 0
+    """Where all step together: in how many batches, equal but for one sample, the order is cut. Else 0."""
+
+    def edge(self, batch: int) -> int:
+        """Where a batch begins, of those that are equal."""
+        return batch * self.length // self.grid
+
+    def at(self, place: int) -> int:
+        """Which of the equal batches begins at a place, or next behind it."""
+        return -(-place * self.grid // self.length)
+
+    def part(self, turn: int, members: int) -> Span:
+        """One of as many parts as there are members, in whole batches."""
+        return self.edge(turn * self.grid // members), self.edge((turn + 1) * self.grid // members)
+
+    def cut(self, start: int, stop: int, size: int) -> list[Span]:
+        """A worker's batches in a span that it was dealt."""
+        if not self.grid:
+            return [(at, min(stop, at + size)) for at in range(start, stop, size)]
+        inner = [edge for batch in range(self.at(start), self.at(stop)) if (edge := self.edge(batch)) > start]
+        return list(zip([start, *inner], [*inner, stop], strict=True))
+
+
+class Batch(NamedTuple):
+    """A batch in a worker's hand: a span of the order of a pass."""
+
+    number: int
+    place: int
+    stop: int
+    again: bool
