@@ -191,6 +191,35 @@ def test_another_model_is_a_clear_error_where_all_are_needed(strategy):
         assert "2.weight" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("adpsgd", "sasgd"), "it has strategy=sasgd, worker 0 has strategy=adpsgd"),
+        (("sasgd:interval=4", "sasgd:interval=8"), "it has interval=8, worker 0 has interval=4"),
+    ],
+)
+def test_another_strategy_or_setting_is_refused_by_name(given, words):
+    def work(place: Place) -> None:
+        with make(place, net(), None, given[place.rank]):
+            pass
+
+    first, odd = outcomes(2, work)
+    assert isinstance(odd, fw.ConfigError)
+    assert words in str(odd)
+    assert len(str(odd).split()) <= 30
+    assert first is None or "its settings differ" in str(first)
+
+
+def test_another_seed_is_refused_by_name():
+    def work(place: Place) -> None:
+        with make(place, net(), seed=place.rank):
+            pass
+
+    first, odd = outcomes(2, work)
+    assert first is None
+    assert "it has seed=1, worker 0 has seed=0. Give all" in str(odd)
+
+
 def test_a_worker_that_never_comes_is_a_clear_error():
     def work(place: Place) -> None:
         if place.rank < 2:

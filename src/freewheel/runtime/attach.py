@@ -337,7 +337,8 @@ class Worker:
         beginning, entry, model = Beginning(0, (self.rank,)), None, ""
         if self._store is not None:
             entry = self._store.enter(life, self._strategy)
-            beginning, model = entry.beginning, self._store.check_model(self._model)
+            settings = checks.settings(self._strategy, self._seed)
+            beginning, model = entry.beginning, self._store.check_model(self._model, settings)
         self._beginners = len(beginning.ranks)
         self._replica = live_replica(self._model)
         self._inventory = Inventory(self._model, self._optimizer)

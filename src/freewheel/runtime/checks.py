@@ -128,6 +128,29 @@ def first_difference(theirs: list[list[Any]], mine: list[list[Any]], there: str)
     return "They differ."
 
 
+def settings(strategy: Strategy, seed: int) -> dict[str, str]:
+    """What all workers must have been given alike beside the model."""
+    given = {name: str(value) for name, value in strategy.settings().items()}
+    return {
+        "strategy": strategy.name,
+        **{name: text for name, text in given.items() if " at 0x" not in text},
+        "seed": str(seed),
+    }
+
+
+def other_settings(theirs: dict[str, str], mine: dict[str, str], them: str) -> str:
+    """Which settings differ, in words; nothing: none."""
+    if theirs["strategy"] != mine["strategy"]:
+        theirs, mine = ({"strategy": one["strategy"]} for one in (theirs, mine))
+    names = [name for name in {**mine, **theirs} if theirs.get(name) != mine.get(name)]
+    if not names:
+        return ""
+    here, there = (
+        " ".join(f"{name}={one[name]}" for name in names if name in one) or "none" for one in (mine, theirs)
+    )
+    return f"{here}, {them} has {there}"
+
+
 def _describe(parameter: list[Any] | None) -> str:
     if parameter is None:
         return "no further parameter"

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import Any
 
 from torch import nn
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
@@ -25,7 +26,7 @@ from freewheel.errors import ConfigError, WorkerLost
 from freewheel.runtime import beginnings
 from freewheel.runtime.beginnings import GIVEN_UP, Beginning, Beginnings, Entry, Orphaned, given_up, started
 from freewheel.runtime.bounded import BoundedStore, Hangs, reach, within
-from freewheel.runtime.checks import first_difference, signature
+from freewheel.runtime.checks import first_difference, other_settings, signature
 from freewheel.runtime.place import Place
 from freewheel.strategy import Strategy
 
@@ -163,14 +164,21 @@ class Rendezvous:
         self._store.set(f"here/{self.place.rank}", str(life))
         self._store.set("begun", "yes")
 
-    def check_model(self, model: nn.Module) -> str:
-        """Compare the model with that of the first worker; return the digest of the signature both have."""
-        mine, first = json.dumps(signature(model)), self._beginning.ranks[0]
+    def check_model(self, model: nn.Module, settings: Mapping[str, Any]) -> str:
+        """Compare model and settings with those of the first worker; return the digest of what both have."""
+        mine, first = json.dumps([settings, signature(model)]), self._beginning.ranks[0]
         self._model = mine
         if self.place.rank == first and not self._late:
             self._store.set("model", mine)
         elif (theirs := self._get("model", first)) != mine:
-            why = first_difference(json.loads(theirs), json.loads(mine), f"at worker {first}")
+            (their_settings, their_model), (my_settings, my_model) = json.loads(theirs), json.loads(mine)
+            if what := other_settings(their_settings, my_settings, f"worker {first}"):
+                self.leave(f"its settings differ from worker {first}'s: {what}")
+                raise ConfigError(
+                    f"worker {self.place.rank} was refused: it has {what}. "
+                    "Give all workers the same strategy and settings."
+                )
+            why = first_difference(their_model, my_model, f"at worker {first}")
             self.leave(f"its model differs from worker {first}'s: {why}")
             raise ConfigError(
                 f"worker {self.place.rank} was refused: its model differs from worker {first}'s. {why} "
