@@ -66,7 +66,8 @@ def test_without_a_checkpoint_it_begins_anew(tmp_path, store):
 
 
 def test_everything_that_shows_a_run_shows_what_was_printed(tmp_path):
-    jobs = [Job(strategy=one, workers=2, steps=20, compute_ms=5, slow={1: 2.0}) for one in ("adpsgd", "ddp")]
+    names = ("adpsgd", "ddp", "grouping")
+    jobs = [Job(strategy=one, workers=2, steps=20, compute_ms=5, slow={1: 2.0}) for one in names]
     for result, folder in zip(train_all(jobs, tmp_path), sorted(tmp_path.glob("*-*/")), strict=True):
         assert isinstance(result, Result), result
         assert result.worker_steps == 40

@@ -14,7 +14,9 @@ from unittest import mock
 import pytest
 
 from freewheel.cli.main import main
+from freewheel.cli.train import _chosen
 from freewheel.observe.result import JSON_KEYS
+from freewheel.strategies import ALL
 
 SMALL = ["--task", "quadratic", "--workers", "3", "--steps", "10"]
 
@@ -82,6 +84,14 @@ def test_the_same_command_gives_the_same_json(tmp_path):
         )
         texts.append((tmp_path / name).read_text())
     assert texts[0] == texts[1]
+
+
+def test_all_is_every_strategy_also_beside_others():
+    everything = _chosen("all")
+    assert everything == ["ddp", *ALL]
+    assert _chosen("adpsgd:topology=ring,all") == ["adpsgd:topology=ring", *everything]
+    assert _chosen("ddp,all") == everything
+    assert "train takes one strategy, not 'all'" in freewheel("train", "--strategy", "all").stderr
 
 
 def test_strategies_lists_all():

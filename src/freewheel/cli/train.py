@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from dataclasses import replace
 from datetime import datetime
@@ -93,7 +94,7 @@ def train(
         raise ConfigError("--every is about checkpoints: give --checkpoint PATH, where they are to go.")
     job = replace(
         job,
-        strategy=_chosen(strategy)[0],
+        strategy=_one(strategy),
         checkpoint=str(checkpoint.resolve()) if checkpoint is not None else None,
         every=job.every if every is None else every,
         resume=resume,
@@ -204,10 +205,17 @@ def _train(
         raise RunStopped(" ".join(stopped))
 
 
+def _one(spec: str) -> str:
+    chosen = _chosen(spec)
+    if len(chosen) != 1:
+        raise ConfigError(f"train takes one strategy, not {spec!r}; compare takes several.")
+    return chosen[0]
+
+
 def _chosen(spec: str) -> list[str]:
-    if spec == "all":
-        return [DDP, *strategies.ALL]
-    chosen = names.split(spec)
+    everything = [DDP, *strategies.ALL]
+    parts = (everything if part == "all" else [part] for part in names.split(spec))
+    chosen = list(dict.fromkeys(itertools.chain.from_iterable(parts)))
     for one in chosen:
         if one != DDP:
             strategies.resolve(one)

@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -82,6 +82,26 @@ class Budget:
                 f"the checkpoint in {self.job.checkpoint} has all {self.job.steps} steps of this run. "
                 "Give --steps a larger number to go on from it."
             )
+
+    def steps_of_groups(self, group: Callable[[], tuple[Sequence[int], bool]]) -> Iterator[float]:
+        """The same where workers step in groups: one takes steps for all of its group, so all end together.
+
+        `group` says which it is now, and whether it stays so.
+        """
+        made = 0
+        while True:
+            members, stays = group()
+            name = f"{self._key}/{'-'.join(map(str, members))}/{made}"
+            if self.store.add(name, 1) == 1:
+                handful = self._handful if stays else 1
+                begin = int(self.store.add(self._key, handful * len(members))) - handful * len(members)
+                self.store.set(f"{name}/dealt", f"{begin + self._begun} {handful}")
+            begin, handful = map(int, self.store.get(f"{name}/dealt").split())
+            for step in range(begin, min(begin + handful * len(members), self.total), len(members)):
+                yield step / self.total
+                made += 1
+            if begin + handful * len(members) >= self.total:
+                return
 
     def steps(self) -> Iterator[float]:
         """One turn for each step, with the share of the budget that is used up."""
@@ -274,7 +294,10 @@ def _attached(
             worker.checkpoint(job.checkpoint, every=job.every, extra={"draws": Draws(generator)})
         if job.resume:
             budget.go_on(rank, worker.metrics()["resumed_at"])
-        for step, share in enumerate(budget.steps()):
+        steps, strategy = budget.steps(), worker._agent.strategy
+        if isinstance(strategy, strategies.ALL["grouping"]):
+            steps = budget.steps_of_groups(lambda: (strategy.group, not strategy.together))
+        for step, share in enumerate(steps):
             _set_lr(optimizer, job, lr, share)
             if samples.due(share):
                 samples.ask(worker)
