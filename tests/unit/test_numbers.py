@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freewheel.observe.numbers import given, short, speed
+from freewheel.observe.numbers import given, share, short, speed
 
 
 @pytest.mark.parametrize(
@@ -33,3 +33,13 @@ def test_what_was_given_keeps_its_digits():
 
 def test_speeds_have_the_unit_that_suits_them():
     assert [speed(one) for one in (93.7, 1000, 999_960)] == ["93.7 Mbit/s", "1 Gbit/s", "1,000 Gbit/s"]
+
+
+def test_no_share_is_more_than_the_whole():
+    assert [share(one) for one in (None, 0.25, 1.0, 1.004, 1.3)] == [
+        "–",
+        "25.0%",
+        "100.0%",
+        "100.0%",
+        "100.0%",
+    ]

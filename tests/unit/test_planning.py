@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import typer.main
 
 import freewheel as fw
@@ -19,6 +20,7 @@ from freewheel.planning.forecast import Forecast, forecast
 from freewheel.planning.measure import measure_links, measure_script
 from freewheel.planning.setting import Setting
 from freewheel.planning.shorter import shorter
+from freewheel.planning.stopwatch import Stopwatch
 from freewheel.strategies import ALL, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -416,3 +418,22 @@ def test_links_to_hosts_are_measured_and_the_slowest_counts():
         found = measure_links([f"127.0.0.1:{server.port}"])
     assert found[0].mbit > 0
     assert found[0].latency_ms > 0
+
+
+def test_evaluations_between_steps_are_neither_the_step_nor_its_jitter(tmp_path):
+    def timed(took_s: list[float]) -> dict[str, float]:
+        watch = Stopwatch(tmp_path / "out.json", 100)
+        parameter = torch.nn.Parameter(torch.zeros(4))
+        watch.optimizer = torch.optim.SGD([parameter], lr=0.1)
+        watch.moments = [sum(took_s[:k]) for k in range(len(took_s) + 1)]
+        assert watch.write()
+        return json.loads((tmp_path / "out.json").read_text())
+
+    plain = [0.5, 0.2, 0.1, *([0.010, 0.011, 0.009, 0.010] * 5)]
+    found = timed(plain)
+    assert found["compute_ms"] == pytest.approx(10.0)
+    evaluated = [one * 40 if k % 4 == 0 else one for k, one in enumerate(plain)]  # after every fourth step
+    again = timed(evaluated)
+    assert again["compute_ms"] == pytest.approx(10.0, rel=0.11)
+    assert 0 < again["jitter"] < 0.15
+    assert 0 < found["jitter"] < 0.15

@@ -17,6 +17,7 @@ from freewheel.cli.chaos import chaos
 from freewheel.cli.console import output
 from freewheel.cli.dashboard import dashboard
 from freewheel.cli.doctor import doctor
+from freewheel.cli.export import export
 from freewheel.cli.keys import keys
 from freewheel.cli.plan import plan
 from freewheel.cli.report import report
@@ -48,6 +49,7 @@ app.command(name="dashboard")(dashboard)
 app.command(name="report")(report)
 app.command(name="keys")(keys)
 app.command(name="doctor")(doctor)
+app.command(name="export")(export)
 app.add_typer(bench.app, name="bench")
 
 

@@ -23,8 +23,8 @@ def given(value: float) -> str:
 
 
 def share(value: float | None) -> str:
-    """A share in per cent."""
-    return "–" if value is None else f"{100 * value:.1f}%"
+    """A share in per cent; what was measured a little above the whole is the whole."""
+    return "–" if value is None else f"{100 * min(1.0, value):.1f}%"
 
 
 def speed(mbit: float) -> str:

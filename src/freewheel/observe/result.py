@@ -70,6 +70,10 @@ class Result:
     by_worker: tuple[dict[str, Any], ...]
     settings: dict[str, Any]
 
+    def __post_init__(self) -> None:
+        # Steps vary, and a run may be a little faster than its usual steps: no share is more than the whole.
+        object.__setattr__(self, "ideal_share", min(1.0, self.ideal_share))
+
     @property
     def scenario(self) -> dict[str, Any]:
         """What was simulated; of a real run what `train` and `compare` say, if it looks as they say it.

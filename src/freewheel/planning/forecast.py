@@ -90,7 +90,7 @@ def forecast(
         strategy=spec,
         useful_steps_per_s=steps_per_s / needed,
         steps_per_s=steps_per_s,
-        ideal_share=steps_per_s / ideal,
+        ideal_share=min(1.0, steps_per_s / ideal),
         idle_share=result.idle_share,
         staleness_mean=result.staleness_mean,
         staleness_max=result.staleness_max,

@@ -23,6 +23,8 @@ WARM_UP = 3
 """Steps that are not counted: memory is being allocated, kernels are being chosen."""
 LEAST = 5
 """Steps that must be counted."""
+LONG = 3.0
+"""What takes so many times as long as the usual step has more in it than a step."""
 
 
 class Enough(BaseException):
@@ -59,14 +61,16 @@ class Stopwatch:
         if self.optimizer is None or len(took) < LEAST:
             self.out.write_text(json.dumps({"made": len(self.moments)}))
             return False
-        logs = sorted(math.log(max(one, 1e-6)) for one in took)
-        # A few long steps (a new pass, a checkpoint) are no jitter: half the way between the sixths.
+        usual_s = statistics.median(took)
+        # An evaluation, a new pass or a checkpoint between two steps is no jitter: half the way between the
+        # sixths of what may be a step.
+        logs = sorted(math.log(max(one, 1e-6)) for one in took if one <= LONG * usual_s)
         sixths = statistics.quantiles(logs, n=6)
         state = [value for kept in self.optimizer.state.values() for value in kept.values()]
         kept_bytes = sum(v.numel() * v.element_size() for v in state if isinstance(v, torch.Tensor))
         found = {
             "steps": len(took),
-            "compute_ms": 1e3 * statistics.fmean(took),
+            "compute_ms": 1e3 * usual_s,
             "jitter": (sixths[-1] - sixths[0]) / 2,
             "model_mb": self.size / 1e6,
             "optimizer_mb": kept_bytes / 1e6,

@@ -30,6 +30,7 @@ from freewheel.runtime.buffers import agree, mean_buffers
 from freewheel.runtime.copies import Copies, Rest
 from freewheel.runtime.ending import Answer, Ending
 from freewheel.runtime.live_replica import LiveReplica
+from freewheel.runtime.means import Means
 from freewheel.runtime.records import Events
 from freewheel.runtime.rendezvous import POLL_S, Rendezvous
 from freewheel.strategy import Strategy
@@ -161,6 +162,7 @@ class Agent:
         self.node.momentum = float(self._rest.optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
         self.ending = Ending(self.fabric, self.me.incarnation, self._under_way, self._mean)
+        self.means = Means(self.fabric, self.me.longest, self.replica.dtype, self.ending.has_ended)
 
     async def _close(self, why: str) -> None:
         for task in list(self._tasks):
@@ -290,6 +292,7 @@ class Agent:
         self.spawn(self.ending.listen())
         self.spawn(self._hear(STOP, self._note_stop))
         self.spawn(self._hand_out_parts())
+        self.spawn(self.means.serve())
         if strategy.defines("meet"):
             self.spawn(node.answer_calls())
         node.hold()

@@ -5,6 +5,7 @@ Its life is here: it joins, trains and leaves. What happens at each step is in s
 
 from __future__ import annotations
 
+import atexit
 import concurrent.futures
 import copy
 import logging
@@ -14,7 +15,7 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ from freewheel.runtime.copies import Rest
 from freewheel.runtime.ending import Answer
 from freewheel.runtime.inventory import Inventory
 from freewheel.runtime.live_replica import live_replica
+from freewheel.runtime.means import FEW, flat, shaped
 from freewheel.runtime.place import Place
 from freewheel.runtime.records import Events, Recorder, describe, evaluation, open_board
 from freewheel.runtime.registrar import Registrar
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
     from freewheel.runtime.loader import Loader
     from freewheel.runtime.streams import StreamLoader
 
+T = TypeVar("T")
 log = logging.getLogger("freewheel")
 
 
@@ -252,7 +255,7 @@ class Worker:
             "steps_per_s": (counters.steps - self._began_steps) / elapsed_s if elapsed_s else 0.0,
             "compute_s": counters.compute_s,
             "blocked_s": blocked_s,
-            "blocked_share": sum(blocked_s.values()) / elapsed_s if elapsed_s else 0.0,
+            "blocked_share": min(1.0, sum(blocked_s.values()) / elapsed_s) if elapsed_s else 0.0,
             **counters.figures(),
             "checkpoints": dict(self._checkpoints.counts),
             "progress": self.progress,
@@ -261,6 +264,47 @@ class Worker:
             "view": self._agent.node.view.number,
             "loss": float(self._loss),
         }
+
+    def mean(self, value: T, name: str = "", *, wait: bool = False) -> T:
+        """The mean over workers of a number, a tensor, or a list or dict of them, in the same form.
+
+        Of what each worker has last given under this name: nobody's training waits, and who has given
+        nothing yet is not in it. With `wait` it is waited for until all have given as much: all must call it
+        as often.
+        """
+        vector = flat(value)
+        if not self._inside:
+            raise ConfigError("call worker.mean inside the with-block, or between start and finish.")
+        if vector.numel() > FEW and not vector.isfinite().all():
+            raise ConfigError(f"mean of {name!r}: the tensors hold numbers that are not finite.")
+        self._replica.end_moving()  # a step may have raised
+        asked = self._agent.begin(self._agent.means.mean(vector, name, wait))
+        while True:
+            try:
+                found: T = shaped(asked.result(timeout=0.2)[0], value)
+                return found
+            except concurrent.futures.TimeoutError:
+                self._check()
+
+    def start(self) -> Self:
+        """Begin, in a script that has no place for a with-block; `finish` ends it."""
+        worker = self.__enter__()
+        atexit.register(self._unfinished)
+        return worker
+
+    def finish(self) -> nn.Module:
+        """End what `start` began: wait for the other workers, and return the consensus."""
+        if not self._inside:
+            raise RunStopped("worker.finish ends what worker.start began, once.")
+        self.__exit__(None, None, None)
+        return self.consensus()
+
+    def _unfinished(self) -> None:
+        """The script has ended: the others are not to wait for this worker."""
+        if self._inside:
+            why = RunStopped("the script ended before worker.finish()")
+            log.error("%s: this worker leaves the run, and there is no consensus here", why)
+            self.__exit__(RunStopped, why, None)
 
     def consensus(self) -> nn.Module:
         """A copy of the model with the mean of all workers' weights: what to evaluate and to ship.
@@ -289,7 +333,9 @@ class Worker:
     @property
     def _agent(self) -> Agent:
         if self._agents is None:
-            raise RunStopped("this worker has not begun: use it inside `with fw.attach(…) as worker:`.")
+            raise RunStopped(
+                "this worker has not begun: use it inside `with fw.attach(…) as worker:`, or after start()."
+            )
         return self._agents
 
     @property

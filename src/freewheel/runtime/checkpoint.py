@@ -54,7 +54,7 @@ class Checkpoints:
         self._due = self._must = False
         self._fed: int | None = None
         """Which loader has given the batch that the loop is in, if its step is still to come."""
-        self._step = 0
+        self._step = self._taken = 0
         # What a resumed run has not taken up yet:
         self._random: dict[str, Any] | None = None
         self._states: list[dict[str, Any]] = []
@@ -87,6 +87,7 @@ class Checkpoints:
             settings={name: str(value) for name, value in vars(agent.strategy).items()},
             optimizer=optimizers.name(self._optimizer),
             model=signature(inventory.model),
+            names=state_names(inventory.model),
         )
         resumed, meeting = None, meeting or Alone()
         if path is not None:
@@ -99,7 +100,8 @@ class Checkpoints:
         restore(resumed.state, inventory, agent.replica, self._optimizer)
         agent.node.begin_at(resumed.step)
         agent.events.note("resumed", me.rank, f"goes on at step {resumed.step} of {path}")
-        self._step, state = resumed.step, resumed.state
+        self._step = self._taken = resumed.step
+        state = resumed.state
         self._random, self._states, self._unclaimed = state["random"], state["loaders"], state["extra"]
         if self._random is not None:
             set_random_state(self._random["states"])
@@ -214,6 +216,7 @@ class Checkpoints:
         self._kept = {name: copied(part, kept.get(name), name) for name, part in state.items()}
         self._kept |= self._copy_weights()
         writer.begin(self._step, self._kept)
+        self._taken = self._step
 
     def _copy_weights(self) -> dict[str, Any]:
         replica = self._agent.replica
@@ -224,7 +227,9 @@ class Checkpoints:
         return {"weights": dict(pieces), "strategy": vectors}
 
     def close(self) -> None:
-        """Take what is still due."""
+        """Take what is still due, and where checkpoints are taken every so many steps, one of the end."""
+        if self._writer is not None and self._every is not None and self._step > self._taken:
+            self._due = self._must = True
         if self._due:
             self.take()
 
@@ -232,6 +237,13 @@ class Checkpoints:
         """Wait until nothing is being written."""
         if self._writer is not None:
             self._writer.wait(CLOSE_S)
+
+
+def state_names(model: nn.Module) -> dict[str, str]:
+    """Of every entry of a model's state_dict: the first name of the parameter or buffer it is."""
+    known = {id(one): name for name, one in [*model.named_parameters(), *model.named_buffers()]}
+    entries = model.state_dict(keep_vars=True).items()
+    return {key: known[id(one)] for key, one in entries if id(one) in known}
 
 
 def _with_states(extra: Mapping[str, Any]) -> dict[str, Any]:

@@ -253,7 +253,9 @@ class Loader:
             self.set_epoch(state["epoch"])
             return
         self.dealer.load(state)
-        self.begun, self.given = state["begun"] and not state["under_way"], state["given"]
+        self.begun, self.given = False, state["given"]
+        if state["begun"] and not state["under_way"]:  # that pass is over
+            self.set_epoch(state["epoch"] + 1)
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a state to mean the same; where all step together, the batches too."""

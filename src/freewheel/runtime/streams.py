@@ -156,5 +156,5 @@ class StreamLoader:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there: what was given before is read again and left out."""
-        self.epoch, self.begun = state["epoch"], state["begun"] and not state["under_way"]
+        self.epoch, self.begun = state["epoch"] + (state["begun"] and not state["under_way"]), False
         self.skip = state["given"] if state["under_way"] else 0

@@ -28,6 +28,7 @@ from freewheel.replica import Replica, flatten
 from freewheel.runtime.attach import Worker
 from freewheel.runtime.buffers import buffers_of, mean_buffers, set_buffers
 from freewheel.sim.driver import spread
+from freewheel.strategies.grouping import Grouping
 from freewheel.task import Task
 from freewheel.training.ddp import DdpBooks
 from freewheel.training.job import DDP, Job
@@ -295,7 +296,7 @@ def _attached(
         if job.resume:
             budget.go_on(rank, worker.metrics()["resumed_at"])
         steps, strategy = budget.steps(), worker._agent.strategy
-        if isinstance(strategy, strategies.ALL["grouping"]):
+        if isinstance(strategy, Grouping):
             steps = budget.steps_of_groups(lambda: (strategy.group, not strategy.together))
         for step, share in enumerate(steps):
             _set_lr(optimizer, job, lr, share)

@@ -316,7 +316,7 @@ def _last(values: Any) -> float | None:
 def _now(one: charts.Shown) -> tuple[float | None, float | None]:
     """Steps of all workers in a second at present, and which share that is of what the living could make."""
     rate, ideal = _last(one.series.rate), _last(one.series.ideal)
-    return rate, rate / ideal if rate is not None and ideal else None
+    return rate, min(1.0, rate / ideal) if rate is not None and ideal else None
 
 
 def _whole(value: Any) -> int:

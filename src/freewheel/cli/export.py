@@ -1,0 +1,38 @@
+"""``freewheel export``: a checkpoint folder as one state_dict."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from freewheel.errors import ConfigError
+from freewheel.observe.files import check_writable
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What worker.checkpoint was given.")],
+    out: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the state_dict.")],
+    step: Annotated[
+        int | None, typer.Option(help="Take the checkpoint of this step; default: the newest.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+) -> None:
+    """Turn a checkpoint folder into one state_dict: the mean of all workers, for model.load_state_dict."""
+    import torch
+
+    from freewheel.runtime.exporting import chosen, state_dict
+
+    if out.exists() and not force:
+        raise ConfigError(f"{out} is there already: give another file, or --force.")
+    check_writable(out)
+    parts = chosen(folder, step)
+    state = state_dict(parts)
+    temporary = out.with_name(f"{out.name}.tmp")
+    torch.save(state, temporary)
+    os.replace(temporary, out)
+    steps = sorted({one.manifest.step for one in parts})
+    made = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    print(f"Wrote {out}: {len(state)} tensors of {len(parts)} worker{'s' * (len(parts) > 1)} at {made}.")

@@ -1,0 +1,155 @@
+"""Means over workers of what the script itself measures or keeps: metrics, an average of weights of its own.
+
+Each worker keeps what it last said under a name, and whoever wants the mean asks all others for theirs. So
+nobody's training waits; one that wants everybody's waits until all have said as much under that name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freewheel.data.order import number
+from freewheel.errors import ConfigError, PeerLost
+from freewheel.fabric.base import RUNTIME, Fabric, Message, Tag
+
+ASK: Tag = (RUNTIME, "mean")
+FEW = 64
+"""So many numbers travel as they are; more in the type of the weights."""
+POLL_S = 0.02
+WARN_S = 10.0
+"""After which it is said who is waited for."""
+
+log = logging.getLogger("freewheel")
+
+
+class Means:
+    """One worker's part in means. In the communication thread."""
+
+    def __init__(
+        self, fabric: Fabric, longest: int, dtype: torch.dtype, ended: Callable[[int], bool]
+    ) -> None:
+        self.fabric, self._longest, self._dtype, self._ended = fabric, longest, dtype, ended
+        self._said: dict[int, tuple[int, list[Tensor]]] = {}
+        """By the number of a name: how often something was said, and the last two times what."""
+        self._serial = 0
+
+    async def serve(self) -> None:
+        """Answer those who ask."""
+        while True:
+            message = await self.fabric.receive(ASK)
+            if len(message.note) == 4:
+                self._answer(message)
+
+    def _answer(self, message: Message) -> None:
+        serial, name, turn, piece = map(int, message.note)
+        times, kept = self._said.get(name, (0, []))
+        tag = (*ASK, serial)
+        back = times - turn if turn else 0
+        if not kept or not 0 <= back < len(kept):
+            self.fabric.post(message.sender, tag, note=(float(times), -1.0))
+            return
+        value = kept[-1 - back]
+        if value.numel() <= FEW:
+            self.fabric.post(message.sender, tag, note=(float(times), float(value.numel()), *value.tolist()))
+            return
+        begin = min(max(0, piece), value.numel()) * self._longest
+        part = value[begin : begin + self._longest].to(self._dtype)
+        self.fabric.post(message.sender, tag, part, note=(float(times), float(value.numel())))
+
+    async def mean(self, value: Tensor, name: str, wait: bool) -> tuple[Tensor, int]:
+        """The mean of what all have said under a name, and of how many; `wait`: as often as this worker."""
+        key = number(f"mean/{name}") >> 14
+        times, kept = self._said.get(key, (0, []))
+        self._said[key] = times + 1, [*kept[-1:], value]
+        total, count = value.clone(), 1
+        for peer in self.fabric.members:
+            if peer != self.fabric.rank:
+                theirs = await self._theirs(peer, name, key, times + 1 if wait else 0)
+                if theirs is None:
+                    continue
+                if theirs.numel() != value.numel():
+                    raise ConfigError(
+                        f"worker {peer} has {theirs.numel()} numbers for the mean of {name!r}, this one "
+                        f"{value.numel()}. Give the same on all workers."
+                    )
+                total, count = total.add_(theirs), count + 1
+        return total.div_(count), count
+
+    async def _theirs(self, peer: int, name: str, key: int, turn: int) -> Tensor | None:
+        """What a worker has said; None: nothing, or it is gone."""
+        loop = asyncio.get_running_loop()
+        warn_s = loop.time() + WARN_S
+        try:
+            while True:
+                ended = self._ended(peer)  # before asking: it says nothing more afterwards
+                message = await self._ask(peer, key, turn, 0)
+                size = int(message.note[1])
+                if 0 <= size <= FEW:
+                    return torch.tensor(message.note[2:], dtype=torch.float64)
+                if size > 0:
+                    pieces = range(1, -(-size // self._longest))
+                    rest = [await self._ask(peer, key, turn, piece) for piece in pieces]
+                    return torch.cat([one.payload.cpu().to(torch.float64) for one in (message, *rest)])
+                if not turn or ended or int(message.note[0]) > turn:
+                    return None
+                if loop.time() > warn_s:
+                    warn_s = float("inf")
+                    log.warning("waits for worker %d to call worker.mean for %r, too", peer, name)
+                await asyncio.sleep(POLL_S)
+        except PeerLost:
+            return None
+
+    async def _ask(self, peer: int, key: int, turn: int, piece: int) -> Message:
+        self._serial += 1
+        tag = (*ASK, self._serial)
+        self.fabric.post(peer, ASK, note=(self._serial, key, turn, piece))
+        try:
+            return await self.fabric.receive(tag, peer)
+        finally:
+            self.fabric.forget(tag)
+
+
+def flat(value: Any) -> Tensor:
+    """Numbers, tensors, lists and dicts of them as one vector."""
+    if isinstance(value, Tensor):
+        return value.detach().flatten().to("cpu", torch.float64)
+    if isinstance(value, dict):
+        return torch.cat([torch.empty(0, dtype=torch.float64), *map(flat, value.values())])
+    if isinstance(value, list | tuple):
+        return torch.cat([torch.empty(0, dtype=torch.float64), *map(flat, value)])
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(
+            f"mean takes numbers, tensors, and lists and dicts of them, not a {type(value).__name__}."
+        )
+    return torch.tensor([float(value)], dtype=torch.float64)
+
+
+def shaped(vector: Tensor, like: Any) -> Any:
+    """A vector in the form of what it was made of."""
+    numbers = iter(torch.split(vector, _sizes(like)))
+
+    def shape(one: Any) -> Any:
+        if isinstance(one, Tensor):
+            return next(numbers).view(one.shape).to(one.device, one.dtype)
+        if isinstance(one, dict):
+            return type(one)({key: shape(inner) for key, inner in one.items()})
+        if isinstance(one, list | tuple):
+            return type(one)(map(shape, one))
+        return float(next(numbers))
+
+    return shape(like)
+
+
+def _sizes(value: Any) -> list[int]:
+    if isinstance(value, Tensor):
+        return [value.numel()]
+    if isinstance(value, dict | list | tuple):
+        inner = value.values() if isinstance(value, dict) else value
+        return [size for one in inner for size in _sizes(one)]
+    return [1]

@@ -1,0 +1,190 @@
+"""Flat scripts: start and finish, means over workers, a checkpoint at the end, one state_dict out of it."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import freewheel as fw
+from crew import outcomes, together, worker
+from freewheel.cli.export import export
+
+pytestmark = pytest.mark.integration
+
+
+class Net(nn.Module):
+    """Tied weights, BatchNorm, a mask with -inf, a buffer that is not saved."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.norm, self.last = nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3)
+        self.last.weight = self.first.weight
+        self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
+        self.register_buffer("passing", torch.zeros(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.norm(self.first(x)))
+
+
+def step(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
+    optimizer.zero_grad()
+    net(torch.randn(8, 3) + rank).square().mean().backward()
+    optimizer.step()
+
+
+def test_a_script_without_a_with_block_and_what_its_checkpoint_holds_at_the_end(tmp_path):
+    def work(place):
+        net = Net()
+        net.mask.zero_()  # with -inf the workers' buffers could not be averaged at the end
+        made, optimizer = worker(place, net, "adpsgd")
+        me = made.start()
+        assert me is made
+        made.checkpoint(tmp_path / "saved", every=1000)
+        for _ in range(3 + place.rank):
+            step(net, optimizer, place.rank)
+        mean = made.mean({"loss": float(place.rank), "seen": torch.tensor([1.0, place.rank])}, wait=True)
+        answer = made.finish()
+        with pytest.raises(fw.RunStopped, match=r"ends what .* began, once"):
+            made.finish()
+        return mean, answer.state_dict()
+
+    ended = together(2, work)
+    for mean, _ in ended:
+        assert mean["loss"] == 0.5
+        assert torch.equal(mean["seen"], torch.tensor([1.0, 0.5]))
+    export(tmp_path / "saved", tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    net = Net()
+    net.load_state_dict(state)  # every name, and no other
+    assert torch.equal(state["last.weight"], state["first.weight"])
+    # Two steps apart at the end, and what was under way has arrived since.
+    for name, tensor in ended[0][1].items():
+        torch.testing.assert_close(state[name].float(), tensor.float(), atol=0.3, rtol=0.3)
+    with pytest.raises(fw.ConfigError, match=r"model\.pt is there already: give another file, or --force"):
+        export(tmp_path / "saved", tmp_path / "model.pt")
+    with pytest.raises(fw.ConfigError, match=r"it has no checkpoint of step 77\. Give the folder"):
+        export(tmp_path / "saved", tmp_path / "other.pt", step=77)
+    with pytest.raises(fw.ConfigError, match="nothing is no folder"):
+        export(tmp_path / "nothing", tmp_path / "other.pt")
+
+
+def test_the_end_s_checkpoint_is_exactly_what_was_trained(tmp_path):
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    worker = fw.attach(net, optimizer, "none").start()
+    worker.checkpoint(tmp_path / "saved", every=5)
+    for _ in range(7):
+        step(net, optimizer, 0)
+    worker.finish()
+    export(tmp_path / "saved", tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert state.keys() == net.state_dict().keys()
+    assert all(torch.equal(state[name], tensor) for name, tensor in net.state_dict().items())
+    export(tmp_path / "saved", tmp_path / "fifth.pt", step=5)
+    assert not torch.equal(torch.load(tmp_path / "fifth.pt")["first.weight"], state["first.weight"])
+
+
+def test_a_finished_run_has_nothing_left_to_do_when_it_is_resumed(tmp_path):
+    def run() -> int:
+        net = nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with fw.attach(net, optimizer, "none", resume=tmp_path / "saved") as worker:
+            worker.checkpoint(tmp_path / "saved", every=3)
+            loader = worker.loader(torch.ones(20, 2), batch_size=4)
+            for _ in range(loader.epoch, 2):
+                for x in loader:
+                    optimizer.zero_grad()
+                    net(x).sum().backward()
+                    optimizer.step()
+        return worker.metrics()["steps"]
+
+    assert [run(), run()] == [10, 10]
+
+
+def test_the_answer_of_a_strategy_with_a_server_is_the_server_s(tmp_path):
+    def work(place):
+        torch.manual_seed(0)
+        net = nn.Linear(2, 1)
+        made, optimizer = worker(place, net, "asgd")
+        with made as me:
+            me.checkpoint(tmp_path / "saved", every=1000)
+            for _ in range(5):
+                optimizer.zero_grad()
+                net(torch.ones(1, 2) * (place.rank + 1)).square().sum().backward()
+                optimizer.step()
+            me.mean(0.0, wait=True)  # so that the server has everything when it is saved
+        return me.consensus().state_dict()
+
+    first, _ = together(2, work)
+    export(tmp_path / "saved", tmp_path / "model.pt")
+    state = torch.load(tmp_path / "model.pt", weights_only=True)
+    torch.testing.assert_close(state, {**first}, atol=0.05, rtol=0.05)
+
+
+def test_a_mean_waits_for_nobody_unless_it_is_told_to():
+    said, asked = threading.Event(), threading.Event()
+
+    def work(place):
+        net = nn.Linear(30, 30)
+        made, _ = worker(place, net, "none")
+        with made as me:
+            if me.rank == 1:
+                assert asked.wait(60)
+                me.mean([2.0, 4.0], "score")
+                said.set()
+                return me.mean(list(net.parameters()), wait=True)
+            alone = me.mean([0.0, 0.0], "score")
+            asked.set()
+            assert said.wait(60)
+            both = me.mean([0.0, 0.0], "score")
+            assert (alone, both) == ([0.0, 0.0], [1.0, 2.0])
+            with pytest.raises(fw.ConfigError, match=r"worker 1 has 2 numbers for the mean of 'score', this"):
+                me.mean(1.0, "score")
+            with pytest.raises(fw.ConfigError, match="mean takes numbers, tensors, and lists"):
+                me.mean("text")
+            return me.mean(list(net.parameters()), wait=True)
+
+    first, second = together(2, work)
+    assert [one.shape for one in first] == [(30, 30), (30,)]
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_one_that_never_says_anything_is_not_waited_for_when_its_loop_has_ended():
+    def work(place):
+        made, _ = worker(place, nn.Linear(2, 1), "none")
+        with made as me:
+            return me.mean(3.0, wait=True) if place.rank == 0 else None
+
+    assert together(2, work) == [3.0, None]
+
+
+def test_what_start_needs():
+    net = nn.Linear(2, 1)
+    worker = fw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1), "none")
+    with pytest.raises(fw.ConfigError, match="inside the with-block, or between start and finish"):
+        worker.mean(1.0)
+    with pytest.raises(fw.RunStopped, match=r"ends what .* began"):
+        worker.finish()
+
+
+def test_a_script_that_ends_without_finish_leaves_the_run():
+    def work(place):
+        made, _ = worker(place, nn.Linear(2, 1), "adpsgd")
+        me = made.start()
+        if place.rank == 1:
+            me._unfinished()  # as Python does at its end
+            with contextlib.suppress(fw.RunStopped):
+                return me.consensus()
+            return None
+        return me.finish()
+
+    first, second = outcomes(2, work)
+    assert isinstance(first, nn.Linear)
+    assert second is None
