@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, at_least
 from freewheel.runtime import optimizers
