@@ -17,9 +17,11 @@ import torch
 
 from freewheel import strategies
 from freewheel.bench.processes import free_port
+from freewheel.fabric import secret
 from freewheel.runtime import rendezvous
 from freewheel.runtime.attach import Worker
 from freewheel.runtime.beginnings import STARTS
+from freewheel.runtime.entries import Entries
 from freewheel.runtime.hosts import host_store
 from freewheel.runtime.place import Place
 from freewheel.runtime.rendezvous import OPTIONS
@@ -28,7 +30,8 @@ from freewheel.runtime.rendezvous import OPTIONS
 def places(n: int) -> list[Place]:
     """The places of a run on this machine."""
     port = free_port()
-    return [Place(rank, n, n, "127.0.0.1", port) for rank in range(n)]
+    shared = secret.make()
+    return [Place(rank, n, n, "127.0.0.1", port, secret=shared) for rank in range(n)]
 
 
 def worker(place: Place, model: torch.nn.Module, strategy: str = "adpsgd", lr: float = 0.1, **settings: Any):
@@ -87,11 +90,22 @@ class Launcher:
     def __init__(self, workers: int) -> None:
         self.options = json.dumps({"run": secrets.token_hex(16), "workers": workers})
         self.store, host, self.port = host_store(None, 1)
-        self.store.set(OPTIONS, self.options)
+        self.secret = secret.make()
+        self.entries.set(OPTIONS, self.options)
         self.places = [
-            Place(rank, workers, workers, host, self.port, hosted=True, launched=True)
+            Place(rank, workers, workers, host, self.port, hosted=True, launched=True, secret=self.secret)
             for rank in range(workers)
         ]
+
+    @property
+    def of_run(self) -> Entries:
+        """What belongs to this run alone."""
+        return self.entries.of_run(json.loads(self.options)["run"])
+
+    @property
+    def entries(self) -> Entries:
+        """The store as the run writes it."""
+        return Entries(self.store, self.secret)
 
     def lose(self) -> None:
         """The store is gone."""
@@ -102,11 +116,11 @@ class Launcher:
         """It is there again, empty."""
         self.store, *_ = host_store(f"127.0.0.1:{self.port}", 1)
         if options:
-            self.store.set(OPTIONS, options)
+            self.entries.set(OPTIONS, options)
 
     def give_up(self, rank: int) -> None:
         """Say that a worker is not started again."""
-        self.store.set(f"{STARTS}/{rank}", "0")
+        self.of_run.set(f"{STARTS}/{rank}", "0")
 
     def forget(self) -> None:
         """Let this process forget the stores of its workers, who are no more."""

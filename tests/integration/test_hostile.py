@@ -29,7 +29,7 @@ from torch import nn
 import freewheel as fw
 from crew import places
 from freewheel import strategies
-from freewheel.fabric import frames, handshake, tcp
+from freewheel.fabric import frames, handshake, secret, tcp
 from freewheel.fabric.frames import BadFrame, Frame, Kind, pack
 from freewheel.fabric.handshake import Identity
 from freewheel.runtime.place import Place
@@ -57,7 +57,9 @@ class Run:
         self.threads = [threading.Thread(target=self.train, args=(p,), daemon=True) for p in (first, second)]
         for thread in self.threads:
             thread.start()
-        Rendezvous(third, DEADLINE_S).leave("it is played by the test")
+        played = Rendezvous(third, DEADLINE_S)
+        played.options()
+        played.leave("it is played by the test")
         self.began.wait(DEADLINE_S)
 
     def train(self, place: Place) -> None:
@@ -92,15 +94,18 @@ class Run:
         sock.settimeout(DEADLINE_S)
         return sock
 
-    def join(self, me: Identity | None = None) -> socket.socket:
-        """A connection to worker 0 over which both have said hello."""
-        sock = self.call()
-        sock.sendall((me or self.me).hello() + (me or self.me).frame(Kind.SEES, ("sees",)))
-        frame, tag = read(sock, self.me)[:2]
-        assert (frame.kind, tag[0]) == (Kind.HELLO, "hello")
-        assert read(sock, self.me)[0].kind is Kind.SEES
+    def prove(self, me: Identity | None = None) -> Client:
+        """A connection to worker 0 over which both have proved that they know the secret."""
+        client = Client(self.call(), me or self.me)
+        client.prove()
+        return client
+
+    def join(self, me: Identity | None = None) -> Client:
+        """The same, over which both have said hello."""
+        client = self.prove(me)
+        client.greet()
         self.until(lambda: 2 in self.members())
-        return sock
+        return client
 
     def members(self) -> tuple[int, ...]:
         return self.workers[0]._agent.fabric.members
@@ -133,13 +138,57 @@ class Run:
             assert bool((worker.consensus().weight == 1).all())
 
 
-def read(sock: socket.socket, me: Identity) -> tuple[Frame, Any, Any]:
-    """The next frame, with its vector read over."""
-    frame = frames.parse(exactly(sock, HEADER), me.run, me.longest)
-    tag, note = frames.parse_rest(frame, exactly(sock, frame.rest))
-    if frame.dtype is not None:
-        exactly(sock, frame.numel * frame.dtype.itemsize)
-    return frame, tag, note
+class Client:
+    """A worker's end of a connection, made of a plain socket."""
+
+    def __init__(self, sock: socket.socket, me: Identity) -> None:
+        self.sock, self.me = sock, me
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.sock.close()
+
+    def challenge(self, protocol: int = frames.PROTOCOL) -> bytes:
+        """Begin; both random numbers."""
+        mine = bytes(range(32))
+        self.sock.sendall(handshake.CHALLENGE.pack(frames.MAGIC, protocol, mine))
+        return mine + exactly(self.sock, handshake.CHALLENGE.size)[-32:]
+
+    def prove(self) -> None:
+        both = self.challenge()
+        parts = both[:32], both[32:]
+        self.sock.sendall(secret.derive(self.me.key, "caller", *parts))
+        assert exactly(self.sock, 32) == secret.derive(self.me.key, "callee", *parts)
+        sides = ("caller speaks", "callee speaks")
+        self.ours, self.theirs = (secret.Seals(secret.derive(self.me.key, side, *parts)) for side in sides)
+
+    def greet(self) -> None:
+        self.send(self.me.hello())
+        self.send(self.me.frame(Kind.SEES, ("sees",)))
+        frame, tag = self.read()[:2]
+        assert (frame.kind, tag[0]) == (Kind.HELLO, "hello")
+        assert self.read()[0].kind is Kind.SEES
+
+    def sealed(self, head: bytes) -> bytes:
+        whole = head + self.ours.next(head)
+        self.ours.advance()
+        return whole
+
+    def send(self, head: bytes, vector: bytes = b"") -> None:
+        self.sock.sendall(self.sealed(head) + vector)
+
+    def read(self) -> tuple[Frame, Any, Any]:
+        """The next frame, with its vector read over."""
+        frame = frames.parse(exactly(self.sock, HEADER), self.me.longest)
+        tag, note = frames.parse_rest(frame, exactly(self.sock, frame.rest), self.theirs)
+        if frame.dtype is not None:
+            exactly(self.sock, frame.numel * frame.dtype.itemsize)
+        return frame, tag, note
+
+    def close(self) -> None:
+        self.sock.close()
 
 
 def exactly(sock: socket.socket, size: int) -> bytes:
@@ -209,15 +258,21 @@ def header(run: Run, **changes: Any) -> bytes:
     """The header of worker 2's hello, but for what is changed; followed by its tag."""
     hello = run.me.hello()
     names = ("magic", "protocol", "kind", "dtype", "tag_bytes", "notes", "sender", "incarnation", "numel")
-    fields = dict(zip((*names, "run"), frames.HEADER.unpack(hello[:HEADER]), strict=True))
+    fields = dict(zip(names, frames.HEADER.unpack(hello[:HEADER]), strict=True))
     return frames.HEADER.pack(*{**fields, **changes}.values()) + hello[HEADER:]
 
 
-STRANGERS: dict[str, tuple[Callable[[Run], bytes], str]] = {
-    "random bytes": (lambda run: random.Random(1).randbytes(5000), "does not speak Freewheel's protocol"),
-    "a browser": (lambda run: b"GET / HTTP/1.1\r\nHost: here\r\n" + b"\r\n" * 20, "does not speak"),
-    "another protocol": (lambda run: header(run, protocol=9), "it speaks protocol 9"),
-    "another run": (lambda run: replace(run.me, run=bytes(16)).hello(), "it belongs to another run"),
+STRANGERS: dict[str, tuple[bytes, str]] = {
+    "random bytes": (random.Random(1).randbytes(5000), "does not speak Freewheel's protocol"),
+    "a browser": (b"GET / HTTP/1.1\r\nHost: here\r\n" + b"\r\n" * 20, "does not speak"),
+    "another protocol": (handshake.CHALLENGE.pack(frames.MAGIC, 9, bytes(32)), "it speaks protocol 9"),
+    "no proof": (handshake.CHALLENGE.pack(frames.MAGIC, frames.PROTOCOL, bytes(32)) + bytes(32), "secret"),
+    "our own challenge": (
+        handshake.CHALLENGE.pack(frames.MAGIC, frames.PROTOCOL, bytes(32)) * 3,
+        handshake.STRANGER,
+    ),
+}
+NEWCOMERS: dict[str, tuple[Callable[[Run], bytes], str]] = {
     "another version": (lambda run: replace(run.me, version="9.9").hello(), "it runs freewheel 9.9"),
     "another model": (lambda run: replace(run.me, model="0").hello(), "its model has other parameters"),
     "our own rank": (lambda run: replace(run.me, rank=0).hello(), "it says to be worker 0 of 3"),
@@ -232,10 +287,10 @@ STRANGERS: dict[str, tuple[Callable[[Run], bytes], str]] = {
     "an endless tag": (lambda run: header(run, tag_bytes=65535), "a tag of 65535 bytes"),
     "an endless note": (lambda run: header(run, notes=65535), "a note of 65535 numbers"),
     "no JSON": (lambda run: header(run)[:HEADER] + b"x" * (len(run.me.hello()) - HEADER), "is not JSON"),
-    "no hello": (lambda run: pack(Kind.MESSAGE, run.me.run, 2, 1, ("call",), (1.0,)), "did not say hello"),
-    "a refusal": (lambda run: pack(Kind.REFUSE, run.me.run, 2, 1, ("go",)), "refused this worker: go"),
+    "no hello": (lambda run: pack(Kind.MESSAGE, 2, 1, ("call",), (1.0,)), "did not say hello"),
+    "a refusal": (lambda run: pack(Kind.REFUSE, 2, 1, ("go",)), "refused this worker: go"),
     "a forged line": (
-        lambda run: pack(Kind.HELLO, run.me.run, 2, 1, ("hello", "1\nERROR", "m")),
+        lambda run: pack(Kind.HELLO, 2, 1, ("hello", "1\nERROR", "m")),
         "characters that cannot be printed",
     ),
 }
@@ -245,23 +300,73 @@ STRANGERS: dict[str, tuple[Callable[[Run], bytes], str]] = {
 def test_strangers_are_refused(who, run, lines):
     says, words = STRANGERS[who]
     sock = run.call()
-    sock.sendall(says(run))
+    sock.sendall(says)
     refused(run, lines, sock, words)
+    assert 2 not in run.members()
+
+
+def test_a_stranger_learns_nothing_but_that_somebody_is_there(run, lines):
+    """He has the protocol and no secret: what he gets is a random number, and then nothing."""
+    heard = []
+    for key in (bytes(32), b""):
+        with Client(run.call(), replace(run.me, key=key)) as client:
+            both = client.challenge()
+            heard.append(both[32:])
+            client.sock.sendall(secret.derive(key, "caller", both[:32], both[32:]))
+            assert client.sock.recv(1) == b""
+    assert heard[0] != heard[1]
+    run.until(lambda: len(lines.texts) == 2)
+    run.check()
+
+
+def test_what_was_said_on_one_connection_is_worth_nothing_on_another(run, lines):
+    """A proof and a greeting that were good, byte for byte once more; and frames of an earlier connection."""
+    first = Client(run.call(), run.me)
+    both = first.challenge()
+    good = secret.derive(run.me.key, "caller", both[:32], both[32:])
+    again = Client(run.call(), run.me)
+    again.challenge()
+    again.sock.sendall(good)
+    refused(run, lines, again.sock, handshake.STRANGER)
+    lines.texts.clear()
+    first.close()
+    run.until(lambda: bool(lines.texts))  # it had hung up
+    lines.texts.clear()
+    with run.join() as old, run.join() as client:
+        client.sock.sendall(old.sealed(message(run.me, ("x",))[0]))
+        refused(run, lines, client.sock, "not the next one of this connection")
+
+
+@pytest.mark.parametrize("order", ["twice", "swapped", "one left out"])
+def test_frames_come_once_and_in_their_order(order, run, lines):
+    """Whoever sits on the line and has not the secret can repeat what he hears, move it, or hold it back."""
+    with run.join() as client:
+        one, two = (client.sealed(message(run.me, ("x", k))[0]) for k in range(2))
+        client.sock.sendall({"twice": one + one, "swapped": two + one, "one left out": two}[order])
+        refused(run, lines, client.sock, "not the next one of this connection")
+
+
+@pytest.mark.parametrize("who", NEWCOMERS)
+def test_who_has_the_secret_and_does_not_fit_is_refused(who, run, lines):
+    says, words = NEWCOMERS[who]
+    client = run.prove()
+    client.send(says(run))
+    refused(run, lines, client.sock, words)
     assert 2 not in run.members()
 
 
 @pytest.mark.parametrize("who", ["another version", "another model", "a rank too far"])
 def test_who_is_refused_is_told_why(who, run, lines):
-    says, words = STRANGERS[who]
-    with run.call() as sock:
-        sock.sendall(says(run))
-        frame, tag, _ = read(sock, run.me)
+    says, words = NEWCOMERS[who]
+    with run.prove() as client:
+        client.send(says(run))
+        frame, tag, _ = client.read()
         assert frame.kind is Kind.REFUSE
         assert words in tag[0]
     run.until(lambda: bool(lines.texts))  # it is told first and noted then
 
 
-@pytest.mark.parametrize("data", [b"", b"FWHL", b"\0" * (HEADER - 1)], ids=["nothing", "a word", "nearly"])
+@pytest.mark.parametrize("data", [b"", b"FWHL", b"FWHL\6" + bytes(31)], ids=["nothing", "a word", "nearly"])
 def test_one_that_hangs_up_at_once(data, run, lines):
     sock = run.call()
     sock.sendall(data)
@@ -278,7 +383,8 @@ def test_one_that_says_nothing(data, run, lines):
 
 def test_one_that_never_comes_to_an_end(run, lines):
     """A greeting whose note trickles in a byte at a time."""
-    sock = run.call()
+    client = run.prove()
+    sock = client.sock
     sock.sendall(header(run, notes=frames.NOTES))
     ended = threading.Event()
 
@@ -310,14 +416,15 @@ def test_a_crowd_of_strangers(run, lines):
 
 def test_one_that_says_why_it_goes_is_heard_though_the_line_is_broken_too(run, lines, monkeypatch):
     """Writing to it fails at the moment at which its last words are read."""
-    sock, fabric, noticed = run.join(), run.workers[0]._agent.fabric, []
+    client, fabric, noticed = run.join(), run.workers[0]._agent.fabric, []
+    sock = client.sock
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing resets
     monkeypatch.setattr(fabric, "notice", lambda what, peer, why: noticed.append((what, peer, why)))
 
     def leave() -> None:
         """In one go of worker 0's loop."""
         fabric._queue(fabric._connections[2], Kind.PING)
-        sock.sendall(pack(Kind.BYE, run.me.run, 2, run.me.incarnation, ("by zero",)))
+        client.send(pack(Kind.BYE, 2, run.me.incarnation, ("by zero",)))
         sock.close()
 
     run.workers[0]._agent.loop.call_soon_threadsafe(leave)
@@ -347,11 +454,10 @@ def test_a_connection_that_takes_the_place_of_another_is_no_loss(run, monkeypatc
 
 
 def message(me: Identity, tag: Any, values: Any = None, dtype: torch.dtype = torch.float32, **changes: Any):
-    """A message with a vector, as raw bytes."""
+    """A message up to its seal, and its vector."""
     vector = None if values is None else torch.as_tensor(values, dtype=dtype)
     head = pack(
         Kind.MESSAGE,
-        me.run,
         changes.get("sender", 2),
         me.incarnation,
         tag,
@@ -359,35 +465,34 @@ def message(me: Identity, tag: Any, values: Any = None, dtype: torch.dtype = tor
         None if vector is None else dtype,
         changes.get("numel", 0 if vector is None else vector.numel()),
     )
-    return head if vector is None else head + vector.view(torch.uint8).numpy().tobytes()
+    return head, b"" if vector is None else vector.view(torch.uint8).numpy().tobytes()
 
 
-def bad_tag(me: Identity) -> bytes:
-    good = message(me, ("abcd",))
-    return good[:HEADER] + b"{" * (len(good) - HEADER)
+def bad_tag(me: Identity) -> tuple[bytes, bytes]:
+    good = message(me, ("abcd",))[0]
+    return good[:HEADER] + b"{" * (len(good) - HEADER), b""
 
 
-def bad_kind(me: Identity) -> bytes:
-    good = bytearray(message(me, ("abcd",)))
+def bad_kind(me: Identity) -> tuple[bytes, bytes]:
+    good = bytearray(message(me, ("abcd",))[0])
     good[5] = 77
-    return bytes(good)
+    return bytes(good), b""
 
 
-def near(me: Identity, *where: float) -> bytes:
+def near(me: Identity, *where: float) -> tuple[bytes, bytes]:
     """A message whose vector lies in a window: kind, number, process, bytes, handle."""
-    return pack(Kind.NEAR, me.run, 2, me.incarnation, ("x",), (*where, len(where)))
+    return pack(Kind.NEAR, 2, me.incarnation, ("x",), (*where, len(where))), b""
 
 
-LIARS: dict[str, tuple[Callable[[Identity], bytes], str]] = {
+LIARS: dict[str, tuple[Callable[[Identity], tuple[bytes, bytes]], str]] = {
     "NaN": (lambda me: message(me, ("x",), [1.0] * 9 + [math.nan]), "not finite"),
     "infinity": (lambda me: message(me, ("x",), [-math.inf] + [1.0] * 9), "not finite"),
     "both infinities": (lambda me: message(me, ("x",), [-math.inf, math.inf]), "not finite"),
     "too long": (lambda me: message(me, ("x",), [1.0], numel=SIZE + 1), "a vector of 1001 numbers"),
     "another type": (lambda me: message(me, ("x",), [1.0], torch.bfloat16), "give all the same wire"),
     "another sender": (lambda me: message(me, ("x",), sender=1), "it is worker 2 and says to be worker 1"),
-    "hello again": (lambda me: me.hello(), "hello twice"),
-    "random bytes": (lambda me: random.Random(2).randbytes(4000), "does not speak"),
-    "another run": (lambda me: message(replace(me, run=bytes(16)), ("x",)), "another run"),
+    "hello again": (lambda me: (me.hello(), b""), "hello twice"),
+    "random bytes": (lambda me: (random.Random(2).randbytes(4000), b""), "does not speak"),
     "no JSON": (bad_tag, "a tag that is not JSON"),
     "an unknown kind": (bad_kind, "unknown kind 77"),
     "a window on another machine": (lambda me: near(me, 1, 7, 1, 40, 3), "a window this worker cannot see"),
@@ -410,10 +515,10 @@ def test_members_that_show_windows_there_are_not(which, run, lines):
     """As a member on the same machine."""
     where, words = WINDOWS[which]
     fabric = run.workers[0]._agent.fabric
-    with run.join() as sock:
+    with run.join() as client:
         fabric._connections[2].kind = "host"
-        sock.sendall(near(run.me, *where))
-        refused(run, lines, sock, words)
+        client.send(*near(run.me, *where))
+        refused(run, lines, client.sock, words)
     run.until(lambda: 2 not in run.members())
     fabric._unshared.discard(2)
 
@@ -421,22 +526,22 @@ def test_members_that_show_windows_there_are_not(which, run, lines):
 @pytest.mark.parametrize("what", LIARS)
 def test_members_that_send_what_does_not_belong_here(what, run, lines):
     says, words = LIARS[what]
-    with run.join() as sock:
-        sock.sendall(says(run.me))
-        refused(run, lines, sock, words)
+    with run.join() as client:
+        client.send(*says(run.me))
+        refused(run, lines, client.sock, words)
     run.until(lambda: 2 not in run.members())
 
 
-def begin_exchange(run: Run, sock: socket.socket) -> tuple[str | int, ...]:
+def begin_exchange(run: Run, client: Client) -> tuple[str | int, ...]:
     """Call worker 0, or be called by it, until both have said yes; returns the exchange's tag."""
     for serial in range(1000):
         mine = ("exchange", 2, serial)
-        sock.sendall(message(run.me, ("call",), note=(float(serial),)))
+        client.send(*message(run.me, ("call",), note=(float(serial),)))
         while True:
-            frame, tag, note = read(sock, run.me)
+            frame, tag, note = client.read()
             if frame.kind is Kind.MESSAGE and tag == ("call",):
                 theirs = ("exchange", 0, int(note[0]))
-                sock.sendall(message(run.me, theirs, note=(1.0,)))
+                client.send(*message(run.me, theirs, note=(1.0,)))
                 return theirs
             if tag == mine and note == (1.0,):
                 return mine
@@ -450,26 +555,28 @@ def begin_exchange(run: Run, sock: socket.socket) -> tuple[str | int, ...]:
 def test_numbers_that_are_none_in_an_exchange_are_not_applied(at, value, run, lines):
     values = [5.0] * HALF
     values[at] = value
-    with run.join() as sock:
-        tag = begin_exchange(run, sock)
-        sock.sendall(message(run.me, tag, values))
-        refused(run, lines, sock, "it sent numbers that are not finite")
+    with run.join() as client:
+        tag = begin_exchange(run, client)
+        client.send(*message(run.me, tag, values))
+        refused(run, lines, client.sock, "it sent numbers that are not finite")
 
 
 def test_a_vector_of_another_length_in_an_exchange(run, lines):
-    with run.join() as sock:
-        tag = begin_exchange(run, sock)
+    with run.join() as client:
+        tag = begin_exchange(run, client)
         frame = None
         while frame is None or frame.dtype is None:  # its own snapshot: the exchange has begun
-            frame = read(sock, run.me)[0]
-        sock.sendall(message(run.me, tag, note=(1.0,)) + message(run.me, tag, [5.0] * (HALF - 1)))
-        refused(run, lines, sock, f"it sent {HALF - 1} numbers where {HALF} are awaited")
+            frame = client.read()[0]
+        client.send(*message(run.me, tag, note=(1.0,)))
+        client.send(*message(run.me, tag, [5.0] * (HALF - 1)))
+        refused(run, lines, client.sock, f"it sent {HALF - 1} numbers where {HALF} are awaited")
 
 
 def test_a_member_that_leaves_in_the_middle_of_an_exchange(run, lines):
     sock = run.join()
     tag = begin_exchange(run, sock)
-    sock.sendall(message(run.me, tag, [5.0] * HALF)[: HEADER + 500])
+    head, vector = message(run.me, tag, [5.0] * HALF)
+    sock.send(head, vector[:500])
     sock.close()
     run.until(lambda: 2 not in run.members())
     run.check()
@@ -480,7 +587,8 @@ def test_a_member_that_falls_silent_in_the_middle_of_an_exchange(run, lines):
     fabric = run.workers[0]._agent.fabric
     sock = run.join()
     tag = begin_exchange(run, sock)
-    sock.sendall(message(run.me, tag, [5.0] * HALF)[: HEADER + 500])
+    head, vector = message(run.me, tag, [5.0] * HALF)
+    sock.send(head, vector[:500])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fabric, "silence_s", 0.5)
         run.until(lambda: 2 not in run.members())
@@ -490,15 +598,16 @@ def test_a_member_that_falls_silent_in_the_middle_of_an_exchange(run, lines):
 
 def test_an_earlier_life_is_refused(run, lines):
     with run.join(replace(run.me, incarnation=7)) as now:
-        sock = run.call()
-        sock.sendall(replace(run.me, incarnation=6).hello())
+        client = run.prove()
+        sock = client.sock
+        client.send(replace(run.me, incarnation=6).hello())
         address = "{}:{}".format(*sock.getsockname())
         wait_for_close(sock)
         sock.close()
         assert lines.texts == [f"refused a connection from {address}: it is an earlier life of worker 2"]
         assert 2 in run.members()
         with run.join(replace(run.me, incarnation=8)):  # a later one takes its place
-            wait_for_close(now)
+            wait_for_close(now.sock)
     run.until(lambda: 2 not in run.members())
     run.check()
 
@@ -533,9 +642,9 @@ def test_strangers_without_keys(tmp_path, lines):
         # Handles of closed connections are used again: those who belong here must still get in.
         _, member = keys.contexts(tmp_path / "ours")
         for _ in range(3):
-            with member.wrap_socket(run.call(), server_hostname="freewheel") as sock:
-                sock.sendall(run.me.hello() + run.me.frame(Kind.SEES, ("sees",)))
-                assert read(sock, run.me)[0].kind is Kind.HELLO
+            with Client(member.wrap_socket(run.call(), server_hostname="freewheel"), run.me) as client:
+                client.prove()
+                client.greet()
                 run.until(lambda: 2 in run.members())
             run.until(lambda: 2 not in run.members())
         run.check()
@@ -548,9 +657,9 @@ def test_strangers_without_keys(tmp_path, lines):
 def test_the_client_of_this_test_speaks_the_protocol():
     """Else being refused would prove nothing."""
     me = Identity(bytes(16), 2, 3, 1, "test", "m", SIZE)
-    data = message(me, ("x",), [1.0, 2.0])
-    frame = frames.parse(data[:HEADER], me.run, SIZE)
+    head, vector = message(me, ("x",), [1.0, 2.0])
+    frame = frames.parse(head[:HEADER], SIZE)
     assert (frame.sender, frame.numel, frame.dtype) == (2, 2, torch.float32)
-    assert struct.unpack("=2f", data[-8:]) == (1.0, 2.0)
+    assert struct.unpack("=2f", vector) == (1.0, 2.0)
     with pytest.raises(BadFrame):
-        frames.parse(bad_kind(me)[:HEADER], me.run, SIZE)
+        frames.parse(bad_kind(me)[0][:HEADER], SIZE)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from torch.distributed import TCPStore
@@ -22,9 +23,11 @@ from freewheel.bench.processes import free_port
 from freewheel.cli.main import main
 from freewheel.cli.run import Prefixed
 from freewheel.errors import ConfigError
+from freewheel.fabric import secret
 from freewheel.observe.run import Run, find_runs
 from freewheel.runtime import hosts, processes
 from freewheel.runtime.beginnings import STARTS
+from freewheel.runtime.entries import Entries
 from freewheel.runtime.hosts import host_store, reach_store
 from freewheel.runtime.launcher import Captured, launch
 
@@ -59,6 +62,13 @@ class Gate:
 
 
 @pytest.fixture
+def shared(tmp_path) -> Path:
+    """The file with the secret of a run on several hosts."""
+    secret.write(tmp_path / "secret", secret.make())
+    return tmp_path / "secret"
+
+
+@pytest.fixture
 def gate(tmp_path):
     with contextlib.closing(Gate(tmp_path / "gate")) as one:
         yield one
@@ -69,8 +79,10 @@ def gate(tmp_path):
 TELL = """
 import json, torch.distributed as dist
 told = {key: os.environ.get(key) for key in sys.argv[1:]}
+from freewheel.fabric.secret import of_environment
+from freewheel.runtime.entries import Entries
 store = dist.TCPStore(told["MASTER_ADDR"], int(told["MASTER_PORT"]), is_master=False)
-told["options"] = json.loads(store.get("freewheel/options"))
+told["options"] = json.loads(Entries(store, of_environment(os.environ)).get("freewheel/options"))
 port = f"{int(told['MASTER_PORT']):04X}"
 rows = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/net/{name}").readlines()[1:]]
 told["listening"] = [row[1] for row in rows if row[1].endswith(":" + port) and row[3] == "0A"]
@@ -97,7 +109,6 @@ def test_workers_are_told_who_they_are_and_what_the_options_are(script, tmp_path
         assert all(address.startswith("0100007F:") for address in listening), "not on loopback only"
         options = told[rank].pop("options")
         assert re.fullmatch("[0-9a-f]{32}", options.pop("run"))
-        assert options.pop("command") == [*command, *names]
         expected = {"folder": str(folder), "bind": "127.0.0.1", "console": True, "tensorboard": None}
         assert options == {**expected, "workers": 2, "most": 2, "typed": "freewheel run …"}
         assert told[rank].pop("MASTER_PORT").isdecimal()
@@ -452,6 +463,7 @@ def test_keys_makes_a_set_that_run_takes(script, tmp_path, monkeypatch, capsys):
 
 HERE = ["--bind", "127.0.0.1"]
 MEET = ["--master", "127.0.0.1:{free}"]
+SHARED = ["--secret", "secret"]
 WRONG = {
     "no such script": (["-n", "2", "nothing.py"], r"no script 'nothing.py': looked for /.*/nothing.py"),
     "a folder": (["-n", "2", "."], "folder without __main__.py"),
@@ -465,6 +477,10 @@ WRONG = {
         "node must be 0 to 1 in a run of 2 nodes, not 2",
     ),
     "no master": (["-n", "2", "--nodes", "2", *HERE, "worker.py"], "give master, HOST:PORT"),
+    "no secret": (
+        ["-n", "2", "--nodes", "2", *HERE, "--master", "127.0.0.1:1", "worker.py"],
+        "launchers of one run must share a secret",
+    ),
     "no bind": (["-n", "2", "--nodes", "2", "--master", "127.0.0.1:1", "worker.py"], "give bind"),
     "not our address": (["-n", "2", "--bind", "192.0.2.1", "worker.py"], "no address 192.0.2.1"),
     "no address": (["-n", "2", "--bind", "no.host.invalid", "worker.py"], "bind: cannot listen on"),
@@ -473,7 +489,7 @@ WRONG = {
     "no keys": (["-n", "2", "--tls", "nowhere", "worker.py"], "ca.pem and worker.pem and worker.key missing"),
     "folder is a file": (["-n", "2", "--folder", "worker.py", "worker.py"], "cannot make the run folder"),
     "nobody there": (
-        ["-n", "1", "--nodes", "2", "--node", "1", *HERE, "--wait-s", "0.3", *MEET, "worker.py"],
+        ["-n", "1", "--nodes", "2", "--node", "1", *HERE, "--wait-s", "0.3", *MEET, *SHARED, "worker.py"],
         r"cannot reach the rendezvous at 127.0.0.1:\d+ within 0.3 s \(Connection refused\)",
     ),
     "port in use": (["-n", "2", "--master", "127.0.0.1:{used}", "worker.py"], "port .* is in use"),
@@ -481,7 +497,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_is_one_line_and_code_2(case, script, tmp_path, monkeypatch, capfd):
+def test_what_cannot_be_is_one_line_and_code_2(case, script, tmp_path, monkeypatch, capfd, shared):
     arguments, said = WRONG[case]
     script("print('started')")
     monkeypatch.chdir(tmp_path)
@@ -539,7 +555,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-def test_two_nodes_are_one_run_and_node_0_keeps_the_store_for_the_other(script, tmp_path, gate):
+def test_two_nodes_are_one_run_and_node_0_keeps_the_store_for_the_other(script, tmp_path, gate, shared):
     port = free_port()
     command = script(f"""
 import socket
@@ -563,7 +579,7 @@ if rank == 3:
 
     def tick_of_node_1() -> None:
         if not options:
-            store = TCPStore("127.0.0.1", port, is_master=False)
+            store = Entries(TCPStore("127.0.0.1", port, is_master=False), secret.read(shared))
             options.update({node: json.loads(store.get(f"freewheel/options/{node}")) for node in (0, 1)})
 
     def run(node: int) -> int:
@@ -577,6 +593,7 @@ if rank == 3:
                 nodes=2,
                 node=node,
                 master=f"127.0.0.1:{port}",
+                secret=shared,
                 tick=(tick_of_node_0, tick_of_node_1)[node],
             )
         finally:
@@ -592,18 +609,19 @@ if rank == 3:
     assert options[0]["folder"] == str(tmp_path / "records")
 
 
-def test_node_0_does_not_wait_for_ever_for_a_node_that_is_gone(script, monkeypatch):
+def test_node_0_does_not_wait_for_ever_for_a_node_that_is_gone(script, monkeypatch, shared):
     monkeypatch.setattr(hosts, "SILENT_S", 0.3)
     output = Captured()
-    place = {"nodes": 2, "bind": "127.0.0.1", "master": f"127.0.0.1:{free_port()}"}
+    place = {"nodes": 2, "bind": "127.0.0.1", "master": f"127.0.0.1:{free_port()}", "secret": shared}
     assert launch(script("print('done')"), 1, output=output, **place) == 1
     assert list(output.lines[0]) == ["done"]
     assert "node 1 has given no sign of life" in output.lines[None][-1]
 
 
-def test_nodes_that_do_not_fit_are_refused(script, gate, monkeypatch):
+def test_nodes_that_do_not_fit_are_refused(script, gate, monkeypatch, shared):
     monkeypatch.setattr(hosts, "BEAT_S", 0.1)
     place = {"nodes": 2, "bind": "127.0.0.1", "master": f"127.0.0.1:{free_port()}", "output": Captured()}
+    place["secret"] = shared
     started = threading.Barrier(3)
 
     def run(node: int) -> int:
@@ -623,11 +641,12 @@ def test_nodes_that_do_not_fit_are_refused(script, gate, monkeypatch):
         assert [code.result() for code in codes] == [0, 0]
 
 
-def test_the_workers_of_a_node_that_is_started_again_are_not_given_up(script, gate, monkeypatch):
+def test_the_workers_of_a_node_that_is_started_again_are_not_given_up(script, gate, monkeypatch, shared):
     """Else who looks whether anybody is left would take them for lost, and begin again beside them."""
     monkeypatch.setattr(hosts, "BEAT_S", 0.1)
     port = free_port()
     place = {"nodes": 2, "bind": "127.0.0.1", "master": f"127.0.0.1:{port}", "output": Captured()}
+    place["secret"] = shared
     given_up: list[bool] = []
 
     def tick() -> None:
@@ -646,9 +665,10 @@ def test_the_workers_of_a_node_that_is_started_again_are_not_given_up(script, ga
     assert given_up == [False]
 
 
-def test_a_node_of_another_shape_is_refused(script, gate, monkeypatch):
+def test_a_node_of_another_shape_is_refused(script, gate, monkeypatch, shared):
     monkeypatch.setattr(hosts, "SILENT_S", 0.1)
     place = {"nodes": 2, "bind": "127.0.0.1", "master": f"127.0.0.1:{free_port()}", "output": Captured()}
+    place["secret"] = shared
     command = script(gate.wait)
     with ThreadPoolExecutor(1) as pool:
         code = pool.submit(launch, command, 1, **place)

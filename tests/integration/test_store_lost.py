@@ -189,7 +189,7 @@ def test_a_connection_with_one_that_had_come_back_is_made_again():
 
 def test_lives_that_ended_before_they_joined_are_counted_and_not_waited_for(launcher):
     """Killed while they imported torch, say: at the end nobody is still to come."""
-    launcher.store.set(f"{STARTS}/0", "3")
+    launcher.of_run.set(f"{STARTS}/0", "3")
     one = Rendezvous(launcher.places[0], DEADLINE_S)
     one.options()
     assert one.incarnation() == 3
@@ -222,9 +222,10 @@ def test_who_says_something_and_then_leaves_is_heard(launcher, monkeypatch):
 
 HOSTED = """
 import sys, threading
+from freewheel.runtime.entries import Entries
 from freewheel.runtime.hosts import host_store
 store, _, port = host_store(None, 1)
-store.set("freewheel/options", sys.argv[1])
+Entries(store, b"").set("freewheel/options", sys.argv[1])
 print(port, flush=True)
 threading.Event().wait()
 """
@@ -282,7 +283,7 @@ def lasting() -> set[threading.Thread]:
 
 
 def test_a_store_that_hangs_holds_up_nobody_and_is_used_again_when_it_goes_on(stoppable):
-    book = reach("127.0.0.1", stoppable.port, DEADLINE_S).under(f"freewheel/{stoppable.tests}/0")
+    book, mine = reach("127.0.0.1", stoppable.port, DEADLINE_S), f"freewheel/{stoppable.tests}/0/address/1"
     joined, before = threading.Barrier(3), lasting()
 
     def work(place: Place) -> None:
@@ -303,8 +304,8 @@ def test_a_store_that_hangs_holds_up_nobody_and_is_used_again_when_it_goes_on(st
     stoppable.stop()
     joined.wait(DEADLINE_S)
     stoppable.go_on()
-    book.delete_key("address/1")
-    wait_until(lambda: book.check(["address/1"]))  # worker 1 has entered itself again
+    book.delete_key(mine)
+    wait_until(lambda: book.check([mine]))  # worker 1 has entered itself again
     joined.wait(DEADLINE_S)
     stoppable.stop()
     joined.wait(DEADLINE_S)
@@ -360,5 +361,7 @@ def test_the_latest_life_that_anybody_has_seen_counts(launcher):
         launcher.store.delete_key(f"freewheel/0/0/life/{rank}")
     for one, lives in zip(known, seen, strict=True):
         one.register(lives, members=(0, 1, 2))
-    assert Rendezvous(launcher.places[2], 5.0).incarnation() == 1  # of a second use of the run
+    second = Rendezvous(launcher.places[2], 5.0)
+    second.options()
+    assert second.incarnation() == 1  # of a second use of the run
     assert known[2].incarnation() == 6

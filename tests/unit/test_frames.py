@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from freewheel.fabric import frames
-from freewheel.fabric.frames import BadFrame, Kind, pack, parse, parse_rest
+from freewheel.fabric.frames import BadFrame, Kind, pack, parse
 from freewheel.fabric.handshake import Identity
+from freewheel.fabric.secret import Seals
 
-RUN = bytes(range(16))
+KEY = bytes(range(16))
 SIZE = frames.HEADER.size
 LONGEST = 1000
 
@@ -22,6 +23,16 @@ texts = st.text(st.characters(exclude_categories=("C", "Z")), max_size=8)
 words = st.lists(st.one_of(texts, st.integers(-(2**63), 2**63)), max_size=6).map(tuple)
 notes = st.lists(st.floats(width=64), max_size=8).map(tuple)
 dtypes = st.sampled_from([None, *frames.CODES])
+
+
+def sealed(data: bytes) -> bytes:
+    """As the first frame of a connection."""
+    return data + Seals(KEY).next(data)
+
+
+def parse_rest(frame: frames.Frame, rest: bytes) -> tuple[tuple[str | int, ...], tuple[float, ...]]:
+    """Of the first frame of a connection."""
+    return frames.parse_rest(frame, rest, Seals(KEY))
 
 
 def header(**changes: int | bytes) -> bytes:
@@ -36,7 +47,6 @@ def header(**changes: int | bytes) -> bytes:
         "sender": 1,
         "incarnation": 1,
         "numel": 10,
-        "run": RUN,
     }
     return frames.HEADER.pack(*{**fields, **changes}.values())
 
@@ -52,8 +62,8 @@ def header(**changes: int | bytes) -> bytes:
 )
 def test_what_is_packed_is_read_again(kind, sender, incarnation, tag, note, dtype, numel):
     numel = numel if dtype is not None else 0
-    data = pack(kind, RUN, sender, incarnation, tag, note, dtype, numel)
-    frame = parse(data[:SIZE], RUN, LONGEST)
+    data = sealed(pack(kind, sender, incarnation, tag, note, dtype, numel))
+    frame = parse(data[:SIZE], LONGEST)
     assert (frame.kind, frame.sender, frame.incarnation) == (kind, sender, incarnation)
     assert (frame.dtype, frame.numel, frame.rest) == (dtype, numel, len(data) - SIZE)
     its_tag, its_note = parse_rest(frame, data[SIZE:])
@@ -64,7 +74,7 @@ def test_what_is_packed_is_read_again(kind, sender, incarnation, tag, note, dtyp
 @given(st.binary(min_size=SIZE, max_size=SIZE))
 def test_random_bytes_are_no_frame(head):
     with pytest.raises(BadFrame):
-        parse(head, RUN, LONGEST)
+        parse(head, LONGEST)
 
 
 @given(st.integers(0, SIZE - 1), st.integers(0, 255))
@@ -72,7 +82,7 @@ def test_a_header_with_one_byte_changed_is_refused_or_a_frame_within_bounds(at, 
     head = bytearray(header(tag_bytes=4, notes=2))
     head[at] = value
     try:
-        frame = parse(head, RUN, LONGEST)
+        frame = parse(head, LONGEST)
     except BadFrame:
         return
     assert frame.numel <= LONGEST
@@ -84,7 +94,7 @@ def test_a_header_with_one_byte_changed_is_refused_or_a_frame_within_bounds(at, 
 def test_a_tag_of_random_bytes_is_refused_or_words_and_whole_numbers(data):
     head = header(tag_bytes=len(data))
     try:
-        tag, _ = parse_rest(parse(head, RUN, LONGEST), frames.sealed(head + data)[SIZE:])
+        tag, _ = parse_rest(parse(head, LONGEST), sealed(head + data)[SIZE:])
     except BadFrame:
         return
     assert all(type(word) in (str, int) for word in tag)
@@ -95,16 +105,16 @@ def test_a_tag_of_random_bytes_is_refused_or_words_and_whole_numbers(data):
     [b"[" * 512, b"{}", b"[1.5]", b"[NaN]", b"[true]", b"[null]", b"[[1]]", b'"word"', b"[1", b"\xff\xfe[1]"],
 )
 def test_tags_that_look_like_json_but_are_none_of_ours(data):
+    head = header(tag_bytes=len(data))
     with pytest.raises(BadFrame, match="tag"):
-        parse_rest(parse(header(tag_bytes=len(data)), RUN, LONGEST), data)
+        parse_rest(parse(head, LONGEST), sealed(head + data)[SIZE:])
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"magic": b"HTTP"}, "does not speak Freewheel's protocol"),
-        ({"protocol": 6}, "protocol 6, not 5: another version"),
-        ({"run": bytes(16)}, "another run"),
+        ({"protocol": 5}, "protocol 5, not 6: another version"),
         ({"kind": 0}, "unknown kind 0"),
         ({"kind": 99}, "unknown kind 99"),
         ({"dtype": 77}, "unknown type 77"),
@@ -116,29 +126,29 @@ def test_tags_that_look_like_json_but_are_none_of_ours(data):
     ],
 )
 def test_each_field_is_checked(changes, words):
-    parse(header(), RUN, LONGEST)  # good, but for the change
+    parse(header(), LONGEST)  # good, but for the change
     with pytest.raises(BadFrame, match=words):
-        parse(header(**changes), RUN, LONGEST)
+        parse(header(**changes), LONGEST)
 
 
 def test_what_does_not_fit_is_not_packed():
     with pytest.raises(ValueError, match="do not fit"):
-        pack(Kind.MESSAGE, RUN, 0, 1, ("a" * frames.TAG_BYTES,))
+        pack(Kind.MESSAGE, 0, 1, ("a" * frames.TAG_BYTES,))
     with pytest.raises(ValueError, match="do not fit"):
-        pack(Kind.MESSAGE, RUN, 0, 1, note=(math.pi,) * (frames.NOTES + 1))
+        pack(Kind.MESSAGE, 0, 1, note=(math.pi,) * (frames.NOTES + 1))
 
 
 # -- the greeting --
 
 
 def identity(**changes) -> Identity:
-    given = {"run": RUN, "rank": 0, "world_size": 3, "incarnation": 1, "version": "1.0", "model": "m"}
+    given = {"key": KEY, "rank": 0, "world_size": 3, "incarnation": 1, "version": "1.0", "model": "m"}
     return Identity(**{**given, "longest": LONGEST, **changes})
 
 
 def greet(me: Identity, data: bytes, peer: int | None = None) -> None:
-    frame = parse(data[:SIZE], me.run, me.longest)
-    me.check(frame, parse_rest(frame, data[SIZE:])[0], peer)
+    frame = parse(data[:SIZE], me.longest)
+    me.check(frame, parse_rest(frame, sealed(data)[SIZE:])[0], peer)
 
 
 def test_two_that_agree_may_talk():
@@ -155,7 +165,6 @@ def test_two_that_agree_may_talk():
         ({"rank": 0}, "worker 0 of 3"),
         ({"rank": 3}, "worker 3 of 3"),
         ({"rank": 2**32 - 1}, "worker 4294967295 of 3"),
-        ({"rank": 1, "run": bytes(16)}, "another run"),
     ],
 )
 def test_two_that_differ_may_not(theirs, words):
@@ -173,17 +182,17 @@ def test_the_one_who_answers_must_be_the_one_who_was_called():
 )
 def test_a_greeting_has_its_form(tag):
     with pytest.raises(BadFrame, match="did not say hello"):
-        greet(identity(), pack(Kind.HELLO, RUN, 1, 1, tag))
+        greet(identity(), pack(Kind.HELLO, 1, 1, tag))
     with pytest.raises(BadFrame, match="did not say hello"):
-        greet(identity(), pack(Kind.MESSAGE, RUN, 1, 1, ("hello", "1.0", "m"), dtype=torch.float32, numel=1))
+        greet(identity(), pack(Kind.MESSAGE, 1, 1, ("hello", "1.0", "m"), dtype=torch.float32, numel=1))
 
 
 @pytest.mark.parametrize(
     "data",
     [
-        pack(Kind.REFUSE, RUN, 1, 1, ("no\nERROR all is lost",)),
-        pack(Kind.HELLO, RUN, 1, 1, ("hello", "2.0\nERROR all is lost", "m")),
-        pack(Kind.HELLO, RUN, 1, 1, ("hello", "\x1b[2J\ud800", "m")),
+        pack(Kind.REFUSE, 1, 1, ("no\nERROR all is lost",)),
+        pack(Kind.HELLO, 1, 1, ("hello", "2.0\nERROR all is lost", "m")),
+        pack(Kind.HELLO, 1, 1, ("hello", "\x1b[2J\ud800", "m")),
     ],
     ids=["refusal", "version", "escapes"],
 )
@@ -195,16 +204,24 @@ def test_what_a_stranger_says_cannot_forge_lines_of_the_log(data):
 
 @given(st.data())
 def test_a_frame_with_any_byte_changed_is_refused(data):
-    frame = bytearray(pack(Kind.MESSAGE, RUN, 1, 1, ("exchange", 1, 77), (1.0, 2.0), torch.float32, 10))
+    frame = bytearray(sealed(pack(Kind.MESSAGE, 1, 1, ("exchange", 1, 77), (1.0, 2.0), torch.float32, 10)))
     at = data.draw(st.integers(0, len(frame) - 1))
     frame[at] ^= data.draw(st.integers(1, 255))
     if at == 7:  # the header's one byte without a meaning is sealed as well
-        parse(frame[:SIZE], RUN, LONGEST)
+        parse(frame[:SIZE], LONGEST)
 
     def read() -> None:
-        head = parse(frame[:SIZE], RUN, LONGEST)
+        head = parse(frame[:SIZE], LONGEST)
         rest = bytes(frame[SIZE : SIZE + head.rest]).ljust(head.rest, b"\0")
         parse_rest(head, rest)
 
     with pytest.raises(BadFrame):
         read()
+
+
+def test_a_seal_fits_one_frame_of_one_connection():
+    ours, data = Seals(KEY), pack(Kind.PING, 1, 1)
+    first = ours.next(data)
+    assert ours.next(data) == first, "it has not left yet"
+    ours.advance()
+    assert first not in (ours.next(data), Seals(bytes(16)).next(data))

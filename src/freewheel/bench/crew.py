@@ -20,6 +20,7 @@ from typing import IO, Any
 from freewheel.bench.forks import Forked, import_before
 from freewheel.bench.processes import Place, free_port
 from freewheel.errors import RunStopped
+from freewheel.fabric import secret
 from freewheel.runtime.bounded import reach
 from freewheel.runtime.place import LAUNCHED
 from freewheel.runtime.rendezvous import STORE_S
@@ -99,7 +100,7 @@ class Crew:
         self._module, self._asked, self._places, self._forked = module, asked, places, forked
         if forked:
             import_before([module, STORE])
-        self._port = free_port()
+        self._port, self._secret = free_port(), secret.make()
         self.lives: dict[int, list[Life]] = {rank: [] for rank in range(len(places))}
         """The processes that each worker has had."""
         self._store: Life | None = None
@@ -121,7 +122,7 @@ class Crew:
     def start_store(self, options: str = "") -> None:
         """Start the store, always on the same port: with the run's options, as a launcher does, or empty."""
         asked = {"at": f"{self._address}:{self._port}", "options": options}
-        self._store = self._start(STORE, asked, self._places[0], {})
+        self._store = self._start(STORE, asked, self._places[0], {secret.SECRET: self._secret.hex()})
         store = self._store
         self.until("the store", lambda: "up" in store.said or store.process.poll() is not None, START_S)
         if "up" not in store.said:
@@ -144,6 +145,7 @@ class Crew:
             "MASTER_PORT": str(self._port),
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             LAUNCHED: f"{self._address}:{self._port}",
+            secret.SECRET: self._secret.hex(),
         }
         asked = {**self._asked, "address": place.address, "life": len(self.lives[rank])}
         life = self._start(self._module, asked, place, environment)
@@ -200,8 +202,10 @@ class Crew:
     def all_registered(self) -> bool:
         """Whether the store has everybody's address."""
         ranks = range(len(self._places))
-        with contextlib.suppress(OSError, RuntimeError):
-            store = reach(self._address, self._port, STORE_S)
+        with (
+            contextlib.suppress(OSError, RuntimeError),
+            contextlib.closing(reach(self._address, self._port, STORE_S)) as store,
+        ):
             return all(store.check([f"freewheel/0/0/address/{rank}"]) for rank in ranks)
         return False
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from freewheel.bench.processes import Parent, job
+from freewheel.fabric.secret import of_environment
+from freewheel.runtime.entries import Entries
 from freewheel.runtime.hosts import host_store
 from freewheel.runtime.rendezvous import OPTIONS
 
@@ -14,7 +17,7 @@ def main() -> None:
     parent, asked = Parent(), job()
     store, *_ = host_store(asked["at"], 1)
     if asked["options"]:
-        store.set(OPTIONS, asked["options"])
+        Entries(store, of_environment(os.environ)).set(OPTIONS, asked["options"])
     parent.say(up=True)
     threading.Event().wait()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import getpass
 import importlib.machinery
 import os
 import signal
@@ -16,8 +17,9 @@ import typer
 from freewheel.cli.options import command_line
 from freewheel.cli.tracebacks import Tracebacks
 from freewheel.errors import ConfigError
+from freewheel.fabric.secret import of_text
 from freewheel.runtime.launcher import join as add_workers
-from freewheel.runtime.launcher import launch
+from freewheel.runtime.launcher import known_secret, launch
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -37,6 +39,10 @@ def run(
     ] = None,
     tls: Annotated[
         Path | None, typer.Option(help="Keys, as freewheel keys makes them: encrypt, admit members only.")
+    ] = None,
+    secret: Annotated[
+        Path | None,
+        typer.Option(help="A file with the run's secret, for several hosts; default: a new one."),
     ] = None,
     nodes: Annotated[int, typer.Option(help="How many hosts, each with a launcher and -n workers.")] = 1,
     node: Annotated[int, typer.Option(help="Which of them this is; node 0 holds the rendezvous.")] = 0,
@@ -70,6 +76,7 @@ def run(
             folder=folder,
             bind=bind,
             tls=tls,
+            secret=secret,
             nodes=nodes,
             node=node,
             master=master,
@@ -95,12 +102,14 @@ def run(
 def join(
     master: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the run can be met.")],
     command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[SCRIPT]", help="After --: what to run; default: the run's.", show_default=False
-        ),
-    ] = None,
+        list[str], typer.Argument(metavar="SCRIPT", help="After --: what to run; the rest is the script's.")
+    ],
     workers: Annotated[int, typer.Option("-n", "--workers", help="How many workers come.")] = 1,
+    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
+    secret: Annotated[
+        Path | None,
+        typer.Option(help="The file with the run's secret; default: that of the keys, or it is asked for."),
+    ] = None,
     restarts: Annotated[int, typer.Option(help="How often each worker that dies is started again.")] = 0,
     folder: Annotated[
         Path | None, typer.Option(help="Where records go; default: the run's.", show_default=False)
@@ -114,11 +123,13 @@ def join(
     wait_s: Annotated[float, typer.Option(help="How long to wait for the run.")] = 60.0,
 ) -> None:
     """Add workers to a run that goes on; it must have been started with --max."""
+    program = _module(command) if module else _script(command)
     output = Tracebacks(Prefixed())
     code = add_workers(
         master,
+        program,
         workers,
-        _script(command) if command else None,
+        secret=known_secret(secret, tls) or _ask(),
         output=output,
         tick=output.tick,
         restarts=restarts,
@@ -129,6 +140,16 @@ def join(
     )
     output.end()
     _exit(code)
+
+
+def _ask() -> bytes:
+    """The secret, typed by somebody who sees nothing of it."""
+    if not sys.stdin.isatty():
+        raise ConfigError(
+            "a run lets in who has its secret: give --secret the file whose name it printed, or the run's "
+            "keys by --tls."
+        )
+    return of_text(getpass.getpass("The run's secret: "), "what was typed")
 
 
 def _exit(code: int) -> None:

@@ -7,6 +7,7 @@ from collections import deque
 
 from torch import Tensor
 
+from freewheel.fabric.secret import Seals
 from freewheel.fabric.transfers import Landing, Outgoing
 from freewheel.fabric.transport import Transport
 from freewheel.fabric.windows import STREAM
@@ -15,7 +16,16 @@ from freewheel.fabric.windows import STREAM
 class Connection:
     """A connection with a peer that has said who it is."""
 
-    def __init__(self, transport: Transport, peer: int, incarnation: int, address: str, caller: int) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        peer: int,
+        incarnation: int,
+        address: str,
+        caller: int,
+        seals: tuple[Seals, Seals],
+    ) -> None:
+        self.ours, self.theirs = seals
         self.transport, self.peer, self.incarnation, self.address = transport, peer, incarnation, address
         self.caller = caller
         self.kind = STREAM
@@ -37,10 +47,18 @@ class Connection:
     def put(self, outgoing: Outgoing) -> None:
         """Let a message leave after those before it; a short one leaves at once if nothing is before it."""
         if not self.queue and not self.writing and outgoing.vector is None:
-            written = self.transport.write_now(outgoing.head)
-            outgoing.head, outgoing.begun = outgoing.head[written:], written > 0
-            if not outgoing.head:
-                outgoing.set_result(None)
-                return
+            whole = outgoing.head + self.ours.next(outgoing.head)
+            if written := self.transport.write_now(whole):
+                self.ours.advance()
+                outgoing.head, outgoing.begun = whole[written:], True
+                if not outgoing.head:
+                    outgoing.set_result(None)
+                    return
         self.queue.append(outgoing)
         self.wake.set()
+
+    def sealed(self, head: bytes) -> bytes:
+        """A frame that leaves now."""
+        whole = head + self.ours.next(head)
+        self.ours.advance()
+        return whole

@@ -1,13 +1,13 @@
 """What travels over a connection: a header that is checked before anything else is read.
 
-    header   magic, protocol, kind, dtype, lengths of tag and note, sender, incarnation, numbers, run
+    header   magic, protocol, kind, dtype, lengths of tag and note, sender, incarnation, numbers
     tag      JSON, a list of words and whole numbers
     note     numbers (doubles)
-    seal     a checksum of all before it
+    seal     of all before it and of how many frames went before; see fabric/secret.py
     vector   raw numbers, in pieces; see fabric/tcp.py
 
-A header that does not belong to this run, this sender or this model ends the connection before a byte of the
-rest is read.
+A header that does not belong to this sender or this model ends the connection before a byte of the rest is
+read; a frame whose seal does not fit, before anything is made of it.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ from __future__ import annotations
 import enum
 import json
 import struct
-import zlib
 from dataclasses import dataclass
 
 import torch
 
 from freewheel.fabric.base import BYTES_PIECE, Note, Tag
+from freewheel.fabric.secret import SEAL_BYTES, Seals, same
 
 MAGIC = b"FWHL"
-PROTOCOL = 5
-HEADER = struct.Struct("!4sBBBxHHIIQ16s")
-SEAL = struct.Struct("!I")
+PROTOCOL = 6
+HEADER = struct.Struct("!4sBBBxHHIIQ")
 TAG_BYTES = 512
 NOTES = 1 << 15
 
@@ -81,18 +80,17 @@ class Frame:
     numel: int
     tag_bytes: int
     notes: int
-    checksum: int
-    """Of the header."""
+    head: bytes | bytearray
+    """As it came."""
 
     @property
     def rest(self) -> int:
         """How many bytes of tag, note and seal follow."""
-        return self.tag_bytes + 8 * self.notes + SEAL.size
+        return self.tag_bytes + 8 * self.notes + SEAL_BYTES
 
 
 def pack(
     kind: Kind,
-    run: bytes,
     sender: int,
     incarnation: int,
     tag: Tag = (),
@@ -100,29 +98,19 @@ def pack(
     dtype: torch.dtype | None = None,
     numel: int = 0,
 ) -> bytes:
-    """A frame up to its vector."""
+    """A frame up to its seal."""
     words = json.dumps(tag, separators=(",", ":")).encode() if tag else b""
     if len(words) > TAG_BYTES or len(note) > NOTES:
         raise ValueError(f"a tag of {len(words)} bytes and a note of {len(note)} numbers do not fit a frame")
     code = 0 if dtype is None else CODES[dtype]
-    head = HEADER.pack(MAGIC, PROTOCOL, kind, code, len(words), len(note), sender, incarnation, numel, run)
-    return sealed(head + words + struct.pack(f"!{len(note)}d", *note))
+    head = HEADER.pack(MAGIC, PROTOCOL, kind, code, len(words), len(note), sender, incarnation, numel)
+    return head + words + struct.pack(f"!{len(note)}d", *note)
 
 
-def sealed(data: bytes) -> bytes:
-    """With a checksum: a number that was damaged on the way is no tag of somebody else's exchange."""
-    return data + SEAL.pack(zlib.crc32(data))
-
-
-def parse(head: bytes | bytearray, run: bytes, longest: int) -> Frame:
+def parse(head: bytes | bytearray, longest: int) -> Frame:
     """Check a header; nothing of this run has a vector of more than `longest` numbers."""
-    magic, protocol, kind, code, tag_bytes, notes, sender, incarnation, numel, its_run = HEADER.unpack(head)
-    if magic != MAGIC:
-        raise BadFrame("it does not speak Freewheel's protocol")
-    if protocol != PROTOCOL:
-        raise BadFrame(f"it speaks protocol {protocol}, not {PROTOCOL}: another version of freewheel")
-    if its_run != run:
-        raise BadFrame("it belongs to another run")
+    magic, protocol, kind, code, tag_bytes, notes, sender, incarnation, numel = HEADER.unpack(head)
+    check_protocol(magic, protocol)
     if kind not in KINDS:
         raise BadFrame(f"it sent a frame of unknown kind {kind}")
     if tag_bytes > TAG_BYTES or notes > NOTES:
@@ -133,19 +121,28 @@ def parse(head: bytes | bytearray, run: bytes, longest: int) -> Frame:
     if numel > longest or (numel and not code):
         raise BadFrame(f"it sent a vector of {numel} numbers, where the longest of this run has {longest}")
     dtype = DTYPES.get(code)
-    return Frame(Kind(kind), sender, incarnation, dtype, numel, tag_bytes, notes, zlib.crc32(head))
+    return Frame(Kind(kind), sender, incarnation, dtype, numel, tag_bytes, notes, head)
 
 
-def parse_rest(frame: Frame, rest: bytes | bytearray) -> tuple[Tag, Note]:
-    """Tag and note."""
+def check_protocol(magic: bytes, protocol: int) -> None:
+    """Whether these are bytes of ours at all."""
+    if magic != MAGIC:
+        raise BadFrame("it does not speak Freewheel's protocol")
+    if protocol != PROTOCOL:
+        raise BadFrame(f"it speaks protocol {protocol}, not {PROTOCOL}: another version of freewheel")
+
+
+def parse_rest(frame: Frame, rest: bytes | bytearray, seals: Seals) -> tuple[Tag, Note]:
+    """Tag and note of the next frame that was sealed so."""
+    if not same(bytes(rest[-SEAL_BYTES:]), seals.next(frame.head + rest[:-SEAL_BYTES])):
+        raise BadFrame("it sent a frame that is damaged, or not the next one of this connection")
+    seals.advance()
     try:
         words = json.loads(bytes(rest[: frame.tag_bytes])) if frame.tag_bytes else []
-    except ValueError:
+    except (ValueError, RecursionError):
         raise BadFrame("it sent a tag that is not JSON") from None
     if not isinstance(words, list) or not all(type(word) in (str, int) for word in words):
         raise BadFrame("it sent a tag that is not a list of words and whole numbers")
     if not all(str(word).isprintable() for word in words):  # what is logged must stay one line
         raise BadFrame("it sent a tag with characters that cannot be printed")
-    if zlib.crc32(rest[: -SEAL.size], frame.checksum) != SEAL.unpack(rest[-SEAL.size :])[0]:
-        raise BadFrame("it sent a frame that is damaged")
-    return tuple(words), struct.unpack(f"!{frame.notes}d", rest[frame.tag_bytes : -SEAL.size])
+    return tuple(words), struct.unpack(f"!{frame.notes}d", rest[frame.tag_bytes : -SEAL_BYTES])

@@ -1,7 +1,17 @@
-"""The handshake: a worker listens and calls others; both sides say who they are, and what they can share.
+"""The handshake: a worker listens and calls others; both prove that they are of one run and say who they are.
 
-hello    version, model, wire format, place; and, for a peer of the same host, a small window of each kind
-sees     which of the other's windows could be opened and read: the best kind that both see is used
+    caller                       callee
+      a challenge     -------->             a random number, and which protocol this is
+                      <--------  another one
+      proof           -------->             that it has the run's key, made of both numbers
+                      <--------  proof      of the same; from here on every frame is sealed
+      hello           <------->  hello      version, model, wire format, place; and, for a peer of the same
+                                            host, a small window of each kind
+      sees            <------->  sees       which of the other's windows could be opened and read: the best
+                                            kind that both see is used
+
+Who cannot prove it learns that somebody speaks this protocol here, and nothing else. Of those who have not
+done so yet only the newest few are kept, and not for long.
 """
 
 from __future__ import annotations
@@ -10,8 +20,10 @@ import asyncio
 import contextlib
 import functools
 import logging
+import secrets
 import socket
 import ssl
+import struct
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +34,7 @@ from freewheel.errors import PeerLost
 from freewheel.fabric import frames
 from freewheel.fabric.base import Note, Tag
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
+from freewheel.fabric.secret import Seals, derive, same
 from freewheel.fabric.transport import Transport, dial, listen, open_transport
 from freewheel.fabric.windows import KINDS, STREAM, Windows, is_locator
 from freewheel.observe.counters import Counters
@@ -32,8 +45,16 @@ DIAL_S = 1.0
 """How long a call may take to be answered by the other machine: over a link that was cut a new call gets
 through sooner than an old one."""
 OTHER_KEYS = "its keys are not of this worker's set"
+STRANGER = "it has not this run's secret"
 AGAIN_S = 1.0
 """Between two tries to take a connection where no handle is left."""
+UNPROVEN = 64
+"""Connections that have proved nothing yet: when more come, the oldest is closed. A worker takes a moment."""
+PAUSE_S = 0.005
+"""Between two connections while as many have been turned away within a second: training comes first."""
+COMPLAINTS, COMPLAINTS_S = 100, 60.0
+"""Lines of the log about connections that were turned away, in so many seconds; more are counted."""
+CHALLENGE = struct.Struct("!4sB32s")
 
 log = logging.getLogger("freewheel")
 
@@ -42,7 +63,8 @@ log = logging.getLogger("freewheel")
 class Identity:
     """What two workers must agree on before they talk."""
 
-    run: bytes
+    key: bytes
+    """Derived from the run's secret and number (runtime/rendezvous.py); never sent."""
     rank: int
     world_size: int
     incarnation: int
@@ -56,11 +78,16 @@ class Identity:
     place: str = ""
     """Where this process runs, for finding those that can share memory; empty: nobody can."""
 
+    @property
+    def run(self) -> bytes:
+        """A name of the run, which says nothing about the key."""
+        return derive(self.key, "name")[:16]
+
     def frame(
         self, kind: Kind, tag: Tag = (), note: Note = (), dtype: torch.dtype | None = None, numel: int = 0
     ) -> bytes:
         """A frame of this worker; before a vector, with its type and length."""
-        return frames.pack(kind, self.run, self.rank, self.incarnation, tag, note, dtype, numel)
+        return frames.pack(kind, self.rank, self.incarnation, tag, note, dtype, numel)
 
     def hello(self, offers: Sequence[Note] = ()) -> bytes:
         """The first frame of this worker on a connection; with windows that the peer may try to open."""
@@ -97,6 +124,45 @@ class Greeted:
     """How vectors travel."""
     pid: int
     """The peer's process, where windows are shared."""
+    seals: tuple[Seals, Seals]
+    """Of what is sent, and of what comes."""
+
+
+async def prove(transport: Transport, key: bytes, caller: bool) -> tuple[Seals, Seals]:
+    """Prove that this worker has the key, and let the other prove it: seals for both directions."""
+    mine = secrets.token_bytes(32)
+    if caller:
+        await transport.write(CHALLENGE.pack(frames.MAGIC, frames.PROTOCOL, mine))
+    theirs = await _challenge(transport)
+    both = (mine, theirs) if caller else (theirs, mine)
+    calls, answers = (derive(key, side, *both) for side in ("caller", "callee"))
+    if caller:
+        await transport.write(calls)
+        try:
+            await _proof(transport, answers)
+        except EOFError:
+            raise BadFrame("it does not take this worker for one of its run: give both one secret") from None
+    else:
+        await transport.write(CHALLENGE.pack(frames.MAGIC, frames.PROTOCOL, mine))
+        await _proof(transport, calls)
+        await transport.write(answers)
+    keys = [Seals(derive(key, f"{side} speaks", *both)) for side in ("caller", "callee")]
+    return (keys[0], keys[1]) if caller else (keys[1], keys[0])
+
+
+async def _challenge(transport: Transport) -> bytes:
+    data = bytearray(CHALLENGE.size)
+    await transport.read(memoryview(data)[:5])
+    frames.check_protocol(bytes(data[:4]), data[4])
+    await transport.read(memoryview(data)[5:])
+    return bytes(data[5:])
+
+
+async def _proof(transport: Transport, expected: bytes) -> None:
+    given = bytearray(len(expected))
+    await transport.read(memoryview(given))
+    if not same(bytes(given), expected):
+        raise BadFrame(STRANGER)
 
 
 class Listener:
@@ -120,6 +186,9 @@ class Listener:
         self._windows, self._shares = windows, shares
         self._check, self._admit, self._spawn = check, admit, spawn
         self.listener: socket.socket | None = None
+        self._unproven: dict[asyncio.Task[None], float] = {}
+        """Connections that came in and have proved nothing yet, the oldest first."""
+        self._complaints = Complaints()
 
     def open(self, host: str, port: int = 0) -> int:
         """Listen; return the port."""
@@ -142,10 +211,12 @@ class Listener:
             try:
                 async with asyncio.timeout(GREETING_S):  # keys take their time
                     opened = transport = await open_transport(sock, self._client, server=False)
-                    await transport.write(self._hello(transport, peer))
-                    frame, tag, note = await read_head(transport, self.me, self.counters)
+                    ours, theirs = await prove(transport, self.me.key, caller=True)
+                    line = _Line(transport, ours, theirs, self.me, self.counters)
+                    await line.write(self._hello(transport, peer))
+                    frame, tag, note = await line.read()
                     self.me.check(frame, tag, peer)
-                    greeted = await self._compare(transport, frame, tag, note)
+                    greeted = await self._compare(line, frame, tag, note)
             except BaseException:
                 opened.close()
                 raise
@@ -172,9 +243,20 @@ class Listener:
                 log.warning("cannot take a connection: %s", words(error))
                 await asyncio.sleep(AGAIN_S)
                 continue
+            while len(self._unproven) >= UNPROVEN:
+                oldest = next(iter(self._unproven))
+                del self._unproven[oldest]
+                oldest.cancel()
+            if self._complaints.many():
+                await asyncio.sleep(PAUSE_S)
             greeting = self._spawn(self._greet(sock, f"{address[0]}:{address[1]}"))
             # One that is cancelled before it begins cannot close the socket itself.
             greeting.add_done_callback(functools.partial(_close_if_cancelled, sock))
+            self._unproven[greeting] = loop.time()
+            greeting.add_done_callback(self._proven)
+
+    def _proven(self, greeting: asyncio.Task[None]) -> None:
+        self._unproven.pop(greeting, None)
 
     async def _greet(self, sock: socket.socket, address: str) -> None:
         """A connection came in: let it say who it is."""
@@ -182,22 +264,24 @@ class Listener:
         try:
             async with asyncio.timeout(GREETING_S):
                 transport = await open_transport(sock, self._server, server=True)
+                ours, theirs = await prove(transport, self.me.key, caller=False)
+                self._proven(asyncio.current_task())  # type: ignore[arg-type]
+                line = _Line(transport, ours, theirs, self.me, self.counters)
                 try:
-                    frame, tag, note = await read_head(transport, self.me, self.counters)
+                    frame, tag, note = await line.read()
                     self.me.check(frame, tag)
                     self._check(frame)
                 except BadFrame as error:
                     with contextlib.suppress(OSError):
-                        await transport.write(self.me.frame(Kind.REFUSE, (str(error)[:200],)))
+                        await line.write(self.me.frame(Kind.REFUSE, (str(error)[:200],)))
                     raise
-                await transport.write(self._hello(transport, frame.sender))
-                greeted = await self._compare(transport, frame, tag, note)
+                await line.write(self._hello(transport, frame.sender))
+                greeted = await self._compare(line, frame, tag, note)
         except BaseException as error:
             refused = isinstance(error, OSError | EOFError | BadFrame)  # silence and bad keys are OSErrors
             if refused:
                 harmless = isinstance(error, Crossed | ConnectionError)  # the other has hung up
-                level = logging.DEBUG if harmless else logging.WARNING
-                log.log(level, "refused a connection from %s: %s", address, words(error))
+                self._complaints.add(harmless, "refused a connection from %s: %s", address, words(error))
             if transport is not None:
                 transport.close()
             sock.close()
@@ -214,15 +298,15 @@ class Listener:
         """What lies in a worker's probes."""
         return self.me.run + rank.to_bytes(4, "big")
 
-    async def _compare(self, transport: Transport, hello: Frame, tag: Tag, note: Note) -> Greeted:
+    async def _compare(self, line: _Line, hello: Frame, tag: Tag, note: Note) -> Greeted:
         """Try to open what the peer offers, tell it, and hear what it could open; take the best of both."""
         seen: list[str] = []
         offers = split(note)
-        near = bool(self.me.place) and tag[3] == self.me.place and transport.local
+        near = bool(self.me.place) and tag[3] == self.me.place and line.transport.local
         if near and self._shares(hello.sender):
             seen = await asyncio.to_thread(self._windows.tried, offers, self._mark(hello.sender))
-        await transport.write(self.me.frame(Kind.SEES, ("sees", *seen)))
-        frame, sees, _ = await read_head(transport, self.me, self.counters)
+        await line.write(self.me.frame(Kind.SEES, ("sees", *seen)))
+        frame, sees, _ = await line.read()
         if frame.kind is not Kind.SEES or frame.sender != hello.sender or not set(sees[1:]) <= set(KINDS):
             raise BadFrame("it did not say what it sees")
         both = [kind for kind in KINDS if kind in seen and kind in sees[1:]]
@@ -236,7 +320,55 @@ class Listener:
                 both[-1] if both else STREAM,
             )
         pid = int(offers[0][2]) if offers and both else 0
-        return Greeted(hello.sender, hello.incarnation, both[-1] if both else STREAM, pid)
+        kind = both[-1] if both else STREAM
+        return Greeted(hello.sender, hello.incarnation, kind, pid, (line.ours, line.theirs))
+
+
+@dataclass
+class _Line:
+    """A connection over which both have proved that they have the key."""
+
+    transport: Transport
+    ours: Seals
+    theirs: Seals
+    me: Identity
+    counters: Counters
+
+    async def write(self, head: bytes) -> None:
+        whole = head + self.ours.next(head)
+        self.ours.advance()
+        await self.transport.write(whole)
+
+    async def read(self) -> tuple[Frame, Tag, Note]:
+        return await read_head(self.transport, self.theirs, self.me, self.counters)
+
+
+class Complaints:
+    """What is said about connections that were turned away: not more than anybody reads."""
+
+    def __init__(self) -> None:
+        self._since_s = self._second_s = -COMPLAINTS_S
+        self._said = self._unsaid = self._now = 0
+
+    def add(self, harmless: bool, text: str, *words: str) -> None:
+        """One was turned away."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._second_s > 1:
+            self._second_s, self._now = now_s, 0
+        self._now += 1
+        if now_s - self._since_s > COMPLAINTS_S:
+            if self._unsaid:
+                log.warning("refused %d more connections, not named here", self._unsaid)
+            self._since_s, self._said, self._unsaid = now_s, 0, 0
+        if self._said >= COMPLAINTS:
+            self._unsaid += 1
+            return
+        self._said += not harmless
+        log.log(logging.DEBUG if harmless else logging.WARNING, text, *words)
+
+    def many(self) -> bool:
+        """Whether somebody keeps knocking."""
+        return self._now > UNPROVEN and asyncio.get_running_loop().time() - self._second_s < 1
 
 
 def split(note: Note) -> list[Note]:
@@ -251,15 +383,17 @@ def split(note: Note) -> list[Note]:
     return offers
 
 
-async def read_head(transport: Transport, me: Identity, counters: Counters) -> tuple[Frame, Tag, Note]:
+async def read_head(
+    transport: Transport, seals: Seals, me: Identity, counters: Counters
+) -> tuple[Frame, Tag, Note]:
     """The next frame up to its vector."""
     head = bytearray(frames.HEADER.size)
     await transport.read(memoryview(head))
-    frame = frames.parse(head, me.run, me.longest)
+    frame = frames.parse(head, me.longest)
     rest = bytearray(frame.rest)
     await transport.read(memoryview(rest))
     counters.bytes_in += len(head) + len(rest)
-    return (frame, *frames.parse_rest(frame, rest))
+    return (frame, *frames.parse_rest(frame, rest, seals))
 
 
 def words(error: BaseException) -> str:

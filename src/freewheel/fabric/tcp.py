@@ -282,7 +282,7 @@ class TcpFabric(Mailbox):
         self._install(transport, greeted, address, greeted.sender)
 
     def _install(self, transport: Transport, greeted: Greeted, address: str, caller: int) -> None:
-        link = Connection(transport, greeted.sender, greeted.incarnation, address, caller)
+        link = Connection(transport, greeted.sender, greeted.incarnation, address, caller, greeted.seals)
         link.kind, link.pid = greeted.kind, greeted.pid
         known = self._connections.get(link.peer)
         if known is not None:
@@ -432,8 +432,9 @@ class TcpFabric(Mailbox):
             if sending.tag is not None:
                 await self._show(link, sending)
                 continue
-            await link.transport.write(sending.head)
-            self.counters.bytes_out += len(sending.head)
+            head = sending.head if sending.begun else link.sealed(sending.head)
+            await link.transport.write(head)
+            self.counters.bytes_out += len(head)
             if sending.vector is not None:
                 if sending.vector.is_cuda:
                     sending.vector = await self.transfers.work(0, sending.vector.cpu)
@@ -452,7 +453,7 @@ class TcpFabric(Mailbox):
         window = self.windows.of(shown)
         assert window is not None
         link.shown[window.number] = sending, shown
-        head = self._frame(Kind.NEAR, tag, (*sending.note, *window.locator, len(window.locator)))
+        head = link.sealed(self._frame(Kind.NEAR, tag, (*sending.note, *window.locator, len(window.locator))))
         await link.transport.write(head)
         self.counters.bytes_out += len(head) + vector.nbytes
         sending.vector = None
@@ -471,7 +472,7 @@ class TcpFabric(Mailbox):
 
     async def _read(self, link: Connection) -> None:
         while True:
-            frame, tag, note = await read_head(link.transport, self.me, self.counters)
+            frame, tag, note = await read_head(link.transport, link.theirs, self.me, self.counters)
             if frame.sender != link.peer or frame.incarnation != link.incarnation:
                 raise BadFrame(f"it is worker {link.peer} and says to be worker {frame.sender}")
             if frame.kind is Kind.BYE:

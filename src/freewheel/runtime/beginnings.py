@@ -17,7 +17,7 @@ import logging
 from dataclasses import dataclass, field
 
 from freewheel.errors import RunStopped, WorkerLost
-from freewheel.runtime.bounded import BoundedStore
+from freewheel.runtime.entries import Entries
 from freewheel.strategy import Strategy
 
 STARTS = "freewheel/starts"
@@ -81,17 +81,16 @@ class Entry:
 class Beginnings:
     """What the store says of a run's beginnings; the run's names begin with `prefix`."""
 
-    def __init__(self, base: BoundedStore, prefix: str, workers: int, most: int) -> None:
+    def __init__(self, base: Entries, prefix: str, workers: int, most: int) -> None:
         self._base, self._prefix, self._workers, self._most = base, prefix, workers, most
         self._run = base.under(prefix)
 
     def newest(self) -> Beginning:
         """The beginning that counts."""
-        if not self._run.check([NEWEST]):
-            return Beginning(0, tuple(range(self._workers)))
-        return parse(self._run.get(NEWEST).decode())
+        text = self._run.read(NEWEST)
+        return parse(text) if text is not None else Beginning(0, tuple(range(self._workers)))
 
-    def store(self, beginning: Beginning) -> BoundedStore:
+    def store(self, beginning: Beginning) -> Entries:
         """Where a beginning has its names."""
         return self._base.under(beginning.names(self._prefix))
 
@@ -106,8 +105,8 @@ class Beginnings:
                 f"{strategy.name} needs worker {missing[0]}: {GIVEN_UP}. Start the run again, with more "
                 "--restarts; with resume it goes on from the last checkpoint."
             )
-        late = rank not in now.ranks or store.check(["begun"])
-        back = store.check([f"here/{rank}"])
+        late = rank not in now.ranks or store.read("begun") is not None
+        back = store.read(f"here/{rank}") is not None
         if not late:
             store.set(f"here/{rank}", str(life))
         return Entry(life, now, late, back)
@@ -116,21 +115,21 @@ class Beginnings:
         """Who has been in a beginning, and whether that life may still be."""
         store, found = self.store(beginning), {}
         for rank in range(self._most):
-            if store.check([f"here/{rank}"]):
-                here, life = int(store.get(f"here/{rank}")), f"life/{rank}"
-                last = int(self._run.get(life)) if self._run.check([life]) else here
-                found[rank] = here >= last and not given_up(self._base, rank)
+            here = store.number(f"here/{rank}")
+            if here is not None:
+                last = self._run.number(f"life/{rank}")
+                found[rank] = (last is None or here >= last) and not given_up(self._base, rank)
         return found
 
     def lost(self, beginning: Beginning, strategy: Strategy) -> str:
         """Why nobody can go on in a beginning; empty where somebody may."""
         store, marks = self.store(beginning), self.marks(beginning)
-        if not marks or store.check(["over"]):  # nobody has come yet; all have gone, with the answer
+        if not marks or store.read("over") is not None:  # nobody has come yet; all have gone, with the answer
             return ""
         if not any(marks.values()):
             return "all workers of this run were lost"
         needed = [rank for rank, lives in marks.items() if strategy.needs(rank) and not lives]
-        if needed and store.check(["begun"]):
+        if needed and store.read("begun") is not None:
             return f"worker {needed[0]} was lost, without which {strategy.name} cannot go on"
         return ""
 
@@ -148,19 +147,18 @@ def parse(text: str) -> Beginning:
     return Beginning(number, tuple(ranks), why, text)
 
 
-def restore(run: BoundedStore, mine: Beginning) -> None:
+def restore(run: Entries, mine: Beginning) -> None:
     """Tell a store that was started anew which beginning it is, unless another knows a later one."""
-    known = run.compare_set(NEWEST, "", mine.text).decode() if mine.text else ""
+    known = run.compare_set(NEWEST, "", mine.text) if mine.text else ""
     while known and parse(known).number < mine.number:
-        known = run.compare_set(NEWEST, known, mine.text).decode()
+        known = run.compare_set(NEWEST, known, mine.text)
 
 
-def started(base: BoundedStore, rank: int) -> int | None:
+def started(base: Entries, rank: int) -> int | None:
     """How often a launcher has started a worker that died; 0: not again; None: it has said nothing."""
-    name = f"{STARTS}/{rank}"
-    return int(base.get(name)) if base.check([name]) else None
+    return base.number(f"{STARTS}/{rank}")
 
 
-def given_up(base: BoundedStore, rank: int) -> bool:
+def given_up(base: Entries, rank: int) -> bool:
     """Whether a launcher has said that it does not start this worker again."""
     return started(base, rank) == 0

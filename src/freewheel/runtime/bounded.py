@@ -1,20 +1,23 @@
 """Calls of a store that end, also where the store hangs: each runs in a thread that can be left behind.
 
 A TCPStore waits for ever for a process that is stopped, or for a host that the network has lost; its own
-timeout is only about keys that are not there yet.
+timeout is only about keys that are not there yet. Nor does it notice that its store has gone before it is
+asked, and then it complains at length. So a plain connection stands beside it, idle: its end tells quietly.
 """
 
 from __future__ import annotations
 
 import atexit
 import concurrent.futures
+import contextlib
+import os
 import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 
 T = TypeVar("T")
 STORE_THREAD = "freewheel-store"
@@ -59,20 +62,46 @@ def _let_end() -> None:
 
 
 class BoundedStore:
-    """A store whose every call ends within `timeout_s`."""
+    """A store whose every call ends within `timeout_s`; one connection for as long as the store lives."""
 
-    def __init__(self, store: Store, timeout_s: float) -> None:
-        self._store, self._root = store, self
-        self.timeout_s = timeout_s
-
-    def under(self, prefix: str) -> BoundedStore:
-        """The same store, all names beginning with a prefix; it takes its time from this one."""
-        made = BoundedStore(PrefixStore(prefix, self._store), 0.0)
-        made._root = self._root
-        return made
+    def __init__(self, store: Store, timeout_s: float, line: int | None = None) -> None:
+        self._store, self._line, self.timeout_s = store, line, timeout_s
+        self._broken = False
 
     def _within(self, call: Callable[[], T]) -> T:
-        return within(self._root.timeout_s, call)
+        try:
+            return within(self.timeout_s, call)
+        except (DistNetworkError, OSError):
+            self._broken = True
+            raise
+
+    def alive(self) -> bool:
+        """Whether this is still a connection with the store that it was made with."""
+        if self._broken or self._line is None:
+            return not self._broken
+        try:
+            return bool(os.read(self._line, 1))
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    def renew(self, host: str, port: int, timeout_s: float) -> None:
+        """Connect again where the connection is over; OSError or RuntimeError if the store is not there."""
+        if not self.alive():
+            fresh = reach(host, port, timeout_s)
+            self.close()
+            self._store, self._line, self._broken = fresh._store, fresh._line, False
+            fresh._line = None
+
+    def close(self) -> None:
+        """Let go of the connection beside the store's; that one closes with the store."""
+        line, self._line = self._line, None
+        if line is not None:
+            os.close(line)
+
+    def __del__(self) -> None:
+        self.close()
 
     def check(self, keys: list[str]) -> bool:
         """Whether all of them are there."""
@@ -99,10 +128,28 @@ class BoundedStore:
         self._within(lambda: self._store.delete_key(key))
 
 
+def watched(store: Store, host: str, port: int, timeout_s: float) -> BoundedStore:
+    """A store that has just been reached, with an idle connection beside it."""
+    with contextlib.suppress(OSError):
+        return BoundedStore(store, timeout_s, _idle(host, port, timeout_s))
+    return BoundedStore(store, timeout_s)
+
+
+def _idle(host: str, port: int, timeout_s: float) -> int:
+    """The handle of a connection on which nothing is said."""
+    with socket.create_connection((host, port), timeout=timeout_s) as sock:
+        sock.setblocking(False)
+        return sock.detach()
+
+
 def reach(host: str, port: int, timeout_s: float) -> BoundedStore:
     """A new connection with a store that is there already; OSError or RuntimeError if it does not answer."""
     # Tried with a plain socket first: the store's own way of trying is noisy and cannot be interrupted.
-    socket.create_connection((host, port), timeout=timeout_s).close()
-    given_s = timedelta(seconds=timeout_s)
-    store = within(timeout_s, lambda: TCPStore(host, port, None, False, given_s, wait_for_workers=False))
-    return BoundedStore(store, timeout_s)
+    line = _idle(host, port, timeout_s)
+    try:
+        given_s = timedelta(seconds=timeout_s)
+        store = within(timeout_s, lambda: TCPStore(host, port, None, False, given_s, wait_for_workers=False))
+    except BaseException:
+        os.close(line)
+        raise
+    return BoundedStore(store, timeout_s, line)

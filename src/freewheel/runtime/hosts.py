@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
-import json
 import socket
 import threading
 import time
@@ -17,6 +16,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError
 from freewheel.runtime.bounded import within
+from freewheel.runtime.entries import Entries
+
+At = tuple[str, int]
+"""Where a store is."""
 
 FREE = "free"
 """What a place of the run says that a worker has had and has left."""
@@ -122,19 +125,20 @@ def reach_store(master: str, wait_s: float, say: Callable[[str], None]) -> tuple
     return store, host, port
 
 
-def claim(store: TCPStore, workers: int, most: int, ends: contextlib.ExitStack) -> list[int]:
+def claim(
+    store: Entries, at: At, workers: int, begun: int, most: int, ends: contextlib.ExitStack
+) -> list[int]:
     """Take so many places of a run that may have up to `most` workers; they are free again at the end."""
-    begun: int = json.loads(store.get("freewheel/options"))["workers"]
     token = uuid.uuid4().hex
     found: list[int] = []
     for rank in range(most):
         if len(found) == workers:
             break
         place = f"freewheel/place/{rank}"
-        free = FREE if rank < begun or store.check([place]) else ""  # the first ones have theirs already
-        if store.compare_set(place, free, token).decode() == token:
+        free = FREE if rank < begun or store.check(place) else ""  # the first ones have theirs already
+        if store.compare_set(place, free, token) == token:
             found.append(rank)
-            ends.callback(_let_go, store, place)
+            ends.callback(_let_go, store, at, place)
     if len(found) < workers:
         raise ConfigError(
             f"the run takes up to {most} workers at once and has room for {len(found)}, not for {workers}. "
@@ -143,24 +147,20 @@ def claim(store: TCPStore, workers: int, most: int, ends: contextlib.ExitStack) 
     return found
 
 
-def _let_go(store: TCPStore, place: str) -> None:
+def _let_go(store: Entries, at: At, place: str) -> None:
     with contextlib.suppress(RuntimeError, OSError):  # the run may have ended before
-        socket.create_connection((store.host, store.port), timeout=1).close()
+        socket.create_connection(at, timeout=1).close()
         store.set(place, FREE)
 
 
-def join_store(
-    master: str, node: int, wait_s: float, say: Callable[[str], None]
-) -> tuple[TCPStore, str, int]:
-    """Reach node 0's store as the launcher of another node."""
-    store, host, port = reach_store(master, wait_s, say)
-    seen = store.add(f"freewheel/beat/{node}", 0)
+def take_node(store: Entries, node: int) -> None:
+    """Be a node of a run, unless another launcher is."""
+    seen = store.number(f"freewheel/beat/{node}")
     if seen:
         time.sleep(2 * BEAT_S)
-        if store.add(f"freewheel/beat/{node}", 0) != seen:
+        if store.number(f"freewheel/beat/{node}") != seen:
             raise ConfigError(f"node {node} is in this run already; give every host a node of its own.")
     store.delete_key(f"freewheel/ended/{node}")
-    return store, host, port
 
 
 class Beat:
@@ -169,8 +169,8 @@ class Beat:
     In a thread: where the network is cut, a call of the store hangs.
     """
 
-    def __init__(self, store: TCPStore, node: int) -> None:
-        self._store, self._node = store, node
+    def __init__(self, store: Entries, at: At, node: int) -> None:
+        self._store, self._at, self._node = store, at, node
         self._code = 1
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="freewheel-beat", daemon=True)
@@ -183,7 +183,7 @@ class Beat:
                 self._store.add(f"freewheel/beat/{self._node}", 1)
                 self._end.wait(BEAT_S)
                 # The store would say at length that it has gone; a plain socket finds out quietly.
-                socket.create_connection((self._store.host, self._store.port), timeout=5).close()
+                socket.create_connection(self._at, timeout=5).close()
             self._store.set(f"freewheel/ended/{self._node}", str(self._code))
 
     def end(self, code: int = 1, *, hurry: bool = False) -> None:
@@ -197,7 +197,7 @@ class Beat:
 class Others:
     """What node 0 knows of the other nodes' launchers. Asked from the moment its own workers have ended."""
 
-    def __init__(self, store: TCPStore, nodes: int) -> None:
+    def __init__(self, store: Entries, nodes: int) -> None:
         self._store = store
         self._signs = dict.fromkeys(range(1, nodes), (-1, 0.0))  # beats seen, and when the last one was
         self.failure = 0
@@ -206,11 +206,11 @@ class Others:
         """Whether the store is still needed: some node has neither reported its end nor gone silent."""
         now_s = time.monotonic()
         for node, (beats, since_s) in list(self._signs.items()):
-            if self._store.check([f"freewheel/ended/{node}"]):
-                self.failure = self.failure or int(self._store.get(f"freewheel/ended/{node}"))
+            if (ended := self._store.number(f"freewheel/ended/{node}")) is not None:
+                self.failure = self.failure or ended
                 del self._signs[node]
                 continue
-            seen = self._store.add(f"freewheel/beat/{node}", 0)
+            seen = self._store.number(f"freewheel/beat/{node}") or 0
             if seen != beats:
                 self._signs[node] = (seen, now_s)
             elif now_s > since_s + SILENT_S:

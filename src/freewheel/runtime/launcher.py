@@ -1,7 +1,8 @@
 """Start the workers of a run on this host, keep them together and end with the right exit code.
 
 The launcher hosts the rendezvous store (on several hosts: that of node 0 does), writes the run's options into
-it and starts the workers with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` … in the environment, like torchrun.
+it and starts the workers with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` … in the environment, like torchrun,
+and with the run's secret (fabric/secret.py), which nobody else can read there.
 
 What holds:
 
@@ -20,7 +21,6 @@ import os
 import selectors
 import shlex
 import signal
-import sys
 import time
 import uuid
 from collections import defaultdict, deque
@@ -28,21 +28,23 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
 from freewheel.errors import ConfigError, at_least
+from freewheel.fabric import secret as secrets
 from freewheel.observe.journal import Journal
 from freewheel.runtime import keys
 from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.bounded import reach
-from freewheel.runtime.hosts import Beat, Others, claim, host_store, join_store, listen, reach_store
-from freewheel.runtime.place import LAUNCHED
+from freewheel.runtime.entries import Entries
+from freewheel.runtime.hosts import At, Beat, Others, claim, host_store, listen, reach_store, take_node
+from freewheel.runtime.place import KEYS, LAUNCHED
 from freewheel.runtime.processes import Keeper, Output, Process, ending_signals, pump
 from freewheel.runtime.rendezvous import OPTIONS, STORE_S
 
 LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
 TELL_AGAIN_S = 2.0  # between two tries to tell the store who died
 GRACE_S = 1.4  # between passing on Ctrl-C and killing
+SECRET = "secret"
+"""The file in the run's folder from which others who join take the secret; gone when the run has ended."""
 
 
 class Captured:
@@ -73,6 +75,7 @@ def launch(
     folder: Path | None = None,
     bind: str | None = None,
     tls: Path | None = None,
+    secret: Path | None = None,
     console: bool = True,
     tensorboard: Path | None = None,
     nodes: int = 1,
@@ -95,11 +98,19 @@ def launch(
     address of node 0 (HOST:PORT), whose other options hold for nodes that give no folder or keys themselves.
 
     Up to ``most`` workers may be there at once: others come with `join`. ``again`` says that this is a node 0
-    that was lost, and that workers of other nodes go on: the run is theirs. ``typed`` is the command line for
-    the records; ``events`` says where the launcher's own go, if not into ``folder``.
+    that was lost, and that workers of other nodes go on: the run is theirs. ``secret`` is a file with the
+    run's secret; without it there is a new one, or that of the keys. ``typed`` is the command line for the
+    records; ``events`` says where the launcher's own go, if not into ``folder``.
     """
     _check(workers, restarts, nodes, node, master, bind, tls)
     at_least("max", most, nodes * workers)
+    given = known_secret(secret, tls)
+    if given is None and (nodes > 1 or again):
+        raise ConfigError(
+            "launchers of one run must share a secret: give all of them the same file by --secret, or the "
+            "same keys by --tls."
+        )
+    known = given or secrets.make()
     here = _here(folder, bind, tls)
     shape = f"{nodes} nodes with {workers} workers each"
     if node == 0:
@@ -110,37 +121,55 @@ def launch(
             "tensorboard": str(tensorboard.resolve()) if tensorboard is not None else None,
             "workers": nodes * workers,
             "most": most or nodes * workers,
-            "command": list(command),
             "typed": typed,
         }
-        options = (_from_workers(store, wait_s) if again else options) | here
-        store.set("freewheel/shape", shape)
-        store.set(OPTIONS, json.dumps(options))
+        base = Entries(store, known)
+        options = (_from_workers(base, wait_s) if again else options) | here
+        base.set("freewheel/shape", shape)
+        base.set(OPTIONS, json.dumps(options))
     else:
-        store, host, port = join_store(str(master), node, wait_s, lambda text: output(None, text, True))
-        options = _from_node_0(store, shape) | here
+        store, host, port = reach_store(str(master), wait_s, lambda text: output(None, text, True))
+        base = Entries(store, known)
+        options = _from_node_0(base, shape) | here
+    entries = base.of_run(options["run"])
+    if node > 0:
+        take_node(entries, node)
     _make(options.get("folder"))
-    store.set(f"{OPTIONS}/{node}", json.dumps(options))
+    base.set(f"{OPTIONS}/{node}", json.dumps(options))
     ranks = range(node * workers, (node + 1) * workers)
-    environment = _environment(nodes * workers, workers, host, port, env)
+    environment = _environment(nodes * workers, workers, (host, port), known, options.get("tls"), env)
     of_all = f" of {nodes * workers} (node {node})" if nodes > 1 else ""
     threads, records = environment["OMP_NUM_THREADS"], options.get("folder") or "none"
     output(None, f"workers: {workers}{of_all}, OMP_NUM_THREADS: {threads}, records: {records}", True)
     notes = Notes(events or _folder_of(options))
     if options.get("folder"):
         output(None, f"Watch: freewheel watch {shlex.quote(options['folder'])}", True)
-    if node == 0 and options["most"] > nodes * workers:
-        output(None, f"up to {options['most']} workers: others come with freewheel join {host}:{port}", True)
     with contextlib.ExitStack() as ends:  # what is opened here is closed, whatever happens, last things first
         ends.callback(notes.close)
+        if node == 0 and options["most"] > nodes * workers:
+            how = "--tls KEYS" if tls is not None and secret is None else "--secret FILE"
+            if given is None and options.get("folder"):
+                path = Path(options["folder"]) / SECRET
+                secrets.write(path, known)
+                ends.callback(path.unlink, missing_ok=True)
+                how = f"--secret {shlex.quote(str(path))}"
+            program = shlex.join(command[1:])
+            output(
+                None,
+                f"up to {options['most']} workers: others come with "
+                f"freewheel join {host}:{port} {how} -- {program}",
+                True,
+            )
         caught = ends.enter_context(ending_signals())
-        beat = Beat(store, node) if node > 0 else None
+        beat = Beat(entries, (host, port), node) if node > 0 else None
         if beat is not None:
             ends.callback(beat.end)
-        run = _start(ends, command, ranks, environment, restarts, output, caught, store, notes)
+        run = _start(
+            ends, command, ranks, environment, restarts, output, caught, entries, (host, port), notes
+        )
         run.until_ended(tick)
         if node == 0:
-            run.until_others_ended(store, nodes, tick)
+            run.until_others_ended(entries, nodes, tick)
         if beat is not None:
             beat.end(run.code(), hurry=bool(caught))
         return run.code()
@@ -148,9 +177,10 @@ def launch(
 
 def join(
     master: str,
+    command: Sequence[str],
     workers: int = 1,
-    command: Sequence[str] | None = None,
     *,
+    secret: bytes,
     output: Output,
     restarts: int = 0,
     folder: Path | None = None,
@@ -161,33 +191,44 @@ def join(
 ) -> int:
     """Let more workers take part in a run that goes on; the exit code is theirs.
 
-    ``master`` is the run's rendezvous. Without a command they run the run's own, from this folder.
+    ``master`` is the run's rendezvous. They run this command, whatever others run.
     """
     _check(workers, restarts, 1, 0, None, bind, tls)
     store, host, port = reach_store(master, wait_s, lambda text: output(None, text, True))
-    given: dict[str, Any] = json.loads(store.get(OPTIONS))
+    base, at = Entries(store, secret), (host, port)
+    given: dict[str, Any] = json.loads(base.get(OPTIONS))
     options = given | _here(folder, bind, tls)
+    entries = base.of_run(given["run"])
     _make(options.get("folder"))
     with contextlib.ExitStack() as ends:
-        ranks = claim(store, workers, given.get("most", 0), ends)
+        ranks = claim(entries, at, workers, given["workers"], given.get("most", 0), ends)
         for rank in ranks:
-            store.set(f"{OPTIONS}/worker/{rank}", json.dumps(options))
-        environment = _environment(given["most"], workers, host, port, None)
-        output(None, f"joining {master} as worker{'s' * (workers > 1)} {', '.join(map(str, ranks))}", True)
+            base.set(f"{OPTIONS}/worker/{rank}", json.dumps(options))
+        environment = _environment(given["most"], workers, at, secret, options.get("tls"), None)
+        who = f"worker{'s' * (workers > 1)} {', '.join(map(str, ranks))}"
+        output(None, f"joining {master} as {who}, running: {shlex.join(command)}", True)
         caught = ends.enter_context(ending_signals())
-        program = command or [sys.executable, *given["command"][1:]]
         notes = Notes(_folder_of(options))
         ends.callback(notes.close)
-        run = _start(ends, program, ranks, environment, restarts, output, caught, store, notes)
+        run = _start(ends, command, ranks, environment, restarts, output, caught, entries, at, notes)
         run.until_ended(tick)
         return run.code()
 
 
+def known_secret(secret: Path | None, tls: Path | None) -> bytes | None:
+    """What a launcher was given: a file, here or by the environment, or keys; None: nothing."""
+    named = os.environ.get(secrets.SECRET_FILE)
+    if secret is not None or named:
+        return secrets.read(secret or Path(str(named)))
+    return secrets.of_keys(tls) if tls is not None else None
+
+
 def _environment(
-    world_size: int, here: int, host: str, port: int, more: Mapping[str, str] | None
+    world_size: int, here: int, at: At, secret: bytes, tls: str | None, more: Mapping[str, str] | None
 ) -> dict[str, str]:
     """What all workers of this host are told."""
     fair = max(1, len(os.sched_getaffinity(0)) // here)  # more threads than cores slow everybody down
+    host, port = at
     return {"OMP_NUM_THREADS": str(fair), **os.environ, **(more or {})} | {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(here),
@@ -196,6 +237,8 @@ def _environment(
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # a store listens there already
         "PYTHONUNBUFFERED": "1",
         LAUNCHED: f"{host}:{port}",
+        secrets.SECRET: secret.hex(),
+        KEYS: tls or "",
     }
 
 
@@ -207,7 +250,8 @@ def _start(
     restarts: int,
     output: Output,
     caught: list[int],
-    store: TCPStore,
+    store: Entries,
+    at: At,
     notes: Notes,
 ) -> _Run:
     """Make the processes of this host; they are killed with the stack, if they have not ended before."""
@@ -219,7 +263,7 @@ def _start(
         own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(local)}
         processes.append(Process(command, own, output, keeper, selector))
         ends.callback(processes[-1].kill)
-    return _Run(processes, restarts, output, caught, selector, store, notes)
+    return _Run(processes, restarts, output, caught, selector, store, at, notes)
 
 
 class Notes:
@@ -262,10 +306,11 @@ class _Run:
         output: Output,
         caught: list[int],
         selector: selectors.BaseSelector,
-        store: TCPStore,
+        store: Entries,
+        at: At,
         notes: Notes,
     ) -> None:
-        self._selector, self._store, self._notes = selector, store, notes
+        self._selector, self._store, self._at, self._notes = selector, store, at, notes
         self._all, self._restarts, self._caught = processes, restarts, caught
         self._output = output
         self._running = list(processes)
@@ -301,7 +346,7 @@ class _Run:
                 if code is not None:
                     self._ended(process, code)
 
-    def until_others_ended(self, store: TCPStore, nodes: int, tick: Callable[[], None] | None) -> None:
+    def until_others_ended(self, store: Entries, nodes: int, tick: Callable[[], None] | None) -> None:
         """Keep the store up until the other nodes need it no more."""
         others = Others(store, nodes)
         while not self._caught and others.missing(lambda text: self._output(None, text, True)):
@@ -321,9 +366,12 @@ class _Run:
 
     def _tell_rest(self) -> None:
         """Without the store they go on all the same; but who is started again has to know, so try again."""
-        with contextlib.suppress(RuntimeError, OSError):
-            # Over a new connection: the store may have been started anew.
-            store = reach(self._store.host, self._store.port, STORE_S)
+        # Over a new connection: the store may have been started anew.
+        with (
+            contextlib.suppress(RuntimeError, OSError),
+            contextlib.closing(reach(*self._at, STORE_S)) as connection,
+        ):
+            store = self._store.over(connection)
             for rank, starts in list(self._untold.items()):
                 store.set(f"{STARTS}/{rank}", str(starts))
                 del self._untold[rank]
@@ -384,10 +432,10 @@ def _here(folder: Path | None, bind: str | None, tls: Path | None) -> dict[str, 
     return folders | ({"bind": bind} if bind is not None else {})
 
 
-def _from_workers(store: TCPStore, wait_s: float) -> dict[str, Any]:
+def _from_workers(store: Entries, wait_s: float) -> dict[str, Any]:
     """The options of a run that goes on elsewhere: its workers enter them into the new store."""
     until_s = time.monotonic() + wait_s
-    while not store.check([OPTIONS]):
+    while not store.check(OPTIONS):
         if time.monotonic() > until_s:
             raise ConfigError(
                 f"no worker of the run came to this rendezvous within {wait_s:g} s. If none is left, start a "
@@ -398,9 +446,9 @@ def _from_workers(store: TCPStore, wait_s: float) -> dict[str, Any]:
     return found
 
 
-def _from_node_0(store: TCPStore, shape: str) -> dict[str, Any]:
+def _from_node_0(store: Entries, shape: str) -> dict[str, Any]:
     """What holds on this node as on node 0."""
-    theirs = store.get("freewheel/shape").decode()
+    theirs = store.get("freewheel/shape")
     if theirs != shape:
         raise ConfigError(f"node 0 runs {theirs}, this node {shape}; give all the same -n and --nodes.")
     options: dict[str, Any] = json.loads(store.get(OPTIONS))

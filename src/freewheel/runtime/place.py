@@ -5,13 +5,16 @@ from __future__ import annotations
 import ipaddress
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from freewheel.errors import ConfigError
+from freewheel.fabric import secret
 
 LAUNCHED = "FREEWHEEL_LAUNCHED"
 """Set by our launcher, for its workers: the address of its store. Who starts others with another store in
 this environment does not launch them."""
+KEYS = "FREEWHEEL_TLS"
+"""Set by our launcher too: where the run's keys are. A worker that has it never speaks without them."""
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,10 @@ class Place:
     """torchrun starts all workers anew after a failure; what an earlier attempt left does not count."""
     launched: bool = False
     """Whether the launcher is ours: the store then has the run's options before it has workers."""
+    secret: bytes = field(default=b"", repr=False)
+    """The run's (fabric/secret.py); empty: nobody has given one, and who reaches the store is believed."""
+    tls: str | None = None
+    """The run's keys, where a launcher of ours says so."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Place:
@@ -62,7 +69,10 @@ class Place:
             numbers["MASTER_PORT"],
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
             environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
-            environment.get(LAUNCHED) == f"{environment.get('MASTER_ADDR')}:{numbers['MASTER_PORT']}",
+            launched := environment.get(LAUNCHED)
+            == f"{environment.get('MASTER_ADDR')}:{numbers['MASTER_PORT']}",
+            secret.of_environment(environment),
+            environment.get(KEYS) if launched else None,
         )
 
     def spans_hosts(self) -> bool:

@@ -1,8 +1,8 @@
 """How the workers of a run find each other: the environment says where the store is, the store says the rest.
 
 The store (a c10d TCPStore: the launcher's, torchrun's, or worker 0's) holds the run's options, the model's
-signature and the address book. It is needed to join, not to train: when it goes, training goes on, and when
-it comes back, empty, the workers enter themselves again.
+signature and the address book, all of it sealed (runtime/entries.py). It is needed to join, not to train:
+when it goes, training goes on, and when it comes back, empty, the workers enter themselves again.
 """
 
 from __future__ import annotations
@@ -23,10 +23,12 @@ from torch import nn
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError, WorkerLost
+from freewheel.fabric.secret import Forged, derive
 from freewheel.runtime import beginnings
 from freewheel.runtime.beginnings import GIVEN_UP, Beginning, Beginnings, Entry, Orphaned, given_up, started
-from freewheel.runtime.bounded import BoundedStore, Hangs, reach, within
+from freewheel.runtime.bounded import BoundedStore, Hangs, reach, watched, within
 from freewheel.runtime.checks import first_difference, other_settings, signature
+from freewheel.runtime.entries import Entries
 from freewheel.runtime.place import Place
 from freewheel.strategy import Strategy
 
@@ -71,13 +73,15 @@ class Rendezvous:
 
     def __init__(self, place: Place, timeout_s: float) -> None:
         self.place, self.timeout_s, self.most = place, timeout_s, place.world_size
-        self._base, used = _stores.get(place) or (_connect(place, timeout_s), 0)
-        _stores[place] = self._base, used + 1
+        self._line, used = _stores.get(place) or (_connect(place, timeout_s), 0)
+        _stores[place] = self._line, used + 1
         self._used = used
         self._prefix = f"freewheel/{place.attempt}/{used}"
-        self._base.timeout_s = timeout_s
-        self._run = self._base.under(self._prefix)
-        self._store = self._run
+        self._line.timeout_s = timeout_s
+        self._base = Entries(self._line, place.secret)
+        self._of_run = self._base
+        """What is sealed for this run alone."""
+        self._run = self._store = self._base.under(self._prefix)
         self._workers, self._beginning, self._late = place.world_size, Beginning(0, ()), False
         self._options = self._model = self._address = ""
         self._name = OPTIONS
@@ -88,26 +92,31 @@ class Rendezvous:
 
     def hurry(self) -> None:
         """From now on nobody waits long for the store."""
-        self._base.timeout_s = STORE_S
+        self._line.timeout_s = STORE_S
 
     def options(self) -> Options:
-        """The launcher's options; where there is no launcher of ours, those of whoever came first."""
+        """The launcher's options; where there is no launcher of ours, the number of whoever came first."""
         node = self.place.rank // max(1, self.place.local_world_size)
         # A launcher on another host has an address of its own to listen on.
         names = (f"{OPTIONS}/worker/{self.place.rank}", f"{OPTIONS}/{node}", OPTIONS)
-        if self.place.launched and not self._base.check([OPTIONS]):
+        if self.place.launched and not self._base.check(OPTIONS):
             self._await_others()
-        self._name = next((name for name in names if self._base.check([name])), OPTIONS)
-        if self._base.check([self._name]):
-            self._options = self._base.get(self._name).decode()
-        else:
+        if self.place.launched:
+            self._name = next((name for name in names if self._base.check(name)), OPTIONS)
+            self._options = self._base.get(self._name)
+            options = _options(self._options)
+        else:  # nothing else that lies there is a launcher's word
             ours = json.dumps({"run": secrets.token_hex(16)})
-            self._options = self._store.compare_set(OPTIONS, "", ours).decode()
-        options = _options(self._options)
+            self._options = self._store.compare_set(OPTIONS, "", ours)
+            options = Options(str(json.loads(self._options)["run"]))
+        self._of_run = self._base.of_run(options.run)
+        self._store = self._run = self._of_run.under(self._prefix)
         self._workers = options.workers or self.place.world_size
         self.most = max(options.most, options.workers, self.place.world_size)
         # What is said in a process's second use of a run does not belong to its first.
-        return replace(options, run=hashlib.sha256(f"{options.run}/{self._used}".encode()).hexdigest()[:32])
+        # Whoever has not the secret cannot know this number, which is the key of all connections.
+        run = derive(self.place.secret, "run", options.run, str(self._used)).hex()
+        return replace(options, run=run, tls=self.place.tls or options.tls)
 
     def _await_others(self) -> None:
         """This store was started anew, and knows nothing: let those come back to it who know the run.
@@ -117,7 +126,7 @@ class Rendezvous:
         place = self.place
         log.warning("the rendezvous at %s:%d was started anew; waiting for others", place.host, place.port)
         end = time.monotonic() + self.timeout_s
-        while not self._base.check([OPTIONS]):
+        while not self._base.check(OPTIONS):
             if time.monotonic() > end:
                 raise WorkerLost(
                     f"the rendezvous at {place.host}:{place.port} was started anew, and no worker of the run "
@@ -132,7 +141,7 @@ class Rendezvous:
         Lives that ended before they came this far count, too: the launcher has counted them.
         """
         name = f"life/{self.place.rank}"
-        life, counted = self._run.add(name, 1), started(self._base, self.place.rank) or 0
+        life, counted = self._run.add(name, 1), started(self._of_run, self.place.rank) or 0
         return life if counted <= life else self._run.add(name, counted - life)
 
     def enter(self, life: int, strategy: Strategy) -> Entry:
@@ -144,7 +153,7 @@ class Rendezvous:
 
     @property
     def _beginnings(self) -> Beginnings:
-        return Beginnings(self._base, self._prefix, self._workers, self.most)
+        return Beginnings(self._of_run, self._prefix, self._workers, self.most)
 
     def lost(self, strategy: Strategy) -> bool:
         """Whether nobody of this worker's beginning can go on, or another has begun."""
@@ -157,7 +166,7 @@ class Rendezvous:
 
     def begun(self) -> bool:
         """Whether somebody trains already."""
-        return bool(self._store.check(["begun"]))
+        return self._store.read("begun") is not None
 
     def begin(self, life: int) -> None:
         """This worker trains: from now on it can be copied."""
@@ -196,8 +205,7 @@ class Rendezvous:
         """Enter this worker again into a store that does not know it; who else is there, and where.
 
         What it knows of the run goes along, and which life of each rank was the last it saw: one that comes
-        back must not be taken for an earlier one. Each time over a new connection: the store's own would
-        neither notice that there is another store now nor give up on one that hangs.
+        back must not be taken for an earlier one.
 
         Returned are those out of reach whose entry is no older than what was seen of them: one that joined
         while it could not reach this worker, or did not find it in a store that was started anew; and one
@@ -211,15 +219,18 @@ class Rendezvous:
                 return found
             self._hangs = None
         try:
-            base = reach(self.place.host, self.place.port, STORE_S)
-            store = base.under(self._beginning.names(self._prefix))
-            self._register(base, store, lives)
+            self._line.renew(self.place.host, self.place.port, STORE_S)
+            self._register(lives)
             for rank in set(range(self.most)).difference(members):
-                if store.check([f"address/{rank}"]):
-                    host, port, life = json.loads(store.get(f"address/{rank}"))
+                if (text := self._store.read(f"address/{rank}")) is not None:
+                    host, port, life = json.loads(text)
                     if life >= lives.get(rank, 0):
                         found[rank] = str(host), int(port)
             self.there, self._missed = True, 0
+        except Forged as error:  # somebody else writes there: nobody can join, training goes on
+            if not self._missed:
+                log.warning("%s", error)
+            self._miss()
         except (OSError, RuntimeError) as error:
             self._miss()
             if isinstance(error, Hangs):
@@ -230,40 +241,35 @@ class Rendezvous:
         self._missed += 1
         self.there = self._missed < MISSES
 
-    def _register(self, base: BoundedStore, store: BoundedStore, lives: Mapping[int, int]) -> None:
-        place = self.place
-        if store.check([f"address/{place.rank}"]):
+    def _register(self, lives: Mapping[int, int]) -> None:
+        place, store = self.place, self._store
+        if store.read(f"address/{place.rank}") is not None:
             return
-        run = base.under(self._prefix)
         for rank, life in lives.items():
-            known = run.compare_set(f"life/{rank}", "", str(life))
-            while int(known) < life:  # another has not seen this one
-                known = run.compare_set(f"life/{rank}", known.decode(), str(life))
-        beginnings.restore(run, self._beginning)
+            self._run.raise_to(f"life/{rank}", life)
+        beginnings.restore(self._run, self._beginning)
         store.compare_set("model", "", self._model)
         store.set(f"here/{place.rank}", str(lives.get(place.rank, 1)))
         store.set("begun", "yes")
         store.set(f"address/{place.rank}", self._address)
-        options = base if place.hosted else store
+        options = self._base if place.launched else self._base.under(self._prefix)
         options.compare_set(self._name, "", self._options)
         options.compare_set(OPTIONS, "", self._options)  # last: who finds it finds the rest
-        self._base, self._run, self._store = base, run, store
-        _stores[place] = base, self._used + 1
         log.warning(
             "the rendezvous at %s:%d was started anew; entered this worker again", place.host, place.port
         )
 
     def look_up(self, peer: int) -> tuple[str, int] | None:
         """Where a peer listens; None: not known yet."""
-        if not self._store.check([f"address/{peer}"]):
+        if (text := self._store.read(f"address/{peer}")) is None:
             return None
-        host, port, _ = json.loads(self._store.get(f"address/{peer}"))
+        host, port, _ = json.loads(text)
         return str(host), int(port)
 
     def known(self) -> list[int]:
         """The workers that have an address."""
         ranks = (rank for rank in range(self.most) if rank != self.place.rank)
-        return [rank for rank in ranks if self._store.check([f"address/{rank}"])]
+        return [rank for rank in ranks if self._store.read(f"address/{rank}") is not None]
 
     def coming(self, lives: Mapping[int, int]) -> list[int]:
         """Workers that our launcher has started again and that have not joined yet."""
@@ -271,7 +277,7 @@ class Rendezvous:
             return []
         try:
             ranks = range(self.most)
-            return [rank for rank in ranks if (started(self._base, rank) or 0) > lives.get(rank, 0)]
+            return [rank for rank in ranks if (started(self._of_run, rank) or 0) > lives.get(rank, 0)]
         except (RuntimeError, OSError):  # without a store nobody can come
             self.there = False
             return []
@@ -283,25 +289,23 @@ class Rendezvous:
 
     def over(self) -> bool:
         """Whether the run has ended well without this worker."""
-        return bool(self._store.check(["over"]))
+        return self._store.read("over") is not None
 
     def leave(self, why: str) -> None:
         """Tell those who still gather that this worker is not coming, and that it cannot be copied."""
         self.hurry()  # the store may be why, or may have left with worker 0
         with contextlib.suppress(RuntimeError):
             self._store.set(f"absent/{self.place.rank}", why)
-            if self._store.check([here := f"here/{self.place.rank}"]):
+            if self._store.check(here := f"here/{self.place.rank}"):
                 self._store.set(here, "0")
 
     def absent(self, peer: int) -> str | None:
         """Why a peer is not coming, if it or its launcher said so."""
         if self._beginnings.newest() != self._beginning:
             raise Orphaned("the others have begun again")
-        if given_up(self._base, peer):
+        if given_up(self._of_run, peer):
             return GIVEN_UP
-        if not self._store.check([f"absent/{peer}"]):
-            return None
-        return self._store.get(f"absent/{peer}").decode() or None
+        return self._store.read(f"absent/{peer}") or None
 
     def say(self, key: str, text: str) -> None:
         """Leave a word for the others."""
@@ -309,15 +313,15 @@ class Rendezvous:
 
     def first(self, key: str, text: str) -> str:
         """Say this unless somebody has said something under this name; what was said first."""
-        return str(self._store.compare_set(key, "", text).decode())
+        return self._store.compare_set(key, "", text)
 
     def hear(self, key: str, peer: int) -> str:
         """Wait for a word of another worker, counted among those who begin; WorkerLost: it is not coming."""
         peer = self._beginning.ranks[peer]
         end = time.monotonic() + self.timeout_s
-        while not self._store.check([key]):
+        while not self._store.check(key):
             why = self.absent(peer)
-            if why is not None and not self._store.check([key]):  # it may have said it and then left
+            if why is not None and not self._store.check(key):  # it may have said it and then left
                 raise WorkerLost(f"worker {peer} is not coming: {why.rstrip('.')}.")
             if time.monotonic() > end:
                 raise WorkerLost(
@@ -325,27 +329,31 @@ class Rendezvous:
                     "Give all workers the same arguments, and look at its output."
                 )
             time.sleep(POLL_S)
-        return str(self._store.get(key).decode())
+        return self._store.get(key)
 
     def _get(self, key: str, peer: int) -> str:
         end = time.monotonic() + self.timeout_s
-        while not self._store.check([key]):
-            if given_up(self._base, peer):
+        while not self._store.check(key):
+            if given_up(self._of_run, peer):
                 raise WorkerLost(f"worker {peer} is not coming: {GIVEN_UP}.")
             if time.monotonic() > end:
                 raise WorkerLost(f"worker {peer} did not come to the rendezvous within {self.timeout_s:g} s.")
             time.sleep(POLL_S)
-        return str(self._store.get(key).decode())
+        return self._store.get(key)
 
 
 def options_alone(place: Place) -> Options | None:
     """What the launcher tells a worker that is alone; None: there is no launcher of ours."""
-    if not place.hosted:
+    if not place.launched:
         return None
-    with contextlib.suppress(OSError, RuntimeError):
-        store = reach(place.host, place.port, STORE_S)
-        if store.check([OPTIONS]):
-            return _options(store.get(OPTIONS).decode())
+    with (
+        contextlib.suppress(OSError, RuntimeError),
+        contextlib.closing(reach(place.host, place.port, STORE_S)) as store,
+    ):
+        entries = Entries(store, place.secret)
+        if entries.check(OPTIONS):
+            options = _options(entries.get(OPTIONS))
+            return replace(options, tls=place.tls or options.tls)
     return None
 
 
@@ -383,7 +391,7 @@ def _connect(place: Place, timeout_s: float) -> BoundedStore:
         )
 
     try:  # a second more than it gives itself: what it has to say is better than that it hangs
-        return BoundedStore(within(timeout_s + 1, connect), timeout_s)
+        return watched(within(timeout_s + 1, connect), place.host, place.port, timeout_s)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(

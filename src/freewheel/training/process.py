@@ -23,10 +23,12 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 from freewheel import api, strategies, tasks
 from freewheel.errors import Diverged, FreewheelError, RunStopped
+from freewheel.fabric import secret
 from freewheel.observe.journal import Journal
 from freewheel.replica import Replica, flatten
 from freewheel.runtime.attach import Worker
 from freewheel.runtime.buffers import buffers_of, mean_buffers, set_buffers
+from freewheel.runtime.entries import Entries
 from freewheel.sim.driver import spread
 from freewheel.strategies.grouping import Grouping
 from freewheel.task import Task
@@ -69,7 +71,8 @@ class Budget:
         self._handful = max(1, min(10, job.steps // 20, int(HANDFUL_S / step_s)))
         self._begun = 0
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        self.store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+        self.store = Entries(store, secret.of_environment(os.environ))
 
     def go_on(self, rank: int, steps: int) -> None:
         """Begin where a checkpoint was taken: this worker had made so many steps, the others say theirs."""
@@ -111,7 +114,7 @@ class Budget:
                 yield step / self.job.steps
             return
         while True:
-            begin = int(self.store.add(self._key, self._handful)) - self._handful + self._begun
+            begin = self.store.add(self._key, self._handful) - self._handful + self._begun
             for step in range(begin, min(begin + self._handful, self.total)):
                 yield step / self.total
             if begin + self._handful >= self.total:

@@ -1,0 +1,144 @@
+"""The secret of a run: everybody in it has it, nobody sends it.
+
+Whoever starts a run makes one (or is given one) and hands it to its workers by their environment, which only
+their own user can read. All else is derived from it, by HMAC-SHA256 and, for frames, by keyed BLAKE2:
+
+- what is written into the store carries a seal over its name and text, so that nobody else can write there;
+- two workers prove to each other that they have it before either says anything else (fabric/handshake.py);
+- every frame between them is sealed with a key of its connection and the number of frames before it, so that
+  none can be changed, repeated, moved or brought in from elsewhere. Vectors are not: for that there is TLS.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from freewheel.errors import ConfigError
+
+SECRET, SECRET_FILE = "FREEWHEEL_SECRET", "FREEWHEEL_SECRET_FILE"
+"""In the environment: the secret itself, as our launcher hands it on; or the file that has it."""
+SHORTEST = 16
+SEAL_BYTES = 16
+
+
+class Forged(ConfigError):
+    """An entry of the store that nobody with this run's secret has written."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(
+            f"the rendezvous's entry {name!r} is not sealed with this worker's secret. Give all the same "
+            f"secret ({SECRET_FILE}, or --secret), or look who else writes there."
+        )
+
+
+def derive(key: bytes, *words: str | bytes) -> bytes:
+    """A key, or a proof, that only who has the key can make; no two lists of words give the same."""
+    parts = [word.encode() if isinstance(word, str) else word for word in words]
+    return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
+
+
+def same(given: bytes, expected: bytes) -> bool:
+    """Compare without telling by the time how much of it was right."""
+    return hmac.compare_digest(given, expected)
+
+
+def seal(key: bytes, name: str, text: str) -> str:
+    """What is written into the store under a name."""
+    return derive(key, "entry", name, text).hex() + text
+
+
+def unseal(key: bytes, name: str, entry: bytes) -> str:
+    """The way back; Forged unless it was sealed with this key, under this name."""
+    mark, text = entry[:64], entry[64:]
+    try:
+        read = text.decode()
+    except UnicodeDecodeError:
+        raise Forged(name) from None
+    if not same(mark, derive(key, "entry", name, read).hex().encode()):
+        raise Forged(name)
+    return read
+
+
+class Seals:
+    """Seals the frames of one direction of a connection, each with the number of those before it."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key, self._before = key, 0
+
+    def next(self, data: bytes | bytearray) -> bytes:
+        """The seal of a frame, if it is the next one; `advance` when it is."""
+        number = self._before.to_bytes(16, "big")  # a salt: BLAKE2 is its own HMAC, and quicker
+        return hashlib.blake2b(data, key=self._key, salt=number, digest_size=SEAL_BYTES).digest()
+
+    def advance(self) -> None:
+        """It was."""
+        self._before += 1
+
+
+# -- where it comes from --
+
+
+def make() -> bytes:
+    """A new one."""
+    return secrets.token_bytes(32)
+
+
+def of_text(text: str, where: str) -> bytes:
+    """What somebody has typed or written down, or the launcher has handed on."""
+    words = text.strip()
+    if len(words) < SHORTEST:
+        raise ConfigError(
+            f"{where} has {len(words)} characters; a secret needs at least {SHORTEST}. Make one with "
+            "`openssl rand -hex 32`."
+        )
+    try:
+        given = bytes.fromhex(words)
+    except ValueError:
+        given = b""
+    return given if len(given) == 32 else hashlib.sha256(words.encode()).digest()
+
+
+def read(path: Path) -> bytes:
+    """From a file; refused where others than its owner could have read it."""
+    try:
+        with path.open() as file:
+            about = os.fstat(file.fileno())
+            if not stat.S_ISREG(about.st_mode) or about.st_uid not in (os.getuid(), 0):
+                raise ConfigError(f"the secret {str(path)!r} is not a file of yours: copy it into one.")
+            if about.st_mode & 0o077:
+                raise ConfigError(
+                    f"others can read the secret {str(path)!r} (mode {about.st_mode & 0o777:o}): "
+                    f"chmod 600 it, and better make a new one."
+                )
+            return of_text(file.read(4096), f"the secret {str(path)!r}")
+    except (OSError, UnicodeDecodeError) as error:
+        why = getattr(error, "strerror", None) or "it is no text"
+        raise ConfigError(f"cannot read the secret {str(path)!r}: {why}. Give the file of the run.") from None
+
+
+def write(path: Path, secret: bytes) -> None:
+    """Into a new file that only its owner can read."""
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(secret.hex() + "\n")
+
+
+def of_keys(folder: Path) -> bytes:
+    """Who shares a set of TLS keys shares a secret already."""
+    try:
+        return derive(b"", "secret", (folder / "worker.key").read_bytes())
+    except OSError as error:
+        raise ConfigError(f"cannot read the keys in {str(folder)!r}: {error.strerror}.") from None
+
+
+def of_environment(environment: Mapping[str, str]) -> bytes:
+    """A worker's; empty where nobody has given one."""
+    if environment.get(SECRET):
+        return of_text(environment[SECRET], SECRET)
+    return read(Path(environment[SECRET_FILE])) if environment.get(SECRET_FILE) else b""

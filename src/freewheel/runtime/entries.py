@@ -1,0 +1,126 @@
+"""What a run has written in its store: every entry sealed with the run's secret, under its own name.
+
+A store lets everybody write who reaches it. An entry that is not sealed is never used: `get` says so with an
+error, `read` takes it for absent and warns once. Who reaches the store can so keep workers from joining, and
+nothing else. What is sealed for one run, or under one name, does not fit another.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import secrets
+from typing import Protocol
+
+from freewheel.fabric.secret import Forged, derive, seal, unseal
+
+log = logging.getLogger("freewheel")
+
+
+class Store(Protocol):
+    """What is needed of a TCPStore, or of one whose calls end."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of them are there."""
+
+    def get(self, key: str, /) -> bytes:
+        """What is there."""
+
+    def set(self, key: str, text: str, /) -> None:
+        """Write."""
+
+    def compare_set(self, key: str, expected: str, text: str, /) -> bytes:
+        """Write where this is there; what is there then."""
+
+    def delete_key(self, key: str, /) -> object:
+        """Remove."""
+
+
+class Entries:
+    """A store as a run uses it."""
+
+    def __init__(self, store: Store, secret: bytes) -> None:
+        self._store, self._prefix = store, ""
+        self._secret, self._key = secret, derive(secret, "store")
+        self._warned: set[str] = set()
+
+    def of_run(self, run: str) -> Entries:
+        """The same for what belongs to one run alone: a secret may serve for several."""
+        made = copy.copy(self)
+        made._key = derive(self._secret, "store", run)
+        return made
+
+    def under(self, prefix: str) -> Entries:
+        """The same, all names beginning with a prefix."""
+        made = copy.copy(self)
+        made._prefix = self._name(prefix)
+        return made
+
+    def over(self, store: Store) -> Entries:
+        """The same over another connection."""
+        made = copy.copy(self)
+        made._store = store
+        return made
+
+    def _name(self, key: str) -> str:
+        return f"{self._prefix}/{key}" if self._prefix else key
+
+    def check(self, key: str) -> bool:
+        """Whether something is there, sealed or not."""
+        return bool(self._store.check([self._name(key)]))
+
+    def get(self, key: str) -> str:
+        """What is there; Forged if nobody of this run has written it."""
+        name = self._name(key)
+        return unseal(self._key, name, bytes(self._store.get(name)))
+
+    def read(self, key: str) -> str | None:
+        """What is there; None: nothing, or nothing of this run's."""
+        if not self.check(key):
+            return None
+        try:
+            return self.get(key)
+        except Forged as error:
+            if key not in self._warned:
+                self._warned.add(key)
+                log.warning("%s", error)
+            return None
+
+    def set(self, key: str, text: str) -> None:
+        """Write."""
+        name = self._name(key)
+        self._store.set(name, seal(self._key, name, text))
+
+    def compare_set(self, key: str, expected: str, text: str) -> str:
+        """Write where this is there (nothing, if it is empty); what is there then."""
+        name = self._name(key)
+        before = seal(self._key, name, expected) if expected else ""
+        return unseal(
+            self._key, name, bytes(self._store.compare_set(name, before, seal(self._key, name, text)))
+        )
+
+    def number(self, key: str) -> int | None:
+        """A count that is there."""
+        text = self.read(key)
+        return int(text.split()[0]) if text is not None else None
+
+    def add(self, key: str, number: int) -> int:
+        """Count; the sum. Two who add the same at once are told apart by a random word."""
+        before = self.get(key) if self.check(key) else ""
+        while True:
+            total = int(before.split()[0]) + number if before else number
+            after = f"{total} {secrets.token_hex(4)}"
+            found = self.compare_set(key, before, after)
+            if found == after:
+                return total
+            before = found if found != before else ""  # it was deleted meanwhile
+
+    def raise_to(self, key: str, number: int) -> None:
+        """Let a count be at least so much."""
+        known = self.compare_set(key, "", str(number))
+        while int(known.split()[0]) < number:
+            known = self.compare_set(key, known, str(number))
+
+    def delete_key(self, key: str) -> None:
+        """Remove."""
+        self._store.delete_key(self._name(key))
