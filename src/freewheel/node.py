@@ -301,7 +301,7 @@ class Node:
     async def ask(self, host: int, vector: Tensor | None) -> server.Answer:
         """Send a vector to the parameter server (None: only read) and wait for its answer."""
         if self._client is None or self._client.server != host:
-            self._client = server.Client(self._fabric, host)
+            self._client = server.Client(self._fabric, host, self._replica.size)
         answer = await self._client.ask(vector)
         if host != self.rank and vector is not None:
             self.counters.exchanges["done"] += 1
@@ -407,9 +407,10 @@ class Node:
     async def _give(self) -> tuple[Tensor, Note]:
         return await self._strategy.handover(self), (self._called_step,)
 
-    async def _take(self, vector: Tensor, note: Note) -> None:
+    async def _take(self, message: Message) -> None:
         """Go on with another worker's weights, from its step."""
-        more = int(note[0]) - self._called_step
+        vector, (step,) = message.of(self._replica.size), message.numbers(1, 1)
+        more = step - self._called_step
         self._ahead += more
         self._called_step += more
         self._seen_steps, self._awaited_step = self._seen_steps + more, self._awaited_step + more

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import math
 import os
@@ -29,7 +30,7 @@ from torch import nn
 import freewheel as fw
 from crew import places
 from freewheel import strategies
-from freewheel.fabric import frames, handshake, secret, tcp
+from freewheel.fabric import frames, handshake, secret, tcp, windows
 from freewheel.fabric.frames import BadFrame, Frame, Kind, pack
 from freewheel.fabric.handshake import Identity
 from freewheel.runtime.place import Place
@@ -495,6 +496,16 @@ LIARS: dict[str, tuple[Callable[[Identity], tuple[bytes, bytes]], str]] = {
     "random bytes": (lambda me: (random.Random(2).randbytes(4000), b""), "does not speak"),
     "no JSON": (bad_tag, "a tag that is not JSON"),
     "an unknown kind": (bad_kind, "unknown kind 77"),
+    "a call without a number": (lambda me: message(me, ("call",)), "a note of 0 numbers with 'call'"),
+    "a call with half a number": (lambda me: message(me, ("call",), note=(0.5,)), "not whole with 'call'"),
+    "a call without end": (lambda me: message(me, ("call",), note=(math.inf,)), "not whole with 'call'"),
+    "a question for nothing": (lambda me: message(me, ("run", "part")), "a note of 0 numbers"),
+    "a copy of nothing": (lambda me: message(me, ("run", "copy"), note=(1, 2)), "a note of 2 numbers"),
+    "an end of no kind": (lambda me: message(me, ("run", "end"), note=(9, 9)), "what makes no sense"),
+    "an end without those who end": (
+        lambda me: message(me, ("run", "end"), note=(0, 1, 7)),
+        "what makes no sense",
+    ),
     "a window on another machine": (lambda me: near(me, 1, 7, 1, 40, 3), "a window this worker cannot see"),
 }
 
@@ -507,7 +518,35 @@ WINDOWS: dict[str, tuple[tuple[float, ...], str]] = {
     "of no number": ((1, math.nan, 1, 40, 3), "a window this worker cannot see"),
     "below zero": ((1, 7, 1, 40, -3), "a window this worker cannot see"),
     "half said": ((1, 7), "a window this worker cannot see"),
+    "of another process": ((1, 7, os.getpid(), 40, 3), "a window this worker cannot see"),
 }
+
+
+@pytest.mark.parametrize("seals", [0, fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_GROW])
+def test_memory_that_could_be_cut_off_under_a_reader_is_no_window(seals, run, lines):
+    """Who truncates what another has mapped ends it by SIGBUS."""
+    handle = os.memfd_create("freewheel", os.MFD_ALLOW_SEALING)
+    fabric = run.workers[0]._agent.fabric
+    try:
+        os.ftruncate(handle, 40)
+        fcntl.fcntl(handle, fcntl.F_ADD_SEALS, seals)
+        with run.join() as client:
+            fabric._connections[2].kind, fabric._connections[2].pid = "host", os.getpid()
+            client.send(*near(run.me, 1, 2**52, os.getpid(), 40, handle))
+            refused(run, lines, client.sock, "is not sealed")
+    finally:
+        os.close(handle)
+        fabric._unshared.discard(2)
+
+
+def test_a_window_that_is_open_already_has_the_size_it_had(run, lines):
+    window, fabric = windows.HostWindow.make(80), run.workers[0]._agent.fabric
+    kind, number, pid, _, handle = window.locator
+    with run.join() as client:
+        fabric._connections[2].kind, fabric._connections[2].pid = "host", pid
+        client.send(*near(run.me, kind, number, pid, 40, handle))
+        refused(run, lines, client.sock, "it has another size")
+    fabric._unshared.discard(2)
 
 
 @pytest.mark.parametrize("which", WINDOWS)
@@ -517,6 +556,7 @@ def test_members_that_show_windows_there_are_not(which, run, lines):
     fabric = run.workers[0]._agent.fabric
     with run.join() as client:
         fabric._connections[2].kind = "host"
+        fabric._connections[2].pid = 1 if which == "of another process" else where[2] if where[2:] else 0
         client.send(*near(run.me, *where))
         refused(run, lines, client.sock, words)
     run.until(lambda: 2 not in run.members())
@@ -530,6 +570,33 @@ def test_members_that_send_what_does_not_belong_here(what, run, lines):
         client.send(*says(run.me))
         refused(run, lines, client.sock, words)
     run.until(lambda: 2 not in run.members())
+
+
+def test_a_member_that_floods_is_cut_off_and_its_memory_is_free(run, lines, monkeypatch):
+    fabric = run.workers[0]._agent.fabric
+    monkeypatch.setattr(fabric, "_most_unread", 100_000)
+    with run.join() as client:
+        with contextlib.suppress(OSError):
+            for k in range(500):
+                client.send(*message(run.me, ("x", k), [1.0] * 100))
+        refused(run, lines, client.sock, "more than anybody reads")
+    run.until(lambda: 2 not in run.members())
+    assert 2 not in fabric._unread
+    assert not [tag for tag in fabric._boxes if tag[0] == "x"]
+
+
+def test_strangers_are_not_kept_while_others_come(run, lines, monkeypatch):
+    """Of those who say nothing the oldest are closed: a worker still gets in."""
+    monkeypatch.setattr(handshake, "GREETING_S", 60.0)
+    monkeypatch.setattr(handshake, "UNPROVEN", 8)
+    crowd = [run.call() for _ in range(40)]
+    with run.join():
+        for sock in crowd[:30]:
+            wait_for_close(sock)
+    assert len(run.workers[0]._agent.fabric._listener._unproven) <= 8
+    for sock in crowd:
+        sock.close()
+    run.check()
 
 
 def begin_exchange(run: Run, client: Client) -> tuple[str | int, ...]:

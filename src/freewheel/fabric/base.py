@@ -18,6 +18,8 @@ from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
+from freewheel.errors import PeerLost
+
 Tag: TypeAlias = tuple[str | int, ...]
 Note: TypeAlias = tuple[float, ...]
 EXCHANGE = "exchange"
@@ -30,6 +32,8 @@ BYTES = "bytes"
 """The last word of those whose vector is bytes: they are not looked at, and travel as they are."""
 BYTES_PIECE = 1 << 22
 """How many of them one message may have."""
+LARGEST = 2**53
+"""Whole numbers beyond it are not exact in a note."""
 Notice: TypeAlias = Callable[[str, int | None, str], None]
 """Hears what happened (a word of docs/RECORDS.md), to whom (None: to all), and more about it in words."""
 Meet: TypeAlias = Callable[[Tensor, Tensor], Tensor]
@@ -55,20 +59,51 @@ Each: TypeAlias = Callable[[int, Tensor], None]
 """Is handed each piece of a vector that arrives, with its place; may run in another thread."""
 
 
+def _nothing(why: str) -> None:
+    """Where all messages are one's own."""
+
+
 @dataclass(slots=True)
 class Message:
-    """A vector, or a few numbers (the note), or both."""
+    """A vector, or a few numbers (the note), or both.
+
+    What it has is looked at before it is used: by `payload`, `of` and `numbers`. A sender of what
+    cannot be used is cut off, and whoever wanted to use it gets PeerLost.
+    """
 
     sender: int
     tag: Tag
     vector: Tensor | None
     note: Note
+    offend: Callable[[str], None] = _nothing
+    """Cuts the sender off."""
+
+    def bad(self, what: str) -> PeerLost:
+        """This message cannot be used: what to raise."""
+        why = f"it sent {what} with {self.tag[0]!r}" if self.tag else f"it sent {what}"
+        self.offend(why)
+        return PeerLost(self.sender, why)
 
     @property
     def payload(self) -> Tensor:
         """The vector of a message that must have one."""
-        assert self.vector is not None, f"message {self.tag} of worker {self.sender} has no vector"
+        if self.vector is None:
+            raise self.bad("no vector")
         return self.vector
+
+    def of(self, numel: int) -> Tensor:
+        """The vector of a message that must have one of so many numbers."""
+        if self.payload.numel() != numel:
+            raise self.bad(f"a vector of {self.payload.numel()} numbers, not {numel}")
+        return self.payload
+
+    def numbers(self, least: int, most: int | None = None) -> tuple[int, ...]:
+        """The note of a message that must be so many whole numbers."""
+        if len(self.note) < least or (most is not None and len(self.note) > most):
+            raise self.bad(f"a note of {len(self.note)} numbers")
+        if not all(-LARGEST < number < LARGEST and number == int(number) for number in self.note):
+            raise self.bad("numbers that are not whole")
+        return tuple(map(int, self.note))
 
 
 class NotNow(Exception):

@@ -91,10 +91,16 @@ async def gather(fabric: Fabric, members: Sequence[int], note: Note, tag: Tag) -
     notes: dict[int, Note] = {fabric.rank: note}
     if fabric.rank == root:
         for peer in members[1:]:
-            notes[peer] = (await fabric.receive((*tag, "in"), peer)).note
+            message = await fabric.receive((*tag, "in"), peer)
+            if len(message.note) != len(note):
+                raise message.bad(f"a note of {len(message.note)} numbers, not {len(note)}")
+            notes[peer] = message.note
     else:
         await fabric.send(root, (*tag, "in"), None, note)
     width = len(note)
     flat = tuple(value for peer in members for value in notes[peer]) if fabric.rank == root else ()
-    everything = (await broadcast(fabric, members, root, None, (*tag, "out"), flat)).note
+    handed = await broadcast(fabric, members, root, None, (*tag, "out"), flat)
+    everything = handed.note
+    if len(everything) != width * len(members):
+        raise handed.bad(f"a note of {len(everything)} numbers, not {width * len(members)}")
     return {peer: everything[k * width : (k + 1) * width] for k, peer in enumerate(members)}

@@ -98,13 +98,15 @@ class Exchanges:
         try:
             self.called_at = self._now()
             self.fabric.post(peer, CALL, None, (self.serial,))
-            answer = (await self.fabric.receive(tag, peer)).note
+            answer = await self.fabric.receive(tag, peer)
             self.answer_s = min(1.02 * self.answer_s, self._now() - self.called_at)
             self.calling = False
-            if answer == BUSY:
+            if answer.note == BUSY:
                 self.party.count("busy")
                 return False
-            mine, where = await self._snapshot(peer), answer[1:]
+            if answer.note[:1] != YES:
+                raise answer.bad("no answer")
+            mine, where = await self._snapshot(peer), answer.note[1:]
             if not where:
                 correction = await self.fabric.swap(peer, tag, mine, self.party.meet, self._told)
             elif mine is not None:
@@ -137,7 +139,11 @@ class Exchanges:
         """Answer calls for ever."""
         while True:
             request = await self.fabric.receive(CALL)
-            peer, tag = request.sender, (EXCHANGE, request.sender, int(request.note[0]))
+            try:
+                (serial,) = request.numbers(1, 1)
+            except PeerLost:
+                continue
+            peer, tag = request.sender, (EXCHANGE, request.sender, serial)
             if self.partner is None and self._turn(peer):
                 self._accept(peer, tag)
             elif (
@@ -145,6 +151,7 @@ class Exchanges:
                 and peer > self.fabric.rank
                 and self._now() - self.called_at <= self._patience_s()
             ):
+                self.waiting = deque(one for one in self.waiting if one[0] != peer)  # of each the last call
                 self.waiting.append((peer, tag, self.fabric.epoch(peer)))
                 if self.patience is None:
                     loop = asyncio.get_running_loop()

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 from freewheel.fabric.base import Note
 
+LISTS = 5
+"""Of a record, and of the word that a view is installed."""
+
 
 @dataclass(frozen=True)
 class View:
@@ -38,8 +41,8 @@ class Record:
     @classmethod
     def unpack(cls, note: Note) -> Record:
         """The way back."""
-        line, parents, heirs, members, counted = unpack(note)
-        return cls(line[0], parents, heirs, members, pairs(counted))
+        (line,), parents, heirs, members, counted = unpack(note)
+        return cls(line, parents, heirs, members, pairs(counted))
 
 
 def main_line(answers: dict[int, Record]) -> tuple[int, ...]:
@@ -71,8 +74,12 @@ def unpack(note: Note) -> list[tuple[int, ...]]:
     lists, at = [], 0
     while at < len(note):
         end = at + 1 + int(note[at])
+        if not at < end <= len(note):
+            raise ValueError("lists that are not as long as they say")
         lists.append(tuple(int(k) for k in note[at + 1 : end]))
         at = end
+    if len(lists) != LISTS:
+        raise ValueError(f"{len(lists)} lists, not {LISTS}")
     return lists
 
 

@@ -7,7 +7,7 @@ and tells it when peers come and go; it wakes the right coroutine.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from torch import Tensor
@@ -16,6 +16,7 @@ from freewheel.errors import PeerLost
 from freewheel.fabric import collectives
 from freewheel.fabric.base import Each, Meet, Message, Note, Notice, Tag
 
+MESSAGE_BYTES = 1024
 AGAIN = "it connected again"
 """A connection that took the place of another, of the same life: nobody was lost."""
 
@@ -29,6 +30,8 @@ class Mailbox:
         self._reach = frozenset((rank,))  # the same, for looking up
         self._lost: dict[int, str] = {}
         self._boxes: dict[Tag, deque[Message]] = {}
+        self._unread: Counter[int] = Counter()
+        """About how much memory is held by what each has sent and nobody has received."""
         self._waiters: dict[Tag, list[tuple[int | None, Sequence[int], asyncio.Future[Message]]]] = {}
         self._forgotten: dict[Tag, None] = {}
         self._leaving: dict[int, list[asyncio.Future[None]]] = {}
@@ -47,6 +50,7 @@ class Mailbox:
                     del box[at]
                     if not box:
                         del self._boxes[tag]
+                    self._unread[message.sender] -= _size(message)
                     return message
         for needed in (peer,) if peer is not None else among:
             self.need(needed)
@@ -123,7 +127,8 @@ class Mailbox:
 
     def forget(self, tag: Tag) -> None:
         """Drop what has arrived with this tag and nobody received, and what still arrives."""
-        self._boxes.pop(tag, None)
+        for message in self._boxes.pop(tag, ()):
+            self._unread[message.sender] -= _size(message)
         self._forgotten[tag] = None
         if len(self._forgotten) > 1024:
             del self._forgotten[next(iter(self._forgotten))]
@@ -135,6 +140,7 @@ class Mailbox:
     def clear(self) -> None:
         """Drop everything that has arrived and nobody received."""
         self._boxes.clear()
+        self._unread.clear()
 
     async def changed(self) -> None:
         """Wait until a peer comes or goes."""
@@ -179,6 +185,7 @@ class Mailbox:
         if self.forgotten(message.tag):
             return
         self._boxes.setdefault(message.tag, deque()).append(message)
+        self._unread[message.sender] += _size(message)
 
     def gain(self, peer: int) -> None:
         """A peer is within reach."""
@@ -201,6 +208,7 @@ class Mailbox:
         self._epochs[peer] = self.epoch(peer) + 1
         self._reach -= {peer}
         self._members_changed()
+        del self._unread[peer]
         for tag in list(self._boxes):
             kept = deque(message for message in self._boxes[tag] if message.sender != peer)
             if kept:
@@ -228,3 +236,9 @@ class Mailbox:
         if self._change is not None:
             self._change.set_result(None)
             self._change = None
+
+
+def _size(message: Message) -> int:
+    return (
+        MESSAGE_BYTES + 32 * len(message.note) + (message.vector.nbytes if message.vector is not None else 0)
+    )

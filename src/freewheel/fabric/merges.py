@@ -22,7 +22,7 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import REDUCTION, Fabric, Note, Tag
+from freewheel.fabric.base import REDUCTION, Fabric, Message, Note, Tag
 from freewheel.fabric.lineage import View
 from freewheel.fabric.views import Views
 
@@ -105,7 +105,7 @@ class Merges:
         self,
         views: Views,
         give: Callable[[], Awaitable[tuple[Tensor, Note]]],
-        take: Callable[[Tensor, Note], Awaitable[None]],
+        take: Callable[[Message], Awaitable[None]],
         count: Callable[[str, Sequence[int]], None],
     ) -> None:
         self.views, self.fabric = views, views.fabric
@@ -174,7 +174,7 @@ class Merges:
             message = await self.fabric.receive(tag, source)
         finally:
             self.fabric.forget(tag)
-        await self._take(message.payload, message.note)
+        await self._take(message)
         self.views.adopt()
         return True
 

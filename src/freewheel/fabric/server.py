@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freewheel.fabric.base import Fabric, Message, Tag
+from freewheel.errors import PeerLost
+from freewheel.fabric.base import Fabric, Tag
 
 REQUEST: Tag = ("server", "request")
 ANSWER: Tag = ("server", "answer")
@@ -36,23 +37,25 @@ async def serve(fabric: Fabric, centre: Tensor, apply: Apply) -> None:
     version = 0
     while True:
         request = await fabric.receive(REQUEST)
-        if request.vector is None:
-            fabric.post(request.sender, _to(request), centre.clone(), note=(0, version))
+        try:
+            known, number = request.numbers(2, 2)
+            update = None if request.vector is None else request.of(centre.numel())
+        except PeerLost:
             continue
-        answer = apply(centre, request.vector)
-        fabric.post(request.sender, _to(request), answer, note=(version - request.note[0], version + 1))
+        to: Tag = (*ANSWER, number)
+        if update is None:
+            fabric.post(request.sender, to, centre.clone(), note=(0, version))
+            continue
+        fabric.post(request.sender, to, apply(centre, update), note=(version - known, version + 1))
         version += 1
-
-
-def _to(request: Message) -> Tag:
-    return (*ANSWER, int(request.note[1]))
 
 
 class Client:
     """One worker's side: asks, and remembers the version it was last answered with."""
 
-    def __init__(self, fabric: Fabric, server: int) -> None:
-        self.fabric, self.server, self.version, self.asked = fabric, server, 0, 0
+    def __init__(self, fabric: Fabric, server: int, numel: int) -> None:
+        self.fabric, self.server, self.numel = fabric, server, numel
+        self.version, self.asked = 0, 0
 
     async def ask(self, vector: Tensor | None) -> Answer:
         """Send a vector to the server, or None to read the centre, and wait for the answer."""
@@ -64,6 +67,5 @@ class Client:
         except BaseException:
             self.fabric.forget(tag)
             raise
-        delay, version = message.note
-        self.version = int(version)
-        return Answer(message.payload, int(delay))
+        delay, self.version = message.numbers(2, 2)
+        return Answer(message.of(self.numel), delay)

@@ -15,6 +15,7 @@ import logging
 import os
 import ssl
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,8 @@ PINGS = 4
 LAST_WORDS_S = 0.5
 """How long a line that broke is still read: a peer may have said why it goes."""
 CALL_AGAIN_S = 0.25
+UNREAD_BYTES, UNREAD = 1 << 26, 64
+"""How much of what a peer has sent may lie here unread: so many bytes, and so many of the longest vectors."""
 FINISHED = "it has finished"
 
 log = logging.getLogger("freewheel")
@@ -63,6 +66,7 @@ class TcpFabric(Mailbox):
         self.book: dict[int, tuple[str, int]] = {}
         """Where each peer was last known to listen."""
         self._encrypted = tls is not None
+        self._most_unread = UNREAD_BYTES + UNREAD * me.longest * dtype.itemsize
         self.lives: dict[int, int] = {me.rank: me.incarnation}
         """Which life of each worker was the last one seen."""
         self._connections: dict[int, Connection] = {}
@@ -198,7 +202,7 @@ class TcpFabric(Mailbox):
             raise PeerLost(peer, str(error)) from None
 
     async def _open(self, link: Connection, locator: Note, numel: int | None = None) -> Tensor:
-        if link.kind == STREAM or not is_locator(locator):
+        if link.kind == STREAM or not is_locator(locator) or locator[2] != link.pid:
             raise BadFrame("it shows a window this worker cannot see")
         shown = int(locator[3]) // self.dtype.itemsize
         if shown > self.me.longest or (numel is not None and shown != max(1, numel)):
@@ -208,6 +212,8 @@ class TcpFabric(Mailbox):
             if window is None:  # the first time may take a while
                 window = await asyncio.to_thread(self.windows.open, locator)
                 self.windows.keep(locator, window)
+            if window.nbytes != locator[3]:
+                raise OSError("it has another size")
             return window.memory().view(self.dtype)[:numel]
         except (OSError, RuntimeError) as error:
             self._unshared.add(link.peer)
@@ -223,9 +229,7 @@ class TcpFabric(Mailbox):
     async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
         """Take a vector as it comes; see Fabric.land."""
         if tag in self._boxes:  # it was faster than who awaits it
-            vector = (await super().receive(tag, peer)).payload.cpu()
-            if vector.numel() != numel:
-                raise PeerLost(peer, f"it sent {vector.numel()} numbers where {numel} are awaited")
+            vector = (await super().receive(tag, peer)).of(numel).cpu()
             landing = Landing(numel, each, self._loop.create_future())
             landing.take(0, vector)
             landing.finish()
@@ -471,7 +475,7 @@ class TcpFabric(Mailbox):
     # -- reading --
 
     async def _read(self, link: Connection) -> None:
-        while True:
+        while self._connections.get(link.peer) is link:  # what it sent before it was cut off is void
             frame, tag, note = await read_head(link.transport, link.theirs, self.me, self.counters)
             if frame.sender != link.peer or frame.incarnation != link.incarnation:
                 raise BadFrame(f"it is worker {link.peer} and says to be worker {frame.sender}")
@@ -489,7 +493,7 @@ class TcpFabric(Mailbox):
                 await self._read_near(link, tag, note)
                 continue
             if frame.dtype is None:
-                self.deliver(Message(link.peer, tag, None, note))
+                self.deliver(self._message(link, tag, None, note))
                 await asyncio.sleep(0)  # who was waiting runs before the next frame: it may await it in place
                 continue
             if frame.dtype != self._wire(tag):
@@ -522,7 +526,21 @@ class TcpFabric(Mailbox):
             link.landings.pop(tag, None)
             self.transfers.give_back(vector)
             return
-        self.deliver(Message(link.peer, tag, vector, note))
+        self.deliver(self._message(link, tag, vector, note))
+
+    def deliver(self, message: Message) -> None:
+        """See Mailbox.deliver; who sends what nobody takes may fill so much memory with it, and no more."""
+        super().deliver(message)
+        if self._unread[message.sender] > self._most_unread and message.sender != self.rank:
+            message.bad("more than anybody reads")
+
+    def _message(self, link: Connection, tag: Tag, vector: Tensor | None, note: Note) -> Message:
+        return Message(link.peer, tag, vector, note, partial(self._offended, link))
+
+    def _offended(self, link: Connection, why: str) -> None:
+        """A member sent what cannot be used."""
+        if self._connections.get(link.peer) is link:
+            self._unlink(link, *self._ended(link, BadFrame(why)))
 
     # -- tasks --
 

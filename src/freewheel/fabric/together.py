@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Meet, Note, NotNow, Pull, Tag
+from freewheel.fabric.base import Meet, Message, Note, NotNow, Pull, Tag
 from freewheel.fabric.transfers import (
     LONG,
     Outgoing,
@@ -197,10 +197,10 @@ class Together:
             mine = (KINDS.index(kind), 0)
         if fabric.rank != first:
             fabric.post(first, (*tag, "ready"), note=mine)
-            return _unpack((await fabric.receive((*tag, "go"), first)).note)
-        ready = {first: mine}
+            return _unpack(await fabric.receive((*tag, "go"), first), members)
+        ready = {first: _read_ready(Message(first, tag, None, mine))}
         for peer in others:
-            ready[peer] = (await fabric.receive((*tag, "ready"), peer)).note
+            ready[peer] = _read_ready(await fabric.receive((*tag, "ready"), peer))
         groups = _cliques(ready)
         for peer in others:
             fabric.post(peer, (*tag, "go"), note=_pack(groups))
@@ -262,13 +262,22 @@ class Together:
             await self._work(size, hand_out)
 
 
-def _cliques(ready: dict[int, Note]) -> list[list[Shown]]:
+Ready: TypeAlias = tuple[int, frozenset[int], Note]
+"""Which kind of window a member's vector lies in, whose windows of that kind it sees, and where it lies."""
+
+
+def _read_ready(message: Message) -> Ready:
+    kind, count, *rest = message.numbers(2)
+    if not 0 <= kind < len(KINDS) or not 0 <= count <= len(rest):
+        raise message.bad("what makes no sense")
+    return kind, frozenset(rest[:count]), message.note[2 + count :]
+
+
+def _cliques(ready: dict[int, Ready]) -> list[list[Shown]]:
     """Groups of members that all see each other's windows of one kind; who sees nobody is alone."""
-    kinds, sees, locators = {}, {}, {}
-    for rank, note in ready.items():
-        kind, count = int(note[0]), int(note[1])
-        kinds[rank], sees[rank] = kind, {int(peer) for peer in note[2 : 2 + count]}
-        locators[rank] = tuple(note[2 + count :])
+    kinds = {rank: kind for rank, (kind, _, _) in ready.items()}
+    sees = {rank: seen for rank, (_, seen, _) in ready.items()}
+    locators = {rank: locator for rank, (_, _, locator) in ready.items()}
     groups: list[list[int]] = []
     for rank in ready:
         for group in groups:
@@ -290,14 +299,19 @@ def _pack(groups: list[list[Shown]]) -> Note:
     return tuple(flat)
 
 
-def _unpack(note: Note) -> list[list[Shown]]:
-    """The way back."""
-    groups, at = [], 0
-    while at < len(note):
-        group, at, size = [], at + 1, int(note[at])
-        for _ in range(size):
-            rank, length = int(note[at]), int(note[at + 1])
-            group.append((rank, tuple(note[at + 2 : at + 2 + length])))
-            at += 2 + length
-        groups.append(group)
+def _unpack(message: Message, members: Sequence[int]) -> list[list[Shown]]:
+    """The way back: every member is in one group."""
+    note, groups, at = message.numbers(0), [], 0
+    try:
+        while at < len(note):
+            group, at, size = [], at + 1, note[at]
+            for _ in range(size):
+                rank, length = note[at], note[at + 1]
+                group.append((rank, message.note[at + 2 : at + 2 + length]))
+                at += 2 + length if length >= 0 else len(note)
+            groups.append(group)
+    except IndexError:
+        raise message.bad("groups that have no end") from None
+    if sorted(rank for group in groups for rank, _ in group) != sorted(members) or not all(groups):
+        raise message.bad("groups of others")
     return groups

@@ -23,11 +23,13 @@ each other, though the leader reaches both, one is left out; it goes on by itsel
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from freewheel.errors import PeerLost
 from freewheel.fabric.base import Fabric, Note, Tag
 from freewheel.fabric.lineage import Record, View, flat, main_line, pack, pairs, unpack
 
@@ -35,6 +37,8 @@ VIEW: Tag = ("view",)
 SEE, PROPOSE, ANSWER, INSTALL, REFUSE, LEFT = range(6)
 YES, LATE, ELSEWHERE, GONE = range(4)
 NOTHING, BROKEN, HOMELESS = range(3)
+STAMPS, GROUPS = 2**40, 4096
+"""Views of a run, and groups that merge, of which there are never so many."""
 GRACE_S = 0.5
 """How long workers may differ about who is there before it is believed."""
 
@@ -256,22 +260,70 @@ class Views:
     async def _listen(self) -> None:
         while True:
             message = await self.fabric.receive(VIEW)
-            kind, rest, sender = int(message.note[0]), message.note[1:], message.sender
-            if kind == INSTALL:
-                self._install(int(rest[0]), rest[1:])
-            elif kind == ANSWER:
-                self._answered(sender, int(rest[0]), int(rest[1]), int(rest[2]), rest[3:])
-            else:
-                words = tuple(map(int, rest))
-                if kind == SEE:
-                    self._seen(sender, words[0], words[1], words[2:])
-                elif kind == PROPOSE:
-                    self._proposed(sender, words[0], words[1:])
-                elif kind == REFUSE:
-                    self._sent_off(sender)
-                elif kind == LEFT:
-                    self._left[sender] = (self.fabric.epoch(sender), words[0], pairs(words[1:]))
+            with contextlib.suppress(PeerLost):  # it said what makes no sense, and is cut off
+                kind, *words = message.numbers(1)
+                try:
+                    self._hear(message.sender, kind, tuple(words))
+                except (ValueError, IndexError):
+                    raise message.bad("what makes no sense") from None
             self.look()
+
+    def _hear(self, sender: int, kind: int, words: tuple[int, ...]) -> None:
+        """What another says; ValueError or IndexError if it cannot be so."""
+        if kind == INSTALL:
+            self._check_stamp(words[0], sender)
+            self._check_install(words[1:])
+            self._install(words[0], words[1:])
+        elif kind == ANSWER:
+            stamp, code, number, *record = words
+            self._check_stamp(number * self.fabric.world_size + sender, sender)
+            self._check_record(tuple(record))
+            if code not in (YES, LATE, ELSEWHERE, GONE):
+                raise ValueError(f"an answer {code}")
+            self._answered(sender, stamp, code, number, tuple(record))
+        elif kind == SEE:
+            need, promised, *reach = words
+            self._seen(sender, need, promised, self._ranks(reach))
+        elif kind == PROPOSE:
+            self._check_stamp(words[0], sender)
+            members = self._ranks(words[1:])
+            if self.rank not in members or sender not in members:
+                raise ValueError("a view without those who speak of it")
+            self._proposed(sender, words[0], members)
+        elif kind == REFUSE:
+            self._sent_off(sender)
+        elif kind == LEFT:
+            self._left[sender] = (self.fabric.epoch(sender), words[0], pairs(words[1:]))
+        else:
+            raise ValueError(f"a word of kind {kind}")
+
+    def _ranks(self, given: Sequence[int]) -> tuple[int, ...]:
+        """Ranks of this run, in order and each once."""
+        if list(given) != sorted(set(given)) or any(not 0 <= k < self.fabric.world_size for k in given):
+            raise ValueError("workers that cannot be")
+        return tuple(given)
+
+    def _check_stamp(self, stamp: int, leader: int) -> None:
+        number, whose = divmod(stamp, self.fabric.world_size)
+        if whose != leader or not 0 <= number < STAMPS:
+            raise ValueError("the stamp of another")
+
+    def _check_record(self, note: Note) -> None:
+        record = Record.unpack(note)
+        self._ranks(record.heirs)
+        self._ranks(record.members)
+        if len(record.counted) > GROUPS:
+            raise ValueError("more groups than there can be")
+
+    def _check_install(self, note: Note) -> None:
+        members, heirs, _, counted, copies = unpack(note)
+        self._ranks(members)
+        self._ranks(heirs)
+        joiners = pairs(copies)
+        if self.rank not in members or not set(heirs) <= set(members) or len(counted) > 2 * GROUPS:
+            raise ValueError("a view that cannot be")
+        if set(joiners) != set(members) - set(heirs) or not set(joiners.values()) <= set(heirs):
+            raise ValueError("copies that nobody needs, or can give")
 
     async def _watch(self) -> None:
         while True:

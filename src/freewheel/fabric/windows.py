@@ -95,6 +95,11 @@ class HostWindow(mmap.mmap):
         return window
 
     @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return len(self)
+
+    @property
     def locator(self) -> Note:
         """What a peer opens it by."""
         return (KINDS.index(HOST), self.number, os.getpid(), len(self), self.fd)
@@ -133,7 +138,7 @@ class _Handle(ctypes.Structure):
 
 
 class Cuda:
-    """The four functions of CUDA's runtime that PyTorch does not offer, from the library it has loaded."""
+    """The few functions of CUDA that PyTorch does not offer, from the libraries it has loaded."""
 
     def __init__(self) -> None:
         torch.cuda.init()  # type: ignore[no-untyped-call]
@@ -141,7 +146,7 @@ class Cuda:
         path = next((path for path in paths if "/libcudart" in path), None)
         if path is None or torch.version.hip:
             raise OSError("CUDA's runtime library is not loaded")
-        self._library = ctypes.CDLL(path)
+        self._library, self._driver = ctypes.CDLL(path), ctypes.CDLL("libcuda.so.1")
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         self._library.cudaMalloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
         self._library.cudaFree.argtypes = [ctypes.c_void_p]
@@ -189,6 +194,16 @@ class Cuda:
         """The reverse."""
         self._do("cudaIpcCloseMemHandle", address)
 
+    def size(self, address: int) -> int:
+        """How much memory begins here; the driver knows, whatever a peer says."""
+        start, size = ctypes.c_uint64(), ctypes.c_size_t()
+        asked = self._driver.cuMemGetAddressRange_v2(
+            ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(address)
+        )
+        if asked:
+            raise OSError(f"CUDA's driver does not know this memory (error {asked})")
+        return int(size.value) - (address - int(start.value))
+
 
 class DeviceWindow:
     """CUDA memory that other processes can open."""
@@ -217,9 +232,17 @@ class DeviceWindow:
 
     @classmethod
     def open(cls, cuda: Cuda, device: torch.device, size: int, handle: bytes) -> DeviceWindow:
-        """A peer's; OSError if it cannot be opened."""
+        """A peer's; OSError if it cannot be opened, or is smaller than the peer says."""
         with torch.cuda.device(device):
-            return cls(device, cuda.open(handle), size, cuda.close)
+            window = cls(device, cuda.open(handle), size, cuda.close)
+            if (real := cuda.size(window._address)) < size:
+                raise OSError(f"it has {real} bytes, not {size}")
+            return window
+
+    @property
+    def nbytes(self) -> int:
+        """Its length."""
+        return self.size
 
     @property
     def locator(self) -> Note:

@@ -161,7 +161,9 @@ class Agent:
         self.node.counters = self.counters
         self.node.momentum = float(self._rest.optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
-        self.ending = Ending(self.fabric, self.me.incarnation, self._under_way, self._mean)
+        self.ending = Ending(
+            self.fabric, self.me.incarnation, self._under_way, self._mean, self.replica.size
+        )
         self.means = Means(self.fabric, self.me.longest, self.replica.dtype, self.ending.has_ended)
 
     async def _close(self, why: str) -> None:
@@ -328,13 +330,14 @@ class Agent:
             try:
                 weights = await asyncio.wait_for(self.fabric.receive(START, root), START_S)
                 fixed = await states.receive(self.fabric, root, (*START, "fixed"))
+                theirs = weights.of(self.replica.size)
             except PeerLost:
                 continue
             except TimeoutError:  # it may have begun with a worker that has left since, and sends nothing
                 if await self.copies.take_once():
                     return
                 continue
-            self.replica.load(weights.payload)
+            self.replica.load(theirs)
             self._rest.set_fixed(fixed)
             return
         if self.me.rank != self.first[0] and await self.copies.take_once():
@@ -467,9 +470,11 @@ class Agent:
             try:
                 part = await self.fabric.receive((*tag, "weights"), peer)
                 buffers = await states.receive(self.fabric, peer, (*tag, "buffers"))
+                vector = None if part.vector is None else part.of(self.replica.size)
+                (steps,) = part.numbers(1, 1)
             except PeerLost:
                 continue
-            yield peer, part.vector, buffers, int(part.note[0])
+            yield peer, vector, buffers, steps
 
     async def _part(self, own: bool) -> Tensor | None:
         return await (self.node.weights() if own else self.strategy.answer(self.node))
@@ -477,7 +482,11 @@ class Agent:
     async def _hand_out_parts(self) -> None:
         while True:
             request = await self.fabric.receive((RUNTIME, "part"))
-            tag: Tag = (RUNTIME, "part", int(request.note[0]))
-            part = await self._part(bool(request.note[1])) if self.ready else None
+            try:
+                number, own = request.numbers(2, 2)
+            except PeerLost:
+                continue
+            tag: Tag = (RUNTIME, "part", number)
+            part = await self._part(bool(own)) if self.ready else None
             self.fabric.post(request.sender, (*tag, "weights"), part, note=(self.counters.steps,))
             states.post(self.fabric, request.sender, (*tag, "buffers"), states.pack(self._rest.buffers()))

@@ -6,6 +6,7 @@ The worker that is copied goes on training. Weights travel as vectors do; all el
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from freewheel.errors import ConfigError, PeerLost
-from freewheel.fabric.base import RUNTIME, Message, Tag
+from freewheel.fabric.base import RUNTIME, Tag
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.runtime import states
 from freewheel.runtime.buffers import alike, buffers_of, in_memory
@@ -100,12 +101,12 @@ class Copies:
             if weights.vector is None:
                 return False
             fixed = await states.receive(self._fabric, peer, (*tag, "fixed"))
-            state = None
-            if weights.note[0]:
+            state, theirs, (has_state,) = None, weights.of(self._replica.size), weights.numbers(1, 1)
+            if has_state:
                 state = await states.receive_packed(self._fabric, peer, (*tag, "state"))
         except PeerLost:
             return False
-        self._replica.load(weights.vector)
+        self._replica.load(theirs)
         self._rest.set_fixed(fixed)
         if state is not None:
             groups = self._rest.optimizer.param_groups
@@ -116,12 +117,8 @@ class Copies:
                     if rate is not None:
                         group["lr"] = rate
             except (
-                ValueError,
-                KeyError,
-                RuntimeError,
-                TypeError,
-                AttributeError,
-            ) as error:  # another optimizer
+                ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+            ) as error:  # it has another optimizer, or what it sent is no state
                 log.warning("the optimizer begins without worker %d's state: %s", peer, error)
         return True
 
@@ -133,10 +130,12 @@ class Copies:
         """Answer those who want a copy, for ever; `handover` gives the weights, or None: not yet."""
         while True:
             request = await self._fabric.receive(COPY)
-            spawn(self._give(request, handover))
+            with contextlib.suppress(PeerLost):
+                (number,) = request.numbers(1, 1)
+                spawn(self._give(request.sender, number, handover))
 
-    async def _give(self, request: Message, handover: Callable[[], Awaitable[Tensor | None]]) -> None:
-        peer, tag = request.sender, (*COPY, int(request.note[0]))
+    async def _give(self, peer: int, number: int, handover: Callable[[], Awaitable[Tensor | None]]) -> None:
+        tag = (*COPY, number)
         weights = await handover()
         state = await self._state() if weights is not None else None
         self._fabric.post(peer, (*tag, "weights"), weights, note=(float(state is not None),))

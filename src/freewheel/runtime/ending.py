@@ -51,8 +51,9 @@ class Ending:
         life: int,
         under_way: Callable[[], Note],
         mean: Callable[[Sequence[int], Tag], Awaitable[Answer]],
+        size: int,
     ) -> None:
-        self.fabric = fabric
+        self.fabric, self._size = fabric, size
         self._under_way, self._mean = under_way, mean
         """Whether this worker is idle (1 or 0), messages it sent and got; the mean of some workers."""
         self.answer: Answer | None = None
@@ -75,14 +76,21 @@ class Ending:
         """Hear the others, from the beginning of the run on."""
         while True:
             message = await self.fabric.receive(END)
-            kind, sender = int(message.note[0]), message.sender
-            if kind == ENDED:
-                self._ended[sender] = self.fabric.epoch(sender), frozenset(map(int, message.note[1:]))
-            elif kind == CALL and sender < self.fabric.rank:
+            with contextlib.suppress(PeerLost):  # it said what makes no sense, and is cut off
+                self._hear(message, *message.numbers(2))
+
+    def _hear(self, message: Message, kind: int, number: int, *members: int) -> None:
+        sender = message.sender
+        if kind == ENDED:
+            self._ended[sender] = self.fabric.epoch(sender), frozenset((number, *members))
+        elif kind == CALL and {sender, self.fabric.rank} <= set(members):
+            if sender < self.fabric.rank:
                 self._call = message
                 self._news.set()
-            elif kind == FAILED and message.note[1] == self._number:
-                self._news.set()
+        elif kind != FAILED:
+            raise message.bad("what makes no sense")
+        elif number == self._number:
+            self._news.set()
 
     async def run(self, somebody_comes: Callable[[], Awaitable[bool]]) -> Answer | None:
         """This worker's loop has ended: the mean of all, when all have it; None: they do not get together.
@@ -192,7 +200,7 @@ class Ending:
         elif self.answer is None:
             weights = await self.fabric.receive((*attempt, "weights"), have[0])
             buffers = await states.receive(self.fabric, have[0], (*attempt, "buffers"))
-            self.answer, self.members = (weights.payload, buffers), members
+            self.answer, self.members = (weights.of(self._size), buffers), members
         elif have[0] == self.fabric.rank:
             for peer in set(members) - set(have):
                 self.fabric.post(peer, (*attempt, "weights"), self.answer[0].clone())

@@ -14,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freewheel.errors import ConfigError, PeerLost
-from freewheel.fabric.base import BYTES, BYTES_PIECE, Fabric, Tag
+from freewheel.errors import ConfigError
+from freewheel.fabric.base import BYTES, BYTES_PIECE, Fabric, Message, Tag
 
+LONGEST_TEXT = 1 << 26
+"""Of names and numbers that are no tensors; a longer one is none."""
 TENSOR = "tensor"
 """The only key of what stands for a tensor in the text: its type, its shape, and where its bytes begin."""
 LENGTH = 8
@@ -24,8 +26,6 @@ LENGTH = 8
 ALIGNED = 16
 """Where a tensor may begin."""
 PADDING = torch.zeros(ALIGNED, dtype=torch.uint8)
-TEXT = 1 << 28
-"""How long the text may be."""
 
 
 def pack(state: dict[Any, Any]) -> Tensor:
@@ -79,10 +79,10 @@ def unpack(data: Tensor) -> dict[Any, Any]:
             return (tuple if kind == "tuple" else list)(map(rich, inner))
         return value
 
+    text = zlib.decompressobj()
     try:
-        text = zlib.decompressobj().decompress(data[LENGTH : LENGTH + length].numpy().tobytes(), TEXT)
-        found = rich(json.loads(text))
-    except (zlib.error, TypeError, AttributeError, KeyError, RuntimeError, OverflowError) as error:
+        found = rich(json.loads(text.decompress(bytes(data[LENGTH : LENGTH + length].numpy()), LONGEST_TEXT)))
+    except (zlib.error, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"it is no packed state: {error}") from None
     if not isinstance(found, dict):
         raise ValueError("it is no packed state")
@@ -104,23 +104,34 @@ def post(fabric: Fabric, peer: int, tag: Tag, data: Tensor) -> None:
 
 
 async def receive_packed(fabric: Fabric, peer: int, tag: Tag) -> Tensor:
-    """Wait for them; PeerLost when the peer is gone, or sends something else."""
-    data = bytearray()
-    while True:
-        part = await fabric.receive((*tag, BYTES), peer)
-        if part.vector is None or part.vector.dtype != torch.uint8 or len(part.note) != 1:
-            raise PeerLost(peer, "it sent something else than packed bytes")
-        data += part.vector.numpy().data
-        if len(data) >= part.note[0] or not part.vector.numel():
-            return torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+    """Wait for them; PeerLost when the peer is gone."""
+    return (await _receive(fabric, peer, tag))[0]
 
 
 async def receive(fabric: Fabric, peer: int, tag: Tag) -> dict[str, Tensor]:
     """Tensors by their names, unpacked; PeerLost where it is nothing that can be."""
+    data, last = await _receive(fabric, peer, tag)
     try:
-        found = unpack(await receive_packed(fabric, peer, tag))
-    except ValueError as error:
-        raise PeerLost(peer, str(error)) from None
+        found = unpack(data)
+    except ValueError:
+        raise last.bad("no packed state") from None
     if not all(isinstance(one, Tensor) for one in found.values()):
-        raise PeerLost(peer, "it sent something else than tensors")
+        raise last.bad("something else than tensors")
     return found
+
+
+async def _receive(fabric: Fabric, peer: int, tag: Tag) -> tuple[Tensor, Message]:
+    """All bytes, and the message that had the last of them."""
+    data, whole = bytearray(), None
+    while True:
+        part = await fabric.receive((*tag, BYTES), peer)
+        if part.payload.dtype != torch.uint8:
+            raise part.bad("something else than bytes")
+        (length,) = part.numbers(1, 1)
+        whole = length if whole is None else whole
+        data += part.payload.numpy().data
+        if length != whole or len(data) > whole or (len(data) < whole and not part.payload.numel()):
+            raise part.bad("bytes of another length")
+        if len(data) == whole:
+            made = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
+            return made, part

@@ -71,8 +71,8 @@ class Budget:
         self._handful = max(1, min(10, job.steps // 20, int(HANDFUL_S / step_s)))
         self._begun = 0
         host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
-        self.store = Entries(store, secret.of_environment(os.environ))
+        self.plain = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=60))
+        self.store = Entries(self.plain, secret.of_environment(os.environ))
 
     def go_on(self, rank: int, steps: int) -> None:
         """Begin where a checkpoint was taken: this worker had made so many steps, the others say theirs."""
@@ -340,7 +340,7 @@ def _with_ddp(
     from torch.nn.parallel import DistributedDataParallel
 
     # A name of its own: what an earlier job left in the store would be taken for this one's.
-    store = PrefixStore(str(folder), budget.store)
+    store = PrefixStore(str(folder), budget.plain)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=job.workers)
     replica = Replica(flatten(model.named_parameters(), gradients=False))
     parallel = DistributedDataParallel(model)
