@@ -129,8 +129,12 @@ class DASGD(Strategy):
         while True:
             message = await node.receive(UPDATE)
             sender = message.sender
-            self.applied[sender] = int(message.note[sender])
-            self.theirs[sender] = int(message.note[node.rank])
+            try:
+                counts = message.numbers(node.world_size, node.world_size)
+                update = message.of(self.base.numel())
+            except PeerLost:
+                continue  # it sent what is no update, and is cut off
+            self.applied[sender], self.theirs[sender] = counts[sender], counts[node.rank]
             async with self.still:
-                self.base = self.base + message.payload
-                node.correct(message.payload)
+                self.base = self.base + update
+                node.correct(update)

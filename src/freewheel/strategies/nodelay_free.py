@@ -12,7 +12,7 @@ from freewheel.errors import PeerLost, at_least
 from freewheel.strategy import Strategy
 
 if TYPE_CHECKING:
-    from freewheel.fabric.base import Message, Tag
+    from freewheel.fabric.base import Tag
     from freewheel.node import Node
 
 WANT: Tag = ("merge", "want")
@@ -106,10 +106,9 @@ class FreeNoDelay(Strategy):
         leader, reply = node.members[0], ("merge", "over", self.asked)
         try:
             await node.send(leader, WANT, note=(self.asked, self.number))
-            number, useful = (await node.receive(reply, leader)).note
+            self.number, useful = (await node.receive(reply, leader)).numbers(2, 2)
         except PeerLost:
             return True  # there is another leader to ask
-        self.number = int(number)
         return bool(useful)
 
     async def watch(self, node: Node) -> None:
@@ -128,7 +127,10 @@ class FreeNoDelay(Strategy):
         while True:
             want = await node.receive(WANT)
             self.moving.discard(want.sender)
-            asked, known = want.note
+            try:
+                asked, known = want.numbers(2, 2)
+            except PeerLost:
+                continue
             leads = node.rank == node.members[0]
             useful = leads
             # Who asks without knowing of the last merge may be in it: it looks again first.
@@ -139,7 +141,7 @@ class FreeNoDelay(Strategy):
                 members = self.choose(node)
                 await self.conduct(node, number, members)
                 useful = want.sender in members
-            node.post(want.sender, ("merge", "over", int(asked)), note=(number, useful))
+            node.post(want.sender, ("merge", "over", asked), note=(number, useful))
 
     async def hear(self, node: Node) -> None:
         """Forget who could not reach a worker that now reaches others than before."""
@@ -160,19 +162,19 @@ class FreeNoDelay(Strategy):
         have_tag: Tag = ("merge", "have", number)
         for peer in members:
             node.post(peer, BEGIN, note=(number, *members))
-        verdict = 1.0
+        verdict = 1
         try:
             for _ in members:
                 have = await node.receive(have_tag, among=members)
-                verdict, lost = have.note
+                verdict, lost = have.numbers(2, 2)
                 if not verdict:  # the others wait in a ring that is broken
                     if lost == MOVES:
                         self.moving.add(have.sender)
                     elif lost in node.members:
-                        self.apart.add((min(have.sender, int(lost)), max(have.sender, int(lost))))
+                        self.apart.add((min(have.sender, lost), max(have.sender, lost)))
                     break
         except PeerLost:
-            verdict = 0.0
+            verdict = 0
         node.forget(have_tag)
         for peer in members:
             node.post(peer, ("merge", "verdict", number), note=(verdict,))
@@ -183,24 +185,27 @@ class FreeNoDelay(Strategy):
         """Take part in the merges that are begun, one at a time."""
         while True:
             begin = await node.receive(BEGIN)
+            try:
+                number, *members = begin.numbers(2)
+                if node.rank not in members or len(set(members)) < len(members):
+                    raise begin.bad("members that cannot be")
+            except PeerLost:
+                continue
             if self.taking is not None and not self.taking.done():
                 if begin.sender != node.members[0]:
-                    have = ("merge", "have", int(begin.note[0]))
-                    node.post(begin.sender, have, note=(0.0, -1.0))
+                    node.post(begin.sender, ("merge", "have", number), note=(0.0, -1.0))
                     continue
                 # Two leaders, who see different workers, must not hold two rings that wait for each other:
                 # the one that leads by what this worker sees goes first.
                 self.taking.cancel()
-            self.taking = node.beside(self.take_part(node, begin))
+            self.taking = node.beside(self.take_part(node, begin.sender, number, members))
 
-    async def take_part(self, node: Node, begin: Message) -> None:
+    async def take_part(self, node: Node, leader: int, number: int, members: list[int]) -> None:
         """Give a snapshot, get the mean; correct if the leader says that all have it."""
-        leader, number = begin.sender, int(begin.note[0])
-        members = [int(rank) for rank in begin.note[1:]]
         merge = node.beside(self.merge(node, members, leader, number))
         outcome = "dropped"
         try:
-            verdict = (await node.receive(("merge", "verdict", number), leader)).note[0]
+            (verdict,) = (await node.receive(("merge", "verdict", number), leader)).numbers(1, 1)
             if verdict and (offset := merge.result()) is not None:
                 node.correct(offset, own=True)
                 outcome = "done"
