@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import secrets
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,11 +20,12 @@ import torch
 import crew
 from crew import Launcher
 from freewheel.errors import ConfigError, WorkerLost
+from freewheel.fabric.secret import Forged
 from freewheel.runtime import registrar, rendezvous
 from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.bounded import left_behind, reach
 from freewheel.runtime.place import LAUNCHED, Place
-from freewheel.runtime.rendezvous import Rendezvous
+from freewheel.runtime.rendezvous import OPTIONS, Options, Rendezvous
 from freewheel.strategies import resolve
 
 pytestmark = pytest.mark.integration
@@ -215,6 +218,146 @@ def test_who_says_something_and_then_leaves_is_heard(launcher, monkeypatch):
     with pytest.raises(WorkerLost, match="worker 1 is not coming: it could not go on"):
         one.hear("another word", 1)
     launcher.forget()
+
+
+def handles() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_looking_at_the_store_again_and_again_leaves_no_connection_and_no_thread(launcher, monkeypatch):
+    """The garbage collector is off: what is let go must be gone at once. The store is in this process."""
+    monkeypatch.setattr(registrar, "REGISTER_S", 0.002)
+    looks, counted = [0, 0, 0], threading.Barrier(4)
+    register = Rendezvous.register
+
+    def counting(one: Rendezvous, *arguments: object) -> object:
+        looks[one.place.rank] += 1
+        return register(one, *arguments)
+
+    monkeypatch.setattr(Rendezvous, "register", counting)
+
+    def work(place: Place) -> None:
+        _, worker = attach(place)
+        with worker:
+            counted.wait(DEADLINE_S)
+            counted.wait(DEADLINE_S)
+
+    threads = launcher.run(work)
+    counted.wait(DEADLINE_S)
+    gc.collect()
+    gc.disable()
+    try:
+        wait_until(lambda: min(looks) > 5)
+        before, begun = (handles(), threading.active_count()), min(looks)
+        wait_until(lambda: min(looks) > begun + 100)
+        now = (handles(), threading.active_count())
+    finally:
+        gc.enable()
+        counted.wait(DEADLINE_S)
+    assert ended(threads)
+    assert now[0] <= before[0] + 3, "a call that is under way has a handle or two"
+    assert now[1] <= before[1] + 6, "and a thread"
+
+
+def test_a_store_that_is_lost_is_noticed_without_asking_it_and_used_again_on_one_connection(launcher):
+    one = Rendezvous(launcher.places[0], DEADLINE_S)
+    one.options()
+    one.publish("127.0.0.1", 1, 1)
+    one._model = "[]"
+    line = one._line
+    assert line.alive()
+    launcher.lose()
+    wait_until(lambda: not line.alive())
+    launcher.host_again()
+    one.register({0: 1}, members=(0,))
+    assert line.alive()
+    assert one._store.check("address/0"), "it has entered itself again"
+    before = handles()
+    for _ in range(20):
+        one.register({0: 1}, members=(0,))
+    assert handles() == before
+
+
+def test_what_a_stranger_writes_into_the_store_is_not_used(launcher, caplog):
+    """He knows all names and all texts that were ever there; the secret he does not know."""
+    one, two = (Rendezvous(place, DEADLINE_S) for place in launcher.places[:2])
+    for rank, each in enumerate((one, two)):
+        each.options()
+        each.enter(1, resolve("adpsgd"))
+        each._model = "[]"
+        each.publish("127.0.0.1", 1000 + rank, 1)
+    store, name = launcher.store, "freewheel/0/0/address/1"
+    sealed = bytes(store.get(name)).decode()
+    for forged in (
+        '["10.6.6.6", 666, 9]',
+        sealed[:-2] + "9]",
+        bytes(store.get("freewheel/options")).decode(),
+    ):
+        store.set(name, forged)
+        assert one.look_up(1) is None
+        assert one.register({0: 1}, members=(0,)) == {}
+    store.set("freewheel/0/0/address/0", sealed)  # a good entry, under another name
+    assert two.look_up(0) is None
+    store.set(f"{STARTS}/1", "0")
+    store.set("freewheel/0/0/absent/1", "it is gone")
+    assert one.absent(1) is None
+    assert one.coming({0: 1, 1: 1}) == []
+    two.register({1: 1}, members=(1,))
+    assert one.look_up(1) == ("127.0.0.1", 1001), "whose place it was has taken it back"
+    assert "is not sealed with this worker's secret" in caplog.text
+    options = json.loads(launcher.options)
+    for changed in ({"tls": None}, {"bind": "0.0.0.0"}, {"folder": "/elsewhere"}):
+        store.set("freewheel/options", json.dumps(options | changed))
+        with pytest.raises(ConfigError, match="'freewheel/options' is not sealed with this worker's secret"):
+            Rendezvous(crew.next_life(launcher.places[2]), 5.0).options()
+
+
+def test_an_entry_of_another_run_with_the_same_secret_does_not_fit(launcher):
+    mine, other = launcher.of_run, launcher.entries.of_run("another")
+    other.set("over", "yes")
+    assert mine.read("over") is None
+    with pytest.raises(Forged):
+        mine.get("over")
+    with pytest.raises(Forged):
+        mine.compare_set("over", "", "no")
+    assert other.read("over") == "yes"
+
+
+def test_those_who_count_at_once_are_all_counted(launcher):
+    threads = [
+        threading.Thread(target=lambda: [launcher.of_run.add("count", 1) for _ in range(20)])
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    assert ended(threads)
+    assert launcher.of_run.number("count") == 80
+
+
+def test_a_worker_without_a_launcher_believes_a_store_nothing_but_the_number_of_its_run():
+    """torchrun's, say, with no secret given: whoever reaches it can write there."""
+    place = crew.places(1)[0]
+    place = replace(place, world_size=2, secret=b"")
+    one = Rendezvous(place, DEADLINE_S)
+    evil = {
+        "run": "00",
+        "bind": "0.0.0.0",
+        "folder": "/elsewhere",
+        "tls": "/none",
+        "tensorboard": "/elsewhere",
+    }
+    one._base.set(OPTIONS, json.dumps(evil))
+    one._base.under("freewheel/0/0").set(OPTIONS, json.dumps(evil))
+    options = one.options()
+    assert options == Options(options.run)
+    rendezvous._stores.pop(place, None)
+
+
+def test_a_worker_that_was_given_keys_uses_them_whatever_the_store_says(launcher):
+    launcher.entries.set(OPTIONS, json.dumps(json.loads(launcher.options) | {"tls": None}))
+    keyed = replace(launcher.places[0], tls="/the/keys")
+    assert Rendezvous(keyed, DEADLINE_S).options().tls == "/the/keys"
+    rendezvous._stores.pop(keyed, None)
 
 
 # -- a store that hangs --

@@ -81,8 +81,8 @@ class Entries:
         try:
             return self.get(key)
         except Forged as error:
-            if key not in self._warned:
-                self._warned.add(key)
+            if (name := self._name(key)) not in self._warned:
+                self._warned.add(name)
                 log.warning("%s", error)
             return None
 
