@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -13,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -144,6 +146,25 @@ def test_another_hosts_name_is_refused(server, host):
     assert get(server, f"/{server.token}/", host=host)[0] == 421
     both = [f"127.0.0.1:{server.server_port}", host]
     assert get(server, f"/{server.token}/", host=both)[0] == 421
+
+
+def test_text_of_records_is_text_and_never_markup(tmp_path, at_once):
+    """Who may write into a run's folder may say what he likes: nothing of it becomes part of the page."""
+    evil = "<img src=x onerror=alert(1)><script>alert(1)</script>"
+    made.run(tmp_path / "a", strategy=evil, name=evil)
+    made.run(tmp_path / "b", strategy=evil, started=2000.0)
+    made.append(tmp_path / "a" / "events-0.jsonl", made.event(1004.0, evil, 1, 0, text=evil))
+    made.append(tmp_path / "a" / "worker-0.jsonl", made.sample(0, 21, state=evil))
+    with serving(tmp_path) as server:
+        shown = [data(server, f"?runs={k}")["change"]["v"]["figures"] for k in ("0", "0,1")]
+    texts = ("title", "said", "empty")  # the page sets these as text
+    figures = [figure for one in shown for figure in one.values()]
+    drawn = json.dumps([{key: part for key, part in one.items() if key not in texts} for one in figures])
+    assert "&lt;img" in drawn
+    assert "<img" not in drawn  # plotly reads HTML
+    assert "<script" not in drawn
+    page = (Path(board_module.__file__).parent / "page.js").read_text()
+    assert not re.search("innerHTML|outerHTML|insertAdjacentHTML|document.write|eval|new Function", page)
 
 
 def test_localhost_is_us(server):
