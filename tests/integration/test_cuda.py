@@ -175,6 +175,16 @@ def test_a_gpu_without_memory_for_a_window_says_how_much_is_needed(monkeypatch):
     torch.zeros(8, device="cuda").sum().item()  # the error is not left behind
 
 
+def test_the_driver_says_how_large_device_memory_is():
+    """A peer's word for it is not needed."""
+    cuda = Cuda()
+    address = cuda.malloc(1 << 20)
+    size = cuda.size(address)
+    cuda.free(address)
+    assert size is not None
+    assert 1 << 20 <= size < 1 << 22
+
+
 @pytest.mark.parametrize("strategy", ["adpsgd", "nodelay_free", "allreduce", "nodelay", "dasgd"])
 def test_workers_on_one_device_learn_together(strategy):
     def work(place):

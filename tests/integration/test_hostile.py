@@ -232,6 +232,7 @@ def lines() -> Iterator[Lines]:
 def run() -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(handshake, "GREETING_S", 0.5)
+        patch.setattr(handshake, "COMPLAINTS", 10_000)  # each test counts its lines
         patch.setattr(tcp, "PINGS", 20)
         one = Run()
         yield one
@@ -583,6 +584,24 @@ def test_a_member_that_floods_is_cut_off_and_its_memory_is_free(run, lines, monk
     run.until(lambda: 2 not in run.members())
     assert 2 not in fabric._unread
     assert not [tag for tag in fabric._boxes if tag[0] == "x"]
+
+
+def test_the_log_is_not_filled_by_who_keeps_knocking(run, lines, monkeypatch):
+    listener = run.workers[0]._agent.fabric._listener
+    monkeypatch.setattr(listener, "_complaints", handshake.Complaints())
+    monkeypatch.setattr(handshake, "COMPLAINTS", 5)
+    for _ in range(30):
+        with run.call() as sock:
+            sock.sendall(b"x" * 40)
+            wait_for_close(sock)
+    run.until(lambda: listener._complaints._unsaid == 25)
+    assert len(lines.texts) == 5
+    monkeypatch.setattr(handshake, "COMPLAINTS_S", 0.0)
+    with run.call() as sock:
+        sock.sendall(b"x" * 40)
+        wait_for_close(sock)
+    run.until(lambda: len(lines.texts) == 7)
+    assert lines.texts[5] == "refused 25 more connections, not named here"
 
 
 def test_strangers_are_not_kept_while_others_come(run, lines, monkeypatch):

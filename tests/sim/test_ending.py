@@ -44,7 +44,7 @@ class Crew:
             total = await fabric.reduce(members, (*tag, "weights"), weights)
             return total / len(members), {"buffer": torch.zeros(1)}
 
-        ending = Ending(fabric, self.wire.life[rank], lambda: (1.0, 0.0, 0.0), mean)
+        ending = Ending(fabric, self.wire.life[rank], lambda: (1.0, 0.0, 0.0), mean, self.size)
 
         async def nobody() -> bool:
             return False

@@ -146,7 +146,7 @@ class Cuda:
         path = next((path for path in paths if "/libcudart" in path), None)
         if path is None or torch.version.hip:
             raise OSError("CUDA's runtime library is not loaded")
-        self._library, self._driver = ctypes.CDLL(path), ctypes.CDLL("libcuda.so.1")
+        self._library = ctypes.CDLL(path)
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
         self._library.cudaMalloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
         self._library.cudaFree.argtypes = [ctypes.c_void_p]
@@ -194,15 +194,17 @@ class Cuda:
         """The reverse."""
         self._do("cudaIpcCloseMemHandle", address)
 
-    def size(self, address: int) -> int:
-        """How much memory begins here; the driver knows, whatever a peer says."""
+    def size(self, address: int) -> int | None:
+        """How much memory begins here, as the driver knows; None: it does not say."""
         start, size = ctypes.c_uint64(), ctypes.c_size_t()
-        asked = self._driver.cuMemGetAddressRange_v2(
-            ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(address)
-        )
-        if asked:
-            raise OSError(f"CUDA's driver does not know this memory (error {asked})")
-        return int(size.value) - (address - int(start.value))
+        try:
+            driver = ctypes.CDLL("libcuda.so.1")
+            said = driver.cuMemGetAddressRange_v2(
+                ctypes.byref(start), ctypes.byref(size), ctypes.c_uint64(address)
+            )
+        except (OSError, AttributeError):
+            return None
+        return None if said else int(size.value) - (address - int(start.value))
 
 
 class DeviceWindow:
@@ -235,7 +237,8 @@ class DeviceWindow:
         """A peer's; OSError if it cannot be opened, or is smaller than the peer says."""
         with torch.cuda.device(device):
             window = cls(device, cuda.open(handle), size, cuda.close)
-            if (real := cuda.size(window._address)) < size:
+            real = cuda.size(window._address)
+            if real is not None and real < size:
                 raise OSError(f"it has {real} bytes, not {size}")
             return window
 
@@ -406,6 +409,8 @@ class Windows:
         seen = []
         for locator in offers:
             kind = KINDS[int(locator[0])]
+            if locator[3] != PROBE_BYTES:
+                continue
             try:
                 window = self.open(locator)
                 read = bytes(window.memory()[: len(secret)].cpu().numpy())
