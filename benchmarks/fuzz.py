@@ -46,11 +46,13 @@ from freewheel.observe.counters import Counters
 from freewheel.runtime.agent import Agent
 from freewheel.runtime.attach import Worker
 from freewheel.runtime.copies import Rest
+from freewheel.runtime.inventory import Inventory
 from freewheel.runtime.live_replica import live_replica
 from freewheel.runtime.place import Place
 from freewheel.runtime.records import Events
 
 SIZE, WORLD, PEER = 48, 3, 1
+LONGEST = SIZE + 2  # gradients, a mark and the loss
 KEY = bytes(range(32))
 STRATEGIES = ("adpsgd", "allreduce", "asgd", "dasgd", "nodelay_free")
 EXPECTED = {"refused", "cut off", "taken", "left"}
@@ -174,7 +176,8 @@ async def strangers(count: int, rng: random.Random) -> Counter[str]:
 
 def on_the_line(corpus: list[Said], rng: random.Random) -> bytes:
     """Two good frames of a connection after what somebody on the way has done to them."""
-    ours, heads = Seals(KEY), [bytes_of(rng.choice(corpus)) for _ in range(2)]
+    said = [rng.choice(corpus) for _ in range(2)]
+    ours, heads = Seals(KEY), [bytes_of(one) for one in said]
     whole = []
     for head, vector in heads:
         whole.append(head + ours.next(head) + vector)
@@ -203,7 +206,7 @@ def on_the_line(corpus: list[Said], rng: random.Random) -> bytes:
     elif way == 6:  # half of this, half of that
         at = rng.randrange(1, end)
         data[at:] = second[at // 2 :]
-    elif heads[0][1]:  # numbers that are none
+    elif said[0].dtype is torch.float32 and said[0].numel:  # numbers that are none
         at = end + 4 * rng.randrange(len(heads[0][1]) // 4)
         data[at : at + 4] = struct.pack("=f", rng.choice([math.nan, math.inf, -math.inf]))
     else:
@@ -214,7 +217,7 @@ def on_the_line(corpus: list[Said], rng: random.Random) -> bytes:
 async def the_line(count: int, corpus: list[Said], rng: random.Random) -> Counter[str]:
     """Frames that somebody has changed on the way to a worker."""
     found = Counter[str]()
-    fabric = TcpFabric(Identity(KEY, 0, WORLD, 1, "fuzz", "m", SIZE), Counters())
+    fabric = TcpFabric(Identity(KEY, 0, WORLD, 1, "fuzz", "m", LONGEST), Counters())
     delivered: list[object] = []
     fabric.deliver = delivered.append  # type: ignore[method-assign, assignment]
     for _ in range(count):
@@ -276,8 +279,8 @@ class Victim:
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         self.replica = live_replica(model)
-        rest = Rest(model, optimizer, self.replica.dtype)
-        me = Identity(KEY, 0, WORLD, 1, "fuzz", "m", SIZE)
+        rest = Rest(Inventory(model, optimizer), optimizer)
+        me = Identity(KEY, 0, WORLD, 1, "fuzz", "m", LONGEST)
         how = {"seed": 0, "wire": None, "tls": None, "heartbeat_s": 2.0, "events": Events()}
         strategy = strategies.resolve(name)
         self.agent = Agent(me, self.replica, strategy, score=lambda: 0.0, rest=rest, **how)  # type: ignore[arg-type]

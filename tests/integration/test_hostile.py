@@ -39,6 +39,8 @@ from freewheel.runtime.rendezvous import Rendezvous
 pytestmark = pytest.mark.integration
 
 SIZE = 1000
+LONGEST = SIZE + 2
+"""The longest vector of the run: gradients, the mark of its one parameter and the loss."""
 HALF = 512
 """What worker 0 combines for both."""
 DEADLINE_S = 30.0
@@ -228,10 +230,15 @@ def lines() -> Iterator[Lines]:
     logging.getLogger("freewheel").removeHandler(handler)
 
 
+@pytest.fixture
+def hasty(monkeypatch) -> None:
+    """Who says nothing is soon sent away."""
+    monkeypatch.setattr(handshake, "GREETING_S", 0.5)
+
+
 @pytest.fixture(scope="module")
 def run() -> Iterator[Run]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(handshake, "GREETING_S", 0.5)
         patch.setattr(handshake, "COMPLAINTS", 10_000)  # each test counts its lines
         patch.setattr(tcp, "PINGS", 20)
         one = Run()
@@ -282,8 +289,8 @@ NEWCOMERS: dict[str, tuple[Callable[[Run], bytes], str]] = {
     "an unknown kind": (lambda run: header(run, kind=17), "a frame of unknown kind 17"),
     "an unknown type": (lambda run: header(run, dtype=17), "numbers of unknown type 17"),
     "beyond the model": (
-        lambda run: header(run, dtype=1, numel=SIZE + 1),
-        f"a vector of {SIZE + 1} numbers, where the longest of this run has {SIZE}",
+        lambda run: header(run, dtype=1, numel=LONGEST + 1),
+        f"a vector of {LONGEST + 1} numbers, where the longest of this run has {LONGEST}",
     ),
     "an endless vector": (lambda run: header(run, dtype=1, numel=2**64 - 1), "a vector of"),
     "an endless tag": (lambda run: header(run, tag_bytes=65535), "a tag of 65535 bytes"),
@@ -377,13 +384,13 @@ def test_one_that_hangs_up_at_once(data, run, lines):
 
 
 @pytest.mark.parametrize("data", [b"", b"FWHL"], ids=["nothing", "a word"])
-def test_one_that_says_nothing(data, run, lines):
+def test_one_that_says_nothing(data, run, lines, hasty):
     sock = run.call()
     sock.sendall(data)
     refused(run, lines, sock, "no answer within")
 
 
-def test_one_that_never_comes_to_an_end(run, lines):
+def test_one_that_never_comes_to_an_end(run, lines, hasty):
     """A greeting whose note trickles in a byte at a time."""
     client = run.prove()
     sock = client.sock
@@ -402,7 +409,7 @@ def test_one_that_never_comes_to_an_end(run, lines):
     thread.join(DEADLINE_S)
 
 
-def test_a_crowd_of_strangers(run, lines):
+def test_a_crowd_of_strangers(run, lines, hasty, monkeypatch):
     crowd = [run.call() for _ in range(50)]
     for k, sock in enumerate(crowd):
         with contextlib.suppress(OSError):
@@ -413,6 +420,7 @@ def test_a_crowd_of_strangers(run, lines):
         sock.close()
     run.until(lambda: len(lines.texts) == 50)
     run.check()
+    monkeypatch.undo()
     run.join().close()
 
 
@@ -490,7 +498,10 @@ LIARS: dict[str, tuple[Callable[[Identity], tuple[bytes, bytes]], str]] = {
     "NaN": (lambda me: message(me, ("x",), [1.0] * 9 + [math.nan]), "not finite"),
     "infinity": (lambda me: message(me, ("x",), [-math.inf] + [1.0] * 9), "not finite"),
     "both infinities": (lambda me: message(me, ("x",), [-math.inf, math.inf]), "not finite"),
-    "too long": (lambda me: message(me, ("x",), [1.0], numel=SIZE + 1), "a vector of 1001 numbers"),
+    "too long": (
+        lambda me: message(me, ("x",), [1.0], numel=LONGEST + 1),
+        f"a vector of {LONGEST + 1} numbers",
+    ),
     "another type": (lambda me: message(me, ("x",), [1.0], torch.bfloat16), "give all the same wire"),
     "another sender": (lambda me: message(me, ("x",), sender=1), "it is worker 2 and says to be worker 1"),
     "hello again": (lambda me: (me.hello(), b""), "hello twice"),
@@ -515,7 +526,7 @@ WINDOWS: dict[str, tuple[tuple[float, ...], str]] = {
     "of no process": ((1, 7, 2**22 + 1, 40, 3), "its window cannot be opened"),
     "that is a file": ((1, 7, os.getpid(), 40, 1), "its window cannot be opened"),
     "on a device there is not": ((2, 7, 1, 40, *[9] * 64), "its window cannot be opened"),
-    "beyond the model": ((1, 7, 1, 4 * SIZE + 4, 3), "the longest vector has 1000"),
+    "beyond the model": ((1, 7, 1, 4 * LONGEST + 4, 3), f"the longest vector has {LONGEST}"),
     "of no number": ((1, math.nan, 1, 40, 3), "a window this worker cannot see"),
     "below zero": ((1, 7, 1, 40, -3), "a window this worker cannot see"),
     "half said": ((1, 7), "a window this worker cannot see"),

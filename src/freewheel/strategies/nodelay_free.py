@@ -206,7 +206,8 @@ class FreeNoDelay(Strategy):
         outcome = "dropped"
         try:
             (verdict,) = (await node.receive(("merge", "verdict", number), leader)).numbers(1, 1)
-            if verdict and (offset := merge.result()) is not None:
+            # Who leads well says so only once this worker has told it that it has the mean.
+            if verdict and merge.done() and (offset := merge.result()) is not None:
                 node.correct(offset, own=True)
                 outcome = "done"
                 self.news.set()
