@@ -161,9 +161,7 @@ class Agent:
         self.node.counters = self.counters
         self.node.momentum = float(self._rest.optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
-        self.ending = Ending(
-            self.fabric, self.me.incarnation, self._under_way, self._mean, self.replica.size
-        )
+        self.ending = Ending(self.fabric, self.me.incarnation, self._under_way, self._mean, self.replica.size)
         self.means = Means(self.fabric, self.me.longest, self.replica.dtype, self.ending.has_ended)
 
     async def _close(self, why: str) -> None:

@@ -117,7 +117,12 @@ class Copies:
                     if rate is not None:
                         group["lr"] = rate
             except (
-                ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError
+                ArithmeticError,
+                AttributeError,
+                LookupError,
+                RuntimeError,
+                TypeError,
+                ValueError,
             ) as error:  # it has another optimizer, or what it sent is no state
                 log.warning("the optimizer begins without worker %d's state: %s", peer, error)
         return True
