@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -60,10 +61,14 @@ class Pass:
         """What is finished or held."""
         return union(self.finished, *self.held.values())
 
-    def had(self, rank: int) -> int:
-        """How many samples a worker has finished or holds, as far as is known."""
-        done = sum(count for owner, count in self.counts.items() if owner[0] == rank)
-        return done + sum(size(spans) for owner, spans in self.held.items() if owner[0] == rank)
+    def had(self) -> Counter[int]:
+        """How many samples each worker has finished or holds, by rank, as far as is known."""
+        had: Counter[int] = Counter()
+        for (rank, _), count in self.counts.items():
+            had[rank] += count
+        for (rank, _), spans in self.held.items():
+            had[rank] += size(spans)
+        return had
 
 
 class Ledger:

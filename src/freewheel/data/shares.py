@@ -84,9 +84,10 @@ class Shares:
         one = ledger.open(number)
         if one is None or not free:
             return max(batch, int(most))
-        own = ledger.length * weights[rank] / total - one.had(rank)
+        had = one.had()
+        own = ledger.length * weights[rank] / total - had[rank]
         kept = sum(
-            self._kept(peer, number, ledger.length * weights[peer] / total, one.had(peer), batch, now_s)
+            self._kept(peer, number, ledger.length * weights[peer] / total, had[peer], batch, now_s)
             for peer in members
             if peer != rank
         )
