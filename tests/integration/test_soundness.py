@@ -196,9 +196,8 @@ def test_a_long_closure_does_not_keep_the_others_from_each_other(strategy):
     assert min(together(3, work)) >= 5
 
 
-def test_the_answer_says_who_is_not_in_it(caplog):
-    """A worker that was silent while the others ended has another answer than they, and all say so."""
-    ended = [threading.Event(), threading.Event()]
+def held_up(until):
+    """What three workers do of which the last is held up (nothing goes out, nothing comes in) for a while."""
 
     def work(place):
         model = net()
@@ -206,16 +205,42 @@ def test_the_answer_says_who_is_not_in_it(caplog):
         with attached:
             for _ in range(5):
                 step(model, optimizer)
-            if place.rank == 2:  # as if it were held up: nothing goes out, nothing comes in
-                stop = attached._agent.loop.call_soon_threadsafe
-                stop(lambda: [one.wait(30) for one in ended])
-                for one in ended:
+            if place.rank == 2:
+                attached._agent.loop.call_soon_threadsafe(lambda: [one.wait(30) for one in until])
+                for one in until:
                     one.wait(30)
         if place.rank < 2:
-            ended[place.rank].set()
-        return attached.metrics()
+            until[place.rank].set()
+        return attached.metrics(), torch.cat([one.flatten() for one in attached.consensus().parameters()])
 
-    found = outcomes(3, work)
-    assert [one["members"] for one in found[:2]] == [[0, 1], [0, 1]]
-    assert found[0]["windows"][1] == "host"
+    return work
+
+
+def test_a_worker_that_is_held_up_is_in_the_answer(caplog):
+    """It is alive, as a connection to its port shows: the others wait for it at the end."""
+
+    class Seen:
+        """Set once the others wait."""
+
+        def wait(self, timeout_s):
+            end_s = time.monotonic() + timeout_s
+            while "its process is there; waiting" not in caplog.text and time.monotonic() < end_s:
+                time.sleep(0.05)
+
+        def set(self):
+            """Nobody needs it."""
+
+    found = outcomes(3, held_up([Seen(), Seen()]))
+    assert [metrics["members"] for metrics, _ in found] == [[0, 1, 2]] * 3
+    assert all(torch.equal(answer, found[0][1]) for _, answer in found)
+
+
+def test_the_answer_says_who_is_not_in_it(caplog, monkeypatch):
+    """After a while they end without it; it has another answer than they, and that is an error."""
+    monkeypatch.setattr("freewheel.runtime.agent.COMING_S", 0.0)
+    found = outcomes(3, held_up([threading.Event(), threading.Event()]))
+    assert [metrics["members"] for metrics, _ in found[:2]] == [[0, 1], [0, 1]]
+    assert found[0][0]["windows"][1] == "host"
     assert "the answer is the mean of worker 0, 1; it lacks worker 2: it has been silent" in caplog.text
+    assert isinstance(found[2], fw.WorkerLost)
+    assert "the mean of worker 0, 1. What this worker has is not it" in str(found[2])

@@ -29,6 +29,8 @@ class Mailbox:
         self.members: tuple[int, ...] = (rank,)
         self._reach = frozenset((rank,))  # the same, for looking up
         self._lost: dict[int, str] = {}
+        self.left: set[int] = set()
+        """Who has said goodbye, and is not coming back in this life."""
         self._boxes: dict[Tag, deque[Message]] = {}
         self._unread: Counter[int] = Counter()
         """About how much memory is held by what each has sent and nobody has received."""
@@ -192,6 +194,7 @@ class Mailbox:
         if peer not in self._reach and self._lost.get(peer) != AGAIN:
             self.notice("joined", peer, "is within reach" + " again" * (peer in self._lost))
         self._lost.pop(peer, None)
+        self.left.discard(peer)
         self._reach |= {peer}
         self._members_changed()
 
@@ -205,6 +208,8 @@ class Mailbox:
         if why != AGAIN:
             self.notice(what, peer, why)
         self._lost[peer] = why
+        if what in ("left", "finished"):
+            self.left.add(peer)
         self._epochs[peer] = self.epoch(peer) + 1
         self._reach -= {peer}
         self._members_changed()

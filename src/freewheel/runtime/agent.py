@@ -6,6 +6,7 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
 import random
 import ssl
 import threading
@@ -44,6 +45,8 @@ START_S = 1.0
 """How long the first weights are waited for before they are asked for."""
 COMING_S = 60.0
 """How long a worker that was started again is waited for at the end of a run."""
+HELD_UP_S = 0.5
+"""Between two looks whether the process of a silent worker is there."""
 NO_ANSWER = "no worker that holds the answer is left."
 
 
@@ -78,6 +81,8 @@ class Agent:
         self._score, self._rest, self._heartbeat_s = score, rest, heartbeat_s
         self._tasks: set[asyncio.Task[Any]] = set()
         self._parts = 0
+        self._asked_s, self._waited_for = -math.inf, list[int]()
+        """When it was last looked which silent workers' processes are there, and which are."""
         self.loaders: dict[str, int] = {}
         """How many loaders of the same kind have been made: all workers make them in the same order."""
         self.counters = Counters()
@@ -398,7 +403,8 @@ class Agent:
     async def finish(self, rendezvous: Rendezvous | None = None) -> Answer:
         """Wait until all loops have ended and nothing is under way; return the mean weights and buffers.
 
-        One that was started again and is on its way is waited for: it would find nobody.
+        One that was started again and is on its way is waited for: it would find nobody. So is one that is
+        out of reach though its process is there: held up by a long call, or stopped; or this worker was.
         """
         if self.node.view.number:  # else all began together, and must end together
             self.node.leave()
@@ -407,11 +413,31 @@ class Agent:
         async def somebody_comes() -> bool:
             if rendezvous is None or self.loop.time() > end_s:
                 return False
-            return bool(await asyncio.to_thread(rendezvous.coming, dict(self.fabric.lives)))
+            return bool(
+                await asyncio.to_thread(rendezvous.coming, dict(self.fabric.lives))
+                or await self._held_up(rendezvous)
+            )
 
         answer = await self.ending.run(somebody_comes) or await self.consensus()
         self._name_absent(self.ending.members or self.fabric.members)
         return answer
+
+    async def _held_up(self, rendezvous: Rendezvous) -> list[int]:
+        """Workers that are out of reach without a goodbye, and whose process still takes connections."""
+        fabric = self.fabric
+        lost = set(fabric.lives).difference(fabric.members, fabric.left)
+        if self.loop.time() > self._asked_s + HELD_UP_S:
+            self._asked_s = self.loop.time()
+            there = await asyncio.gather(*(asyncio.to_thread(rendezvous.listens, peer) for peer in lost))
+            found = [peer for peer, listens in zip(lost, there, strict=True) if listens]
+            for peer in set(found) - set(self._waited_for):
+                log.warning(
+                    "worker %d: worker %d is out of reach, but its process is there; waiting",
+                    self.me.rank,
+                    peer,
+                )
+            self._waited_for = found
+        return [peer for peer in self._waited_for if peer in lost]
 
     def _name_absent(self, members: Sequence[int]) -> None:
         """Say who had a part in the run, and has none in its answer."""

@@ -460,8 +460,12 @@ class Worker:
                 answer = self._patiently(self._agent.finish(self._store))
                 self._members = list(self._agent.ending.members) or self._members
                 self._events.over = True
-                if self._store is not None:
-                    self._store.end()
+                said = self._members if self._store is None else self._store.end(self._members)
+                if self.rank not in said:
+                    raise WorkerLost(
+                        f"worker {self.rank} was silent while the run ended: the answer is the mean of "
+                        f"worker {', '.join(map(str, said))}. What this worker has is not it; take theirs."
+                    )
                 checks.finite(answer[0], self.rank)
                 self._answer = answer
         except BaseException as late:

@@ -14,7 +14,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -38,6 +38,8 @@ REGISTER_S = 1.0
 """Between two looks whether the store still knows this worker."""
 STORE_S = 5.0
 """How long a store may take to answer once training has begun."""
+LISTENS_S = 1.0
+"""How long a process that is there may take to accept a connection."""
 MISSES = 2
 """A store that did not answer so often one after the other is lost."""
 HANGS_S = 60.0
@@ -266,6 +268,14 @@ class Rendezvous:
         host, port, _ = json.loads(text)
         return str(host), int(port)
 
+    def listens(self, peer: int) -> bool:
+        """Whether a peer's process takes connections: the system answers for one that is stopped, too."""
+        with contextlib.suppress(RuntimeError, OSError):
+            if (where := self.look_up(peer)) is not None:
+                socket.create_connection(where, timeout=LISTENS_S).close()
+                return True
+        return False
+
     def known(self) -> list[int]:
         """The workers that have an address."""
         ranks = (rank for rank in range(self.most) if rank != self.place.rank)
@@ -282,10 +292,15 @@ class Rendezvous:
             self.there = False
             return []
 
-    def end(self) -> None:
-        """Tell those who come too late that the run is over."""
+    def end(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Tell those who come too late that the run is over, and whose mean its answer is.
+
+        Returned is what was said first: where it lacks this worker, its answer is not the run's.
+        """
         with contextlib.suppress(RuntimeError, OSError):
-            self._store.set("over", "yes")
+            said = self._store.compare_set("over", "", " ".join(map(str, members)))
+            return tuple(map(int, said.split()))
+        return tuple(members)
 
     def over(self) -> bool:
         """Whether the run has ended well without this worker."""
