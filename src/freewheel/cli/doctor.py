@@ -20,7 +20,7 @@ from freewheel.errors import ConfigError, at_least
 from freewheel.runtime import links
 from freewheel.runtime.diagnosis import Finding, diagnose
 from freewheel.runtime.facts import gather, is_loopback
-from freewheel.runtime.hosts import parse_address
+from freewheel.runtime.place import parse_address
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 WIDEST = 100

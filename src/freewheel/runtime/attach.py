@@ -366,7 +366,7 @@ class Worker:
             self.world_size = options.workers or place.world_size
         elif (given := options_alone(place)) is not None:
             options = given
-        bind = self._bind or options.bind or place.loopback()
+        bind = self._bind or options.bind or place.bind or place.loopback()
         self._recorder, self._events = None, Events()
         while not self._meet(options, life, bind):  # the next beginning is another run
             if time.monotonic() > end_s:
@@ -501,7 +501,8 @@ class Worker:
     # -- records --
 
     def _begin_records(self, options: Options) -> None:
-        folder, board = self._folder or options.folder, self._tensorboard or options.tensorboard
+        folder = self._folder or self._place.folder or options.folder
+        board = self._tensorboard or options.tensorboard
         if self._recorder is not None:
             return
         self._life = self._agent.me.incarnation

@@ -17,7 +17,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
-from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
+
+from freewheel.runtime.entries import Store
 
 T = TypeVar("T")
 STORE_THREAD = "freewheel-store"
@@ -86,10 +88,10 @@ class BoundedStore:
         except OSError:
             return False
 
-    def renew(self, host: str, port: int, timeout_s: float) -> None:
+    def renew(self, connect: Callable[[], BoundedStore]) -> None:
         """Connect again where the connection is over; OSError or RuntimeError if the store is not there."""
         if not self.alive():
-            fresh = reach(host, port, timeout_s)
+            fresh = connect()
             self.close()
             self._store, self._line, self._broken = fresh._store, fresh._line, False
             fresh._line = None
@@ -114,10 +116,6 @@ class BoundedStore:
     def set(self, key: str, text: str) -> None:
         """Write."""
         self._within(lambda: self._store.set(key, text))
-
-    def add(self, key: str, number: int) -> int:
-        """Count; the sum."""
-        return int(self._within(lambda: self._store.add(key, number)))
 
     def compare_set(self, key: str, expected: str, text: str) -> bytes:
         """Write where this is there; what is there then."""

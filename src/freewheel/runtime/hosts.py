@@ -17,6 +17,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 from freewheel.errors import ConfigError
 from freewheel.runtime.bounded import within
 from freewheel.runtime.entries import Entries
+from freewheel.runtime.place import parse_address
 
 At = tuple[str, int]
 """Where a store is."""
@@ -26,15 +27,6 @@ FREE = "free"
 BEAT_S = 1.0  # between two signs of life of a launcher
 SLOW_S = 1.0  # an answer that takes longer is worth a word
 SILENT_S = 30.0  # a node whose launcher gave no sign of life for so long is dead
-
-
-def parse_address(master: str) -> tuple[str, int]:
-    """Read HOST:PORT; an IPv6 address stands in brackets."""
-    host, _, port = master.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise ConfigError(f"cannot read master {master!r}: write HOST:PORT, as in 10.0.0.1:29500.")
-    return host, int(port)
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:

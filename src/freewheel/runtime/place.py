@@ -1,4 +1,4 @@
-"""A worker's place in its run, as whoever started it says by the environment."""
+"""A worker's place in its run, as whoever started it says: by the environment, or as an object (`give`)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from freewheel.errors import ConfigError
 from freewheel.fabric import secret
+from freewheel.runtime.entries import Store
 
 LAUNCHED = "FREEWHEEL_LAUNCHED"
 """Set by our launcher, for its workers: the address of its store. Who starts others with another store in
@@ -17,9 +19,25 @@ KEYS = "FREEWHEEL_TLS"
 """Set by our launcher too: where the run's keys are. A worker that has it never speaks without them."""
 
 
+STORE = "FREEWHEEL_STORE"
+"""HOST:PORT of a store that `freewheel store` holds, where neither a launcher nor worker 0 does."""
+SCHEDULERS = (("SLURM_PROCID", "SLURM_NTASKS"), ("JOB_COMPLETION_INDEX", "WORLD_SIZE"))
+"""What Slurm and an Indexed Job of Kubernetes call RANK and WORLD_SIZE."""
+
+
+class Meeting(Protocol):
+    """Where the workers of a run meet, where that is no TCPStore: an engine has one that survives a worker.
+
+    `str` of it says where it is, for people.
+    """
+
+    def connect(self, timeout_s: float) -> Store:
+        """A connection. It and all its calls raise OSError or RuntimeError where nobody answers."""
+
+
 @dataclass(frozen=True)
 class Place:
-    """A worker's place in its run, as the environment gives it."""
+    """A worker's place in its run."""
 
     rank: int = 0
     world_size: int = 1
@@ -36,10 +54,23 @@ class Place:
     """The run's (fabric/secret.py); empty: nobody has given one, and who reaches the store is believed."""
     tls: str | None = None
     """The run's keys, where a launcher of ours says so."""
+    bind: str | None = None
+    """The address to listen on, where who started this worker knows it."""
+    folder: str | None = None
+    """Where this worker writes its records, where that is its own."""
+    life: int = 0
+    """How often this worker was started, where who starts it counts."""
+    meeting: Meeting | None = field(default=None, compare=False)
+    """Where the others are found; None: a TCPStore at `host` and `port`."""
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Place:
-        """From RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT; alone where there is none of them."""
+        """What an engine has given; else RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or what a scheduler
+        calls them; alone where there is none of them.
+        """
+        if _given is not None and environment is os.environ:
+            return _given
+        environment = _in_our_words(environment)
         if "RANK" not in environment and "WORLD_SIZE" not in environment:
             return cls()
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -67,13 +98,18 @@ class Place:
             numbers["LOCAL_WORLD_SIZE"],
             environment.get("MASTER_ADDR", "127.0.0.1"),
             numbers["MASTER_PORT"],
-            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or STORE in environment,
             environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
             launched := environment.get(LAUNCHED)
             == f"{environment.get('MASTER_ADDR')}:{numbers['MASTER_PORT']}",
             secret.of_environment(environment),
             environment.get(KEYS) if launched else None,
         )
+
+    @property
+    def where(self) -> str:
+        """Where the workers meet, for people."""
+        return f"{self.host}:{self.port}" if self.meeting is None else str(self.meeting)
 
     def spans_hosts(self) -> bool:
         """Whether workers may sit on other machines."""
@@ -93,3 +129,34 @@ class Place:
             'unless told otherwise. Give attach bind="auto" (the address that reaches MASTER_ADDR) or an '
             "address of this machine, or start with `freewheel run --bind ADDRESS`."
         )
+
+
+def _in_our_words(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """What schedulers and `freewheel store` say, as torch says it."""
+    words = dict(environment)
+    for rank, world_size in SCHEDULERS:
+        given = environment.get(world_size, "1")
+        if "RANK" not in words and rank in words and given != "1":
+            words.update(RANK=words[rank], WORLD_SIZE=given)
+    if words.get(STORE):
+        host, port = parse_address(words[STORE], STORE)
+        words.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    return words
+
+
+def parse_address(text: str, name: str = "master") -> tuple[str, int]:
+    """Read HOST:PORT; an IPv6 address stands in brackets."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"cannot read {name} {text!r}: write HOST:PORT, as in 10.0.0.1:29500.")
+    return host, int(port)
+
+
+_given: Place | None = None
+
+
+def give(place: Place | None) -> None:
+    """Say which place this process has, before its script runs; None: the environment says it."""
+    global _given
+    _given = place

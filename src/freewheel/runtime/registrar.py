@@ -41,13 +41,11 @@ class Registrar:
             there = self._rendezvous.there
             if there != before:
                 what = "answers again" if there else "does not answer: nobody can join"
-                text = f"the rendezvous at {place.host}:{place.port} {what}"
+                text = f"the rendezvous at {place.where} {what}"
                 self._agent.events.note("store back" if there else "store lost", place.rank, text)
             if before and not there:
                 log.warning(
-                    "the rendezvous at %s:%d does not answer; training goes on, nobody can join",
-                    place.host,
-                    place.port,
+                    "the rendezvous at %s does not answer; training goes on, nobody can join", place.where
                 )
 
     async def _meet(self, missed: Mapping[int, tuple[str, int]]) -> None:

@@ -28,7 +28,7 @@ from freewheel.runtime import beginnings
 from freewheel.runtime.beginnings import GIVEN_UP, Beginning, Beginnings, Entry, Orphaned, given_up, started
 from freewheel.runtime.bounded import BoundedStore, Hangs, reach, watched, within
 from freewheel.runtime.checks import first_difference, other_settings, signature
-from freewheel.runtime.entries import Entries
+from freewheel.runtime.entries import Entries, Store
 from freewheel.runtime.place import Place
 from freewheel.strategy import Strategy
 
@@ -126,12 +126,12 @@ class Rendezvous:
         Without them this worker would take itself for the first one.
         """
         place = self.place
-        log.warning("the rendezvous at %s:%d was started anew; waiting for others", place.host, place.port)
+        log.warning("the rendezvous at %s was started anew; waiting for others", place.where)
         end = time.monotonic() + self.timeout_s
         while not self._base.check(OPTIONS):
             if time.monotonic() > end:
                 raise WorkerLost(
-                    f"the rendezvous at {place.host}:{place.port} was started anew, and no worker of the run "
+                    f"the rendezvous at {place.where} was started anew, and no worker of the run "
                     f"came back to it within {self.timeout_s:g} s. If none is left, start a new run."
                 )
             time.sleep(POLL_S)
@@ -143,7 +143,8 @@ class Rendezvous:
         Lives that ended before they came this far count, too: the launcher has counted them.
         """
         name = f"life/{self.place.rank}"
-        life, counted = self._run.add(name, 1), started(self._of_run, self.place.rank) or 0
+        counted = max(started(self._of_run, self.place.rank) or 0, self.place.life)
+        life = self._run.add(name, 1)
         return life if counted <= life else self._run.add(name, counted - life)
 
     def enter(self, life: int, strategy: Strategy) -> Entry:
@@ -221,7 +222,7 @@ class Rendezvous:
                 return found
             self._hangs = None
         try:
-            self._line.renew(self.place.host, self.place.port, STORE_S)
+            self._line.renew(lambda: _again(self.place))
             self._register(lives)
             for rank in set(range(self.most)).difference(members):
                 if (text := self._store.read(f"address/{rank}")) is not None:
@@ -257,9 +258,7 @@ class Rendezvous:
         options = self._base if place.launched else self._base.under(self._prefix)
         options.compare_set(self._name, "", self._options)
         options.compare_set(OPTIONS, "", self._options)  # last: who finds it finds the rest
-        log.warning(
-            "the rendezvous at %s:%d was started anew; entered this worker again", place.host, place.port
-        )
+        log.warning("the rendezvous at %s was started anew; entered this worker again", place.where)
 
     def look_up(self, peer: int) -> tuple[str, int] | None:
         """Where a peer listens; None: not known yet."""
@@ -363,7 +362,7 @@ def options_alone(place: Place) -> Options | None:
         return None
     with (
         contextlib.suppress(OSError, RuntimeError),
-        contextlib.closing(reach(place.host, place.port, STORE_S)) as store,
+        contextlib.closing(_again(place)) as store,
     ):
         entries = Entries(store, place.secret)
         if entries.check(OPTIONS):
@@ -386,7 +385,7 @@ def patiently(join: Callable[[], None], place: Place, timeout_s: float) -> None:
         except DistError as error:
             if time.monotonic() > end or (place.rank == 0 and not place.hosted):
                 raise WorkerLost(
-                    f"worker {place.rank} lost the rendezvous at {place.host}:{place.port} while it joined "
+                    f"worker {place.rank} lost the rendezvous at {place.where} while it joined "
                     f"({str(error).splitlines()[0][:120]})."
                 ) from None
             log.warning("the rendezvous was lost while worker %d joined; trying again", place.rank)
@@ -394,8 +393,17 @@ def patiently(join: Callable[[], None], place: Place, timeout_s: float) -> None:
             _stores[place] = _connect(place, max(1.0, end - time.monotonic())), used
 
 
+def _again(place: Place) -> BoundedStore:
+    """A connection with a meeting place that is there."""
+    if (meeting := place.meeting) is None:
+        return reach(place.host, place.port, STORE_S)
+    return BoundedStore(within(STORE_S, lambda: meeting.connect(STORE_S)), STORE_S)
+
+
 def _connect(place: Place, timeout_s: float) -> BoundedStore:
-    def connect() -> TCPStore:
+    def connect() -> Store:
+        if place.meeting is not None:
+            return place.meeting.connect(timeout_s)
         return TCPStore(
             place.host,
             place.port,
@@ -406,7 +414,10 @@ def _connect(place: Place, timeout_s: float) -> BoundedStore:
         )
 
     try:  # a second more than it gives itself: what it has to say is better than that it hangs
-        return watched(within(timeout_s + 1, connect), place.host, place.port, timeout_s)
+        store = within(timeout_s + 1, connect)
+        if place.meeting is not None:
+            return BoundedStore(store, timeout_s)
+        return watched(store, place.host, place.port, timeout_s)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(
@@ -414,7 +425,7 @@ def _connect(place: Place, timeout_s: float) -> BoundedStore:
                 "Set another MASTER_PORT, for all workers."
             ) from None
         raise ConfigError(
-            f"worker {place.rank} cannot reach the rendezvous at {place.host}:{place.port} "
+            f"worker {place.rank} cannot reach the rendezvous at {place.where} "
             f"({str(error).splitlines()[0][:120]}). Check MASTER_ADDR and MASTER_PORT, and worker 0."
         ) from None
 

@@ -1,0 +1,183 @@
+"""Who starts a worker may hand it its place as an object, with a meeting place of its own."""
+
+from __future__ import annotations
+
+import json
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import freewheel as fw
+from crew import worker
+from freewheel.fabric import secret
+from freewheel.runtime import place as places
+from freewheel.runtime import rendezvous
+from freewheel.runtime.entries import Entries
+from freewheel.runtime.place import Place
+from freewheel.runtime.rendezvous import OPTIONS
+
+
+class Book:
+    """A meeting place that is a dictionary, as an actor of an engine would be."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, bytes] = {}
+        self.lock = threading.Lock()
+        self.there = True
+
+    def __str__(self) -> str:
+        return "the book"
+
+    def connect(self, timeout_s):
+        self._ask()
+        return self
+
+    def _ask(self):
+        if not self.there:
+            raise OSError("the book does not answer")
+
+    def check(self, keys):
+        self._ask()
+        return all(key in self.of for key in keys)
+
+    def get(self, key):
+        self._ask()
+        return self.of[key]
+
+    def set(self, key, text):
+        self._ask()
+        self.of[key] = text.encode()
+
+    def compare_set(self, key, expected, text):
+        self._ask()
+        with self.lock:
+            if self.of.get(key, b"") == expected.encode():
+                self.of[key] = text.encode()
+            return self.of.get(key, expected.encode())
+
+    def delete_key(self, key):
+        self._ask()
+        self.of.pop(key, None)
+
+
+@pytest.fixture
+def book():
+    made = Book()
+    yield made
+    rendezvous._stores.clear()
+
+
+def everywhere(book, n, most=0, **more):
+    """The places of a run that an engine starts."""
+    shared = secret.make()
+    options = {"run": "r" * 32, "workers": n, "most": most or n}
+    Entries(book, shared).set(OPTIONS, json.dumps(options))
+    return [
+        Place(
+            rank,
+            most or n,
+            1,
+            hosted=True,
+            launched=True,
+            secret=shared,
+            meeting=book,
+            bind="127.0.0.1",
+            **more,
+        )
+        for rank in range(most or n)
+    ]
+
+
+def train(place, steps=20, before_end=lambda: None):
+    """One worker's weights at the end."""
+    torch.manual_seed(place.rank)
+    model = nn.Linear(3, 2)
+    attached, optimizer = worker(place, model)
+    with attached:
+        for _ in range(steps):
+            model(torch.ones(4, 3)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        before_end()
+    return torch.cat([one.flatten() for one in attached.consensus().parameters()]), attached.metrics()
+
+
+def run(places, work):
+    """What each worker's thread returned."""
+    found, threads = {}, []
+    for place in places:
+        one = threading.Thread(
+            target=lambda place=place: found.__setitem__(place.rank, work(place)), daemon=True
+        )
+        threads.append(one)
+        one.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(found) == len(places)
+    return found
+
+
+def test_workers_meet_in_a_book(book, tmp_path):
+    places = everywhere(book, 3, folder=str(tmp_path))
+    found = run(places, train)
+    assert all(torch.equal(answer, found[0][0]) for answer, _ in found.values())
+    assert found[0][1]["members"] == [0, 1, 2]
+    assert any(tmp_path.iterdir())
+
+
+def test_a_book_that_was_lost_and_comes_back_empty_is_filled_again(book):
+    places = everywhere(book, 2, most=3)
+    together, filled = threading.Barrier(2), threading.Event()
+
+    def lose_it():
+        if together.wait(30) == 0:
+            book.of = {}
+        for _ in range(300):
+            if OPTIONS in book.of and any("address/0" in key for key in book.of):
+                filled.set()
+            if filled.wait(0.1):
+                break
+        together.wait(30)
+
+    found = run(places[:2], lambda place: train(place, before_end=lose_it))
+    assert filled.is_set()
+    assert torch.equal(found[0][0], found[1][0])
+
+
+def test_a_place_that_was_given_goes_before_the_environment(monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    given = Place(1, 2)
+    places.give(given)
+    try:
+        assert Place.read() is given
+    finally:
+        places.give(None)
+    with pytest.raises(fw.ConfigError, match="MASTER_ADDR"):
+        Place.read()
+
+
+SLURM = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "FREEWHEEL_STORE": "10.0.0.1:29500"}
+INDEXED_JOB = {"JOB_COMPLETION_INDEX": "2", "WORLD_SIZE": "4", "FREEWHEEL_STORE": "10.0.0.1:29500"}
+
+
+@pytest.mark.parametrize("environment", [SLURM, INDEXED_JOB])
+def test_the_words_of_schedulers_are_understood(environment):
+    place = Place.read(environment)
+    assert (place.rank, place.world_size, place.where, place.hosted) == (2, 4, "10.0.0.1:29500", True)
+
+
+def test_a_single_task_of_slurm_trains_alone():
+    assert Place.read({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == Place()
+
+
+def test_ranks_that_were_set_go_before_slurms():
+    given = {**SLURM, "RANK": "0", "WORLD_SIZE": "8"}
+    assert (Place.read(given).rank, Place.read(given).world_size) == (0, 8)
+
+
+def test_a_store_that_is_no_address_is_refused():
+    with pytest.raises(fw.ConfigError, match=r"cannot read FREEWHEEL_STORE 'here'"):
+        Place.read({**SLURM, "FREEWHEEL_STORE": "here"})
