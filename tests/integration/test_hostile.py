@@ -39,8 +39,8 @@ from freewheel.runtime.rendezvous import Rendezvous
 pytestmark = pytest.mark.integration
 
 SIZE = 1000
-LONGEST = SIZE + 2
-"""The longest vector of the run: gradients, the mark of its one parameter and the loss."""
+BEYOND = 5 * SIZE
+"""Longer than any vector of the run."""
 HALF = 512
 """What worker 0 combines for both."""
 DEADLINE_S = 30.0
@@ -289,8 +289,8 @@ NEWCOMERS: dict[str, tuple[Callable[[Run], bytes], str]] = {
     "an unknown kind": (lambda run: header(run, kind=17), "a frame of unknown kind 17"),
     "an unknown type": (lambda run: header(run, dtype=17), "numbers of unknown type 17"),
     "beyond the model": (
-        lambda run: header(run, dtype=1, numel=LONGEST + 1),
-        f"a vector of {LONGEST + 1} numbers, where the longest of this run has {LONGEST}",
+        lambda run: header(run, dtype=1, numel=BEYOND),
+        f"a vector of {BEYOND} numbers, where the longest of this run has 10",
     ),
     "an endless vector": (lambda run: header(run, dtype=1, numel=2**64 - 1), "a vector of"),
     "an endless tag": (lambda run: header(run, tag_bytes=65535), "a tag of 65535 bytes"),
@@ -499,8 +499,8 @@ LIARS: dict[str, tuple[Callable[[Identity], tuple[bytes, bytes]], str]] = {
     "infinity": (lambda me: message(me, ("x",), [-math.inf] + [1.0] * 9), "not finite"),
     "both infinities": (lambda me: message(me, ("x",), [-math.inf, math.inf]), "not finite"),
     "too long": (
-        lambda me: message(me, ("x",), [1.0], numel=LONGEST + 1),
-        f"a vector of {LONGEST + 1} numbers",
+        lambda me: message(me, ("x",), [1.0], numel=BEYOND),
+        f"a vector of {BEYOND} numbers",
     ),
     "another type": (lambda me: message(me, ("x",), [1.0], torch.bfloat16), "give all the same wire"),
     "another sender": (lambda me: message(me, ("x",), sender=1), "it is worker 2 and says to be worker 1"),
@@ -526,7 +526,7 @@ WINDOWS: dict[str, tuple[tuple[float, ...], str]] = {
     "of no process": ((1, 7, 2**22 + 1, 40, 3), "its window cannot be opened"),
     "that is a file": ((1, 7, os.getpid(), 40, 1), "its window cannot be opened"),
     "on a device there is not": ((2, 7, 1, 40, *[9] * 64), "its window cannot be opened"),
-    "beyond the model": ((1, 7, 1, 4 * LONGEST + 4, 3), f"the longest vector has {LONGEST}"),
+    "beyond the model": ((1, 7, 1, 4 * BEYOND, 3), "the longest vector has 10"),
     "of no number": ((1, math.nan, 1, 40, 3), "a window this worker cannot see"),
     "below zero": ((1, 7, 1, 40, -3), "a window this worker cannot see"),
     "half said": ((1, 7), "a window this worker cannot see"),
