@@ -23,6 +23,7 @@ from freewheel.cli.plan import plan
 from freewheel.cli.report import report
 from freewheel.cli.run import join, run
 from freewheel.cli.simulate import simulate
+from freewheel.cli.store import store
 from freewheel.cli.train import compare, train
 from freewheel.cli.watch import watch
 from freewheel.errors import FreewheelError
@@ -50,6 +51,7 @@ app.command(name="report")(report)
 app.command(name="keys")(keys)
 app.command(name="doctor")(doctor)
 app.command(name="export")(export)
+app.command(name="store")(store)
 app.add_typer(bench.app, name="bench")
 
 

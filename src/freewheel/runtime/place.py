@@ -21,6 +21,8 @@ KEYS = "FREEWHEEL_TLS"
 
 STORE = "FREEWHEEL_STORE"
 """HOST:PORT of a store that `freewheel store` holds, where neither a launcher nor worker 0 does."""
+RUN, BIND = "FREEWHEEL_RUN", "FREEWHEEL_BIND"
+"""Which of several runs that meet in one store this is; and the address to listen on, as attach's `bind`."""
 SCHEDULERS = (("SLURM_PROCID", "SLURM_NTASKS"), ("JOB_COMPLETION_INDEX", "WORLD_SIZE"))
 """What Slurm and an Indexed Job of Kubernetes call RANK and WORLD_SIZE."""
 
@@ -47,7 +49,8 @@ class Place:
     hosted: bool = False
     """Whether a launcher holds the store."""
     attempt: str = "0"
-    """torchrun starts all workers anew after a failure; what an earlier attempt left does not count."""
+    """torchrun starts all workers anew after a failure; what an earlier attempt left does not count. In a
+    store that several runs use, the run's name."""
     launched: bool = False
     """Whether the launcher is ours: the store then has the run's options before it has workers."""
     secret: bytes = field(default=b"", repr=False)
@@ -99,11 +102,12 @@ class Place:
             environment.get("MASTER_ADDR", "127.0.0.1"),
             numbers["MASTER_PORT"],
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or STORE in environment,
-            environment.get("TORCHELASTIC_RESTART_COUNT", "0"),
+            environment.get("TORCHELASTIC_RESTART_COUNT") or environment.get(RUN, "0"),
             launched := environment.get(LAUNCHED)
             == f"{environment.get('MASTER_ADDR')}:{numbers['MASTER_PORT']}",
             secret.of_environment(environment),
             environment.get(KEYS) if launched else None,
+            environment.get(BIND) or None,
         )
 
     @property

@@ -1,0 +1,27 @@
+"""``freewheel store``: the meeting place of a run that no launcher of ours starts."""
+
+from __future__ import annotations
+
+import signal
+from typing import Annotated
+
+import typer
+
+from freewheel.runtime.hosts import host_store
+from freewheel.runtime.place import STORE
+
+
+def store(
+    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where to listen.")],
+) -> None:
+    """Hold the place where workers meet, for torchrun, Slurm or Kubernetes; Ctrl-C or SIGTERM ends it.
+
+    Without it worker 0 holds the store: started again, it would begin a second run. Training goes on when
+    the store is lost; nobody can join until it is back.
+    """
+    held, host, port = host_store(address, 1)
+    print(f"Workers: {STORE}={host}:{port}, RANK, WORLD_SIZE and the same FREEWHEEL_SECRET_FILE", flush=True)
+    wanted = {signal.SIGINT, signal.SIGTERM}
+    signal.pthread_sigmask(signal.SIG_BLOCK, wanted)
+    signal.sigwait(wanted)
+    del held
