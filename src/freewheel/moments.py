@@ -13,10 +13,28 @@ from torch import Tensor, nn
 
 from freewheel.errors import ConfigError
 from freewheel.replica import Replica
+from freewheel.strategy import Strategy
 
 MOMENTUM = "momentum_buffer"
+OPTIMIZERS = ("sgd", "adamw")
+"""What built-in tasks are trained with."""
 NU = 0.1
 """How much of the last step's way enters quasi-global momentum."""
+
+
+def check_optimizer(name: str, momentum: float | None, strategy: Strategy | None) -> None:
+    """Refuse an optimizer of a built-in task that is not there, or that a strategy cannot do with."""
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"the optimizer must be {' or '.join(OPTIMIZERS)}, not {name!r}.")
+    if name == "sgd":
+        return
+    if momentum is not None:
+        raise ConfigError(f"momentum is sgd's; {name} has its own. Leave it out, or take sgd.")
+    if strategy is not None and (strategy.momentum or strategy.quasi_global):
+        instead = "take easgd" if strategy.momentum else "leave quasi_global out"
+        raise ConfigError(
+            f"{strategy.name} uses sgd's momentum, which {name} has not: take sgd, or {instead}."
+        )
 
 
 class Moments:

@@ -20,6 +20,8 @@ class Task(abc.ABC):
 
     lr: ClassVar[float]
     """A learning rate that suits every strategy on a handful of workers."""
+    adam_lr: ClassVar[float] = 0.001
+    """The same for AdamW."""
 
     @abc.abstractmethod
     def prepare(self, workers: int, seed: int) -> None:

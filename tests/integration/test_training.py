@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,8 +16,9 @@ from freewheel.observe.outcome import result_of
 from freewheel.observe.result import Result
 from freewheel.observe.run import Run
 from freewheel.observe.series import edges
+from freewheel.observe.versus import versus
 from freewheel.runtime.hosts import host_store
-from freewheel.training import process
+from freewheel.training import budget, process
 from freewheel.training.job import Job, train_all
 
 pytestmark = pytest.mark.integration
@@ -100,7 +102,7 @@ def test_how_far_workers_of_a_server_are_apart_is_measured_of_the_workers(tmp_pa
 
 def test_workers_that_take_steps_as_they_need_them_make_what_is_left(store):
     job = Job(strategy="adpsgd", workers=2, steps=20, checkpoint="saved", resume=True)
-    budgets = [process.Budget(job, lockstep=False, number=0, step_s=0.001) for _ in range(2)]
+    budgets = [budget.Budget(job, lockstep=False, number=0, step_s=0.001) for _ in range(2)]
     made: list[float] = []
 
     def work(rank: int) -> None:
@@ -113,3 +115,21 @@ def test_workers_that_take_steps_as_they_need_them_make_what_is_left(store):
     for thread in threads:
         thread.join(DEADLINE_S)
     assert sorted(made) == [step / 40 for step in range(15, 40)]
+
+
+def test_a_time_for_all_ends_together_and_any_optimizer_is_compared(tmp_path):
+    job = Job(workers=2, seconds=1.0, compute_ms=5, slow={1: 3.0}, optimizer="adamw", schedule="cosine")
+    results = train_all([replace(job, strategy=one) for one in ("ddp", "adpsgd")], tmp_path)
+    for result in results:
+        assert isinstance(result, Result), result
+        assert result.settings["scenario"]["optimizer"] == "AdamW"
+        assert result.settings["scenario"]["seconds"] == 1.0
+        assert result.curve[-1].worker_steps == result.worker_steps > 0
+        assert result.accuracy is not None
+    ddp, adpsgd = ([life["steps"] for life in result.by_worker] for result in results)
+    assert ddp[0] == ddp[1]
+    assert adpsgd[0] > adpsgd[1]
+    beside = versus(results)
+    assert beside is not None
+    assert beside.worker_steps == results[0].worker_steps
+    assert [row.equal_time for row in beside.rows] == [result.accuracy for result in results]

@@ -50,7 +50,9 @@ def test_simulate_prints_a_table_and_writes_json_and_report(tmp_path):
     assert not done.stderr.strip()
     results = json.loads(out.read_text())
     assert [r["strategy"] for r in results] == ["adpsgd", "allreduce"]
-    assert all(list(r) == list(JSON_KEYS) for r in results)
+    assert all(list(r) == [*JSON_KEYS, "versus"] for r in results)
+    assert [r["versus"]["over"] for r in results] == ["allreduce"] * 2
+    assert results[1]["versus"]["equal_samples"] == results[1]["loss"]
     assert results[0]["worker_steps"] == 30
     assert results[0]["accuracy"] is None
     lines = done.stdout.splitlines()

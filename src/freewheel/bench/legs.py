@@ -4,9 +4,10 @@
     ddp                  PyTorch DistributedDataParallel on gloo
     STRATEGY             Freewheel with that strategy, as in adpsgd:topology=ring
 
-A step sleeps for the time a gradient would take, so that workers sharing a core do not slow each other. The
-gradient it then gets costs nothing: what is left of a step is plain SGD, and what the leg is about. On a GPU
-a step is that of a real GPT instead: bf16 autocast, AdamW, random tokens.
+Layers sleep for the time their gradients would take, forward and backward (`tempo.py`), so that workers
+sharing a core do not slow each other, and DDP reduces what is there while the rest is computed. The gradients
+they then hand out cost nothing: what is left of a step is plain SGD, and what the leg is about. On a GPU a
+step is that of a real GPT instead: bf16 autocast, AdamW, random tokens.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch import nn
 from freewheel import strategies
 from freewheel.bench.processes import Parent, job
 from freewheel.tasks.nets import GPT
+from freewheel.tempo import Tempo
+from freewheel.training.ddp import best_settings
 
 ALONE, DDP = "alone", "ddp"
 FLOATS_PER_MB = 250_000
@@ -44,13 +47,26 @@ class Weights(nn.Module):
         super().__init__()
         whole, rest = divmod(round(mb * FLOATS_PER_MB), SIDE * SIDE)
         shapes = [(SIDE, SIDE)] * whole + ([(rest,)] if rest else [])
-        self.layers = nn.ParameterList(nn.Parameter(torch.randn(shape)) for shape in shapes)
-        self.gradients = [1e-3 * torch.randn(shape) for shape in shapes]
+        self.layers = nn.Sequential(*(Layer(shape) for shape in shapes))
 
     def forward(self) -> torch.Tensor:
-        """The loss; its backward pass hands out the gradients."""
-        loss: torch.Tensor = _Given.apply(self.gradients, *self.layers)  # type: ignore[no-untyped-call]
+        """The loss; its backward pass hands out the gradients, the last layer's first."""
+        loss: torch.Tensor = self.layers(torch.zeros(()))
         return loss
+
+
+class Layer(nn.Module):
+    """Weights with a given gradient."""
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape))
+        self.gradient = 1e-3 * torch.randn(shape)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What came in."""
+        out: torch.Tensor = _Given.apply(self.gradient, x, self.weight)  # type: ignore[no-untyped-call]
+        return out
 
 
 class Transformer(nn.Module):
@@ -70,17 +86,17 @@ class Transformer(nn.Module):
 
 
 class _Given(torch.autograd.Function):
-    """A loss with given gradients: to autograd and its listeners, a backward pass like any other."""
+    """A layer with a given gradient: to autograd and its listeners, one like any other."""
 
     @staticmethod
-    def forward(ctx: Any, gradients: list[torch.Tensor], *weights: torch.Tensor) -> torch.Tensor:
-        ctx.gradients = gradients
-        return weights[0].new_zeros(())
+    def forward(ctx: Any, gradient: torch.Tensor, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        ctx.gradient = gradient
+        return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(ctx: Any, *of_output: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         # A new tensor on the same memory is one that autograd takes as it is, without a copy.
-        return None, *(gradient.detach() for gradient in ctx.gradients)
+        return None, of_output[0], ctx.gradient.detach()
 
 
 def main() -> None:
@@ -95,23 +111,32 @@ def main() -> None:
     if gpt is not None:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     compute_s = asked["compute_ms"] / 1e3 * asked["slow"].get(str(rank), 1.0)
+    tempo = Tempo(model)
+    if gpt is None:
+        tempo.measure(lambda: model().backward(), 1)
+    else:
+        tempo.end()
     with _communication(asked, model, optimizer) as (module, metrics):
         spent = Spent()
 
-        def step(compute_s: float = compute_s) -> None:
-            begin = time.monotonic()
-            if gpt is None:
-                time.sleep(compute_s)
+        def step() -> None:
             woken, cpu_s = time.monotonic(), time.thread_time()
+            tempo.begin()
             optimizer.zero_grad()
             module().backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-            spent.overslept_s += (woken - begin - compute_s) * (gpt is None)
+            if gpt is None:
+                woken, cpu_s = tempo.woken_s, tempo.cpu_s
+                spent.overslept_s += woken - tempo.began_s - tempo.span_s
             spent.stepping_s += time.monotonic() - woken
             spent.cpu_s += time.thread_time() - cpu_s
 
+        if gpt is None:
+            tempo.take(asked["compute_ms"] / 1e3)
         for _ in range(WARM_UP_STEPS):
-            step(asked["compute_ms"] / 1e3)
+            step()
+        if gpt is None:
+            tempo.take(compute_s)
         parent.say(ready=True)
         window = parent.hear()
         time.sleep(max(0.0, window["begin"] - time.monotonic()))
@@ -126,11 +151,12 @@ def main() -> None:
 
 @dataclass
 class Spent:
-    """Where the training thread's time went beside what it was asked to sleep."""
+    """Where the training thread's time went beside what its layers were asked to take."""
 
     overslept_s: float = 0.0
     """Awake too late: no core was free, or another thread had Python's lock."""
     stepping_s: float = 0.0
+    """After the last layer's time was over."""
     cpu_s: float = 0.0
     """The part of stepping_s in which the thread ran; in the rest it waited, for others or for a core."""
 
@@ -155,8 +181,8 @@ def _communication(
         yield model, dict
     elif asked["leg"] == DDP:
         torch.distributed.init_process_group("gloo")
-        # The bucket view saves DDP a copy of all gradients: the opponent at its best.
-        yield nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True), dict
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        yield nn.parallel.DistributedDataParallel(model, **best_settings(size)), dict
     else:
         import freewheel as fw
 

@@ -10,13 +10,14 @@ import typer
 
 from freewheel.errors import ConfigError
 
+Optimizer = Annotated[str, typer.Option(help="sgd or adamw.")]
 Decay = Annotated[float, typer.Option(help="Weight decay.")]
 Curve = Annotated[
     str, typer.Option(help="How the learning rate falls after the warm-up: constant, linear or cosine.")
 ]
 Warmup = Annotated[
     float | None,
-    typer.Option(help="Steps of each worker in which it grows; default: 5 % of --steps; 0: none."),
+    typer.Option(help="Steps of each worker (--seconds: seconds) in which it grows; default: 5 %; 0: none."),
 ]
 
 

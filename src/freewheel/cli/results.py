@@ -14,12 +14,13 @@ from freewheel.observe.report import write
 from freewheel.observe.result import Result
 from freewheel.observe.run import Run
 from freewheel.observe.table import results_tables
+from freewheel.observe.versus import versus
 
 
 def show(console: Console, results: Sequence[Result]) -> None:
-    """Print the table."""
+    """Print the tables."""
     for table in results_tables(results, console.width):
-        console.print(table)
+        console.print(table, highlight=False)
 
 
 def save(
@@ -33,7 +34,10 @@ def save(
 ) -> None:
     """Write the figures and a report; `runs` are the records of the results."""
     if json_path is not None:
-        write_whole(json_path, json.dumps([result.as_json() for result in results], indent=2) + "\n")
+        beside = versus(results)
+        rows = beside.as_json() if beside is not None else [{}] * len(results)
+        found = [{**result.as_json(), **row} for result, row in zip(results, rows, strict=True)]
+        write_whole(json_path, json.dumps(found, indent=2) + "\n")
     if report is not None:
         write(report, results, runs, title=f"Freewheel: {title}", command=command_line())
         console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import time
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -14,13 +15,13 @@ from rich.console import Console
 
 from freewheel import names, strategies
 from freewheel.cli.console import bars, output
-from freewheel.cli.options import Curve, Decay, Warmup, command_line, ranks_and_numbers
+from freewheel.cli.options import Curve, Decay, Optimizer, Warmup, command_line, ranks_and_numbers
 from freewheel.cli.results import save, show
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.observe.files import check_unused, check_writable
 from freewheel.observe.report import recorded
 from freewheel.observe.result import Result
-from freewheel.training.job import DDP, Job, name, train_all
+from freewheel.training.job import DDP, STEPS, Job, name, train_all
 
 SIDE_BY_SIDE = "ddp,allreduce,sasgd,nodelay,nodelay_free,adpsgd,dasgd,asgd,easgd"
 
@@ -31,7 +32,11 @@ Strategies = Annotated[
 Task = Annotated[str, typer.Option(help="digits, digits:net=cnn, cifar10, cifar10:net=vgg or chars.")]
 Data = Annotated[Path | None, typer.Option(help="The task's data: cifar10's file or folder, chars' text.")]
 Workers = Annotated[int, typer.Option(help="How many processes.")]
-Steps = Annotated[int, typer.Option(help="Budget: workers × steps in all; fast workers may use it up.")]
+Steps = Annotated[
+    int | None,
+    typer.Option(help="Budget: workers × steps in all; fast workers may use it up; default: 200."),
+]
+Seconds = Annotated[float | None, typer.Option(help="Budget: a time for all, instead of --steps.")]
 Slow = Annotated[
     list[str] | None, typer.Option(help="RANK:FACTOR, this worker is slower, by sleeping; repeatable.")
 ]
@@ -58,9 +63,11 @@ def train(
     task: Task = "digits",
     data: Data = None,
     workers: Workers = 4,
-    steps: Steps = 200,
+    steps: Steps = None,
+    seconds: Seconds = None,
     slow: Slow = None,
     compute_ms: ComputeMs = 0.0,
+    optimizer: Optimizer = "sgd",
     lr: Rate = None,
     momentum: Momentum = None,
     weight_decay: Decay = 0.0,
@@ -87,8 +94,8 @@ def train(
     if "," in strategy:
         raise ConfigError("train takes one strategy; `freewheel compare` takes several.")
     job = _job(
-        task, data, workers, steps, slow, compute_ms, lr, momentum, weight_decay, schedule, warmup, wire,
-        device, target, seed,
+        task, data, workers, steps, seconds, slow, compute_ms, optimizer, lr, momentum, weight_decay,
+        schedule, warmup, wire, device, target, seed,
     )  # fmt: skip
     if every is not None and checkpoint is None:
         raise ConfigError("--every is about checkpoints: give --checkpoint PATH, where they are to go.")
@@ -107,9 +114,11 @@ def compare(
     task: Task = "digits",
     data: Data = None,
     workers: Workers = 4,
-    steps: Steps = 200,
+    steps: Steps = None,
+    seconds: Seconds = None,
     slow: Slow = None,
     compute_ms: ComputeMs = 0.0,
+    optimizer: Optimizer = "sgd",
     lr: Rate = None,
     momentum: Momentum = None,
     weight_decay: Decay = 0.0,
@@ -127,8 +136,8 @@ def compare(
 ) -> None:
     """Train the same task with several strategies, one after the other, and print one table."""
     job = _job(
-        task, data, workers, steps, slow, compute_ms, lr, momentum, weight_decay, schedule, warmup, wire,
-        device, target, seed,
+        task, data, workers, steps, seconds, slow, compute_ms, optimizer, lr, momentum, weight_decay,
+        schedule, warmup, wire, device, target, seed,
     )  # fmt: skip
     jobs = [replace(job, strategy=one) for one in _chosen(strategy)]
     _train(jobs, json_path, report, folder, tensorboard, force)
@@ -138,9 +147,11 @@ def _job(
     task: str,
     data: Path | None,
     workers: int,
-    steps: int,
+    steps: int | None,
+    seconds: float | None,
     slow: list[str] | None,
     compute_ms: float,
+    optimizer: str,
     lr: float | None,
     momentum: float | None,
     weight_decay: float,
@@ -151,6 +162,8 @@ def _job(
     target: float | None,
     seed: int,
 ) -> Job:
+    if steps is not None and seconds is not None:
+        raise ConfigError("--steps and --seconds are two budgets: give one of them.")
     if data is not None:
         if not data.exists():
             raise ConfigError(f"--data {str(data)!r}: there is no such file or folder.")
@@ -158,10 +171,12 @@ def _job(
     return Job(
         task=task,
         workers=workers,
-        steps=steps,
+        steps=STEPS if steps is None else steps,
+        seconds=seconds,
         seed=seed,
         slow={rank: factor for rank, (factor,) in ranks_and_numbers("--slow", slow, 1)},
         compute_ms=compute_ms,
+        optimizer=optimizer,
         lr=lr,
         momentum=momentum,
         weight_decay=weight_decay,
@@ -226,11 +241,15 @@ def _run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Re
     errors = Console(stderr=True)
     watch = f"Watch: freewheel watch {shlex.quote(str(folder))}"
     errors.print(watch, highlight=False, soft_wrap=True, markup=False)
-    total = jobs[0].workers * jobs[0].steps
+    seconds = jobs[0].seconds
+    total = jobs[0].workers * jobs[0].steps if seconds is None else seconds
+    began_s: dict[int, float] = {}
     with bars() as shown:
         bar = shown.add_task("starting", total=total * len(jobs))
 
-        def tell(number: int, done: int) -> None:
+        def tell(number: int, done: float) -> None:
+            if seconds is not None:
+                done = time.monotonic() - began_s.setdefault(number, time.monotonic())
             shown.update(bar, description=jobs[number].strategy, completed=number * total + min(done, total))
 
         return train_all(jobs, folder, tell, tensorboard, command_line())

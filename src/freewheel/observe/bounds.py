@@ -85,8 +85,9 @@ class _Run:
         self.update: tuple[float, float] | None = None
         """The largest gradient norm seen and the learning rate; None without gradients or with momentum."""
         norm = max((worker.get("gradient_norm_max", 0.0) for worker in result.by_worker), default=0.0)
-        # With momentum an update is no longer the learning rate times one gradient.
-        if "lr" in settings and settings.get("momentum") == 0 and result.loss is not None and norm > 0:
+        # With momentum or AdamW an update is no longer the learning rate times one gradient.
+        plain = settings.get("momentum") == 0 and scenario.get("optimizer", "sgd") == "sgd"
+        if "lr" in settings and plain and result.loss is not None and norm > 0:
             self.update = (norm, settings["lr"])
 
     def _times_s(self, scenario: dict[str, Any]) -> list[float] | None:

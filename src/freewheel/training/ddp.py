@@ -22,6 +22,15 @@ from freewheel.runtime.rendezvous import options_alone
 from freewheel.training.job import DDP, Job
 
 
+def best_settings(model_bytes: int) -> dict[str, Any]:
+    """What lets DDP hide most of its reduction behind the backward pass (docs/benchmarks/real.md).
+
+    Buckets of a quarter of the model leave early, of less than 1 MB they cost more than they hide; 25 MB, its
+    own default, is many a model in one. The view saves a copy of all gradients.
+    """
+    return {"bucket_cap_mb": max(1.0, model_bytes / 4e6), "gradient_as_bucket_view": True}
+
+
 class DdpBooks:
     """What one worker writes down during its loop, which keeps `steps` and `loss` up to date."""
 
@@ -40,7 +49,7 @@ class DdpBooks:
             "strategy": {},
             "scenario": {"optimizer": type(optimizer).__name__, **job.scenario()},
             "lr": lr,
-            "momentum": optimizer.param_groups[0]["momentum"],
+            "momentum": optimizer.param_groups[0].get("momentum", 0.0),
             "model_bytes": self._model_bytes,
             "waits_for": "all",
             "staleness": "none",

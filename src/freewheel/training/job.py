@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +14,14 @@ from typing import Any
 
 from freewheel import strategies, tasks
 from freewheel.errors import ConfigError, RunStopped, at_least
+from freewheel.moments import check_optimizer
 from freewheel.observe.result import Result
 from freewheel.runtime.launcher import Captured, launch
 from freewheel.schedule import Schedule
 from freewheel.task import check_device
 from freewheel.training.outcome import read_outcome
 
+STEPS = 200
 DDP = "ddp"
 """PyTorch's DistributedDataParallel on gloo: not a strategy of ours, but what they are compared with."""
 
@@ -30,19 +33,22 @@ class Job:
     task: str = "digits"
     strategy: str = "adpsgd"
     workers: int = 4
-    steps: int = 200
+    steps: int = STEPS
     """Worker-steps per worker: the budget is workers × steps, which fast workers may use up."""
+    seconds: float | None = None
+    """A time for all instead of steps."""
     seed: int = 0
     slow: dict[int, float] = field(default_factory=dict)
     """Workers that take so many times as long, by sleeping."""
     compute_ms: float = 0.0
     """A step takes at least so long, by sleeping: as if each worker had a machine of its own."""
+    optimizer: str = "sgd"
     lr: float | None = None
     momentum: float | None = None
     weight_decay: float = 0.0
     schedule: str = "constant"
     warmup: float | None = None
-    """Steps of each worker over which the rate grows; None: a twentieth of the budget."""
+    """Steps of each worker, or seconds, over which the rate grows; None: a twentieth of the budget."""
     wire: str = "fp32"
     device: str = "cpu"
     target: float | None = None
@@ -71,22 +77,31 @@ class Job:
                     f"--slow {rank}:{factor:g}: there is no worker {rank}, only 0 to {self.workers - 1}."
                 )
             at_least(f"the factor of worker {rank}", factor, 1)
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise ConfigError(f"--seconds must be above 0, not {self.seconds:g}.")
+        if self.seconds is not None and self.resume:
+            raise ConfigError("--resume goes on by steps: give --steps instead of --seconds.")
         self.rates  # noqa: B018  # refuses what cannot be
         if self.target is not None and not 0 < self.target <= 1:
             raise ConfigError(f"the target accuracy must lie between 0 and 1, not {self.target:g}.")
         tasks.resolve(self.task)
-        if self.strategy != DDP:
-            strategies.resolve(self.strategy).check(self.workers)
+        chosen = None if self.strategy == DDP else strategies.resolve(self.strategy)
+        if chosen is not None:
+            chosen.check(self.workers)
+        check_optimizer(self.optimizer, self.momentum, chosen)
         check_device(self.device)
 
     @cached_property
     def rates(self) -> Schedule:
         """How the learning rate goes."""
+        if self.seconds is not None:  # how long a step takes is not known yet
+            return Schedule(self.seconds, self.schedule, self.warmup, step=self.seconds / 1000)
         return Schedule(self.steps, self.schedule, self.warmup)
 
     def scenario(self) -> dict[str, Any]:
-        """All but the strategy, the target and the checkpoints, as plain data."""
-        left_out = ("strategy", "target", "checkpoint", "every", "resume")
+        """All but the strategy, the optimizer, the target and the checkpoints, as plain data."""
+        budget = "seconds" if self.seconds is None else "steps"  # the one that there is not
+        left_out = ("strategy", "target", "checkpoint", "every", "resume", "optimizer", budget)
         return {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
 
     def save(self, path: Path) -> None:

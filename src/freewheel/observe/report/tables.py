@@ -15,6 +15,7 @@ from freewheel.observe.bounds import Bound, bounds
 from freewheel.observe.report.runs import Shown, flatten, same_budget, unlike
 from freewheel.observe.report.words import number, percent, standing
 from freewheel.observe.result import Result
+from freewheel.observe.versus import versus
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,7 @@ def results_table(runs: Sequence[Shown]) -> Table:
     clocks = len({run.clock for run in runs}) > 1
     unranked, same = bool(unlike(runs)), same_budget(runs)
     columns = [c for c in _COLUMNS if c.head != "s to target" or any(run.result.target for run in runs)]
+    columns += _beside(runs)
     rows = [
         [run.label, str(run.result.settings.get("waits_for", "–")), *([run.clock] if clocks else [])]
         for run in runs
@@ -98,6 +100,21 @@ def results_table(runs: Sequence[Shown]) -> Table:
             row.append(text)
     heads += [column.head for column in columns]
     return Table("figures of all runs", heads, rows, left, frozenset(marks), runs)
+
+
+def _beside(runs: Sequence[Shown]) -> list[_Column]:
+    """Figures that are a run's among the others."""
+    beside = versus([run.result for run in runs])
+    if beside is None or beside.what != "accuracy":
+        return []
+    rows = {id(run.result): row for run, row in zip(runs, beside.rows, strict=True)}
+    found = [
+        _Column("accuracy at equal\xa0samples", lambda r: rows[id(r)].equal_samples, percent, max),
+        _Column("accuracy at equal\xa0time", lambda r: rows[id(r)].equal_time, percent, max),
+    ]
+    if beside.baseline is not None and not any(row.at_least for row in beside.rows):
+        found.append(_Column(f"speed-up over {beside.baseline}", lambda r: rows[id(r)].speedup, best=max))
+    return found
 
 
 def records_table(runs: Sequence[Shown]) -> Table | None:
