@@ -97,7 +97,7 @@ def test_the_simulator_averages_momentum_too():
     def spread(state: str) -> float:
         simulation = make(f"sasgd:interval=2:state={state}", workers=3, steps=4, momentum=0.9, lr=0.01)
         simulation.run()
-        rows = torch.stack([torch.cat(one.study.velocity) for one in simulation.workers.values()])
+        rows = torch.stack([one.study.get("momentum_buffer") for one in simulation.workers.values()])
         return float((rows - rows[0]).abs().max())
 
     assert spread("averaged") == 0

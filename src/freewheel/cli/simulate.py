@@ -11,7 +11,7 @@ import typer
 
 from freewheel import api, strategies, tasks
 from freewheel.cli.console import bars, output
-from freewheel.cli.options import Curve, Decay, Warmup, command_line, ranks_and_numbers
+from freewheel.cli.options import Curve, Decay, Optimizer, Warmup, command_line, ranks_and_numbers
 from freewheel.cli.results import save, show
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.observe.files import check_unused, check_writable, open_whole
@@ -74,6 +74,7 @@ def simulate(
     topology: Annotated[
         str | None, typer.Option(help="ring, torus:rows=4, … for the strategies that have one.")
     ] = None,
+    optimizer: Optimizer = "sgd",
     lr: Annotated[
         float | None, typer.Option(help="Learning rate of the averaged update; default: the task's.")
     ] = None,
@@ -120,6 +121,7 @@ def simulate(
             workers_per_node=workers_per_node,
         ),
         faults=[Fault.parse(text) for text in fault or []],
+        optimizer=optimizer,
         lr=lr,
         momentum=momentum,
         weight_decay=weight_decay,

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, Deadlock, Diverged, PeerLost, RunStopped, WorkerLost
+from freewheel.moments import check_optimizer
 from freewheel.observe.counters import Counters
 from freewheel.observe.result import Result, Sample
 from freewheel.sim.clock import VirtualLoop, at_once
@@ -23,7 +24,7 @@ from freewheel.sim.links import Network
 from freewheel.sim.records import SimulatedRecords
 from freewheel.sim.scenario import Scenario
 from freewheel.sim.trace import Trace
-from freewheel.sim.worker import SimulatedWorker, Study
+from freewheel.sim.worker import AdamStudy, SimulatedWorker, Study
 from freewheel.strategy import Strategy
 from freewheel.task import Task
 
@@ -67,9 +68,11 @@ class Simulation:
         self.past_lives: list[tuple[int, Counters]] = []
         self.used: Counter[tuple[int, int]] = Counter()
         """Dealt batches (pass, place) that workers now dead have used; `all_used` has everybody's."""
+        check_optimizer(scenario.optimizer, scenario.momentum, strategy)
         self.momentum = strategy.momentum if scenario.momentum is None else scenario.momentum
         # Momentum adds up 1/(1 - momentum) steps.
-        self.lr = task.lr * (1 - self.momentum) if scenario.lr is None else scenario.lr
+        usual = task.adam_lr if scenario.optimizer == "adamw" else task.lr * (1 - self.momentum)
+        self.lr = usual if scenario.lr is None else scenario.lr
         self.rates = scenario.rates
 
         self.device = torch.device(scenario.device if scenario.gradients else "cpu")
@@ -235,7 +238,8 @@ class Simulation:
     def _study(self, rank: int) -> Study:
         seed = f"data/{self.scenario.seed}/{rank}/{self.wire.life[rank]}"
         decay = self.scenario.weight_decay
-        return Study(self.task, self.start_model, rank, seed, self.momentum, decay)
+        kind = AdamStudy if self.scenario.optimizer == "adamw" else Study
+        return kind(self.task, self.start_model, rank, seed, self.momentum, decay)
 
     def _rate(self, worker: SimulatedWorker) -> float:
         """The learning rate of a worker's next step, by what all have done."""

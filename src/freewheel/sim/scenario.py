@@ -32,6 +32,8 @@ class Scenario:
     """Whether gradients that overlap are computed in one call; None: on a GPU."""
     gradients: bool = True
     """False: timing only, no model is trained."""
+    optimizer: str = "sgd"
+    """sgd or adamw."""
     lr: float | None = None
     """None: the task's own."""
     momentum: float | None = None

@@ -27,6 +27,9 @@ from freewheel.sim.scenario import Scenario
 from freewheel.strategy import Strategy
 from freewheel.task import Task
 
+ADAM_BETAS = (0.9, 0.999)
+"""PyTorch's own."""
+
 
 class Study:
     """What a simulated worker learns: a task's model with its own optimizer and batches."""
@@ -38,7 +41,8 @@ class Study:
         self.model = copy.deepcopy(start)
         self.replica = Replica.of(self.model)
         self.momentum, self.decay = momentum, decay
-        self.velocity: list[Tensor] = []
+        self.moments: dict[str, list[Tensor]] = {}
+        """What the optimizer remembers, in the replica's blocks."""
         self.quasi_global: QuasiGlobal | None = None
         self.statistics = True
         """Whether BatchNorm's statistics are kept up to date while it learns."""
@@ -71,27 +75,32 @@ class Study:
             for block in self.replica.blocks:
                 block.weights.add_(block.gradient, alpha=-lr)
             return
-        if not self.velocity:
-            self.velocity = [torch.zeros_like(block.gradient) for block in self.replica.blocks]
+        velocities = self.moment(MOMENTUM)
         if self.quasi_global is not None:
-            self.quasi_global.begin(self.velocity)
-        for block, velocity in zip(self.replica.blocks, self.velocity, strict=True):
+            self.quasi_global.begin(velocities)
+        for block, velocity in zip(self.replica.blocks, velocities, strict=True):
             velocity.mul_(self.momentum).add_(block.gradient)
             block.gradient.add_(velocity, alpha=self.momentum)
             block.weights.add_(block.gradient, alpha=-lr)
 
+    def moment(self, name: str) -> list[Tensor]:
+        """One of the optimizer's moments; zeros at first."""
+        if name not in self.moments:
+            self.moments[name] = [torch.zeros_like(block.gradient) for block in self.replica.blocks]
+        return self.moments[name]
+
     def names(self) -> list[str]:
         """The optimizer's moments."""
-        return [MOMENTUM] if self.velocity else []
+        return sorted(self.moments)
 
     def get(self, name: str) -> Tensor:
         """A copy of one."""
-        return torch.cat(self.velocity)
+        return torch.cat(self.moments[name])
 
     def set(self, name: str, vector: Tensor) -> None:
         """Overwrite one."""
-        for block, velocity in zip(self.replica.blocks, self.velocity, strict=True):
-            velocity.copy_(vector[block.start : block.stop])
+        for block, moment in zip(self.replica.blocks, self.moments[name], strict=True):
+            moment.copy_(vector[block.start : block.stop])
 
     def score(self) -> float:
         """The loss of this worker's model on data common to all."""
@@ -102,6 +111,25 @@ class Study:
             return self.task.score(self.model)
         finally:
             self.model.train()
+
+
+class AdamStudy(Study):
+    """The same with AdamW: torch.optim.AdamW's numbers, in a few calls over whole blocks."""
+
+    made = 0
+
+    def step(self, lr: float) -> None:
+        """One step; weight decay is apart from the gradient."""
+        self.made += 1
+        (of_mean, of_square), tiny = ADAM_BETAS, 1e-8
+        means, squares = self.moment("exp_avg"), self.moment("exp_avg_sq")
+        mean_share, square_share = 1 - of_mean**self.made, 1 - of_square**self.made
+        for block, mean, square in zip(self.replica.blocks, means, squares, strict=True):
+            block.weights.mul_(1 - lr * self.decay)
+            mean.lerp_(block.gradient, 1 - of_mean)
+            square.mul_(of_square).addcmul_(block.gradient, block.gradient, value=1 - of_square)
+            size = (square.sqrt() / math.sqrt(square_share)).add_(tiny)
+            block.weights.addcdiv_(mean, size, value=-lr / mean_share)
 
 
 class SimulatedWorker:
