@@ -6,6 +6,7 @@ mixing did instead of a worker's own gradients (quasi-global momentum).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -35,6 +36,18 @@ def check_optimizer(name: str, momentum: float | None, strategy: Strategy | None
         raise ConfigError(
             f"{strategy.name} uses sgd's momentum, which {name} has not: take sgd, or {instead}."
         )
+
+
+def adam_rate(rate: float, strategy: Strategy | None, workers: int) -> float:
+    """What each worker's AdamW steps with for the averaged update to be that of `rate`; None: DDP.
+
+    AdamW divides by the size of its gradients, most of which is noise. The mean of n workers' gradients has
+    1/√n of the noise: where each worker divides by its own and updates are averaged, they are shorter by √n.
+    """
+    if strategy is None or strategy.defines("before_step") or getattr(strategy, "raw", False):
+        return rate  # gradients are averaged, or somebody asks for the rate as it is
+    mixes = strategy.defines("background") or strategy.defines("after_step")
+    return rate * math.sqrt(workers) if mixes else rate
 
 
 class Moments:

@@ -8,7 +8,7 @@ import torch
 import freewheel as fw
 from crew import together
 from freewheel.errors import ConfigError
-from freewheel.moments import NU, Moments, QuasiGlobal, momentum_buffers
+from freewheel.moments import NU, Moments, QuasiGlobal, adam_rate, momentum_buffers
 from freewheel.replica import Replica
 from freewheel.strategies import resolve
 from freewheel.tasks import resolve as resolve_task
@@ -102,6 +102,18 @@ def test_the_simulator_averages_momentum_too():
 
     assert spread("averaged") == 0
     assert spread("local") > 0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "rate"),
+    [("adpsgd", 0.2), ("nodelay_free", 0.2), ("sasgd", 0.2), ("asgd", 0.2), ("asgd:raw=true", 0.1),
+     ("allreduce", 0.1), ("grouping", 0.1), ("none", 0.1)],
+)  # fmt: skip
+def test_adamw_has_a_higher_rate_where_each_worker_divides_by_its_own_noise(strategy, rate):
+    assert adam_rate(0.1, resolve(strategy), 4) == pytest.approx(rate)
+    assert adam_rate(0.1, None, 4) == 0.1  # DDP
+    simulation = make(strategy, workers=4, steps=2, optimizer="adamw", lr=0.1)
+    assert simulation.lr == pytest.approx(rate)
 
 
 def test_quasi_global_momentum_follows_the_way_the_weights_went():

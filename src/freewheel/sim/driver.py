@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, Deadlock, Diverged, PeerLost, RunStopped, WorkerLost
-from freewheel.moments import check_optimizer
+from freewheel.moments import adam_rate, check_optimizer
 from freewheel.observe.counters import Counters
 from freewheel.observe.result import Result, Sample
 from freewheel.sim.clock import VirtualLoop, at_once
@@ -71,8 +71,11 @@ class Simulation:
         check_optimizer(scenario.optimizer, scenario.momentum, strategy)
         self.momentum = strategy.momentum if scenario.momentum is None else scenario.momentum
         # Momentum adds up 1/(1 - momentum) steps.
-        usual = task.adam_lr if scenario.optimizer == "adamw" else task.lr * (1 - self.momentum)
+        adam = scenario.optimizer == "adamw"
+        usual = task.adam_lr if adam else task.lr * (1 - self.momentum)
         self.lr = usual if scenario.lr is None else scenario.lr
+        if adam:
+            self.lr = adam_rate(self.lr, strategy, scenario.workers)
         self.rates = scenario.rates
 
         self.device = torch.device(scenario.device if scenario.gradients else "cpu")

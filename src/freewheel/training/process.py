@@ -21,6 +21,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from freewheel import api, strategies, tasks
 from freewheel.errors import Diverged, FreewheelError
+from freewheel.moments import adam_rate
 from freewheel.observe.journal import Journal
 from freewheel.replica import Replica, flatten
 from freewheel.runtime.buffers import buffers_of
@@ -153,7 +154,7 @@ class Leg:
 
 def _optimizer(job: Job, task: Task, model: nn.Module, strategy: Strategy | None) -> torch.optim.Optimizer:
     if job.optimizer == "adamw":
-        lr = task.adam_lr if job.lr is None else job.lr
+        lr = adam_rate(task.adam_lr if job.lr is None else job.lr, strategy, job.workers)
         return torch.optim.AdamW(model.parameters(), lr, weight_decay=job.weight_decay)
     # As in the simulator: momentum adds up 1/(1 - momentum) steps.
     momentum = job.momentum if job.momentum is not None else (strategy.momentum if strategy else 0.0)
