@@ -41,8 +41,8 @@ def check_optimizer(name: str, momentum: float | None, strategy: Strategy | None
 def adam_rate(rate: float, strategy: Strategy | None, workers: int) -> float:
     """What each worker's AdamW steps with for the averaged update to be that of `rate`; None: DDP.
 
-    AdamW divides by the size of its gradients, most of which is noise. The mean of n workers' gradients has
-    1/√n of the noise: where each worker divides by its own and updates are averaged, they are shorter by √n.
+    AdamW divides by the size of its gradients, taken to be mostly noise. The mean of n workers' gradients
+    has 1/√n of it: where each divides by its own and updates are averaged, these are shorter by √n.
     """
     if strategy is None or strategy.defines("before_step") or getattr(strategy, "raw", False):
         return rate  # gradients are averaged, or somebody asks for the rate as it is
