@@ -6,6 +6,7 @@ as they need them (data/dealing.py); each cuts its pieces into batches of its ow
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -197,7 +198,9 @@ class Loader:
         finally:
             in_hand, self.in_hand = self.in_hand, False
             self.under_way = False
-            self._timed(lambda: dealer.end(left, in_hand))
+            # Python drops what a pass raises that is being left; the next one raises it again.
+            with contextlib.suppress(ConfigError) if left else contextlib.nullcontext():
+                self._timed(lambda: dealer.end(left, in_hand))
 
     def _next(self, batches: Iterator[Any], counters: Counters) -> Any:
         """The next batch, or END; how long the loop waits for it is counted. Every step comes here."""
