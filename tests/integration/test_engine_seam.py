@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
 
@@ -144,6 +145,19 @@ def test_a_book_that_was_lost_and_comes_back_empty_is_filled_again(book):
     found = run(places[:2], lambda place: train(place, before_end=lose_it))
     assert filled.is_set()
     assert torch.equal(found[0][0], found[1][0])
+
+
+def test_a_run_that_begins_with_one_worker_can_be_joined(book):
+    first, second = everywhere(book, 1, most=2)
+    first = dataclasses.replace(first, world_size=1)
+    joined = threading.Event()
+
+    def work(place):
+        return train(place, before_end=joined.set if place.rank else lambda: joined.wait(30))
+
+    found = run([first, second], work)
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1]["members"] == [0, 1]
 
 
 def test_a_place_that_was_given_goes_before_the_environment(monkeypatch):

@@ -359,13 +359,11 @@ class Worker:
 
     def _join(self) -> None:
         place, end_s = self._place, time.monotonic() + self._timeout_s
-        options, life = Options(run=secrets.token_hex(16)), 1
-        if place.world_size > 1:
+        options, life = options_alone(place) or Options(run=secrets.token_hex(16)), 1
+        if place.world_size > 1 or options.most > 1:
             self._store = Rendezvous(place, self._timeout_s)
             options, life = self._store.options(), self._store.incarnation()
             self.world_size = options.workers or place.world_size
-        elif (given := options_alone(place)) is not None:
-            options = given
         bind = self._bind or options.bind or place.bind or place.loopback()
         self._recorder, self._events = None, Events()
         while not self._meet(options, life, bind):  # the next beginning is another run

@@ -357,8 +357,8 @@ class Rendezvous:
 
 
 def options_alone(place: Place) -> Options | None:
-    """What the launcher tells a worker that is alone; None: there is no launcher of ours."""
-    if not place.launched:
+    """What our launcher tells a worker that begins alone; None: it does not, or there is none."""
+    if not place.launched or place.world_size > 1:
         return None
     with (
         contextlib.suppress(OSError, RuntimeError),
