@@ -2,7 +2,8 @@
 
 FreewheelError
 ├── ConfigError          a user's value is wrong (also a ValueError)
-│   └── UnknownName      no strategy, task, topology … of that name
+│   ├── UnknownName      no strategy, task, topology … of that name
+│   └── NotInstalled     a library that an extra brings is missing (also an ImportError)
 ├── PeerLost             a peer's connection broke or went silent
 ├── RunStopped           the run cannot go on
 │   ├── WorkerLost       a worker that others must wait for is gone
@@ -34,6 +35,16 @@ class UnknownName(ConfigError):
         near = difflib.get_close_matches(given, names, n=1, cutoff=0.5)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         super().__init__(f"unknown {kind} {given!r}.{hint} Known: {', '.join(names)}.")
+
+
+class NotInstalled(ConfigError, ImportError):
+    """A library that the user asks for is not installed."""
+
+    def __init__(self, what: str, library: str, extra: str) -> None:
+        super().__init__(
+            f"{what} needs {library}, which is not installed here. Install it: pip install "
+            f"'freewheel[{extra}]'."
+        )
 
 
 class PeerLost(FreewheelError):

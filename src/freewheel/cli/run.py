@@ -20,6 +20,7 @@ from freewheel.errors import ConfigError
 from freewheel.fabric.secret import of_text
 from freewheel.runtime.launcher import join as add_workers
 from freewheel.runtime.launcher import known_secret, launch
+from freewheel.runtime.place import HIDES
 
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
@@ -58,6 +59,10 @@ def run(
     again: Annotated[
         bool, typer.Option("--again", help="This node 0 was lost; take the run back up where others go on.")
     ] = False,
+    hide_ranks: Annotated[
+        bool,
+        typer.Option("--hide-ranks", help="Let the script not see RANK and the like: Accelerate starts DDP."),
+    ] = False,
 ) -> None:
     """Run a training script as several workers, on this host or on several."""
     program = _module(command) if module else _script(command)
@@ -84,6 +89,7 @@ def run(
             wait_s=wait_s,
             most=most,
             again=again,
+            env={HIDES: "1"} if hide_ranks else None,
             typed=command_line(),
         )
         output.end()

@@ -36,7 +36,7 @@ from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.bounded import reach
 from freewheel.runtime.entries import Entries
 from freewheel.runtime.hosts import At, Beat, Others, claim, host_store, listen, reach_store, take_node
-from freewheel.runtime.place import KEYS, LAUNCHED
+from freewheel.runtime.place import HIDES, KEYS, LAUNCHED, hide
 from freewheel.runtime.processes import Keeper, Output, Process, ending_signals, pump
 from freewheel.runtime.rendezvous import OPTIONS, STORE_S
 
@@ -261,6 +261,8 @@ def _start(
     for local, rank in enumerate(ranks):
         store.delete_key(f"{STARTS}/{rank}")  # who had this place before may have been given up
         own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(local)}
+        if own.get(HIDES):
+            hide(own)
         processes.append(Process(command, own, output, keeper, selector))
         ends.callback(processes[-1].kill)
     return _Run(processes, restarts, output, caught, selector, store, at, notes)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -73,7 +73,7 @@ class Place:
         """
         if _given is not None and environment is os.environ:
             return _given
-        environment = _in_our_words(environment)
+        environment = _in_our_words(shown(environment))
         if "RANK" not in environment and "WORLD_SIZE" not in environment:
             return cls()
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")

@@ -1,0 +1,294 @@
+"""A worker whose training loop belongs to another library: a trainer that draws ahead, counts and schedules.
+
+The trainer's budget and schedule become those of the run: an epoch, a step, a scheduler's step is one of all
+workers together, as it would be if the script ran alone over the same samples.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from freewheel.data.ledger import Ledger
+from freewheel.data.spans import Spans, size, union
+from freewheel.errors import ConfigError
+from freewheel.runtime.attach import Worker
+from freewheel.runtime.leases import EARLIER, Leases
+from freewheel.runtime.loader import Loader
+from freewheel.runtime.place import local_rank
+
+OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
+"""What of a DataLoader is kept; the rest says how samples are dealt."""
+END = object()
+
+
+class Guest:
+    """A worker in somebody else's loop, and what that loop has done of the budget of all."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.inside = worker, False
+        self.passes: Passes | None = None
+        self._per_step, self._base, self._first = 1, 0, 0
+
+    # -- life --
+
+    def enter(self) -> None:
+        """Begin the with-block."""
+        self.worker.__enter__()
+        self.inside = True
+        self._first = self._own_steps()
+
+    def leave(self, model: nn.Module) -> None:
+        """End it well; the model then has the mean of all workers' weights."""
+        if not self.inside:
+            return
+        self._close()
+        self.worker.__exit__(None, None, None)
+        answer = self.worker.consensus()
+        with torch.no_grad():
+            for mine, mean in zip(_tensors(model), _tensors(answer), strict=True):
+                mine.copy_(mean)
+
+    def fail(
+        self, kind: type[BaseException], error: BaseException, where: TracebackType | None = None
+    ) -> None:
+        """End it with an exception of the loop."""
+        if self.inside:
+            self.inside = False  # the loop's own loader has met the exception already
+            self.worker.__exit__(kind, error, where)
+
+    def _close(self) -> None:
+        self.inside = False
+        if self.passes is not None:
+            self.passes.close()
+
+    # -- data --
+
+    def deal(
+        self, given: Any, *, epochs: int | None, seed: int, ahead: int, per_step: int, position: Any = None
+    ) -> Passes:
+        """Deal a DataLoader's samples to all workers; `ahead`: how many batches the loop draws too early.
+
+        `per_step` batches make one step of the plain loop. `position` is where an earlier run was.
+        """
+        self._per_step = per_step
+        loader = self.worker.loader(
+            given.dataset,
+            **order_of(given),
+            seed=seed,
+            epochs=epochs,
+            **options_of(given),
+        )
+        self.passes = Passes(loader, given, ahead)
+        if position is not None:
+            loader.load_state_dict(position["loader"])
+            self._base = position["steps"]
+        return self.passes
+
+    def seek(self) -> int:
+        """Where a worker comes late: go to the pass the others are in; how many are over before it."""
+        if self.passes is None or not self.worker._agent.late:
+            return 0
+        over = self.passes.seek(lambda: self.worker.stopped)
+        self._base = self._dealt()
+        return over
+
+    # -- what all have done --
+
+    @property
+    def together(self) -> bool:
+        """Whether all workers step together: then each must count alike, from its own steps."""
+        return self.worker._strategy.merges()
+
+    def steps(self, after: bool = False) -> int:
+        """Steps of the plain loop that all workers together have made, as far as is known here.
+
+        `after`: the loop has just made one with the batches it was given last.
+        """
+        if self.together or self.passes is None:
+            return self._base + (self._own_steps() - self._first) * self.worker.world_size
+        return max(self._base, self._dealt(after))
+
+    def _own_steps(self) -> int:
+        return self.worker._agent.counters.steps
+
+    def _dealt(self, after: bool = False) -> int:
+        assert self.passes is not None
+        finished = round(self.worker.progress * self.passes.loader.dealer.count) - self.passes.early
+        return (finished + after * self.passes.in_use()) // self._per_step
+
+    def catch_up(self, scheduler: Any, frequency: int, step: Callable[[], Any], after: bool = False) -> None:
+        """Step a scheduler as often as the plain loop would have."""
+        made = getattr(scheduler, "last_epoch", None)
+        total = getattr(scheduler, "total_steps", None)  # OneCycleLR refuses more
+        if made is None:
+            return
+        due = self.steps(after) // frequency
+        due = due if total is None else min(due, total - (not after))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # not yet, here
+            for _ in range(made, due):
+                step()
+
+    def position(self) -> dict[str, Any] | None:
+        """Where all workers are in the data, for a checkpoint after a step: plain numbers."""
+        if self.passes is None or not self.inside:
+            return None
+        loader = self.passes.loader
+        known = self.worker._agent.call(_known(loader.dealer, self.passes.ahead))
+        return {"steps": self.steps(after=True), "loader": {**loader.state_dict(), "ledger": [known]}}
+
+
+class Passes:
+    """The batches dealt to this worker, a pass at each iteration, without a length; else the DataLoader.
+
+    The loop draws some batches before it has used those it has. So a batch counts as finished so many later,
+    or when the pass has no other: the loop cannot know that it is the last one before it asks.
+    """
+
+    def __init__(self, loader: Loader, given: Any, ahead: int) -> None:
+        self.loader, self.given, self.ahead = loader, given, ahead
+        self._drawn = 0
+        self.early = 0
+        """Batches that count as finished and which the loop may not have used yet: the last of the pass."""
+        self._pass: Generator[Any] | None = None
+        self._found: Iterator[Any] | None = None
+        dealer = loader.dealer
+        self._finish, self._more = dealer.finish, dealer.more
+        dealer.finish, dealer.more = self._finish_later, self._finish_rest  # type: ignore[method-assign]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["given"], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._found is not None:
+            found, self._found = self._found, None
+            return found
+        self.close()
+        self._pass = self._one_pass()
+        return self._pass
+
+    def _one_pass(self) -> Generator[Any]:
+        if not self.over:
+            self._drawn = self.early = 0
+            yield from self.loader
+
+    def close(self) -> None:
+        """Break off the pass under way, if there is one."""
+        self._found = None
+        if self._pass is not None:
+            self._pass.close()
+            self._pass = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the last pass has ended."""
+        loader = self.loader
+        epochs = loader.dealer.epochs
+        return epochs is not None and loader.begun and not loader.under_way and loader.epoch >= epochs - 1
+
+    def seek(self, stopped: Callable[[], bool]) -> int:
+        """Begin the first pass that has a batch for this worker; how many had none."""
+        over = 0
+        while not stopped() and not self.over:
+            batches = iter(self)
+            first = next(batches, END)
+            if first is not END:
+                self._found = self._pass = _with(first, batches)
+                break
+            over += 1
+        return over
+
+    def in_use(self) -> int:
+        """How many batches the loop has been given to use, and does not merely hold."""
+        return self.early or min(self.ahead, len(self.loader.dealer.drawn))
+
+    def _finish_later(self) -> int:
+        self._drawn, self.early = self._drawn + 1, 0
+        return self._finish() if self._drawn > self.ahead else 0
+
+    def _finish_rest(self) -> bool:
+        dealer = self.loader.dealer
+        self.early = len(dealer.drawn)
+        while dealer.drawn:
+            self.loader.agent().counters.samples += self._finish()
+        self._drawn = 0
+        return self._more()
+
+
+def _with(first: Any, rest: Iterator[Any]) -> Generator[Any]:
+    yield first
+    yield from rest
+
+
+async def _known(dealer: Leases, used: int) -> list[float]:
+    """All that is known to be finished by anybody, with what the loop has used of what it has drawn."""
+    hand = dealer.hand
+    hand.collect()
+    known, mine = hand.stream.ledger, dict[int, Spans]()
+    for number, place, _ in list(dealer.drawn)[:used]:
+        mine[number] = union(mine.get(number, []), [(place, place + 1)])
+    ledger = Ledger(known.batches)
+    ledger.floor, ledger.past = known.floor, known.past
+    for number in sorted({*known.passes, *mine}):
+        if (one := ledger.open(number)) is not None:
+            finished = known.passes[number].finished if number in known.passes else []
+            one.finished = union(finished, mine.get(number, []))
+            one.counts = {(0, EARLIER): size(one.finished)}
+    return ledger.encode()
+
+
+def order_of(given: Any) -> dict[str, Any]:
+    """In which batches a DataLoader goes through its samples; refuses one that goes its own way."""
+    if not isinstance(given, DataLoader):
+        raise ConfigError(
+            f"training data come from a {type(given).__name__}, which cannot be dealt to workers. Give a "
+            "torch DataLoader, or deal=False and share them out yourself."
+        )
+    batches = given.batch_sampler
+    if batches is None or isinstance(given.dataset, IterableDataset):
+        raise ConfigError(
+            "the DataLoader has no batches of samples by index, so they cannot be dealt to workers. Give a "
+            "dataset with a length, or deal=False and share the data out yourself."
+        )
+    sampler = getattr(batches, "sampler", None)
+    random = isinstance(sampler, RandomSampler) and not sampler.replacement
+    if type(batches) is not BatchSampler or not (random or isinstance(sampler, SequentialSampler)):
+        other = batches if type(batches) is not BatchSampler else sampler
+        raise ConfigError(
+            f"the DataLoader has a {type(other).__name__}, and workers are dealt samples in the run's own "
+            "order. Leave it out, or give deal=False and share the data out yourself."
+        )
+    return {"batch_size": batches.batch_size, "drop_last": batches.drop_last, "shuffle": random}
+
+
+def options_of(given: DataLoader[Any]) -> dict[str, Any]:
+    """What of a DataLoader holds for a worker's loader too."""
+    options = {name: getattr(given, name) for name in OPTIONS}
+    if given.num_workers:
+        options |= {name: getattr(given, name) for name in ("prefetch_factor", "persistent_workers")}
+    if not getattr(given, "in_order", True):
+        options["in_order"] = False
+    return options
+
+
+def one_gpu() -> None:
+    """Let this process see one GPU alone, by its place on the host: trainers would use all there are."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(one) for one in range(torch.cuda.device_count())]
+    if len(names) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank() % len(names)]
+
+
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()

@@ -1,0 +1,208 @@
+"""Hugging Face Transformers: one callback makes its Trainer one worker of a run.
+
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[FreewheelCallback("adpsgd")])
+
+Importing this hides the ranks that a launcher has set (RANK, WORLD_SIZE, LOCAL_RANK) from Accelerate, which
+would start DDP, and lets the process see one GPU. So import it before TrainingArguments or an Accelerator is
+made. docs/ENGINES.md says what holds.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from freewheel.api import attach
+from freewheel.errors import ConfigError, NotInstalled
+from freewheel.runtime.attach import Worker
+from freewheel.runtime.guest import Guest, one_gpu
+from freewheel.runtime.place import Place, hide, local_rank
+from freewheel.strategy import Strategy
+
+try:
+    from accelerate.state import PartialState
+    from transformers.trainer_callback import TrainerCallback
+except ModuleNotFoundError:
+    raise NotInstalled("freewheel.transformers", "Transformers with Accelerate", "transformers") from None
+
+log = logging.getLogger("freewheel")
+POSITION = "freewheel"
+"""Under which name a checkpoint's trainer_state.json has where all workers are in the data."""
+
+one_gpu()
+hide(os.environ)
+
+
+class FreewheelCallback(TrainerCallback):  # type: ignore[misc]
+    """Trains with other workers while `Trainer.train` runs; the settings are those of `fw.attach`.
+
+    `deal=False` leaves the training data to the script: each worker goes through its own DataLoader.
+    """
+
+    def __init__(self, strategy: str | Strategy = "adpsgd", *, deal: bool = True, **settings: Any) -> None:
+        if "resume" in settings:
+            raise ConfigError(
+                "FreewheelCallback takes no resume: give Trainer.train resume_from_checkpoint, as ever."
+            )
+        self._strategy, self._deals, self._settings = strategy, deal, settings
+        self._place = Place.read()
+        self._guest: Guest | None = None
+        self._left = self._stops = False
+        self._say_ranks()
+
+    @property
+    def worker(self) -> Worker | None:
+        """What `fw.attach` gives, from the beginning of training on."""
+        return self._guest.worker if self._guest is not None else None
+
+    # -- hooks, in the order in which they are called --
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Look at what the Trainer has found."""
+        found = args.distributed_state
+        if args.parallel_mode.value != "not_parallel" or found.num_processes > 1:
+            raise ConfigError(
+                f"the Trainer runs in mode {args.parallel_mode.value!r}, and Freewheel's workers have one "
+                "device each. Import freewheel.transformers before TrainingArguments is made."
+            )
+        if args.auto_find_batch_size:
+            raise ConfigError(
+                "auto_find_batch_size would begin the run again on one worker. Leave it out, and set "
+                "per_device_train_batch_size."
+            )
+        self._say_ranks()
+        args.ignore_data_skip = True  # where to go on is in the checkpoint, for all workers
+        state.is_world_process_zero = self._place.rank == 0
+        state.is_local_process_zero = local_rank() == 0
+
+    def on_train_begin(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any,
+        train_dataloader: Any,
+        **given: Any,
+    ) -> None:
+        """Join the others, and share out the data."""
+        if (
+            isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            and self._place.world_size > 1
+        ):
+            raise ConfigError(
+                "reduce_lr_on_plateau needs evaluations, which one worker makes. Take another "
+                "lr_scheduler_type."
+            )
+        self._guest = guest = Guest(attach(model, optimizer, self._strategy, **self._settings))
+        self._left = self._stops = False
+        guest.enter()
+        if not self._deals:
+            return
+        epochs = int(args.num_train_epochs)
+        whole = args.max_steps <= 0 and epochs == args.num_train_epochs
+        if not hasattr(train_dataloader, "base_dataloader"):
+            raise ConfigError(
+                f"get_train_dataloader gives a {type(train_dataloader).__name__} that Accelerate has not "
+                "prepared: it cannot be dealt. Prepare it, or give deal=False and share the data out."
+            )
+        train_dataloader.base_dataloader = guest.deal(
+            train_dataloader.base_dataloader,
+            epochs=epochs if whole else None,
+            seed=args.data_seed if args.data_seed is not None else args.seed,
+            ahead=args.gradient_accumulation_steps,  # a step's batches at once; Accelerate draws one more
+            per_step=args.gradient_accumulation_steps,
+            position=state.stateful_callbacks.get(POSITION),
+        )
+        if guest.seek() and guest.passes is not None and guest.passes.over:
+            control.should_training_stop = True
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any, **given: Any) -> None:
+        """Who comes late learns from its first batch how far the others are."""
+        self._inside.catch_up(lr_scheduler, 1, lr_scheduler.step)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any, **given: Any) -> None:
+        """Count what all have done."""
+        guest = self._inside
+        guest.catch_up(lr_scheduler, 1, lr_scheduler.step, after=True)
+        if control.should_training_stop and guest.steps(after=True) < state.max_steps:
+            self._stops = True  # somebody else's wish
+        if guest.steps(after=True) >= state.max_steps or guest.worker.stopped:
+            control.should_training_stop = True
+        self._one_writes(state, control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """The Trainer takes a pass that has no batch for this worker for the end of all data."""
+        guest = self._inside
+        if guest.passes is not None:
+            none = not guest.passes.loader.given
+            over = guest.passes.over or guest.worker.stopped
+            control.should_training_stop = over or (control.should_training_stop and not none)
+        self._one_writes(state, control)
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Let the checkpoint have the mean of all workers' weights."""
+        guest = self._inside
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if guest.inside and self._place.rank == 0 and folder.is_dir():
+            save(guest.worker.consensus(), folder)
+
+    def on_log(
+        self, args: Any, state: Any, control: Any, model: Any, logs: dict[str, Any], **given: Any
+    ) -> None:
+        """The last one of training comes before the best checkpoint is loaded: leave there."""
+        if self._guest is None or not self._guest.inside:
+            return
+        if "loss" in logs:
+            self._guest.worker.report(logs["loss"])
+        if "train_runtime" in logs:
+            self._leave(state, control, model)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, model: Any, **given: Any) -> None:
+        """Wait for the others; the model then has the mean of all weights, and worker 0 writes it."""
+        self._leave(state, control, model)
+        if self._place.rank == 0 and args.save_strategy.value != "no":
+            save(model, Path(args.output_dir))
+
+    # -- --
+
+    @property
+    def _inside(self) -> Guest:
+        assert self._guest is not None
+        return self._guest
+
+    def _leave(self, state: Any, control: Any, model: Any) -> None:
+        guest = self._inside
+        if not guest.inside:
+            return
+        if self._stops and not guest.worker.stopped:
+            guest.worker.stop()  # early stopping ends the run
+        guest.leave(model)
+
+    def _one_writes(self, state: Any, control: Any) -> None:
+        """Evaluations and checkpoints are worker 0's."""
+        if self._place.rank:
+            control.should_evaluate = control.should_save = False
+        elif control.should_save:
+            state.stateful_callbacks[POSITION] = self._inside.position()
+
+    def _say_ranks(self) -> None:
+        """Let Accelerate know which worker this is: what only the first one does, only the first one does."""
+        if PartialState._shared_state:
+            known = PartialState()
+            known.process_index, known.local_process_index = self._place.rank, local_rank()
+
+
+def save(model: Any, folder: Path) -> None:
+    """Write a model as `Trainer.save_model` does."""
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(folder)
+        return
+    from safetensors.torch import save_model
+
+    save_model(model, str(folder / "model.safetensors"), metadata={"format": "pt"})
