@@ -7,7 +7,6 @@ Started by `freewheel run -n 4 train.py`, by torchrun, or alone. docs/ENGINES.md
 
 from __future__ import annotations
 
-import functools
 import importlib
 import logging
 import math
@@ -208,7 +207,6 @@ class FreewheelCallback(lightning.Callback):  # type: ignore[misc, name-defined]
             trainer.should_stop = True
 
 
-@functools.cache
 def ranked(base: Any) -> Any:
     """The strategy of one device as that of one of several workers, each with a device of its own."""
 

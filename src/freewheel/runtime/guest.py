@@ -6,6 +6,7 @@ workers together, as it would be if the script ran alone over the same samples.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterator
@@ -61,7 +62,8 @@ class Guest:
     ) -> None:
         """End it with an exception of the loop."""
         if self.inside:
-            self.inside = False  # the loop's own loader has met the exception already
+            with contextlib.suppress(Exception):  # what failed may be what is needed to say so
+                self._close()
             self.worker.__exit__(kind, error, where)
 
     def _close(self) -> None:
@@ -78,14 +80,8 @@ class Guest:
 
         `per_step` batches make one step of the plain loop. `position` is where an earlier run was.
         """
-        self._per_step = per_step
-        loader = self.worker.loader(
-            given.dataset,
-            **order_of(given),
-            seed=seed,
-            epochs=epochs,
-            **options_of(given),
-        )
+        self._per_step, order = per_step, order_of(given)
+        loader = self.worker.loader(given.dataset, **order, seed=seed, epochs=epochs, **options_of(given))
         self.passes = Passes(loader, given, ahead)
         if position is not None:
             loader.load_state_dict(position["loader"])
