@@ -38,7 +38,7 @@ def test_the_public_names_are_listed_and_exist():
 
 
 def test_importing_stays_light():
-    heavy = ["sklearn", "plotly", "networkx", "typer", "rich"]
+    heavy = ["sklearn", "plotly", "networkx", "typer", "rich", "lightning", "transformers", "accelerate"]
     code = f"import sys, freewheel; print([m for m in {heavy} if m in sys.modules])"
     alone = (
         "import sys, torch; print([m for m in ['networkx'] if m in sys.modules])"  # torch may bring it along
@@ -48,6 +48,18 @@ def test_importing_stays_light():
         [sys.executable, "-c", alone], capture_output=True, text=True, check=True
     ).stdout
     assert set(ast.literal_eval(loaded)) <= set(ast.literal_eval(by_torch))
+
+
+@pytest.mark.parametrize(("name", "needs"), [("lightning", "lightning"), ("transformers", "accelerate")])
+def test_an_engine_that_is_not_installed_is_named(name, needs):
+    block = f"import sys; sys.modules.update({{'{needs}': None, 'pytorch_lightning': None}}); "
+    done = subprocess.run(
+        [sys.executable, "-c", f"{block}import freewheel.{name}"], capture_output=True, text=True, check=False
+    )
+    said = done.stderr.splitlines()[-1]
+    assert said.startswith(f"freewheel.errors.NotInstalled: freewheel.{name} needs ")
+    assert said.endswith(f"pip install 'freewheel[{name}]'.")
+    assert len(said.split()) <= 30
 
 
 def test_strategies_know_no_time_and_no_randomness_of_their_own():

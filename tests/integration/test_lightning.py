@@ -1,4 +1,4 @@
-"""Lightning's Trainer as a worker: alone it is the plain run; several share the samples, one may be killed."""
+"""Lightning's Trainer as a worker: alone it is the plain run; several share the samples, one is killed."""
 
 from __future__ import annotations
 
@@ -211,6 +211,7 @@ if __name__ == "__main__":
     lightning.seed_everything(0)
     module, freewheel = Module(), FreewheelCallback("adpsgd")
     saver = lightning.callbacks.ModelCheckpoint("saved", filename="{epoch}", save_top_k=-1)
+    kills = Kills(Accident(lambda: freewheel.worker, 20))
     trainer = lightning.Trainer(
         max_epochs=3,
         devices=1,
@@ -218,7 +219,7 @@ if __name__ == "__main__":
         enable_model_summary=False,
         default_root_dir="logs",
         logger=lightning.loggers.CSVLogger("logs"),
-        callbacks=[lightning.callbacks.TQDMProgressBar(), freewheel, saver, Kills(Accident(lambda: freewheel.worker, 20))],
+        callbacks=[lightning.callbacks.TQDMProgressBar(), freewheel, saver, kills],
     )
     trainer.fit(module, datamodule=Data())
     x, y = TEST.tensors
@@ -257,8 +258,9 @@ def test_three_workers_of_which_one_is_killed_and_comes_back(tmp_path):
     assert [one["bars"] for one in found.values()] == [[False], [True], [True]]
     assert [path.name for path in (tmp_path / "logs").rglob("metrics.csv")] == ["metrics.csv"]
     assert sorted(found[0]["saved"]) == [f"epoch={k}.ckpt" for k in range(3)]
+    shuffled = DataLoader(data(3072, 1), 8, shuffle=True)
     # Rates go by what all have done: the killed worker's begins again where the others are.
-    plain, trainer = train([], tmp_path, DataLoader(data(3072, 1), 8, shuffle=True))
+    plain, _ = train([], tmp_path, shuffled)
     low, high = min(plain.rates), max(plain.rates)
     for rank, one in found.items():
         assert one["rates"][-1] < low + 0.05 * (high - low)

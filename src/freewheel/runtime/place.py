@@ -25,6 +25,9 @@ RUN, BIND = "FREEWHEEL_RUN", "FREEWHEEL_BIND"
 """Which of several runs that meet in one store this is; and the address to listen on, as attach's `bind`."""
 SCHEDULERS = (("SLURM_PROCID", "SLURM_NTASKS"), ("JOB_COMPLETION_INDEX", "WORLD_SIZE"))
 """What Slurm and an Indexed Job of Kubernetes call RANK and WORLD_SIZE."""
+HIDES = "FREEWHEEL_HIDE_RANKS"
+"""Set for workers whose script another library would start processes in, if it saw that there are several."""
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class Meeting(Protocol):
@@ -133,6 +136,32 @@ class Place:
             'unless told otherwise. Give attach bind="auto" (the address that reaches MASTER_ADDR) or an '
             "address of this machine, or start with `freewheel run --bind ADDRESS`."
         )
+
+
+def hide(environment: MutableMapping[str, str]) -> None:
+    """Give the ranks names that only Freewheel reads."""
+    for name in RANKS:
+        if name in environment:
+            environment[f"FREEWHEEL_{name}"] = environment.pop(name)
+
+
+def shown(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment with hidden ranks under their usual names, unless somebody has set others since."""
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return environment
+    hidden = {name: f"FREEWHEEL_{name}" for name in RANKS}
+    return {
+        **environment,
+        **{name: environment[other] for name, other in hidden.items() if other in environment},
+    }
+
+
+def local_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """Which worker of its host this is, for the choice of a device."""
+    text = shown(environment).get("LOCAL_RANK") or environment.get("SLURM_LOCALID", "0")
+    if not text.isdecimal():
+        raise ConfigError(f"LOCAL_RANK={text!r} in the environment is not a whole number.")
+    return int(text)
 
 
 def _in_our_words(environment: Mapping[str, str]) -> Mapping[str, str]:

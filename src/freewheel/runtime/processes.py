@@ -15,6 +15,7 @@ from types import FrameType
 from typing import IO
 
 from freewheel.errors import ConfigError
+from freewheel.runtime.place import shown
 
 Output = Callable[[int | None, str, bool], None]
 """Takes one whole line: whose it is (a rank; None: the launcher's), the text, whether it came on stderr."""
@@ -34,7 +35,7 @@ class Process:
         keeper: Keeper,
         selector: selectors.BaseSelector,
     ) -> None:
-        self.rank = int(env["RANK"])
+        self.rank = int(shown(env)["RANK"])
         self.restarts = 0
         self._command, self._env = command, env
         self._output, self._keeper, self._selector = output, keeper, selector
