@@ -51,7 +51,6 @@ class FreewheelCallback(TrainerCallback):  # type: ignore[misc]
         self._strategy, self._deals, self._settings = strategy, deal, settings
         self._place = Place.read()
         self._guest: Guest | None = None
-        self._left = self._stops = False
         self._say_ranks()
 
     @property
@@ -100,7 +99,6 @@ class FreewheelCallback(TrainerCallback):  # type: ignore[misc]
                 "lr_scheduler_type."
             )
         self._guest = guest = Guest(attach(model, optimizer, self._strategy, **self._settings))
-        self._left = self._stops = False
         guest.enter()
         if not self._deals:
             return
@@ -117,6 +115,7 @@ class FreewheelCallback(TrainerCallback):  # type: ignore[misc]
             seed=args.data_seed if args.data_seed is not None else args.seed,
             ahead=args.gradient_accumulation_steps,  # a step's batches at once; Accelerate draws one more
             per_step=args.gradient_accumulation_steps,
+            bounded=True,
             position=state.stateful_callbacks.get(POSITION),
         )
         if guest.seek() and guest.passes is not None and guest.passes.over:
@@ -130,8 +129,6 @@ class FreewheelCallback(TrainerCallback):  # type: ignore[misc]
         """Count what all have done."""
         guest = self._inside
         guest.catch_up(lr_scheduler, 1, lr_scheduler.step, after=True)
-        if control.should_training_stop and guest.steps(after=True) < state.max_steps:
-            self._stops = True  # somebody else's wish
         if guest.steps(after=True) >= state.max_steps or guest.worker.stopped:
             control.should_training_stop = True
         self._one_writes(state, control)
@@ -141,6 +138,8 @@ class FreewheelCallback(TrainerCallback):  # type: ignore[misc]
         guest = self._inside
         if guest.passes is not None:
             none = not guest.passes.loader.given
+            if control.should_epoch_stop:
+                guest.passes.close()
             over = guest.passes.over or guest.worker.stopped
             control.should_training_stop = over or (control.should_training_stop and not none)
         self._one_writes(state, control)
@@ -180,8 +179,12 @@ class FreewheelCallback(TrainerCallback):  # type: ignore[misc]
         guest = self._inside
         if not guest.inside:
             return
-        if self._stops and not guest.worker.stopped:
-            guest.worker.stop()  # early stopping ends the run
+        over = guest.worker.stopped or (guest.passes is not None and guest.passes.over)
+        if not over and guest.steps(after=True) < state.max_steps:
+            if control.should_training_stop:
+                guest.worker.stop()  # early stopping ends the run
+            elif guest.passes is not None:
+                log.warning("the Trainer has made all its epochs; what is left of the data others may use")
         guest.leave(model)
 
     def _one_writes(self, state: Any, control: Any) -> None:

@@ -74,7 +74,15 @@ class Guest:
     # -- data --
 
     def deal(
-        self, given: Any, *, epochs: int | None, seed: int, ahead: int, per_step: int, position: Any = None
+        self,
+        given: Any,
+        *,
+        epochs: int | None,
+        seed: int,
+        ahead: int,
+        per_step: int,
+        bounded: bool = False,
+        position: Any = None,
     ) -> Passes:
         """Deal a DataLoader's samples to all workers; `ahead`: how many batches the loop draws too early.
 
@@ -82,7 +90,7 @@ class Guest:
         """
         self._per_step, order = per_step, order_of(given)
         loader = self.worker.loader(given.dataset, **order, seed=seed, epochs=epochs, **options_of(given))
-        self.passes = Passes(loader, given, ahead)
+        self.passes = Passes(loader, given, ahead, bounded)
         if position is not None:
             loader.load_state_dict(position["loader"])
             self._base = position["steps"]
@@ -138,7 +146,7 @@ class Guest:
         if self.passes is None or not self.inside:
             return None
         loader = self.passes.loader
-        known = self.worker._agent.call(_known(loader.dealer, self.passes.ahead))
+        known = self.worker._agent.call(_known(loader.dealer, self.passes.in_use()))
         return {"steps": self.steps(after=True), "loader": {**loader.state_dict(), "ledger": [known]}}
 
 
@@ -147,15 +155,20 @@ class Passes:
 
     The loop draws some batches before it has used those it has. So a batch counts as finished so many later,
     or when the pass has no other: the loop cannot know that it is the last one before it asks.
+
+    A `bounded` loop makes no more steps in a pass than there are samples for, and a pass can have more: what
+    workers have left of earlier ones. It goes on with the pass when it asks for another.
     """
 
-    def __init__(self, loader: Loader, given: Any, ahead: int) -> None:
-        self.loader, self.given, self.ahead = loader, given, ahead
-        self._drawn = 0
+    def __init__(self, loader: Loader, given: Any, ahead: int, bounded: bool) -> None:
+        self.loader, self.given, self.ahead, self.bounded = loader, given, ahead, bounded
         self.early = 0
         """Batches that count as finished and which the loop may not have used yet: the last of the pass."""
-        self._pass: Generator[Any] | None = None
-        self._found: Iterator[Any] | None = None
+        self._drawn = 0
+        self._pass: Iterator[Any] | None = None
+        self._again: tuple[Any, ...] = ()
+        """What was drawn and is to be given again."""
+        self._newest: Any = None
         dealer = loader.dealer
         self._finish, self._more = dealer.finish, dealer.more
         dealer.finish, dealer.more = self._finish_later, self._finish_rest  # type: ignore[method-assign]
@@ -164,24 +177,26 @@ class Passes:
         return getattr(self.__dict__["given"], name)
 
     def __iter__(self) -> Iterator[Any]:
-        if self._found is not None:
-            found, self._found = self._found, None
-            return found
-        self.close()
-        self._pass = self._one_pass()
-        return self._pass
-
-    def _one_pass(self) -> Generator[Any]:
-        if not self.over:
+        if self._pass is not None and self.loader.under_way and self.bounded:
+            self._again = self._again or (self._newest,)  # the loop has made enough steps, not seen its end
+        if not self._again:
+            self.close()
             self._drawn = self.early = 0
-            yield from self.loader
+            self._pass = None if self.over else iter(self.loader)
+        return self._draw()
+
+    def _draw(self) -> Iterator[Any]:
+        again, self._again = self._again, ()
+        yield from again
+        while self._pass is not None and (batch := next(self._pass, END)) is not END:
+            self._newest = batch
+            yield batch
 
     def close(self) -> None:
         """Break off the pass under way, if there is one."""
-        self._found = None
-        if self._pass is not None:
+        if isinstance(self._pass, Generator):
             self._pass.close()
-            self._pass = None
+        self._pass, self._again, self._newest = None, (), None
 
     @property
     def over(self) -> bool:
@@ -194,17 +209,16 @@ class Passes:
         """Begin the first pass that has a batch for this worker; how many had none."""
         over = 0
         while not stopped() and not self.over:
-            batches = iter(self)
-            first = next(batches, END)
+            first = next(iter(self), END)
             if first is not END:
-                self._found = self._pass = _with(first, batches)
+                self._again = (first,)
                 break
             over += 1
         return over
 
     def in_use(self) -> int:
         """How many batches the loop has been given to use, and does not merely hold."""
-        return self.early or min(self.ahead, len(self.loader.dealer.drawn))
+        return self.early or min(max(1, self.ahead), len(self.loader.dealer.drawn))
 
     def _finish_later(self) -> int:
         self._drawn, self.early = self._drawn + 1, 0
@@ -217,11 +231,6 @@ class Passes:
             self.loader.agent().counters.samples += self._finish()
         self._drawn = 0
         return self._more()
-
-
-def _with(first: Any, rest: Iterator[Any]) -> Generator[Any]:
-    yield first
-    yield from rest
 
 
 async def _known(dealer: Leases, used: int) -> list[float]:
