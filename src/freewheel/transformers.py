@@ -100,26 +100,13 @@ class FreewheelCallback(TrainerCallback):  # type: ignore[misc]
             )
         self._guest = guest = Guest(attach(model, optimizer, self._strategy, **self._settings))
         guest.enter()
-        if not self._deals:
-            return
-        epochs = int(args.num_train_epochs)
-        whole = args.max_steps <= 0 and epochs == args.num_train_epochs
-        if not hasattr(train_dataloader, "base_dataloader"):
-            raise ConfigError(
-                f"get_train_dataloader gives a {type(train_dataloader).__name__} that Accelerate has not "
-                "prepared: it cannot be dealt. Prepare it, or give deal=False and share the data out."
-            )
-        train_dataloader.base_dataloader = guest.deal(
-            train_dataloader.base_dataloader,
-            epochs=epochs if whole else None,
-            seed=args.data_seed if args.data_seed is not None else args.seed,
-            ahead=args.gradient_accumulation_steps,  # a step's batches at once; Accelerate draws one more
-            per_step=args.gradient_accumulation_steps,
-            bounded=True,
-            position=state.stateful_callbacks.get(POSITION),
-        )
-        if guest.seek() and guest.passes is not None and guest.passes.over:
-            control.should_training_stop = True
+        if self._deals:
+            try:
+                self._deal(guest, args, state, train_dataloader)
+            except BaseException as error:  # nobody else would say that this worker leaves
+                guest.fail(type(error), error, error.__traceback__)
+                raise
+            control.should_training_stop = guest.passes is not None and guest.passes.over
 
     def on_step_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any, **given: Any) -> None:
         """Who comes late learns from its first batch how far the others are."""
@@ -174,6 +161,26 @@ class FreewheelCallback(TrainerCallback):  # type: ignore[misc]
     def _inside(self) -> Guest:
         assert self._guest is not None
         return self._guest
+
+    def _deal(self, guest: Guest, args: Any, state: Any, train_dataloader: Any) -> None:
+        """Put what is dealt to this worker in the place of the Trainer's DataLoader."""
+        epochs = int(args.num_train_epochs)
+        whole = args.max_steps <= 0 and epochs == args.num_train_epochs
+        if not hasattr(train_dataloader, "base_dataloader"):
+            raise ConfigError(
+                f"get_train_dataloader gives a {type(train_dataloader).__name__} that Accelerate has not "
+                "prepared: it cannot be dealt. Prepare it, or give deal=False and share the data out."
+            )
+        train_dataloader.base_dataloader = guest.deal(
+            train_dataloader.base_dataloader,
+            epochs=epochs if whole else None,
+            seed=args.data_seed if args.data_seed is not None else args.seed,
+            ahead=args.gradient_accumulation_steps,  # a step's batches at once; Accelerate draws one more
+            per_step=args.gradient_accumulation_steps,
+            bounded=True,
+            position=state.stateful_callbacks.get(POSITION),
+        )
+        guest.seek()
 
     def _leave(self, state: Any, control: Any, model: Any) -> None:
         guest = self._inside

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import freewheel as fw
 import guests
@@ -68,7 +68,8 @@ def train(callbacks, folder, loader=None, ckpt_path=None, module=None, **setting
         enable_model_summary=False,
         **settings,
     )
-    trainer.fit(module, loader or DataLoader(data(168, 1), batch_size=8), ckpt_path=ckpt_path)
+    loader = DataLoader(data(168, 1), batch_size=8) if loader is None else loader
+    trainer.fit(module, loader, ckpt_path=ckpt_path)
     return module, trainer
 
 
@@ -139,6 +140,21 @@ def test_a_module_that_steps_several_optimizers_itself(tmp_path):
     assert callback.worker.metrics()["steps"] == 63
 
 
+def test_a_sampler_of_the_script_s_own(tmp_path):
+    torch.manual_seed(0)
+    drawn = DataLoader(data(168, 1), 8, sampler=WeightedRandomSampler([1.0, 0.0] * 84, 80))
+    callback = FreewheelCallback()
+    _, trainer = train([callback], tmp_path, drawn)
+    assert trainer.global_step == 30
+    assert callback.worker.metrics()["samples"] == 240
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        while True:
+            yield data(1, 0)[0]
+
+
 def test_a_loop_that_raises_leaves(tmp_path):
     class Broken(Module):
         def training_step(self, batch, index):
@@ -156,11 +172,7 @@ def test_a_loop_that_raises_leaves(tmp_path):
 @pytest.mark.parametrize(
     ("loader", "settings", "why"),
     [
-        (
-            lambda: DataLoader(data(64, 1), 8, sampler=WeightedRandomSampler([1.0] * 64, 64)),
-            {},
-            "has a WeightedRandomSampler",
-        ),
+        (lambda: DataLoader(Endless(), 8), {"max_steps": 5}, "Endless has no samples by index"),
         (lambda: [DataLoader(data(64, 1), 8), DataLoader(data(64, 1), 8)], {}, "2 training DataLoaders"),
         (lambda: [torch.zeros(8, 8)], {}, "come from a Tensor"),
         (lambda: DataLoader(data(64, 1), 8), {"reload_dataloaders_every_n_epochs": 1}, "Leave out reload"),

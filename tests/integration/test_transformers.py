@@ -127,8 +127,8 @@ def test_early_stopping_and_the_best_checkpoint(tmp_path):
 
 def test_what_cannot_be_is_refused(tmp_path):
     for settings, why in (
-        ({"train_sampling_strategy": "group_by_length"}, "LengthGroupedSampler"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"dataloader_in_order": False, "dataloader_num_workers": 1}, "in_order"),
     ):
         with pytest.raises(fw.ConfigError, match=why) as refused:
             train(tmp_path, FreewheelCallback(), **settings)

@@ -7,6 +7,7 @@ workers together, as it would be if the script ran alone over the same samples.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterator
@@ -15,18 +16,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from freewheel.data.ledger import Ledger
 from freewheel.data.spans import Spans, size, union
 from freewheel.errors import ConfigError
 from freewheel.runtime.attach import Worker
 from freewheel.runtime.leases import EARLIER, Leases
-from freewheel.runtime.loader import Loader
+from freewheel.runtime.loader import SHOWN, Loader
 from freewheel.runtime.place import local_rank
 
-OPTIONS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-"""What of a DataLoader is kept; the rest says how samples are dealt."""
 END = object()
 
 
@@ -42,7 +41,7 @@ class Guest:
 
     def enter(self) -> None:
         """Begin the with-block."""
-        self.worker.__enter__()
+        self.worker.start()
         self.inside = True
         self._first = self._own_steps()
 
@@ -51,8 +50,7 @@ class Guest:
         if not self.inside:
             return
         self._close()
-        self.worker.__exit__(None, None, None)
-        answer = self.worker.consensus()
+        answer = self.worker.finish()
         with torch.no_grad():
             for mine, mean in zip(_tensors(model), _tensors(answer), strict=True):
                 mine.copy_(mean)
@@ -88,8 +86,9 @@ class Guest:
 
         `per_step` batches make one step of the plain loop. `position` is where an earlier run was.
         """
-        self._per_step, order = per_step, order_of(given)
-        loader = self.worker.loader(given.dataset, **order, seed=seed, epochs=epochs, **options_of(given))
+        self._per_step = per_step
+        loader = self.worker.loader(plain(given), seed=seed, epochs=epochs)
+        assert isinstance(loader, Loader)
         self.passes = Passes(loader, given, ahead, bounded)
         if position is not None:
             loader.load_state_dict(position["loader"])
@@ -125,8 +124,10 @@ class Guest:
 
     def _dealt(self, after: bool = False) -> int:
         assert self.passes is not None
-        finished = round(self.worker.progress * self.passes.loader.dealer.count) - self.passes.early
-        return (finished + after * self.passes.in_use()) // self._per_step
+        dealer, (part, whole) = self.passes.loader.dealer, math.modf(self.worker.progress)
+        batches = whole * dealer.count + part * dealer.length / dealer.batch_size
+        unused = self.passes.early - (self.passes.in_use() if after else 0)
+        return (int(batches + 1e-6) - unused) // self._per_step
 
     def catch_up(self, scheduler: Any, frequency: int, step: Callable[[], Any], after: bool = False) -> None:
         """Step a scheduler as often as the plain loop would have."""
@@ -202,8 +203,8 @@ class Passes:
     def over(self) -> bool:
         """Whether the last pass has ended."""
         loader = self.loader
-        epochs = loader.dealer.epochs
-        return epochs is not None and loader.begun and not loader.under_way and loader.epoch >= epochs - 1
+        next_pass = loader.epoch + (loader.begun and not loader.under_way)
+        return loader.epochs is not None and next_pass >= loader.epochs
 
     def seek(self, stopped: Callable[[], bool]) -> int:
         """Begin the first pass that has a batch for this worker; how many had none."""
@@ -238,9 +239,9 @@ async def _known(dealer: Leases, used: int) -> list[float]:
     hand = dealer.hand
     hand.collect()
     known, mine = hand.stream.ledger, dict[int, Spans]()
-    for number, place, _ in list(dealer.drawn)[:used]:
-        mine[number] = union(mine.get(number, []), [(place, place + 1)])
-    ledger = Ledger(known.batches)
+    for number, place, stop, _ in list(dealer.drawn)[:used]:
+        mine[number] = union(mine.get(number, []), [(place, stop)])
+    ledger = Ledger(known.length)
     ledger.floor, ledger.past = known.floor, known.past
     for number in sorted({*known.passes, *mine}):
         if (one := ledger.open(number)) is not None:
@@ -250,38 +251,26 @@ async def _known(dealer: Leases, used: int) -> list[float]:
     return ledger.encode()
 
 
-def order_of(given: Any) -> dict[str, Any]:
-    """In which batches a DataLoader goes through its samples; refuses one that goes its own way."""
+def plain(given: Any) -> DataLoader[Any]:
+    """A DataLoader whose samples can be dealt; one that Accelerate has made, as it was before."""
     if not isinstance(given, DataLoader):
         raise ConfigError(
             f"training data come from a {type(given).__name__}, which cannot be dealt to workers. Give a "
             "torch DataLoader, or deal=False and share them out yourself."
         )
+    if isinstance(given.dataset, IterableDataset):
+        raise ConfigError(
+            f"a {type(given.dataset).__name__} has no samples by index, and a trainer's are dealt by them. "
+            "Give a dataset with a length, or deal=False and share it out yourself."
+        )
     batches = given.batch_sampler
-    if batches is None or isinstance(given.dataset, IterableDataset):
-        raise ConfigError(
-            "the DataLoader has no batches of samples by index, so they cannot be dealt to workers. Give a "
-            "dataset with a length, or deal=False and share the data out yourself."
-        )
-    sampler = getattr(batches, "sampler", None)
-    random = isinstance(sampler, RandomSampler) and not sampler.replacement
-    if type(batches) is not BatchSampler or not (random or isinstance(sampler, SequentialSampler)):
-        other = batches if type(batches) is not BatchSampler else sampler
-        raise ConfigError(
-            f"the DataLoader has a {type(other).__name__}, and workers are dealt samples in the run's own "
-            "order. Leave it out, or give deal=False and share the data out yourself."
-        )
-    return {"batch_size": batches.batch_size, "drop_last": batches.drop_last, "shuffle": random}
-
-
-def options_of(given: DataLoader[Any]) -> dict[str, Any]:
-    """What of a DataLoader holds for a worker's loader too."""
-    options = {name: getattr(given, name) for name in OPTIONS}
-    if given.num_workers:
-        options |= {name: getattr(given, name) for name in ("prefetch_factor", "persistent_workers")}
-    if not getattr(given, "in_order", True):
-        options["in_order"] = False
-    return options
+    if given.batch_size is not None or type(batches) is not BatchSampler:
+        return given
+    options: dict[str, Any] = {name: getattr(given, name) for name in SHOWN if name != "pin_memory_device"}
+    if not given.num_workers:
+        del options["prefetch_factor"], options["multiprocessing_context"]
+    options |= {"batch_size": batches.batch_size, "drop_last": batches.drop_last, "sampler": batches.sampler}
+    return DataLoader(**options, in_order=given.in_order)
 
 
 def one_gpu() -> None:
