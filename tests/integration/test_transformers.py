@@ -181,7 +181,7 @@ if __name__ == "__main__":
     trainer = transformers.Trainer(
         mine,
         args,
-        train_dataset=data(1536, 1),
+        train_dataset=data(2048, 1),
         eval_dataset=data(64, 2),
         callbacks=[freewheel, kills],
     )
@@ -215,12 +215,12 @@ def test_two_workers_of_which_one_is_killed_and_comes_back(tmp_path):
     assert {one["progress"] for one in found.values()} == {3.0}
     samples = sum(one["samples"] for one in found.values())
     again = sum(one["again"] for one in found.values())
-    assert 3 * 1536 - 8 * 20 <= samples <= 3 * 1536 + again
+    assert 3 * 2048 - 8 * 20 <= samples <= 3 * 2048 + again
     assert found[1]["life"] == 2
     assert found[1]["samples"] > 0
     assert len({tuple(one["weights"]) for one in found.values()}) == 1  # the mean, in every model
     assert [one["evaluations"] for one in found.values()] == [3, 0]
-    plain, _ = train(tmp_path / "plain", length=1536)
+    plain, _ = train(tmp_path / "plain", length=2048)
     for one in found.values():
         assert one["rates"][-1] < 1e-4  # all end where the schedule does
     assert found[1]["rates"][0] > 0.9e-2  # who comes late is where the others are: the warm-up is over
@@ -234,7 +234,7 @@ def test_two_workers_of_which_one_is_killed_and_comes_back(tmp_path):
     state = json.loads((checkpoints[1] / "trainer_state.json").read_text())
     done = 8 * state["stateful_callbacks"][POSITION]["steps"]
     callback = FreewheelCallback()
-    again, _ = train(tmp_path / "again", callback, resume=str(checkpoints[1]), length=1536)
-    assert 0 < callback.worker.metrics()["samples"] <= 3 * 1536 - done
+    again, _ = train(tmp_path / "again", callback, resume=str(checkpoints[1]), length=2048)
+    assert 0 < callback.worker.metrics()["samples"] <= 3 * 2048 - done
     assert callback.worker.progress == 3
     assert math.isclose(entropy(again), loss, rel_tol=0.05)
