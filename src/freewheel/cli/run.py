@@ -63,9 +63,20 @@ def run(
         bool,
         typer.Option("--hide-ranks", help="Let the script not see RANK and the like: Accelerate starts DDP."),
     ] = False,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="As actors of a Ray cluster, up to --max of them (an extra).")
+    ] = False,
+    address: Annotated[
+        str | None, typer.Option(help="With --ray: the cluster's; default: Ray's own.")
+    ] = None,
+    gpus: Annotated[float, typer.Option(help="With --ray: GPUs of each worker.")] = 0,
+    cpus: Annotated[float, typer.Option(help="With --ray: CPUs of each worker.")] = 1,
 ) -> None:
-    """Run a training script as several workers, on this host or on several."""
+    """Run a training script as several workers, on this host, on several, or on a Ray cluster."""
     program = _module(command) if module else _script(command)
+    if ray:
+        _on_ray(command, module, workers, most, restarts, folder, address, cpus, gpus)
+        return
     new = None
     if folder is None and node == 0:
         folder = _new_folder()
@@ -103,6 +114,30 @@ def run(
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     _exit(code)
+
+
+def _on_ray(
+    command: list[str],
+    module: bool,
+    workers: int,
+    most: int | None,
+    restarts: int,
+    folder: Path | None,
+    address: str | None,
+    cpus: float,
+    gpus: float,
+) -> None:
+    from freewheel.ray import run as run_on_ray  # an extra, and slow to import
+
+    folder = folder or _new_folder()
+    print(f"Watch: freewheel watch {folder}", flush=True)
+    words = ["-m", *command] if module else command
+    with contextlib.suppress(KeyboardInterrupt):
+        run_on_ray(
+            words, workers, most, restarts=restarts, folder=folder, address=address, cpus=cpus, gpus=gpus
+        )
+        return
+    raise typer.Exit(INTERRUPTED[0])
 
 
 def join(

@@ -1,0 +1,132 @@
+"""Where workers on Ray meet: an actor that is a dictionary, which no worker's end touches.
+
+Ray starts it again, here or elsewhere; it is empty then, and those who train enter themselves again. Its
+handle finds it wherever it is, which no address of a TCPStore would.
+"""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import ray
+
+NAMESPACE = "freewheel"
+Piece = tuple[str, int, int, bytes]
+"""Of a worker's records: file, life, where in what that life wrote (-1: the whole file), bytes."""
+
+
+@ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
+class Book:
+    """A dictionary; and on their way to the driver, what workers say of themselves and their records."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, bytes] = {}
+        self.edition = uuid.uuid4().hex
+        """Which life of the book this is: what an earlier one was given, nobody may have read."""
+        self.lives: dict[int, int] = {}
+        self.failures: dict[int, int] = {}
+        self.nodes: dict[int, str] = {}
+        self.pieces: list[Piece] = []
+
+    # -- a store --
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of them are there."""
+        return all(key in self.of for key in keys)
+
+    def get(self, key: str) -> bytes:
+        """What is there; nothing, if there is nothing."""
+        return self.of.get(key, b"")
+
+    def set(self, key: str, text: str) -> None:
+        """Write."""
+        self.of[key] = text.encode()
+
+    def compare_set(self, key: str, expected: str, text: str) -> bytes:
+        """Write where this is there; what is there then."""
+        if self.of.get(key, b"") == expected.encode():
+            self.of[key] = text.encode()
+        return self.of.get(key, expected.encode())
+
+    def delete_key(self, key: str) -> None:
+        """Remove."""
+        self.of.pop(key, None)
+
+    # -- what workers say --
+
+    def started(self, rank: int, node: str, least: int) -> int:
+        """A worker's process has started; its life, from 1 on, and at least so much."""
+        self.lives[rank] = max(self.lives.get(rank, 0) + 1, least)
+        self.nodes[rank] = node
+        return self.lives[rank]
+
+    def failed(self, rank: int) -> int:
+        """A worker's script has raised; how often by now."""
+        self.failures[rank] = self.failures.get(rank, 0) + 1
+        return self.failures[rank]
+
+    def tell(self, pieces: list[Piece]) -> str:
+        """Pieces of records; the edition that has them."""
+        self.pieces += pieces
+        return self.edition
+
+    # -- what the driver asks --
+
+    def news(self) -> tuple[dict[int, int], dict[int, str], list[Piece]]:
+        """Each worker's life and node, and what has come of records since the last call."""
+        pieces, self.pieces = self.pieces, []
+        return self.lives, self.nodes, pieces
+
+
+class Meeting:
+    """A worker's way to the book; see runtime/place.py."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __str__(self) -> str:
+        return f"the actor {self.name}"
+
+    def connect(self, timeout_s: float) -> Line:
+        """A line to it, tried."""
+        line = Line(self.name, timeout_s)
+        line.check([])
+        return line
+
+
+class Line:
+    """The book's calls, each of which ends in time; OSError where it does not answer."""
+
+    def __init__(self, name: str, timeout_s: float) -> None:
+        self._name, self._timeout_s = name, timeout_s
+        self._book: Any = None
+
+    def ask(self, call: str, *words: Any) -> Any:
+        """Call it."""
+        try:
+            if self._book is None:
+                self._book = ray.get_actor(self._name, namespace=NAMESPACE)
+            return ray.get(getattr(self._book, call).remote(*words), timeout=self._timeout_s)
+        except (ray.exceptions.RayError, ValueError) as error:  # ValueError: no actor has this name
+            raise ConnectionError(f"the book does not answer ({type(error).__name__})") from None
+
+    def check(self, keys: list[str], /) -> bool:
+        """Whether all of them are there."""
+        return bool(self.ask("check", keys))
+
+    def get(self, key: str, /) -> bytes:
+        """What is there."""
+        return bytes(self.ask("get", key))
+
+    def set(self, key: str, text: str, /) -> None:
+        """Write."""
+        self.ask("set", key, text)
+
+    def compare_set(self, key: str, expected: str, text: str, /) -> bytes:
+        """Write where this is there; what is there then."""
+        return bytes(self.ask("compare_set", key, expected, text))
+
+    def delete_key(self, key: str, /) -> object:
+        """Remove."""
+        return self.ask("delete_key", key)

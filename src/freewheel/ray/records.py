@@ -1,0 +1,87 @@
+"""Records of workers on any node reach the driver's folder: each sends what it has written, once a second.
+
+What the driver has not taken when the book is lost is sent again: a worker that finds another edition of the
+book begins at the beginning, and the driver writes each piece where it belongs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from pathlib import Path
+
+from freewheel.ray.book import Line, Piece
+
+SEND_S = 1.0
+
+
+class Sender:
+    """Sends a worker's folder to the book, beside what it does."""
+
+    def __init__(self, folder: Path, life: int, line: Line) -> None:
+        self._folder, self._life, self._line = folder, life, line
+        self._sent: dict[str, int] = {}
+        self._whole: dict[str, bytes] = {}
+        self._edition = ""
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="freewheel-records", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self._send()
+
+    def _run(self) -> None:
+        while not self._end.wait(SEND_S):
+            self._send()
+
+    def _send(self) -> None:
+        with contextlib.suppress(OSError):
+            for _ in range(2):  # a new edition has nothing: once more, from the beginning
+                edition = self._line.ask("tell", [])
+                if edition != self._edition:
+                    self._sent, self._whole, self._edition = {}, {}, edition
+                pieces, sent, whole = self._pieces()
+                if not pieces or self._line.ask("tell", pieces) == self._edition:
+                    self._sent, self._whole = sent, whole
+                    return
+
+    def _pieces(self) -> tuple[list[Piece], dict[str, int], dict[str, bytes]]:
+        pieces: list[Piece] = []
+        sent, whole = dict(self._sent), dict(self._whole)
+        for file in sorted(self._folder.iterdir()):
+            data = file.read_bytes()
+            at = sent.get(file.name, 0)
+            if file.suffix == ".jsonl" and len(data) >= at:
+                if len(data) > at:
+                    pieces.append((file.name, self._life, at, data[at:]))
+                    sent[file.name] = len(data)
+            elif whole.get(file.name) != data:  # written anew, as run.json is, or a file when thinned
+                pieces.append((file.name, self._life, -1, data))
+                whole[file.name], sent[file.name] = data, len(data)
+        return pieces, sent, whole
+
+
+class Collector:
+    """Writes what workers send into one folder, in the driver."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._begins: dict[tuple[str, int], int] = {}
+        """Where what a life has written into a file begins."""
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, pieces: list[Piece]) -> None:
+        """Write each piece where it belongs; one that was written before changes nothing."""
+        for name, life, at, data in pieces:
+            path = self._folder / Path(name).name
+            path.touch()
+            begin = self._begins.setdefault((name, life), path.stat().st_size if at >= 0 else 0)
+            with path.open("r+b") as file:
+                file.seek(begin + max(0, at))
+                file.write(data)
+                if at < 0:
+                    file.truncate()

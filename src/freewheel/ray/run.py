@@ -1,0 +1,210 @@
+"""The driver of a run on Ray: it makes the actors, collects records and answers, and ends all of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from freewheel.errors import ConfigError, FreewheelError, WorkerLost, at_least
+from freewheel.fabric import secret
+from freewheel.observe.journal import Journal
+from freewheel.ray.book import NAMESPACE, Book, Line
+from freewheel.ray.records import Collector
+from freewheel.ray.worker import Worker
+from freewheel.runtime.entries import Entries
+from freewheel.runtime.rendezvous import OPTIONS
+
+POLL_S = 0.5
+BOOK_S = 5.0
+COMING_S = 10.0
+"""How long others are waited for when one has ended: all who train end together; who starts now is late."""
+
+log = logging.getLogger("freewheel")
+
+
+def run(
+    target: Callable[[], Any] | Sequence[str],
+    workers: int,
+    most: int | None = None,
+    *,
+    restarts: int = 3,
+    cpus: float = 1,
+    gpus: float = 0,
+    resources: dict[str, float] | None = None,
+    folder: str | Path | None = None,
+    address: str | None = None,
+    name: str = "",
+    runtime_env: dict[str, Any] | None = None,
+) -> dict[int, Any]:
+    """Run a function, or a script (its words), as workers on Ray; what each worker's function returned.
+
+    workers: how many begin; fewer, from 1, where there is no room for more; the others come when there is.
+    most: how many there may be: actors beyond `workers` wait for room, which an autoscaler sees, and join.
+    restarts: how often a worker whose script raises is started again. One whose process or machine is lost
+        is started again always.
+    cpus, gpus, resources: what each worker takes.
+    folder: where the records of all workers are collected.
+    address: of the cluster; default: the one this process is connected with, or a new one of this machine.
+    name: of the run, as its actors are called; two runs of one name are refused.
+    runtime_env: Ray's own, e.g. {"working_dir": "."} to take the script along to other machines.
+    """
+    at_least("workers", workers, 1)
+    at_least("restarts", restarts, 0)
+    most = max(workers, most or workers)
+    connect(address)
+    driver = Driver(name or f"freewheel-{uuid.uuid4().hex[:8]}", folder)
+    try:
+        words = target if callable(target) else [str(word) for word in target]
+        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": resources, "runtime_env": runtime_env}
+        driver.start(words, workers, most, restarts, options)
+        return driver.wait()
+    finally:
+        driver.end()
+
+
+def connect(address: str | None) -> None:
+    """Be connected with a cluster."""
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"no Ray cluster answers at {address or 'this machine'}: {why}. Start one with `ray start "
+            "--head`, or leave the address out."
+        ) from None
+
+
+class Driver:
+    """What owns a run."""
+
+    def __init__(self, name: str, folder: str | Path | None) -> None:
+        self.name, self.folder = name, Path(folder) if folder is not None else None
+        self.actors: dict[int, Any] = {}
+        self.left: dict[Any, int] = {}
+        self.lives: dict[int, int] = {}
+        try:
+            self.book = Book.options(name=f"{name}-book", namespace=NAMESPACE).remote()
+            ray.get(self.book.check.remote([]))  # it is there, and has its name
+        except ValueError:
+            raise ConfigError(
+                f"a run named {name!r} is on this cluster already; give another name."
+            ) from None
+        self.line = Line(f"{name}-book", BOOK_S)
+        self.collector = Collector(self.folder) if self.folder is not None else None
+        self.journal = Journal(self.folder, "launcher") if self.folder is not None else None
+
+    def start(
+        self,
+        target: Callable[[], Any] | list[str],
+        workers: int,
+        most: int,
+        restarts: int,
+        options: dict[str, Any],
+    ) -> None:
+        """Ask Ray for all workers; begin with as many as there is room for."""
+        number, shared = secrets.token_hex(16), secret.make()
+        begin = min(workers, max(1, room(options)))
+        if begin < workers:
+            log.warning(
+                "%d of %d workers have room now (each takes %s); the others join when there is more",
+                begin, workers, wanted(options),
+            )  # fmt: skip
+        given = {"run": number, "workers": begin, "most": most}
+        Entries(self.line, shared).set(OPTIONS, json.dumps(given))
+        for rank in range(most):
+            actor = Worker.options(  # type: ignore[attr-defined]
+                name=f"{self.name}-{rank}", namespace=NAMESPACE, scheduling_strategy="SPREAD", **options
+            ).remote(f"{self.name}-book", number, rank, most, shared, self.folder is not None)
+            self.actors[rank] = actor
+            self.left[actor.run.remote(target, os.getcwd(), restarts)] = rank
+
+    def wait(self) -> dict[int, Any]:
+        """What each worker that came returned, when all have ended."""
+        answers: dict[int, Any] = {}
+        failed: dict[int, BaseException] = {}
+        end_s = float("inf")
+        while self.left and time.monotonic() < end_s:
+            done, _ = ray.wait(list(self.left), timeout=POLL_S)
+            self._look()
+            for ref in done:
+                rank = self.left.pop(ref)
+                try:
+                    answers[rank] = ray.get(ref)
+                except ray.exceptions.RayError as error:
+                    failed[rank] = error
+                    self._note("failed", rank, str(error).splitlines()[-1][:200])
+            if answers:  # all who train end together; those without room never came
+                coming = any(rank in self.lives for rank in self.left.values())
+                end_s = min(end_s, time.monotonic() + (COMING_S if coming else 0.0))
+            elif failed and not any(rank in self.lives for rank in self.left.values()):
+                break
+        self._look()
+        if not answers:
+            raise self._failure(failed)
+        return answers
+
+    def _failure(self, failed: dict[int, BaseException]) -> FreewheelError:
+        if not failed:
+            return WorkerLost("no worker has come: the cluster has room for none.")
+        rank, error = min(failed.items())
+        cause = getattr(error, "cause", None) or error
+        log.error("%s", error)
+        others = f" and {len(failed) - 1} others" if len(failed) > 1 else ""
+        return WorkerLost(f"worker {rank}{others} failed: {str(cause).splitlines()[0][:150]}")
+
+    def _look(self) -> None:
+        """Take what workers say of themselves, and their records."""
+        with contextlib.suppress(OSError):
+            lives, nodes, pieces = self.line.ask("news")
+            for rank, life in lives.items():
+                if life > max(1, self.lives.get(rank, 1)):
+                    self._note("restarted", rank, f"Ray has started it again, on {nodes[rank]}", life)
+                self.lives[rank] = max(life, self.lives.get(rank, 0))
+            if self.collector is not None:
+                self.collector.write(pieces)
+
+    def _note(self, what: str, rank: int, text: str, life: int = 0) -> None:
+        log.warning("worker %d: %s", rank, text)
+        if self.journal is not None:
+            self.journal.event(time.time(), what, rank, life or self.lives.get(rank, 1), text)
+
+    def end(self) -> None:
+        """End all of it."""
+        for actor in (*self.actors.values(), self.book):
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(actor)
+        if self.journal is not None:
+            self.journal.close()
+
+
+def wanted(options: dict[str, Any]) -> str:
+    """What a worker takes, for people."""
+    parts = [f"{options['num_cpus']:g} CPU"]
+    if options["num_gpus"]:
+        parts.append(f"{options['num_gpus']:g} GPU")
+    parts += [f"{value:g} {key}" for key, value in (options["resources"] or {}).items()]
+    return ", ".join(parts)
+
+
+def room(options: dict[str, Any]) -> int:
+    """How many workers fit the nodes that are there now."""
+    needs = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **(options["resources"] or {})}
+    fit = 0
+    for node in ray.nodes():
+        if node["Alive"]:
+            has = node["Resources"]
+            fits = [int(has.get(key, 0) // need) for key, need in needs.items() if need]
+            fit += min(fits, default=1 << 20)
+    return fit

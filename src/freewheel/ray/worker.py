@@ -1,0 +1,95 @@
+"""One worker as an actor: Ray starts it again, on the same node or another, and it copies a living worker."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import runpy
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from freewheel.errors import RunStopped
+from freewheel.ray.book import Line, Meeting
+from freewheel.ray.records import Sender
+from freewheel.runtime import place
+from freewheel.runtime.beginnings import STARTS
+from freewheel.runtime.entries import Entries
+
+BOOK_S = 30.0
+"""How long the book may take to come back before a worker that starts gives up, and is started again."""
+
+
+@ray.remote(max_restarts=-1, max_task_retries=-1)
+class Worker:
+    """One rank of a run. The secret comes as an argument: Ray keeps it where its other users cannot read."""
+
+    def __init__(self, book: str, run: str, rank: int, most: int, secret: bytes, records: bool) -> None:
+        self.rank, self.line = rank, Line(book, BOOK_S)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray warns of its own use of itself
+            again = ray.get_runtime_context().was_current_actor_reconstructed
+        here = ray.util.get_node_ip_address()
+        life = int(self.line.ask("started", rank, here, 2 if again else 1))
+        self.entries = Entries(self.line, secret).of_run(run)
+        if again:  # the others wait for it at the end
+            self.entries.set(f"{STARTS}/{rank}", str(life))
+        self.life = life
+        self.folder = Path(tempfile.mkdtemp(prefix="freewheel-")) if records else None
+        place.give(
+            place.Place(
+                rank,
+                most,
+                hosted=True,
+                launched=True,
+                secret=secret,
+                bind=here,
+                folder=str(self.folder) if self.folder else None,
+                life=life,
+                meeting=Meeting(book),
+            )
+        )
+
+    def __repr__(self) -> str:  # what Ray writes before each of its lines
+        return f"worker {self.rank}"
+
+    def run(self, target: Callable[[], Any] | list[str], folder: str, restarts: int) -> Any:
+        """Run the script or the function; what it returned.
+
+        One that raises is started again in a new process, so often; then its error is the worker's.
+        """
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
+        try:
+            with Sender(self.folder, self.life, self.line) if self.folder else contextlib.nullcontext():
+                return target() if callable(target) else _script(target)
+        except (SystemExit, Exception) as error:
+            if isinstance(error, SystemExit) and not error.code:
+                return None
+            if isinstance(error, RunStopped) and "comes too late" in str(error):
+                return None  # the others have ended well
+            if self.line.ask("failed", self.rank) <= restarts:
+                traceback.print_exc()
+                sys.stderr.flush()
+                os._exit(1)  # what it has left in this process is gone
+            raise RuntimeError(f"worker {self.rank}: {type(error).__name__}: {error}") from error
+        finally:
+            with contextlib.suppress(OSError):
+                self.entries.set(f"{STARTS}/{self.rank}", "0")
+
+
+def _script(words: list[str]) -> None:
+    sys.argv = words
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
