@@ -350,6 +350,10 @@ class Node:
         """Be free for exchanges again."""
         self._exchanges.partner = None
 
+    def end_calls(self) -> None:
+        """Begin no exchange any more: this worker's loop has ended. It still answers those whose has not."""
+        self._exchanges.ended = True
+
     def answer_calls(self) -> Coroutine[Any, Any, None]:
         """Answer the others' exchanges for ever."""
         return self._exchanges.serve()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import re
@@ -16,6 +17,7 @@ import freewheel as fw
 from crew import outcomes, together, worker
 from freewheel.errors import Diverged
 from freewheel.strategies import resolve
+from freewheel.strategies.adpsgd import ADPSGD
 
 HEARTBEAT_S = 0.3
 
@@ -244,3 +246,30 @@ def test_the_answer_says_who_is_not_in_it(caplog, monkeypatch):
     assert "the answer is the mean of worker 0, 1; it lacks worker 2: it has been silent" in caplog.text
     assert isinstance(found[2], fw.WorkerLost)
     assert "the mean of worker 0, 1. What this worker has is not it" in str(found[2])
+
+
+def test_no_exchange_begins_after_a_worker_s_loop_has_ended(monkeypatch):
+    """adpsgd calls late in a step: after the last one the answer is being taken, one side after the other."""
+    inner = ADPSGD.answer
+
+    async def slow(strategy, node):
+        if node.rank == 1:
+            await asyncio.sleep(0.4)
+        return await inner(strategy, node)
+
+    monkeypatch.setattr(ADPSGD, "answer", slow)
+
+    def work(place):
+        model = nn.Linear(1000, 1, bias=False, dtype=torch.float64)
+        nn.init.zeros_(model.weight)
+        attached, optimizer = worker(place, model, "adpsgd", lr=1.0)
+        with attached:
+            for _ in range(6):
+                time.sleep(0.2)
+                optimizer.zero_grad()
+                (model.weight.sum() * (2.0 if place.rank else -1.0)).backward()
+                optimizer.step()
+        return attached.consensus().weight.detach()
+
+    for answer in together(2, work):
+        torch.testing.assert_close(answer, torch.full_like(answer, -3.0))

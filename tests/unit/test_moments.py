@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import nn
 
 import freewheel as fw
 from crew import together
 from freewheel.errors import ConfigError
 from freewheel.moments import NU, Moments, QuasiGlobal, adam_rate, momentum_buffers
 from freewheel.replica import Replica
+from freewheel.runtime.live_replica import live_replica
+from freewheel.runtime.optimizers import joined
 from freewheel.strategies import resolve
 from freewheel.tasks import resolve as resolve_task
 from lab import make
@@ -165,3 +168,19 @@ def test_quasi_global_is_the_same_in_virtual_and_in_real_time():
     simulated = simulation.workers[0].study.model.parameters()
     for one, value in zip(model.parameters(), simulated, strict=True):
         torch.testing.assert_close(one, value)
+
+
+def test_the_moments_of_several_optimizers_are_found_and_none_is_left_in_another():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    replica = live_replica(model)
+    first, second = (torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9) for layer in model)
+    several = joined([first, second])
+    model(torch.ones(2, 4)).sum().backward()
+    first.step()
+    second.step()
+    found = Moments(several, replica).get("momentum_buffer")
+    both = [
+        one.state[layer.weight]["momentum_buffer"] for one, layer in zip((first, second), model, strict=True)
+    ]
+    torch.testing.assert_close(found, torch.cat([one.flatten() for one in both]))
+    assert [len(one.state) for one in (first, second)] == [1, 1]

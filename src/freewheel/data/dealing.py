@@ -90,8 +90,8 @@ class Dealing:
 
     def stream(self, key: Key, by: int) -> Stream | None:
         """What is known of these data, nothing at first; None: somebody of lower rank has others there."""
-        known = self.streams.get(key.mark)
-        if known is None or (known.key != key and by < known.by):
+        known = self.streams.setdefault(key.mark, Stream(key, by))  # in one go: two threads come here
+        if known.key != key and by < known.by:
             known = self.streams[key.mark] = Stream(key, by)
         if known.key != key:
             return None

@@ -81,6 +81,7 @@ class Exchanges:
         self.refused: set[int] = set()
         self.answer_s = 0.05  # how long a quick answer takes; learned from every answer
         self.called_at = 0.0
+        self.ended = False  # this worker's loop has: what it began now would come after the answer
         self.took_s = 0.0  # from a call to the correction, a running mean; 0: there was none yet
         self.patience: asyncio.TimerHandle | None = None
         self.left = False  # whether the peer has all it needs, in the exchange under way
@@ -88,6 +89,8 @@ class Exchanges:
 
     async def call(self, peer: int) -> bool:
         """Try to exchange with a peer; False if it (or this replica) is busy, or gone."""
+        if self.ended:
+            return False
         if self.partner is not None:
             self.party.count("busy")
             return False

@@ -280,7 +280,7 @@ class Listener:
         except BaseException as error:
             refused = isinstance(error, OSError | EOFError | BadFrame)  # silence and bad keys are OSErrors
             if refused:
-                harmless = isinstance(error, Crossed | ConnectionError)  # the other has hung up
+                harmless = isinstance(error, Crossed | ConnectionError | EOFError)  # the other has hung up
                 self._complaints.add(harmless, "refused a connection from %s: %s", address, words(error))
             if transport is not None:
                 transport.close()

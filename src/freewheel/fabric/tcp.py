@@ -117,7 +117,10 @@ class TcpFabric(Mailbox):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._listener.close()
-        await asyncio.to_thread(self.transfers.close)
+        try:
+            await asyncio.to_thread(self.transfers.close)
+        except RuntimeError:  # the interpreter is on its way out, and starts no thread any more
+            self.transfers.close()
         self.windows.clear()
 
     # -- what strategies use --

@@ -95,7 +95,9 @@ class Driver:
         self.left: dict[Any, int] = {}
         self.lives: dict[int, int] = {}
         try:
-            self.book = Book.options(name=f"{name}-book", namespace=NAMESPACE).remote()
+            self.book = Book.options(  # type: ignore[attr-defined]
+                name=f"{name}-book", namespace=NAMESPACE
+            ).remote()
             ray.get(self.book.check.remote([]))  # it is there, and has its name
         except ValueError:
             raise ConfigError(

@@ -406,6 +406,7 @@ class Agent:
         One that was started again and is on its way is waited for: it would find nobody. So is one that is
         out of reach though its process is there: held up by a long call, or stopped; or this worker was.
         """
+        self.node.end_calls()
         if self.node.view.number:  # else all began together, and must end together
             self.node.leave()
         end_s = self.loop.time() + COMING_S

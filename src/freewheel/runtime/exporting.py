@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from freewheel.errors import ConfigError
+from freewheel.replica import view
 from freewheel.runtime import shards
+from freewheel.runtime.buffers import BufferMean
 from freewheel.runtime.shards import Damaged, Shard
 
 CENTRE = "centre"
@@ -60,6 +62,7 @@ def state_dict(parts: Sequence[Shard]) -> dict[str, Tensor]:
     total: dict[str, Tensor] = {}
     first: dict[str, Any] | None = None
     centre: Tensor | None = None
+    buffers = BufferMean()
     for shard in parts:
         try:
             state = shards.load(shard)
@@ -68,25 +71,17 @@ def state_dict(parts: Sequence[Shard]) -> dict[str, Tensor]:
         first = first or state
         if centre is None and CENTRE in state["strategy"]:
             centre = state["strategy"][CENTRE]
-        for part in ("weights", "buffers"):
-            for name, tensor in state[part].items():
-                if averaged(tensor, name, first):
-                    value = tensor.to(torch.float64) / len(parts)
-                    total[name] = total[name] + value if name in total else value
+        buffers.add(state["buffers"])
+        for name, tensor in state["weights"].items():
+            value = tensor.to(torch.float64) / len(parts)
+            total[name] = total[name] + value if name in total else value
     assert first is not None
-    merged = {**first["buffers"], **first["weights"]}
+    merged = {**buffers.result(), **first["weights"]}
     merged |= {name: value.to(merged[name].dtype) for name, value in total.items()}
     if centre is not None:
-        sizes = [tensor.numel() for tensor in first["weights"].values()]
-        pieces = torch.split(centre, sizes)
-        for (name, tensor), piece in zip(first["weights"].items(), pieces, strict=True):
-            merged[name] = piece.view(tensor.shape).to(tensor.dtype)
+        at = 0
+        for name, tensor in first["weights"].items():
+            merged[name] = view(centre, at, tensor).to(tensor.dtype)
+            at += tensor.numel()
     names = parts[0].manifest.names or {name: name for name in merged}
     return {key: merged[name].clone() for key, name in names.items() if name in merged}
-
-
-def averaged(tensor: Tensor, name: str, first: dict[str, Any]) -> bool:
-    """Whether workers' values of it are averaged: not those of masks and counters."""
-    if name in first["weights"]:
-        return True
-    return tensor.is_floating_point() and bool(tensor.isfinite().all())

@@ -15,6 +15,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError
+from freewheel.fabric.secret import Forged
 from freewheel.runtime.bounded import within
 from freewheel.runtime.entries import Entries
 from freewheel.runtime.place import parse_address
@@ -170,7 +171,7 @@ class Beat:
 
     def _run(self) -> None:
         # Without node 0 the workers here go on; there is nobody left to tell.
-        with contextlib.suppress(RuntimeError, OSError):
+        with contextlib.suppress(RuntimeError, OSError, Forged):
             while not self._end.is_set():
                 self._store.add(f"freewheel/beat/{self._node}", 1)
                 self._end.wait(BEAT_S)

@@ -7,6 +7,7 @@ nobody's training waits; one that wants everybody's waits until all have said as
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -43,11 +44,11 @@ class Means:
         """Answer those who ask."""
         while True:
             message = await self.fabric.receive(ASK)
-            if len(message.note) == 4:
+            with contextlib.suppress(PeerLost):  # nonsense costs its sender the connection
                 self._answer(message)
 
     def _answer(self, message: Message) -> None:
-        serial, name, turn, piece = map(int, message.note)
+        serial, name, turn, piece = message.numbers(4, 4)
         times, kept = self._said.get(name, (0, []))
         tag = (*ASK, serial)
         back = times - turn if turn else 0
@@ -66,6 +67,8 @@ class Means:
         """The mean of what all have said under a name, and of how many; `wait`: as often as this worker."""
         key = number(f"mean/{name}") >> 14
         times, kept = self._said.get(key, (0, []))
+        if wait and not kept:  # one that was started again goes on where the others are
+            times = max(0, await self._turn(key) - 1)
         self._said[key] = times + 1, [*kept[-1:], value]
         total, count = value.clone(), 1
         for peer in self.fabric.members:
@@ -81,6 +84,22 @@ class Means:
                 total, count = total.add_(theirs), count + 1
         return total.div_(count), count
 
+    async def _turn(self, key: int) -> int:
+        """How often the others have said something under a name."""
+        times = 0
+        for peer in self.fabric.members:
+            with contextlib.suppress(PeerLost):
+                if peer != self.fabric.rank:
+                    times = max(times, self._told(await self._ask(peer, key, 0, 0))[0])
+        return times
+
+    @staticmethod
+    def _told(message: Message) -> tuple[int, int]:
+        """How often, and how many numbers."""
+        if len(message.note) < 2 or not all(-2 < one < 2**53 for one in message.note[:2]):
+            raise message.bad("no part of a mean")
+        return int(message.note[0]), int(message.note[1])
+
     async def _theirs(self, peer: int, name: str, key: int, turn: int) -> Tensor | None:
         """What a worker has said; None: nothing, or it is gone."""
         loop = asyncio.get_running_loop()
@@ -89,14 +108,14 @@ class Means:
             while True:
                 ended = self._ended(peer)  # before asking: it says nothing more afterwards
                 message = await self._ask(peer, key, turn, 0)
-                size = int(message.note[1])
+                times, size = self._told(message)
                 if 0 <= size <= FEW:
                     return torch.tensor(message.note[2:], dtype=torch.float64)
                 if size > 0:
                     pieces = range(1, -(-size // self._longest))
                     rest = [await self._ask(peer, key, turn, piece) for piece in pieces]
                     return torch.cat([one.payload.cpu().to(torch.float64) for one in (message, *rest)])
-                if not turn or ended or int(message.note[0]) > turn:
+                if not turn or ended or times > turn:
                     return None
                 if loop.time() > warn_s:
                     warn_s = float("inf")

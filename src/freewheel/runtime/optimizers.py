@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import ChainMap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ class SeveralOptimizers(Optimizer):
     @property
     def state(self) -> Any:  # type: ignore[override]
         """What each remembers of its parameters."""
-        return ChainMap(*(one.state for one in self.members))
+        return {parameter: kept for one in self.members for parameter, kept in one.state.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The states of all, in order."""

@@ -66,7 +66,7 @@ class Place:
     """Where this worker writes its records, where that is its own."""
     life: int = 0
     """How often this worker was started, where who starts it counts."""
-    meeting: Meeting | None = field(default=None, compare=False)
+    meeting: Meeting | None = None
     """Where the others are found; None: a TCPStore at `host` and `port`."""
 
     @classmethod

@@ -90,6 +90,8 @@ class Rendezvous:
         self.there = True
         """Whether the store has answered when it was last asked."""
         self._hangs: tuple[Hangs, float] | None = None
+        self._probes: dict[int, socket.socket] = {}
+        """Connections with the ports of workers that are out of reach."""
         self._missed = 0
 
     def hurry(self) -> None:
@@ -270,9 +272,15 @@ class Rendezvous:
     def listens(self, peer: int) -> bool:
         """Whether a peer's process takes connections: the system answers for one that is stopped, too."""
         with contextlib.suppress(RuntimeError, OSError):
-            if (where := self.look_up(peer)) is not None:
-                socket.create_connection(where, timeout=LISTENS_S).close()
-                return True
+            if peer in self._probes:  # one that is stopped takes only so many connections: keep this one
+                with contextlib.suppress(BlockingIOError):
+                    if not self._probes[peer].recv(1):
+                        self._probes.pop(peer).close()
+            elif (where := self.look_up(peer)) is not None:
+                self._probes[peer] = socket.create_connection(where, timeout=LISTENS_S)
+                self._probes[peer].setblocking(False)
+            return peer in self._probes
+        self._probes.pop(peer, None)
         return False
 
     def known(self) -> list[int]:
@@ -296,7 +304,9 @@ class Rendezvous:
 
         Returned is what was said first: where it lacks this worker, its answer is not the run's.
         """
-        with contextlib.suppress(RuntimeError, OSError):
+        for probe in self._probes.values():
+            probe.close()
+        with contextlib.suppress(RuntimeError, OSError, Forged):  # a stranger's word is none
             said = self._store.compare_set("over", "", " ".join(map(str, members)))
             return tuple(map(int, said.split()))
         return tuple(members)

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset
 
 from freewheel.data.order import check_batch_size
@@ -137,8 +139,9 @@ class StreamLoader:
                 if self.given <= skip:  # used before the checkpoint
                     continue
                 yield batch
-                counters.samples += self.batch_size
-                self.samples += self.batch_size
+                count = min(self.batch_size, _samples(batch, self.batch_size))
+                counters.samples += count
+                self.samples += count
                 if self.stopped():
                     return
         finally:
@@ -158,3 +161,9 @@ class StreamLoader:
         """Go on there: what was given before is read again and left out."""
         self.epoch, self.begun = state["epoch"] + (state["begun"] and not state["under_way"]), False
         self.skip = state["given"] if state["under_way"] else 0
+
+
+def _samples(batch: Any, usual: int) -> int:
+    """How many samples a batch has: the last one may be short."""
+    leaves = pytree.tree_leaves(batch)
+    return next((len(one) for one in leaves if isinstance(one, torch.Tensor) and one.ndim), usual)

@@ -45,7 +45,7 @@ class Samples:
         vectors = [part for _, part, _, _ in parts if part is not None]
         mean = vectors[0].clone()
         for vector in vectors[1:]:
-            mean += vector
+            mean += vector.to(mean.device)  # short ones come as they were sent, in the host's memory
         buffers = mean_buffers([buffers for _, _, buffers, _ in sorted(parts, key=lambda one: one[0])])
         now, made = time.time(), sum(steps for *_, steps in parts)
         mean.div_(len(vectors))
