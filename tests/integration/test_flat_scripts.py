@@ -32,6 +32,9 @@ class Net(nn.Module):
         return self.last(self.norm(self.first(x)))
 
 
+MASK = torch.nn.Transformer.generate_square_subsequent_mask(12)
+
+
 def step(net: nn.Module, optimizer: torch.optim.Optimizer, rank: int) -> None:
     optimizer.zero_grad()
     net(torch.randn(8, 3) + rank).square().mean().backward()
@@ -48,7 +51,9 @@ def test_a_script_without_a_with_block_and_what_its_checkpoint_holds_at_the_end(
         made.checkpoint(tmp_path / "saved", every=1000)
         for _ in range(3 + place.rank):
             step(net, optimizer, place.rank)
-        mean = made.mean({"loss": float(place.rank), "seen": torch.tensor([1.0, place.rank])}, wait=True)
+        mean = made.mean(
+            {"loss": float(place.rank), "seen": torch.tensor([1.0, place.rank]), "mask": MASK}, wait=True
+        )
         answer = made.finish()
         with pytest.raises(fw.RunStopped, match=r"ends what .* began, once"):
             made.finish()
@@ -58,6 +63,7 @@ def test_a_script_without_a_with_block_and_what_its_checkpoint_holds_at_the_end(
     for mean, _ in ended:
         assert mean["loss"] == 0.5
         assert torch.equal(mean["seen"], torch.tensor([1.0, 0.5]))
+        assert torch.equal(mean["mask"], MASK)
     export(tmp_path / "saved", tmp_path / "model.pt")
     state = torch.load(tmp_path / "model.pt", weights_only=True)
     net = Net()

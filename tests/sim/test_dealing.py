@@ -169,6 +169,16 @@ def test_in_a_short_pass_of_fast_steps_all_have_as_much(late):
     assert {crew.by[rank, number] for rank in range(4) for number in range(4)} == {4}
 
 
+@pytest.mark.parametrize(
+    ("workers", "length", "batch"), [(2, 50, 32), (3, 70, 32), (4, 100, 32), (4, 20, 32)]
+)
+def test_where_a_share_is_less_than_a_batch_somebody_begins(workers, length, batch):
+    """Each kept a whole batch for each of the others, and nobody got any."""
+    crew = Crew(workers, length, passes=2, sizes=dict.fromkeys(range(workers), batch)).run()
+    crew.check()
+    assert set(crew.used.values()) == {1}
+
+
 def test_in_a_short_pass_a_slow_worker_has_less():
     crew = Crew(4, 64, passes=4, slow={3: 5.0}).run()
     crew.check()

@@ -92,8 +92,8 @@ class Shares:
             if peer != rank
         )
         room = free - kept
-        if own >= batch:
-            room = max(room, int(own))  # two who are within their shares never wait for each other
+        if own >= batch or not had[rank]:  # two who are within their shares never wait for each other,
+            room = max(room, int(own), batch)  # nor two whose shares are less than a batch
         if room < min(batch, free):
             return 0
         return max(batch, int(min(most, room)))

@@ -34,7 +34,7 @@ from freewheel.runtime.copies import Rest
 from freewheel.runtime.ending import Answer
 from freewheel.runtime.inventory import Inventory
 from freewheel.runtime.live_replica import live_replica
-from freewheel.runtime.means import FEW, flat, shaped
+from freewheel.runtime.means import flat, shaped
 from freewheel.runtime.place import Place
 from freewheel.runtime.records import Events, Recorder, describe, evaluation, open_board
 from freewheel.runtime.registrar import Registrar
@@ -269,14 +269,12 @@ class Worker:
         """The mean over workers of a number, a tensor, or a list or dict of them, in the same form.
 
         Of what each worker has last given under this name: nobody's training waits, and who has given
-        nothing yet is not in it. With `wait` it is waited for until all have given as much: all must call it
-        as often.
+        nothing yet is not in it. A tensor that holds infinities, as masks do, stays this worker's. With
+        `wait` it is waited for until all have given as much: all must call it as often.
         """
         vector = flat(value)
         if not self._inside:
             raise ConfigError("call worker.mean inside the with-block, or between start and finish.")
-        if vector.numel() > FEW and not vector.isfinite().all():
-            raise ConfigError(f"mean of {name!r}: the tensors hold numbers that are not finite.")
         self._replica.end_moving()  # a step may have raised
         asked = self._agent.begin(self._agent.means.mean(vector, name, wait))
         while True:

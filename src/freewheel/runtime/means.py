@@ -137,7 +137,8 @@ class Means:
 def flat(value: Any) -> Tensor:
     """Numbers, tensors, lists and dicts of them as one vector."""
     if isinstance(value, Tensor):
-        return value.detach().flatten().to("cpu", torch.float64)
+        none = value.detach().flatten()[:0]
+        return (none if _stays(value) else value.detach().flatten()).to("cpu", torch.float64)
     if isinstance(value, dict):
         return torch.cat([torch.empty(0, dtype=torch.float64), *map(flat, value.values())])
     if isinstance(value, list | tuple):
@@ -155,7 +156,8 @@ def shaped(vector: Tensor, like: Any) -> Any:
 
     def shape(one: Any) -> Any:
         if isinstance(one, Tensor):
-            return next(numbers).view(one.shape).to(one.device, one.dtype)
+            mean = next(numbers)
+            return one.clone() if _stays(one) else mean.view(one.shape).to(one.device, one.dtype)
         if isinstance(one, dict):
             return type(one)({key: shape(inner) for key, inner in one.items()})
         if isinstance(one, list | tuple):
@@ -165,9 +167,14 @@ def shaped(vector: Tensor, like: Any) -> Any:
     return shape(like)
 
 
+def _stays(tensor: Tensor) -> bool:
+    """Whether it has no mean: a mask, whose infinities are meant."""
+    return tensor.ndim > 0 and not bool(tensor.isfinite().all())
+
+
 def _sizes(value: Any) -> list[int]:
     if isinstance(value, Tensor):
-        return [value.numel()]
+        return [0 if _stays(value) else value.numel()]
     if isinstance(value, dict | list | tuple):
         inner = value.values() if isinstance(value, dict) else value
         return [size for one in inner for size in _sizes(one)]
