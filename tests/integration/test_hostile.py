@@ -223,11 +223,13 @@ class Lines(logging.Handler):
 
 
 @pytest.fixture
-def lines() -> Iterator[Lines]:
-    handler = Lines()
-    logging.getLogger("freewheel").addHandler(handler)
-    yield handler
-    logging.getLogger("freewheel").removeHandler(handler)
+def lines(caplog) -> Iterator[Lines]:
+    """All of it: of one that hangs up nobody is warned."""
+    handler, log = Lines(), logging.getLogger("freewheel")
+    log.addHandler(handler)
+    with caplog.at_level(logging.DEBUG, "freewheel"):
+        yield handler
+    log.removeHandler(handler)
 
 
 @pytest.fixture
