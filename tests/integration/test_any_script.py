@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import threading
@@ -645,3 +646,20 @@ def test_sparse_gradients_are_averaged(kind):
     plain = filled(nn.Embedding(6, 3, sparse=True), 0)
     loop(plain, kind(plain.parameters(), lr=0.1), 0)
     torch.testing.assert_close(alone.weight, plain.weight)
+
+
+@pytest.mark.parametrize("when", ["inside", "at the end", "never"])
+def test_weights_that_are_overwritten_between_steps_are_noticed(when, caplog):
+    """As by one who restores the best weights so far, or swaps an average in to evaluate it."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    best = copy.deepcopy(model.state_dict())
+    with fw.attach(model, optimizer, "adpsgd"):
+        for number in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().mean().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            if (number, when) in ((1, "inside"), (3, "at the end")):
+                model.load_state_dict(best)
+    assert caplog.text.count("changed outside the optimizer's step") == (when != "never")

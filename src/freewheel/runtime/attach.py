@@ -451,6 +451,7 @@ class Worker:
                 self._state, self._ended_s = "finished", time.perf_counter()
                 self._check()
                 self._inventory.check()
+                self._inventory.check_still()
                 self._say_idle()
                 self._checkpoints.close()
                 answer = self._patiently(self._agent.finish(self._store))

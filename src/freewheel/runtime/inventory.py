@@ -8,6 +8,7 @@ model has been given since, one that lies in other memory.
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 
 from freewheel.errors import RunStopped
 from freewheel.replica import Replica
+
+log = logging.getLogger("freewheel")
 
 
 class Inventory:
@@ -30,6 +33,10 @@ class Inventory:
         self._homes = {name: one.data_ptr() for name, one in self.trained.items()}
         slots = [(name, one, one.data_ptr(), *self._slot(name)) for name, one in self.trained.items()]
         self._next = itertools.cycle(slots)
+        self._first = next(iter(self.trained.values()), None)
+        """Whoever overwrites weights overwrites this one, too: looked at in every step."""
+        self._stood, self._warned = 0, False
+        self.stands()
         self._enrolled, self._asleep = 0, list[tuple[str, nn.Parameter]]()
         self._enrol()
 
@@ -68,6 +75,19 @@ class Inventory:
                     f"the parameter {name} was frozen when the model was attached and is trained now: it is "
                     "not merged. Let it require gradients at attach, and freeze it inside the with-block."
                 )
+
+    def stands(self) -> None:
+        """A step is complete: until the next one nobody moves the weights."""
+        self._stood = 0 if self._first is None else self._first._version
+
+    def check_still(self) -> None:
+        """Warn, once, if the script has moved them meanwhile: an exchange under way does not know of it."""
+        if not self._warned and self._first is not None and self._first._version != self._stood:
+            self._warned = True
+            log.warning(
+                "weights were changed outside the optimizer's step (load_state_dict, or others swapped in to "
+                "evaluate). Others may have averaged with either: do it outside the with-block, or on a copy"
+            )
 
     def _enrol(self) -> None:
         """Look at what the optimizer trains, when it has got more."""

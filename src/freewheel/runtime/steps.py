@@ -138,8 +138,10 @@ class Steps:
         counters = self._agent.node.counters
         blocked = counters.blocked_s["data"] + counters.blocked_s["checkpoint"]
         self._computed(time.perf_counter() - self._began_s, blocked - self._blocked_s)
-        if not self._measured and not self._stepped:
-            counters.stale(self._stale)
+        if not self._stepped:
+            self._inventory.check_still()
+            if not self._measured:
+                counters.stale(self._stale)
         if self._before is not None:
             self._choose_gradients(optimizer)
         given = closure_of(args, kwargs)
@@ -233,6 +235,7 @@ class Steps:
         replica.end_moving()
         if self._wakes:
             self._agent.stepped()
+        self._inventory.stands()
         self._stale = node.unmerged_steps
         self._checkpoints.stepped(node.counters.steps)
 
