@@ -329,7 +329,7 @@ def test_mixed_precision_accumulation_clipping_and_schedules(strategy):
     for steps, lr, loss in together(2, work):
         assert steps == 12  # not 24: a step is the optimizer's
         assert lr == pytest.approx(0.1 / 8)
-        assert loss < 1
+        assert loss < 1.5  # from 2.2
 
 
 def test_a_step_the_scaler_skips_is_no_step():
