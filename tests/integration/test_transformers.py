@@ -207,6 +207,7 @@ if __name__ == "__main__":
 )
 
 
+@pytest.mark.slow
 def test_two_workers_of_which_one_is_killed_and_comes_back(tmp_path):
     found = guests.run(tmp_path, SCRIPT, "-n", "2", "--restarts", "1")
     assert list(found) == [0, 1]
