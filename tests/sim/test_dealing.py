@@ -210,14 +210,19 @@ def test_workers_with_different_batch_sizes_share_one_pass(sizes):
     assert all(crew.by[rank, number] for rank in range(4) for number in range(3))
 
 
+def crash_at_random(crew: Crew, seed: int, times: int, *, workers: int, within_s: float) -> None:
+    """Let workers die and come back."""
+    dice = random.Random(seed)
+    for _ in range(times):
+        rank, moment = dice.randrange(workers), dice.uniform(0, within_s)
+        crew.at(moment, crew.crash, rank)
+        crew.at(moment + dice.uniform(0.001, 0.5), crew.restart, rank)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_different_batch_sizes_and_crashes(seed):
     crew = Crew(4, 900, passes=3, sizes={0: 5, 1: 8, 2: 3, 3: 16}, seed=seed)
-    dice = random.Random(seed)
-    for _ in range(8):
-        rank, moment = dice.randrange(4), dice.uniform(0, 2.0)
-        crew.at(moment, crew.crash, rank)
-        crew.at(moment + dice.uniform(0.001, 0.5), crew.restart, rank)
+    crash_at_random(crew, seed, 8, workers=4, within_s=2.0)
     crew.run().check()
 
 
@@ -289,11 +294,7 @@ def test_random_crashes_and_restarts(seed):
 @pytest.mark.parametrize("seed", range(10))
 def test_a_hundred_random_kills_in_one_run(seed):
     crew = Crew(8, 4000, passes=3, seed=seed)
-    dice = random.Random(seed)
-    for _ in range(100):
-        rank, moment = dice.randrange(8), dice.uniform(0, 15.0)
-        crew.at(moment, crew.crash, rank)
-        crew.at(moment + dice.uniform(0.001, 0.5), crew.restart, rank)
+    crash_at_random(crew, seed, 100, workers=8, within_s=15.0)
     crew.run().check()
     assert crew.again < 100 * 150
 

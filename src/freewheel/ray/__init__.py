@@ -6,7 +6,7 @@
 `train` calls `fw.attach` as any script does. `freewheel run --ray -n 4 train.py` does the same for a script.
 """
 
-from freewheel.errors import ConfigError
+from freewheel.errors import ConfigError, NotInstalled
 
 OLDEST, NEWEST = (2, 50), (2, 61)
 """Versions of Ray this was written for: from the first, to before the second."""
@@ -14,7 +14,7 @@ OLDEST, NEWEST = (2, 50), (2, 61)
 try:
     import ray as _ray
 except ImportError:
-    raise ConfigError("Ray is not installed. Install it: pip install 'freewheel[ray]'.") from None
+    raise NotInstalled("freewheel.ray", "Ray", "ray") from None
 _version = tuple(int(part) for part in _ray.__version__.split(".")[:2])
 if not OLDEST <= _version < NEWEST:
     raise ConfigError(
