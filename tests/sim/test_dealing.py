@@ -283,11 +283,7 @@ def test_nobody_waits_for_a_dealer_whose_link_is_cut(moment):
 def test_random_crashes_and_restarts(seed):
     workers = 2 + seed % 5
     crew = Crew(workers, 400, passes=3, slow={workers - 1: 3.0}, seed=seed)
-    dice = random.Random(seed)
-    for _ in range(100 // 5):
-        rank, moment = dice.randrange(workers), dice.uniform(0, 6.0)
-        crew.at(moment, crew.crash, rank)
-        crew.at(moment + dice.uniform(0.001, 0.5), crew.restart, rank)
+    crash_at_random(crew, seed, 100 // 5, workers=workers, within_s=6.0)
     crew.run().check()
 
 
