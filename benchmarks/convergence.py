@@ -5,7 +5,8 @@
 
 `run` adds one line of JSON for each cell and leaves out the cells that are there, so it can be stopped and
 started again. All cells see the same number of samples. The rate is that of one worker times their number, up
-to 8 of them, and times the square root of what is beyond. `--jobs` cells are computed at the same time.
+to 8 of them, and times the square root of what is beyond; AdamW's is times the square root of up to 8.
+`--jobs` cells are computed at the same time. `--by loss` measures by the loss and not by the accuracy.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from typing import Any
 
 ROUNDS = ("allreduce", "adpsgd", "adpsgd:per_step=3", "nodelay_free", "sasgd:interval=8:state=averaged",
           "asgd", "dasgd")  # fmt: skip
-LESS = 0.005
-"""How far below all-reduce's final accuracy the target is."""
+LESS, MORE = 0.005, 0.01
+"""How far below all-reduce's final accuracy, and above its loss, the target is."""
 Row = dict[str, Any]
 
 
@@ -38,7 +39,7 @@ def cells(given: argparse.Namespace) -> list[Row]:
     keys = itertools.product(seeds, speeds, sizes, strategies)
     return [
         {"task": given.name or given.task.split(":")[0], "strategy": strategy, "workers": workers,
-         "slow": float(slow), "seed": int(seed)}
+         "slow": float(slow), "seed": int(seed), "by": given.by}
         for seed, slow, workers, strategy in keys
     ]  # fmt: skip
 
@@ -54,14 +55,18 @@ def compute(row: Row, given: argparse.Namespace) -> Row:
 
     workers = row["workers"]
     steps = round(given.worker_steps / workers)
-    lr = given.lr * min(workers, 8) * math.sqrt(max(1.0, workers / 8))
+    adam = given.optimizer == "adamw"
+    lr = given.lr * (
+        math.sqrt(min(workers, 8)) if adam else min(workers, 8) * math.sqrt(max(1.0, workers / 8))
+    )
     slow = {workers - 1: row["slow"]} if row["slow"] > 1 else {}
     began_s = time.perf_counter()
     result = fw.simulate(
         row["strategy"],
         given.loaded,
-        workers=workers, steps=steps, seed=row["seed"], device=given.device, lr=lr, momentum=0.9,
-        weight_decay=5e-4, schedule="cosine", evaluations=given.evaluations,
+        workers=workers, steps=steps, seed=row["seed"], device=given.device, lr=lr,
+        optimizer=given.optimizer, momentum=None if adam else 0.9, weight_decay=0.0 if adam else 5e-4,
+        schedule="cosine", warmup=given.warmup * steps, evaluations=given.evaluations,
         compute=fw.Compute(ms=20, kind="lognormal", spread=0.1, slow=slow),
         links=fw.Links(mbit=10_000, latency_ms=0.05),
     )  # fmt: skip
@@ -98,7 +103,7 @@ def run(given: argparse.Namespace) -> None:
         handle = os.open(out, os.O_WRONLY | os.O_APPEND)
         os.write(handle, line.encode())  # in one piece, beside other jobs
         os.close(handle)
-        print(*key(found), f"{100 * found['accuracy']:.2f} %", f"{found['took_s']:.0f} s", flush=True)
+        print(*key(found), f"{score(found):.3f}", f"{found['took_s']:.0f} s", flush=True)
 
 
 def read(path: Path) -> list[Row]:
@@ -120,19 +125,27 @@ def grouped(rows: list[Row]) -> dict[tuple[str, float], dict[tuple[str, int], li
     return found
 
 
-def reached_s(row: Row, target: float) -> float | None:
-    """When the accuracy was first there."""
-    return next((at_s for at_s, accuracy, _ in row["curve"] if accuracy >= target), None)
+def score(row: Row) -> float:
+    """Per cent of the answers that are right, or the loss."""
+    return 100 * row["accuracy"] if row["by"] == "accuracy" else row["loss"]
+
+
+def reached_s(row: Row, base: list[Row]) -> float | None:
+    """When it was first as good as all-reduce's end, less a little."""
+    if row["by"] == "loss":
+        most = mean(other["loss"] for other in base) + MORE
+        return next((at_s for at_s, _, loss in row["curve"] if loss <= most), None)
+    least = mean(other["accuracy"] for other in base) - LESS
+    return next((at_s for at_s, accuracy, _ in row["curve"] if accuracy >= least), None)
 
 
 def cell(rows: list[Row], base: list[Row]) -> str:
     """One field of the table: accuracy, and how much sooner the target was reached than by all-reduce."""
     if not rows:
         return ""
-    text = spread([100 * row["accuracy"] for row in rows], 1)
+    text = spread([score(row) for row in rows], 1 if rows[0]["by"] == "accuracy" else 3)
     if base and rows[0]["strategy"] != "allreduce":
-        target = mean(row["accuracy"] for row in base) - LESS
-        ours, theirs = ([reached_s(row, target) for row in some] for some in (rows, base))
+        ours, theirs = ([reached_s(row, base) for row in some] for some in (rows, base))
         if None not in theirs:
             sooner = "never" if None in ours else f"{mean(theirs) / mean(ours):.2f}×"  # type: ignore[type-var]
             text += f", {sooner}"
@@ -164,7 +177,7 @@ def picture(groups: dict[tuple[str, float], dict[tuple[str, int], list[Row]]]) -
     width, height = 300, 220
     for number, ((task, slow), found) in enumerate(groups.items()):
         sizes = sorted({workers for _, workers in found})
-        means = {place: mean(100 * row["accuracy"] for row in rows) for place, rows in found.items() if rows}
+        means = {place: mean(score(row) for row in rows) for place, rows in found.items() if rows}
         low, high = math.floor(min(means.values())) - 1, math.ceil(max(means.values())) + 1
         low = max(low, high - 25)
 
@@ -215,6 +228,9 @@ def main() -> None:
     computing.add_argument("--seeds", default="0,1,2")
     computing.add_argument("--worker-steps", type=int, default=7840, help="in all: 20 epochs of 392 batches")
     computing.add_argument("--lr", type=float, default=0.05, help="for one worker")
+    computing.add_argument("--by", choices=["accuracy", "loss"], default="accuracy")
+    computing.add_argument("--optimizer", default="sgd")
+    computing.add_argument("--warmup", type=float, default=0.05, help="share of the steps")
     computing.add_argument("--evaluations", type=int, default=20)
     computing.add_argument("--seconds", type=float, default=math.inf, help="begin no cell after these")
     computing.add_argument("--jobs", type=int, default=1)

@@ -4,8 +4,9 @@
 
 A form is a name with settings: `all` (gradients of all are averaged), `pairs` (random pairs average, the
 correction comes `delay` steps late), `merge` (all average, which takes `delay` steps), `local` (all average
-every `interval` steps); with lr, warmup (steps), moments=1 (averaged too), nesterov=0 and seed. Nothing here
-uses Freewheel's engine: it is a check of it.
+every `interval` steps); with lr, warmup (steps), moments=1 (averaged too), nesterov=0, early and late (shares
+of the steps, at the beginning and the end, without delay) and seed. Nothing here uses Freewheel's engine:
+it is a check of it.
 """
 
 from __future__ import annotations
@@ -84,6 +85,7 @@ def run(replicas: Replicas, form: str, steps: int) -> str:
     lr_top, warmup = float(given.get("lr", 0.4)), float(given.get("warmup", steps / 20))
     usual = {"delay": 1, "interval": 8, "moments": 0, "nesterov": 1}
     delay, interval, moments, nesterov = (int(given.get(key, usual[key])) for key in usual)
+    early, late = float(given.get("early", 0)) * steps, steps - float(given.get("late", 0)) * steps
     draws = torch.Generator(device=replicas.device).manual_seed(int(given.get("seed", 1)))
     x = replicas.start.repeat(replicas.workers, 1)
     v = torch.zeros_like(x)
@@ -108,7 +110,7 @@ def run(replicas: Replicas, form: str, steps: int) -> str:
             else:
                 under_way = (x.mean(0) - x, v.mean(0) - v)
             due = step + delay
-            if not delay:
+            if not delay or not early <= step < late:
                 x, v, under_way = x + under_way[0], v + moments * under_way[1], None
         if kind == "local" and (step + 1) % interval == 0:
             x = x.mean(0, keepdim=True).repeat(replicas.workers, 1)
