@@ -146,7 +146,7 @@ def cell(rows: list[Row], base: list[Row]) -> str:
     text = spread([score(row) for row in rows], 1 if rows[0]["by"] == "accuracy" else 3)
     if base and rows[0]["strategy"] != "allreduce":
         ours, theirs = ([reached_s(row, base) for row in some] for some in (rows, base))
-        if None not in theirs:
+        if None not in theirs:  # each run of all-reduce comes there, too
             sooner = "never" if None in ours else f"{mean(theirs) / mean(ours):.2f}×"  # type: ignore[type-var]
             text += f", {sooner}"
     return text
