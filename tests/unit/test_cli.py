@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -109,6 +110,17 @@ def test_help_and_version():
     assert "simulate" in freewheel("--help").stdout
     assert freewheel("--version").stdout.startswith("freewheel 0.")
     assert "--link-mbit" in freewheel("simulate", "--help").stdout
+
+
+@pytest.mark.parametrize("command", ["simulate", "train", "compare", "plan"])
+def test_the_first_help_screen_is_short_and_the_whole_one_complete(command):
+    few, all_of_them = (
+        set(re.findall(r"^  (--[\w-]+)", freewheel(command, how).stdout, re.MULTILINE))
+        for how in ("--help", "--help-all")
+    )
+    assert len(few) <= 14
+    assert few < all_of_them
+    assert {"--seed", "--slow"} <= all_of_them
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from freewheel import names
 from freewheel.cli.console import bars, output
-from freewheel.cli.options import ranks_and_numbers
+from freewheel.cli.options import option, takes
 from freewheel.cli.run import _module, _script
 from freewheel.errors import ConfigError
 from freewheel.observe.files import check_writable, write_whole
@@ -28,11 +28,15 @@ from freewheel.planning.choice import Progress
 from freewheel.planning.measure import LinkTo, Measurement, measure_links, measure_script
 from freewheel.planning.setting import Setting
 
+MEASURED = ("link_mbit", "latency_ms", "jitter")
 
+
+@takes(Setting, **dict.fromkeys(MEASURED))
 def plan(
+    machines: dict[str, Any],
     context: typer.Context,
     workers: Annotated[
-        int | None, typer.Option(help="How many workers; --scale says it, too.", show_default=False)
+        int | None, option(meaning="How many workers; --scale says it, too.", show_default=False)
     ] = None,
     command: Annotated[
         list[str] | None,
@@ -44,56 +48,32 @@ def plan(
         ),
     ] = None,
     measure: Annotated[
-        bool,
-        typer.Option("--measure", help="Run SCRIPT alone for a few steps to get model, time and jitter."),
+        bool, option("--measure", meaning="Run SCRIPT alone for a few steps to get model, time and jitter.")
     ] = False,
-    module: Annotated[bool, typer.Option("-m", help="SCRIPT is a module, as in python -m.")] = False,
+    module: Annotated[bool, option("-m", meaning="SCRIPT is a module, as in python -m.", rare=True)] = False,
     hosts: Annotated[
         str | None,
-        typer.Option(help="HOST[:PORT],…: time the links to these; each runs `freewheel doctor --serve`."),
+        option(meaning="HOST[:PORT],…: time the links to these; each runs `freewheel doctor --serve`."),
     ] = None,
-    tls: Annotated[Path | None, typer.Option(help="Keys for --hosts, as freewheel keys makes them.")] = None,
-    model_mb: Annotated[float | None, typer.Option(help="What the weights weigh; or --measure.")] = None,
-    compute_ms: Annotated[float | None, typer.Option(help="Mean time of a step; or --measure.")] = None,
-    jitter: Annotated[
-        float | None, typer.Option(help="How much a worker's steps vary, e.g. 0.1; default: 0, or measured.")
+    tls: Annotated[
+        Path | None, option(meaning="Keys for --hosts, as freewheel keys makes them.", rare=True)
     ] = None,
-    link_mbit: Annotated[
-        float | None, typer.Option(help="Bandwidth of each worker, in and out; default: 1000, or --hosts.")
-    ] = None,
-    latency_ms: Annotated[
-        float | None, typer.Option(help="Latency of every link; default: 0.2, or --hosts.")
-    ] = None,
-    slow: Annotated[
-        list[str] | None, typer.Option(help="RANK:FACTOR, this worker computes slower; repeatable.")
-    ] = None,
-    slow_link: Annotated[
-        list[str] | None, typer.Option(help="RANK:FACTOR, this worker's link is slower; repeatable.")
-    ] = None,
-    workers_per_node: Annotated[
-        int, typer.Option(help="Workers that share a machine, in order of rank.")
-    ] = 1,
-    message_ms: Annotated[
-        float, typer.Option(help="What a message takes at its ends, beside the wire.")
-    ] = 0.5,
-    memory_gb: Annotated[
-        float | None, typer.Option(help="What each worker has; strategies that need more are left out.")
-    ] = None,
-    sensitivity: Annotated[
-        float, typer.Option(help="How much drift and lag cost in convergence, against what digits shows.")
-    ] = 1.0,
+    model_mb: Annotated[float | None, option(meaning="What the weights weigh; or --measure.")] = None,
+    compute_ms: Annotated[float | None, option(meaning="Mean time of a step; or --measure.")] = None,
     strategy: Annotated[
-        str, typer.Option(help="Only these, separated by commas; with settings: sasgd:interval=8.")
+        str, option(meaning="Only these, separated by commas; with settings: sasgd:interval=8.")
     ] = "all",
     steps: Annotated[
-        int | None, typer.Option(help="Simulated steps of each worker; default: what each strategy needs.")
+        int | None,
+        option(meaning="Simulated steps of each worker; default: what each strategy needs.", rare=True),
     ] = None,
-    seed: Annotated[int, typer.Option(help="One seed, one plan.")] = 0,
     scale: Annotated[
-        str | None, typer.Option(help="Numbers of workers, as in 4,16,64: how costs grow, instead of a plan.")
+        str | None, option(meaning="Numbers of workers, as in 4,16,64: how costs grow, instead of a plan.")
     ] = None,
-    report: Annotated[Path | None, typer.Option(help="With --scale: draw it into this HTML file.")] = None,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the plan here.")] = None,
+    report: Annotated[
+        Path | None, option(meaning="With --scale: draw it into this HTML file.", rare=True)
+    ] = None,
+    json_path: Annotated[Path | None, option("--json", meaning="Write the plan here.", rare=True)] = None,
 ) -> None:
     """Say which strategy to use: all of them in virtual time, ranked by what their steps are worth."""
     _check_order(context, command or [])
@@ -112,21 +92,11 @@ def plan(
         raise ConfigError("--report draws how costs grow: give --scale, as in --scale 4,16,64.")
     for path in (report, json_path):
         check_writable(path)
-    given: dict[str, Any] = {
-        "workers": workers,
-        "slow": {rank: factor for rank, (factor,) in ranks_and_numbers("--slow", slow, 1)},
-        "slow_link": {rank: factor for rank, (factor,) in ranks_and_numbers("--slow-link", slow_link, 1)},
-        "workers_per_node": workers_per_node,
-        "message_ms": message_ms,
-        "memory_gb": memory_gb,
-        "sensitivity": sensitivity,
-        "seed": seed,
-    }
     chosen = [] if strategy == "all" else names.split(strategy)
     # Mistakes are found before minutes are spent on measuring; 1 stands for what is measured.
-    numbers: dict[str, Any] = {"model_mb": model_mb, "compute_ms": compute_ms, "jitter": jitter}
-    numbers |= {"link_mbit": link_mbit, "latency_ms": latency_ms}
+    numbers = {"model_mb": model_mb, "compute_ms": compute_ms} | {key: machines.pop(key) for key in MEASURED}
     known: dict[str, Any] = {key: value for key, value in numbers.items() if value is not None}
+    given = {"workers": workers, **machines}
     planner.check(Setting(**{"model_mb": 1.0, "compute_ms": 1.0, **given, **known}), chosen)
     script = _command(command, measure, module)
     if not measure and (model_mb is None or compute_ms is None):

@@ -5,16 +5,21 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from rich.console import Console
 
-from freewheel.cli.options import command_line
+from freewheel.cli.options import command_line, option
 from freewheel.observe.files import write_whole
 from freewheel.observe.report import write
 from freewheel.observe.result import Result
 from freewheel.observe.run import Run
 from freewheel.observe.table import results_tables
 from freewheel.observe.versus import versus
+
+Json = Annotated[Path | None, option("--json", meaning="Write the figures here.", rare=True)]
+Report = Annotated[Path | None, option(meaning="Write an HTML report here.")]
+Force = Annotated[bool, option("--force", meaning="Overwrite records in --folder.", rare=True)]
 
 
 def show(console: Console, results: Sequence[Result]) -> None:

@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import tempfile
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import Annotated, Any
 
 from freewheel import api, strategies, tasks
 from freewheel.cli.console import bars, output
-from freewheel.cli.options import Curve, Decay, Optimizer, Warmup, command_line, ranks_and_numbers
-from freewheel.cli.results import save, show
+from freewheel.cli.options import command_line, option, ranks_and_numbers, takes
+from freewheel.cli.results import Force, Json, Report, save, show
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.observe.files import check_unused, check_writable, open_whole
 from freewheel.observe.report import recorded
@@ -24,120 +22,67 @@ from freewheel.sim.scenario import Scenario
 from freewheel.strategy import Strategy
 
 
+@takes(Scenario, Links)
 def simulate(
+    scenario: dict[str, Any],
+    links: dict[str, Any],
     strategy: Annotated[
-        str,
-        typer.Option(
-            help="One or several, separated by commas, with settings: sasgd:interval=8,adpsgd; or all."
-        ),
+        str, option(meaning="One or several, with settings: sasgd:interval=8,adpsgd; or all.")
     ] = "adpsgd",
-    workers: Annotated[int, typer.Option(help="How many workers.")] = 8,
-    task: Annotated[
-        str, typer.Option(help="digits, digits:net=cnn, quadratic, cifar10 or chars.")
-    ] = "digits",
-    steps: Annotated[
-        int, typer.Option(help="Budget: workers × steps in all; fast workers may use it up.")
-    ] = 200,
-    seed: Annotated[int, typer.Option(help="One seed, one run.")] = 0,
-    compute_ms: Annotated[float, typer.Option(help="Mean time of a gradient.")] = 10.0,
+    task: Annotated[str, option(meaning="digits, digits:net=cnn, quadratic, cifar10 or chars.")] = "digits",
+    compute_ms: Annotated[float, option(meaning="Mean time of a gradient.")] = 10.0,
     compute: Annotated[
         list[str] | None,
-        typer.Option(
-            help="constant, uniform:0.3, exponential, lognormal:0.3 or trace:FILE (ms per step); "
-            "RANK=MODEL for one worker; repeatable."
+        option(
+            meaning="constant, uniform:0.3, exponential, lognormal:0.3 or trace:FILE (ms per step); "
+            "RANK=MODEL for one worker; repeatable.",
+            rare=True,
         ),
     ] = None,
     slow: Annotated[
-        list[str] | None, typer.Option(help="RANK:FACTOR, this worker computes slower; repeatable.")
+        list[str] | None, option(meaning="RANK:FACTOR, this worker computes slower; repeatable.")
     ] = None,
     pause: Annotated[
-        list[str] | None, typer.Option(help="RANK:AT_S:FOR_S, this worker stops for a while.")
+        list[str] | None, option(meaning="RANK:AT_S:FOR_S, this worker stops for a while.", rare=True)
     ] = None,
-    link_mbit: Annotated[float, typer.Option(help="Bandwidth of each worker, in and out.")] = 1000.0,
-    out_mbit: Annotated[float | None, typer.Option(help="Bandwidth out, where it differs.")] = None,
-    latency_ms: Annotated[float, typer.Option(help="Latency of every link.")] = 0.2,
-    slow_link: Annotated[
-        list[str] | None, typer.Option(help="RANK:FACTOR, this worker's link is slower.")
-    ] = None,
-    backbone_mbit: Annotated[
-        float | None, typer.Option(help="A backbone all messages between nodes share.")
-    ] = None,
-    workers_per_node: Annotated[
-        int, typer.Option(help="Workers that share a machine, in order of rank.")
-    ] = 1,
     fault: Annotated[
         list[str] | None,
-        typer.Option(
-            help="crash:3@0.5, restart:3@1, cut:3@0.5, cut:3-5@0.5, heal:3@2, slow:3x9@0.5, throttle:3x9@0.5."
+        option(
+            meaning="crash:3@0.5, restart:3@1, cut:3@0.5, cut:3-5@0.5, heal:3@2, slow:3x9@0.5, "
+            "throttle:3x9@0.5."
         ),
     ] = None,
     topology: Annotated[
-        str | None, typer.Option(help="ring, torus:rows=4, … for the strategies that have one.")
+        str | None, option(meaning="ring, torus:rows=4, … for the strategies that have one.", rare=True)
     ] = None,
-    optimizer: Optimizer = "sgd",
-    lr: Annotated[
-        float | None, typer.Option(help="Learning rate of the averaged update; default: the task's.")
+    json_path: Json = None,
+    report: Report = None,
+    trace: Annotated[
+        Path | None, option(meaning="Write every event here (one strategy only).", rare=True)
     ] = None,
-    momentum: Annotated[
-        float | None, typer.Option(help="Nesterov momentum; default: the strategy's.")
-    ] = None,
-    weight_decay: Decay = 0.0,
-    schedule: Curve = "constant",
-    warmup: Warmup = None,
-    model_mb: Annotated[
-        float | None, typer.Option(help="What the model weighs on the wire; default: the task's.")
-    ] = None,
-    target: Annotated[float | None, typer.Option(help="Accuracy to time, e.g. 0.9.")] = None,
-    device: Annotated[
-        str, typer.Option(help="Where gradients are computed: cpu, or cuda, then those that overlap at once.")
-    ] = "cpu",
-    no_gradients: Annotated[bool, typer.Option("--no-gradients", help="Timing only: train nothing.")] = False,
-    json_path: Annotated[Path | None, typer.Option("--json", help="Write the figures here.")] = None,
-    report: Annotated[Path | None, typer.Option(help="Write an HTML report here.")] = None,
-    trace: Annotated[Path | None, typer.Option(help="Write every event here (one strategy only).")] = None,
     folder: Annotated[
         Path | None,
-        typer.Option(
-            help="Write records here, as a real run does; one folder for each of several strategies."
-        ),
+        option(meaning="Write records here, as a real run does; one folder for each of several strategies."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite records in --folder.")] = False,
+    force: Force = False,
     keep_going: Annotated[
-        bool, typer.Option("--keep-going", help="When a strategy cannot go on (a crash), show the others.")
+        bool,
+        option("--keep-going", meaning="When a strategy cannot go on (a crash), show the others.", rare=True),
     ] = False,
 ) -> None:
     """Train a task with one or several strategies in virtual time and compare them."""
-    scenario = Scenario(
-        workers=workers,
-        steps=steps,
-        seed=seed,
+    asked = Scenario(
         compute=_compute(compute or [], compute_ms, slow, pause),
-        links=Links(
-            mbit=link_mbit,
-            out_mbit=out_mbit,
-            latency_ms=latency_ms,
-            slow={rank: factor for rank, (factor,) in ranks_and_numbers("--slow-link", slow_link, 1)},
-            backbone_mbit=backbone_mbit,
-            workers_per_node=workers_per_node,
-        ),
+        links=Links(**links),
         faults=[Fault.parse(text) for text in fault or []],
-        optimizer=optimizer,
-        lr=lr,
-        momentum=momentum,
-        weight_decay=weight_decay,
-        schedule=schedule,
-        warmup=warmup,
-        model_mb=model_mb,
-        gradients=not no_gradients,
-        device=device,
-        target=target,
+        **scenario,
     )
     chosen = _with_topology(strategies.resolve_all(strategy), topology)
     problem = tasks.resolve(task)
     if trace is not None and len(chosen) > 1:
         raise ConfigError("--trace takes the events of one strategy; give only one.")
     for one in chosen:
-        one.check(workers)
+        one.check(asked.workers)
     paths = [path.resolve() for path in (json_path, report, trace) if path is not None]
     if len(set(paths)) < len(paths):
         raise ConfigError("--json, --report and --trace must be different files.")
@@ -149,7 +94,7 @@ def simulate(
         homes = _homes(records, chosen)
         if folder is not None:
             check_unused(dict.fromkeys([folder, *(home for home in homes if home is not None)]), force)
-        done, stopped = _run_all(chosen, problem, scenario, trace, keep_going, homes, task)
+        done, stopped = _run_all(chosen, problem, asked, trace, keep_going, homes, task)
         runs = [recorded(home) for _, home in done if home is not None]
     results = [result for result, _ in done]
     console = output()
@@ -160,7 +105,7 @@ def simulate(
                 console.print(f"{result.strategy}: {trouble}", highlight=False, soft_wrap=True)
         if len(results) == 1:
             console.print(f"trace sha256 {results[0].trace_sha256}", highlight=False, soft_wrap=True)
-        title = f"{task} on {workers} workers"
+        title = f"{task} on {asked.workers} workers"
         save(console, results, runs, json_path=json_path, report=report, title=title)
     if folder is not None:
         console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)

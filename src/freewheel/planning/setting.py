@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from freewheel.errors import ConfigError, at_least
+from freewheel.settings import setting
 from freewheel.sim.compute import Compute
 from freewheel.sim.links import Links
 from freewheel.sim.scenario import Scenario
@@ -24,27 +25,28 @@ class Setting:
     model_mb: float
     compute_ms: float
     """Mean time of a gradient on a worker that is not slow."""
-    link_mbit: float = 1000.0
-    latency_ms: float = 0.2
-    slow: Mapping[int, float] = field(default_factory=dict)
-    """Rank to factor: this worker takes that many times as long."""
-    slow_link: Mapping[int, float] = field(default_factory=dict)
-    jitter: float = 0.0
-    """Spread of a worker's own step times: the deviation of their logarithm."""
-    workers_per_node: int = 1
-    memory_gb: float | None = None
-    """What a worker may use; None: not asked about."""
+    link_mbit: float = setting(1000.0, "Bandwidth of each worker, in and out; or --hosts.")
+    latency_ms: float = setting(0.2, "Latency of every link; or --hosts.", rare=True)
+    slow: Mapping[int, float] = setting(dict, "RANK:FACTOR, this worker computes slower; repeatable.")
+    slow_link: Mapping[int, float] = setting(
+        dict, "RANK:FACTOR, this worker's link is slower; repeatable.", rare=True
+    )
+    jitter: float = setting(0.0, "How much a worker's steps vary, e.g. 0.1: deviation of the logarithm.")
+    workers_per_node: int = setting(1, "Workers that share a machine, in order of rank.")
+    memory_gb: float | None = setting(
+        None, "What each worker has; strategies that need more are left out.", rare=True
+    )
     optimizer_mb: float = 0.0
     """What the optimizer keeps, for the question of memory."""
-    message_ms: float = 0.5
-    """What a message takes at its two ends, beside the wire: the processors' share of the latency."""
+    message_ms: float = setting(0.5, "What a message takes at its ends, beside the wire.", rare=True)
     node_mbit: float = 10_000.0
     """How fast workers of one machine talk to each other."""
     host_mbit: float | None = None
     """What all messages together may take: workers that share a machine share its cores. None: no limit."""
-    sensitivity: float = 1.0
-    """How much drift and lag cost in convergence, against the default of `cost.py`."""
-    seed: int = 0
+    sensitivity: float = setting(
+        1.0, "How much drift and lag cost in convergence, against what digits shows.", rare=True
+    )
+    seed: int = setting(0, "One seed, one plan.", rare=True)
 
     def __post_init__(self) -> None:
         at_least("workers", self.workers, 1)

@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from freewheel.errors import ConfigError
+from freewheel.settings import setting
 
 BYTES_PER_MBIT = 1e6 / 8
 PACKET_BYTES = 1500
@@ -31,15 +32,14 @@ PACKET_BYTES = 1500
 class Links:
     """What the network is like; speeds in Mbit/s, times in ms."""
 
-    mbit: float = 1000.0
-    """Of every worker's port in, and of its port out unless that has a speed of its own."""
-    out_mbit: float | None = None
-    latency_ms: float = 0.2
-    slow: Mapping[int, float] = field(default_factory=dict)
-    """Rank to factor: this worker's ports are that many times slower."""
-    backbone_mbit: float | None = None
-    """One port that every message between two machines must pass; None: the switch is never full."""
-    workers_per_node: int = 1
+    mbit: float = setting(1000.0, "Bandwidth of each worker, in and out.", flag="--link-mbit")
+    out_mbit: float | None = setting(None, "Bandwidth out, where it differs.", rare=True)
+    latency_ms: float = setting(0.2, "Latency of every link.", rare=True)
+    slow: Mapping[int, float] = setting(
+        dict, "RANK:FACTOR, this worker's link is slower; repeatable.", flag="--slow-link", rare=True
+    )
+    backbone_mbit: float | None = setting(None, "A backbone all messages between nodes share.", rare=True)
+    workers_per_node: int = setting(1, "Workers that share a machine, in order of rank.", rare=True)
     node_mbit: float = 100_000.0
     node_latency_ms: float = 0.01
     fair: bool = False

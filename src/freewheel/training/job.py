@@ -7,7 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,41 +18,26 @@ from freewheel.moments import check_optimizer
 from freewheel.observe.result import Result
 from freewheel.runtime.launcher import Captured, launch
 from freewheel.schedule import Schedule
-from freewheel.task import check_device
+from freewheel.settings import Training, setting
 from freewheel.training.outcome import read_outcome
 
-STEPS = 200
 DDP = "ddp"
 """PyTorch's DistributedDataParallel on gloo: not a strategy of ours, but what they are compared with."""
 
 
 @dataclass(frozen=True)
-class Job:
+class Job(Training):
     """A task, a strategy, and how many workers of what speed."""
 
-    task: str = "digits"
+    task: str = setting("digits", "digits, digits:net=cnn, cifar10, cifar10:net=vgg or chars.")
     strategy: str = "adpsgd"
-    workers: int = 4
-    steps: int = STEPS
-    """Worker-steps per worker: the budget is workers × steps, which fast workers may use up."""
-    seconds: float | None = None
-    """A time for all instead of steps."""
-    seed: int = 0
-    slow: dict[int, float] = field(default_factory=dict)
-    """Workers that take so many times as long, by sleeping."""
-    compute_ms: float = 0.0
-    """A step takes at least so long, by sleeping: as if each worker had a machine of its own."""
-    optimizer: str = "sgd"
-    lr: float | None = None
-    momentum: float | None = None
-    weight_decay: float = 0.0
-    schedule: str = "constant"
-    warmup: float | None = None
-    """Steps of each worker, or seconds, over which the rate grows; None: a twentieth of the budget."""
-    wire: str = "fp32"
-    device: str = "cpu"
-    target: float | None = None
-    evaluations: int = 25
+    workers: int = setting(4, "How many processes.")
+    seconds: float | None = setting(None, "Budget: a time for all, instead of --steps.")
+    slow: dict[int, float] = setting(dict, "RANK:FACTOR, this worker is slower, by sleeping; repeatable.")
+    compute_ms: float = setting(
+        0.0, "A step takes at least this long, by sleeping: a machine for every worker.", rare=True
+    )
+    wire: str = setting("fp32", "What vectors travel as: fp32 or bf16.", rare=True)
     checkpoint: str | None = None
     """Where checkpoints go."""
     every: int = 100
@@ -61,8 +46,9 @@ class Job:
     """Whether to go on from the one that is there."""
 
     def __post_init__(self) -> None:
-        at_least("workers", self.workers, 1)
-        at_least("steps", self.steps, 1)
+        if self.seconds is not None and not 0 < self.seconds < math.inf:
+            raise ConfigError(f"--seconds must be above 0, not {self.seconds:g}.")
+        super().__post_init__()
         at_least("evaluations", self.evaluations, 1)
         at_least("every", self.every, 1)
         if self.resume and self.checkpoint is None:
@@ -70,33 +56,26 @@ class Job:
         if self.checkpoint is not None and self.strategy == DDP:
             raise ConfigError("ddp writes no checkpoints here; give a strategy of Freewheel's.")
         at_least("compute-ms", self.compute_ms, 0)
-        at_least("weight-decay", self.weight_decay, 0)
         for rank, factor in self.slow.items():
             if not 0 <= rank < self.workers:
                 raise ConfigError(
                     f"--slow {rank}:{factor:g}: there is no worker {rank}, only 0 to {self.workers - 1}."
                 )
             at_least(f"the factor of worker {rank}", factor, 1)
-        if self.seconds is not None and not 0 < self.seconds < math.inf:
-            raise ConfigError(f"--seconds must be above 0, not {self.seconds:g}.")
         if self.seconds is not None and self.resume:
             raise ConfigError("--resume goes on by steps: give --steps instead of --seconds.")
-        self.rates  # noqa: B018  # refuses what cannot be
-        if self.target is not None and not 0 < self.target <= 1:
-            raise ConfigError(f"the target accuracy must lie between 0 and 1, not {self.target:g}.")
         tasks.resolve(self.task)
         chosen = None if self.strategy == DDP else strategies.resolve(self.strategy)
         if chosen is not None:
             chosen.check(self.workers)
         check_optimizer(self.optimizer, self.momentum, chosen)
-        check_device(self.device)
 
     @cached_property
     def rates(self) -> Schedule:
         """How the learning rate goes."""
         if self.seconds is not None:  # how long a step takes is not known yet
             return Schedule(self.seconds, self.schedule, self.warmup, step=self.seconds / 1000)
-        return Schedule(self.steps, self.schedule, self.warmup)
+        return super().rates
 
     def scenario(self) -> dict[str, Any]:
         """All but the strategy, the optimizer, the target and the checkpoints, as plain data."""
