@@ -1,5 +1,8 @@
 """Freewheel: train one model on many workers of which none has to wait for another."""
 
+from typing import Any
+
+from freewheel import strategies
 from freewheel.api import attach, plan, simulate
 from freewheel.batchnorm import recalibrate
 from freewheel.errors import (
@@ -21,21 +24,6 @@ from freewheel.sim.compute import Compute
 from freewheel.sim.faults import Fault
 from freewheel.sim.links import Links
 from freewheel.sim.scenario import Scenario
-from freewheel.strategies.adpsgd import ADPSGD
-from freewheel.strategies.allreduce import AllReduce
-from freewheel.strategies.asgd import ASGD
-from freewheel.strategies.dasgd import DASGD
-from freewheel.strategies.downpour import Downpour
-from freewheel.strategies.dpsgd import DPSGD
-from freewheel.strategies.eamsgd import EAMSGD
-from freewheel.strategies.easgd import EASGD
-from freewheel.strategies.grouping import Grouping
-from freewheel.strategies.hierarchical_sasgd import HierarchicalSASGD
-from freewheel.strategies.leader import Leader
-from freewheel.strategies.nodelay import NoDelay
-from freewheel.strategies.nodelay_free import FreeNoDelay
-from freewheel.strategies.none import NoCommunication
-from freewheel.strategies.sasgd import SASGD
 from freewheel.strategy import Strategy
 from freewheel.task import Task
 from freewheel.topology import Topology
@@ -43,28 +31,13 @@ from freewheel.topology import Topology
 __version__ = "0.1.0"
 
 __all__ = [
-    "ADPSGD",
-    "ASGD",
-    "DASGD",
-    "DPSGD",
-    "EAMSGD",
-    "EASGD",
-    "SASGD",
-    "AllReduce",
     "Compute",
     "ConfigError",
     "Deadlock",
     "Diverged",
-    "Downpour",
     "Fault",
-    "FreeNoDelay",
     "FreewheelError",
-    "Grouping",
-    "HierarchicalSASGD",
-    "Leader",
     "Links",
-    "NoCommunication",
-    "NoDelay",
     "Node",
     "PeerLost",
     "Plan",
@@ -82,4 +55,13 @@ __all__ = [
     "plan",
     "recalibrate",
     "simulate",
+    *(strategy.__name__ for strategy in strategies.ALL.values()),
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """The classes of strategies: fw.ADPSGD."""
+    for strategy in strategies.ALL.values():
+        if strategy.__name__ == name:
+            return strategy
+    raise AttributeError(f"module 'freewheel' has no attribute {name!r}")

@@ -22,14 +22,44 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
 
 from torch import Tensor
 
 if TYPE_CHECKING:
     from freewheel.node import Node
 
+LONGEST = 64
+"""No interval or τ is chosen longer than this, where a strategy chooses it."""
 Waits = Literal["nobody", "server", "group", "neighbours", "all"]
+
+
+class Machines(Protocol):
+    """What a plan knows of the machines."""
+
+    @property
+    def workers(self) -> int:
+        """How many workers."""
+
+    @property
+    def workers_per_node(self) -> int:
+        """How many of them share a machine."""
+
+    @property
+    def nodes(self) -> int:
+        """How many machines."""
+
+    @property
+    def grad_s(self) -> float:
+        """How long a gradient takes."""
+
+    @property
+    def model_s(self) -> float:
+        """How long a link takes for one model."""
+
+    @property
+    def merge_s(self) -> float:
+        """How long a ring of all workers takes."""
 
 
 @dataclass
@@ -49,6 +79,18 @@ class Strategy:
     staleness: ClassVar[str] = "own gradients that no other worker has seen"
     """What its staleness figures count."""
 
+    convergence: ClassVar[str] = "no rate known here"
+    """What theory says it costs in convergence, and whose theory; a plan shows it."""
+
+    keeps_vectors: ClassVar[int] = 3
+    """How many vectors as long as the model it keeps beside weights and gradients."""
+
+    reduces: ClassVar[bool] = False
+    """Whether its merges add up the vectors of all workers, or of many."""
+
+    merges_beside: ClassVar[bool] = False
+    """Whether training goes on during its merges."""
+
     quasi_global = False
     """Whether momentum follows the way the weights go, what mixing did included; a setting of some."""
 
@@ -62,6 +104,16 @@ class Strategy:
         the same everywhere: that of the averaged update.
         """
         return 1.0
+
+    @classmethod
+    def suited(cls, machines: Machines) -> dict[str, int]:
+        """The settings that suit some machines, where they differ from the defaults."""
+        return {}
+
+    @classmethod
+    def round_s(cls, machines: Machines) -> float:
+        """How long one round of its communication takes, about."""
+        return machines.merge_s
 
     def check(self, world_size: int) -> None:
         """Refuse settings that cannot work with this many workers (raise ConfigError)."""

@@ -31,7 +31,7 @@ def test_the_map_names_every_room():
 
 
 def test_the_public_names_are_listed_and_exist():
-    assert freewheel.__all__ == sorted(freewheel.__all__, key=lambda n: (not n.isupper(), n))
+    assert len(set(freewheel.__all__)) == len(freewheel.__all__)
     for name in freewheel.__all__:
         assert getattr(freewheel, name) is not None
     assert {strategy.__name__ for strategy in ALL.values()} <= set(freewheel.__all__)
@@ -64,7 +64,7 @@ def test_an_engine_that_is_not_installed_is_named(name, needs):
 
 def test_strategies_know_no_time_and_no_randomness_of_their_own():
     allowed = {"__future__", "asyncio", "collections", "dataclasses", "freewheel", "math", "torch", "typing"}
-    for path in (SOURCE / "strategies").glob("*.py"):
+    for path in (SOURCE / "strategies").glob("[!_]*.py"):
         assert "asyncio.sleep" not in path.read_text()
         tree = ast.parse(path.read_text())
         imported = {

@@ -123,9 +123,9 @@ def test_sensitivity_scales_what_drift_costs():
     )
 
 
-def test_every_strategy_has_a_why_that_fits_beside_its_figures():
-    assert set(cost.WHY) == set(ALL)
-    assert all(len(text) <= 75 for text in cost.WHY.values())
+def test_every_strategy_says_what_it_costs_in_convergence_beside_its_figures():
+    assert all("convergence" in vars(strategy) for strategy in ALL.values())
+    assert all(len(strategy.convergence) <= 75 for strategy in ALL.values())
 
 
 # -- what is simulated --
@@ -153,7 +153,7 @@ def test_a_simulated_run_is_whole_intervals_and_not_endless(name, workers):
     steps = candidates.steps(strategy, small)
     assert 2 <= steps <= 700
     assert steps % candidates._steps_between(strategy) == 0
-    if candidates.merges_all(strategy):
+    if strategy.reduces:
         assert small.workers <= 64
 
 

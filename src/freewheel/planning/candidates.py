@@ -5,15 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from freewheel import strategies, theory
+from freewheel import strategies
 from freewheel.errors import ConfigError
 from freewheel.planning.setting import Setting
 from freewheel.strategy import Strategy
 
-SHARE = 0.1
-"""What a merge that training waits for may cost, as a share of the steps between two merges."""
-MOST_STEPS = 64
-"""No interval or τ is chosen longer than this."""
 ROUNDS = 5
 """How many rounds of its communication a strategy is watched for."""
 LEAST, MOST = 24, 300
@@ -24,10 +20,6 @@ WORKER_STEPS = 16_000
 """Steps of all workers that it may have."""
 COPIES = 2
 """Weights and gradients: what training alone needs."""
-VECTORS = {"none": 0, "allreduce": 1, "nodelay": 2, "adpsgd": 2, "nodelay_free": 2}
-"""Vectors as long as the model that a strategy keeps beside them (docs/benchmarks/real.md)."""
-OTHERS = 3
-"""The same for the rest, by their code: a base, a snapshot and what arrives."""
 
 
 def fitting(setting: Setting) -> list[str]:
@@ -45,20 +37,8 @@ def possible(name: str, setting: Setting) -> bool:
 
 
 def _fitted(name: str, setting: Setting) -> str:
-    if name == "nodelay":
-        tau = theory.nodelay_min_tau(setting.merge_s, setting.grad_s)
-        return f"nodelay:tau={min(max(tau, 4), MOST_STEPS)}"
-    if name == "sasgd":
-        return f"sasgd:interval={_interval(setting)}"
-    if name == "hierarchical_sasgd" and setting.workers_per_node > 1 and setting.nodes > 1:
-        return f"hierarchical_sasgd:nodes={setting.nodes}"
-    return name
-
-
-def _interval(setting: Setting) -> int:
-    """The shortest power of two, from 2 on, at which merges cost little."""
-    wanted = setting.merge_s / (SHARE * setting.grad_s)
-    return int(min(MOST_STEPS, max(2, 2 ** math.ceil(math.log2(max(1.0, wanted))))))
+    settings = strategies.ALL[name].suited(setting) if name in strategies.ALL else {}
+    return ":".join([name, *(f"{key}={value}" for key, value in settings.items())])
 
 
 def chosen(specs: Sequence[str], setting: Setting) -> list[str]:
@@ -73,7 +53,7 @@ def chosen(specs: Sequence[str], setting: Setting) -> list[str]:
 
 def needed_gb(name: str, setting: Setting) -> float:
     """What a worker must have in memory, activations and data left out."""
-    vectors = COPIES + VECTORS.get(name, OTHERS)
+    vectors = COPIES + strategies.ALL[name].keeps_vectors
     return (vectors * setting.model_mb + setting.optimizer_mb) / 1e3
 
 
@@ -98,29 +78,24 @@ def too_large(specs: Sequence[str], setting: Setting) -> list[str]:
 
 def steps(strategy: Strategy, setting: Setting) -> int:
     """Steps of each worker to simulate: several rounds of communication, within what a machine does soon."""
-    n, between, merges = setting.workers, _steps_between(strategy), merges_all(strategy)
-    took_s = {"none": 0.0, "dasgd": (n - 1) * setting.model_s, "adpsgd": 2 * setting.model_s}
+    n, between = setting.workers, _steps_between(strategy)
     period = float(between)
     if strategy.waits_for == "nobody":  # steps go on while a round is under way
-        period = max(period, took_s.get(strategy.name, setting.merge_s) / setting.grad_s)
+        period = max(period, strategy.round_s(setting) / setting.grad_s)
     if strategy.waits_for == "server":  # its own worker goes on while n others share its port, there and back
         period = max(period, 2 * setting.model_s / setting.grad_s)
     # A merge beside training shows itself when the one before it is over, too.
-    least = 3 if strategy.name in ("nodelay", "nodelay_free") else 1
+    least = 3 if strategy.reduces and strategy.merges_beside else 1
     enough = LEAST * (1 + 5 * setting.jitter) / period  # rounds for a good mean
     wanted = max(ROUNDS if between < LEAST else 2, enough)
-    if merges:
+    if strategy.reduces:
         wanted = max(least, min(wanted, MESSAGES // (2 * n * (n - 1))))
     few = WORKER_STEPS / n
-    most = max(LEAST, min(MOST, few), min(least * period, few) if merges else 0)
-    if strategy.waits_for in ("nobody", "server") and not merges:  # else it might end before an exchange
+    most = max(LEAST, min(MOST, few), min(least * period, few) if strategy.reduces else 0)
+    if strategy.waits_for in ("nobody", "server") and not strategy.reduces:
+        # else it might end before an exchange
         most = max(most, min((4 if strategy.waits_for == "nobody" else 2) * period, LONG / n))
     return max(2, math.ceil(min(wanted * period, most) / between) * between)  # whole intervals
-
-
-def merges_all(strategy: Strategy) -> bool:
-    """Whether it moves the model around rings of many workers, hop by hop."""
-    return strategy.name == "nodelay_free" or (strategy.merges() and strategy.name != "dpsgd")
 
 
 def _steps_between(strategy: Strategy) -> int:

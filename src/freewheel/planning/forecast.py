@@ -10,7 +10,7 @@ from typing import Any
 
 from freewheel import strategies
 from freewheel.planning import candidates
-from freewheel.planning.cost import steps_needed, why
+from freewheel.planning.cost import steps_needed
 from freewheel.planning.probe import Probe
 from freewheel.planning.setting import Setting
 from freewheel.planning.shorter import shorter
@@ -101,7 +101,7 @@ def forecast(
         lag=lag,
         noise=probe.noise,
         steps_needed=needed,
-        why=why(strategy.name),
+        why=strategy.convergence,
         waits_for=strategy.waits_for,
         keeps_mean=strategy.keeps_mean,
         memory_gb=candidates.needed_gb(strategy.name, setting),

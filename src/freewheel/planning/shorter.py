@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from freewheel.planning.candidates import merges_all
 from freewheel.planning.setting import Setting
 from freewheel.strategy import Strategy
 
@@ -22,7 +21,7 @@ def shorter(strategy: Strategy, setting: Setting) -> Setting:
     """The same setting with fewer workers, where a strategy merges all of very many; else as it is."""
     n = setting.workers
     m = MOST - MOST % setting.workers_per_node
-    if n <= MOST or m < 2 or not merges_all(strategy):
+    if n <= MOST or m < 2 or not strategy.reduces:
         return setting
     hops = (n - 1) / (m - 1)
     return replace(

@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
+
 from freewheel import names
 from freewheel.errors import ConfigError
-from freewheel.strategies.adpsgd import ADPSGD
-from freewheel.strategies.allreduce import AllReduce
-from freewheel.strategies.asgd import ASGD
-from freewheel.strategies.dasgd import DASGD
-from freewheel.strategies.downpour import Downpour
-from freewheel.strategies.dpsgd import DPSGD
-from freewheel.strategies.eamsgd import EAMSGD
-from freewheel.strategies.easgd import EASGD
-from freewheel.strategies.grouping import Grouping
-from freewheel.strategies.hierarchical_sasgd import HierarchicalSASGD
-from freewheel.strategies.leader import Leader
-from freewheel.strategies.nodelay import NoDelay
-from freewheel.strategies.nodelay_free import FreeNoDelay
-from freewheel.strategies.none import NoCommunication
-from freewheel.strategies.sasgd import SASGD
 from freewheel.strategy import Strategy
 
-ALL: dict[str, type[Strategy]] = {
-    strategy.name: strategy
-    for strategy in (
-        AllReduce,
-        SASGD,
-        HierarchicalSASGD,
-        NoDelay,
-        FreeNoDelay,
-        ADPSGD,
-        DPSGD,
-        DASGD,
-        ASGD,
-        Downpour,
-        EASGD,
-        EAMSGD,
-        Leader,
-        Grouping,
-        NoCommunication,
-    )
-}
+
+def _found() -> dict[str, type[Strategy]]:
+    """The strategy of each file of this folder."""
+    files = sorted(one.name for one in pkgutil.iter_modules(__path__))
+    modules = [importlib.import_module(f"{__name__}.{one}") for one in files]
+    classes = (one for module in modules for one in vars(module).values() if isinstance(one, type))
+    own = [one for one in classes if issubclass(one, Strategy) and "name" in vars(one)]
+    return {one.name: one for one in own}
+
+
+ALL: dict[str, type[Strategy]] = _found()
 
 
 def resolve(spec: str | Strategy) -> Strategy:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from freewheel import topology
 from freewheel.errors import at_least
 from freewheel.fabric.base import Pull
-from freewheel.strategy import Strategy
+from freewheel.strategy import Machines, Strategy
 from freewheel.topology import Topology
 
 if TYPE_CHECKING:
@@ -48,6 +48,8 @@ class ADPSGD(Strategy):
 
     name = "adpsgd"
     reference = "Lian, Zhang, Zhang, Liu, ICML 2018"
+    convergence = "the rate of SGD once training is long (Lian et al. 2018, Corollary 2)"
+    keeps_vectors = 2
     keeps_mean = True
 
     topology: str | Topology = "complete"
@@ -55,6 +57,11 @@ class ADPSGD(Strategy):
     every: int = 1
     per_step: int = 1
     quasi_global: bool = False
+
+    @classmethod
+    def round_s(cls, machines: Machines) -> float:
+        """A model there and one back."""
+        return 2 * machines.model_s
 
     def check(self, world_size: int) -> None:
         """The graph must exist and be connected."""

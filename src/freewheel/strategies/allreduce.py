@@ -34,6 +34,9 @@ class AllReduce(Strategy):
 
     name = "allreduce"
     reference = "synchronous data-parallel SGD (textbook)"
+    convergence = "nothing: one model, a step is a batch of all workers (textbook)"
+    keeps_vectors = 1
+    reduces = True
     waits_for = "all"
     keeps_mean = True
     staleness = "always 0: every gradient is in the model before the next is taken"

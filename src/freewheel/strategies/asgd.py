@@ -47,6 +47,7 @@ class ASGD(Strategy):
 
     name = "asgd"
     reference = "parameter-server ASGD, the A-PSGD baseline of Lian et al., ICML 2018"
+    convergence = "each gradient n-1 updates late: σ²/ε² + τ/ε (Koloskova et al. 2022)"
     waits_for: ClassVar[Waits] = "server"
     staleness = "gradient delay: updates the server took between a gradient's read and its arrival"
 

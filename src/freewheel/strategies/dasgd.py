@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from freewheel.errors import ConfigError, PeerLost, at_least
-from freewheel.strategy import Strategy
+from freewheel.strategy import Machines, Strategy
 
 if TYPE_CHECKING:
     from freewheel.node import Node
@@ -47,6 +47,7 @@ class DASGD(Strategy):
 
     name = "dasgd"
     reference = "Tosi, Theobald, 2023 (TensAIR)"
+    convergence = "σ/ε² + QS/ε^1.5 + S/ε: grows with staleness S (Tosi, Theobald 2023)"
     staleness = "own gradients that others were last known to lack, summed over them"
 
     interval: int | None = None
@@ -62,6 +63,11 @@ class DASGD(Strategy):
     async def handover(self, node: Node) -> Tensor:
         """Without own updates that are still to be broadcast: the new worker will hear of them."""
         return self.base.clone()
+
+    @classmethod
+    def round_s(cls, machines: Machines) -> float:
+        """A model to each of the others."""
+        return (machines.workers - 1) * machines.model_s
 
     def check(self, world_size: int) -> None:
         """The interval counts steps."""

@@ -32,6 +32,7 @@ class Downpour(ASGD):
 
     name = "downpour"
     reference = "Dean et al., NeurIPS 2012, as in mpiT"
+    convergence = "as asgd, with larger and later updates; no rate known here"
 
     interval: int = 4
 

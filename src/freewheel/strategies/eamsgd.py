@@ -33,6 +33,7 @@ class EAMSGD(EASGD):
 
     name = "eamsgd"
     reference = "Zhang, Choromanska, LeCun, NeurIPS 2015 (momentum form)"
+    convergence = "as easgd, with momentum; no rate known here"
     momentum = 0.9
 
     async def start(self, node: Node) -> None:

@@ -35,6 +35,7 @@ class EASGD(Strategy):
 
     name = "easgd"
     reference = "Zhang, Choromanska, LeCun, NeurIPS 2015"
+    convergence = "stable for small α (Zhang et al. 2015); no rate known here"
     waits_for = "server"
 
     interval: int = 4

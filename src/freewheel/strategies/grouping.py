@@ -60,6 +60,8 @@ class Grouping(ASGD):
 
     name = "grouping"
     reference = "Grouping-SGD, CCGrid 2019"
+    convergence = "late by groups, not by workers (CCGrid 2019); no rate known here"
+    reduces = True
     waits_for = "group"
     staleness = "gradient delay: updates of other groups the server took in between"
 

@@ -12,7 +12,7 @@ from freewheel import topology
 from freewheel.errors import at_least
 from freewheel.fabric.merges import EVERYBODY
 from freewheel.strategies.sasgd import check_state, mean_moments, set_moments
-from freewheel.strategy import Strategy
+from freewheel.strategy import Machines, Strategy
 
 if TYPE_CHECKING:
     from freewheel.fabric.lineage import View
@@ -43,6 +43,8 @@ class HierarchicalSASGD(Strategy):
 
     name = "hierarchical_sasgd"
     reference = "Cong, Bhardwaj, ICMLA 2017; two levels as in Hier-AVG"
+    convergence = "workers part by at most 2γ·k·T1·G (triangle inequality)"
+    reduces = True
     waits_for = "all"
     keeps_mean = True
 
@@ -51,6 +53,12 @@ class HierarchicalSASGD(Strategy):
     global_every: int = 4
     state: Literal["local", "averaged"] = "local"
     state_every: int = 1
+
+    @classmethod
+    def suited(cls, machines: Machines) -> dict[str, int]:
+        """A group for each machine."""
+        several = machines.workers_per_node > 1 and machines.nodes > 1
+        return {"nodes": machines.nodes} if several else {}
 
     def check(self, world_size: int) -> None:
         """There must be at least one worker for each node."""

@@ -45,6 +45,8 @@ class Leader(Strategy):
 
     name = "leader"
     reference = "Teng et al., NeurIPS 2019"
+    convergence = "follows one worker, so noise is averaged less; no rate known here"
+    reduces = True
     waits_for = "all"
     staleness = "own gradients since the last comparison"
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from freewheel import theory
 from freewheel.errors import ConfigError, at_least
-from freewheel.strategy import Strategy
+from freewheel.strategy import LONGEST, Machines, Strategy
 
 if TYPE_CHECKING:
     from freewheel.fabric.merges import Merge
@@ -42,10 +43,19 @@ class NoDelay(Strategy):
 
     name = "nodelay"
     reference = "Talyansky et al., ICLR 2019 submission, Algorithm 2 (the same rule as CoCoD-SGD)"
+    convergence = "discrepancy at most 2Lτη, however many workers (Talyansky et al. 2019)"
+    keeps_vectors = 2
+    reduces = merges_beside = True
     waits_for = "all"
     keeps_mean = True
 
     tau: int = 16
+
+    @classmethod
+    def suited(cls, machines: Machines) -> dict[str, int]:
+        """The τ with which merges cost no time."""
+        tau = theory.nodelay_min_tau(machines.merge_s, machines.grad_s)
+        return {"tau": min(max(tau, 4), LONGEST)}
 
     def check(self, world_size: int) -> None:
         """A cycle is half of τ."""

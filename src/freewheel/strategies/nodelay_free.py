@@ -53,6 +53,9 @@ class FreeNoDelay(Strategy):
 
     name = "nodelay_free"
     reference = "Talyansky et al., ICLR 2019 submission, Algorithm 1, without waiting for every gradient"
+    convergence = "as nodelay, τ what the network allows: unbounded unless tau is set"
+    keeps_vectors = 2
+    reduces = merges_beside = True
     keeps_mean = True
 
     every: int = 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from freewheel.strategy import Strategy
+from freewheel.strategy import Machines, Strategy
 
 
 @dataclass
@@ -25,4 +25,11 @@ class NoCommunication(Strategy):
 
     name = "none"
     reference = "the control: no communication at all"
+    convergence = "workers never agree: how fast they are alone, not a choice"
+    keeps_vectors = 0
     keeps_mean = True
+
+    @classmethod
+    def round_s(cls, machines: Machines) -> float:
+        """There is none."""
+        return 0.0

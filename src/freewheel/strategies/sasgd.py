@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor
 
 from freewheel.errors import ConfigError, at_least
-from freewheel.strategy import Strategy
+from freewheel.strategy import LONGEST, Machines, Strategy
 
 if TYPE_CHECKING:
     from freewheel.fabric.merges import Merge
@@ -44,6 +44,10 @@ def set_moments(node: Node, means: dict[str, Tensor]) -> None:
         node.moments.set(name, vector)
 
 
+SHARE = 0.1
+"""What a merge may cost where a plan chooses T, as a share of the steps between two merges."""
+
+
 @dataclass
 class SASGD(Strategy):
     """Step alone T times, then add up what all workers did by one global reduction.
@@ -73,6 +77,8 @@ class SASGD(Strategy):
 
     name = "sasgd"
     reference = "Cong, Bhardwaj, Feng, ICPP 2017; with γ_p = γ/p also Local SGD and K-AVG"
+    convergence = "workers part by at most 2γTG between merges (triangle inequality)"
+    reduces = True
     waits_for = "all"
     keeps_mean = True
 
@@ -80,6 +86,12 @@ class SASGD(Strategy):
     scale: float | None = None
     state: Literal["local", "averaged"] = "local"
     state_every: int = 1
+
+    @classmethod
+    def suited(cls, machines: Machines) -> dict[str, int]:
+        """The shortest power of two, from 2 on, at which merges cost little."""
+        wanted = machines.merge_s / (SHARE * machines.grad_s)
+        return {"interval": int(min(LONGEST, max(2, 2 ** math.ceil(math.log2(max(1.0, wanted))))))}
 
     def check(self, world_size: int) -> None:
         """T is a number of steps, the scale a factor."""
