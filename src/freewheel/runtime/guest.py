@@ -147,8 +147,13 @@ class Guest:
         if self.passes is None or not self.inside:
             return None
         loader = self.passes.loader
-        known = self.worker._agent.call(_known(loader.dealer, self.passes.in_use()))
-        return {"steps": self.steps(after=True), "loader": {**loader.state_dict(), "ledger": [known]}}
+        steps, known = self.worker._agent.call(self._moment(self.passes))
+        return {"steps": steps, "loader": {**loader.state_dict(), "ledger": [known]}}
+
+    async def _moment(self, passes: Passes) -> tuple[int, list[float]]:
+        """How far all are and what is finished, of one moment: others say what they did at any other."""
+        known = _known(passes.loader.dealer, passes.in_use())
+        return self.steps(after=True), known
 
 
 class Passes:
@@ -234,7 +239,7 @@ class Passes:
         return self._more()
 
 
-async def _known(dealer: Leases, used: int) -> list[float]:
+def _known(dealer: Leases, used: int) -> list[float]:
     """All that is known to be finished by anybody, with what the loop has used of what it has drawn."""
     hand = dealer.hand
     hand.collect()

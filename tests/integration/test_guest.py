@@ -1,0 +1,116 @@
+"""A trainer's loop as a worker, without a trainer: where a checkpoint says that all workers are."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, RandomSampler
+
+from crew import places, together, worker
+from freewheel.data.ledger import Ledger, reader
+from freewheel.data.spans import size
+from freewheel.runtime import guest as guests
+from freewheel.runtime.guest import Guest
+
+pytestmark = pytest.mark.integration
+
+LENGTH, BATCH, EPOCHS = 512, 8, 3
+
+
+class ByEpoch(RandomSampler):
+    """Draws by its own seed and the number of the pass, as Accelerate's does."""
+
+    def __init__(self, data) -> None:
+        super().__init__(data, generator=torch.Generator())
+        self.epoch = 0
+
+    def set_epoch(self, epoch) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        self.generator.manual_seed(42 + self.epoch)
+        yield from super().__iter__()
+        self.epoch += 1
+
+
+def data() -> DataLoader:
+    samples = torch.arange(float(LENGTH)).unsqueeze(1)
+    return DataLoader(samples, BATCH, sampler=ByEpoch(samples))
+
+
+def train(place, position=None, after=lambda guest: None):
+    """The loop of a trainer that draws a batch ahead; `after` each step."""
+    made, optimizer = worker(place, nn.Linear(1, 1), lr=0.0)
+    guest = Guest(made)
+    guest.enter()
+    passes = guest.deal(data(), epochs=EPOCHS, seed=0, ahead=1, per_step=1, position=position)
+    while not (passes.over or made.stopped):
+        batches = iter(passes)
+        ahead = next(batches, None)
+        while ahead is not None:
+            batch, ahead = ahead, next(batches, None)
+            optimizer.zero_grad()
+            made._model(batch).mean().backward()
+            optimizer.step()
+            after(guest)
+    guest.leave(made._model)
+    return made
+
+
+def finished(position) -> int:
+    """How many samples a checkpoint says are finished."""
+    (numbers,) = position["loader"]["ledger"]
+    ledger = Ledger.decode(LENGTH, reader(numbers))
+    return ledger.past + sum(size(one.finished) for one in ledger.passes.values())
+
+
+def test_from_each_checkpoint_of_two_workers_one_does_exactly_the_rest():
+    taken = []
+
+    def work(place):
+        def after(guest):
+            if place.rank == 0:
+                taken.append(copy.deepcopy(guest.position()))
+
+        return train(place, after=after)
+
+    made = together(2, work)
+    assert sum(one.metrics()["samples"] for one in made) == EPOCHS * LENGTH
+    assert len(taken) > EPOCHS
+    for position in taken:
+        assert finished(position) == BATCH * position["steps"]
+    for position in taken[:: max(1, len(taken) // 8)]:
+        alone = train(places(1)[0], position)
+        assert alone.metrics()["samples"] == EPOCHS * LENGTH - finished(position)
+        assert alone.progress == EPOCHS
+
+
+def test_what_others_say_while_a_checkpoint_is_taken_is_in_all_of_it_or_in_nothing(monkeypatch):
+    """The steps of a position and its samples are of one moment."""
+    known, heard = guests._known, []
+
+    def then_news(dealer, used):
+        encoded = known(dealer, used)
+        dealer.agent.loop.call_soon(_news, dealer)
+        return encoded
+
+    def _news(dealer):
+        heard.append(True)
+        ledger = dealer.hand.stream.ledger
+        ledger.finish((1, 1), 1, 0, 10 * BATCH)
+        dealer.hand.collect()
+
+    def after(guest):
+        if guest.worker.metrics()["steps"] == 5:
+            monkeypatch.setattr(guests, "_known", then_news)
+            taken.append(guest.position())
+            monkeypatch.undo()
+            guest.worker.stop()
+
+    taken: list = []
+    train(places(1)[0], after=after)
+    assert heard
+    assert finished(taken[0]) == BATCH * taken[0]["steps"]
