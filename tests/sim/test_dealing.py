@@ -11,8 +11,10 @@ import pytest
 import freewheel as fw
 import lab
 from freewheel.data.batches import Batch, Key
-from freewheel.data.dealing import Dealing
+from freewheel.data.dealing import ASK, DEALT, TELL, Dealing
 from freewheel.data.hand import Hand
+from freewheel.data.ledger import Ledger, reader
+from freewheel.fabric.frames import NOTES
 from freewheel.observe.counters import Counters
 from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.fabric import Wire
@@ -244,6 +246,72 @@ def test_other_data_are_refused_by_name():
         crew.dealings[1].hand(Key(40, 7, 1, 3))
     with pytest.raises(fw.ConfigError, match=r"worker 1 cuts a pass into 10 batches, worker 0 into 0"):
         crew.dealings[1].hand(Key(40, 7, grid=10))
+
+
+def kept(dealing: Dealing) -> int:
+    """How much a worker remembers of what others told it."""
+    each = (
+        one.ledger.entries() + one.news.entries() + len(one.orders) + len(one.counted) + len(one.shares.began)
+        for one in dealing.streams.values()
+    )
+    return len(dealing.streams) + sum(each)
+
+
+def said(kind: str, k: int, key: Key) -> list[float]:
+    """A message in good form that no worker would send, the k-th of its kind."""
+    ledger = Ledger(key.length)
+    for number in range(k, k + 3):
+        ledger.finish((k, k), number, 2 * (k % 10), 2 * (k % 10) + 1)
+    if kind == "dealt":
+        return [*key, 1, k, k, 0, 3, 0, *ledger.encode()]
+    if kind == "tell":
+        return [k, *key]
+    number = k if kind == "ask" else 10**9 - k
+    flags = [k, number, 0, k % 2, 0, 1, 0, 1, 0, 0, 10**6]  # life, pass, since, wants, …, rate
+    return [*key, 10**6 + k, *flags, 1, k, 5, 7, *ledger.encode()]
+
+
+@pytest.mark.parametrize("kind", ["ask", "ask backwards", "tell", "dealt"])
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_member_that_names_data_and_passes_without_end_fills_no_memory(kind, streams, monkeypatch):
+    """And where it leaves the others' data alone, they are dealt as ever."""
+    monkeypatch.setattr("freewheel.data.dealing.MOST_STREAMS", 5)
+    monkeypatch.setattr("freewheel.data.ledger.MOST_ENTRIES", 400)
+    tag = {"tell": TELL, "dealt": DEALT}.get(kind, ASK)
+    found = []
+    for messages in (500, 2000):
+        crew = Crew(2, 300, passes=3)
+        for k in range(messages):
+            key = Key(300, 1000 + k if streams else 7)
+            note = tuple(said(kind, k, key))
+            crew.at(0.1 + k * 1e-3, crew.dealings[1].fabric.post, 0, tag, None, note)
+        for moment in (1e-3 * k for k in range(0, 3000, 100)):
+            crew.at(moment, lambda crew=crew, n=messages: found.append((n, kept(crew.dealings[0]))))
+        if streams:
+            crew.run().check()
+            assert crew.again == 0
+        else:
+            crew.loop.call_at(5.0, crew.loop.stop)
+            crew.loop.run_until_idle()
+    most = {messages: max(many for one, many in found if one == messages) for messages in (500, 2000)}
+    assert most[2000] < 1.2 * most[500] + 50
+    assert most[2000] < 1500
+
+
+def test_a_ledger_always_fits_into_a_message():
+    """The newest passes are told; of those that are left out others take what they have not heard of."""
+    ledger = Ledger(10**6)
+    for number in range(40):
+        for k in range(600):
+            ledger.finish((k, 1), number, 3 * k, 3 * k + 1)
+            ledger.passes[number].held[k, 1] = [(3 * k + 1, 3 * k + 2)]
+    for held in (False, True):
+        encoded = ledger.encode(held)
+        assert len(encoded) < NOTES - 1000
+        told = Ledger.decode(10**6, reader(encoded))
+        assert 0 < len(told.passes) < 40
+        assert max(told.passes) == 39
+    Ledger.decode(10**6, reader(Ledger(10**6).encode()))
 
 
 def test_leases_shrink_so_that_all_end_together():

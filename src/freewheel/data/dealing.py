@@ -37,6 +37,8 @@ HEAR_S = 2.0
 """How long a dealer waits for a worker to tell what it knows."""
 ANSWER_S = 3.0
 """How long a worker waits for a dealer that is within reach and does not answer."""
+MOST_STREAMS = 64
+"""How many data sets are kept that others have named and this worker does not use (yet)."""
 REFUSALS = 3
 """After so many refusals a worker no longer believes that it will reach the dealer it is told to ask."""
 
@@ -90,6 +92,8 @@ class Dealing:
 
     def stream(self, key: Key, by: int) -> Stream | None:
         """What is known of these data, nothing at first; None: somebody of lower rank has others there."""
+        if key.mark not in self.streams and by != self.me[0]:
+            self._make_room()
         known = self.streams.setdefault(key.mark, Stream(key, by))  # in one go: two threads come here
         if known.key != key and by < known.by:
             known = self.streams[key.mark] = Stream(key, by)
@@ -97,6 +101,12 @@ class Dealing:
             return None
         known.by = min(known.by, by)
         return known
+
+    def _make_room(self) -> None:
+        """Forget what others have named long ago: whoever uses it tells it again when it is needed."""
+        foreign = [mark for mark, one in list(self.streams.items()) if one.hand is None]
+        for mark in foreign[: len(foreign) - MOST_STREAMS + 1]:
+            del self.streams[mark]
 
     def hand(
         self, key: Key, size: int = 1, parts: bool = False, drop: bool = False, content: int = 0
@@ -110,6 +120,7 @@ class Dealing:
             known = self.streams[key.mark]
             raise ConfigError(difference(self.me[0], key, known.by, known.key))
         stream.hand = stream.hand or Hand(self, stream, size, parts, drop, content)
+        self.streams.setdefault(key.mark, stream)  # it may have been forgotten in this very moment
         return stream.hand
 
     # -- asking --
@@ -183,14 +194,15 @@ class Dealing:
             if kind == DIFFERS:  # the dealer says whose, and what they are
                 raise ConfigError(difference(self.me[0], stream.key, number, Key(*take(read, 5))))
             theirs = Ledger.decode(stream.key.length, read)
+            stream.ledger.room(theirs.entries())
             confirmed = True
         finally:
             if not confirmed:
                 self.fabric.forget(tag)
                 stream.news.merge(sent)
-        for q, one in theirs.passes.items():
-            stream.counted[q] = max(one.excess(), stream.counted.get(q, 0))
         stream.ledger.merge(theirs)
+        for q in theirs.passes.keys() & stream.ledger.passes.keys():
+            stream.counted[q] = max(theirs.passes[q].excess(), stream.counted.get(q, 0))
         for q, one in stream.ledger.passes.items():
             mine = one.held.get(self.me, [])
             if kind == GIVEN and q == number:
@@ -217,6 +229,7 @@ class Dealing:
             if owner != self.me:
                 if not self._heard(stream, peer):
                     return REFUSED  # it was lost meanwhile
+                ledger.room(news.entries() + sum(2 + len(spans) for spans in held.values()) + 2)
                 stream.lives[peer] = owner[1]
                 late = (one for q, one in news.passes.items() if q < ledger.floor)
                 self._count(sum(size(one.finished) for one in late))
@@ -263,7 +276,9 @@ class Dealing:
                 peer,
                 other,
             )
-        known, _ = stream.orders.setdefault(question.number, (question.order, peer))
+        known, _ = stream.orders.get(question.number, (question.order, peer))
+        if question.wants:
+            stream.orders.setdefault(question.number, (question.order, peer))
         for old in [q for q in stream.orders if q < stream.ledger.floor]:
             del stream.orders[old]
         return known == question.order
@@ -318,7 +333,10 @@ class Dealing:
                     message = await self.fabric.receive(tag, peer)
                 read = reader(message.note)
                 (life,) = take(read, 1)
-                told[peer] = Ledger.decode(stream.key.length, read)
+                theirs = Ledger.decode(stream.key.length, read)
+                stream.ledger.room(theirs.entries())
+                stream.ledger.merge(theirs)
+                told[peer] = theirs
             except PeerLost:
                 continue
             except (TimeoutError, ValueError) as error:
@@ -332,8 +350,6 @@ class Dealing:
 
     def _learn(self, stream: Stream, told: dict[int, Ledger]) -> None:
         ledger = stream.ledger
-        for theirs in told.values():
-            ledger.merge(theirs)
         for peer, theirs in told.items():
             owner = (peer, stream.lives[peer])
             ledger.hold(owner, {q: one.held.get(owner, []) for q, one in theirs.passes.items()})
@@ -361,6 +377,8 @@ class Dealing:
 
     def _look_for_doubles(self, stream: Stream) -> None:
         """Count samples that turn out to have been finished twice, as after a cut."""
+        for old in stream.counted.keys() - stream.ledger.passes.keys():
+            del stream.counted[old]
         for q, one in stream.ledger.passes.items():
             before = stream.counted.get(q, 0)
             if one.excess() > before:
@@ -459,7 +477,9 @@ class Dealing:
         stream = self.stream(Key(*key), message.sender)
         if stream is None or not stream.key.length:
             return
-        stream.ledger.merge(Ledger.decode(stream.key.length, read))
+        theirs = Ledger.decode(stream.key.length, read)
+        stream.ledger.room(theirs.entries() + 3)
+        stream.ledger.merge(theirs)
         one = stream.ledger.open(number)
         if one is not None and start < stop:
             spans = minus([(start, min(stop, stream.key.length))], one.finished)

@@ -29,8 +29,14 @@ Owner: TypeAlias = tuple[int, int]
 """A worker's rank, and which life of it."""
 BEHIND = 3
 """A pass is closed when another is so many ahead: until then a worker that was cut off may bring news."""
-MOST_SPANS = 4096
+MOST_SPANS = 2048
 """How many finished spans are told of one pass; shorter ones beyond are dealt again rather than told."""
+MOST_NUMBERS = 24000
+"""How long a ledger may be as numbers, so that it fits into a message; the oldest passes are left out."""
+
+
+MOST_ENTRIES = 1 << 17
+"""How many passes, spans and owners a ledger takes in from others: far more than workers make, some 20 MB."""
 
 
 class Lease(NamedTuple):
@@ -61,6 +67,11 @@ class Pass:
         """What is finished or held."""
         return union(self.finished, *self.held.values())
 
+    def entries(self) -> int:
+        """How much memory it takes, in spans and owners."""
+        held = sum(map(len, self.held.values()))
+        return 1 + len(self.finished) + len(self.lost) + len(self.counts) + len(self.held) + held
+
     def had(self) -> Counter[int]:
         """How many samples each worker has finished or holds, by rank, as far as is known."""
         had: Counter[int] = Counter()
@@ -81,6 +92,15 @@ class Ledger:
         self.past = 0
         """How many samples were finished in them."""
         self.passes: dict[int, Pass] = {}
+
+    def entries(self) -> int:
+        """How much memory it takes: passes, spans and owners."""
+        return sum(one.entries() for one in self.passes.values())
+
+    def room(self, more: int) -> None:
+        """ValueError if somebody tells so much more that it is no longer a ledger of workers."""
+        if self.entries() + more > MOST_ENTRIES:
+            raise ValueError(f"more than {MOST_ENTRIES} passes, spans and owners")
 
     # -- dealing --
 
@@ -211,16 +231,26 @@ class Ledger:
 
     def encode(self, held: bool = False) -> list[float]:
         """All of it as numbers, with who holds what if asked to."""
-        numbers: list[float] = [self.floor, self.past, len(self.passes)]
-        for number, one in self.passes.items():
-            numbers += [number, one.left]
-            for spans in (one.finished, one.lost):
-                spans = sorted(spans, key=lambda span: span[0] - span[1])[:MOST_SPANS]
-                numbers += [len(spans), *(n for span in spans for n in span)]
-            numbers += [len(one.counts), *(n for who, k in one.counts.items() for n in (*who, k))]
-            rows = [(*who, *span) for who, spans in one.held.items() for span in spans] if held else []
-            numbers += [len(rows), *(n for row in rows for n in row)]
-        return numbers
+        told: list[list[float]] = []
+        left = MOST_NUMBERS
+        for number in sorted(self.passes, reverse=True):
+            row = self._encode(number, held)
+            if (left := left - len(row)) < 0:
+                break
+            told.append(row)
+        return [self.floor, self.past, len(told), *(n for row in reversed(told) for n in row)]
+
+    def _encode(self, number: int, held: bool) -> list[float]:
+        one = self.passes[number]
+        numbers: list[float] = [number, one.left]
+        for spans in (one.finished, one.lost):
+            spans = sorted(spans, key=lambda span: span[0] - span[1])[:MOST_SPANS]
+            numbers += [len(spans), *(n for span in spans for n in span)]
+        counts = [(*who, count) for who, count in itertools.islice(one.counts.items(), MOST_SPANS)]
+        numbers += [len(counts), *(n for row in counts for n in row)]
+        rows = ((*who, *span) for who, spans in one.held.items() for span in spans) if held else ()
+        kept = list(itertools.islice(rows, MOST_SPANS))
+        return [*numbers, len(kept), *(n for row in kept for n in row)]
 
     @classmethod
     def decode(cls, length: int, read: Iterator[int]) -> Ledger:

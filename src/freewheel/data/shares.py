@@ -30,6 +30,8 @@ SOON_S = 0.05
 """Who should ask within this time is waited for."""
 LATE_S = 0.25
 """And for so long beyond it; then no more, until it has asked."""
+LATELY = 16
+"""Of how many passes it is known when they began."""
 FIRST_S = 1.0
 """The same for a worker whose rate nobody knows yet: a first step may take long."""
 
@@ -65,8 +67,8 @@ class Shares:
         if wants:
             self.absent.discard(rank)
             self.began.setdefault(number, now_s)
-            for old in [q for q in self.began if q < number - 8]:
-                del self.began[old]
+            while len(self.began) > LATELY:
+                del self.began[min(self.began)]
 
     def dealt(self, rank: int, held: int, now_s: float) -> None:
         """A worker now holds so many samples."""
@@ -118,7 +120,7 @@ class Shares:
         if peer in self.absent or (asked is not None and asked.number > number):
             return 0
         here = asked is not None and asked.number == number
-        expected = asked.at_s if here and asked is not None else self.began[number]
+        expected = asked.at_s if here and asked is not None else self.began.get(number, now_s)
         if asked is not None:
             expected = max(expected, asked.due_s)
         if expected - now_s > SOON_S:
