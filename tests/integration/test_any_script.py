@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import pickle
 import threading
 import time
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 
 import freewheel as fw
-from crew import together
+from crew import outcomes, together
 from freewheel import strategies
 from freewheel.runtime.place import Place
 
@@ -94,7 +95,7 @@ def test_a_layer_frozen_in_the_block_keeps_its_place(strategy):
         torch.testing.assert_close(one, (first.state_dict()[name] + second.state_dict()[name]) / 2)
 
 
-@pytest.mark.parametrize("how", ["unfreeze", "add_param_group", "grow"])
+@pytest.mark.parametrize("how", ["unfreeze", "unfreeze what no optimizer has", "add_param_group", "grow"])
 def test_what_begins_to_train_in_the_block_is_refused_by_name(how):
     model = net()
     model[0].requires_grad_(False)
@@ -110,9 +111,9 @@ def test_what_begins_to_train_in_the_block_is_refused_by_name(how):
             else:
                 model[0].requires_grad_(True)
             if how == "add_param_group":
-                step(model, optimizer)  # no harm: it does not move
                 optimizer.add_param_group({"params": list(model[0].parameters())})
             step(model, optimizer)
+            raise AssertionError("it is noticed at the first step")
 
     with pytest.raises(fw.RunStopped, match=r"0\.weight was frozen|of shape \(2, 2\)"):
         train()
@@ -484,7 +485,7 @@ def test_an_optimizer_that_attach_was_not_given_is_refused_when_it_steps(caplog)
         make(ALONE, model, a),
     ):
         play(model, a, b, 0)
-    assert "judges.weight (and 1 more) is trained by no optimizer" in caplog.text
+    assert "no optimizer that attach was given trains judges.weight (and 1 more)" in caplog.text
     again, other = net(), net()
     optimizer, foreign = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (again, other))
     with make(ALONE, again, optimizer):
@@ -649,17 +650,97 @@ def test_sparse_gradients_are_averaged(kind):
 
 
 @pytest.mark.parametrize("when", ["inside", "at the end", "never"])
-def test_weights_that_are_overwritten_between_steps_are_noticed(when, caplog):
-    """As by one who restores the best weights so far, or swaps an average in to evaluate it."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    best = copy.deepcopy(model.state_dict())
-    with fw.attach(model, optimizer, "adpsgd"):
-        for number in range(4):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            if (number, when) in ((1, "inside"), (3, "at the end")):
-                model.load_state_dict(best)
-    assert caplog.text.count("changed outside the optimizer's step") == (when != "never")
+def test_weights_that_are_changed_between_steps_are_noticed(when, caplog):
+    """As by one who clamps them, or swaps an average in to evaluate it; alone it is nobody's business."""
+
+    def work(place):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with make(place, model, optimizer):
+            for number in range(4):
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                if (number, when) in ((1, "inside"), (3, "at the end")):
+                    with torch.no_grad():
+                        model[0].weight.clamp_(-0.1, 0.1)
+
+    work(ALONE)
+    assert "changed outside" not in caplog.text
+    together(2, work)
+    assert caplog.text.count("changed outside the optimizer's step") == 2 * (when != "never")
+
+
+@pytest.mark.parametrize("part", [False, True])
+def test_weights_loaded_in_the_block_are_refused_before_anything_changes(part):
+    """Alone it is the plain run; a copy, and the model after the block, can be loaded."""
+
+    def work(place):
+        model = net()
+        other = net(7).state_dict()
+        with make(place, model, torch.optim.SGD(model.parameters(), lr=0.1)) as worker:
+            step(model, worker._optimizer, place.rank)
+            copy.deepcopy(model).load_state_dict(other)
+            pickle.loads(pickle.dumps(model)).load_state_dict(other)
+            worker.consensus().load_state_dict(other)
+            if place.rank == 1 or place.world_size == 1:
+                if part:
+                    model[2].load_state_dict(net(7)[2].state_dict())
+                else:
+                    model.load_state_dict(other)
+        model.load_state_dict(other)
+        return model
+
+    assert same(work(ALONE), net(7))
+    first, second = outcomes(2, work)
+    assert same(first, net(7))
+    assert isinstance(second, fw.ConfigError)
+    assert "Load them before attach, or into a copy" in str(second)
+    assert len(str(second).split()) <= 30
+
+
+@pytest.mark.parametrize("closure", [False, True])
+@pytest.mark.parametrize("alike", [False, True])
+def test_workers_that_train_on_the_same_samples_are_told_so_once(alike, closure, caplog):
+    """As scripts do whose DataLoader is torch's: all of the data, in the same order, on every worker."""
+
+    def work(place):
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with make(place, model, optimizer, "allreduce"):
+            for k in range(4):
+
+                def compute(seed=k + 100 * (0 if alike else place.rank)):
+                    optimizer.zero_grad()
+                    loss = loss_of(model, seed)
+                    loss.backward()
+                    return loss
+
+                if not closure:
+                    compute()
+                optimizer.step(compute if closure else None)
+
+    together(3, work)
+    assert caplog.text.count("they train on the same samples in the same order") == alike
+
+
+def test_what_is_added_to_the_optimizer_in_the_block_is_merged(caplog):
+    """Where it required gradients at attach: the way to unfreeze layer by layer."""
+
+    def work(place):
+        model = net()
+        optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+        with make(place, model, optimizer, "allreduce") as worker:
+            step(model, optimizer, place.rank)
+            optimizer.add_param_group({"params": list(model[0].parameters())})
+            for k in range(3):
+                step(model, optimizer, 10 * k + place.rank)
+        return model, worker.consensus()
+
+    (one, answer), (other, _) = together(2, work)
+    assert same(one, other)
+    assert same(one, answer)
+    assert not torch.equal(one[0].weight, net()[0].weight)
+    assert "no optimizer that attach was given trains 0.weight (and 1 more) yet" in caplog.text
+    assert "add_param_group is merged, too" in caplog.text

@@ -153,7 +153,7 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("change", "words"), DIFFERENT, ids=["shape", "type", "one more"])
-def test_another_model_is_refused_and_those_who_wait_for_nobody_go_on(change, words):
+def test_another_model_is_refused_and_those_who_wait_for_nobody_go_on(change, words, caplog):
     def work(place: Place) -> dict[str, Any]:
         model = net()
         if place.rank == 2:
@@ -169,9 +169,12 @@ def test_another_model_is_refused_and_those_who_wait_for_nobody_go_on(change, wo
     assert odd.args[0].startswith("worker 2 was refused")
     with pytest.raises(fw.ConfigError, match=words):
         raise odd
-    for metrics in others:
+    for rank, metrics in enumerate(others):
         assert metrics["steps"] == 30
         assert metrics["members"] == [0, 1]
+        for said in ("the run goes on without worker 2", "the mean of worker 0, 1; it lacks worker 2"):
+            (line,) = (one for one in caplog.messages if one.startswith(f"worker {rank}: ") and said in one)
+            assert "it was refused: its model differs from worker 0's. The first difference: " in line
 
 
 @pytest.mark.parametrize("strategy", ["allreduce", "sasgd", "nodelay", "dpsgd", "grouping"])
@@ -187,7 +190,7 @@ def test_another_model_is_a_clear_error_where_all_are_needed(strategy):
     assert isinstance(odd, fw.ConfigError)
     for error in (first, last):
         assert isinstance(error, fw.WorkerLost)
-        assert "needs worker 1, which is not coming: its model differs" in str(error)
+        assert "needs worker 1, which is not coming: it was refused: its model differs" in str(error)
         assert "2.weight" in str(error)
 
 
@@ -207,17 +210,54 @@ def test_another_strategy_or_setting_is_refused_by_name(given, words):
     assert isinstance(odd, fw.ConfigError)
     assert words in str(odd)
     assert len(str(odd).split()) <= 30
-    assert first is None or "its settings differ" in str(first)
+    assert first is None or f"it was refused: {words}" in str(first)
 
 
-def test_another_seed_is_refused_by_name():
+@pytest.mark.parametrize("what", ["seed", "optimizer"])
+def test_another_seed_or_optimizer_is_refused_by_name(what, caplog):
+    kinds = (torch.optim.SGD, torch.optim.AdamW)
+
     def work(place: Place) -> None:
-        with make(place, net(), seed=place.rank):
+        model = net()
+        kind, seed = (kinds[place.rank], 0) if what == "optimizer" else (kinds[0], place.rank)
+        with make(place, model, kind(model.parameters(), lr=0.1 + place.rank), seed=seed):
             pass
 
     first, odd = outcomes(2, work)
     assert first is None
-    assert "it has seed=1, worker 0 has seed=0. Give all" in str(odd)
+    words = {
+        "seed": "it has seed=1, worker 0 has seed=0",
+        "optimizer": "it has optimizer=AdamW, worker 0 has optimizer=SGD",
+    }
+    assert f"{words[what]}. Give all" in str(odd)
+    assert f"it lacks worker 1: it was refused: {words[what]}" in caplog.text
+
+
+def test_a_worker_that_is_refused_later_is_named_while_the_others_train(caplog):
+    """It comes when they have begun, and they look at the store; to be told once is enough."""
+    said = "worker 0: the run goes on without worker 1: it was refused: it has optimizer=AdamW"
+
+    def work(place: Place) -> None:
+        model = net()
+        if place.rank == 0:
+            end_s = time.monotonic() + 30
+            with make(place, model) as worker:
+                while said not in caplog.text and time.monotonic() < end_s:
+                    step(model, worker._optimizer, 0)
+                    time.sleep(0.01)
+                return
+        with contextlib.suppress(ArithmeticError), make(place, model):
+            raise ArithmeticError
+        other = torch.optim.AdamW(model.parameters(), lr=0.1)
+        with (
+            pytest.raises(fw.ConfigError, match="worker 1 was refused"),
+            make(next_life(place), model, other),
+        ):
+            pass
+
+    together(2, work)
+    assert caplog.text.count(said) == 1
+    assert "it lacks worker 1: it was refused" in caplog.text
 
 
 def test_a_worker_that_never_comes_is_a_clear_error():
@@ -436,22 +476,6 @@ def test_checkpoints_load_into_a_plain_model(tmp_path):
         net(9).load_state_dict(end)
     for name in names:
         torch.testing.assert_close(ends[0][name], ends[1][name])
-
-
-def test_a_checkpoint_loaded_inside_is_trained_on_and_sent():
-    """load_state_dict copies into the parameters, which are still the views that travel."""
-
-    def work(place: Place) -> torch.Tensor:
-        model = net(place.rank)
-        worker = make(place, model, torch.optim.SGD(model.parameters(), lr=0.0))
-        with worker:
-            model.load_state_dict(net(77).state_dict())
-            for k in range(20):
-                step(model, worker._optimizer, k)
-        return flat(worker.consensus())
-
-    for weights in together(2, work):
-        torch.testing.assert_close(weights, flat(net(77)))
 
 
 def test_frozen_and_tied_parameters():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -185,7 +187,8 @@ def test_a_script_that_ends_without_finish_leaves_the_run():
         made, _ = worker(place, nn.Linear(2, 1), "adpsgd")
         me = made.start()
         if place.rank == 1:
-            me._unfinished()  # as Python does at its end
+            assert me._unfinished(fw.RunStopped("over"))  # as Python does at its end
+            assert not me._unfinished(fw.RunStopped("over"))
             with contextlib.suppress(fw.RunStopped):
                 return me.consensus()
             return None
@@ -194,3 +197,32 @@ def test_a_script_that_ends_without_finish_leaves_the_run():
     first, second = outcomes(2, work)
     assert isinstance(first, nn.Linear)
     assert second is None
+
+
+FLAT = """
+import sys
+import torch
+import freewheel as fw
+left = open("left", "w")
+left.write("written")
+net = torch.nn.Linear(2, 1)
+worker = fw.attach(net, torch.optim.SGD(net.parameters(), lr=0.1)).start()
+print("last words")
+if sys.argv[1] == "raise":
+    raise ArithmeticError("on purpose")
+if sys.argv[1] == "finish":
+    worker.finish()
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("forget", 120), ("raise", 1), ("finish", 0)])
+def test_a_script_that_forgets_finish_is_told_so_and_exits_with_an_error(how, code, tmp_path):
+    """All else ends as ever: what was printed is printed, files are written."""
+    (tmp_path / "flat.py").write_text(FLAT)
+    command = [sys.executable, "flat.py", how]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code
+    assert done.stdout == "last words\n"
+    assert (tmp_path / "left").read_text() == "written"
+    assert ("ended without worker.finish()" in done.stderr) == (how == "forget")
+    assert ("Traceback" in done.stderr) == (how == "raise")

@@ -72,7 +72,7 @@ class Run:
         worker = fw.Worker(
             model, optimizer, strategies.resolve("adpsgd"), version="test", place=place, tls=self.tls
         )
-        model.weight.grad = torch.ones_like(model.weight)
+        model.weight.grad = torch.full_like(model.weight, 1.0 + place.rank)
         try:
             with worker:
                 self.workers[place.rank] = worker

@@ -205,6 +205,9 @@ def test_a_store_that_goes_and_comes_back_is_an_event(monkeypatch):
             self.there = found is not False
             return {}
 
+        def refused(self, *_: Any) -> dict[int, str]:
+            return {}
+
     class Agent:
         class fabric:  # noqa: N801
             lives: ClassVar[dict[int, int]] = {}

@@ -10,7 +10,7 @@ import math
 import random
 import ssl
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -30,6 +30,7 @@ from freewheel.runtime.beginnings import Entry, Orphaned
 from freewheel.runtime.buffers import agree, mean_buffers
 from freewheel.runtime.copies import Copies, Rest
 from freewheel.runtime.ending import Answer, Ending
+from freewheel.runtime.firsts import Firsts
 from freewheel.runtime.live_replica import LiveReplica
 from freewheel.runtime.means import Means
 from freewheel.runtime.records import Events
@@ -75,6 +76,8 @@ class Agent:
         """Whether this worker comes into a run that goes on already."""
         self.first: tuple[int, ...] = (me.rank,)
         """Whom the run begins with."""
+        self.lacking: dict[int, str] = {}
+        """Who was to have a part in the run and was not let in, or has not come, and why."""
         self.ready = False
         """Whether this worker has weights that others may copy."""
         self._seed, self._wire, self._tls = seed, wire, tls
@@ -167,6 +170,7 @@ class Agent:
         self.node.momentum = float(self._rest.optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
         self.ending = Ending(self.fabric, self.me.incarnation, self._under_way, self._mean, self.replica.size)
+        self.firsts = Firsts(self.fabric)
         self.means = Means(self.fabric, self.me.longest, self.replica.dtype, self.ending.has_ended)
 
     async def _close(self, why: str) -> None:
@@ -231,8 +235,17 @@ class Agent:
             raise WorkerLost(
                 f"{self.strategy.name} needs worker {peer}, which is not coming: {why.rstrip('.')}."
             )
+        self.lack(gone)
         # Those who had met an earlier life of this worker may have begun without it.
         self.late = entry.back and await asyncio.to_thread(rendezvous.begun)
+
+    def lack(self, absent: Mapping[int, str]) -> None:
+        """Say, once, who has no part in the run. Any thread may."""
+        for peer, why in absent.items():
+            if self.lacking.get(peer) != why:
+                self.lacking[peer] = why
+                log.warning("worker %d: the run goes on without worker %d: %s", self.me.rank, peer, why)
+                self.events.note("failed", peer, why)
 
     async def _reach(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         """Call those who can be copied, until one is reached, then all others; Orphaned: nobody is left.
@@ -298,6 +311,7 @@ class Agent:
         self.spawn(self._hear(STOP, self._note_stop))
         self.spawn(self._hand_out_parts())
         self.spawn(self.means.serve())
+        self.spawn(self.firsts.serve())
         if strategy.defines("meet"):
             self.spawn(node.answer_calls())
         node.hold()
@@ -420,6 +434,8 @@ class Agent:
             )
 
         answer = await self.ending.run(somebody_comes) or await self.consensus()
+        if rendezvous is not None:
+            self.lack(await asyncio.to_thread(rendezvous.refused, self.fabric.members))
         self._name_absent(self.ending.members or self.fabric.members)
         return answer
 
@@ -442,14 +458,14 @@ class Agent:
 
     def _name_absent(self, members: Sequence[int]) -> None:
         """Say who had a part in the run, and has none in its answer."""
-        absent = sorted(set(self.fabric.lives) - set(members))
-        if absent and len(self.fabric.lives) > 1:
+        absent = sorted({*self.fabric.lives, *self.lacking} - set(members))
+        if absent and (self.lacking or len(self.fabric.lives) > 1):
             log.warning(
                 "worker %d: the answer is the mean of worker %s; it lacks worker %s: %s",
                 self.me.rank,
                 ", ".join(map(str, members)),
                 ", ".join(map(str, absent)),
-                self.fabric.why_lost(absent[0]),
+                self.lacking.get(absent[0]) or self.fabric.why_lost(absent[0]),
             )
 
     def _under_way(self) -> Note:

@@ -5,7 +5,6 @@ Its life is here: it joins, trains and leaves. What happens at each step is in s
 
 from __future__ import annotations
 
-import atexit
 import concurrent.futures
 import copy
 import logging
@@ -25,7 +24,7 @@ from freewheel.fabric import windows
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import FINISHED
 from freewheel.observe.journal import Journal, typed
-from freewheel.runtime import checks, keys, optimizers, steps
+from freewheel.runtime import checks, keys, optimizers, steps, unfinished
 from freewheel.runtime.agent import STOP, Agent
 from freewheel.runtime.beginnings import Beginning, Orphaned
 from freewheel.runtime.buffers import set_buffers
@@ -287,7 +286,7 @@ class Worker:
     def start(self) -> Self:
         """Begin, in a script that has no place for a with-block; `finish` ends it."""
         worker = self.__enter__()
-        atexit.register(self._unfinished)
+        unfinished.watch(self.rank, self._unfinished)
         return worker
 
     def finish(self) -> nn.Module:
@@ -297,12 +296,11 @@ class Worker:
         self.__exit__(None, None, None)
         return self.consensus()
 
-    def _unfinished(self) -> None:
+    def _unfinished(self, why: RunStopped) -> bool:
         """The script has ended: the others are not to wait for this worker."""
-        if self._inside:
-            why = RunStopped("the script ended before worker.finish()")
-            log.error("%s: this worker leaves the run, and there is no consensus here", why)
+        if inside := self._inside:
             self.__exit__(RunStopped, why, None)
+        return inside
 
     def consensus(self) -> nn.Module:
         """A copy of the model with the mean of all workers' weights: what to evaluate and to ship.
@@ -379,7 +377,7 @@ class Worker:
         beginning, entry, model = Beginning(0, (self.rank,)), None, ""
         if self._store is not None:
             entry = self._store.enter(life, self._strategy)
-            settings = checks.settings(self._strategy, self._seed)
+            settings = checks.settings(self._strategy, self._optimizer, self._seed)
             beginning, model = entry.beginning, self._store.check_model(self._model, settings)
         self._beginners = len(beginning.ranks)
         self._replica = live_replica(self._model)
@@ -451,7 +449,7 @@ class Worker:
                 self._state, self._ended_s = "finished", time.perf_counter()
                 self._check()
                 self._inventory.check()
-                self._inventory.check_still()
+                self._steps.check_still()
                 self._say_idle()
                 self._checkpoints.close()
                 answer = self._patiently(self._agent.finish(self._store))
@@ -474,6 +472,8 @@ class Worker:
             why = FINISHED if failure is None else f"it left with {type(failure).__name__}"
             if isinstance(failure, Diverged):
                 why = str(failure)
+            elif isinstance(failure, ConfigError):
+                why += f": {failure}"
             try:
                 self._end_records(failure)
             finally:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 
 from freewheel.errors import ConfigError, Diverged
-from freewheel.runtime.optimizers import parameters
+from freewheel.runtime import optimizers
 from freewheel.strategy import Strategy
 
 log = logging.getLogger("freewheel")
@@ -42,7 +42,7 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(f"the parameter {name} has no shape yet: let the model compute once before.")
     mine = {id(parameter): name for name, parameter in model.named_parameters()}
-    theirs = {id(parameter): parameter for parameter in parameters(optimizer)}
+    theirs = {id(parameter): parameter for parameter in optimizers.parameters(optimizer)}
     if not mine.keys() & theirs.keys():
         raise ConfigError(
             "the optimizer trains none of the model's parameters; make it of model.parameters()."
@@ -61,8 +61,8 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     ]
     if without:
         log.warning(
-            "%s%s is trained by no optimizer that was given to attach: give it all that step, "
-            "fw.attach(model, [a, b]), or freeze what none trains",
+            "no optimizer that attach was given trains %s%s yet. Give it all that step, "
+            "fw.attach(model, [a, b]); what is added later by add_param_group is merged, too",
             without[0],
             f" (and {len(without) - 1} more)" * (len(without) > 1),
         )
@@ -128,12 +128,16 @@ def first_difference(theirs: list[list[Any]], mine: list[list[Any]], there: str)
     return "They differ."
 
 
-def settings(strategy: Strategy, seed: int) -> dict[str, str]:
-    """What all workers must have been given alike beside the model."""
+def settings(strategy: Strategy, optimizer: torch.optim.Optimizer, seed: int) -> dict[str, str]:
+    """What all workers must have been given alike beside the model.
+
+    Of the optimizer that is its class: one that comes late copies its state. Rates may differ.
+    """
     given = {name: str(value) for name, value in strategy.settings().items()}
     return {
         "strategy": strategy.name,
         **{name: text for name, text in given.items() if " at 0x" not in text},
+        "optimizer": optimizers.name(optimizer),
         "seed": str(seed),
     }
 

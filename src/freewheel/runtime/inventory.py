@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from freewheel.errors import RunStopped
 from freewheel.replica import Replica
 
 log = logging.getLogger("freewheel")
+REQUIRES = operator.attrgetter("requires_grad")
 
 
 class Inventory:
@@ -37,7 +39,7 @@ class Inventory:
         """Whoever overwrites weights overwrites this one, too: looked at in every step."""
         self._stood, self._warned = 0, False
         self.stands()
-        self._enrolled, self._asleep = 0, list[tuple[str, nn.Parameter]]()
+        self._enrolled, self._asleep = 0, list[nn.Parameter]()
         self._enrol()
 
     def _slot(self, name: str) -> tuple[dict[str, Any], str]:
@@ -69,12 +71,13 @@ class Inventory:
             raise _replaced(name)
         if sum(len(group["params"]) for group in self._optimizer.param_groups) != self._enrolled:
             self._enrol()
-        for name, parameter in self._asleep:
-            if parameter.requires_grad:
-                raise RunStopped(
-                    f"the parameter {name} was frozen when the model was attached and is trained now: it is "
-                    "not merged. Let it require gradients at attach, and freeze it inside the with-block."
-                )
+        if any(map(REQUIRES, self._asleep)):
+            one = next(filter(REQUIRES, self._asleep))
+            raise RunStopped(
+                f"the parameter {self._names.get(id(one), '?')} was frozen when the model was attached and "
+                "requires gradients now: it is not merged. Let it require them at attach, and freeze it in "
+                "the with-block."
+            )
 
     def stands(self) -> None:
         """A step is complete: until the next one nobody moves the weights."""
@@ -85,8 +88,8 @@ class Inventory:
         if not self._warned and self._first is not None and self._first._version != self._stood:
             self._warned = True
             log.warning(
-                "weights were changed outside the optimizer's step (load_state_dict, or others swapped in to "
-                "evaluate). Others may have averaged with either: do it outside the with-block, or on a copy"
+                "weights were changed outside the optimizer's step, others may have averaged with either. "
+                "Small changes (clamping) do no harm; to restore or evaluate others take a copy of the model"
             )
 
     def _enrol(self) -> None:
@@ -98,8 +101,8 @@ class Inventory:
                     f"the optimizer trains a parameter of shape {tuple(one.shape)} that the model did not "
                     "have when it was attached: it is not merged. Make the whole model before attach."
                 )
-        known = [(self._names.get(id(one), "?"), one) for one in held]
-        self._asleep = [(name, one) for name, one in known if name not in self.trained]
+        frozen = [one for name, one in self._all.items() if name not in self.trained]
+        self._asleep = [*frozen, *(one for one in held if id(one) not in self._names)]
         self._enrolled = len(held)
 
     def check(self) -> None:

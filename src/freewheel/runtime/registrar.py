@@ -38,7 +38,8 @@ class Registrar:
             if missed:
                 with contextlib.suppress(RuntimeError):  # this worker has left meanwhile
                     self._agent.begin(self._meet(missed))
-            there = self._rendezvous.there
+            if (there := self._rendezvous.there) and (refused := self._rendezvous.refused(fabric.members)):
+                self._agent.lack(refused)
             if there != before:
                 what = "answers again" if there else "does not answer: nobody can join"
                 text = f"the rendezvous at {place.where} {what}"

@@ -187,22 +187,37 @@ class Rendezvous:
         elif (theirs := self._get("model", first)) != mine:
             (their_settings, their_model), (my_settings, my_model) = json.loads(theirs), json.loads(mine)
             if what := other_settings(their_settings, my_settings, f"worker {first}"):
-                self.leave(f"its settings differ from worker {first}'s: {what}")
+                self._refused(f"it has {what}")
                 raise ConfigError(
                     f"worker {self.place.rank} was refused: it has {what}. "
                     "Give all workers the same strategy and settings."
                 )
             why = first_difference(their_model, my_model, f"at worker {first}")
-            self.leave(f"its model differs from worker {first}'s: {why}")
+            self._refused(f"its model differs from worker {first}'s. {why}")
             raise ConfigError(
                 f"worker {self.place.rank} was refused: its model differs from worker {first}'s. {why} "
                 "Build the same model on every worker."
             )
         return hashlib.sha256(mine.encode()).hexdigest()[:32]
 
+    def _refused(self, why: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"refused/{self.place.rank}", why)
+        self.leave(f"it was refused: {why}")
+
+    def refused(self, members: Collection[int]) -> dict[int, str]:
+        """Who was not let in, beside those who are, and why."""
+        found = {}
+        with contextlib.suppress(RuntimeError, OSError, Forged):
+            for rank in set(range(self.most)).difference(members) if self.there else ():
+                if why := self._store.read(f"refused/{rank}"):
+                    found[rank] = f"it was refused: {why}"
+        return found
+
     def publish(self, host: str, port: int, incarnation: int) -> None:
         """Enter this worker into the address book."""
-        self._store.set(f"absent/{self.place.rank}", "")  # an earlier life may have said that it was
+        for what in ("absent", "refused"):  # an earlier life may have said that it was
+            self._store.set(f"{what}/{self.place.rank}", "")
         self._address = json.dumps([host, port, incarnation])
         self._store.set(f"address/{self.place.rank}", self._address)
 

@@ -21,12 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
 from freewheel.moments import QuasiGlobal, momentum_buffers
-from freewheel.runtime import strangers
+from freewheel.runtime import firsts, strangers
 from freewheel.runtime.agent import Agent
 from freewheel.runtime.checkpoint import Checkpoints
 from freewheel.runtime.gradients import Gradients
 from freewheel.runtime.inventory import Inventory
 from freewheel.runtime.optimizers import members, parameters
+from freewheel.runtime.overwriting import Guard
 from freewheel.strategy import Strategy
 
 GRACE_S = 5.0
@@ -86,15 +87,26 @@ class Steps:
             )
         ]
         strangers.watch(self.refuse)
+        several = agent.me.world_size > 1
+        self._guard = Guard(inventory.model) if several else None
+        self._begins = several and not agent.late and not self.first
+        """Whether the first gradients are yet to be compared with the others'."""
 
     def end(self) -> None:
         """Let the optimizers' steps be their own again."""
         strangers.unwatch(self.refuse)
         for hook in self._hooks:
             hook.remove()
+        if self._guard is not None:
+            self._guard.remove()
         self._restore_rates()
         for _, one in self._gradients.values():
             one.let_go()
+
+    def check_still(self) -> None:
+        """Warn if weights were changed between steps, where others may have averaged meanwhile."""
+        if self._guard is not None:
+            self._inventory.check_still()
 
     def idle(self) -> str:
         """Which optimizer has not made a step, in words; empty where all have."""
@@ -139,13 +151,14 @@ class Steps:
         blocked = counters.blocked_s["data"] + counters.blocked_s["checkpoint"]
         self._computed(time.perf_counter() - self._began_s, blocked - self._blocked_s)
         if not self._stepped:
-            self._inventory.check_still()
+            self.check_still()
             if not self._measured:
                 counters.stale(self._stale)
         if self._before is not None:
             self._choose_gradients(optimizer)
         given = closure_of(args, kwargs)
         if given is None:
+            self._compare_first(optimizer)
             self._merge_gradients(0.0)
         self._restore_rates()  # the last step may have raised
         self._share_rates(optimizer)
@@ -167,6 +180,13 @@ class Steps:
         if known is None or known[0] != held:
             known = self._gradients[id(optimizer)] = held, self._replica.gradients_of(parameters(optimizer))
         self._replica.gradients = known[1]
+
+    def _compare_first(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let it be noticed where two workers begin with the same samples."""
+        if self._begins:
+            self._begins = False
+            if found := firsts.summed(parameters(optimizer)):
+                self._agent.begin(self._agent.firsts.tell(found))
 
     def _computed(self, seconds: float, blocked_s: float = 0.0) -> None:
         self._agent.node.counters.compute_s += seconds - blocked_s
@@ -190,6 +210,7 @@ class Steps:
                 replica.end_moving()
             began_s = time.perf_counter()
             loss = closure()
+            self._compare_first(optimizer)
             self._computed(time.perf_counter() - began_s)
             if self._before is not None:
                 replica.end_moving()  # others may need a copy before they can merge

@@ -1,0 +1,76 @@
+"""Workers that begin with the same gradients train on the same samples: their script does not share them.
+
+All begin with the same weights. So the first gradients of two workers are the same, to the bit, where both
+took the same batch, and practically never else: scripts that share the data out themselves are left alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import zlib
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from freewheel.errors import PeerLost
+from freewheel.fabric.base import RUNTIME, Fabric, Tag
+
+FIRST: Tag = (RUNTIME, "first")
+
+log = logging.getLogger("freewheel")
+
+
+@torch.no_grad()
+def summed(parameters: Iterable[nn.Parameter]) -> int:
+    """What gradients sum up to; 0: there are none, or they say nothing."""
+    sums = [number for one in parameters if one.grad is not None for number in _sums(one.grad)]
+    found = torch.stack(sums).tolist() if sums else []
+    if not any(found) or not all(map(math.isfinite, found)):
+        return 0
+    return zlib.crc32(repr(found).encode()) or 1
+
+
+def _sums(gradient: Tensor) -> tuple[Tensor, Tensor]:
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    if gradient.is_complex():
+        gradient = torch.view_as_real(gradient)
+    return gradient.sum(dtype=torch.float64), torch.linalg.vector_norm(gradient, dtype=torch.float64)
+
+
+class Firsts:
+    """What the workers' first gradients sum up to, at the one of lowest rank, which compares them."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self._fabric, self._known, self._said = fabric, dict[int, int](), False
+
+    async def tell(self, mine: int) -> None:
+        """This worker's are known."""
+        root = self._fabric.members[0]
+        if root == self._fabric.rank:
+            self._note(root, mine)
+        else:
+            self._fabric.post(root, FIRST, note=(mine,))
+
+    async def serve(self) -> None:
+        """Hear the others."""
+        while True:
+            message = await self._fabric.receive(FIRST)
+            try:
+                (theirs,) = message.numbers(1, 1)
+            except PeerLost:
+                continue
+            self._note(message.sender, theirs)
+
+    def _note(self, rank: int, mine: int) -> None:
+        self._known[rank] = mine
+        alike = sorted(one for one, known in self._known.items() if known == mine)
+        if len(alike) > 1 and not self._said:
+            self._said = True
+            log.warning(
+                "workers %d and %d began with the same gradients, to the bit: they train on the same samples "
+                "in the same order. Let worker.loader share them out, or share them by worker.rank",
+                *alike[:2],
+            )
