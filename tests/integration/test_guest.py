@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
+import threading
+import time
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
-from crew import places, together, worker
+from crew import next_life, places, together, worker
 from freewheel.data.ledger import Ledger, reader
 from freewheel.data.spans import size
 from freewheel.runtime import guest as guests
@@ -18,6 +20,10 @@ from freewheel.runtime.guest import Guest
 pytestmark = pytest.mark.integration
 
 LENGTH, BATCH, EPOCHS = 512, 8, 3
+
+
+class Lost(Exception):
+    """A worker's loop breaks."""
 
 
 class ByEpoch(RandomSampler):
@@ -46,7 +52,18 @@ def train(place, position=None, after=lambda guest: None):
     made, optimizer = worker(place, nn.Linear(1, 1), lr=0.0)
     guest = Guest(made)
     guest.enter()
+    try:
+        _loop(guest, made, optimizer, position, after)
+    except Lost as error:
+        guest.fail(Lost, error)
+        raise
+    guest.leave(made._model)
+    return made
+
+
+def _loop(guest, made, optimizer, position, after):
     passes = guest.deal(data(), epochs=EPOCHS, seed=0, ahead=1, per_step=1, position=position)
+    guest.seek()
     while not (passes.over or made.stopped):
         batches = iter(passes)
         ahead = next(batches, None)
@@ -56,8 +73,6 @@ def train(place, position=None, after=lambda guest: None):
             made._model(batch).mean().backward()
             optimizer.step()
             after(guest)
-    guest.leave(made._model)
-    return made
 
 
 def finished(position) -> int:
@@ -67,18 +82,35 @@ def finished(position) -> int:
     return ledger.past + sum(size(one.finished) for one in ledger.passes.values())
 
 
-def test_from_each_checkpoint_of_two_workers_one_does_exactly_the_rest():
-    taken = []
+@pytest.mark.parametrize("breaks", [None, 3, 20])
+def test_from_each_checkpoint_of_two_workers_one_does_exactly_the_rest(breaks):
+    """Also where one of them is lost and comes back."""
+    taken, lost, back = [], threading.Event(), threading.Event()
 
     def work(place):
         def after(guest):
+            steps = guest.worker.metrics()["steps"]
             if place.rank == 0:
                 taken.append(copy.deepcopy(guest.position()))
+                if breaks and len(taken) == 2 * breaks:
+                    assert back.wait(60)
+            elif lost.is_set():
+                back.set()
+            elif steps == breaks:
+                lost.set()
+                raise Lost
+            time.sleep(1e-3)
 
-        return train(place, after=after)
+        try:
+            return train(place, after=after)
+        except Lost:
+            return train(next_life(place), after=after)
 
     made = together(2, work)
-    assert sum(one.metrics()["samples"] for one in made) == EPOCHS * LENGTH
+    samples = sum(one.metrics()["samples"] for one in made)
+    again = sum(one.metrics()["samples_again"] for one in made)
+    assert EPOCHS * LENGTH - BATCH * (breaks or 0) <= samples <= EPOCHS * LENGTH + again
+    assert [one.progress for one in made] == [EPOCHS, EPOCHS]
     assert len(taken) > EPOCHS
     for position in taken:
         assert finished(position) == BATCH * position["steps"]
