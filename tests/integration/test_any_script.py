@@ -119,6 +119,23 @@ def test_what_begins_to_train_in_the_block_is_refused_by_name(how):
         train()
 
 
+@pytest.mark.parametrize("which", [0, 20, 39])
+def test_of_many_frozen_layers_each_is_looked_at_in_its_turn(which):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)), nn.Linear(4, 2))
+    model[:40].requires_grad_(False)
+    optimizer = torch.optim.SGD(model[40].parameters(), lr=0.1)
+
+    def train():
+        with make(ALONE, model, optimizer):
+            step(model, optimizer)
+            model[which].requires_grad_(True)
+            for _ in range(3):  # 80 parameters, 32 in a step
+                step(model, optimizer)
+
+    with pytest.raises(fw.RunStopped, match=rf"{which}\.weight was frozen"):
+        train()
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_a_parameter_put_in_the_place_of_another_is_refused_by_name(early):
     model = net()

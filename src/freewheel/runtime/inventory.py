@@ -21,6 +21,8 @@ from freewheel.replica import Replica
 
 log = logging.getLogger("freewheel")
 REQUIRES = operator.attrgetter("requires_grad")
+LOOKS = 32
+"""How many of the frozen parameters are looked at in a step, in turn, beside those that the optimizer has."""
 
 
 class Inventory:
@@ -39,7 +41,10 @@ class Inventory:
         """Whoever overwrites weights overwrites this one, too: looked at in every step."""
         self._stood, self._warned = 0, False
         self.stands()
-        self._enrolled, self._asleep = 0, list[nn.Parameter]()
+        self._asleep, self._at = [one for name, one in self._all.items() if name not in self.trained], 0
+        """Those that were frozen."""
+        self._enrolled, self._held = 0, list[nn.Parameter]()
+        """How many the optimizer has, and which of them do not travel."""
         self._enrol()
 
     def _slot(self, name: str) -> tuple[dict[str, Any], str]:
@@ -71,8 +76,10 @@ class Inventory:
             raise _replaced(name)
         if sum(len(group["params"]) for group in self._optimizer.param_groups) != self._enrolled:
             self._enrol()
-        if any(map(REQUIRES, self._asleep)):
-            one = next(filter(REQUIRES, self._asleep))
+        begin, self._at = self._at, self._at + LOOKS if self._at + LOOKS < len(self._asleep) else 0
+        looked = self._asleep[begin : begin + LOOKS]
+        if any(map(REQUIRES, looked)) or any(map(REQUIRES, self._held)):
+            one = next(filter(REQUIRES, [*looked, *self._held]))
             raise RunStopped(
                 f"the parameter {self._names.get(id(one), '?')} was frozen when the model was attached and "
                 "requires gradients now: it is not merged. Let it require them at attach, and freeze it in "
@@ -101,8 +108,8 @@ class Inventory:
                     f"the optimizer trains a parameter of shape {tuple(one.shape)} that the model did not "
                     "have when it was attached: it is not merged. Make the whole model before attach."
                 )
-        frozen = [one for name, one in self._all.items() if name not in self.trained]
-        self._asleep = [*frozen, *(one for one in held if id(one) not in self._names)]
+        travels = set(map(id, self.trained.values()))
+        self._held = [one for one in held if id(one) not in travels]
         self._enrolled = len(held)
 
     def check(self) -> None:
