@@ -47,13 +47,16 @@ def data() -> DataLoader:
     return DataLoader(samples, BATCH, sampler=ByEpoch(samples))
 
 
-def train(place, position=None, after=lambda guest: None):
-    """The loop of a trainer that draws a batch ahead; `after` each step."""
+def train(place, position=None, after=lambda guest: None, bounded=False):
+    """The loop of a trainer that draws a batch ahead; `after` each step.
+
+    One that is `bounded` makes no more steps in an epoch than the data have batches.
+    """
     made, optimizer = worker(place, nn.Linear(1, 1), lr=0.0)
     guest = Guest(made)
     guest.enter()
     try:
-        _loop(guest, made, optimizer, position, after)
+        _loop(guest, made, optimizer, position, after, bounded)
     except Lost as error:
         guest.fail(Lost, error)
         raise
@@ -61,13 +64,17 @@ def train(place, position=None, after=lambda guest: None):
     return made
 
 
-def _loop(guest, made, optimizer, position, after):
-    passes = guest.deal(data(), epochs=EPOCHS, seed=0, ahead=1, per_step=1, position=position)
+def _loop(guest, made, optimizer, position, after, bounded):
+    passes = guest.deal(
+        data(), epochs=EPOCHS, seed=0, ahead=1, per_step=1, bounded=bounded, position=position
+    )
     guest.seek()
     while not (passes.over or made.stopped):
         batches = iter(passes)
         ahead = next(batches, None)
-        while ahead is not None:
+        left = LENGTH // BATCH if bounded else LENGTH
+        while ahead is not None and left:
+            left -= 1
             batch, ahead = ahead, next(batches, None)
             optimizer.zero_grad()
             made._model(batch).mean().backward()
@@ -82,9 +89,9 @@ def finished(position) -> int:
     return ledger.past + sum(size(one.finished) for one in ledger.passes.values())
 
 
-@pytest.mark.parametrize("breaks", [None, 3, 20])
-def test_from_each_checkpoint_of_two_workers_one_does_exactly_the_rest(breaks):
-    """Also where one of them is lost and comes back."""
+@pytest.mark.parametrize(("breaks", "bounded"), [(None, False), (3, True), (20, False), (20, True)])
+def test_from_each_checkpoint_of_two_workers_one_does_exactly_the_rest(breaks, bounded):
+    """Also where one of them is lost and comes back, and where a pass has more batches than an epoch."""
     taken, lost, back = [], threading.Event(), threading.Event()
 
     def work(place):
@@ -99,12 +106,12 @@ def test_from_each_checkpoint_of_two_workers_one_does_exactly_the_rest(breaks):
             elif steps == breaks:
                 lost.set()
                 raise Lost
-            time.sleep(1e-3)
+            time.sleep(1e-3 * (1 + 4 * place.rank))
 
         try:
-            return train(place, after=after)
+            return train(place, after=after, bounded=bounded)
         except Lost:
-            return train(next_life(place), after=after)
+            return train(next_life(place), after=after, bounded=bounded)
 
     made = together(2, work)
     samples = sum(one.metrics()["samples"] for one in made)
@@ -114,8 +121,9 @@ def test_from_each_checkpoint_of_two_workers_one_does_exactly_the_rest(breaks):
     assert len(taken) > EPOCHS
     for position in taken:
         assert finished(position) == BATCH * position["steps"]
-    for position in taken[:: max(1, len(taken) // 8)]:
-        alone = train(places(1)[0], position)
+    ends = [one for one in taken if not one["loader"]["under_way"]]  # the other may hold some of that pass
+    for position in [*ends, *taken[:: max(1, len(taken) // 5)]]:
+        alone = train(places(1)[0], position, bounded=bounded)
         assert alone.metrics()["samples"] == EPOCHS * LENGTH - finished(position)
         assert alone.progress == EPOCHS
 
