@@ -68,6 +68,16 @@ def test_columns_are_left_out_in_a_sensible_order(tmp_path, now):
     assert set(ALL_HEADINGS) <= set(headings[140])
 
 
+def test_nodes_and_restarts_are_shown_where_there_are_any(tmp_path, now):
+    for rank in range(2):
+        lines = [made.sample(rank, number, 2, life=1 + 2 * rank, node=f"host-{rank}") for number in range(20)]
+        made.append(tmp_path / f"worker-{rank}.jsonl", *lines)
+    lines = text(Run(tmp_path), 140)
+    assert lines[3].split()[:5] == ["rank", "state", "node", "restarts", "steps"]
+    assert row_of(lines, 1)[:4] == ["1", "training", "host-1", "2"]
+    assert "host-1" in "".join(text(Run(tmp_path), 80))
+
+
 def test_a_row_says_what_its_worker_does_and_the_last_one_what_all_do(tmp_path, now):
     run = Run(made.run(tmp_path, samples=20, ended=False))
     lines = text(run, 140)

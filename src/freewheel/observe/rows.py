@@ -44,6 +44,9 @@ class Row:
     loss: float | None = None
     windows: str = ""
     """How its vectors travel, and to how many peers: device 3, or host 2 · stream 1."""
+    node: str = ""
+    """The machine it is on."""
+    restarts: int = 0
     speed: float = 0.0
     """Steps per second of this life, which says for longer than a moment who is slow."""
 
@@ -75,6 +78,8 @@ def _row(run: Run, rank: int, live: bool) -> Row:
         merges=track.value("merges") or 0.0,
         loss=latest.get("loss"),
         windows=_windows(latest.get("windows")),
+        node=str(latest.get("node") or ""),
+        restarts=max(0, track.life - 1),
         speed=latest.get("steps_per_s") or 0.0,
     )
     if live and state != "training":
@@ -124,6 +129,7 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
         merges=sum(row.merges for row in all_rows),
         bytes_per_s=sent,
         loss=_mean(row.loss for row in present),
+        restarts=sum(row.restarts for row in all_rows),
     )
 
 

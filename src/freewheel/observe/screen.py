@@ -43,8 +43,8 @@ WORDS = {
     "store back": "worker {} has the rendezvous again", "thinned": "records of worker {} were thinned",
     "slowed": "worker {} is slower",
 }  # fmt: skip
-DROPPED = ("steps", "exch.", "merges", "sent", "stale", "rate", "discrep.", "blocked", "loss",
-           "state")  # fmt: skip
+DROPPED = ("steps", "exch.", "merges", "restarts", "sent", "node", "stale", "rate", "discrep.", "blocked",
+           "loss", "state")  # fmt: skip
 """Which columns go first where the terminal is narrow; `rate` is what is drawn."""
 ASCII = str.maketrans(BLOCKS + "·–…×", "_.,-=+*#|-~x")
 
@@ -157,6 +157,10 @@ def _columns(run: Run, shown: list[Row]) -> list[Column]:
         columns.append(Column("merges", "merges", [f"{row.merges:,.0f}" for row in shown]))
     columns.append(Column("sent", unit, numbers(sent)))
     columns.append(Column("loss", "loss", numbers([row.loss for row in shown], 4)))
+    if any(row.restarts for row in shown):
+        columns.insert(2, Column("restarts", "restarts", [str(row.restarts) for row in shown]))
+    if len({row.node for row in shown[:-1]}) > 1:
+        columns.insert(2, Column("node", "node", [printable(row.node) for row in shown], left=True))
     always = ("state", "steps/s", "rate", "blocked")
     return [one for one in columns if one.key in always or any(cell != "–" for cell in one.cells)]
 

@@ -10,6 +10,7 @@ import copy
 import logging
 import math
 import secrets
+import socket
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
@@ -519,7 +520,8 @@ class Worker:
         self._agent.counters.measure = True  # for the next sample
         sample = self.metrics()
         before = sample["resumed_at"] if self._began is not None else sample["steps"]
-        return {**sample, "began": self._began, "steps": sample["steps"] - before}
+        steps = sample["steps"] - before
+        return {**sample, "began": self._began, "steps": steps, "node": socket.gethostname()}
 
     def _write_about(self, options: Options) -> None:
         """Let run.json be written: by the first of those who begin, or where there is none."""

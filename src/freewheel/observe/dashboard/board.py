@@ -273,7 +273,7 @@ def _faults(run: Run) -> int:
 
 
 COLUMNS = ("run", "worker", "state", "life", "steps", "rate", "blocked", "staleness", "distance", "exchanges",
-           "out", "loss", "windows")  # fmt: skip
+           "out", "loss", "windows", "node")  # fmt: skip
 
 
 def _rows(one: charts.Shown) -> list[list[Any]]:
@@ -293,6 +293,7 @@ def _rows(one: charts.Shown) -> list[list[Any]]:
             _short(row.bytes_per_s),
             _short(row.loss),
             row.windows,
+            row.node,
         ]
         for row in one.rows
         if row.rank in one.run.workers

@@ -226,7 +226,7 @@
 
   const columns = [["worker", (v) => String(v)], ["state", String], ["life", String], ["steps", digits],
     ["steps/s", digits], ["blocked", percent], ["staleness", digits], ["distance", digits], ["exchanges", digits],
-    ["sent", rate], ["loss", digits], ["windows", String]];
+    ["sent", rate], ["loss", digits], ["windows", String], ["node", String]];
   let sorted = { column: null, down: false };
   const table = () => {
     const several = document_.shown.length > 1;
