@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
+import shutil
 import signal
+import socket
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,20 +21,44 @@ import freewheel as fw
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 import freewheel.ray  # noqa: E402
 from freewheel.ray.book import NAMESPACE  # noqa: E402
+from freewheel.ray.cluster import check_answer  # noqa: E402
 from freewheel.ray.records import Collector  # noqa: E402
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 
 
+SIZE = 80 << 20
+
+
 @pytest.fixture(scope="module", autouse=True)
 def cluster():
+    """A head and three nodes; the folder's name is short, for sockets have names of 107 bytes at most."""
+    from ray.cluster_utils import Cluster
+
+    folder = tempfile.mkdtemp(prefix="fwr", dir="/tmp")
     path = os.pathsep.join([str(Path(fw.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
-    ray.init(num_cpus=3, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": path}})
-    yield
-    ray.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "PYTHONPATH": path, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled",
+            "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0",
+            "RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "1000",
+            "RAY_health_check_failure_threshold": "4",
+        }.items():  # fmt: skip
+            patch.setenv(name, value)
+        made = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": SIZE},
+        )
+        made.add = lambda: made.add_node(num_cpus=1, object_store_memory=SIZE)
+        nodes = [made.add() for _ in range(3)]
+        ray.init(address=made.address, log_to_driver=False, logging_level="error")
+        yield made, nodes
+        ray.shutdown()
+        made.shutdown()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-def training(folder: Path, wait_for: str):
+def training(folder: Path, wait_for: str, inside: str = ""):
     """A worker's function: it trains until a file is there, and says who it is."""
 
     def train():
@@ -44,6 +73,13 @@ def training(folder: Path, wait_for: str):
         model = torch.nn.Linear(8, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         with fw.attach(model, optimizer, "adpsgd") as worker:
+            if inside:
+                import ray.train
+
+                with contextlib.suppress(fw.ConfigError):
+                    ray.train.report({})
+                    raise AssertionError("it was not refused")
+                (folder / f"refused-{worker.rank}-{os.getpid()}").touch()
             (folder / f"pid-{worker.rank}-{os.getpid()}").touch()
             while not (folder / wait_for).exists():
                 model(torch.randn(8, 8)).square().mean().backward()
@@ -84,23 +120,44 @@ def begin(at: Path, **settings):
     return thread, found
 
 
-def test_a_killed_worker_and_a_killed_book_cost_nothing(tmp_path):
-    """A worker is killed: it comes back. The book is killed: nobody stops, and the next one who is killed
-    comes back, too."""
+def pids(at: Path, rank: int) -> list[int]:
+    """The processes a worker has had, the newest last."""
+    found = sorted(at.glob(f"pid-{rank}-*"), key=lambda path: path.stat().st_mtime_ns)
+    return [int(path.name.split("-")[2]) for path in found]
+
+
+def node_of(name: str, rank: int) -> str:
+    from ray._private.state import actors
+
+    return next(one for one in actors().values() if one["Name"] == f"{name}-{rank}")["Address"]["NodeID"]
+
+
+def test_what_is_lost_comes_back_and_what_is_added_is_used(tmp_path, cluster):
+    """A node is added: who had no room joins. A worker is killed: it comes back. The book is killed: nobody
+    stops, and the next one who is killed comes back, too. A node is killed: its worker moves."""
+    made, nodes = cluster
     records = tmp_path / "records"
-    thread, found = begin(tmp_path, workers=2, most=3, folder=records, name="killed")
-    first = until(tmp_path, "pid-*", 3)
-    os.kill(int(first[1].name.split("-")[2]), signal.SIGKILL)
+    thread, found = begin(tmp_path, workers=4, folder=records, name="lost")
+    until(tmp_path, "pid-*", 3)
+    made.add()
+    until(tmp_path, "pid-*", 4)
+    os.kill(pids(tmp_path, 1)[-1], signal.SIGKILL)
     until(tmp_path, "pid-1-*", 2)
-    ray.kill(ray.get_actor("killed-book", namespace=NAMESPACE), no_restart=False)
+    ray.kill(ray.get_actor("lost-book", namespace=NAMESPACE), no_restart=False)
     time.sleep(3)
-    os.kill(int(first[0].name.split("-")[2]), signal.SIGKILL)
+    os.kill(pids(tmp_path, 0)[-1], signal.SIGKILL)
     until(tmp_path, "pid-0-*", 2)
+    made.add()  # room for whom the next one loses
+    where = {node_of("lost", rank): rank for rank in (2, 3)}
+    node, moved = next((node, where[node.node_id]) for node in nodes if node.node_id in where)
+    made.remove_node(node, allow_graceful=False)
+    until(tmp_path, f"pid-{moved}-*", 2)
+    assert len(pids(tmp_path, 5 - moved)) == 1  # who was not touched went on
     (tmp_path / "end").touch()
     thread.join(120)
     (answers,) = found
     assert isinstance(answers, dict), answers
-    assert set(answers) == {0, 1, 2}
+    assert set(answers) == {0, 1, 2, 3}
     assert len({answer for answer, _, _ in answers.values()}) == 1
     assert all(done > 0 for _, _, done in answers.values())
     for rank in answers:
@@ -110,12 +167,73 @@ def test_a_killed_worker_and_a_killed_book_cost_nothing(tmp_path):
     assert "Ray has started it again" in events
 
 
-def test_a_function_that_raises_everywhere_ends_with_one_error(tmp_path):
+def test_a_function_that_raises_everywhere_ends_with_one_traceback(tmp_path, caplog):
     def broken():
         raise ValueError("no such luck")
 
     with pytest.raises(fw.WorkerLost, match=r"failed: .*no such luck"):
         freewheel.ray.run(broken, workers=2, restarts=1)
+    assert caplog.text.count("Traceback") == 1
+    assert "in broken" in caplog.text
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 What\r\n\r\n", b""])
+def test_an_address_that_is_no_ray_is_refused_at_once(answer):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve():
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with pytest.raises(OSError, match="something else"):
+            check_answer(f"127.0.0.1:{server.getsockname()[1]}")
+        thread.join()
+    check_answer(ray.get_runtime_context().gcs_address)
+
+
+def test_another_version_of_ray_is_refused(monkeypatch):
+    monkeypatch.setattr(ray, "__version__", "2.61.0")
+    with pytest.raises(fw.ConfigError, match=r"Ray 2\.61\.0 .* install ray>=2\.57,<2\.61"):
+        importlib.reload(freewheel.ray)
+
+
+def test_ray_train_replaces_the_lost_worker_alone_and_one_report_ends_it(tmp_path):
+    pytest.importorskip("pandas", reason="the extra `ray-train` is not installed")
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    train = training(tmp_path, "end", inside="report")
+
+    def train_loop(config):
+        import ray.train
+
+        worker = ray.train.get_context().get_world_rank()
+        (tmp_path / f"answer-{worker}").write_text(json.dumps(train()))
+        ray.train.report({})
+
+    trainer = TorchTrainer(
+        train_loop,
+        train_loop_config={},
+        torch_config=freewheel.ray.FreewheelConfig(folder=tmp_path / "records"),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path / "t"), failure_config=FailureConfig(max_failures=1)),
+    )
+    thread = threading.Thread(target=trainer.fit, daemon=True)
+    thread.start()
+    until(tmp_path, "pid-*", 2)
+    os.kill(pids(tmp_path, 1)[-1], signal.SIGKILL)
+    until(tmp_path, "pid-1-*", 2)
+    assert len(pids(tmp_path, 0)) == 1
+    (tmp_path / "end").touch()
+    thread.join(120)
+    answers = [json.loads((tmp_path / f"answer-{rank}").read_text()) for rank in range(2)]
+    assert answers[0][:2] == answers[1][:2] == [answers[0][0], [0, 1]]
+    assert len(list(tmp_path.glob("refused-*"))) == 3  # by each life, and it went on
+    assert (tmp_path / "records" / "worker-1.jsonl").exists()
 
 
 def test_two_runs_of_one_name_are_refused_and_a_worker_without_room_waits(tmp_path):
@@ -139,3 +257,6 @@ def test_pieces_are_written_where_they_belong(tmp_path):
     collector.write([("worker-0.jsonl", 2, 0, b"d\ne\n")])
     assert (tmp_path / "worker-0.jsonl").read_text() == "a\nb\nc\nd\ne\n"
     assert (tmp_path / "run.json").read_text() == "{3}"
+    collector.write([("worker-0.jsonl", 2, -1, b"e\n"), ("worker-0.jsonl", 2, 2, b"f\n")])  # thinned
+    collector.write([("worker-0.jsonl", 3, 0, b"g\n"), ("worker-0.jsonl", 3, -1, b"h\n")])
+    assert (tmp_path / "worker-0.jsonl").read_text() == "a\nb\nc\ne\nf\nh\n"

@@ -4,11 +4,14 @@
     answers = freewheel.ray.run(train, workers=4, most=16, gpus=1)     # {rank: what train() returned}
 
 `train` calls `fw.attach` as any script does. `freewheel run --ray -n 4 train.py` does the same for a script.
+Ray Train's TorchTrainer takes `freewheel.ray.FreewheelConfig()` as its `torch_config`.
 """
+
+from typing import Any
 
 from freewheel.errors import ConfigError, NotInstalled
 
-OLDEST, NEWEST = (2, 50), (2, 61)
+OLDEST, NEWEST = (2, 57), (2, 61)
 """Versions of Ray this was written for: from the first, to before the second."""
 
 try:
@@ -24,4 +27,16 @@ if not OLDEST <= _version < NEWEST:
 
 from freewheel.ray.run import run  # noqa: E402
 
-__all__ = ["run"]
+__all__ = ["FreewheelConfig", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "FreewheelConfig":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        import ray.train  # noqa: F401
+    except ImportError:  # it wants more than Ray itself does
+        raise NotInstalled("FreewheelConfig", "Ray Train", "ray-train") from None
+    from freewheel.ray.train import FreewheelConfig
+
+    return FreewheelConfig

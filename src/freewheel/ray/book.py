@@ -26,6 +26,7 @@ class Book:
         """Which life of the book this is: what an earlier one was given, nobody may have read."""
         self.lives: dict[int, int] = {}
         self.failures: dict[int, int] = {}
+        self.tracebacks: list[tuple[int, str]] = []
         self.nodes: dict[int, str] = {}
         self.pieces: list[Piece] = []
 
@@ -61,8 +62,9 @@ class Book:
         self.nodes[rank] = node
         return self.lives[rank]
 
-    def failed(self, rank: int) -> int:
+    def failed(self, rank: int, text: str) -> int:
         """A worker's script has raised; how often by now."""
+        self.tracebacks.append((rank, text))
         self.failures[rank] = self.failures.get(rank, 0) + 1
         return self.failures[rank]
 
@@ -73,10 +75,11 @@ class Book:
 
     # -- what the driver asks --
 
-    def news(self) -> tuple[dict[int, int], dict[int, str], list[Piece]]:
-        """Each worker's life and node, and what has come of records since the last call."""
+    def news(self) -> tuple[dict[int, int], dict[int, str], list[tuple[int, str]], list[Piece]]:
+        """Each worker's life and node; which scripts have raised, and what has come of records since."""
         pieces, self.pieces = self.pieces, []
-        return self.lives, self.nodes, pieces
+        failed, self.tracebacks = self.tracebacks, []
+        return self.lives, self.nodes, failed, pieces
 
 
 class Meeting:

@@ -70,18 +70,35 @@ class Collector:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._begins: dict[tuple[str, int], int] = {}
-        """Where what a life has written into a file begins."""
+        self._sizes: dict[str, dict[int, int]] = {}
+        """How much of a file each life has written, one after the other; 0: what was there before."""
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, pieces: list[Piece]) -> None:
         """Write each piece where it belongs; one that was written before changes nothing."""
         for name, life, at, data in pieces:
             path = self._folder / Path(name).name
+            if path.suffix != ".jsonl":
+                replace(path, data)
+                continue
             path.touch()
-            begin = self._begins.setdefault((name, life), path.stat().st_size if at >= 0 else 0)
-            with path.open("r+b") as file:
-                file.seek(begin + max(0, at))
-                file.write(data)
-                if at < 0:
-                    file.truncate()
+            sizes = self._sizes.setdefault(name, {0: path.stat().st_size})
+            size = sizes.get(life, 0)
+            if at == size and life >= max(sizes):
+                with path.open("ab") as file:
+                    file.write(data)
+                sizes[life] = size + len(data)
+            else:  # what this life has written anew, as a file when thinned; others' stays
+                begin = sum(others for one, others in sizes.items() if one < life)
+                all_of_it = path.read_bytes()
+                own = all_of_it[begin : begin + size]
+                own = own[:at] + data + own[at + len(data) :] if at >= 0 else data
+                replace(path, all_of_it[:begin] + own + all_of_it[begin + size :])
+                sizes[life] = len(own)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """Write a file anew; who reads it finds the old one or the new one."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(data)
+    new.replace(path)

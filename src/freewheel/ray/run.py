@@ -19,6 +19,7 @@ from freewheel.errors import ConfigError, FreewheelError, WorkerLost, at_least
 from freewheel.fabric import secret
 from freewheel.observe.journal import Journal
 from freewheel.ray.book import NAMESPACE, Book, Line
+from freewheel.ray.cluster import connect, needs, room
 from freewheel.ray.records import Collector
 from freewheel.ray.worker import Worker
 from freewheel.runtime.entries import Entries
@@ -72,20 +73,6 @@ def run(
         driver.end()
 
 
-def connect(address: str | None) -> None:
-    """Be connected with a cluster."""
-    if ray.is_initialized():
-        return
-    try:
-        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
-        raise ConfigError(
-            f"no Ray cluster answers at {address or 'this machine'}: {why}. Start one with `ray start "
-            "--head`, or leave the address out."
-        ) from None
-
-
 class Driver:
     """What owns a run."""
 
@@ -94,6 +81,8 @@ class Driver:
         self.actors: dict[int, Any] = {}
         self.left: dict[Any, int] = {}
         self.lives: dict[int, int] = {}
+        self.told: set[str] = set()
+        """Errors of scripts whose traceback was shown."""
         try:
             self.book = Book.options(  # type: ignore[attr-defined]
                 name=f"{name}-book", namespace=NAMESPACE
@@ -117,11 +106,14 @@ class Driver:
     ) -> None:
         """Ask Ray for all workers; begin with as many as there is room for."""
         number, shared = secrets.token_hex(16), secret.make()
-        begin = min(workers, max(1, room(options)))
-        if begin < workers:
+        takes = needs(options)
+        fit = room(takes)
+        begin = min(workers, max(1, fit))
+        if fit < workers:
+            each = ", ".join(f"{need:g} {key}" for key, need in takes.items())
             log.warning(
                 "%d of %d workers have room now (each takes %s); the others join when there is more",
-                begin, workers, wanted(options),
+                fit, workers, each,
             )  # fmt: skip
         given = {"run": number, "workers": begin, "most": most}
         Entries(self.line, shared).set(OPTIONS, json.dumps(given))
@@ -146,7 +138,8 @@ class Driver:
                     answers[rank] = ray.get(ref)
                 except ray.exceptions.RayError as error:
                     failed[rank] = error
-                    self._note("failed", rank, str(error).splitlines()[-1][:200])
+                    if not isinstance(error, ray.exceptions.RayTaskError):  # its script has raised nothing
+                        self._note("failed", rank, str(error).splitlines()[0][:200])
             if answers:  # all who train end together; those without room never came
                 coming = any(rank in self.lives for rank in self.left.values())
                 end_s = min(end_s, time.monotonic() + (COMING_S if coming else 0.0))
@@ -162,20 +155,29 @@ class Driver:
             return WorkerLost("no worker has come: the cluster has room for none.")
         rank, error = min(failed.items())
         cause = getattr(error, "cause", None) or error
-        log.error("%s", error)
         others = f" and {len(failed) - 1} others" if len(failed) > 1 else ""
         return WorkerLost(f"worker {rank}{others} failed: {str(cause).splitlines()[0][:150]}")
 
     def _look(self) -> None:
         """Take what workers say of themselves, and their records."""
         with contextlib.suppress(OSError):
-            lives, nodes, pieces = self.line.ask("news")
+            lives, nodes, failures, pieces = self.line.ask("news")
+            for rank, text in failures:
+                self._failed(rank, text)
             for rank, life in lives.items():
                 if life > max(1, self.lives.get(rank, 1)):
                     self._note("restarted", rank, f"Ray has started it again, on {nodes[rank]}", life)
                 self.lives[rank] = max(life, self.lives.get(rank, 0))
             if self.collector is not None:
                 self.collector.write(pieces)
+
+    def _failed(self, rank: int, text: str) -> None:
+        """A script has raised; where several do so in the same way, one traceback says it."""
+        why = text.strip().splitlines()[-1][:200]
+        if why not in self.told:
+            self.told.add(why)
+            log.error("worker %d:\n%s", rank, text)
+        self._note("failed", rank, why)
 
     def _note(self, what: str, rank: int, text: str, life: int = 0) -> None:
         log.warning("worker %d: %s", rank, text)
@@ -189,24 +191,3 @@ class Driver:
                 ray.kill(actor)
         if self.journal is not None:
             self.journal.close()
-
-
-def wanted(options: dict[str, Any]) -> str:
-    """What a worker takes, for people."""
-    parts = [f"{options['num_cpus']:g} CPU"]
-    if options["num_gpus"]:
-        parts.append(f"{options['num_gpus']:g} GPU")
-    parts += [f"{value:g} {key}" for key, value in (options["resources"] or {}).items()]
-    return ", ".join(parts)
-
-
-def room(options: dict[str, Any]) -> int:
-    """How many workers fit the nodes that are there now."""
-    needs = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **(options["resources"] or {})}
-    fit = 0
-    for node in ray.nodes():
-        if node["Alive"]:
-            has = node["Resources"]
-            fits = [int(has.get(key, 0) // need) for key, need in needs.items() if need]
-            fit += min(fits, default=1 << 20)
-    return fit

@@ -22,6 +22,7 @@ from freewheel.runtime import place
 from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.entries import Entries
 
+RUNPY = "<frozen runpy>"
 BOOK_S = 30.0
 """How long the book may take to come back before a worker that starts gives up, and is started again."""
 
@@ -74,14 +75,20 @@ class Worker:
                 return None
             if isinstance(error, RunStopped) and "comes too late" in str(error):
                 return None  # the others have ended well
-            if self.line.ask("failed", self.rank) <= restarts:
-                traceback.print_exc()
-                sys.stderr.flush()
+            if self.line.ask("failed", self.rank, _told(error)) <= restarts:
                 os._exit(1)  # what it has left in this process is gone
             raise RuntimeError(f"worker {self.rank}: {type(error).__name__}: {error}") from error
         finally:
             with contextlib.suppress(OSError):
                 self.entries.set(f"{STARTS}/{self.rank}", "0")
+
+
+def _told(error: BaseException) -> str:
+    """A traceback without our own frame and runpy's, for the driver to show."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, RUNPY):
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
 
 
 def _script(words: list[str]) -> None:

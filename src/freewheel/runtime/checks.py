@@ -109,6 +109,11 @@ def leave(model: nn.Module) -> None:
     _attached.discard(model)
 
 
+def attached() -> bool:
+    """Whether this process is in a with-block."""
+    return len(_attached) > 0
+
+
 def signature(model: nn.Module) -> list[list[Any]]:
     """Name, shape and type of every trainable parameter."""
     return [

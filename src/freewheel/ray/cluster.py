@@ -1,0 +1,57 @@
+"""A Ray cluster: being connected with it, and how many workers it has room for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket
+from typing import Any
+
+import ray
+
+from freewheel.errors import ConfigError
+
+ANSWER_S = 5.0
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
+"""How a client begins HTTP/2, which gRPC and so Ray speaks: this, and empty settings."""
+
+
+def connect(address: str | None) -> None:
+    """Be connected with a cluster."""
+    if ray.is_initialized():
+        return
+    try:
+        check_answer(address)
+        ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
+    except (OSError, ValueError, RuntimeError, SystemExit) as error:  # SystemExit: Ray has tried for minutes
+        why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"no Ray cluster answers at {address or 'this machine'}: {why}. Start one with `ray start "
+            "--head`, or leave the address out."
+        ) from None
+
+
+def check_answer(address: str | None) -> None:
+    """Raise OSError where HOST:PORT is no Ray: Ray itself would try for minutes before it said so."""
+    found = re.fullmatch(r"\[?([^/\[\]]+)\]?:(\d+)", address or "")
+    if found is None or os.environ.get("RAY_USE_TLS", "0") != "0":
+        return
+    with socket.create_connection((found[1], int(found[2])), timeout=ANSWER_S) as connection:
+        connection.sendall(PREFACE)
+        if connection.recv(9)[3:4] != b"\x04":  # its own settings
+            raise ConnectionError("what listens there is something else")
+
+
+def needs(options: dict[str, Any]) -> dict[str, float]:
+    """What a worker takes, of the options of its actor."""
+    found = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **(options["resources"] or {})}
+    return {key: need for key, need in found.items() if need}
+
+
+def room(needs: dict[str, float]) -> int:
+    """How many workers fit the nodes that are there now."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(
+        min((int(has.get(key, 0) // need) for key, need in needs.items()), default=1 << 20) for has in nodes
+    )

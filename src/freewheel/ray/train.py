@@ -1,0 +1,140 @@
+"""Freewheel inside Ray Train: with `FreewheelConfig` its `TorchTrainer` replaces a lost worker alone.
+
+Ray Train's controller makes the book where workers meet and tells each its place, before the train function
+runs in it. No process group is made: `fw.attach` in the train function connects the workers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.train import get_context
+from ray.train.backend import Backend, BackendConfig
+
+from freewheel.errors import ConfigError
+from freewheel.fabric import secret
+from freewheel.ray.book import NAMESPACE, Book, Line, Meeting
+from freewheel.runtime import checks, place
+from freewheel.runtime.beginnings import STARTS
+from freewheel.runtime.entries import Entries
+from freewheel.runtime.rendezvous import OPTIONS
+
+BOOK_S = 30.0
+OLD = "RAY_TRAIN_V2_ENABLED"
+"""Ray's own switch: its first Train starts all workers again when one is lost."""
+
+
+class FreewheelConfig(BackendConfig):  # type: ignore[misc]
+    """Give it to a `TorchTrainer` as `torch_config`; the train function calls `fw.attach`.
+
+    folder: where workers write records; all nodes must see it. Default: none are written.
+    """
+
+    backend = "freewheel"  # a TorchTrainer asks for it
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        if os.environ.get(OLD, "1").lower() in ("0", "false"):
+            raise ConfigError(
+                f"{OLD}={os.environ[OLD]}: that Ray Train starts all workers again when one is lost. "
+                "Leave it out, or use freewheel.ray.run."
+            )
+        self.folder = str(Path(folder).absolute()) if folder is not None else None
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """What Ray Train's controller makes of it."""
+        return FreewheelBackend
+
+
+class FreewheelBackend(Backend):  # type: ignore[misc]
+    """In Ray Train's controller: it has the book, and counts how often each worker was started."""
+
+    has_replica_groups = True  # each worker is one: Ray replaces it, and nobody else
+
+    def __init__(self) -> None:
+        self.name, self.number, self.secret = "", "", b""
+        self.book: Any = None
+        self.lives: dict[int, int] = {}
+
+    def on_start(self, worker_group: Any, backend_config: FreewheelConfig) -> None:
+        """Tell workers their places: all of them when they begin together, one where it is replaced."""
+        workers = worker_group.get_workers()
+        if hasattr(worker_group, "get_replica_groups"):  # all, who have nobody to copy: another run
+            self.end()
+            self._begin(len(workers))
+        for worker in workers:
+            rank = worker.distributed_context.world_rank
+            self.lives[rank] = self.lives.get(rank, 0) + 1
+        worker_group.execute(
+            take_place, self.name, self.number, self.secret, self.lives, backend_config.folder
+        )
+
+    def on_shutdown(self, worker_group: Any, backend_config: FreewheelConfig) -> None:
+        """With the workers the book goes, too."""
+        if hasattr(worker_group, "get_replica_groups"):
+            self.end()
+
+    def _begin(self, workers: int) -> None:
+        self.number, self.secret, self.lives = secrets.token_hex(16), secret.make(), {}
+        self.name = f"freewheel-{self.number[:8]}-book"
+        self.book = Book.options(  # type: ignore[attr-defined]
+            name=self.name, namespace=NAMESPACE
+        ).remote()
+        given = {"run": self.number, "workers": workers, "most": workers}
+        Entries(Line(self.name, BOOK_S), self.secret).set(OPTIONS, json.dumps(given))
+
+    def end(self) -> None:
+        """End what this made."""
+        if self.book is not None:
+            with contextlib.suppress(ray.exceptions.RayError):
+                ray.kill(self.book)
+            self.book = None
+
+
+def take_place(book: str, run: str, shared: bytes, lives: dict[int, int], folder: str | None) -> None:
+    """In a worker's process, before the train function: which worker of which run it is."""
+    context = get_context()
+    rank, world_size = context.get_world_rank(), context.get_world_size()
+    here, life = ray.util.get_node_ip_address(), lives[rank]
+    if life > 1:  # the others wait for it at the end
+        entries = Entries(Line(book, BOOK_S), shared).of_run(run)
+        entries.set(f"{STARTS}/{rank}", str(life))
+    place.give(
+        place.Place(
+            rank,
+            world_size,
+            hosted=True,
+            launched=True,
+            secret=shared,
+            bind=here,
+            folder=folder,
+            life=life,
+            meeting=Meeting(book),
+        )
+    )
+    with contextlib.suppress(ImportError, AttributeError):  # Ray's inside: without it nothing is noticed
+        from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
+
+        watch_reports(get_train_fn_utils())
+
+
+def watch_reports(functions: Any) -> None:
+    """Refuse `ray.train.report` in the with-block: it waits for all workers, and one that is replaced has
+    reported less often than the others."""
+    report = functions.report
+
+    def outside(*words: Any, **options: Any) -> Any:
+        if checks.attached():
+            raise ConfigError(
+                "ray.train.report waits for all workers: inside the with-block each would go at the slowest "
+                "one's pace. Call it once, after the block; use worker.record and worker.checkpoint inside."
+            )
+        return report(*words, **options)
+
+    functions.report = outside
