@@ -89,7 +89,7 @@ class Launcher:
 
     def __init__(self, workers: int) -> None:
         self.options = json.dumps({"run": secrets.token_hex(16), "workers": workers})
-        self.store, host, self.port = host_store(None, 1)
+        self.store, host, self.port = host_store(None)
         self.secret = secret.make()
         self.entries.set(OPTIONS, self.options)
         self.places = [
@@ -114,7 +114,7 @@ class Launcher:
 
     def host_again(self, options: str = "") -> None:
         """It is there again, empty."""
-        self.store, *_ = host_store(f"127.0.0.1:{self.port}", 1)
+        self.store, *_ = host_store(f"127.0.0.1:{self.port}")
         if options:
             self.entries.set(OPTIONS, options)
 

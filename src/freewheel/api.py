@@ -145,7 +145,7 @@ def plan(
         >>> found.recommended.strategy
         'adpsgd'
         >>> found.run_line(["train.py"])
-        'freewheel run -n 1 --nodes 4 --node 0 --master HOST0:29500 --bind HOST0 train.py'
+        'freewheel run --ray -n 4 train.py'
     """
     setting = Setting(workers=workers, model_mb=model_mb, compute_ms=compute_ms, **settings)
     return make(setting, strategies, steps=steps, what_if=what_if, progress=progress)

@@ -12,22 +12,15 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-from torch.distributed import TCPStore
 
 from freewheel.bench.processes import free_port
 from freewheel.cli.main import main
 from freewheel.cli.run import Prefixed
 from freewheel.errors import ConfigError
-from freewheel.fabric import secret
 from freewheel.observe.run import Run, find_runs
-from freewheel.runtime import hosts, processes
-from freewheel.runtime.beginnings import STARTS
-from freewheel.runtime.entries import Entries
+from freewheel.runtime import processes
 from freewheel.runtime.hosts import host_store, reach_store
 from freewheel.runtime.launcher import Captured, launch
 
@@ -59,13 +52,6 @@ class Gate:
 
     def close(self) -> None:
         os.close(self._handle)
-
-
-@pytest.fixture
-def shared(tmp_path) -> Path:
-    """The file with the secret of a run on several hosts."""
-    secret.write(tmp_path / "secret", secret.make())
-    return tmp_path / "secret"
 
 
 @pytest.fixture
@@ -461,9 +447,6 @@ def test_keys_makes_a_set_that_run_takes(script, tmp_path, monkeypatch, capsys):
     assert "`freewheel keys DIR`" in err
 
 
-HERE = ["--bind", "127.0.0.1"]
-MEET = ["--master", "127.0.0.1:{free}"]
-SHARED = ["--secret", "secret"]
 WRONG = {
     "no such script": (["-n", "2", "nothing.py"], r"no script 'nothing.py': looked for /.*/nothing.py"),
     "a folder": (["-n", "2", "."], "folder without __main__.py"),
@@ -472,43 +455,28 @@ WRONG = {
     "no number of workers": (["worker.py"], "Missing option '-n'"),
     "unknown option": (["-n", "2", "--speed", "9", "worker.py"], "--speed"),
     "negative restarts": (["-n", "2", "--restarts", "-1", "worker.py"], "restarts must be at least 0"),
-    "node too large": (
-        ["-n", "2", "--nodes", "2", "--node", "2", *HERE, "--master", "127.0.0.1:1", "worker.py"],
-        "node must be 0 to 1 in a run of 2 nodes, not 2",
-    ),
-    "no master": (["-n", "2", "--nodes", "2", *HERE, "worker.py"], "give master, HOST:PORT"),
-    "no secret": (
-        ["-n", "2", "--nodes", "2", *HERE, "--master", "127.0.0.1:1", "worker.py"],
-        "launchers of one run must share a secret",
-    ),
-    "no bind": (["-n", "2", "--nodes", "2", "--master", "127.0.0.1:1", "worker.py"], "give bind"),
     "not our address": (["-n", "2", "--bind", "192.0.2.1", "worker.py"], "no address 192.0.2.1"),
     "no address": (["-n", "2", "--bind", "no.host.invalid", "worker.py"], "bind: cannot listen on"),
     "unreadable master": (["-n", "2", "--master", "here", "worker.py"], "cannot read master 'here'"),
     "master elsewhere": (["-n", "2", "--master", "192.0.2.1:9", "worker.py"], "no address 192.0.2.1"),
     "no keys": (["-n", "2", "--tls", "nowhere", "worker.py"], "ca.pem and worker.pem and worker.key missing"),
     "folder is a file": (["-n", "2", "--folder", "worker.py", "worker.py"], "cannot make the run folder"),
-    "nobody there": (
-        ["-n", "1", "--nodes", "2", "--node", "1", *HERE, "--wait-s", "0.3", *MEET, *SHARED, "worker.py"],
-        r"cannot reach the rendezvous at 127.0.0.1:\d+ within 0.3 s \(Connection refused\)",
-    ),
     "port in use": (["-n", "2", "--master", "127.0.0.1:{used}", "worker.py"], "port .* is in use"),
 }
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_what_cannot_be_is_one_line_and_code_2(case, script, tmp_path, monkeypatch, capfd, shared):
+def test_what_cannot_be_is_one_line_and_code_2(case, script, tmp_path, monkeypatch, capfd):
     arguments, said = WRONG[case]
     script("print('started')")
     monkeypatch.chdir(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as server:
-        ports = {"used": server.getsockname()[1], "free": free_port()}
-        arguments = [argument.format(**ports) for argument in arguments]
+        arguments = [argument.format(used=server.getsockname()[1]) for argument in arguments]
         code, out, err = command_line(monkeypatch, capfd, "run", *arguments)
     assert code == 2
     assert re.search(said, err), err
     assert err.startswith("freewheel: ")
-    assert err.count("\n") == 1 + err.startswith("freewheel: waiting up to 0 s for a run at")
+    assert err.count("\n") == 1
     assert not out
     assert not (tmp_path / "runs").exists()
 
@@ -519,7 +487,7 @@ def test_who_waits_for_a_run_says_so_at_once():
     def say(text: str) -> None:
         said.append(text)
         if not stores:  # the run comes up only when somebody has said that it is waited for
-            stores.append(host_store(f"127.0.0.1:{port}", 1)[0])
+            stores.append(host_store(f"127.0.0.1:{port}")[0])
         else:
             stores[0].set("freewheel/options", "{}")
 
@@ -528,6 +496,11 @@ def test_who_waits_for_a_run_says_so_at_once():
     assert re.match(where + "Connection refused. Is it up, is this the address it printed", said[0])
     assert re.match(where + "there is no run there", said[1])
     assert len(said) == 2
+
+
+def test_a_run_that_does_not_come_up_is_not_waited_for_for_ever():
+    with pytest.raises(ConfigError, match=r"cannot reach .* within 0.3 s \(Connection refused\)"):
+        reach_store(f"127.0.0.1:{free_port()}", 0.3, lambda text: None)
 
 
 def test_a_port_where_nobody_answers_is_waited_for_with_a_word_and_not_for_ever():
@@ -542,139 +515,3 @@ def test_a_port_where_nobody_answers_is_waited_for_with_a_word_and_not_for_ever(
 def test_a_program_that_cannot_start_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot start '/no/program'"):
         launch(["/no/program"], 2, output=Captured())
-
-
-# Several hosts, here two launchers on one.
-
-
-def alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
-def test_two_nodes_are_one_run_and_node_0_keeps_the_store_for_the_other(script, tmp_path, gate, shared):
-    port = free_port()
-    command = script(f"""
-import socket
-print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
-print(os.getpid())
-if rank == 3:
-    {gate.wait}
-    socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))).close()
-    print("the store is up")
-    sys.exit(6)
-""")
-    outputs = [Captured(), Captured()]
-    patience = iter(range(5))
-    options: dict[int, dict] = {}
-
-    def tick_of_node_0() -> None:
-        # Once its own workers are gone it waits: only then may the other node's last worker go on.
-        pids = [int(line) for rank in (0, 1) for line in list(outputs[0].lines[rank])[1:]]
-        if len(pids) == 2 and not any(map(alive, pids)) and next(patience, None) is None:
-            gate.open()
-
-    def tick_of_node_1() -> None:
-        if not options:
-            store = Entries(TCPStore("127.0.0.1", port, is_master=False), secret.read(shared))
-            options.update({node: json.loads(store.get(f"freewheel/options/{node}")) for node in (0, 1)})
-
-    def run(node: int) -> int:
-        try:
-            return launch(
-                command,
-                2,
-                output=outputs[node],
-                bind=f"127.0.0.{node + 1}",
-                folder=tmp_path / "records" if node == 0 else None,
-                nodes=2,
-                node=node,
-                master=f"127.0.0.1:{port}",
-                secret=shared,
-                tick=(tick_of_node_0, tick_of_node_1)[node],
-            )
-        finally:
-            gate.open()  # if node 0 does not wait, let the other one find that out
-
-    with ThreadPoolExecutor(2) as pool:
-        codes = list(pool.map(run, (1, 0)))
-    told = [outputs[rank // 2].lines[rank][0] for rank in range(4)]
-    assert told == ["0 4 0 2", "1 4 1 2", "2 4 0 2", "3 4 1 2"]
-    assert outputs[1].lines[3][-1] == "the store is up"
-    assert codes == [6, 6]  # node 0 speaks for the run
-    assert options[1] == options[0] | {"bind": "127.0.0.2"}
-    assert options[0]["folder"] == str(tmp_path / "records")
-
-
-def test_node_0_does_not_wait_for_ever_for_a_node_that_is_gone(script, monkeypatch, shared):
-    monkeypatch.setattr(hosts, "SILENT_S", 0.3)
-    output = Captured()
-    place = {"nodes": 2, "bind": "127.0.0.1", "master": f"127.0.0.1:{free_port()}", "secret": shared}
-    assert launch(script("print('done')"), 1, output=output, **place) == 1
-    assert list(output.lines[0]) == ["done"]
-    assert "node 1 has given no sign of life" in output.lines[None][-1]
-
-
-def test_nodes_that_do_not_fit_are_refused(script, gate, monkeypatch, shared):
-    monkeypatch.setattr(hosts, "BEAT_S", 0.1)
-    place = {"nodes": 2, "bind": "127.0.0.1", "master": f"127.0.0.1:{free_port()}", "output": Captured()}
-    place["secret"] = shared
-    started = threading.Barrier(3)
-
-    def run(node: int) -> int:
-        ticks = iter([started.wait])  # only the first time
-        return launch(command, 1, node=node, tick=lambda: next(ticks, int)(), **place)
-
-    command = script(gate.wait)
-    with ThreadPoolExecutor(2) as pool:
-        codes = [pool.submit(run, node) for node in (0, 1)]
-        started.wait(DEADLINE_S)
-        try:
-            with pytest.raises(ConfigError, match="node 1 is in this run already"):
-                launch(command, 1, node=1, **place)
-        finally:
-            for _ in codes:
-                gate.open()
-        assert [code.result() for code in codes] == [0, 0]
-
-
-def test_the_workers_of_a_node_that_is_started_again_are_not_given_up(script, gate, monkeypatch, shared):
-    """Else who looks whether anybody is left would take them for lost, and begin again beside them."""
-    monkeypatch.setattr(hosts, "BEAT_S", 0.1)
-    port = free_port()
-    place = {"nodes": 2, "bind": "127.0.0.1", "master": f"127.0.0.1:{port}", "output": Captured()}
-    place["secret"] = shared
-    given_up: list[bool] = []
-
-    def tick() -> None:
-        if not given_up:
-            given_up.append(store.check([f"{STARTS}/1"]))
-            gate.open()
-            gate.open()
-
-    command = script(gate.wait)
-    with ThreadPoolExecutor(1) as pool:
-        first = pool.submit(launch, command, 1, **place)
-        store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)  # waits for node 0
-        store.set(f"{STARTS}/1", "0")  # as an earlier launcher of node 1 has left it
-        assert launch(command, 1, node=1, tick=tick, **place) == 0
-        assert first.result() == 0
-    assert given_up == [False]
-
-
-def test_a_node_of_another_shape_is_refused(script, gate, monkeypatch, shared):
-    monkeypatch.setattr(hosts, "SILENT_S", 0.1)
-    place = {"nodes": 2, "bind": "127.0.0.1", "master": f"127.0.0.1:{free_port()}", "output": Captured()}
-    place["secret"] = shared
-    command = script(gate.wait)
-    with ThreadPoolExecutor(1) as pool:
-        code = pool.submit(launch, command, 1, **place)
-        try:
-            with pytest.raises(ConfigError, match="node 0 runs 2 nodes with 1 workers each"):
-                launch(command, 3, node=1, **place)
-        finally:
-            gate.open()
-        assert code.result() == 1

@@ -367,7 +367,7 @@ HOSTED = """
 import sys, threading
 from freewheel.runtime.entries import Entries
 from freewheel.runtime.hosts import host_store
-store, _, port = host_store(None, 1)
+store, _, port = host_store(None)
 Entries(store, b"").set("freewheel/options", sys.argv[1])
 print(port, flush=True)
 threading.Event().wait()

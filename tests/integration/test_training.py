@@ -29,7 +29,7 @@ DEADLINE_S = 60.0
 @pytest.fixture
 def store(monkeypatch):
     """What a launcher tells its workers, and the store behind it."""
-    made, host, port = host_store(None, 1)
+    made, host, port = host_store(None)
     told = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
     for name, value in {**told, "OMP_NUM_THREADS": "1"}.items():
         monkeypatch.setenv(name, value)

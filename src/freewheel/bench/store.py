@@ -15,7 +15,7 @@ from freewheel.runtime.rendezvous import OPTIONS
 def main() -> None:
     """Host it until the benchmark hangs up."""
     parent, asked = Parent(), job()
-    store, *_ = host_store(asked["at"], 1)
+    store, *_ = host_store(asked["at"])
     if asked["options"]:
         Entries(store, of_environment(os.environ)).set(OPTIONS, asked["options"])
     parent.say(up=True)

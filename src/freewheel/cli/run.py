@@ -43,22 +43,18 @@ def run(
     ] = None,
     secret: Annotated[
         Path | None,
-        typer.Option(help="A file with the run's secret, for several hosts; default: a new one."),
+        typer.Option(help="A file with the run's secret; default: a new one."),
     ] = None,
-    nodes: Annotated[int, typer.Option(help="How many hosts, each with a launcher and -n workers.")] = 1,
-    node: Annotated[int, typer.Option(help="Which of them this is; node 0 holds the rendezvous.")] = 0,
-    master: Annotated[str | None, typer.Option(help="HOST:PORT of node 0, where the hosts meet.")] = None,
+    master: Annotated[
+        str | None, typer.Option(help="HOST:PORT of this host, where others join; default: loopback.")
+    ] = None,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Write the records here for TensorBoard, too (an extra).")
     ] = None,
-    wait_s: Annotated[float, typer.Option(help="How long to wait for node 0.")] = 60.0,
     most: Annotated[
         int | None,
         typer.Option("--max", help="How many workers there may be at once; others come with freewheel join."),
     ] = None,
-    again: Annotated[
-        bool, typer.Option("--again", help="This node 0 was lost; take the run back up where others go on.")
-    ] = False,
     hide_ranks: Annotated[
         bool,
         typer.Option("--hide-ranks", help="Let the script not see RANK and the like: Accelerate starts DDP."),
@@ -72,13 +68,13 @@ def run(
     gpus: Annotated[float, typer.Option(help="With --ray: GPUs of each worker.")] = 0,
     cpus: Annotated[float, typer.Option(help="With --ray: CPUs of each worker.")] = 1,
 ) -> None:
-    """Run a training script as several workers, on this host, on several, or on a Ray cluster."""
+    """Run a training script as several workers, on this host or on a Ray cluster."""
     program = _module(command) if module else _script(command)
     if ray:
         _on_ray(command, module, workers, most, restarts, folder, address, cpus, gpus)
         return
     new = None
-    if folder is None and node == 0:
+    if folder is None:
         folder = _new_folder()
         new = folder
     output = Tracebacks(Prefixed())
@@ -93,13 +89,9 @@ def run(
             bind=bind,
             tls=tls,
             secret=secret,
-            nodes=nodes,
-            node=node,
             master=master,
             tensorboard=tensorboard,
-            wait_s=wait_s,
             most=most,
-            again=again,
             env={HIDES: "1"} if hide_ranks else None,
             typed=command_line(),
         )

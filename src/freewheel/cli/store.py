@@ -19,7 +19,7 @@ def store(
     Without it worker 0 holds the store: started again, it would begin a second run. Training goes on when
     the store is lost; nobody can join until it is back.
     """
-    held, host, port = host_store(address, 1)
+    held, host, port = host_store(address)
     print(f"Workers: {STORE}={host}:{port}, RANK, WORLD_SIZE and the same FREEWHEEL_SECRET_FILE", flush=True)
     wanted = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, wanted)

@@ -14,8 +14,6 @@ from freewheel.planning.choice import Progress, WhatIf
 from freewheel.planning.forecast import Forecast
 from freewheel.planning.setting import Setting
 
-PORT = 29500
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -34,14 +32,10 @@ class Plan:
         """What the training script says."""
         return f'with fw.attach(model, optimizer, "{self.recommended.strategy}") as worker:'
 
-    def run_line(self, script: Sequence[str] = ("train.py",), node: int = 0) -> str:
-        """What is started on each machine."""
-        setting = self.setting
-        if setting.alone:
-            return shlex.join(["freewheel", "run", "-n", str(setting.workers), *script])
-        nodes = ["--nodes", str(setting.nodes), "--node", str(node), "--master", f"HOST0:{PORT}"]
-        bind = ["--bind", f"HOST{node}"]
-        return shlex.join(["freewheel", "run", "-n", str(setting.workers_per_node), *nodes, *bind, *script])
+    def run_line(self, script: Sequence[str] = ("train.py",)) -> str:
+        """What is typed to start it."""
+        engine = [] if self.setting.alone else ["--ray"]
+        return shlex.join(["freewheel", "run", *engine, "-n", str(self.setting.workers), *script])
 
     def as_json(self) -> dict[str, Any]:
         """For a file; docs/PLAN.md names every key."""

@@ -52,7 +52,7 @@ def recommendation(plan: Plan, script: Sequence[str]) -> list[str]:
         lines += ["To start it:", f"    {plan.run_line(script)}"]
     else:
         lines += [
-            "To start it on each machine, --node from 0 on and --bind its own address (here machine 0):",
+            "To start it, on a Ray cluster of these machines (torchrun and Slurm: docs/ENGINES.md):",
             f"    {plan.run_line(script)}",
         ]
     return lines

@@ -1,10 +1,9 @@
-"""Where the launchers of a run meet: the store of node 0, and what they tell each other through it."""
+"""Where the workers of a run meet: the store that one process holds, and how others reach it and join."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import ipaddress
 import socket
 import threading
 import time
@@ -15,7 +14,6 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError
-from freewheel.fabric.secret import Forged
 from freewheel.runtime.bounded import within
 from freewheel.runtime.entries import Entries
 from freewheel.runtime.place import parse_address
@@ -25,9 +23,7 @@ At = tuple[str, int]
 
 FREE = "free"
 """What a place of the run says that a worker has had and has left."""
-BEAT_S = 1.0  # between two signs of life of a launcher
 SLOW_S = 1.0  # an answer that takes longer is worth a word
-SILENT_S = 30.0  # a node whose launcher gave no sign of life for so long is dead
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
@@ -56,16 +52,11 @@ def listen(host: str, port: int, option: str) -> socket.socket:
     return listener
 
 
-def host_store(master: str | None, nodes: int) -> tuple[TCPStore, str, int]:
+def host_store(master: str | None) -> tuple[TCPStore, str, int]:
     """Host the store in this process, on one address only: ``master``, or a free port of loopback."""
     host, port = parse_address(master) if master is not None else ("127.0.0.1", 0)
     listener = listen(host, port, "master")
-    address, port = listener.getsockname()[:2]
-    if nodes > 1 and host not in (address, "localhost") and ipaddress.ip_address(address).is_loopback:
-        listener.close()
-        raise ConfigError(
-            f"master: {host} means {address} on this machine, where no other host gets to; give its address."
-        )
+    port = listener.getsockname()[1]
     # The store takes the socket over; handed none, it would listen on every address of the machine.
     store = TCPStore(host, port, None, True, timedelta(seconds=60), False, master_listen_fd=listener.detach())
     return store, host, port
@@ -144,70 +135,3 @@ def _let_go(store: Entries, at: At, place: str) -> None:
     with contextlib.suppress(RuntimeError, OSError):  # the run may have ended before
         socket.create_connection(at, timeout=1).close()
         store.set(place, FREE)
-
-
-def take_node(store: Entries, node: int) -> None:
-    """Be a node of a run, unless another launcher is."""
-    seen = store.number(f"freewheel/beat/{node}")
-    if seen:
-        time.sleep(2 * BEAT_S)
-        if store.number(f"freewheel/beat/{node}") != seen:
-            raise ConfigError(f"node {node} is in this run already; give every host a node of its own.")
-    store.delete_key(f"freewheel/ended/{node}")
-
-
-class Beat:
-    """Shows node 0 that this node's launcher lives, and at the end how its workers ended.
-
-    In a thread: where the network is cut, a call of the store hangs.
-    """
-
-    def __init__(self, store: Entries, at: At, node: int) -> None:
-        self._store, self._at, self._node = store, at, node
-        self._code = 1
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="freewheel-beat", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        # Without node 0 the workers here go on; there is nobody left to tell.
-        with contextlib.suppress(RuntimeError, OSError, Forged):
-            while not self._end.is_set():
-                self._store.add(f"freewheel/beat/{self._node}", 1)
-                self._end.wait(BEAT_S)
-                # The store would say at length that it has gone; a plain socket finds out quietly.
-                socket.create_connection(self._at, timeout=5).close()
-            self._store.set(f"freewheel/ended/{self._node}", str(self._code))
-
-    def end(self, code: int = 1, *, hurry: bool = False) -> None:
-        """Report the exit code of this node and stop; a second call changes nothing."""
-        if not self._end.is_set():
-            self._code = code
-            self._end.set()
-            self._thread.join(0.2 if hurry else 5.0)
-
-
-class Others:
-    """What node 0 knows of the other nodes' launchers. Asked from the moment its own workers have ended."""
-
-    def __init__(self, store: Entries, nodes: int) -> None:
-        self._store = store
-        self._signs = dict.fromkeys(range(1, nodes), (-1, 0.0))  # beats seen, and when the last one was
-        self.failure = 0
-
-    def missing(self, say: Callable[[str], None]) -> bool:
-        """Whether the store is still needed: some node has neither reported its end nor gone silent."""
-        now_s = time.monotonic()
-        for node, (beats, since_s) in list(self._signs.items()):
-            if (ended := self._store.number(f"freewheel/ended/{node}")) is not None:
-                self.failure = self.failure or ended
-                del self._signs[node]
-                continue
-            seen = self._store.number(f"freewheel/beat/{node}") or 0
-            if seen != beats:
-                self._signs[node] = (seen, now_s)
-            elif now_s > since_s + SILENT_S:
-                say(f"node {node} has given no sign of life for {SILENT_S:g} s; not waiting for it")
-                self.failure = self.failure or 1
-                del self._signs[node]
-        return bool(self._signs)

@@ -1,8 +1,8 @@
 """Start the workers of a run on this host, keep them together and end with the right exit code.
 
-The launcher hosts the rendezvous store (on several hosts: that of node 0 does), writes the run's options into
-it and starts the workers with ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` … in the environment, like torchrun,
-and with the run's secret (fabric/secret.py), which nobody else can read there.
+The launcher hosts the rendezvous store, writes the run's options into it and starts the workers with
+``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` … in the environment, like torchrun, and with the run's secret
+(fabric/secret.py), which nobody else can read there.
 
 What holds:
 
@@ -35,7 +35,7 @@ from freewheel.runtime import keys
 from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.bounded import reach
 from freewheel.runtime.entries import Entries
-from freewheel.runtime.hosts import At, Beat, Others, claim, host_store, listen, reach_store, take_node
+from freewheel.runtime.hosts import At, claim, host_store, listen, reach_store
 from freewheel.runtime.place import HIDES, KEYS, LAUNCHED, hide
 from freewheel.runtime.processes import Keeper, Output, Process, ending_signals, pump
 from freewheel.runtime.rendezvous import OPTIONS, STORE_S
@@ -78,12 +78,8 @@ def launch(
     secret: Path | None = None,
     console: bool = True,
     tensorboard: Path | None = None,
-    nodes: int = 1,
-    node: int = 0,
     master: str | None = None,
-    wait_s: float = 60.0,
     most: int | None = None,
-    again: bool = False,
     env: Mapping[str, str] | None = None,
     tick: Callable[[], None] | None = None,
     typed: str | None = None,
@@ -94,59 +90,39 @@ def launch(
     It is that of the first worker that failed for good (128 + its number for a signal), 0 without one,
     130 or 143 after Ctrl-C or SIGTERM, which end everything within two seconds. ``output`` gets every line,
     ``tick`` is called several times a second; when one of them raises, all workers are killed and the caller
-    gets the error. On several hosts each runs a launcher with its own ``node`` and ``bind``; ``master`` is an
-    address of node 0 (HOST:PORT), whose other options hold for nodes that give no folder or keys themselves.
+    gets the error.
 
-    Up to ``most`` workers may be there at once: others come with `join`. ``again`` says that this is a node 0
-    that was lost, and that workers of other nodes go on: the run is theirs. ``secret`` is a file with the
-    run's secret; without it there is a new one, or that of the keys. ``typed`` is the command line for the
-    records; ``events`` says where the launcher's own go, if not into ``folder``.
+    Up to ``most`` workers may be there at once: others come with `join`, also from other hosts where
+    ``master`` and ``bind`` are addresses that those reach. ``secret`` is a file with the run's secret;
+    without it there is a new one, or that of the keys. ``typed`` is the command line for the records;
+    ``events`` says where the launcher's own go, if not into ``folder``.
     """
-    _check(workers, restarts, nodes, node, master, bind, tls)
-    at_least("max", most, nodes * workers)
+    _check(workers, restarts, bind, tls)
+    at_least("max", most, workers)
     given = known_secret(secret, tls)
-    if given is None and (nodes > 1 or again):
-        raise ConfigError(
-            "launchers of one run must share a secret: give all of them the same file by --secret, or the "
-            "same keys by --tls."
-        )
     known = given or secrets.make()
-    here = _here(folder, bind, tls)
-    shape = f"{nodes} nodes with {workers} workers each"
-    if node == 0:
-        store, host, port = host_store(master, nodes)
-        options: dict[str, Any] = {
-            "run": uuid.uuid4().hex,
-            "console": console,
-            "tensorboard": str(tensorboard.resolve()) if tensorboard is not None else None,
-            "workers": nodes * workers,
-            "most": most or nodes * workers,
-            "typed": typed,
-        }
-        base = Entries(store, known)
-        options = (_from_workers(base, wait_s) if again else options) | here
-        base.set("freewheel/shape", shape)
-        base.set(OPTIONS, json.dumps(options))
-    else:
-        store, host, port = reach_store(str(master), wait_s, lambda text: output(None, text, True))
-        base = Entries(store, known)
-        options = _from_node_0(base, shape) | here
+    store, host, port = host_store(master)
+    options: dict[str, Any] = {
+        "run": uuid.uuid4().hex,
+        "console": console,
+        "tensorboard": str(tensorboard.resolve()) if tensorboard is not None else None,
+        "workers": workers,
+        "most": most or workers,
+        "typed": typed,
+    } | _here(folder, bind, tls)
+    base = Entries(store, known)
+    base.set(OPTIONS, json.dumps(options))
     entries = base.of_run(options["run"])
-    if node > 0:
-        take_node(entries, node)
     _make(options.get("folder"))
-    base.set(f"{OPTIONS}/{node}", json.dumps(options))
-    ranks = range(node * workers, (node + 1) * workers)
-    environment = _environment(nodes * workers, workers, (host, port), known, options.get("tls"), env)
-    of_all = f" of {nodes * workers} (node {node})" if nodes > 1 else ""
+    environment = _environment(workers, workers, (host, port), known, options.get("tls"), env)
     threads, records = environment["OMP_NUM_THREADS"], options.get("folder") or "none"
-    output(None, f"workers: {workers}{of_all}, OMP_NUM_THREADS: {threads}, records: {records}", True)
+    output(None, f"workers: {workers}, OMP_NUM_THREADS: {threads}, records: {records}", True)
     notes = Notes(events or _folder_of(options))
     if options.get("folder"):
         output(None, f"Watch: freewheel watch {shlex.quote(options['folder'])}", True)
     with contextlib.ExitStack() as ends:  # what is opened here is closed, whatever happens, last things first
         ends.callback(notes.close)
-        if node == 0 and options["most"] > nodes * workers:
+        if options["most"] > workers:
             how = "--tls KEYS" if tls is not None and secret is None else "--secret FILE"
             if given is None and options.get("folder"):
                 path = Path(options["folder"]) / SECRET
@@ -161,17 +137,11 @@ def launch(
                 True,
             )
         caught = ends.enter_context(ending_signals())
-        beat = Beat(entries, (host, port), node) if node > 0 else None
-        if beat is not None:
-            ends.callback(beat.end)
+        ranks = range(workers)
         run = _start(
             ends, command, ranks, environment, restarts, output, caught, entries, (host, port), notes
         )
         run.until_ended(tick)
-        if node == 0:
-            run.until_others_ended(entries, nodes, tick)
-        if beat is not None:
-            beat.end(run.code(), hurry=bool(caught))
         return run.code()
 
 
@@ -193,7 +163,7 @@ def join(
 
     ``master`` is the run's rendezvous. They run this command, whatever others run.
     """
-    _check(workers, restarts, 1, 0, None, bind, tls)
+    _check(workers, restarts, bind, tls)
     store, host, port = reach_store(master, wait_s, lambda text: output(None, text, True))
     base, at = Entries(store, secret), (host, port)
     given: dict[str, Any] = json.loads(base.get(OPTIONS))
@@ -348,15 +318,6 @@ class _Run:
                 if code is not None:
                     self._ended(process, code)
 
-    def until_others_ended(self, store: Entries, nodes: int, tick: Callable[[], None] | None) -> None:
-        """Keep the store up until the other nodes need it no more."""
-        others = Others(store, nodes)
-        while not self._caught and others.missing(lambda text: self._output(None, text, True)):
-            time.sleep(LOOK_S)
-            if tick is not None:
-                tick()
-        self._failure = self._failure or others.failure
-
     def code(self) -> int:
         """The exit code of the run."""
         return 128 + self._caught[0] if self._caught else self._failure
@@ -408,20 +369,9 @@ class _Run:
         self._output(None, how + others, True)
 
 
-def _check(
-    workers: int, restarts: int, nodes: int, node: int, master: str | None, bind: str | None, tls: Path | None
-) -> None:
+def _check(workers: int, restarts: int, bind: str | None, tls: Path | None) -> None:
     at_least("workers", workers, 1)
     at_least("restarts", restarts, 0)
-    at_least("nodes", nodes, 1)
-    if not 0 <= node < nodes:
-        raise ConfigError(f"node must be 0 to {nodes - 1} in a run of {nodes} nodes, not {node}.")
-    if nodes > 1 and master is None:
-        raise ConfigError("several nodes must know where to meet: give master, HOST:PORT of node 0.")
-    if nodes > 1 and bind is None:
-        raise ConfigError(
-            "workers listen on loopback, where other hosts do not get to: give bind, this host's own address."
-        )
     if bind is not None:
         listen(bind, 0, "bind").close()
     if tls is not None:
@@ -432,29 +382,6 @@ def _here(folder: Path | None, bind: str | None, tls: Path | None) -> dict[str, 
     """What is said of this host alone; the rest is the run's."""
     folders = {name: str(path.resolve()) for name, path in (("folder", folder), ("tls", tls)) if path}
     return folders | ({"bind": bind} if bind is not None else {})
-
-
-def _from_workers(store: Entries, wait_s: float) -> dict[str, Any]:
-    """The options of a run that goes on elsewhere: its workers enter them into the new store."""
-    until_s = time.monotonic() + wait_s
-    while not store.check(OPTIONS):
-        if time.monotonic() > until_s:
-            raise ConfigError(
-                f"no worker of the run came to this rendezvous within {wait_s:g} s. If none is left, start a "
-                "new run without --again."
-            )
-        time.sleep(LOOK_S)
-    found: dict[str, Any] = json.loads(store.get(OPTIONS))
-    return found
-
-
-def _from_node_0(store: Entries, shape: str) -> dict[str, Any]:
-    """What holds on this node as on node 0."""
-    theirs = store.get("freewheel/shape")
-    if theirs != shape:
-        raise ConfigError(f"node 0 runs {theirs}, this node {shape}; give all the same -n and --nodes.")
-    options: dict[str, Any] = json.loads(store.get(OPTIONS))
-    return options
 
 
 def _make(folder: str | None) -> None:

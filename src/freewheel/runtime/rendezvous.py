@@ -100,9 +100,8 @@ class Rendezvous:
 
     def options(self) -> Options:
         """The launcher's options; where there is no launcher of ours, the number of whoever came first."""
-        node = self.place.rank // max(1, self.place.local_world_size)
-        # A launcher on another host has an address of its own to listen on.
-        names = (f"{OPTIONS}/worker/{self.place.rank}", f"{OPTIONS}/{node}", OPTIONS)
+        # Who joins from another host has an address of its own to listen on.
+        names = (f"{OPTIONS}/worker/{self.place.rank}", OPTIONS)
         if self.place.launched and not self._base.check(OPTIONS):
             self._await_others()
         if self.place.launched:
