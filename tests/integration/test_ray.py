@@ -42,13 +42,11 @@ def cluster():
             "PYTHONPATH": path, "RAY_TMPDIR": folder, "RAY_AUTH_MODE": "disabled",
             "RAY_USAGE_STATS_ENABLED": "0", "RAY_memory_monitor_refresh_ms": "0",
             "RAY_health_check_period_ms": "500", "RAY_health_check_timeout_ms": "1000",
-            "RAY_health_check_failure_threshold": "4",
+            "RAY_health_check_failure_threshold": "4", "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.3",
         }.items():  # fmt: skip
             patch.setenv(name, value)
-        made = Cluster(
-            initialize_head=True,
-            head_node_args={"num_cpus": 0, "include_dashboard": False, "object_store_memory": SIZE},
-        )
+        head = {"num_cpus": 0, "resources": {"seat": 1}, "include_dashboard": False}
+        made = Cluster(initialize_head=True, head_node_args=head | {"object_store_memory": SIZE})
         made.add = lambda: made.add_node(num_cpus=1, object_store_memory=SIZE)
         nodes = [made.add() for _ in range(3)]
         ray.init(address=made.address, log_to_driver=False, logging_level="error")
@@ -111,7 +109,7 @@ def begin(at: Path, **settings):
 
     def go():
         try:
-            found.append(freewheel.ray.run(training(at, "end"), cpus=1, **settings))
+            found.append(freewheel.ray.run(training(at, "end"), **settings))
         except BaseException as error:
             found.append(error)
 
@@ -201,6 +199,7 @@ def test_another_version_of_ray_is_refused(monkeypatch):
         importlib.reload(freewheel.ray)
 
 
+@pytest.mark.filterwarnings("ignore")  # Ray warns of its own use of itself
 def test_ray_train_replaces_the_lost_worker_alone_and_one_report_ends_it(tmp_path):
     pytest.importorskip("pandas", reason="the extra `ray-train` is not installed")
     from ray.train import FailureConfig, RunConfig, ScalingConfig
@@ -237,13 +236,13 @@ def test_ray_train_replaces_the_lost_worker_alone_and_one_report_ends_it(tmp_pat
 
 
 def test_two_runs_of_one_name_are_refused_and_a_worker_without_room_waits(tmp_path):
-    thread, found = begin(tmp_path, workers=1, most=4, name="one")
-    until(tmp_path, "pid-*", 3)
+    thread, found = begin(tmp_path, workers=1, most=2, name="one", cpus=0, resources={"seat": 1})
+    until(tmp_path, "pid-*")
     with pytest.raises(fw.ConfigError, match="a run named 'one'"):
         freewheel.ray.run(training(tmp_path, "end"), workers=1, name="one")
     (tmp_path / "end").touch()
     thread.join(60)
-    assert {tuple(members) for _, members, _ in found[0].values()} == {(0, 1, 2)}
+    assert {tuple(members) for _, members, _ in found[0].values()} in ({(0,)}, {(1,)})
 
 
 def test_pieces_are_written_where_they_belong(tmp_path):
