@@ -195,3 +195,10 @@ def test_ranks_that_were_set_go_before_slurms():
 def test_a_store_that_is_no_address_is_refused():
     with pytest.raises(fw.ConfigError, match=r"cannot read FREEWHEEL_STORE 'here'"):
         Place.read({**SLURM, "FREEWHEEL_STORE": "here"})
+
+
+def test_a_strategy_that_needs_worker_0_is_refused_where_others_wait_for_room(book):
+    place = everywhere(book, 1, most=2)[0]
+    attached, _ = worker(place, nn.Linear(3, 2), strategy=fw.ASGD())
+    with pytest.raises(fw.ConfigError, match="asgd needs worker 0, whose room may go to"):
+        attached.start()

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import socket
+import time
 from typing import Any
 
 import ray
@@ -13,6 +14,7 @@ import ray
 from freewheel.errors import ConfigError
 
 ANSWER_S = 5.0
+FREED_S = 3.0
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """How a client begins HTTP/2, which gRPC and so Ray speaks: this, and empty settings."""
 
@@ -49,9 +51,19 @@ def needs(options: dict[str, Any]) -> dict[str, float]:
     return {key: need for key, need in found.items() if need}
 
 
-def room(needs: dict[str, float]) -> int:
-    """How many workers fit the nodes that are there now."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return sum(
-        min((int(has.get(key, 0) // need) for key, need in needs.items()), default=1 << 20) for has in nodes
-    )
+def room(needs: dict[str, float], wanted: int) -> int:
+    """How many workers fit the nodes that are there, beside what others use of them.
+
+    What was in use a moment ago is not known to be free at once: asked again for a while where it matters.
+    """
+    end_s = time.monotonic() + FREED_S
+    while True:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        fit, free = sum(_fits(has, needs) for has in nodes), _fits(ray.available_resources(), needs)
+        if free >= min(fit, wanted) or time.monotonic() > end_s:
+            return min(fit, free)
+        time.sleep(0.1)
+
+
+def _fits(has: dict[str, float], needs: dict[str, float]) -> int:
+    return min((int(has.get(key, 0) // need) for key, need in needs.items()), default=1 << 20)

@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,9 @@ class Driver:
         self.actors: dict[int, Any] = {}
         self.left: dict[Any, int] = {}
         self.lives: dict[int, int] = {}
+        self.later: list[int] = []
+        """Who comes after those the run begins with, lest they take the room of one of these."""
+        self.create: Callable[[Iterable[int]], None] = lambda ranks: None
         self.told: set[str] = set()
         """Errors of scripts whose traceback was shown."""
         try:
@@ -107,7 +110,7 @@ class Driver:
         """Ask Ray for all workers; begin with as many as there is room for."""
         number, shared = secrets.token_hex(16), secret.make()
         takes = needs(options)
-        fit = room(takes)
+        fit = room(takes, workers)
         begin = min(workers, max(1, fit))
         if fit < workers:
             each = ", ".join(f"{need:g} {key}" for key, need in takes.items())
@@ -117,7 +120,21 @@ class Driver:
             )  # fmt: skip
         given = {"run": number, "workers": begin, "most": most}
         Entries(self.line, shared).set(OPTIONS, json.dumps(given))
-        for rank in range(most):
+        self.later = list(range(begin, most))
+        self.create = lambda ranks: self._create(ranks, target, number, most, shared, restarts, options)
+        self.create(range(begin))
+
+    def _create(
+        self,
+        ranks: Iterable[int],
+        target: Callable[[], Any] | list[str],
+        number: str,
+        most: int,
+        shared: bytes,
+        restarts: int,
+        options: dict[str, Any],
+    ) -> None:
+        for rank in ranks:
             actor = Worker.options(  # type: ignore[attr-defined]
                 name=f"{self.name}-{rank}", namespace=NAMESPACE, scheduling_strategy="SPREAD", **options
             ).remote(f"{self.name}-book", number, rank, most, shared, self.folder is not None)
@@ -155,7 +172,8 @@ class Driver:
             return WorkerLost("no worker has come: the cluster has room for none.")
         rank, error = min(failed.items())
         cause = getattr(error, "cause", None) or error
-        others = f" and {len(failed) - 1} others" if len(failed) > 1 else ""
+        more = len(failed) - 1
+        others = f" and {more} other{'s' * (more > 1)}" if more else ""
         return WorkerLost(f"worker {rank}{others} failed: {str(cause).splitlines()[0][:150]}")
 
     def _look(self) -> None:
@@ -170,6 +188,9 @@ class Driver:
                 self.lives[rank] = max(life, self.lives.get(rank, 0))
             if self.collector is not None:
                 self.collector.write(pieces)
+        if self.later and len(self.lives) == len(self.actors):  # all it begins with have their room
+            later, self.later = self.later, []
+            self.create(later)
 
     def _failed(self, rank: int, text: str) -> None:
         """A script has raised; where several do so in the same way, one traceback says it."""

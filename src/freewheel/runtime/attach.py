@@ -361,6 +361,7 @@ class Worker:
             self._store = Rendezvous(place, self._timeout_s)
             options, life = self._store.options(), self._store.incarnation()
             self.world_size = options.workers or place.world_size
+            checks.room(self._strategy, place.meeting is not None and options.most > self.world_size)
         bind = self._bind or options.bind or place.bind or place.loopback()
         self._recorder, self._events = None, Events()
         while not self._meet(options, life, bind):  # the next beginning is another run

@@ -109,6 +109,15 @@ def leave(model: nn.Module) -> None:
     _attached.discard(model)
 
 
+def room(strategy: Strategy, shared: bool) -> None:
+    """Refuse a strategy that needs worker 0 where the room a lost worker leaves may go to one that waits."""
+    if shared and strategy.needs(0):
+        raise ConfigError(
+            f"{strategy.name} needs worker 0, whose room may go to a worker that waits for some. Leave --max "
+            "out, and ask for as many workers as there is room for."
+        )
+
+
 def attached() -> bool:
     """Whether this process is in a with-block."""
     return len(_attached) > 0
