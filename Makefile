@@ -36,8 +36,8 @@ $(INSTALLED): pyproject.toml
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@
 
-$(TOOLS): $(INSTALLED)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]'
+$(TOOLS): $(INSTALLED) benchmarks/pyproject.toml
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[dev]' -e benchmarks
 	touch $@
 
 clean:

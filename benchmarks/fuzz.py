@@ -35,7 +35,6 @@ import torch
 from torch import nn
 
 from freewheel import strategies
-from freewheel.bench.processes import free_port
 from freewheel.fabric import frames, secret
 from freewheel.fabric.connection import Connection
 from freewheel.fabric.frames import BadFrame, Kind
@@ -50,6 +49,7 @@ from freewheel.runtime.inventory import Inventory
 from freewheel.runtime.live_replica import live_replica
 from freewheel.runtime.place import Place
 from freewheel.runtime.records import Events
+from freewheel_bench.workers import free_port
 
 SIZE, WORLD, PEER = 48, 3, 1
 LONGEST = SIZE + 2  # gradients, a mark and the loss

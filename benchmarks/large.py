@@ -14,7 +14,7 @@ import time
 import torch
 
 import freewheel as fw
-from freewheel.bench.legs import Transformer
+from freewheel_bench.contestants import Transformer
 
 
 def steps(model: torch.nn.Module, optimizer: torch.optim.Optimizer, count: int) -> tuple[float, float]:

@@ -59,7 +59,7 @@ def worker(strategy: str, megabytes: float) -> None:
 
 def measure(strategy: str, megabytes: float) -> dict[str, float]:
     """The largest sum of both workers' memory, in both phases."""
-    from freewheel.bench.processes import free_port
+    from freewheel_bench.workers import free_port
 
     env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     command = [sys.executable, __file__, "--worker", strategy, "--mb", str(megabytes)]

@@ -25,15 +25,15 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from freewheel.bench.legs import ALONE
-from freewheel.bench.namespaces import Network, check_possible
-from freewheel.bench.processes import Place
-from freewheel.bench.rates import Load, run_leg
 from freewheel.errors import RunStopped
 from freewheel.planning import choice
 from freewheel.planning.forecast import Forecast, forecast
 from freewheel.planning.setting import Setting
 from freewheel.training.job import Job, train_all
+from freewheel_bench.contestants import ALONE
+from freewheel_bench.namespaces import Network, check_possible
+from freewheel_bench.rates import Load, run_contestant
+from freewheel_bench.workers import Place
 
 WORKERS, SLOW = 4, {0: 5.0}
 STRATEGIES = "allreduce,sasgd:interval=8,nodelay:tau=8,nodelay_free,adpsgd,dasgd,asgd,easgd"
@@ -54,7 +54,9 @@ def main() -> None:
     parser.add_argument("--compute-ms", type=float, default=50.0)
     parser.add_argument("--model-mb", type=float, default=4.0)
     parser.add_argument("--seconds", type=float, default=8.0)
-    parser.add_argument("--rounds", type=int, default=2, help="how often each leg is measured; medians")
+    parser.add_argument(
+        "--rounds", type=int, default=2, help="how often each contestant is measured; medians"
+    )
     parser.add_argument("--json", type=Path)
     asked = parser.parse_args()
     names = list(SETTINGS) if asked.setting == "all" else asked.setting.split(",")
@@ -78,7 +80,7 @@ def calibrate(asked: argparse.Namespace) -> dict[str, float]:
     """What a message takes, and what all of them may take, on this machine with so many workers."""
 
     def merge_s(mb: float) -> float:
-        rates = legs([ALONE, "allreduce"], Load(WORKERS, mb, asked.compute_ms), asked)
+        rates = rates_of([ALONE, "allreduce"], Load(WORKERS, mb, asked.compute_ms), asked)
         return WORKERS / rates["allreduce"] - WORKERS / rates[ALONE]
 
     def simulated_s(message_ms: float) -> float:
@@ -103,7 +105,7 @@ def on_one_machine(model_mb: float, compute_ms: float, machine: dict[str, Any], 
     return Setting(workers=WORKERS, model_mb=model_mb, compute_ms=compute_ms, **given, **known)
 
 
-def legs(
+def rates_of(
     names: Sequence[str], load: Load, asked: argparse.Namespace, places: Sequence[Place] | None = None
 ) -> Measured:
     """Rates of the benchmark's workers, medians of the rounds."""
@@ -111,7 +113,7 @@ def legs(
     for _ in range(asked.rounds):
         for name in names:
             print(f"\r{load.model_mb:g} MB: {name:<30}", end="", file=sys.stderr)
-            rates[name].append(run_leg(name, load, asked.seconds, places=places).steps_per_s)
+            rates[name].append(run_contestant(name, load, asked.seconds, places=places).steps_per_s)
     print(f"\r{'':<50}\r", end="", file=sys.stderr)
     return {name: statistics.median(found) for name, found in rates.items()}
 
@@ -148,11 +150,11 @@ def _by_legs(slow: dict[int, float], link_mbit: float | None) -> Callable[..., t
         )
         links: dict[str, float] = {}
         if link_mbit is None:
-            measured = legs(names, load, asked)
+            measured = rates_of(names, load, asked)
         else:
             links = {"link_mbit": PAYLOAD * link_mbit}
             with Network(WORKERS, link_mbit) as network:
-                measured = legs(names, load, asked, network.places)
+                measured = rates_of(names, load, asked, network.places)
         compute_ms = step_ms(measured, slow)
         return on_one_machine(asked.model_mb, compute_ms, machine, slow=slow, **links), measured
 

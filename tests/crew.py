@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import json
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 
 from freewheel import strategies
-from freewheel.bench.processes import free_port
 from freewheel.fabric import secret
 from freewheel.runtime import rendezvous
 from freewheel.runtime.attach import Worker
@@ -25,6 +25,12 @@ from freewheel.runtime.entries import Entries
 from freewheel.runtime.hosts import host_store
 from freewheel.runtime.place import Place
 from freewheel.runtime.rendezvous import OPTIONS
+
+
+def free_port() -> int:
+    """A port nobody listens on at this moment."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return probe.getsockname()[1]
 
 
 def places(n: int) -> list[Place]:

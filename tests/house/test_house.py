@@ -26,7 +26,8 @@ def test_the_map_names_every_room():
     rooms |= {f"src/freewheel/{p.name}" for p in SOURCE.glob("*.py")}
     rooms |= {f"src/{p.name}" for p in SOURCE.parent.glob("*.py")}
     rooms |= {f"tests/{p.parent.name}" for p in (ROOT / "tests").glob("*/test_*.py")}
-    named = set(re.findall(r"`((?:src|tests)/[\w/.]+)`", text))
+    rooms |= {f"benchmarks/{p.parent.name}/" for p in (ROOT / "benchmarks").glob("*/__init__.py")}
+    named = set(re.findall(r"`((?:src|tests|benchmarks)/[\w/.]+)`", text))
     assert named == rooms
 
 

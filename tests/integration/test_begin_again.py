@@ -17,8 +17,7 @@ import pytest
 import torch
 
 import crew
-from crew import Launcher, next_life, together
-from freewheel.bench.processes import free_port
+from crew import Launcher, free_port, next_life, together
 from freewheel.errors import WorkerLost
 from freewheel.runtime import launcher as launching
 from freewheel.runtime import shards

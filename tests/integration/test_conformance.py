@@ -23,7 +23,7 @@ import pytest
 import torch
 
 import freewheel as fw
-from freewheel.bench.processes import free_port
+from crew import free_port
 from freewheel.strategies import ALL, resolve
 from freewheel.tasks import Quadratic
 from lab import FAST, JITTER, timing

@@ -12,7 +12,7 @@ from typing import IO
 import pytest
 from torch.distributed import TCPStore
 
-from freewheel.bench.processes import free_port
+from crew import free_port
 from freewheel.fabric import secret
 
 pytestmark = pytest.mark.integration

@@ -15,7 +15,7 @@ import sys
 
 import pytest
 
-from freewheel.bench.processes import free_port
+from crew import free_port
 from freewheel.cli.main import main
 from freewheel.cli.run import Prefixed
 from freewheel.errors import ConfigError

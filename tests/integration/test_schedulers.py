@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from freewheel.bench.processes import free_port
+from crew import free_port
 from freewheel.fabric import secret
 
 pytestmark = pytest.mark.integration

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from freewheel.bench import laws
-from freewheel.bench.crew import Life, Step
-from freewheel.bench.soak import CUT, KILL, STORE, Soak, soak
 from freewheel.data.order import order
 from freewheel.errors import ConfigError
+from freewheel_bench import laws
+from freewheel_bench.footprint import Footprint, footprint
+from freewheel_bench.soak import CUT, KILL, STORE, Soak, soak
+from freewheel_bench.workers import Life, Place, Step, Workers
 
 pytestmark = pytest.mark.integration
 
@@ -23,10 +24,12 @@ class Ended:
 
 
 def life(pid: int, killed: bool = False, again: int = 0, pause_s: float = 0.05, members: int = 2) -> Life:
-    steps = [Step(1.0, 0, members), Step(1.0 + pause_s, 1, members, 2.0, again)]
     result = {"finite": True, "apart": 0.01, "answer": "same", "accuracy": 0.9, "again": again}
     said = {"ready": 0.5} | ({} if killed else {"result": result})
-    return Life(Ended(pid), None, said, steps, killed)  # type: ignore[arg-type]
+    made = Life(Ended(pid), None, 1, said, killed)  # type: ignore[arg-type]
+    made.stepped(Step(1.0, 0, members))
+    made.stepped(Step(1.0 + pause_s, 1, members, 2.0, again))
+    return made
 
 
 def written(folder: Path, length: int, batch: int, used: dict[str, list[tuple[int, int]]]) -> laws.Uses:
@@ -47,21 +50,26 @@ def broken(found: laws.Found) -> set[str]:
     return {law.name for law in laws.judge(found) if not law.held}
 
 
-def found(uses: laws.Uses, lives: dict[int, list[Life]], left: tuple[str, ...] = ()) -> laws.Found:
-    return laws.Found(2, lives, {99}, uses, list(left), [])
+BEFORE = Footprint(3, 5, 30, 400.0)
+
+
+def found(
+    uses: laws.Uses, lives: list[list[Life]], left: tuple[str, ...] = (), after: Footprint = BEFORE
+) -> laws.Found:
+    return laws.Found(2, lives, {99}, uses, list(left), [], BEFORE, after)
 
 
 def test_batches_are_known_by_their_samples_and_used_once(tmp_path):
     uses = written(tmp_path, 15, 4, {"0-0": ALL[:5], "1-0": ALL[5:]})
     assert uses.batches == 4
     assert uses.missing() == uses.strange == uses.again() == 0
-    assert broken(found(uses, {0: [life(1)], 1: [life(2)]})) == set()
+    assert broken(found(uses, [[life(1)], [life(2)]])) == set()
 
 
 def test_a_killed_worker_s_last_batches_may_come_again_if_they_are_counted(tmp_path):
     uses = written(tmp_path, 15, 4, {"0-0": ALL, "1-0": [ALL[0], ALL[3]], "1-1": []})
     assert uses.again() == 4 + 3  # the last batch of an order is short
-    lives = {0: [life(1, again=8)], 1: [life(2, killed=True), life(3)]}
+    lives = [[life(1, again=8)], [life(2, killed=True), life(3)]]
     assert broken(found(uses, lives)) == set()
     lives[0] = [life(1, again=6)]
     assert broken(found(uses, lives)) == {"samples used again"}
@@ -69,9 +77,9 @@ def test_a_killed_worker_s_last_batches_may_come_again_if_they_are_counted(tmp_p
 
 def test_nobody_else_may_use_a_batch_twice_but_one_that_was_cut_off(tmp_path):
     uses = written(tmp_path, 15, 4, {"0-0": ALL, "1-0": [ALL[2]]})
-    lives = {0: [life(1, again=100)], 1: [life(2)]}
+    lives = [[life(1, again=100)], [life(2)]]
     assert broken(found(uses, lives)) == {"twice, by processes that lived"}
-    assert broken(found(uses, {**lives, 1: [life(99)]})) == set()
+    assert broken(found(uses, [lives[0], [life(99)]])) == set()
 
 
 @pytest.mark.parametrize("strange", [False, True])
@@ -79,12 +87,12 @@ def test_a_batch_that_nobody_used_or_that_is_none_is_seen(tmp_path, strange):
     if strange:
         (tmp_path / "1-0.samples").write_text("1 2 3 4\n")
     uses = written(tmp_path, 15, 4, {"0-0": ALL if strange else ALL[1:]})
-    assert broken(found(uses, {0: [life(1)], 1: [life(2)]})) == {"batches nobody used"}
+    assert broken(found(uses, [[life(1)], [life(2)]])) == {"batches nobody used"}
 
 
 def test_what_is_wrong_with_workers_is_seen(tmp_path):
     uses = written(tmp_path, 15, 4, {"0-0": ALL})
-    lives = {0: [life(1, pause_s=11.0)], 1: [life(2, members=1)]}
+    lives = [[life(1, pause_s=11.0)], [life(2, members=1)]]
     lives[1][0].said["result"] |= {"answer": "other", "apart": 0.2}
     assert broken(found(uses, lives, ("process group 7",))) == {
         "answer",
@@ -93,6 +101,45 @@ def test_what_is_wrong_with_workers_is_seen(tmp_path):
         "members",
         "left behind",
     }
+
+
+@pytest.mark.parametrize(
+    "after", [Footprint(3, 6, 30, 400.0), Footprint(3, 5, 31, 400.0), Footprint(3, 5, 30, 501.0)]
+)
+def test_what_grows_with_the_faults_is_seen(tmp_path, after):
+    uses = written(tmp_path, 15, 4, {"0-0": ALL})
+    lives = [[life(1)], [life(2)]]
+    assert broken(found(uses, lives, after=after)) == {"growth beside the workers"}
+    assert broken(found(uses, lives, after=Footprint(3, 4, 29, 499.0))) == set()
+
+
+def test_workers_that_are_killed_and_started_again_leave_nothing_in_the_benchmark(tmp_path, monkeypatch):
+    module = tmp_path / "waits_to_be_killed.py"
+    module.write_text(
+        "from freewheel_bench.parent import Parent\n"
+        "def main():\n"
+        "    parent = Parent()\n"
+        "    parent.say(up=True)\n"
+        "    parent.hear()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    taken = []
+    with Workers(module.stem, {}, [Place()], forked=True) as workers:
+        for _ in range(4):
+            workers.collect("up", 60.0)
+            taken.append(footprint({workers.present[0].process.pid}))
+            workers.kill(0)
+            workers.start(0)
+    assert [(one.processes, one.threads, one.descriptors) for one in taken[1:]] == [
+        (taken[0].processes, taken[0].threads, taken[0].descriptors)
+    ] * 3
+
+
+def test_faults_may_come_at_an_even_pace():
+    asked = Soak(kinds=(KILL,), faults=2000, every=1.0, workers=8)
+    assert [fault.at for fault in asked.drawn()] == [float(second) for second in range(2000)]
+    assert asked.seconds == pytest.approx(2015.0)
+    assert len(Soak(minutes=1.0, every=2.0).drawn()) == 22
 
 
 def test_a_seed_draws_the_same_faults_and_leaves_the_end_alone():

@@ -14,17 +14,22 @@ import textwrap
 import pytest
 from typer.testing import CliRunner
 
-from freewheel.bench import legs, namespaces, rates
-from freewheel.bench.figure import Figure
-from freewheel.bench.legs import ALONE, DDP
-from freewheel.bench.network import used_share
-from freewheel.bench.processes import Place, Processes
-from freewheel.bench.rates import Load, Pace, Span, measure, share_of_alone
-from freewheel.bench.straggler import figures
-from freewheel.cli.bench import app
 from freewheel.errors import ConfigError, RunStopped
+from freewheel_bench import contestants, namespaces, rates
+from freewheel_bench.cli import app
+from freewheel_bench.contestants import ALONE, DDP
+from freewheel_bench.figure import Figure
+from freewheel_bench.network import used_share
+from freewheel_bench.rates import Load, Pace, Span, measure, share_of_alone
+from freewheel_bench.straggler import figures
+from freewheel_bench.workers import OURS, Place, Workers
 
 DEADLINE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def found_by_processes(monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", OURS, prepend=os.pathsep)
 
 
 def bench(*arguments):
@@ -47,12 +52,12 @@ def test_a_step_over_the_end_counts_by_its_share(monkeypatch):
     def step():
         clock[0] += 0.4
 
-    monkeypatch.setattr(legs.time, "monotonic", lambda: clock[0])
-    assert legs.count_steps(step, begin=100.0, end=101.0) == pytest.approx(2.5)
+    monkeypatch.setattr(contestants.time, "monotonic", lambda: clock[0])
+    assert contestants.count_steps(step, begin=100.0, end=101.0) == pytest.approx(2.5)
 
 
 def test_the_gradient_costs_nothing_and_is_the_whole_model():
-    model = legs.Weights(2.1)
+    model = contestants.Weights(2.1)
     assert sum(p.numel() for p in model.parameters()) == 525_000
     model().backward()
     for layer in model.layers:
@@ -100,15 +105,15 @@ def test_a_link_of_100_mbit_that_carried_125_mb_in_10_s_was_full():
 def test_legs_take_turns_there_and_back_and_progress_grows(monkeypatch):
     ran, seen = [], []
 
-    def run_leg(leg, load, seconds, show, places, meter):
-        ran.append(leg)
+    def run_contestant(contestant, load, seconds, show, places, meter):
+        ran.append(contestant)
         show(0.5)
         return pace(10.0)
 
-    monkeypatch.setattr(rates, "run_leg", run_leg)
+    monkeypatch.setattr(rates, "run_contestant", run_contestant)
     paces = measure(Load(), ["adpsgd"], Span(rounds=2), lambda what, done: seen.append((what, done)))
     assert ran == [ALONE, "adpsgd", DDP, DDP, "adpsgd", ALONE]
-    assert {leg: len(of) for leg, of in paces.items()} == {ALONE: 2, "adpsgd": 2, DDP: 2}
+    assert {contestant: len(of) for contestant, of in paces.items()} == {ALONE: 2, "adpsgd": 2, DDP: 2}
     assert [what for what, _ in seen] == ran
     assert [done for _, done in seen] == pytest.approx([(k + 0.5) / 6 for k in range(6)])
 
@@ -119,7 +124,7 @@ def test_legs_take_turns_there_and_back_and_progress_grows(monkeypatch):
 def test_a_worker_that_fails_is_named_and_says_why(monkeypatch, tmp_path):
     text = """
         import os
-        from freewheel.bench.processes import Parent
+        from freewheel_bench.parent import Parent
         parent = Parent()
         print("on the way")
         parent.say(ready=True)
@@ -128,29 +133,29 @@ def test_a_worker_that_fails_is_named_and_says_why(monkeypatch, tmp_path):
         parent.hear()
     """
     module = program(monkeypatch, tmp_path, "fails", text)
-    with Processes(module, {"leg": "adpsgd"}, [Place()] * 2, 1) as workers:
+    with Workers(module, {"contestant": "adpsgd"}, [Place()] * 2) as workers:
         with pytest.raises(
             RunStopped, match=r"fails adpsgd: worker 1 ended with exit code 1: .*the reason"
         ) as left:
             workers.collect("result", DEADLINE_S)
-        running = list(workers._running)
-        assert running[0].poll() is None
+        waiting = workers.present[0]
+        assert waiting.process.poll() is None
     assert "Traceback" in left.value.__notes__[0]
     assert "on the way" in left.value.__notes__[0]
-    assert running[0].returncode == -signal.SIGKILL
+    assert waiting.process.poll() == -signal.SIGKILL
 
 
 def test_workers_hear_and_say(monkeypatch, tmp_path):
     text = """
         import os
-        from freewheel.bench.processes import Parent, job
+        from freewheel_bench.parent import Parent, job
         parent = Parent()
         parent.say(ready=job()["number"])
         heard = parent.hear()
         parent.say(result=[heard["begin"], int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])])
     """
     module = program(monkeypatch, tmp_path, "talks", text)
-    with Processes(module, {"number": 7}, [Place()] * 2, 1) as workers:
+    with Workers(module, {"number": 7}, [Place()] * 2) as workers:
         assert workers.collect("ready", DEADLINE_S) == [7, 7]
         workers.tell(begin=1.5)
         assert workers.collect("result", DEADLINE_S) == [[1.5, 0, 2], [1.5, 1, 2]]
@@ -161,7 +166,7 @@ def test_workers_hear_and_say(monkeypatch, tmp_path):
 def test_workers_do_not_outlive_the_benchmark(monkeypatch, tmp_path, number):
     worker = """
         import socket
-        from freewheel.bench.processes import Parent, job
+        from freewheel_bench.parent import Parent, job
         parent = Parent()
         line = socket.create_connection(("127.0.0.1", job()["port"]))
         line.sendall(b"x")
@@ -171,8 +176,8 @@ def test_workers_do_not_outlive_the_benchmark(monkeypatch, tmp_path, number):
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(DEADLINE_S)
         code = (
-            "from freewheel.bench.processes import Place, Processes\n"
-            f"with Processes('waits', {{'port': {server.getsockname()[1]}}}, [Place()] * 2, 1) as w:\n"
+            "from freewheel_bench.workers import Place, Workers\n"
+            f"with Workers('waits', {{'port': {server.getsockname()[1]}}}, [Place()] * 2) as w:\n"
             "    w.collect('never', 600)\n"
         )
         benchmark = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
@@ -252,7 +257,7 @@ def test_bytes_are_counted_where_they_go(network):
 def test_a_network_goes_when_the_benchmark_is_told_to_end(network):
     code = (
         "import sys\n"
-        "from freewheel.bench.namespaces import Network\n"
+        "from freewheel_bench.namespaces import Network\n"
         "network = Network(2, 100.0)\n"
         "with network:\n"
         "    print(network.bridge, flush=True)\n"
@@ -308,20 +313,33 @@ def test_a_mistake_is_named_before_anything_runs(arguments, message, monkeypatch
     def started(*_, **__):
         raise AssertionError("a worker was started")
 
-    monkeypatch.setattr(Processes, "__enter__", started)
+    monkeypatch.setattr(Workers, "__enter__", started)
     result = bench(*arguments)
     assert isinstance(result.exception, ConfigError)
     assert message in str(result.exception)
 
 
+def test_without_the_package_the_command_says_what_to_install():
+    words = ["freewheel", "bench", "straggler", "--quick", "--help"]
+    code = f"import sys; sys.modules['freewheel_bench'] = None; sys.argv = {words}\n"
+    code += "import freewheel_start; freewheel_start.main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.splitlines() == [
+        "freewheel: freewheel bench needs freewheel-bench, which is not installed here. Install it from "
+        "Freewheel's repository: pip install ./benchmarks."
+    ]
+
+
 def test_the_straggler_s_table_and_file(monkeypatch, tmp_path):
     asked = {}
 
-    def run_leg(leg, load, seconds, show, places, meter):
+    def run_contestant(contestant, load, seconds, show, places, meter):
         asked["load"], asked["seconds"] = load, seconds
-        return pace({ALONE: 100.0, DDP: 20.0}.get(leg, 97.0), done=97, blocked_s=0.01)
+        return pace({ALONE: 100.0, DDP: 20.0}.get(contestant, 97.0), done=97, blocked_s=0.01)
 
-    monkeypatch.setattr(rates, "run_leg", run_leg)
+    monkeypatch.setattr(rates, "run_contestant", run_contestant)
     out = tmp_path / "out.json"
     result = bench("straggler", "--slow", "1:5", "--model-mb", "10", "--json", str(out))
     assert result.exception is None
@@ -362,7 +380,7 @@ def test_a_straggler_beside_real_workers(tmp_path):
     assert written["exchanges_per_step"] > 0
     assert written["failed"] == 0
     assert 0 <= written["blocked_share"] < 1
-    steps = {leg: of[0]["steps"] for leg, of in written["rounds"].items()}
+    steps = {contestant: of[0]["steps"] for contestant, of in written["rounds"].items()}
     assert steps["adpsgd"][1] < steps["adpsgd"][0]
     assert steps["alone"][1] < steps["alone"][0]
     assert abs(steps["ddp"][0] - steps["ddp"][1]) < 2  # it waits for the slow one

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import os
 import sys
@@ -12,7 +13,6 @@ from rich.table import Table
 
 import freewheel
 from freewheel import strategies, tasks, topology
-from freewheel.cli import bench
 from freewheel.cli.chaos import chaos
 from freewheel.cli.console import output
 from freewheel.cli.dashboard import dashboard
@@ -26,7 +26,7 @@ from freewheel.cli.simulate import simulate
 from freewheel.cli.store import store
 from freewheel.cli.train import compare, train
 from freewheel.cli.watch import watch
-from freewheel.errors import FreewheelError
+from freewheel.errors import ConfigError, FreewheelError
 from freewheel.runtime.bounded import left_behind
 
 app = typer.Typer(
@@ -52,7 +52,22 @@ app.command(name="keys")(keys)
 app.command(name="doctor")(doctor)
 app.command(name="export")(export)
 app.command(name="store")(store)
-app.add_typer(bench.app, name="bench")
+
+if importlib.util.find_spec("freewheel_bench") is not None:
+    from freewheel_bench.cli import app as bench
+
+    app.add_typer(bench, name="bench")
+else:
+    # Whatever follows, help included, gets the same answer.
+    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+    @app.command(name="bench", context_settings=anything, add_help_option=False)
+    def missing_bench() -> None:
+        """Measure Freewheel beside others on this machine (a package of its own)."""
+        raise ConfigError(
+            "freewheel bench needs freewheel-bench, which is not installed here. Install it from "
+            "Freewheel's repository: pip install ./benchmarks."
+        )
 
 
 @app.command(name="strategies")

@@ -13,13 +13,13 @@ import typer
 from rich.table import Table
 
 from freewheel import names, strategies
-from freewheel.bench.figure import Figure
-from freewheel.bench.rates import Load, Span
-from freewheel.bench.rates import Progress as Show
 from freewheel.cli.console import bars, output
 from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
 from freewheel.observe.files import check_writable, write_whole
 from freewheel.observe.numbers import given, share, short
+from freewheel_bench.figure import Figure
+from freewheel_bench.rates import Load, Span
+from freewheel_bench.rates import Progress as Show
 
 app = typer.Typer(
     name="bench", help="Measure Freewheel beside others on this machine, in one run.", no_args_is_help=True
@@ -29,8 +29,8 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write the figures and
 Quick = Annotated[bool, typer.Option("--quick", help="One short round: whether it works, not how well.")]
 Workers = Annotated[int, typer.Option(help="How many workers.")]
 ComputeMs = Annotated[float, typer.Option(help="Time of a gradient; workers sleep through it.")]
-Seconds = Annotated[float, typer.Option(help="How long each leg steps in each round.")]
-Rounds = Annotated[int, typer.Option(help="How often the legs take turns.")]
+Seconds = Annotated[float, typer.Option(help="How long each contestant steps in each round.")]
+Rounds = Annotated[int, typer.Option(help="How often the contestants take turns.")]
 ModelMb = Annotated[float, typer.Option(help="What the model weighs, in MB of fp32.")]
 Strategies = Annotated[str, typer.Option(help="One or several, separated by commas.")]
 Slow = Annotated[
@@ -70,7 +70,7 @@ def straggler(
     json_path: Json = None,
 ) -> None:
     """Step rates with one worker ten times slower, as shares of the rate without communication."""
-    from freewheel.bench.straggler import straggler
+    from freewheel_bench.straggler import straggler
 
     load = Load(workers, model_mb, compute_ms, _slow(slow or ["0:10"]), _wire(wire))
     chosen, span = _strategies(strategy, workers), _span(seconds, rounds, quick)
@@ -98,8 +98,8 @@ def network(
     json_path: Json = None,
 ) -> None:
     """Step rates on narrow links (network namespaces behind a bridge): needs root and iproute2."""
-    from freewheel.bench.namespaces import check_possible
-    from freewheel.bench.network import network
+    from freewheel_bench.namespaces import check_possible
+    from freewheel_bench.network import network
 
     load = Load(workers, model_mb, compute_ms, _slow(slow or ["none"]), _wire(wire))
     chosen, span = _strategies(strategy, workers), _span(seconds, rounds, quick)
@@ -129,7 +129,7 @@ def gpu(
     json_path: Json = None,
 ) -> None:
     """Step rates of a GPT whose workers share one GPU, as shares of the rate without communication."""
-    from freewheel.bench.gpu import gpu
+    from freewheel_bench.gpu import gpu
 
     sizes = {"layers": layers, "width": width, "context": context, "batch": batch}
     for name, value in sizes.items():
@@ -154,7 +154,7 @@ def swap(
     json_path: Json = None,
 ) -> None:
     """Two processes swap snapshots, both directions at once, beside gloo's isend and irecv."""
-    from freewheel.bench.swap import swap
+    from freewheel_bench.swap import swap
 
     sizes = [_number("--mb", text) for text in names.split(mb)]
     if not sizes:
@@ -185,7 +185,7 @@ def overhead(
     json_path: Json = None,
 ) -> None:
     """Step time attached with adpsgd and an idle network, beside the plain loop."""
-    from freewheel.bench.overhead import devices_named, overhead
+    from freewheel_bench.overhead import devices_named, overhead
 
     devices = devices_named(device)
     found = _measured(
@@ -217,8 +217,8 @@ def faults(
     json_path: Json = None,
 ) -> None:
     """Longest pause of those who are left when a worker, the rendezvous or a link fails."""
-    from freewheel.bench import faults as bench
-    from freewheel.bench.namespaces import check_possible
+    from freewheel_bench import faults as bench
+    from freewheel_bench.namespaces import check_possible
 
     chosen = names.split(kinds)
     for kind in chosen:
@@ -248,7 +248,12 @@ def faults(
 
 @app.command()
 def soak(
-    minutes: Annotated[float, typer.Option(help="How long the run would take if nobody were missing.")] = 3.0,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            help="How long the run would take if nobody were missing; default: what the faults take, else 3."
+        ),
+    ] = None,
     kinds: Annotated[
         str | None,
         typer.Option(
@@ -257,6 +262,9 @@ def soak(
         ),
     ] = None,
     faults: Annotated[int | None, typer.Option(help="How many; default: one every 4 s.")] = None,
+    every: Annotated[
+        float | None, typer.Option(help="Seconds between two faults; default: at random moments.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Draws the faults.")] = 0,
     workers: Workers = 4,
     strategy: Annotated[str, typer.Option(help="One whose loader deals by leases.")] = "adpsgd",
@@ -267,11 +275,11 @@ def soak(
     json_path: Json = None,
 ) -> None:
     """Kill random processes, the store included, cut links, and check the laws: digits, learned for real."""
-    from freewheel.bench import soak as bench
+    from freewheel_bench import soak as bench
 
     _strategies(strategy, workers)
     chosen = bench.possible() if kinds is None else tuple(names.split(kinds))
-    asked = bench.Soak(workers, minutes, chosen, faults, seed, strategy, step_ms)
+    asked = bench.Soak(workers, minutes, chosen, faults, every, seed, strategy, step_ms)
     check_writable(json_path)
     with _bar() as show:
         report = bench.soak(asked, show, beside)

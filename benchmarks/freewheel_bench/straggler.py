@@ -11,16 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
-from freewheel.bench.figure import Figure
-from freewheel.bench.legs import ALONE, DDP, Spent
-from freewheel.bench.rates import Load, Pace, Progress, Span, measure, median_rate, share_of_alone
+from freewheel_bench.contestants import ALONE, DDP, Spent
+from freewheel_bench.figure import Figure
+from freewheel_bench.rates import Load, Pace, Progress, Span, measure, median_rate, share_of_alone
 
 SPENT = [field.name for field in fields(Spent)]
 UNIT = "share of the rate without communication"
 
 
 def straggler(load: Load, strategies: Sequence[str], span: Span, progress: Progress) -> list[Figure]:
-    """Measure all legs; one figure for each strategy."""
+    """Measure all contestants; one figure for each strategy."""
     paces = measure(load, strategies, span, progress)
     return figures("straggler" if load.slow else "equal", load, strategies, span, paces)
 
@@ -40,7 +40,7 @@ def figures(
             **communication(paces[strategy]),
             "alone_waiting_share": statistics.median(pace.waiting_share for pace in paces[ALONE]),
             "settings": asdict(load) | asdict(span),
-            "rounds": {leg: [in_one_round(pace) for pace in paces[leg]] for leg in (ALONE, strategy, DDP)},
+            "rounds": {of: [in_one_round(pace) for pace in paces[of]] for of in (ALONE, strategy, DDP)},
         }
         found.append(Figure(name, strategy, ours, "ddp", theirs, ours / theirs, UNIT, raw))
     return found
@@ -59,7 +59,7 @@ def communication(paces: Sequence[Pace]) -> dict[str, float]:
 
 
 def in_one_round(pace: Pace) -> dict[str, Any]:
-    """The raw numbers of one leg in one round."""
+    """The raw numbers of one contestant in one round."""
     return {
         "steps_per_s": pace.steps_per_s,
         "waiting_share": pace.waiting_share,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 
-from freewheel.bench.processes import Parent, job
+from freewheel_bench.parent import Parent, job
 
 BATCHES = 1_000_000
 """More than are used."""
@@ -22,7 +22,7 @@ def main() -> None:
     torch.optim.SGD([torch.zeros(1, requires_grad=True)])  # imports much of torch that is not there yet
     parent.say(imported=time.monotonic())
     import freewheel as fw
-    from freewheel.bench.legs import Weights
+    from freewheel_bench.contestants import Weights
 
     model, first = Weights(asked["model_mb"]), True
     broadcasts = asked["strategy"].startswith("dasgd")

@@ -7,29 +7,32 @@ members     at its last step every worker had all others within reach
 samples     every batch of every pass was used; more than once only where a worker was killed or cut off
             before anybody had heard of it; and no more samples than were counted (`samples_again`)
 left        no process, namespace, link or shared memory is left
+growth      what runs beside the workers has no more threads and descriptors after the last fault than before
+            the first one, and not much more memory
 accuracy    where the same run was made without faults: about the same answer
 """
 
 from __future__ import annotations
 
+import heapq
 import itertools
-import os
-import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from freewheel.bench.crew import Life
-from freewheel.bench.namespaces import Network
 from freewheel.data.order import order
+from freewheel_bench.footprint import Footprint
+from freewheel_bench.workers import Life
 
 PAUSE_S = 10.0
-"""Nobody may make no step for so long; a busy machine and imports beside training included."""
+"""Longest allowed gap between two steps, on a busy machine."""
 APART = 0.1
 """How far a replica may be from the mean, as a share of the mean's norm."""
 POINT = 0.01
+GROWTH_MB = 100.0
+"""What the benchmark's own notes of half a million steps take included."""
 
 Use = tuple[int, int]
 """A worker's rank and the number of its life."""
@@ -75,57 +78,55 @@ class Found:
     """What is left to judge when a run is over."""
 
     workers: int
-    lives: Mapping[int, Sequence[Life]]
+    lives: Sequence[Sequence[Life]]
+    """The processes that each worker has had."""
     cut: set[int]
     """Processes whose link was cut at some time."""
     uses: Uses
     left: list[str]
     events: list[tuple[float, str]]
     """What struck, and was made good, and when."""
+    before: Footprint
+    after: Footprint
+    """Of all processes that are no workers: before the first fault, and after the last."""
 
     @property
     def began_s(self) -> float:
         """When the first worker was ready."""
-        return min(float(lives[0].said["ready"]) for lives in self.lives.values() if "ready" in lives[0].said)
+        return min(float(lives[0].said["ready"]) for lives in self.lives if "ready" in lives[0].said)
 
     def results(self) -> list[dict[str, Any]]:
         """What each worker ended with."""
-        return [lives[-1].said["result"] for lives in self.lives.values()]
+        return [lives[-1].said["result"] for lives in self.lives]
 
     def killed(self) -> int:
         """How many processes were killed."""
-        return sum(life.killed for lives in self.lives.values() for life in lives)
+        return sum(life.killed for lives in self.lives for life in lives)
 
     def counted(self) -> int:
         """Samples that the workers counted as used again, as far as they came to say so."""
         found = 0
-        for lives in self.lives.values():
+        for lives in self.lives:
             for life in lives:
                 said = life.steps[-1].again if life.steps else 0
                 found += max(said, life.said.get("result", {}).get("again", 0))
         return found
 
     def pauses(self) -> list[tuple[float, float, int]]:
-        """The times between two steps of each process, longest first, each with when it began and whose."""
-        return sorted(
-            (
-                (later.time - step.time, step.time, rank)
-                for rank, lives in self.lives.items()
-                for life in lives
-                for step, later in itertools.pairwise(life.steps)
-            ),
-            reverse=True,
+        """The longest times between two steps of a process, each with when it began and whose."""
+        gaps = (
+            (later_s - step_s, step_s, rank)
+            for rank, lives in enumerate(self.lives)
+            for life in lives
+            for step_s, later_s in itertools.pairwise(life.times)
         )
-
-    def pause(self) -> float:
-        """The longest of them."""
-        return self.pauses()[0][0]
+        return heapq.nlargest(5, gaps)
 
     def unexcused(self) -> int:
         """Batches that were used more than once by processes that were neither killed nor cut off."""
         whole = {
             (rank, number)
-            for rank, lives in self.lives.items()
+            for rank, lives in enumerate(self.lives)
             for number, life in enumerate(lives)
             if not life.killed and life.process.pid not in self.cut
         }
@@ -133,7 +134,7 @@ class Found:
 
     def figures(self) -> dict[str, Any]:
         """Numbers for those who want more than yes or no."""
-        steps = [step.time for lives in self.lives.values() for life in lives for step in life.steps]
+        steps = [step_s for lives in self.lives for life in lives for step_s in life.times]
         return {
             "passes": self.uses.passes,
             "samples": self.uses.length * self.uses.passes,
@@ -144,8 +145,10 @@ class Found:
             "killed": self.killed(),
             "longest_pauses": [
                 {"s": pause_s, "at_s": at_s - self.began_s, "worker": rank}
-                for pause_s, at_s, rank in self.pauses()[:5]
+                for pause_s, at_s, rank in self.pauses()
             ],
+            "before": asdict(self.before),
+            "after": asdict(self.after),
             "events": [{"at_s": at_s - self.began_s, "what": what} for at_s, what in self.events],
             "apart": max(one["apart"] for one in self.results()),
             "accuracy": self.results()[0]["accuracy"],
@@ -160,8 +163,9 @@ def judge(found: Found, calm: Found | None = None) -> list[Law]:
     answers = Counter(one["answer"] for one in results)
     finite = sum(one["finite"] for one in results)
     apart = max(one["apart"] for one in results)
-    members = [lives[-1].steps[-1].members if lives[-1].steps else 0 for lives in found.lives.values()]
+    members = [lives[-1].steps[-1].members if lives[-1].steps else 0 for lives in found.lives]
     again, counted = uses.again(), found.counted()
+    pause_s, grown = found.pauses()[0][0], found.after - found.before
     everyone = f"{found.workers} of {found.workers}"
     judged = [
         Law(
@@ -171,7 +175,7 @@ def judge(found: Found, calm: Found | None = None) -> list[Law]:
             f"{everyone} finite, 1 mean",
         ),
         Law("replicas from their mean", apart <= APART, f"{100 * apart:.2g} %", f"{100 * APART:.2g} %"),
-        Law("longest pause", found.pause() <= PAUSE_S, f"{found.pause():.2f} s", f"{PAUSE_S:g} s"),
+        Law("longest pause", pause_s <= PAUSE_S, f"{pause_s:.2f} s", f"{PAUSE_S:g} s"),
         Law("members", min(members) == found.workers, f"at least {min(members)}", f"{found.workers}"),
         Law(
             "batches nobody used",
@@ -182,6 +186,13 @@ def judge(found: Found, calm: Found | None = None) -> list[Law]:
         Law("twice, by processes that lived", found.unexcused() == 0, f"{found.unexcused()}", "0"),
         Law("samples used again", again <= counted, f"{again}", f"{counted} counted"),
         Law("left behind", not found.left, ", ".join(found.left) or "nothing", "nothing"),
+        Law(
+            "growth beside the workers",
+            max(grown.processes, grown.threads, grown.descriptors) <= 0 and grown.memory_mb <= GROWTH_MB,
+            f"{grown.processes} processes, {grown.threads} threads, {grown.descriptors} descriptors, "
+            f"{grown.memory_mb:.0f} MB",
+            f"0, 0, 0, {GROWTH_MB:g} MB",
+        ),
     ]
     if calm is not None:
         without, with_faults = (one.results()[0]["accuracy"] for one in (calm, found))
@@ -217,34 +228,3 @@ def uses(folder: Path, length: int, batch_size: int, seed: int, passes: int) -> 
             else:
                 by[which].append((rank, life))
     return Uses(length, batch_size, -(-length // batch_size), passes, dict(by), strange)
-
-
-def shared_memory() -> set[str]:
-    """The names in shared memory now."""
-    folder = Path("/dev/shm")
-    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-
-
-def left_behind(lives: Sequence[Life], before: set[str]) -> list[str]:
-    """Processes and shared memory that should have gone with their workers."""
-    found = []
-    for life in lives:
-        try:
-            os.killpg(life.process.pid, 0)
-            found.append(f"process group {life.process.pid}")
-        except ProcessLookupError:
-            pass
-    pids = {str(life.process.pid) for life in lives}
-    new = (name for name in shared_memory() - before if pids & set(name.replace("-", "_").split("_")))
-    return found + [f"shared memory {name}" for name in new]
-
-
-def left_standing(network: Network | None) -> list[str]:
-    """Namespaces and links that should have gone with their network."""
-    if network is None:
-        return []
-    tag, found = network.bridge[2:], []
-    for what, command in (("namespace", ["ip", "netns", "list"]), ("link", ["ip", "-brief", "link"])):
-        shown = subprocess.run(command, capture_output=True, text=True).stdout
-        found += [f"{what} {line.split()[0]}" for line in shown.splitlines() if tag in line]
-    return found

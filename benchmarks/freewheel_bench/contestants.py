@@ -1,4 +1,4 @@
-"""One worker of one leg: the same model and the same step, with whatever communication the leg stands for.
+"""One worker of one contestant: the same model and the same step, each with its own communication.
 
     alone                no communication: the rate all others are a share of
     ddp                  PyTorch DistributedDataParallel on gloo
@@ -6,8 +6,8 @@
 
 Layers sleep for the time their gradients would take, forward and backward (`tempo.py`), so that workers
 sharing a core do not slow each other, and DDP reduces what is there while the rest is computed. The gradients
-they then hand out cost nothing: what is left of a step is plain SGD, and what the leg is about. On a GPU a
-step is that of a real GPT instead: bf16 autocast, AdamW, random tokens.
+they then hand out cost nothing: what is left of a step is plain SGD and communication. On a GPU a step is
+that of a real GPT instead: bf16 autocast, AdamW, random tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from torch import nn
 
 from freewheel import strategies
-from freewheel.bench.processes import Parent, job
 from freewheel.tasks.nets import GPT
 from freewheel.tempo import Tempo
 from freewheel.training.ddp import best_settings
+from freewheel_bench.parent import Parent, job
 
 ALONE, DDP = "alone", "ddp"
 FLOATS_PER_MB = 250_000
@@ -35,9 +35,9 @@ VOCABULARY = 256
 WARM_UP_STEPS = 3
 
 
-def in_step(leg: str) -> bool:
-    """Whether a worker of this leg cannot make a step that the others do not make."""
-    return leg == DDP or (leg != ALONE and strategies.resolve(leg).merges())
+def in_step(contestant: str) -> bool:
+    """Whether a worker of this contestant cannot make a step that the others do not make."""
+    return contestant == DDP or (contestant != ALONE and strategies.resolve(contestant).merges())
 
 
 class Weights(nn.Module):
@@ -145,7 +145,7 @@ def main() -> None:
         steps = count_steps(step, window["begin"], window["end"])
         result = {"steps": steps, "process_cpu_s": time.process_time() - process_s, **asdict(spent)}
         parent.say(result={**result, "before": before, "after": metrics()})
-        while in_step(asked["leg"]):  # its workers can only stop together: when the benchmark hangs up
+        while in_step(asked["contestant"]):  # these can only stop together: when the benchmark hangs up
             step()
 
 
@@ -176,18 +176,18 @@ def count_steps(step: Callable[[], None], begin: float, end: float) -> float:
 def _communication(
     asked: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[Callable[[], torch.Tensor], Callable[[], dict[str, Any]]]]:
-    """What the leg adds to a plain loop: the module to call, and what it counts."""
-    if asked["leg"] == ALONE:
+    """What the contestant adds to a plain loop: the module to call, and what it counts."""
+    if asked["contestant"] == ALONE:
         yield model, dict
-    elif asked["leg"] == DDP:
+    elif asked["contestant"] == DDP:
         torch.distributed.init_process_group("gloo")
         size = sum(p.numel() * p.element_size() for p in model.parameters())
         yield nn.parallel.DistributedDataParallel(model, **best_settings(size)), dict
     else:
         import freewheel as fw
 
-        options = {"wire": asked["wire"], "bind": asked["bind"][int(os.environ["RANK"])]}
-        with fw.attach(model, optimizer, asked["leg"], **options) as worker:
+        options = {"wire": asked["wire"], "bind": asked["address"]}
+        with fw.attach(model, optimizer, asked["contestant"], **options) as worker:
             yield model, worker.metrics
 
 

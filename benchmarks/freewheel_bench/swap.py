@@ -25,11 +25,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from freewheel import __version__
-from freewheel.bench.figure import Figure
-from freewheel.bench.legs import FLOATS_PER_MB
-from freewheel.bench.namespaces import Network
-from freewheel.bench.processes import Parent, Place, Processes, free_port, job
-from freewheel.bench.rates import START_S, Progress
 from freewheel.errors import at_least
 from freewheel.fabric import windows
 from freewheel.fabric.base import Meet
@@ -38,6 +33,12 @@ from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.observe.counters import Counters
 from freewheel.strategies.adpsgd import ADPSGD
+from freewheel_bench.contestants import FLOATS_PER_MB
+from freewheel_bench.figure import Figure
+from freewheel_bench.namespaces import Network
+from freewheel_bench.parent import Parent, job
+from freewheel_bench.rates import Progress
+from freewheel_bench.workers import START_S, Place, Workers
 
 SWAP, EXCHANGE = "swap", "exchange"
 LINK_MBIT = 200_000.0
@@ -64,13 +65,12 @@ def _swap(
     found = []
     for done, mb in enumerate(sizes_mb):
 
-        def show(message: dict[str, Any], done: int = done, mb: float = mb) -> None:
-            progress(f"{mb:g} MB", (done + message.get("progress", 0.0)) / len(sizes_mb))
+        def show(share: float, done: int = done, mb: float = mb) -> None:
+            progress(f"{mb:g} MB", (done + share) / len(sizes_mb))
 
-        show({})
         addresses = [place.address for place in places]
         asked = {"mb": mb, "rounds": rounds, "swaps": swaps_in_a_turn(mb), "addresses": addresses}
-        with Processes("freewheel.bench.swap", asked, places, free_port()) as pair:
+        with Workers("freewheel_bench.swap", asked, places) as pair:
             sides = pair.collect("result", START_S + 6 * rounds * mb, show)
             pair.finish(START_S)
         for way in (NEAR, TCP) if addresses[0] == addresses[1] else (TCP,):

@@ -4,10 +4,11 @@
     store    SIGKILL of the store that workers meet at; another, empty one on the same port after a while
     cut      the link of a worker is taken down and up again (network namespaces: root and iproute2)
 
-Faults come at random shares of the run's passes and end some time before the run does, so that it can be seen
-whether all find together. They overlap as they fall, but a worker that has been up for a while is always left
-within reach, for nobody could know what the last one knew; and one that is cut off is not killed before it is
-back, for nobody could count what it did alone. What must hold is in bench/laws.py.
+Faults come at random shares of the run's passes, or at an even pace (`every`), and end some time before the
+run does, so that it can be seen whether all find together. They overlap as they fall, but a worker that has
+been up for a while is always left within reach, for nobody could know what the last one knew; and one that is
+cut off is not killed before it is back, for nobody could count what it did alone. What must hold is in
+laws.py.
 """
 
 from __future__ import annotations
@@ -24,17 +25,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from freewheel.bench import laws
-from freewheel.bench.crew import Crew, Life
-from freewheel.bench.namespaces import Network, check_possible
-from freewheel.bench.processes import Place
-from freewheel.bench.rates import Progress
 from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
+from freewheel_bench import laws
+from freewheel_bench.footprint import Footprint, footprint, left_behind, left_standing, shared_memory
+from freewheel_bench.namespaces import Network, check_possible
+from freewheel_bench.rates import Progress
+from freewheel_bench.workers import Life, Place, Run, Show
 
 KILL, STORE, CUT = "kill", "store", "cut"
 OFTEN = {KILL: 4, STORE: 1, CUT: 2}
 AWAY_S = {KILL: (0.1, 2.0), STORE: (1.0, 6.0), CUT: (1.0, 8.0)}
 """How long a worker or a store is gone, or a link down."""
+MINUTES = 3.0
 EVERY_S = 4.0
 """Between two faults, unless their number is given."""
 CALM_S = 15.0
@@ -52,9 +54,12 @@ class Soak:
     """What is asked for."""
 
     workers: int = 4
-    minutes: float = 3.0
+    minutes: float | None = None
+    """Default: as long as the faults take, if their number and pace are given; else MINUTES."""
     kinds: tuple[str, ...] = (KILL, STORE)
     faults: int | None = None
+    every: float | None = None
+    """Seconds between two faults; default: they come at random moments."""
     seed: int = 0
     strategy: str = "adpsgd"
     step_ms: float = 50.0
@@ -65,6 +70,7 @@ class Soak:
         at_least("--workers", self.workers, 2)
         at_least("--minutes", self.minutes, 0.2)
         at_least("--faults", self.faults, 1)
+        at_least("--every", self.every, 0.1)
         at_least("--step-ms", self.step_ms, 1.0)
         for kind in self.kinds:
             if kind not in OFTEN:
@@ -76,18 +82,30 @@ class Soak:
         if CUT in self.kinds:
             check_possible()
 
+    @property
+    def seconds(self) -> float:
+        """How long the run would take if nobody were missing."""
+        if self.minutes is None and self.every is not None and self.faults is not None:
+            return self.every * self.faults + CALM_S
+        return 60 * (self.minutes or MINUTES)
+
     def passes(self, batches: int) -> int:
         """How many passes over so many batches take the time, if nobody is missing."""
-        return max(1, round(60e3 * self.minutes * self.workers / self.step_ms / batches))
+        return max(1, round(1e3 * self.seconds * self.workers / self.step_ms / batches))
 
     def drawn(self) -> list[Fault]:
         """The faults, in the order in which they come."""
         dice = random.Random(self.seed)
-        count = self.faults or max(1, round(60 * self.minutes / EVERY_S))
-        end = 1 - min(0.5, CALM_S / (60 * self.minutes))
+        calm_s = min(CALM_S, self.seconds / 2)
+        if self.every is not None:
+            count = self.faults or max(1, int((self.seconds - calm_s) / self.every))
+            moments = [self.every * number for number in range(count)]
+        else:
+            count = self.faults or max(1, round(self.seconds / EVERY_S))
+            moments = sorted(dice.uniform(0.03, 1 - calm_s / self.seconds) for _ in range(count))
         weights = [OFTEN[kind] for kind in self.kinds]
         found = []
-        for at in sorted(dice.uniform(0.03, end) for _ in range(count)):
+        for at in moments:
             (kind,) = dice.choices(self.kinds, weights)
             ranks = tuple(dice.sample(range(self.workers), self.workers))
             found.append(Fault(at, kind, ranks, dice.uniform(*AWAY_S[kind])))
@@ -108,7 +126,7 @@ class Fault:
     """One thing that goes wrong, and is well again after a while."""
 
     at: float
-    """At which share of the run's passes."""
+    """At which share of the run's passes; with `every`, how many seconds after all were up."""
     kind: str
     ranks: tuple[int, ...]
     """Whom it strikes: the first of these that may be struck."""
@@ -148,7 +166,7 @@ def soak(asked: Soak, progress: Progress, beside: bool = False) -> Report:
     return report
 
 
-def _run(asked: Soak, faults: Sequence[Fault], show: Callable[[float], None]) -> laws.Found:
+def _run(asked: Soak, faults: Sequence[Fault], show: Show) -> laws.Found:
     with tempfile.TemporaryDirectory(prefix="freewheel-soak-") as name:
         folder = Path(name)
         length = _save_digits(folder, asked.workers)
@@ -159,17 +177,21 @@ def _run(asked: Soak, faults: Sequence[Fault], show: Callable[[float], None]) ->
             "passes": passes,
             **{key: getattr(asked, key) for key in ("strategy", "seed", "step_ms", "batch_size", "lr")},
         }
-        shared = laws.shared_memory()
+        shared = shared_memory()
         with (
             _places(asked) as (places, network),
-            Crew("freewheel.bench.soaked", job, places, forked=True) as crew,
+            Run("freewheel_bench.soak_worker", job, places, forked=True, keep=1) as run,
         ):
-            run = _Run(asked, crew, network, list(faults), passes, show)
-            run.until_over()
-            left = laws.left_behind([life for lives in crew.lives.values() for life in lives], shared)
-        left += laws.left_standing(network)
+            trial = _Trial(asked, run, network, list(faults), passes, show)
+            trial.until_over()
+            left = left_behind([life for lives in run.lives for life in lives], shared)
+        left += left_standing(network)
         uses = laws.uses(folder, length, asked.batch_size, asked.seed, passes)
-    return laws.Found(asked.workers, crew.lives, run.cut_lives, uses, left, run.events)
+    assert trial.before is not None
+    assert trial.after is not None
+    return laws.Found(
+        asked.workers, run.lives, trial.cut_lives, uses, left, trial.events, trial.before, trial.after
+    )
 
 
 @contextlib.contextmanager
@@ -194,19 +216,19 @@ def _save_digits(folder: Path, workers: int) -> int:
     return len(task.labels)
 
 
-class _Run:
+class _Trial:
     """Workers from the first one's start to the last one's end, and what strikes them on the way."""
 
     def __init__(
         self,
         asked: Soak,
-        crew: Crew,
+        run: Run,
         network: Network | None,
         faults: list[Fault],
         passes: int,
-        show: Callable[[float], None],
+        show: Show,
     ) -> None:
-        self.asked, self.crew, self.network, self.passes, self.show = asked, crew, network, passes, show
+        self.asked, self.run, self.network, self.passes, self.show = asked, run, network, passes, show
         self.faults = faults
         self.mending: list[tuple[float, Callable[[], None]]] = []
         """What is made good, and when."""
@@ -217,24 +239,28 @@ class _Run:
         self.cut_lives: set[int] = set()
         """Processes that were cut off at some time."""
         self.events: list[tuple[float, str]] = []
+        self.before: Footprint | None = None
+        self.after: Footprint | None = None
+        self.all_up_s = math.inf
+        """When all were up for the first time."""
 
     def _note(self, what: str) -> None:
         self.events.append((time.monotonic(), what))
 
     def until_over(self) -> None:
         """Let them train to the end."""
-        for rank in range(self.asked.workers):
-            self.crew.start(rank)
-        steps, since_s = 0, time.monotonic()
-        while not all(self._present(rank).said.get("result") for rank in range(self.asked.workers)):
+        steps, since_s, share = 0, time.monotonic(), 0.0
+        while not all("result" in life.said for life in self.run.present):
             now_s = time.monotonic()
-            self.crew.check()
+            self.run.check()
             self._mend(now_s)
-            share = self._progress() / self.passes
+            share = max(share, self._progress() / self.passes)
             self.show(share)
-            if self.faults and self.faults[0].at <= share and self._strike(self.faults[0], now_s):
+            self._look(now_s)
+            at = share if self.asked.every is None else now_s - self.all_up_s
+            if self.faults and self.faults[0].at <= at and self._strike(self.faults[0], now_s):
                 self.faults.pop(0)
-            made = sum(len(life.steps) for lives in self.crew.lives.values() for life in lives)
+            made = sum(len(life.times) for lives in self.run.lives for life in lives)
             if made > steps:
                 steps, since_s = made, now_s
             if now_s > since_s + STUCK_S:
@@ -245,24 +271,35 @@ class _Run:
                 f"the run was over before the last {len(self.faults)} faults could strike; give fewer faults "
                 "or more minutes."
             )
-        self.crew.until("the workers to end", self._all_ended, STUCK_S)
+        self.run.finish(STUCK_S)
+        self.before = self.before or self._footprint()
+        self.after = self.after or self._footprint()
 
-    def _all_ended(self) -> bool:
-        return all(lives[-1].process.poll() is not None for lives in self.crew.lives.values())
+    def _look(self, now_s: float) -> None:
+        """Note what is taken up when all are up: before the first fault, and after the last one."""
+        if self.before is None or (self.after is None and not self.faults and not self.mending):
+            if not all(map(self._fit, range(self.asked.workers))):
+                return
+            if self.before is None:
+                self.before, self.all_up_s = self._footprint(), now_s
+            else:
+                self.after = self._footprint()
+
+    def _footprint(self) -> Footprint:
+        return footprint({life.process.pid for life in self.run.present})
 
     def _present(self, rank: int) -> Life:
-        return self.crew.lives[rank][-1]
+        return self.run.lives[rank][-1]
 
     def _progress(self) -> float:
-        lives = (life for lives in self.crew.lives.values() for life in lives if life.steps)
-        return max((life.steps[-1].progress for life in lives), default=0.0)
+        return max((life.steps[-1].progress for life in self.run.present if life.steps), default=0.0)
 
     def _state(self) -> str:
         said = []
         for rank in range(self.asked.workers):
             life = self._present(rank)
-            words = f"{len(life.steps)} steps, the last {life.steps[-1]}" if life.steps else f"{life.said}"
-            said.append(f"worker {rank} in life {len(self.crew.lives[rank])}: {words}")
+            words = f"{len(life.times)} steps, the last {life.steps[-1]}" if life.steps else f"{life.said}"
+            said.append(f"worker {rank} in life {len(self.run.lives[rank])}: {words}")
         return "; ".join(said)
 
     # -- faults --
@@ -272,7 +309,7 @@ class _Run:
         if fault.kind == STORE:
             if self.store_away:
                 return False
-            self.crew.end_store()
+            self.run.end_store()
             self._note("store killed")
             self.store_away = True
             self.mending.append((now_s + fault.away_s, self._start_store))
@@ -282,7 +319,7 @@ class _Run:
         if rank is None:
             return False
         if fault.kind == KILL:
-            self.crew.kill(rank)
+            self.run.kill(rank)
             self._note(f"worker {rank} killed")
             self.mending.append((now_s + fault.away_s, lambda: self._restart(rank)))
         else:
@@ -296,7 +333,7 @@ class _Run:
 
     def _fit(self, rank: int) -> bool:
         life = self._present(rank)
-        return not life.killed and len(life.steps) >= STEPS_UP and rank not in self.cut
+        return not life.killed and len(life.times) >= STEPS_UP and rank not in self.cut
 
     def _others_fit(self, rank: int) -> int:
         return sum(self._fit(other) for other in range(self.asked.workers) if other != rank)
@@ -316,11 +353,11 @@ class _Run:
             mend()
 
     def _restart(self, rank: int) -> None:
-        self.crew.start(rank)
+        self.run.start(rank)
         self._note(f"worker {rank} started again")
 
     def _start_store(self) -> None:
-        self.crew.start_store()
+        self.run.start_store()
         self.store_away = False
         self._note("store started")
 

@@ -16,15 +16,14 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from freewheel.bench.crew import Crew
-from freewheel.bench.figure import Figure
-from freewheel.bench.namespaces import Network
-from freewheel.bench.processes import Place
-from freewheel.bench.rates import Load, Progress
+from freewheel_bench.figure import Figure
+from freewheel_bench.namespaces import Network
+from freewheel_bench.rates import Load, Progress
+from freewheel_bench.workers import Place, Run, Show
 
 KILL, RESTART, RENDEZVOUS, CUT = "kill", "restart", "rendezvous", "cut"
 KINDS = (KILL, RESTART, RENDEZVOUS, CUT)
@@ -59,31 +58,27 @@ def faults(
 
 
 @contextmanager
-def _running(load: Load, strategy: str, places: Sequence[Place] | None = None) -> Iterator[Crew]:
+def _running(load: Load, strategy: str, places: Sequence[Place] | None = None) -> Iterator[Run]:
     asked = {"model_mb": load.model_mb, "compute_ms": load.compute_ms, "strategy": strategy}
-    with Crew("freewheel.bench.faulty", asked, places or [Place()] * load.workers) as crew:
-        for rank in range(load.workers):
-            crew.start(rank)
-        crew.until(
-            "steps", lambda: all(len(crew.steps(rank)) >= 10 for rank in range(load.workers)), DEADLINE_S
-        )
-        yield crew
+    with Run("freewheel_bench.fault_worker", asked, places or [Place()] * load.workers) as run:
+        run.until("steps", lambda: all(len(life.times) >= 10 for life in run.present), DEADLINE_S)
+        yield run
 
 
-def _kill(load: Load, strategy: str, kills: int, show: Callable[[float], None]) -> list[Figure]:
+def _kill(load: Load, strategy: str, kills: int, show: Show) -> list[Figure]:
     pauses, quiet, joins = [], [], []
-    with _running(load, strategy) as crew:
+    with _running(load, strategy) as run:
         for k in range(kills):
             rank = (k + load.workers - 1) % load.workers  # worker 0, whose rank leads, among them
-            crew.sleep(BEFORE_S)
+            run.sleep(BEFORE_S)
             moment = time.monotonic()
-            crew.kill(rank)
-            crew.sleep(AFTER_S)
+            run.kill(rank)
+            run.sleep(AFTER_S)
             others = [one for one in range(load.workers) if one != rank]
-            pauses.append(_pause(crew, others, moment - 0.5, moment + AFTER_S))
-            quiet.append(_pause(crew, range(load.workers), moment - BEFORE_S, moment))
-            life = crew.start(rank)
-            crew.until("a restarted worker", lambda life=life: bool(life.steps), DEADLINE_S)  # type: ignore[misc]
+            pauses.append(_pause(run, others, moment - 0.5, moment + AFTER_S))
+            quiet.append(_pause(run, range(load.workers), moment - BEFORE_S, moment))
+            life = run.start(rank)
+            run.until("a restarted worker", lambda life=life: bool(life.times), DEADLINE_S)  # type: ignore[misc]
             joins.append(life.said["ready"] - life.said["imported"])
             show((k + 1) / kills)
     raw = {
@@ -98,41 +93,41 @@ def _kill(load: Load, strategy: str, kills: int, show: Callable[[float], None]) 
     ]
 
 
-def _rendezvous(load: Load, strategy: str, away_s: float, show: Callable[[float], None]) -> Figure:
-    with _running(load, strategy) as crew:
-        crew.sleep(BEFORE_S)
+def _rendezvous(load: Load, strategy: str, away_s: float, show: Show) -> Figure:
+    with _running(load, strategy) as run:
+        run.sleep(BEFORE_S)
         moment = time.monotonic()
-        crew.end_store()
-        crew.sleep(away_s, lambda share: show(0.9 * share))
-        crew.start_store()
+        run.end_store()
+        run.sleep(away_s, lambda share: show(0.9 * share))
+        run.start_store()
         back = time.monotonic()
-        crew.until("all to register", crew.all_registered, DEADLINE_S)
+        run.until("all to register", run.all_registered, DEADLINE_S)
         registered_s = time.monotonic() - back
-        crew.sleep(BEFORE_S)
+        run.sleep(BEFORE_S)
         workers = range(load.workers)
-        pause = _pause(crew, workers, moment - 0.5, back + BEFORE_S)
-        noise = _pause(crew, workers, moment - BEFORE_S, moment)
+        pause = _pause(run, workers, moment - 0.5, back + BEFORE_S)
+        noise = _pause(run, workers, moment - BEFORE_S, moment)
     raw = {"away_s": away_s, "registered_after_s": registered_s, "noise_s": noise}
     return _figure(RENDEZVOUS, strategy, pause, ALLOWED_S, raw)
 
 
-def _cut(load: Load, strategy: str, away_s: float, show: Callable[[float], None]) -> list[Figure]:
+def _cut(load: Load, strategy: str, away_s: float, show: Show) -> list[Figure]:
     pauses, heals, noises, alone = [], [], [], []
     ranks = (load.workers - 1, 0)  # worker 0 deals the data, and leads where one does
-    with Network(load.workers, 1000.0) as network, _running(load, strategy, network.places) as crew:
+    with Network(load.workers, 1000.0) as network, _running(load, strategy, network.places) as run:
         for k, rank in enumerate(ranks):
-            crew.sleep(BEFORE_S)
-            moment, steps = time.monotonic(), len(crew.steps(rank))
+            run.sleep(BEFORE_S)
+            moment, steps = time.monotonic(), len(run.present[rank].times)
             network.cut(rank)
-            crew.sleep(away_s, lambda share, k=k: show((k + share) / len(ranks)))  # type: ignore[misc]
-            alone.append(len(crew.steps(rank)) - steps)
+            run.sleep(away_s, lambda share, k=k: show((k + share) / len(ranks)))  # type: ignore[misc]
+            alone.append(len(run.present[rank].times) - steps)
             network.heal(rank)
             healed = time.monotonic()
-            averaged = functools.partial(_averaged_since, crew, rank, healed)
-            crew.until("an exchange", lambda averaged=averaged: averaged() is not None, DEADLINE_S)  # type: ignore[misc]
-            crew.sleep(BEFORE_S)
-            pauses.append(_pause(crew, range(load.workers), moment - 0.5, healed + BEFORE_S))
-            noises.append(_pause(crew, range(load.workers), moment - BEFORE_S, moment))
+            averaged = functools.partial(_averaged_since, run, rank, healed)
+            run.until("an exchange", lambda averaged=averaged: averaged() is not None, DEADLINE_S)  # type: ignore[misc]
+            run.sleep(BEFORE_S)
+            pauses.append(_pause(run, range(load.workers), moment - 0.5, healed + BEFORE_S))
+            noises.append(_pause(run, range(load.workers), moment - BEFORE_S, moment))
             when = averaged()
             assert when is not None
             heals.append(when - healed)
@@ -144,17 +139,17 @@ def _cut(load: Load, strategy: str, away_s: float, show: Callable[[float], None]
     ]
 
 
-def _averaged_since(crew: Crew, rank: int, moment: float) -> float | None:
+def _averaged_since(run: Run, rank: int, moment: float) -> float | None:
     """When a worker had first been averaged with another after a moment; a merge of one does not count."""
-    together = [step for step in crew.steps(rank) if step.time > moment and step.members > 1]
+    together = [step for step in list(run.present[rank].steps) if step.time > moment and step.members > 1]
     return next((step.time for step in together if step.merged > together[0].merged), None)
 
 
-def _pause(crew: Crew, ranks: Sequence[int], begin: float, end: float) -> float:
+def _pause(run: Run, ranks: Sequence[int], begin: float, end: float) -> float:
     """The longest time between two steps of any of these workers in a window, less that of a usual step."""
     longest = 0.0
     for rank in ranks:
-        times = [step.time for step in crew.steps(rank)]
+        times = run.present[rank].times.tolist()
         usual = statistics.median(b - a for a, b in itertools.pairwise(times))
         gaps = [b - a - usual for a, b in itertools.pairwise(times) if b > begin and a < end]
         longest = max(longest, *gaps)

@@ -1,7 +1,7 @@
 """Worker processes that are forked off one that has imported torch: a start takes milliseconds, not seconds.
 
-What a benchmark that kills and starts workers a hundred times would otherwise measure is imports. Each is a
-process of its own all the same, with memory, threads, sockets and a session of its own.
+A benchmark that kills and starts workers a thousand times would otherwise measure imports. Each is a process
+of its own all the same, with memory, threads, sockets and a session of its own.
 """
 
 from __future__ import annotations
@@ -14,9 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
-
-from freewheel.bench.processes import Place
+from typing import IO
 
 NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
@@ -30,56 +28,64 @@ class Forked:
     """One of them, with as much of a Popen as a life needs."""
 
     def __init__(
-        self, module: str, asked: str, place: Place, environment: Mapping[str, str], errors: Path
+        self, module: str, asked: str, namespace: str | None, environment: Mapping[str, str], errors: Path
     ) -> None:
         context = multiprocessing.get_context("forkserver")
-        read, self._write = context.Pipe(duplex=False)
+        read, tell = context.Pipe(duplex=False)
         heard, write = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=_live, args=(module, asked, place, dict(environment), errors, read, write), daemon=True
+            target=_live,
+            args=(module, asked, namespace, dict(environment), errors, read, write),
+            daemon=True,
         )
         self._process.start()
-        read.close()
-        write.close()
-        pid = self._process.pid
-        assert pid is not None
-        self.pid = pid
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self._code: int | None = None
+        self.stdin: IO[str] = os.fdopen(os.dup(tell.fileno()), "w")
         self.stdout: IO[str] = os.fdopen(os.dup(heard.fileno()), "r")
-        heard.close()
+        for end in (read, tell, heard, write):
+            end.close()
 
     def poll(self) -> int | None:
         """Its exit code, minus a signal's number, once it has ended."""
-        return self._process.exitcode
+        if self._code is None and (code := self._process.exitcode) is not None:
+            self._process.join()
+            self._process.close()  # else each that has ended keeps two descriptors open
+            self._code = code
+        return self._code
 
     def kill(self) -> None:
         """SIGKILL."""
-        self._process.kill()
+        if self.poll() is None:
+            self._process.kill()
 
-    def wait(self) -> Any:
+    def wait(self) -> int | None:
         """Until it has ended."""
-        self._process.join()
-        self._write.close()
-        return self._process.exitcode
+        if self._code is None:
+            self._process.join()
+        return self.poll()
 
 
 def _live(
     module: str,
     asked: str,
-    place: Place,
+    namespace: str | None,
     environment: dict[str, str],
     errors: Path,
     read: Connection,
     write: Connection,
 ) -> None:
-    """What `python -m MODULE ASKED` does, in the place it is given."""
+    """What `python -m MODULE ASKED` does, in the namespace it is given."""
     os.setsid()
     with errors.open("w") as file:
         for ours, theirs in ((read.fileno(), 0), (write.fileno(), 1), (file.fileno(), 2)):
             os.dup2(ours, theirs)
     read.close()
     write.close()
-    if place.namespace is not None:
-        _enter(place.namespace)
+    if namespace is not None:
+        _enter(namespace)
+    os.environ.clear()
     os.environ.update(environment)
     sys.argv = [module, asked]
     importlib.import_module(module).main()

@@ -21,8 +21,8 @@ import subprocess
 from collections.abc import Iterator
 from typing import NoReturn
 
-from freewheel.bench.processes import Place
 from freewheel.errors import ConfigError, at_least
+from freewheel_bench.workers import Place
 
 INTERFACE = "eth0"
 QUEUE_MS = 50

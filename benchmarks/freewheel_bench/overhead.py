@@ -18,15 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from freewheel.bench.figure import Figure
-from freewheel.bench.processes import Parent, Place, Processes, free_port, job
-from freewheel.bench.rates import Progress
 from freewheel.errors import ConfigError, at_least
+from freewheel_bench.figure import Figure
+from freewheel_bench.parent import Parent, job
+from freewheel_bench.rates import Progress
+from freewheel_bench.workers import START_S, Place, Workers
 
 LOOPS = PLAIN, ATTACHED, AGAIN = "plain", "attached", "plain again"
 NEVER = "adpsgd:every=1000000000"
 """adpsgd that is there and never calls: the network stays idle."""
-START_S = 120.0
 SLICE_MS = 100.0
 
 
@@ -39,14 +39,11 @@ def overhead(devices: Sequence[str], slices: int, rounds: int, progress: Progres
         results = []
         for turn in range(rounds):
 
-            def show(
-                message: dict[str, Any], done: float = done + turn / rounds, device: str = device
-            ) -> None:
-                progress(device, (done + message.get("progress", 0.0) / rounds) / len(devices))
+            def show(share: float, done: float = done + turn / rounds, device: str = device) -> None:
+                progress(device, (done + share / rounds) / len(devices))
 
-            show({})
             asked = {"device": device, "slices": slices}
-            with Processes("freewheel.bench.overhead", asked, [Place()] * 2, free_port()) as pair:
+            with Workers("freewheel_bench.overhead", asked, [Place()] * 2) as pair:
                 results.append(pair.collect("result", START_S + slices * 30 * SLICE_MS / 1e3, show)[0])
                 pair.finish(START_S)
         found.append(_figure(device, results))

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import threading
 
-from freewheel.bench.processes import Parent, job
 from freewheel.fabric.secret import of_environment
 from freewheel.runtime.entries import Entries
 from freewheel.runtime.hosts import host_store
 from freewheel.runtime.rendezvous import OPTIONS
+from freewheel_bench.parent import Parent, job
 
 
 def main() -> None:

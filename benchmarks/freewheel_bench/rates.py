@@ -1,7 +1,7 @@
-"""Legs side by side: the same workers without communication, with DDP and with Freewheel, taking turns.
+"""Contestants side by side: the same workers without communication, with DDP and with Freewheel, in turns.
 
-A machine's speed drifts, so legs take turns, in rounds, and a leg's share is taken of the rate without
-communication in the same round; the median of the rounds is what counts.
+A machine's speed drifts, so contestants take turns, in rounds, and the share of each is taken of the rate
+without communication in the same round; the median of the rounds is what counts.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from freewheel.bench.legs import ALONE, DDP, in_step
-from freewheel.bench.processes import Place, Processes, free_port
 from freewheel.errors import ConfigError, at_least
+from freewheel_bench.contestants import ALONE, DDP, in_step
+from freewheel_bench.workers import START_S, Place, Show, Workers
 
 Progress = Callable[[str, float], None]
 """Called with what is running and which share of the whole is done."""
@@ -22,7 +22,6 @@ Progress = Callable[[str, float], None]
 Meter = Callable[[], list[int]]
 """Counters to read when a window begins and when it ends."""
 
-START_S = 120.0  # importing torch in several processes on a busy machine takes its time
 MARGIN_S = 0.2
 
 
@@ -53,7 +52,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Span:
-    """How long to measure: seconds for each leg in each round."""
+    """How long to measure: seconds for each contestant in each round."""
 
     seconds: float = 10.0
     rounds: int = 3
@@ -65,7 +64,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Pace:
-    """What one leg did in one round."""
+    """What one contestant did in one round."""
 
     seconds: float
     by_worker: list[dict[str, Any]]
@@ -113,54 +112,51 @@ def measure(
     places: Sequence[Place] | None = None,
     meter: Meter = list,
 ) -> dict[str, list[Pace]]:
-    """Run every leg in every round; the paces of each leg, by round."""
-    legs = [ALONE, *strategies, DDP]
-    paces: dict[str, list[Pace]] = {leg: [] for leg in legs}
+    """Run every contestant in every round; the paces of each contestant, by round."""
+    contestants = [ALONE, *strategies, DDP]
+    paces: dict[str, list[Pace]] = {contestant: [] for contestant in contestants}
     done = 0
     for turn in range(span.rounds):
-        for leg in legs if turn % 2 == 0 else reversed(legs):  # there and back: a slow drift cancels out
+        # There and back: a slow drift cancels out.
+        for contestant in contestants if turn % 2 == 0 else reversed(contestants):
 
-            def show(share: float, leg: str = leg, done: int = done) -> None:
-                progress(leg, (done + share) / (len(legs) * span.rounds))
+            def show(share: float, contestant: str = contestant, done: int = done) -> None:
+                progress(contestant, (done + share) / (len(contestants) * span.rounds))
 
-            paces[leg].append(run_leg(leg, load, span.seconds, show, places, meter))
+            paces[contestant].append(run_contestant(contestant, load, span.seconds, show, places, meter))
             done += 1
     return paces
 
 
-def run_leg(
-    leg: str,
+def run_contestant(
+    contestant: str,
     load: Load,
     seconds: float,
-    show: Callable[[float], None] = lambda share: None,
+    show: Show = lambda share: None,
     places: Sequence[Place] | None = None,
     meter: Meter = list,
 ) -> Pace:
-    """Start the workers of one leg, let them step through one window of time, see them end."""
+    """Start the workers of one contestant, let them step through one window of time, see them end."""
     places = places or [Place()] * load.workers
-    begin = time.monotonic() + START_S
-
-    def tick() -> None:
-        show(min(1.0, max(0.0, (time.monotonic() - begin) / seconds)))
-
-    asked = {**asdict(load), "leg": leg, "bind": [place.address for place in places]}
-    with Processes("freewheel.bench.legs", asked, places, free_port(), tick) as workers:
+    show(0.0)
+    asked = {**asdict(load), "contestant": contestant}
+    with Workers("freewheel_bench.contestants", asked, places) as workers:
         workers.collect("ready", within_s=START_S)
         begin = time.monotonic() + MARGIN_S
         workers.tell(begin=begin, end=begin + seconds)
-        workers.wait_until(begin)
+        workers.sleep(begin - time.monotonic())
         counted = meter()
-        workers.wait_until(begin + seconds)
+        workers.sleep(begin + seconds - time.monotonic(), show)
         counted = [after - before for before, after in zip(counted, meter(), strict=True)]
         results = workers.collect("result", within_s=START_S + 10 * load.compute_ms / 1e3)
-        if not in_step(leg):
+        if not in_step(contestant):
             workers.finish(within_s=START_S)
     return Pace(seconds, results, counted)
 
 
-def share_of_alone(paces: Mapping[str, Sequence[Pace]], leg: str) -> float:
-    """A leg's rate as a share of the rate without communication: the median of the rounds."""
-    pairs = zip(paces[leg], paces[ALONE], strict=True)
+def share_of_alone(paces: Mapping[str, Sequence[Pace]], contestant: str) -> float:
+    """A contestant's rate as a share of the rate without communication: the median of the rounds."""
+    pairs = zip(paces[contestant], paces[ALONE], strict=True)
     return statistics.median(pace.steps_per_s / alone.steps_per_s for pace, alone in pairs)
 
 
