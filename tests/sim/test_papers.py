@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import freewheel as fw
+import promises
 from freewheel import theory
 from freewheel.sim.clock import at_once
 from freewheel.tasks import Quadratic
@@ -174,9 +175,9 @@ def test_hierarchical_sasgd_agrees_inside_a_node_before_it_does_between_nodes():
 def test_theorem_1_on_two_workers():
     """Measured mean of ‖∇f(mean)‖² against the right-hand side; γ within the theorem's conditions."""
     lipschitz, sigma, steps, n = 1.0, 1.0, 2000, 2
-    gamma = 0.9 * theory.adpsgd_step_bound(1, lipschitz, n, 1, theory.rho_bar(0.0, n))
-    constants = theory.adpsgd_constants(
-        gamma=gamma, M=1, L=lipschitz, n=n, T=1, rho_bar=theory.rho_bar(0.0, n)
+    gamma = 0.9 * promises.adpsgd_step_bound(1, lipschitz, n, 1, promises.rho_bar(0.0, n))
+    constants = promises.adpsgd_constants(
+        gamma=gamma, M=1, L=lipschitz, n=n, T=1, rho_bar=promises.rho_bar(0.0, n)
     )
     assert constants.hold
     task = Quadratic(sigma=sigma, spread=0.0, alike=True)
@@ -190,7 +191,7 @@ def test_theorem_1_on_two_workers():
     after_every_step(simulation, look)
     f0_gap = task.value(torch.zeros(task.size, dtype=torch.float64)) - task.lowest
     simulation.run()
-    bound = theory.adpsgd_theorem1(f0_gap=f0_gap, gamma=gamma, K=steps, M=1, L=lipschitz, n=n, sigma=sigma)
+    bound = promises.adpsgd_theorem1(f0_gap=f0_gap, gamma=gamma, K=steps, M=1, L=lipschitz, n=n, sigma=sigma)
     assert len(gradients) == steps
     assert 0 < sum(gradients) / steps <= bound
 
@@ -234,7 +235,7 @@ def test_dasgd_differs_by_no_more_than_what_one_has_and_the_other_has_not():
                 distance = float(
                     torch.linalg.vector_norm(at_once(i.replica.snapshot()) - at_once(j.replica.snapshot()))
                 )
-                assert distance <= theory.dasgd_discrepancy(lr, 1.0, s_ij) + 1e-9
+                assert distance <= promises.dasgd_discrepancy(lr, 1.0, s_ij) + 1e-9
                 tight.append(distance / max(lr * s_ij, 1e-12))
 
     after_every_step(simulation, look)

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import promises
 from freewheel import theory, topology
 from freewheel.errors import ConfigError
 
@@ -72,7 +73,7 @@ def left_after_mixing(t, steps, samples, seed=0):
 
 def test_lemma_3_is_an_equality_on_the_complete_graph():
     left = left_after_mixing(topology.complete(8), steps=20, samples=40_000)
-    bound = theory.adpsgd_mixing_bound(n=8, rho=theory.rho(topology.complete(8)), K=20)
+    bound = promises.adpsgd_mixing_bound(n=8, rho=theory.rho(topology.complete(8)), K=20)
     error = left.std() / math.sqrt(len(left))
     assert error < bound / 50  # sharp enough to mean something
     assert abs(left.mean() - bound) < 4 * error
@@ -82,7 +83,7 @@ def test_lemma_3_is_an_equality_on_the_complete_graph():
 @pytest.mark.parametrize("steps", [1, 10, 40])
 def test_lemma_3_bounds_every_graph(t, steps):
     left = left_after_mixing(t, steps, samples=10_000)
-    bound = theory.adpsgd_mixing_bound(t.size, theory.rho(t), steps)
+    bound = promises.adpsgd_mixing_bound(t.size, theory.rho(t), steps)
     assert left.mean() <= bound + 4 * left.std() / math.sqrt(len(left))
 
 
@@ -100,37 +101,37 @@ def test_lemma_3_bounds_every_graph(t, steps):
     ],
 )
 def test_published_constants(t, stale, rho_bar, gamma, steps):
-    bar = theory.rho_bar(theory.rho(t), t.size)
+    bar = promises.rho_bar(theory.rho(t), t.size)
     assert bar == pytest.approx(rho_bar, rel=0.01)
-    assert theory.adpsgd_step_bound(1, 1, t.size, stale, bar) == pytest.approx(gamma, rel=0.02)
-    needed = theory.adpsgd_corollary2_min_steps(M=1, L=1, n=t.size, T=stale, rho_bar=bar, sigma=1)
+    assert promises.adpsgd_step_bound(1, 1, t.size, stale, bar) == pytest.approx(gamma, rel=0.02)
+    needed = promises.adpsgd_corollary2_min_steps(M=1, L=1, n=t.size, T=stale, rho_bar=bar, sigma=1)
     assert needed == pytest.approx(steps, rel=0.03)
 
 
 def test_rho_bar_by_hand():
-    assert theory.rho_bar(0.25, 2) == pytest.approx((4 / 3 + 4) / 2)
+    assert promises.rho_bar(0.25, 2) == pytest.approx((4 / 3 + 4) / 2)
     for wrong in (1.0, 1.1, -0.1, math.nan):
         with pytest.raises(ConfigError, match="rho must be"):
-            theory.rho_bar(wrong, 4)
+            promises.rho_bar(wrong, 4)
 
 
 def test_constants_by_hand():
     # Every term with its own value: n=3, T=2 and rho_bar=1 make T(n-1)/n + rho_bar = 7/3.
-    c1, c2, c3 = theory.adpsgd_constants(gamma=0.01, M=1, L=1, n=3, T=2, rho_bar=1)
+    c1, c2, c3 = promises.adpsgd_constants(gamma=0.01, M=1, L=1, n=3, T=2, rho_bar=1)
     assert c1 == pytest.approx(0.9944)
     first = 1 / 600 - 1 / 90_000 - 8 / 27_000_000
     second = (6 / 90_000 + 1 / 300 + 48 / 27_000_000) * (28 / 30_000) / 0.9944
     assert c2 == pytest.approx(first - second, rel=1e-9)
     assert c3 == pytest.approx(0.5 + 2 * (0.0006 + 0.03 + 0.000016) / 0.9944 + 0.04 / 3, rel=1e-9)
-    assert theory.ADPSGDConstants(c1, c2, c3).hold
+    assert promises.ADPSGDConstants(c1, c2, c3).hold
 
 
 def test_constants_refuse_what_is_too_fast():
     # A negative C1 would turn the signs of the two that divide by it, and C3 would look small.
-    assert theory.adpsgd_constants(gamma=1, M=1, L=1, n=2, T=1, rho_bar=0.5) == (-23, -math.inf, math.inf)
-    assert not theory.ADPSGDConstants(-23, 0.1, 0.5).hold
-    assert not theory.ADPSGDConstants(0.5, -0.1, 0.5).hold
-    assert not theory.ADPSGDConstants(0.5, 0.1, 1.1).hold
+    assert promises.adpsgd_constants(gamma=1, M=1, L=1, n=2, T=1, rho_bar=0.5) == (-23, -math.inf, math.inf)
+    assert not promises.ADPSGDConstants(-23, 0.1, 0.5).hold
+    assert not promises.ADPSGDConstants(0.5, -0.1, 0.5).hold
+    assert not promises.ADPSGDConstants(0.5, 0.1, 1.1).hold
 
 
 letters = {
@@ -145,20 +146,20 @@ letters = {
 @law
 @given(**letters, share=st.floats(0.01, 1))
 def test_the_step_bound_is_sufficient_and_not_idle(M, L, n, T, rho, share):  # noqa: N803
-    bar = theory.rho_bar(rho, n)
-    bound = theory.adpsgd_step_bound(M, L, n, T, bar)
-    assert theory.adpsgd_constants(gamma=share * bound, M=M, L=L, n=n, T=T, rho_bar=bar).hold
-    assert not theory.adpsgd_constants(gamma=1000 * bound, M=M, L=L, n=n, T=T, rho_bar=bar).hold
+    bar = promises.rho_bar(rho, n)
+    bound = promises.adpsgd_step_bound(M, L, n, T, bar)
+    assert promises.adpsgd_constants(gamma=share * bound, M=M, L=L, n=n, T=T, rho_bar=bar).hold
+    assert not promises.adpsgd_constants(gamma=1000 * bound, M=M, L=L, n=n, T=T, rho_bar=bar).hold
 
 
 @law
 @given(**letters, share=st.floats(0.01, 1))
 def test_constants_have_the_right_units(M, L, n, T, rho, share):  # noqa: N803
     # Only gamma·M·L is free of units; C2 is in units of gamma·M, that is of 1/L.
-    bar = theory.rho_bar(rho, n)
-    gamma = share * theory.adpsgd_step_bound(M, L, n, T, bar)
-    c1, c2, c3 = theory.adpsgd_constants(gamma=gamma, M=M, L=L, n=n, T=T, rho_bar=bar)
-    pure = theory.adpsgd_constants(gamma=gamma * M * L, M=1, L=1, n=n, T=T, rho_bar=bar)
+    bar = promises.rho_bar(rho, n)
+    gamma = share * promises.adpsgd_step_bound(M, L, n, T, bar)
+    c1, c2, c3 = promises.adpsgd_constants(gamma=gamma, M=M, L=L, n=n, T=T, rho_bar=bar)
+    pure = promises.adpsgd_constants(gamma=gamma * M * L, M=1, L=1, n=n, T=T, rho_bar=bar)
     assert (c1, c2 * L, c3) == pytest.approx(tuple(pure), rel=1e-6, abs=1e-9 * gamma * M * L)
 
 
@@ -171,37 +172,37 @@ def test_constants_have_the_right_units(M, L, n, T, rho, share):  # noqa: N803
     more=st.floats(1, 9),
 )
 def test_corollary_2_follows_from_theorem_1(M, L, n, T, rho, sigma, varsigma, f0_gap, more):  # noqa: N803
-    bar = theory.rho_bar(rho, n)
+    bar = promises.rho_bar(rho, n)
     noise = {"sigma": sigma, "varsigma": varsigma}
-    steps = more * theory.adpsgd_corollary2_min_steps(M=M, L=L, n=n, T=T, rho_bar=bar, **noise)
-    gamma = theory.adpsgd_corollary2_gamma(K=steps, M=M, L=L, n=n, **noise)
-    assert gamma <= theory.adpsgd_step_bound(M, L, n, T, bar) * (1 + 1e-9)
-    theorem = theory.adpsgd_theorem1(f0_gap=f0_gap, gamma=gamma, K=steps, M=M, L=L, n=n, **noise)
-    corollary = theory.adpsgd_corollary2_bound(f0_gap=f0_gap, K=steps, M=M, L=L, **noise)
+    steps = more * promises.adpsgd_corollary2_min_steps(M=M, L=L, n=n, T=T, rho_bar=bar, **noise)
+    gamma = promises.adpsgd_corollary2_gamma(K=steps, M=M, L=L, n=n, **noise)
+    assert gamma <= promises.adpsgd_step_bound(M, L, n, T, bar) * (1 + 1e-9)
+    theorem = promises.adpsgd_theorem1(f0_gap=f0_gap, gamma=gamma, K=steps, M=M, L=L, n=n, **noise)
+    corollary = promises.adpsgd_corollary2_bound(f0_gap=f0_gap, K=steps, M=M, L=L, **noise)
     assert theorem <= corollary * (1 + 1e-9)
 
 
 def test_corollary_2_by_hand():
     by = {"K": 900, "M": 4, "L": 2, "sigma": 5, "varsigma": 1}  # sigma² + 6 M varsigma² = 49
-    assert theory.adpsgd_corollary2_gamma(n=3, **by) == pytest.approx(3 / (80 + 7 * 60))
-    assert theory.adpsgd_corollary2_bound(f0_gap=10, **by) == pytest.approx(400 / 900 + 2 * 12 * 7 / 60)
-    assert theory.adpsgd_theorem1(f0_gap=10, gamma=0.1, n=3, **by) == pytest.approx(60 / 360 + 0.4 / 3 * 49)
-    needed = theory.adpsgd_corollary2_min_steps(M=4, L=2, n=2, T=0, rho_bar=0.5, sigma=5, varsigma=1)
+    assert promises.adpsgd_corollary2_gamma(n=3, **by) == pytest.approx(3 / (80 + 7 * 60))
+    assert promises.adpsgd_corollary2_bound(f0_gap=10, **by) == pytest.approx(400 / 900 + 2 * 12 * 7 / 60)
+    assert promises.adpsgd_theorem1(f0_gap=10, gamma=0.1, n=3, **by) == pytest.approx(60 / 360 + 0.4 / 3 * 49)
+    needed = promises.adpsgd_corollary2_min_steps(M=4, L=2, n=2, T=0, rho_bar=0.5, sigma=5, varsigma=1)
     assert needed == pytest.approx(4 * 4 * 4 / 49 * 1024)
-    stale = theory.adpsgd_corollary2_min_steps(M=1, L=1, n=2, T=100, rho_bar=0.5, sigma=1)
+    stale = promises.adpsgd_corollary2_min_steps(M=1, L=1, n=2, T=100, rho_bar=0.5, sigma=1)
     assert stale == pytest.approx(4 * 64 * 100**4 / 4)
-    assert theory.adpsgd_step_bound(1, 1, 2, 100, 0.5) == pytest.approx(2 / 80_000)
+    assert promises.adpsgd_step_bound(1, 1, 2, 100, 0.5) == pytest.approx(2 / 80_000)
 
 
 def test_without_noise_corollary_2_never_speaks():
-    assert theory.adpsgd_corollary2_min_steps(M=1, L=1, n=2, T=1, rho_bar=0.5, sigma=0) == math.inf
+    assert promises.adpsgd_corollary2_min_steps(M=1, L=1, n=2, T=1, rho_bar=0.5, sigma=0) == math.inf
 
 
 def test_one_worker_has_no_bounds():
     with pytest.raises(ConfigError, match="two or more workers, not 1"):
-        theory.adpsgd_step_bound(1, 1, 1, 1, 0.5)
+        promises.adpsgd_step_bound(1, 1, 1, 1, 0.5)
     with pytest.raises(ConfigError, match="two or more workers, not 1"):
-        theory.adpsgd_corollary2_min_steps(M=1, L=1, n=1, T=1, rho_bar=0.5, sigma=1)
+        promises.adpsgd_corollary2_min_steps(M=1, L=1, n=1, T=1, rho_bar=0.5, sigma=1)
 
 
 def run_adpsgd(t, *, gamma, batch, centres, sigma, start, steps, runs, seed=0):
@@ -234,9 +235,9 @@ def run_adpsgd(t, *, gamma, batch, centres, sigma, start, steps, runs, seed=0):
 
 def test_theorem_1_holds_in_a_run_of_two_workers():
     centres = np.array([[0.5, 0, 0], [-0.5, 0, 0]])  # ‖c_i‖ = 1/2 = varsigma
-    bar = theory.rho_bar(theory.rho(topology.complete(2)), 2)
-    gamma = theory.adpsgd_step_bound(M=2, L=1, n=2, T=1, rho_bar=bar)
-    assert theory.adpsgd_constants(gamma=gamma, M=2, L=1, n=2, T=1, rho_bar=bar).hold
+    bar = promises.rho_bar(theory.rho(topology.complete(2)), 2)
+    gamma = promises.adpsgd_step_bound(M=2, L=1, n=2, T=1, rho_bar=bar)
+    assert promises.adpsgd_constants(gamma=gamma, M=2, L=1, n=2, T=1, rho_bar=bar).hold
     start = np.array([1.0, -1.0, 1.0])  # f(x0) - f* = 3/2
     measured, _, _ = run_adpsgd(
         topology.complete(2),
@@ -248,7 +249,7 @@ def test_theorem_1_holds_in_a_run_of_two_workers():
         steps=3000,
         runs=100,
     )
-    promised = theory.adpsgd_theorem1(f0_gap=1.5, gamma=gamma, K=2000, M=2, L=1, n=2, sigma=2, varsigma=0.5)
+    promised = promises.adpsgd_theorem1(f0_gap=1.5, gamma=gamma, K=2000, M=2, L=1, n=2, sigma=2, varsigma=0.5)
     assert promised / 8 < measured <= promised
 
 
@@ -256,20 +257,20 @@ def test_theorem_1_holds_in_a_run_of_two_workers():
 def test_lemma_7_holds_in_a_run(t):
     n = t.size
     centres = np.array([[1.0, 0], [-1.0, 0]] * (n // 2))  # varsigma = 1
-    bar = theory.rho_bar(theory.rho(t), n)
+    bar = promises.rho_bar(theory.rho(t), n)
     gamma = 0.1 / math.sqrt(24 * (n + bar))  # C1 = 0.99 is all that the lemma asks for
     _, measured, grad_sq = run_adpsgd(
         t, gamma=gamma, batch=1, centres=centres, sigma=1, start=np.ones(2), steps=1000, runs=50
     )
     by = {"gamma": gamma, "M": 1, "L": 1, "n": n, "T": 1, "rho_bar": bar, "mean_grad_sq": grad_sq}
-    assert 0 < measured <= theory.adpsgd_consensus_bound(sigma=1, varsigma=1, **by)
+    assert 0 < measured <= promises.adpsgd_consensus_bound(sigma=1, varsigma=1, **by)
 
 
 def test_lemma_7_by_hand():
     by = {"M": 2, "L": 1, "n": 2, "T": 1, "rho_bar": 0.5, "sigma": 3, "varsigma": 1, "mean_grad_sq": 5}
     # C1 = 1 - 24·4·1e-4·1; the noise term is 2e-4·(2·9 + 24)·0.5, the other 4e-4·4·1·5.
-    assert theory.adpsgd_consensus_bound(gamma=0.01, **by) == pytest.approx((0.0042 + 0.008) / 0.9904)
-    assert theory.adpsgd_consensus_bound(gamma=1, **by) == math.inf
+    assert promises.adpsgd_consensus_bound(gamma=0.01, **by) == pytest.approx((0.0042 + 0.008) / 0.9904)
+    assert promises.adpsgd_consensus_bound(gamma=1, **by) == math.inf
 
 
 # SGD without gradient delay -----------------------------------------------------------------------
@@ -315,21 +316,21 @@ def test_nodelay_discrepancy_bounds_random_pulls():
 def test_nodelay_expected_discrepancy_bounds_noise():
     rng = np.random.default_rng(0)
     eta, tau, s = 0.02, 8, 1.5
-    assert theory.nodelay_expected_holds(eta, tau, H=1)
+    assert promises.nodelay_expected_holds(eta, tau, H=1)
 
     def noisy(x):
         return x + rng.normal(size=x.shape) * s / math.sqrt(2)
 
     models = list(run_nodelay(noisy, n=2, tau=tau, eta=eta, cycles=500))
     seen = np.mean([discrepancy(x) for x in models])
-    bound = theory.nodelay_discrepancy_expected(eta, tau, s)
+    bound = promises.nodelay_discrepancy_expected(eta, tau, s)
     assert bound == pytest.approx(0.48)
     assert bound / 10 < seen <= bound
 
 
 def test_nodelay_expected_needs_small_steps():
-    assert theory.nodelay_expected_holds(eta=0.0125, tau=16, H=1)  # exactly 0.1
-    assert not theory.nodelay_expected_holds(eta=0.013, tau=16, H=1)
+    assert promises.nodelay_expected_holds(eta=0.0125, tau=16, H=1)  # exactly 0.1
+    assert not promises.nodelay_expected_holds(eta=0.013, tau=16, H=1)
 
 
 @law
@@ -375,19 +376,19 @@ def test_dasgd_discrepancy_counts_what_only_one_has_applied(mine, theirs):
     gradients = np.random.default_rng(0).normal(size=(31, 4))
     most = np.linalg.norm(gradients, axis=1).max()
     apart = np.linalg.norm(sum(gradients[k] for k in mine) - sum(gradients[k] for k in theirs)) * 0.1
-    assert apart <= theory.dasgd_discrepancy(gamma=0.1, Q=most, S=len(mine ^ theirs)) + 1e-12
-    assert theory.dasgd_discrepancy(gamma=0.1, Q=2, S=3) == pytest.approx(0.6)
+    assert apart <= promises.dasgd_discrepancy(gamma=0.1, Q=most, S=len(mine ^ theirs)) + 1e-12
+    assert promises.dasgd_discrepancy(gamma=0.1, Q=2, S=3) == pytest.approx(0.6)
 
 
 def test_dasgd_step_size_has_three_regimes():
     quiet = {"delta": 1, "L": 4}
-    assert theory.dasgd_step_size(sigma=0, Q=1, S_avg=0, K=10**9, **quiet) == 1 / 8
-    assert theory.dasgd_step_size(sigma=0, Q=0, S_avg=9, K=10**9, **quiet) == 1 / 8
-    noisy = theory.dasgd_step_size(sigma=5, Q=0, S_avg=0, K=10**4, **quiet)
+    assert promises.dasgd_step_size(sigma=0, Q=1, S_avg=0, K=10**9, **quiet) == 1 / 8
+    assert promises.dasgd_step_size(sigma=0, Q=0, S_avg=9, K=10**9, **quiet) == 1 / 8
+    noisy = promises.dasgd_step_size(sigma=5, Q=0, S_avg=0, K=10**4, **quiet)
     assert noisy == pytest.approx(1 / (2 * 5 * 100))
-    stale = theory.dasgd_step_size(sigma=0, Q=2, S_avg=3, K=10**6, **quiet)
+    stale = promises.dasgd_step_size(sigma=0, Q=2, S_avg=3, K=10**6, **quiet)
     assert stale == pytest.approx((16 * 4 * 9) ** (-1 / 3) / 100)
-    assert theory.dasgd_step_size(sigma=5, Q=2, S_avg=3, K=10**6, **quiet) == pytest.approx(1 / 10_000)
+    assert promises.dasgd_step_size(sigma=5, Q=2, S_avg=3, K=10**6, **quiet) == pytest.approx(1 / 10_000)
 
 
 @pytest.mark.parametrize("slowest", [1, 100])
@@ -505,4 +506,4 @@ def test_sync_step_refuses_nonsense():
 def test_sync_speedup():
     alone = theory.sync_step_s(1, [2], [0])
     together = theory.sync_step_s(1, [2], [3])
-    assert theory.sync_speedup(4, alone, together) == pytest.approx(2)
+    assert promises.sync_speedup(4, alone, together) == pytest.approx(2)
