@@ -36,6 +36,7 @@ def attach(
     seed: int = 0,
     join_timeout_s: float = 300.0,
     heartbeat_s: float = 2.0,
+    leave_s: float | None = None,
 ) -> Worker:
     """Make a training loop one worker of a run; use it in a with-statement around the loop.
 
@@ -49,6 +50,7 @@ def attach(
     records (JSON lines). tensorboard: where to write them for TensorBoard, too. resume: a folder of
     `worker.checkpoint` to go on from, where it holds one already. seed: of the choice of peers.
     heartbeat_s: a worker that gives no sign of life for so long is gone.
+    leave_s: how long it may take to leave after SIGTERM; default: FREEWHEEL_LEAVE_S, or 10.
 
         >>> import freewheel as fw, torch
         >>> model = torch.nn.Linear(2, 1)
@@ -78,6 +80,7 @@ def attach(
         seed=seed,
         join_timeout_s=join_timeout_s,
         heartbeat_s=heartbeat_s,
+        leave_s=leave_s,
     )
 
 

@@ -20,6 +20,7 @@ from freewheel.errors import Diverged
 from freewheel.fabric import server
 from freewheel.fabric.base import REDUCTION, Fabric, Meet, Message, Note, Tag
 from freewheel.fabric.exchange import Exchanges
+from freewheel.fabric.farewell import Farewells
 from freewheel.fabric.lineage import View
 from freewheel.fabric.merges import Group, Merge, Merges
 from freewheel.fabric.views import Views
@@ -81,6 +82,7 @@ class Node:
         """The optimizer's moments, while training waits for the strategy; None: it has none."""
         self._client: server.Client | None = None
         self._exchanges = Exchanges(fabric, self, spawn, random)
+        self.farewells = Farewells(fabric, self, spawn, random)
         self._seen_steps = self._awaited_step = 0
         self._snapshot_steps = 0
         self._merged_steps = 0
@@ -294,6 +296,10 @@ class Node:
         """Swap snapshots with a peer; both add `Strategy.meet` of the two. False: busy, or gone."""
         return await self._exchanges.call(peer)
 
+    async def hand_over(self) -> None:
+        """As a worker that leaves: let the mean of the others become the mean of all, this one included."""
+        await self.farewells.hand_over()
+
     def serve(self, centre: Tensor, apply: server.Apply) -> Coroutine[Any, Any, None]:
         """Be the parameter server for ever: run this in `background`."""
         return server.serve(self._fabric, centre, apply)
@@ -349,6 +355,14 @@ class Node:
     def release(self) -> None:
         """Be free for exchanges again."""
         self._exchanges.partner = None
+
+    async def pause(self) -> None:
+        """Take part in no exchange any more; return when none is under way."""
+        await self._exchanges.pause()
+
+    def resume(self) -> None:
+        """Take part in exchanges again."""
+        self._exchanges.paused = False
 
     def end_calls(self) -> None:
         """Begin no exchange any more: this worker's loop has ended. It still answers those whose has not."""

@@ -13,6 +13,7 @@ The order of things at a worker:
     boundary: corrections are added  then the next gradient
 
     background                       runs beside all of this and never makes training wait
+    leave                            where a worker leaves before the others: its last word
 
 What a strategy does not define costs nothing.
 """
@@ -149,6 +150,18 @@ class Strategy:
 
     def entered(self, node: Node, weights: Tensor) -> None:
         """This worker was cut off, and has just taken over another's weights and steps."""
+
+    def settled(self, node: Node) -> bool:
+        """Whether a worker may leave at this boundary, and nothing it has learned is lost.
+
+        Where workers merge, or have a server: when they have what it did last.
+        """
+        return self.waits_for == "nobody" or node.unmerged_steps == 0
+
+    async def leave(self, node: Node) -> None:
+        """This worker leaves, at a boundary, and makes no step any more: hand over what only it has."""
+        if self.defines("meet"):
+            await node.hand_over()
 
     def donor(self, joiner: int, among: Sequence[int], world_size: int) -> int:
         """Whose weights a worker copies that comes into a view."""

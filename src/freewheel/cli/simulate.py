@@ -48,7 +48,7 @@ def simulate(
     fault: Annotated[
         list[str] | None,
         option(
-            meaning="crash:3@0.5, restart:3@1, cut:3@0.5, cut:3-5@0.5, heal:3@2, slow:3x9@0.5, "
+            meaning="crash:3@0.5, restart:3@1, leave:3@0.5, cut:3@0.5, cut:3-5@0.5, heal:3@2, slow:3x9@0.5, "
             "throttle:3x9@0.5."
         ),
     ] = None,

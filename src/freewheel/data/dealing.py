@@ -33,6 +33,7 @@ from freewheel.observe.counters import Counters
 ASK: Tag = (RUNTIME, "deal", "ask")
 TELL: Tag = (RUNTIME, "deal", "tell")
 DEALT: Tag = (RUNTIME, "deal", "dealt")
+BACK: Tag = (RUNTIME, "deal", "back")
 HEAR_S = 2.0
 """How long a dealer waits for a worker to tell what it knows."""
 ANSWER_S = 3.0
@@ -88,6 +89,7 @@ class Dealing:
         spawn(self._each(ASK, self._answer))
         spawn(self._each(TELL, self._tell))
         spawn(self._each(DEALT, self._note))
+        spawn(self._each(BACK, self._take_back))
         spawn(self._look_up())
 
     def stream(self, key: Key, by: int) -> Stream | None:
@@ -122,6 +124,33 @@ class Dealing:
         stream.hand = stream.hand or Hand(self, stream, size, parts, drop, content)
         self.streams.setdefault(key.mark, stream)  # it may have been forgotten in this very moment
         return stream.hand
+
+    # -- leaving --
+
+    async def give_back(self) -> None:
+        """This worker leaves: what it has not used is anybody's, at once."""
+        for stream in list(self.streams.values()):
+            if stream.hand is not None:
+                await stream.hand.settle()
+
+    def part(self) -> None:
+        """Tell everybody what this worker knows, and that it holds nothing: it may have been the dealer."""
+        for stream in self.streams.values():
+            if stream.hand is not None:
+                stream.hand.collect()
+            stream.ledger.hold(self.me, {})
+            note = (self.me[1], *stream.key, *stream.ledger.encode())
+            for peer in self.fabric.members:
+                if peer != self.me[0]:
+                    self.fabric.post(peer, BACK, note=note)
+
+    async def _take_back(self, message: Message) -> None:
+        """Somebody leaves."""
+        read = reader(message.note)
+        life, *key = take(read, 6)
+        if key[0] and (stream := self.stream(Key(*key), message.sender)) is not None:
+            stream.ledger.merge(Ledger.decode(stream.key.length, read))
+            stream.ledger.hold((message.sender, life), {})
 
     # -- asking --
 

@@ -41,6 +41,8 @@ from freewheel.fabric.base import EXCHANGE, Fabric, Meet, Note, NotNow, Tag
 
 CALL: Tag = ("call",)
 YES, BUSY = (1.0,), (0.0,)
+PAUSE_S = 0.001
+"""Between two looks whether an exchange is over."""
 
 
 class Party(Protocol):
@@ -82,6 +84,7 @@ class Exchanges:
         self.answer_s = 0.05  # how long a quick answer takes; learned from every answer
         self.called_at = 0.0
         self.ended = False  # this worker's loop has: what it began now would come after the answer
+        self.paused = False  # no exchange begins until this worker is free again, whoever calls
         self.took_s = 0.0  # from a call to the correction, a running mean; 0: there was none yet
         self.patience: asyncio.TimerHandle | None = None
         self.left = False  # whether the peer has all it needs, in the exchange under way
@@ -91,7 +94,7 @@ class Exchanges:
         """Try to exchange with a peer; False if it (or this replica) is busy, or gone."""
         if self.ended:
             return False
-        if self.partner is not None:
+        if self.partner is not None or self.paused:
             self.party.count("busy")
             return False
         self.serial += 1
@@ -147,7 +150,9 @@ class Exchanges:
             except PeerLost:
                 continue
             peer, tag = request.sender, (EXCHANGE, request.sender, serial)
-            if self.partner is None and self._turn(peer):
+            if self.paused:
+                self._refuse(peer, tag)
+            elif self.partner is None and self._turn(peer):
                 self._accept(peer, tag)
             elif (
                 self.calling
@@ -161,6 +166,12 @@ class Exchanges:
                     self.patience = loop.call_later(self._patience_s(), self._send_away)
             else:
                 self._refuse(peer, tag)
+
+    async def pause(self) -> None:
+        """Take part in no further exchange; return when the one under way is over."""
+        self.paused = True
+        while self.partner is not None:
+            await asyncio.sleep(PAUSE_S)
 
     def _turn(self, peer: int) -> bool:
         """Rule 4."""
@@ -254,7 +265,7 @@ class Exchanges:
             peer, waiting_tag, epoch = self.waiting.popleft()
             if epoch != self.fabric.epoch(peer):
                 continue  # it called over a connection that has broken since
-            if taken:
+            if taken or self.paused:
                 self._refuse(peer, waiting_tag)
             else:
                 taken = True

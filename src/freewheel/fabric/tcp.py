@@ -41,6 +41,8 @@ CALL_AGAIN_S = 0.25
 UNREAD_BYTES, UNREAD = 1 << 26, 64
 """How much of what a peer has sent may lie here unread: so many bytes, and so many of the longest vectors."""
 FINISHED = "it has finished"
+LEFT = "it was told to leave"
+"""Words of a goodbye: what it says is no news, and no loss."""
 
 log = logging.getLogger("freewheel")
 
@@ -330,7 +332,8 @@ class TcpFabric(Mailbox):
         """Why a connection has ended, and what that means for the peer."""
         if isinstance(error, _Left):
             self.book.pop(link.peer, None)  # do not call again
-            if str(error) != FINISHED:
+            first = next((peer for peer in self.members if peer != link.peer), self.rank)
+            if str(error) != FINISHED and (str(error) != LEFT or first == self.rank):
                 log.warning("worker %d has left the run: %s", link.peer, error)
             return str(error), "left" if str(error) != FINISHED else "finished"
         if isinstance(error, BadFrame):

@@ -21,7 +21,7 @@ from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
 from freewheel.fabric import collectives
 from freewheel.fabric.base import RUNTIME, Note, Tag
 from freewheel.fabric.handshake import OTHER_KEYS, Identity
-from freewheel.fabric.tcp import TcpFabric
+from freewheel.fabric.tcp import LEFT, TcpFabric
 from freewheel.moments import Moments
 from freewheel.node import Node
 from freewheel.observe.counters import Counters
@@ -48,6 +48,8 @@ COMING_S = 60.0
 """How long a worker that was started again is waited for at the end of a run."""
 HELD_UP_S = 0.5
 """Between two looks whether the process of a silent worker is there."""
+GOODBYE_S = 0.5
+"""How long a goodbye may take."""
 NO_ANSWER = "no worker that holds the answer is left."
 
 
@@ -80,6 +82,8 @@ class Agent:
         """Who was to have a part in the run and was not let in, or has not come, and why."""
         self.ready = False
         """Whether this worker has weights that others may copy."""
+        self.leaving = False
+        """Whether it is about to leave before the others."""
         self._seed, self._wire, self._tls = seed, wire, tls
         self._score, self._rest, self._heartbeat_s = score, rest, heartbeat_s
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -314,6 +318,7 @@ class Agent:
         self.spawn(self.firsts.serve())
         if strategy.defines("meet"):
             self.spawn(node.answer_calls())
+        node.farewells.serve()
         node.hold()
         if self.late and strategy.merges():
             copied = await self._enter()
@@ -439,6 +444,32 @@ class Agent:
         self._name_absent(self.ending.members or self.fabric.members)
         return answer
 
+    async def announce(self) -> None:
+        """Tell the others that this worker is about to leave."""
+        self.node.farewells.announce()
+
+    async def depart(self, within_s: float) -> str:
+        """Leave before the others: hand back, hand over, say goodbye. What was not done in time, in words.
+
+        The training thread has stopped at a boundary, or in a step whose gradient nobody gets.
+        """
+        self.node.end_calls()
+        lacks = "what it held of the data"
+        try:
+            async with asyncio.timeout(within_s):
+                await self.dealing.give_back()
+                lacks = "its last steps"
+                await self.strategy.leave(self.node)
+                lacks = ""
+        except (TimeoutError, PeerLost):
+            pass
+        self.node.leave()
+        self.dealing.part()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GOODBYE_S):
+                await self.node.farewells.goodbye()
+        return lacks
+
     async def _held_up(self, rendezvous: Rendezvous) -> list[int]:
         """Workers that are out of reach without a goodbye, and whose process still takes connections."""
         fabric = self.fabric
@@ -458,7 +489,8 @@ class Agent:
 
     def _name_absent(self, members: Sequence[int]) -> None:
         """Say who had a part in the run, and has none in its answer."""
-        absent = sorted({*self.fabric.lives, *self.lacking} - set(members))
+        gone = {peer for peer in self.fabric.lives if self.fabric.why_lost(peer) == LEFT}
+        absent = sorted({*self.fabric.lives, *self.lacking}.difference(members, gone))
         if absent and (self.lacking or len(self.fabric.lives) > 1):
             log.warning(
                 "worker %d: the answer is the mean of worker %s; it lacks worker %s: %s",

@@ -6,6 +6,7 @@ Its life is here: it joins, trains and leaves. What happens at each step is in s
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import copy
 import logging
 import math
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 from freewheel.errors import ConfigError, Diverged, RunStopped, WorkerLost, at_least
 from freewheel.fabric import windows
 from freewheel.fabric.handshake import Identity
-from freewheel.fabric.tcp import FINISHED
+from freewheel.fabric.tcp import FINISHED, LEFT
 from freewheel.observe.journal import Journal, typed
 from freewheel.runtime import checks, keys, optimizers, steps, unfinished
 from freewheel.runtime.agent import STOP, Agent
@@ -33,6 +34,7 @@ from freewheel.runtime.checkpoint import Checkpoints
 from freewheel.runtime.copies import Rest
 from freewheel.runtime.ending import Answer
 from freewheel.runtime.inventory import Inventory
+from freewheel.runtime.leaving import Leaving, Left, ends
 from freewheel.runtime.live_replica import live_replica
 from freewheel.runtime.means import flat, shaped
 from freewheel.runtime.place import Place
@@ -40,7 +42,7 @@ from freewheel.runtime.records import Events, Recorder, describe, evaluation, op
 from freewheel.runtime.registrar import Registrar
 from freewheel.runtime.rendezvous import Options, Rendezvous, address_for, options_alone, patiently
 from freewheel.runtime.steps import Steps
-from freewheel.schedule import Schedule, Scheduler
+from freewheel.schedule import Schedule, Scheduler, of_loader
 from freewheel.strategy import Strategy
 
 if TYPE_CHECKING:
@@ -71,6 +73,7 @@ class Worker:
         seed: int = 0,
         join_timeout_s: float = 300.0,
         heartbeat_s: float = 2.0,
+        leave_s: float | None = None,
     ) -> None:
         checks.model_itself(model)
         self._model, self._optimizer, self._strategy = model, optimizers.joined(optimizer), strategy
@@ -83,6 +86,8 @@ class Worker:
         self._heartbeat_s = heartbeat_s
         self._tensorboard, self._resume = tensorboard, resume
         self._checkpoints = Checkpoints(self._optimizer)
+        self._checkpoints.between = self._between
+        self._leaving = Leaving(leave_s, lambda: self._steps.stepping, self._say_leaving)
         self._folder, self._seed, self._timeout_s, self._version = folder, seed, join_timeout_s, version
         self._place = place or Place.read()
         self.rank, self.world_size = self._place.rank, self._place.world_size
@@ -125,16 +130,10 @@ class Worker:
         """
         from freewheel.runtime.loader import make
 
+        asked = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
         loader = make(
             dataset,
-            {
-                "batch_size": batch_size,
-                "shuffle": shuffle,
-                "seed": seed,
-                "drop_last": drop_last,
-                "epochs": epochs,
-                **options,
-            },
+            {**asked, "epochs": epochs, **options},
             lambda: self._agent_inside,
             self.rank,
             self._beginners,
@@ -171,15 +170,7 @@ class Worker:
         if steps is not None:
             schedule = Schedule(steps, curve, warmup)
             return Scheduler(self._optimizer, schedule, lambda: self._agent.counters.steps, rates)
-        loader = next(iter(self._checkpoints.loaders), None)
-        if epochs is None and loader is not None:
-            epochs = loader.epochs
-        if epochs is None:
-            raise ConfigError(
-                "a schedule needs an end: give worker.scheduler epochs= (or the loader), or steps= where the "
-                "loop has a loader of its own."
-            )
-        schedule = Schedule(epochs, curve, warmup, loader.step if loader is not None else 1.0)
+        schedule = of_loader(next(iter(self._checkpoints.loaders), None), curve, epochs, warmup)
         return Scheduler(self._optimizer, schedule, lambda: self.progress, rates)
 
     def checkpoint(
@@ -208,6 +199,15 @@ class Worker:
         """Let the loaders of all workers end after their current batch."""
         self._agent.stopped = True
         self._agent.begin(self._agent.tell_all(STOP))
+
+    def leave(self) -> None:
+        """Leave before the others, as after SIGTERM: when the loop comes for its next batch, or has stepped.
+
+        What it has not used goes to others, what it has learned stays with them. The script ends with code 0.
+        """
+        if not self._inside:
+            raise ConfigError("call worker.leave inside the with-block, or between start and finish.")
+        self._leaving.ask()
 
     def report(self, loss: Tensor | float) -> None:
         """Say what the training loss is, for the records and for strategies that compare workers."""
@@ -299,6 +299,9 @@ class Worker:
 
     def _unfinished(self, why: RunStopped) -> bool:
         """The script has ended: the others are not to wait for this worker."""
+        if self._inside and self._leaving.asked:
+            self.__exit__(Left, Left(), None)
+            return False
         if inside := self._inside:
             self.__exit__(RunStopped, why, None)
         return inside
@@ -315,9 +318,7 @@ class Worker:
             self._inventory.check()
         self._replica.end_moving()  # a step may have raised
         if self._answer is None and not self._inside:
-            raise RunStopped(
-                "there is no consensus: call it inside the with-block, or after it has ended well."
-            )
+            raise RunStopped("there is no consensus: call it in the with-block, or after it has ended well.")
         weights, buffers = self._answer or agent.call(agent.consensus())
         clone = copy.deepcopy(self._inventory.model)
         clone.zero_grad(set_to_none=True)
@@ -330,9 +331,7 @@ class Worker:
     @property
     def _agent(self) -> Agent:
         if self._agents is None:
-            raise RunStopped(
-                "this worker has not begun: use it inside `with fw.attach(…) as worker:`, or after start()."
-            )
+            raise RunStopped("this worker has not begun: use it in `with fw.attach(…)`, or after start().")
         return self._agents
 
     @property
@@ -373,6 +372,7 @@ class Worker:
         self._write_about(options)
         self._steps = Steps(self._agent, self._optimizer, self._inventory, self._checkpoints)
         self._inside = True
+        self._leaving.watch()
 
     def _meet(self, options: Options, life: int, bind: str) -> bool:
         """Come together with the others and begin with the same weights; False: nobody has them any more."""
@@ -440,35 +440,29 @@ class Worker:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
+        if not self._inside:  # it has left before
+            return
         self._steps.end()
         self._inside, self._members = False, list(self._agent.fabric.members)
         self._windows = self._agent.fabric.kinds()
         checks.leave(self._model)
         self._replica.end_moving()  # a step may have raised
-        failure = error
+        failure, left = error, False
         try:
             if error is None:
-                self._state, self._ended_s = "finished", time.perf_counter()
-                self._check()
-                self._inventory.check()
-                self._steps.check_still()
-                self._say_idle()
-                self._checkpoints.close()
-                answer = self._patiently(self._agent.finish(self._store))
-                self._members = list(self._agent.ending.members) or self._members
-                self._events.over = True
-                said = self._members if self._store is None else self._store.end(self._members)
-                if self.rank not in said:
-                    raise WorkerLost(
-                        f"worker {self.rank} was silent while the run ended: the answer is the mean of "
-                        f"worker {', '.join(map(str, said))}. What this worker has is not it; take theirs."
-                    )
-                checks.finite(answer[0], self.rank)
-                self._answer = answer
+                self._end_well()
+            elif left := self._leaving.asked and ends(error):
+                self._depart()
+                if not isinstance(error, SystemExit):
+                    raise Left from error
+        except Left:
+            left = True
+            raise
         except BaseException as late:
             failure = late
             raise
         finally:
+            self._leaving.unwatch()
             if self._registrar is not None:
                 self._registrar.end()
             why = FINISHED if failure is None else f"it left with {type(failure).__name__}"
@@ -476,26 +470,63 @@ class Worker:
                 why = str(failure)
             elif isinstance(failure, ConfigError):
                 why += f": {failure}"
+            if left:
+                why, failure = LEFT, None
             try:
                 self._end_records(failure)
             finally:
-                if error is not None and self._store is not None:
+                if (left or error is not None) and self._store is not None:
                     self._store.leave(why)  # some may not have joined yet
                 self._agent.close(why)
                 self._checkpoints.wait()
                 if self._recorder is not None:
                     self._recorder.write_rest()
 
-    def _say_idle(self) -> None:
-        """Say so if nothing was merged because nothing has stepped, though there was something to do."""
-        dealt = [one.given for one in self._checkpoints.loaders]
-        if (idle := self._steps.idle()) and (any(dealt) or not dealt):
-            log.warning(
-                "worker %d: %s made no step in the with-block, so nothing was merged. Give attach the "
-                "optimizer that the loop steps",
-                self.rank,
-                idle,
+    def _end_well(self) -> None:
+        """The loop has ended: wait for the others, and take the mean."""
+        self._state, self._ended_s = "finished", time.perf_counter()
+        self._check()
+        self._inventory.check()
+        self._steps.check_still()
+        self._steps.say_idle(self.rank)
+        self._checkpoints.close()
+        try:
+            answer = self._patiently(self._agent.finish(self._store), ends=True)
+        except Left:
+            self._depart()
+            raise
+        self._members = list(self._agent.ending.members) or self._members
+        self._events.over = True
+        said = self._members if self._store is None else self._store.end(self._members)
+        if self.rank not in said:
+            raise WorkerLost(
+                f"worker {self.rank} was silent while the run ended: the answer is the mean of "
+                f"worker {', '.join(map(str, said))}. What this worker has is not it; take theirs."
             )
+        checks.finite(answer[0], self.rank)
+        self._answer = answer
+
+    # -- leaving before the others --
+
+    def _say_leaving(self) -> None:
+        self._agent.leaving = True
+        with contextlib.suppress(RuntimeError):  # the communication thread has ended
+            self._agent.begin(self._agent.announce())
+
+    def _between(self) -> None:
+        """Nothing is half done: leave here, if that was asked for and nothing would be lost."""
+        leaving, agent = self._leaving, self._agent
+        if leaving.asked and (leaving.late or agent.strategy.settled(agent.node)):
+            self.__exit__(Left, left := Left(), None)
+            raise left
+
+    def _depart(self) -> None:
+        """Hand everything over."""
+        self._leaving.going = True
+        self._state, self._ended_s = "finished", time.perf_counter()
+        self._checkpoints.part()
+        lacks = self._patiently(self._agent.depart(self._leaving.left_s))
+        self._events.note("left", self.rank, self._leaving.outcome(lacks))
 
     # -- records --
 
@@ -532,18 +563,9 @@ class Worker:
         if late and (self._journal.folder / "run.json").exists():
             return
         about = {"wire": "bf16" if self._wire else "fp32", **self._about}
-        self._recorder.about(
-            describe(
-                self._model,
-                self._optimizer,
-                self._strategy,
-                about,
-                freewheel=self._version,
-                command=options.typed or typed(),
-                workers=self.world_size,
-                seed=self._seed,
-            )
-        )
+        more: dict[str, Any] = {"freewheel": self._version, "workers": self.world_size, "seed": self._seed}
+        made_of = self._model, self._optimizer, self._strategy
+        self._recorder.about(describe(*made_of, about=about, command=options.typed or typed(), **more))
 
     def _end_records(self, failure: BaseException | None) -> None:
         if failure is not None:
@@ -552,8 +574,11 @@ class Worker:
         if self._recorder is not None:
             self._recorder.close(well=failure is None)
 
-    def _patiently(self, work: Coroutine[Any, Any, Any]) -> Any:
-        """Wait for the communication thread; corrections that arrive meanwhile are added."""
+    def _patiently(self, work: Coroutine[Any, Any, Any], ends: bool = False) -> Any:
+        """Wait for the communication thread; corrections that arrive meanwhile are added.
+
+        `ends`: Left, where this worker is to leave and has waited for the others for half of its time.
+        """
         future = self._agent.begin(work)
         while True:
             done, _ = concurrent.futures.wait([future], timeout=0.01)
@@ -562,6 +587,9 @@ class Worker:
             self._replica.end_moving()
             if done:
                 return future.result()
+            if ends and self._leaving.late:
+                future.cancel()
+                raise Left
             self._check()
 
     def _check(self) -> None:

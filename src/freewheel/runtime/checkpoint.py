@@ -55,6 +55,8 @@ class Checkpoints:
         self._fed: int | None = None
         """Which loader has given the batch that the loop is in, if its step is still to come."""
         self._step = self._taken = 0
+        self.between: Callable[[], None] = lambda: None
+        """Is called where nothing is half done: a step has used all batches that were given."""
         # What a resumed run has not taken up yet:
         self._random: dict[str, Any] | None = None
         self._states: list[dict[str, Any]] = []
@@ -174,6 +176,8 @@ class Checkpoints:
             self._random = None
         if self._due:
             self.take(number)
+        if self._fed is None:
+            self.between()
         self._fed = number
 
     def stepped(self, step: int) -> None:
@@ -185,9 +189,22 @@ class Checkpoints:
         self._random = None
         if self._writer is not None and self._every is not None and step % self._every == 0:
             self._due = True
-        if self._due and self._fed is None:  # the loop has no loader, or has left it
+        alone, self._fed = self._fed is None, None  # the loop has no loader, or has left it
+        if self._due and alone:
             self.take()
-        self._fed = None
+        if alone:
+            self.between()
+
+    def part(self) -> None:
+        """This worker leaves: count what is used, take what is due. The others matter more than a failure."""
+        # A step was made since the loop came for its last batch: that one is used, though it still has it.
+        for loader in self.loaders if self._fed is None else ():
+            if getattr(loader, "in_hand", False):
+                loader.use()
+        try:
+            self.close()
+        except ConfigError as error:
+            log.warning("no checkpoint of the end: %s", error)
 
     def take(self, asked: int | None = None) -> None:
         """Copy everything, and let it be written."""

@@ -36,13 +36,14 @@ from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.bounded import reach
 from freewheel.runtime.entries import Entries
 from freewheel.runtime.hosts import At, claim, host_store, listen, reach_store
+from freewheel.runtime.leaving import patience
 from freewheel.runtime.place import HIDES, KEYS, LAUNCHED, hide
 from freewheel.runtime.processes import Keeper, Output, Process, ending_signals, pump
 from freewheel.runtime.rendezvous import OPTIONS, STORE_S
 
 LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
 TELL_AGAIN_S = 2.0  # between two tries to tell the store who died
-GRACE_S = 1.4  # between passing on Ctrl-C and killing
+GRACE_S = 1.4  # between passing on Ctrl-C and killing; after SIGTERM workers have time to leave first
 SECRET = "secret"
 """The file in the run's folder from which others who join take the secret; gone when the run has ended."""
 
@@ -88,7 +89,8 @@ def launch(
     """Run a command as so many workers on this host and return the exit code of the run.
 
     It is that of the first worker that failed for good (128 + its number for a signal), 0 without one,
-    130 or 143 after Ctrl-C or SIGTERM, which end everything within two seconds. ``output`` gets every line,
+    130 after Ctrl-C, which ends everything within two seconds, 143 after SIGTERM, which lets all workers
+    leave (runtime/leaving.py): the run is not complete. ``output`` gets every line,
     ``tick`` is called several times a second; when one of them raises, all workers are killed and the caller
     gets the error.
 
@@ -304,10 +306,12 @@ class _Run:
             look_at_s = now_s + LOOK_S
             if self._caught:
                 if kill_at_s is None:
-                    kill_at_s = now_s + GRACE_S
-                    self._output(None, f"{signal.Signals(self._caught[0]).name}: ending all workers", True)
+                    notice = self._caught[0] == signal.SIGTERM
+                    kill_at_s = now_s + GRACE_S + (patience() if notice else 0.0)
+                    what = "all workers leave" if notice else "ending all workers"
+                    self._output(None, f"{signal.Signals(self._caught[0]).name}: {what}", True)
                     self._signal(self._caught[0])
-                if now_s >= kill_at_s or len(self._caught) > 1:
+                if now_s >= kill_at_s or signal.SIGINT in self._caught[1:]:
                     self._signal(signal.SIGKILL)
             elif tick is not None:
                 tick()

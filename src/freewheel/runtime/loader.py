@@ -174,6 +174,8 @@ class Loader:
         if self.stopped():
             return
         dealer = self.dealer
+        if dealer.drawn:  # a worker that is to leave has broken a pass off, and comes for another
+            self._end(left=True)
         if self.begun:
             self.given = 0
         dealer.begin(dealer.epoch + self.begun)
@@ -188,19 +190,27 @@ class Loader:
                     self.in_hand = True
                     self.given += 1
                     yield batch
-                    self.in_hand = False
-                    counters.samples += dealer.finish()
+                    self.use()
                     if self.stopped():
                         return
                 if not self._timed(dealer.more):
                     break
             left = False
         finally:
-            in_hand, self.in_hand = self.in_hand, False
             self.under_way = False
-            # Python drops what a pass raises that is being left; the next one raises it again.
-            with contextlib.suppress(ConfigError) if left else contextlib.nullcontext():
-                self._timed(lambda: dealer.end(left, in_hand))
+            if not (left and dealer.agent.leaving):  # else the worker gives all back, and knows what is used
+                self._end(left)
+
+    def _end(self, left: bool) -> None:
+        in_hand, self.in_hand = self.in_hand, False
+        # Python drops what a pass raises that is being left; the next one raises it again.
+        with contextlib.suppress(ConfigError) if left else contextlib.nullcontext():
+            self._timed(lambda: self.dealer.end(left, in_hand))
+
+    def use(self) -> None:
+        """The batch in hand counts as used, although the loop does not come for the next one."""
+        self.in_hand = False
+        self.agent().counters.samples += self.dealer.finish()
 
     def _next(self, batches: Iterator[Any], counters: Counters) -> Any:
         """The next batch, or END; how long the loop waits for it is counted. Every step comes here."""
@@ -211,7 +221,7 @@ class Loader:
             counters.go_on(time.perf_counter())
 
     def _timed(self, act: Callable[[], T]) -> T:
-        counters = self.agent().counters
+        counters = self.dealer.agent.counters
         counters.wait("data", time.perf_counter())
         try:
             return act()

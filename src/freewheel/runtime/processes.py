@@ -69,10 +69,11 @@ class Process:
         ]
 
     def signal(self, number: int) -> None:
-        """Send the whole group a signal."""
+        """Send the whole group a signal; notice to leave is for the worker alone, whom its children serve."""
         if self._process is not None:
+            send = os.kill if number == signal.SIGTERM else os.killpg
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(self._process.pid, number)
+                send(self._process.pid, number)
 
     def ended(self) -> int | None:
         """Its exit code (minus a signal's number) once it has ended; its children are then gone, too."""

@@ -243,7 +243,7 @@ class Rendezvous:
             for rank in set(range(self.most)).difference(members):
                 if (text := self._store.read(f"address/{rank}")) is not None:
                     host, port, life = json.loads(text)
-                    if life >= lives.get(rank, 0):
+                    if life >= lives.get(rank, 0) and not self._store.read(f"absent/{rank}"):
                         found[rank] = str(host), int(port)
             self.there, self._missed = True, 0
         except Forged as error:  # somebody else writes there: nobody can join, training goes on

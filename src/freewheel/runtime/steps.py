@@ -67,7 +67,8 @@ class Steps:
         """How often each optimizer has stepped."""
         self._stepped: set[int] = set()
         """Which of them have, since the last step was complete."""
-        self._stepping = False
+        self.stepping = False
+        """Whether an optimizer steps just now."""
         self._harmless: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Other optimizers, which train nothing of this model."""
         self._began_s = time.perf_counter()
@@ -113,9 +114,20 @@ class Steps:
         still = [type(one).__name__ for one in self._members if not self.made[id(one)]]
         return ", ".join(still)
 
+    def say_idle(self, rank: int) -> None:
+        """Say so if nothing was merged because nothing has stepped, though there was something to do."""
+        dealt = [one.given for one in self._checkpoints.loaders]
+        if (idle := self.idle()) and (any(dealt) or not dealt):
+            log.warning(
+                "worker %d: %s made no step in the with-block, so nothing was merged. Give attach the "
+                "optimizer that the loop steps",
+                rank,
+                idle,
+            )
+
     def refuse(self, optimizer: torch.optim.Optimizer) -> None:
         """Another optimizer steps: ConfigError if it trains this model, unless one of ours has called it."""
-        if id(optimizer) in self.made or self._stepping or optimizer in self._harmless:
+        if id(optimizer) in self.made or self.stepping or optimizer in self._harmless:
             return
         for one in parameters(optimizer):
             if (name := self._inventory.name_of(one)) is not None:
@@ -162,7 +174,7 @@ class Steps:
             self._merge_gradients(0.0)
         self._restore_rates()  # the last step may have raised
         self._share_rates(optimizer)
-        self._stepping = True
+        self.stepping = True
         replica.begin_moving()
         if self._quasi_global is not None:
             self._quasi_global.begin(momentum_buffers(self._optimizer)[1])
@@ -225,7 +237,7 @@ class Steps:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
-        self._stepping = False
+        self.stepping = False
         self._restore_rates()
         self._stepped.add(id(optimizer))
         self.made[id(optimizer)] += 1

@@ -143,7 +143,7 @@ class Simulation:
         if self.records is not None:
             self.records.begin(self)
         for worker in self.workers.values():
-            worker.launch(self.steps, None, self._stepped, self._finish_if_done)
+            worker.launch(self.steps, None, self._stepped, self._finish_if_done, self._left)
         faults = [self.loop.call_at(fault.at_s, self._strike, fault) for fault in self.scenario.faults]
         try:
             self._advance()
@@ -274,16 +274,13 @@ class Simulation:
         if self.records is not None:
             self.records.struck(fault)
         if fault.kind == "crash" and rank in self.workers:
-            worker = self.workers.pop(rank)
-            worker.die()
-            if worker.study is not None:
-                self.gradients.drop(worker.study)
-            self.used += worker.used
-            self.past_lives.append((rank, worker.node.counters))
+            self._end_life(rank)
             wire.crash(rank)
             if self.strategy.needs(rank):
                 self._fail(PeerLost(rank, "crashed"))
             self._finish_if_done()
+        elif fault.kind == "leave" and rank in self.workers:
+            self.workers[rank].leave()
         elif fault.kind == "restart" and rank not in self.workers:
             self._restart(rank)
         elif fault.kind == "slow" and rank in self.workers:
@@ -298,13 +295,33 @@ class Simulation:
                 if peer != rank:
                     act(rank, peer)
 
+    def _end_life(self, rank: int) -> None:
+        worker = self.workers.pop(rank)
+        worker.die()
+        if worker.study is not None:
+            self.gradients.drop(worker.study)
+        self.used += worker.used
+        self.past_lives.append((rank, worker.node.counters))
+
+    def _left(self, worker: SimulatedWorker) -> None:
+        """A worker that was told to leave has said goodbye."""
+        if self.workers.get(worker.rank) is worker:
+            self.trace.add((self.loop.time(), "left", worker.rank))
+            if self.records is not None:
+                self.records.left(worker)
+            self._end_life(worker.rank)
+            self.wire.crash(worker.rank, "it was told to leave", "left")
+            if self.strategy.needs(worker.rank):
+                self._fail(PeerLost(worker.rank, "it was told to leave"))
+            self._finish_if_done()
+
     def _restart(self, rank: int) -> None:
         """Bring a worker back: it copies a living one's weights over the network before it trains."""
         worker = self._worker(rank)
         worker.clockwork.factor *= self.slower.get(rank, 1.0)
         self.workers[rank] = worker
         join = worker.node.join() if self.strategy.merges() else self._copy(worker)
-        worker.launch(self.steps, join, self._stepped, self._finish_if_done)
+        worker.launch(self.steps, join, self._stepped, self._finish_if_done, self._left)
 
     async def _copy(self, worker: SimulatedWorker) -> None:
         """Load a living worker's weights; where nobody has any, begin anew."""

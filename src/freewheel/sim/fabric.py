@@ -81,15 +81,15 @@ class Wire:
             if one in self.ends:
                 self.ends[one].lose(other, why, what)
 
-    def crash(self, rank: int) -> None:
+    def crash(self, rank: int, why: str = "crashed", what: str = "died") -> None:
         """End a worker's life: what it had under way is lost; peers see the connection break."""
         del self.ends[rank]
         for peer in tuple(self.ends):
-            self.loop.call_later(self.latency_s, self._notice_crash, rank, peer, self.life[rank])
+            self.loop.call_later(self.latency_s, self._notice_crash, rank, peer, self.life[rank], why, what)
 
-    def _notice_crash(self, rank: int, peer: int, life: int) -> None:
+    def _notice_crash(self, rank: int, peer: int, life: int, why: str, what: str) -> None:
         if self.life[rank] == life and peer in self.ends:  # not if it has come back meanwhile
-            self.ends[peer].lose(rank, "crashed")
+            self.ends[peer].lose(rank, why, what)
 
     def cut_link(self, a: int, b: int) -> None:
         """Lose all messages between two workers from now on; they notice after a while of silence."""

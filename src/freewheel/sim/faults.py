@@ -2,6 +2,7 @@
 
 crash:3@0.5        worker 3 dies at 0.5 s
 restart:3@1.0      and comes back at 1.0 s with a copy of a living worker's weights
+leave:3@0.5        worker 3 is told to leave: it hands over what it has at a boundary, and goes
 cut:3@0.5          worker 3 can reach nobody; cut:3-5@0.5 cuts one link
 heal:3@2.0         the reverse
 slow:3x10@0.5      worker 3 computes 10 times slower from then on (x0.1: faster again)
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from freewheel.errors import ConfigError, UnknownName
 
-KINDS = ("crash", "restart", "cut", "heal", "slow", "throttle")
+KINDS = ("crash", "restart", "leave", "cut", "heal", "slow", "throttle")
 _FORM = re.compile(r"(\w+):(\d+)(?:-(\d+))?(?:x([\d.eE+-]+))?@([\d.eE+-]+)$")
 
 

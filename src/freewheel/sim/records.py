@@ -99,9 +99,15 @@ class SimulatedRecords:
         """A fault is about to happen."""
         if fault.kind == "crash" and fault.rank in self._run.workers:
             self._sample(self._run.workers[fault.rank], self._run.loop.time())
+        if fault.kind == "leave":  # it goes later, and the others notice it
+            return
         what = WORDS.get(fault.kind, "slowed")
         life = self._run.wire.life[fault.rank] + (fault.kind == "restart")
         self._journal.event(self._run.loop.time(), what, fault.rank, life, str(fault), peer=fault.peer)
+
+    def left(self, worker: SimulatedWorker) -> None:
+        """A worker has said goodbye."""
+        self._sample(worker, self._run.loop.time(), last=True)
 
     def end(self, failure: BaseException | None) -> None:
         """Nothing more happens."""

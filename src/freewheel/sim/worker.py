@@ -161,6 +161,8 @@ class SimulatedWorker:
         """Its steps, without one whose end it is still waiting for."""
         self.ended = False
         """Whether it has made all its steps."""
+        self.leaving = False
+        """Whether it was told to leave."""
         self.training: asyncio.Task[Any] | None = None
         self.born_s = self.loop.time()
         self.computing_since: float | None = None
@@ -182,8 +184,9 @@ class SimulatedWorker:
         self.hand: Hand | None = None
         self.used: Counter[tuple[int, int]] = Counter()
         """Dealt batches it has used: pass and place of each."""
+        self.dealing: Dealing | None = None
         if scenario.batches:
-            dealing = Dealing(self.fabric, wire.life[rank], self.node.counters, self.spawn)
+            dealing = self.dealing = Dealing(self.fabric, wire.life[rank], self.node.counters, self.spawn)
             parts = self.strategy.merges()
             self.hand = dealing.hand(Key(scenario.batches, 0, grid=scenario.batches * parts), parts=parts)
 
@@ -205,11 +208,13 @@ class SimulatedWorker:
         join: Coroutine[Any, Any, None] | None,
         done: Callable[[SimulatedWorker], None],
         ended: Callable[[], None],
+        left: Callable[[SimulatedWorker], None],
     ) -> None:
         """Start: join if this is a later life, then train, with the background beside it."""
         if self.strategy.defines("meet"):
             self.spawn(self.node.answer_calls())
-        self.training = self.spawn(self._train(steps, join, done, ended))
+        self.node.farewells.serve()
+        self.training = self.spawn(self._train(steps, join, done, ended, left))
 
     async def _train(
         self,
@@ -217,6 +222,7 @@ class SimulatedWorker:
         join: Coroutine[Any, Any, None] | None,
         done: Callable[[SimulatedWorker], None],
         ended: Callable[[], None],
+        left: Callable[[SimulatedWorker], None],
     ) -> None:
         node, strategy, study, counters = self.node, self.strategy, self.study, self.node.counters
         rate = 0.0
@@ -277,9 +283,30 @@ class SimulatedWorker:
             self.trace.add((self.loop.time(), "step", self.rank, counters.steps, node.loss))
             self.completed += 1
             done(self)
+            if self.leaving and strategy.settled(node):
+                await self._depart()
+                self.loop.call_soon(left, self)
+                return
         self.ended = True
         node.leave()
         ended()
+
+    def leave(self) -> None:
+        """Leave at the next boundary."""
+        self.leaving = True
+        self.node.farewells.announce()
+
+    async def _depart(self) -> None:
+        """Hand back what was dealt, hand over what was learned, say goodbye."""
+        self.node.end_calls()
+        if self.dealing is not None:
+            await self.dealing.give_back()
+        await self.strategy.leave(self.node)
+        self.replica.boundary()
+        self.node.leave()
+        if self.dealing is not None:
+            self.dealing.part()
+        await self.node.farewells.goodbye()
 
     async def _draw(self, hand: Hand) -> Batch:
         """The next batch dealt to this worker, of the next pass if this one is over."""

@@ -87,7 +87,7 @@ class DASGD(Strategy):
         """How many of this worker's gradients each other one had when it last wrote."""
         self.owed: dict[int, Tensor] = {}
         """What could not be sent to a peer yet, because the last message to it is still leaving."""
-        self.sending: set[int] = set()
+        self.sending: dict[int, asyncio.Task[None]] = {}
 
     async def background(self, node: Node) -> None:
         """Broadcast every few steps."""
@@ -116,11 +116,17 @@ class DASGD(Strategy):
             if peer != node.rank:
                 self.owed[peer] = self.owed[peer] + delta if peer in self.owed else delta
                 if peer not in self.sending:
-                    node.beside(self.pay(node, peer))
+                    self.sending[peer] = node.beside(self.pay(node, peer))
+
+    async def leave(self, node: Node) -> None:
+        """Broadcast the last updates, and see them off."""
+        if node.steps > self.sent:
+            await self.tell(node)
+        while self.sending:
+            await asyncio.wait(self.sending.values())
 
     async def pay(self, node: Node, peer: int) -> None:
         """Send a peer what it is owed until that is nothing."""
-        self.sending.add(peer)
         try:
             while peer in self.owed:
                 await node.send(peer, UPDATE, self.owed.pop(peer), note=tuple(self.applied))
@@ -128,7 +134,7 @@ class DASGD(Strategy):
             node.counters.messages_dropped += 1
             self.owed.pop(peer, None)
         finally:
-            self.sending.discard(peer)
+            self.sending.pop(peer, None)
 
     async def listen(self, node: Node) -> None:
         """Add what arrives; the base moves along, so that own updates stay s - base."""

@@ -62,6 +62,14 @@ class DPSGD(Strategy):
         node.stale(0)
         self.mixing = node.beside(self.mix(node, [await node.snapshot(keep=True)]))
 
+    def settled(self, node: Node) -> bool:
+        """Always: the mixing that has just begun has the last step."""
+        return True
+
+    async def leave(self, node: Node) -> None:
+        """Let the neighbours have it."""
+        node.correct(await self.mixing)
+
     async def mix(self, node: Node, first: list[Tensor]) -> Tensor:
         """The correction of one step; where it has to be done again, from a new snapshot."""
 

@@ -76,6 +76,10 @@ class Leader(Strategy):
             await self.compare(node)
         node.stale(node.steps % self.interval)
 
+    def settled(self, node: Node) -> bool:
+        """After a comparison: the others have followed it, if it was the best."""
+        return node.steps % self.interval == 0
+
     def all_due(self, node: Node) -> bool:
         """Whether all compare at this step."""
         return self.groups > 1 and node.steps % self.global_interval == 0

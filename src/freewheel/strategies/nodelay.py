@@ -78,6 +78,14 @@ class NoDelay(Strategy):
         del self.merge  # large: let go before there is another
         await self.begin_merge(node)
 
+    def settled(self, node: Node) -> bool:
+        """At the end of a cycle: the merge that has just begun has all its steps."""
+        return node.steps % (self.tau // 2) == 0
+
+    async def leave(self, node: Node) -> None:
+        """Take part in that merge."""
+        node.correct(await self.merge, own=True)
+
     async def begin_merge(self, node: Node) -> None:
         """Snapshot now; merge beside training."""
         self.merge = node.beside(self.offset(node, [await node.snapshot()]))

@@ -114,6 +114,12 @@ class FreeNoDelay(Strategy):
             return True  # there is another leader to ask
         return bool(useful)
 
+    async def leave(self, node: Node) -> None:
+        """Go once a merge has this worker's last step."""
+        while node.unmerged_steps and len(node.members) > 1:
+            if not await self.ask(node):
+                return
+
     async def watch(self, node: Node) -> None:
         """When others come or go: look again, if this worker is at τ, and let the leader try again."""
         while True:

@@ -1,0 +1,220 @@
+"""A worker leaves, and what only it has learned stays with the others.
+
+Of n workers with weights x the one that leaves is k. Each of the others adds
+
+    c = 1/n · (x_k - the mean of the others' x)
+
+so that the mean of those who stay is the mean that all had. They do it together, or not at all:
+
+    who leaves                       each of the others
+      call, with the members  ---->  takes part in no exchange from now on; not if another farewell has it
+                              <----  ready, or not now
+      begin                   ---->  snapshot; all reduce theirs to the same c
+                              <----  has it, or has lost somebody
+      commit, or drop         ---->  corrects, or does not; is free again
+
+A replica takes part in one exchange or farewell at a time, so snapshots are of a moment in which nothing is
+half exchanged. Two who leave at once take turns. The gap that is left: one that dies while it says "commit".
+Last comes a goodbye that is answered: what was sent before it has arrived.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from freewheel.errors import PeerLost
+from freewheel.fabric.base import REDUCTION, RUNTIME, Fabric, Message, Tag
+
+CALL: Tag = (RUNTIME, "farewell")
+LEAVING: Tag = (RUNTIME, "leaving")
+BYE: Tag = (RUNTIME, "goodbye")
+DROP, BEGIN, COMMIT = range(3)
+RETRY_S = 0.01
+"""After about so long a worker calls again that was told "not now"; each time a little longer."""
+
+
+class Party(Protocol):
+    """Whose replica takes part."""
+
+    async def pause(self) -> None:
+        """Take part in no exchange any more; return when none is under way."""
+
+    def resume(self) -> None:
+        """Be free again."""
+
+    async def snapshot(self) -> Tensor:
+        """The weights, with what is pending."""
+
+    def correct(self, vector: Tensor, own: bool = False) -> None:
+        """Add a vector at the next boundary."""
+
+
+class Farewells:
+    """One worker's part in farewells: its own, and the others'."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        party: Party,
+        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
+        rng: random.Random,
+    ) -> None:
+        self.fabric, self.party, self.spawn, self.random = fabric, party, spawn, rng
+        self.taken = False
+        """Whether this worker is in a farewell."""
+        self._leaving: dict[int, int] = {}
+        """Who has said that it leaves, each with the epoch in which it did."""
+        self._serial = rng.randrange(2**40)  # begins anywhere: no life of a worker repeats another's
+
+    def serve(self) -> None:
+        """Take part in the others' farewells, from now on."""
+        for tag, act in ((CALL, self._called), (LEAVING, self._note), (BYE, self._answer)):
+            self.spawn(self._each(tag, act))
+
+    async def _each(self, tag: Tag, act: Callable[[Message], None]) -> None:
+        while True:
+            message = await self.fabric.receive(tag)
+            with contextlib.suppress(PeerLost):  # it said what makes no sense, and is cut off
+                act(message)
+
+    def _others(self) -> list[int]:
+        return [peer for peer in self.fabric.members if peer != self.fabric.rank]
+
+    # -- who leaves --
+
+    def announce(self) -> None:
+        """Say that this worker is about to leave: where all do, none has to hand anything over."""
+        for peer in self._others():
+            self.fabric.post(peer, LEAVING)
+
+    def _note(self, message: Message) -> None:
+        self._leaving[message.sender] = self.fabric.epoch(message.sender)
+
+    def somebody_stays(self) -> bool:
+        """Whether there is a worker that has not said that it leaves."""
+        return any(self._leaving.get(peer) != self.fabric.epoch(peer) for peer in self._others())
+
+    async def hand_over(self) -> None:
+        """Let the others' mean become the mean of all; tries until it is done, or nobody stays."""
+        tries = 0
+        while self.somebody_stays():
+            if not self.taken and await self._attempt(self.fabric.members):
+                return
+            tries += 1
+            await asyncio.sleep(RETRY_S * min(tries, 10) * self.random.uniform(0.5, 1.5))
+
+    async def _attempt(self, members: tuple[int, ...]) -> bool:
+        self._serial += 1
+        me, others = self.fabric.rank, self._others()
+        tag, word = (*CALL, me, self._serial), DROP
+        self.taken, sharing = True, None
+        try:
+            for peer in others:
+                self.fabric.post(peer, CALL, note=(self._serial, *members))
+            await self.party.pause()
+            if not await self._all_say((*tag, "ready"), others):
+                return False
+            self._tell(others, tag, BEGIN)
+            sharing = self.spawn(self._share(tag, me, members))
+            if not await self._all_say((*tag, "have"), others):
+                return False
+            word = COMMIT
+            return True
+        except PeerLost:
+            return False
+        finally:
+            if sharing is not None:
+                sharing.cancel()
+            self._tell(others, tag, word)
+            self._forget(tag)
+            self.taken = False
+            if word == DROP:
+                self.party.resume()
+
+    async def _all_say(self, tag: Tag, others: list[int]) -> bool:
+        for _ in others:
+            (yes,) = (await self.fabric.receive(tag, among=others)).numbers(1, 1)
+            if not yes:
+                return False
+        return True
+
+    def _tell(self, others: list[int], tag: Tag, word: int) -> None:
+        for peer in others:
+            self.fabric.post(peer, tag, note=(word,))
+
+    async def goodbye(self) -> None:
+        """Wait until everybody has got all that this worker has sent."""
+        self._serial += 1
+        for peer in (others := self._others()):
+            self.fabric.post(peer, BYE, note=(self._serial,))
+        for peer in others:
+            with contextlib.suppress(PeerLost):
+                await self.fabric.receive((*BYE, self._serial), peer)
+
+    def _answer(self, message: Message) -> None:
+        (serial,) = message.numbers(1, 1)
+        self.fabric.post(message.sender, (*BYE, serial))
+
+    # -- the others --
+
+    def _called(self, message: Message) -> None:
+        serial, *members = message.numbers(3)
+        if not {message.sender, self.fabric.rank} <= set(members) or len(set(members)) < len(members):
+            raise message.bad("members that cannot be")
+        tag: Tag = (*CALL, message.sender, serial)
+        if self.taken:
+            self.fabric.post(message.sender, (*tag, "ready"), note=(0,))
+            return
+        self.taken = True  # from this moment on, before anything is awaited
+        self.spawn(self._take_part(message.sender, tag, tuple(members)))
+
+    async def _take_part(self, leaver: int, tag: Tag, members: tuple[int, ...]) -> None:
+        sharing: asyncio.Task[Tensor | None] | None = None
+        try:
+            await self.party.pause()
+            self.fabric.post(leaver, (*tag, "ready"), note=(1,))
+            word = await self._word(tag, leaver)
+            if word == BEGIN:
+                sharing = self.spawn(self._share(tag, leaver, members))
+                word = await self._word(tag, leaver)
+            # Who leaves says "commit" only once this worker has told it that it has the correction.
+            if word == COMMIT and sharing is not None and sharing.done():
+                correction = sharing.result()
+                if correction is not None:
+                    self.party.correct(correction, own=True)
+        except PeerLost:
+            if sharing is not None and sharing.done() and sharing.result() is not None:
+                self.fabric.notice("half", leaver, "its last weights may have gone to some and not to all")
+        finally:
+            if sharing is not None:
+                sharing.cancel()
+            self._forget(tag)
+            self.taken = False
+            self.party.resume()
+
+    async def _word(self, tag: Tag, leaver: int) -> int:
+        return (await self.fabric.receive(tag, leaver)).numbers(1, 1)[0]
+
+    async def _share(self, tag: Tag, leaver: int, members: tuple[int, ...]) -> Tensor | None:
+        """What each of the others has to add; None: somebody was lost."""
+        n, correction = len(members), None
+        shares = [1 / n if peer == leaver else -1 / (n * (n - 1)) for peer in members]
+        try:
+            mine = await self.party.snapshot()
+            correction = await self.fabric.reduce(members, (*tag, "sum"), mine, shares)
+        except PeerLost:
+            pass
+        finally:
+            if leaver != self.fabric.rank:
+                self.fabric.post(leaver, (*tag, "have"), note=(float(correction is not None),))
+        return correction
+
+    def _forget(self, tag: Tag) -> None:
+        for end in ((), ("ready",), ("have",), *(("sum", *end) for end in REDUCTION)):
+            self.fabric.forget((*tag, *end))
