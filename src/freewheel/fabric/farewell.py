@@ -70,7 +70,7 @@ class Farewells:
         """Whether this worker is in a farewell."""
         self._leaving: dict[int, int] = {}
         """Who has said that it leaves, each with the epoch in which it did."""
-        self._serial = rng.randrange(2**40)  # begins anywhere: no life of a worker repeats another's
+        self._serial: int | None = None
 
     def serve(self) -> None:
         """Take part in the others' farewells, from now on."""
@@ -109,14 +109,18 @@ class Farewells:
             tries += 1
             await asyncio.sleep(RETRY_S * min(tries, 10) * self.random.uniform(0.5, 1.5))
 
+    def _next(self) -> int:
+        """A number for a farewell; they begin anywhere, so that no life of a worker repeats another's."""
+        self._serial = (self.random.randrange(2**40) if self._serial is None else self._serial) + 1
+        return self._serial
+
     async def _attempt(self, members: tuple[int, ...]) -> bool:
-        self._serial += 1
-        me, others = self.fabric.rank, self._others()
-        tag, word = (*CALL, me, self._serial), DROP
+        serial, me, others = self._next(), self.fabric.rank, self._others()
+        tag, word = (*CALL, me, serial), DROP
         self.taken, sharing = True, None
         try:
             for peer in others:
-                self.fabric.post(peer, CALL, note=(self._serial, *members))
+                self.fabric.post(peer, CALL, note=(serial, *members))
             await self.party.pause()
             if not await self._all_say((*tag, "ready"), others):
                 return False
@@ -150,12 +154,12 @@ class Farewells:
 
     async def goodbye(self) -> None:
         """Wait until everybody has got all that this worker has sent."""
-        self._serial += 1
-        for peer in (others := self._others()):
-            self.fabric.post(peer, BYE, note=(self._serial,))
+        serial, others = self._next(), self._others()
+        for peer in others:
+            self.fabric.post(peer, BYE, note=(serial,))
         for peer in others:
             with contextlib.suppress(PeerLost):
-                await self.fabric.receive((*BYE, self._serial), peer)
+                await self.fabric.receive((*BYE, serial), peer)
 
     def _answer(self, message: Message) -> None:
         (serial,) = message.numbers(1, 1)
