@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
 from collections import Counter
 
@@ -156,13 +157,13 @@ def test_a_state_holds_what_this_worker_has_finished_and_not_what_others_did_aft
                 step(net, optimizer)
                 seen += batch.tolist()
                 if me.rank == 1 and number == 3:
-                    kept[1] = list(seen), loader.state_dict()
+                    kept[1] = list(seen), loader.own_state()
                 if me.rank == 1 and number == 15:  # the dealer has heard of more than 3 by now
                     went_on.set()
                 if me.rank == 0 and number == 4:
                     assert went_on.wait(60)
                 if me.rank == 0 and number == 6:
-                    kept[0] = list(seen), loader.state_dict()
+                    kept[0] = list(seen), loader.own_state()
                 if number == 20:
                     return
 
@@ -180,6 +181,44 @@ def test_a_state_holds_what_this_worker_has_finished_and_not_what_others_did_aft
     together(2, first)
     rest = together(2, then)
     assert sorted(flat([*rest, kept[0][0], kept[1][0]])) == list(range(240))
+
+
+@pytest.mark.parametrize("asks", [0, 2])  # who deals; one of the others
+def test_the_position_of_all_loads_at_any_number_of_workers(asks):
+    there, asked = threading.Barrier(3), threading.Barrier(3)
+    finished: list[list[int]] = [[], [], []]
+    position = ""
+
+    def first(place):
+        nonlocal position
+        net = model()
+        made, optimizer = worker(place, net)
+        with made as me:
+            loader = me.loader(list(range(240)), batch_size=4)
+            for number, batch in enumerate(loader, 1):
+                step(net, optimizer)
+                if number < 4 + me.rank or me.rank == asks:  # what the others have in hand is dealt again
+                    finished[me.rank] += batch.tolist()
+                if number == 4 + me.rank:
+                    there.wait(60)
+                    if me.rank == asks:
+                        position = json.dumps(loader.state_dict())
+                    asked.wait(60)
+                    return
+
+    def then(place):
+        net = model()
+        made, optimizer = worker(place, net)
+        with made as me:
+            loader = me.loader(list(range(240)), batch_size=5, epochs=1)
+            loader.load_state_dict(json.loads(position))
+            assert round(240 * loader.progress) >= len(flat(finished))  # the others may train already
+            return [one for batch in loader for one in batch.tolist() if step(net, optimizer) is None]
+
+    together(3, first)
+    for workers in (1, 2, 4):
+        rest = together(workers, then)
+        assert sorted(flat([*rest, *finished])) == list(range(240))
 
 
 def test_a_pass_that_is_broken_off_is_not_taken_up_again():

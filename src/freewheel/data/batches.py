@@ -15,7 +15,7 @@ class Key(NamedTuple):
     mark: int
     """Which loader of the script it is: all make them in the same order."""
     kind: int = 0
-    """0: in order, 1: shuffled, 2: by a sampler."""
+    """0: in order, 1: shuffled, 2: by a sampler, 3: shuffled by blocks."""
     seed: int = 0
     grid: int = 0
     """Where all step together: in how many batches, equal but for one sample, the order is cut. Else 0."""

@@ -17,6 +17,7 @@ parts of a run that cannot reach each other begin with different samples.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Coroutine
 from typing import Any, NamedTuple
@@ -151,6 +152,28 @@ class Dealing:
         if key[0] and (stream := self.stream(Key(*key), message.sender)) is not None:
             stream.ledger.merge(Ledger.decode(stream.key.length, read))
             stream.ledger.hold((message.sender, life), {})
+
+    # -- looking --
+
+    async def known(self, stream: Stream) -> Ledger:
+        """All that anybody within reach knows to be finished."""
+        found = Ledger(stream.key.length)
+        if stream.hand is not None:
+            stream.hand.collect()
+        found.merge(stream.ledger)
+        self._serial += 1
+        tag, others = (*TELL, self._serial), [peer for peer in self.fabric.members if peer != self.me[0]]
+        for peer in others:
+            self.fabric.post(peer, TELL, note=(self._serial, *stream.key))
+        end_s = asyncio.get_running_loop().time() + HEAR_S
+        for peer in others:
+            with contextlib.suppress(PeerLost, TimeoutError, ValueError):
+                async with asyncio.timeout_at(end_s):
+                    read = reader((await self.fabric.receive(tag, peer)).note)
+                take(read, 1)
+                found.merge(Ledger.decode(stream.key.length, read))
+        self.fabric.forget(tag)
+        return found
 
     # -- asking --
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import sys
 from collections.abc import Iterator, Sequence
@@ -54,6 +55,27 @@ class Seeded:
     def sum(self, drawn: Any) -> int:
         """What all workers must have in common: nothing that could differ."""
         return 0
+
+
+class Blocked:
+    """Samples that lie in blocks: these are shuffled, and the samples of each, so that few are in use."""
+
+    kind, shuffle, batched = 3, True, False
+
+    def __init__(self, lengths: Sequence[int], seed: int) -> None:
+        self.lengths, self.length, self.seed = list(lengths), sum(lengths), seed
+
+    def draw(self, epoch: int) -> torch.Tensor:
+        """The order of a pass."""
+        generator = seeded(f"blocks/{self.seed}/{epoch}")
+        starts = [0, *itertools.accumulate(self.lengths)]
+        blocks = torch.randperm(len(self.lengths), generator=generator).tolist()
+        inside = [torch.randperm(self.lengths[one], generator=generator) + starts[one] for one in blocks]
+        return torch.cat(inside) if inside else torch.arange(0)
+
+    def sum(self, drawn: Any) -> int:
+        """What all workers must have in common: the blocks."""
+        return summed(self.lengths)
 
 
 class Sampled:

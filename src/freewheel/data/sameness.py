@@ -66,6 +66,11 @@ def difference(rank: int, mine: Key, other: int, theirs: Key) -> str:
             f"worker {rank} cuts a pass into {mine.grid} batches, worker {other} into {theirs.grid}. "
             "This strategy lets all step together: give all the same batch_size."
         )
+    if mine.kind == 3:
+        return (
+            f"worker {rank}'s blocks are not worker {other}'s. Materialize the dataset once, before the "
+            "workers begin, and give all the same one."
+        )
     return (
         f"worker {rank}'s sampler gives another order than worker {other}'s. Let it draw from its generator, "
         "or from torch's, NumPy's or Python's global random numbers."
@@ -73,5 +78,5 @@ def difference(rank: int, mine: Key, other: int, theirs: Key) -> str:
 
 
 def _order(key: Key) -> str:
-    kind = ("in order", "shuffled", "by a sampler")[min(key.kind, 2)]
+    kind = ("in order", "shuffled", "by a sampler", "shuffled by blocks")[min(key.kind, 3)]
     return f"{kind} with seed {key.seed}" if key.kind else kind

@@ -227,7 +227,7 @@ class Checkpoints:
             "buffers": self._inventory.still(),
             "optimizer": self._optimizer.state_dict(),
             "random": {"asked": asked, "states": random_state()},
-            "loaders": [loader.state_dict() for loader in self.loaders],
+            "loaders": [loader.own_state() for loader in self.loaders],
             "extra": {name: one.state_dict() for name, one in self._extra.items()},
         }
         self._kept = {name: copied(part, kept.get(name), name) for name, part in state.items()}

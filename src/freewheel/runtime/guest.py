@@ -148,7 +148,7 @@ class Guest:
             return None
         loader = self.passes.loader
         steps, known = self.worker._agent.call(self._moment(self.passes))
-        return {"steps": steps, "loader": {**loader.state_dict(), "ledger": [known]}}
+        return {"steps": steps, "loader": {**loader.own_state(), "ledger": [known]}}
 
     async def _moment(self, passes: Passes) -> tuple[int, list[float]]:
         """How far all are and what is finished, of one moment: others say what they did at any other."""

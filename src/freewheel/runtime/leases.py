@@ -16,8 +16,8 @@ from torch.utils.data import Sampler
 from freewheel.data.batches import Batch, Key
 from freewheel.data.hand import RETRY_S, Hand
 from freewheel.data.ledger import BEHIND, Ledger, reader
-from freewheel.data.order import Sampled, Seeded, check_batch_size, number
-from freewheel.data.spans import size, union
+from freewheel.data.order import Blocked, Sampled, Seeded, check_batch_size, number
+from freewheel.data.spans import Spans, size, union
 from freewheel.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Leases(Sampler[list[int]]):
     def __init__(
         self,
         agent: Callable[[], Agent],
-        source: Seeded | Sampled,
+        source: Seeded | Sampled | Blocked,
         batch_size: int,
         world_size: int,
         drop_last: bool = False,
@@ -125,7 +125,7 @@ class Leases(Sampler[list[int]]):
     def begin(self, epoch: int) -> None:
         """Begin a pass."""
         self.epoch = epoch
-        self._sum = epoch, self.source.sum(self._order(epoch)) if self.source.kind == 2 else 0
+        self._sum = epoch, self.source.sum(self._order(epoch)) if self.source.kind >= 2 else 0
         last = self.epochs is not None and epoch >= self.epochs - 1
         self.hand.begin(epoch, last, order=self._sum[1])
 
@@ -138,7 +138,7 @@ class Leases(Sampler[list[int]]):
         """A pass has ended here: tell the others what is finished, give back the rest."""
         doubtful = self.drawn[0] if in_hand else None
         self.drawn.clear()
-        for old in [q for q in self._orders if self.source.kind < 2 or q <= self.epoch - BEHIND]:
+        for old in [q for q in self._orders if self.source.kind != 2 or q <= self.epoch - BEHIND]:
             del self._orders[old]
         self._page = (-1, 0, [])
         if not self.agent.alive:  # an exception ended the block, and nobody is there to be told
@@ -210,6 +210,13 @@ class Leases(Sampler[list[int]]):
             self._page = batch.number, first, page
         return page[start - first : stop - first]
 
+    def next_samples(self) -> list[int]:
+        """Those of the batch that is drawn next; nothing, where that is not known."""
+        try:
+            return self._samples(self.hand.ready[0])
+        except IndexError:
+            return []
+
     def _order(self, epoch: int) -> Any:
         if epoch not in self._orders:
             self._orders[epoch] = self.source.draw(epoch)
@@ -238,6 +245,23 @@ class Leases(Sampler[list[int]]):
         order = self._sum[1] if self._sum[0] == self.epoch else None
         return {"epoch": self.epoch, "since": hand.since, "order": order, "ledger": [ledger.encode()]}
 
+    def position(self, in_hand: bool) -> dict[str, Any]:
+        """What all workers together have finished, as far as those within reach know."""
+        return {**self.state(in_hand), "whole": True, "ledger": [self.agent.call(self._known(in_hand))]}
+
+    async def _known(self, in_hand: bool) -> list[float]:
+        known, used = await self.agent.dealing.known(self.hand.stream), dict[int, Spans]()
+        for q, place, stop, _ in list(self.drawn)[:in_hand]:
+            used[q] = [(place, stop)]
+        ledger = Ledger(known.length)
+        ledger.floor, ledger.past = known.floor, known.past
+        for q in sorted({*known.passes, *used}):
+            if (one := ledger.open(q)) is not None:
+                before = known.passes[q].finished if q in known.passes else []
+                one.finished = union(before, used.get(q, []))
+                one.counts = {(0, EARLIER): size(one.finished)}
+        return ledger.encode()
+
     def load(self, state: dict[str, Any]) -> None:
         """Go on there: what is finished there is finished here."""
         self.epoch = state["epoch"]
@@ -249,7 +273,8 @@ class Leases(Sampler[list[int]]):
             known = Ledger.decode(stream.key.length, reader(numbers))
             stream.ledger.merge(known)
             stream.news.merge(known)
-        for numbers in state["ledger"]:
+        # Of what all have done one keeps account: a checkpoint of each says what it has done itself.
+        for numbers in state["ledger"] if not (state.get("whole") and self.agent.dealing.me[0]) else ():
             for q, one in Ledger.decode(stream.key.length, reader(numbers)).passes.items():
                 hand.own[q] = union(hand.own.get(q, []), one.finished)
         hand.collect()  # so that progress is known at once

@@ -9,13 +9,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from freewheel.data.order import Sampled, Seeded, number
+from freewheel.data.order import Blocked, Sampled, Seeded, number
 from freewheel.data.sameness import fingerprint
 from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.leases import Leases
@@ -81,6 +81,7 @@ class Loader:
         parts: bool = False,
         check: Callable[[], None] = lambda: None,
         first: bool = False,
+        blocks: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
         if not options.get("in_order", True):
@@ -90,7 +91,9 @@ class Loader:
             )
         at_least("epochs", epochs, 1)
         length, given = count(dataset), batch_sampler if batch_sampler is not None else sampler
-        source: Seeded | Sampled = Seeded(length, shuffle, seed)
+        source: Seeded | Sampled | Blocked = Seeded(length, shuffle, seed)
+        if blocks is not None and shuffle:
+            source = Blocked(blocks, seed)
         if given is not None:
             source = Sampled(given, seed, batched=batch_sampler is not None)
         self.stopped, self.rank, self.agent = stopped, rank, agent
@@ -229,18 +232,20 @@ class Loader:
             counters.go_on(time.perf_counter())
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the passes are: for a checkpoint taken after a step, so the batch in hand counts as finished.
+        """Where all workers together are in the data: it loads at any number of them, on all of them.
 
-        In a run of many workers it holds what this worker has finished.
+        For after a step: the batch in hand counts as finished. The others are asked, and do not wait; what
+        they have in hand is dealt again.
         """
-        dealer = self.dealer
-        return {
-            **self._identity(),
-            "begun": self.begun,
-            "under_way": self.under_way,
-            "given": self.given,
-            **dealer.state(self.in_hand),
-        }
+        return self._state(self.dealer.position(self.in_hand))
+
+    def own_state(self) -> dict[str, Any]:
+        """The same of what this worker has finished: all of them together make a checkpoint."""
+        return self._state(self.dealer.state(self.in_hand))
+
+    def _state(self, done: dict[str, Any]) -> dict[str, Any]:
+        where = {"begun": self.begun, "under_way": self.under_way, "given": self.given}
+        return {**self._identity(), **where, **done}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: the next iteration begins with the batch after it.
@@ -306,6 +311,25 @@ def make(
 ) -> Loader | StreamLoader:
     """A loader of a dataset, of a stream, or of what a DataLoader of torch's loads, as the user asked."""
     dataset, options = unpacked(given, asked)
+    if type(dataset).__module__.startswith("ray.data."):
+        from freewheel.ray.data import Rows
+
+        rows = Rows(dataset, options)
+        made = Loader(
+            rows,
+            options.pop("batch_size", 1),
+            agent,
+            rank,
+            world_size,
+            stopped=stopped,
+            parts=parts,
+            check=check,
+            first=first,
+            blocks=rows.lengths,
+            **options,
+        )
+        rows.ahead = made.dealer.next_samples
+        return made
     batch_size, sharded = options.pop("batch_size", 1), options.pop("sharded", False)
     for name in ("sampler", "batch_sampler", "shuffle"):
         if isinstance(dataset, IterableDataset) and options.get(name):

@@ -157,6 +157,10 @@ class StreamLoader:
             "ledger": [],
         }
 
+    def own_state(self) -> dict[str, Any]:
+        """The same: nobody knows of the others' streams."""
+        return self.state_dict()
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there: what was given before is read again and left out."""
         self.epoch, self.begun = state["epoch"] + (state["begun"] and not state["under_way"]), False

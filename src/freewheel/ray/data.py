@@ -1,0 +1,110 @@
+"""A dataset of Ray's as samples that are dealt: rows of blocks that lie in Ray's object store.
+
+`streaming_split` deals blocks by rank, so that a slow worker holds up the others and what a lost one had is
+lost. Here all workers know all blocks, and rows are leased as the samples of any dataset are
+(data/dealing.py), in an order that goes from block to block: a worker has one or two of them in use, and
+fetches the next one while it trains.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray.data.block import BlockAccessor
+from ray.data.dataset import MaterializedDataset
+
+from freewheel.errors import ConfigError
+
+KEPT = 3
+"""How many blocks stay at hand."""
+
+
+class Rows:
+    """The rows of a materialized dataset; a batch is a dict of tensors, as of `iter_torch_batches`."""
+
+    def __init__(self, dataset: Any, options: dict[str, Any]) -> None:
+        if not isinstance(dataset, MaterializedDataset):
+            raise ConfigError(
+                "a Ray dataset that is read as it goes would be read by every worker. Give "
+                "worker.loader(dataset.materialize()), made once, before the workers begin."
+            )
+        for name in ("num_workers", "sampler", "batch_sampler"):
+            if options.pop(name, None):
+                raise ConfigError(f"a Ray dataset is read by Ray, in its own order, and takes no {name}.")
+        self.collate: Callable[[dict[str, Any]], Any] = options.pop("collate_fn", None) or tensors
+        options["collate_fn"] = same
+        self.refs: list[Any] = []
+        self.lengths: list[int] = []
+        for bundle in bundles(dataset):
+            for ref, about in zip(bundle.block_refs, bundle.metadata, strict=True):
+                if about.num_rows:
+                    self.refs.append(ref)
+                    self.lengths.append(about.num_rows)
+        self.starts = [0, *itertools.accumulate(self.lengths)]
+        self.ahead: Callable[[], list[int]] = list
+        """Which rows are wanted next."""
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._asked = -1
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def __getitem__(self, row: int) -> Any:
+        return self.__getitems__([row])
+
+    def __getitems__(self, rows: Sequence[int]) -> Any:
+        """A batch."""
+        parts = [self._take(block, list(some)) for block, some in itertools.groupby(rows, self._block_of)]
+        self._fetch_ahead()
+        return self.collate({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+    def _block_of(self, row: int) -> int:
+        return bisect.bisect_right(self.starts, row) - 1
+
+    def _take(self, block: int, rows: list[int]) -> dict[str, Any]:
+        if block not in self._kept:
+            self._kept[block] = ray.get(self.refs[block])
+            if len(self._kept) > KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(block)
+        taken = BlockAccessor.for_block(self._kept[block]).take([row - self.starts[block] for row in rows])
+        batch = BlockAccessor.for_block(taken).to_batch_format("numpy")
+        return dict(batch)
+
+    def _fetch_ahead(self) -> None:
+        """Let Ray bring the next block here, beside training."""
+        for row in self.ahead()[-1:]:
+            block = self._block_of(row)
+            if block not in self._kept and block != self._asked:
+                self._asked = block
+                ray.wait([self.refs[block]], timeout=0, fetch_local=True)
+
+
+def bundles(dataset: Any) -> Any:
+    """References to the blocks of a materialized dataset, with what is known of them.
+
+    They are part of its plan; to ask for them in public would start an executor, which takes seconds.
+    """
+    plan = getattr(getattr(dataset, "_logical_plan", None), "dag", None)
+    found = getattr(plan, "input_data", None)
+    return found if found else dataset.iter_internal_ref_bundles()
+
+
+def tensors(batch: dict[str, Any]) -> dict[str, Any]:
+    """Columns of numbers as tensors; others as they are."""
+    return {
+        name: torch.from_numpy(np.ascontiguousarray(column)) if column.dtype.kind in "biufc" else column
+        for name, column in batch.items()
+    }
+
+
+def same(batch: Any) -> Any:
+    """A batch is made whole."""
+    return batch
