@@ -205,6 +205,8 @@ class FreewheelCallback(lightning.Callback):  # type: ignore[misc, name-defined]
     def _hear(self, trainer: Any) -> None:
         if self._inside.worker.stopped:
             trainer.should_stop = True
+        if self._inside.worker._leaving.asked:  # it leaves when it comes for its next batch, not here
+            trainer._signal_connector.received_sigterm = False
 
 
 def ranked(base: Any) -> Any:

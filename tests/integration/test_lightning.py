@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import freewheel as fw
 import guests
+from freewheel.data.spans import size
 
 lightning = pytest.importorskip("lightning.pytorch", reason="Lightning comes with the extra lightning")
 
@@ -153,6 +156,28 @@ class Endless(IterableDataset):
     def __iter__(self):
         while True:
             yield data(1, 0)[0]
+
+
+@pytest.mark.parametrize("at", [4, 20, 21])  # the last two batches of the first epoch are 19 and 20
+def test_notice_lets_it_leave_and_what_it_has_used_is_what_it_has_finished(at, tmp_path):
+    class Noticed(Module):
+        used = 0
+
+        def training_step(self, batch, index):
+            self.used += 1
+            if self.used == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return super().training_step(batch, index)
+
+    before = signal.getsignal(signal.SIGTERM)
+    callback, module = FreewheelCallback(), Noticed()
+    with pytest.raises(SystemExit) as left:
+        train([callback], tmp_path, module=module)
+    assert not left.value.code
+    assert signal.getsignal(signal.SIGTERM) is before
+    (loader,) = callback.worker._checkpoints.loaders
+    assert sum(size(spans) for spans in loader.dealer.hand.own.values()) == 8 * module.used
+    assert module.used in (at, at + 1)
 
 
 def test_a_loop_that_raises_leaves(tmp_path):

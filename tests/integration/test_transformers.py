@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 
 import pytest
 import torch
 
 import freewheel as fw
 import guests
+from freewheel.data.spans import size
 from freewheel.runtime.place import Place, local_rank
 
 transformers = pytest.importorskip("transformers", reason="Transformers comes with the extra transformers")
@@ -92,6 +95,25 @@ def test_alone_it_is_the_plain_run(strategy, settings, tmp_path):
     assert trainer.state.global_step == other.state.global_step
     assert trainer.lr_scheduler.get_last_lr() == other.lr_scheduler.get_last_lr()
     assert callback.worker.metrics()["steps"] == trainer.state.global_step
+
+
+@pytest.mark.parametrize("at", [4, 20, 21])  # an epoch has 21 batches
+def test_notice_lets_it_leave_and_what_it_has_used_is_what_it_has_finished(at, tmp_path):
+    class Notice(transformers.TrainerCallback):
+        steps = 0
+
+        def on_step_end(self, *_, **__):
+            self.steps += 1
+            if self.steps == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    callback, notice = FreewheelCallback(), Notice()
+    with pytest.raises(SystemExit) as left:
+        train(tmp_path, callback, notice)
+    assert not left.value.code
+    (loader,) = callback.worker._checkpoints.loaders
+    assert sum(size(spans) for spans in loader.dealer.hand.own.values()) == 8 * notice.steps
+    assert notice.steps in (at, at + 1)
 
 
 def test_resuming_goes_on_at_the_next_sample(tmp_path):
