@@ -158,8 +158,8 @@ class Endless(IterableDataset):
             yield data(1, 0)[0]
 
 
-@pytest.mark.parametrize("at", [4, 20, 21])  # the last two batches of the first epoch are 19 and 20
-def test_notice_lets_it_leave_and_what_it_has_used_is_what_it_has_finished(at, tmp_path):
+@pytest.mark.parametrize(("at", "several"), [(4, 1), (20, 1), (21, 1), (3, 2)])  # an epoch has 21 batches
+def test_notice_lets_it_leave_and_what_it_has_used_is_what_it_has_finished(at, several, tmp_path):
     class Noticed(Module):
         used = 0
 
@@ -172,12 +172,13 @@ def test_notice_lets_it_leave_and_what_it_has_used_is_what_it_has_finished(at, t
     before = signal.getsignal(signal.SIGTERM)
     callback, module = FreewheelCallback(), Noticed()
     with pytest.raises(SystemExit) as left:
-        train([callback], tmp_path, module=module)
+        train([callback], tmp_path, module=module, accumulate_grad_batches=several)
     assert not left.value.code
     assert signal.getsignal(signal.SIGTERM) is before
     (loader,) = callback.worker._checkpoints.loaders
     assert sum(size(spans) for spans in loader.dealer.hand.own.values()) == 8 * module.used
     assert module.used in (at, at + 1)
+    assert module.used % several == 0  # no gradient is left behind
 
 
 def test_a_loop_that_raises_leaves(tmp_path):
