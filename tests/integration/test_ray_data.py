@@ -126,26 +126,42 @@ def test_what_cannot_be_dealt_is_named(rows):
     assert len(Rows(rows, {})) == ROWS
 
 
-def test_blocks_of_a_worker_that_is_killed_are_dealt_again(rows, tmp_path):
+def training(rows, folder: Path, ends: str):
+    """A worker's function; worker 1 ends after a few batches, once, in the way that is named."""
+
     def train():
         made = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(made.parameters(), lr=1e-9)
         torch.set_num_threads(1)
-        with fw.attach(made, optimizer, "adpsgd") as me, (tmp_path / f"seen-{os.getpid()}").open("a") as seen:
-            first = not (tmp_path / "killed").exists()
+        with fw.attach(made, optimizer, "adpsgd") as me, (folder / f"seen-{os.getpid()}").open("a") as seen:
             for number, batch in enumerate(me.loader(rows, batch_size=4, epochs=1)):
                 optimizer.zero_grad()
                 made(batch["x"].float().unsqueeze(1)).mean().backward()
                 optimizer.step()
                 print(*batch["id"].tolist(), file=seen, flush=True)
                 time.sleep(0.05)
-                if me.rank == 1 and number == 5 and first:
-                    (tmp_path / "killed").touch()
-                    os.kill(os.getpid(), signal.SIGKILL)
+                if me.rank == 1 and number == 5 and not (folder / "ended").exists():
+                    (folder / "ended").touch()
+                    os.kill(os.getpid(), getattr(signal, ends))
         return me.metrics()["samples_again"]
 
-    again = freewheel.ray.run(train, 2, restarts=0)
-    assert (tmp_path / "killed").exists()
-    used = Counter(int(one) for path in tmp_path.glob("seen-*") for one in path.read_text().split())
-    assert sorted(used) == list(range(ROWS))
-    assert sum(used.values()) - ROWS <= sum(count or 0 for count in again.values())
+    return train
+
+
+def used(folder: Path) -> Counter[int]:
+    assert (folder / "ended").exists()
+    return Counter(int(one) for path in folder.glob("seen-*") for one in path.read_text().split())
+
+
+def test_blocks_of_a_worker_that_is_killed_are_dealt_again(rows, tmp_path):
+    again = freewheel.ray.run(training(rows, tmp_path, "SIGKILL"), 2, restarts=0)
+    found = used(tmp_path)
+    assert sorted(found) == list(range(ROWS))
+    assert found.total() - ROWS <= sum(count or 0 for count in again.values())
+
+
+def test_an_actor_that_is_told_to_leave_is_not_started_again_and_the_others_go_on(rows, tmp_path):
+    assert freewheel.ray.run(training(rows, tmp_path, "SIGTERM"), 2, restarts=0) == {0: 0}
+    found = used(tmp_path)
+    assert sorted(found) == list(range(ROWS))
+    assert set(found.values()) == {1}

@@ -21,7 +21,7 @@ from freewheel.observe.journal import Journal
 from freewheel.ray.book import NAMESPACE, Book, Line
 from freewheel.ray.cluster import connect, needs, room
 from freewheel.ray.records import Collector
-from freewheel.ray.worker import Worker
+from freewheel.ray.worker import GONE, Worker
 from freewheel.runtime.entries import Entries
 from freewheel.runtime.rendezvous import OPTIONS
 
@@ -145,6 +145,7 @@ class Driver:
         """What each worker that came returned, when all have ended."""
         answers: dict[int, Any] = {}
         failed: dict[int, BaseException] = {}
+        gone: set[int] = set()
         end_s = float("inf")
         while self.left and time.monotonic() < end_s:
             done, _ = ray.wait(list(self.left), timeout=POLL_S)
@@ -157,13 +158,15 @@ class Driver:
                     failed[rank] = error
                     if not isinstance(error, ray.exceptions.RayTaskError):  # its script has raised nothing
                         self._note("failed", rank, str(error).splitlines()[0][:200])
+            gone.update(rank for rank, answer in answers.items() if answer == GONE)
+            answers = {rank: answer for rank, answer in answers.items() if rank not in gone}
             if answers:  # all who train end together; those without room never came
                 coming = any(rank in self.lives for rank in self.left.values())
                 end_s = min(end_s, time.monotonic() + (COMING_S if coming else 0.0))
-            elif failed and not any(rank in self.lives for rank in self.left.values()):
+            elif (failed or gone) and not any(rank in self.lives for rank in self.left.values()):
                 break
         self._look()
-        if not answers:
+        if not answers and (failed or not gone):
             raise self._failure(failed)
         return answers
 

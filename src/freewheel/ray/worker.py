@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import runpy
+import signal
 import sys
 import tempfile
+import threading
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,11 @@ from freewheel.ray.records import Sender
 from freewheel.runtime import place
 from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.entries import Entries
+from freewheel.runtime.leaving import Left
 
 RUNPY = "<frozen runpy>"
+GONE = "this worker has left its run"
+"""What its function returns then, for the driver."""
 BOOK_S = 30.0
 """How long the book may take to come back before a worker that starts gives up, and is started again."""
 
@@ -68,8 +73,11 @@ class Worker:
         with contextlib.suppress(OSError):
             os.chdir(folder)
         try:
-            with Sender(self.folder, self.life, self.line) if self.folder else contextlib.nullcontext():
+            sender = Sender(self.folder, self.life, self.line) if self.folder else contextlib.nullcontext()
+            with sender, _notice():
                 return target() if callable(target) else _script(target)
+        except Left:
+            return GONE
         except (SystemExit, Exception) as error:
             if isinstance(error, SystemExit) and not error.code:
                 return None
@@ -89,6 +97,19 @@ def _told(error: BaseException) -> str:
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, runpy.__file__, RUNPY):
         frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames or error.__traceback__))
+
+
+@contextlib.contextmanager
+def _notice() -> Iterator[None]:
+    """Ray's own handler of SIGTERM ends the process at once; without it a worker has time to leave."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _script(words: list[str]) -> None:
