@@ -522,8 +522,7 @@ class Worker:
 
     def _depart(self) -> None:
         """Hand everything over."""
-        self._leaving.going = True
-        self._state, self._ended_s = "finished", time.perf_counter()
+        self._leaving.going, self._state, self._ended_s = True, "finished", time.perf_counter()
         self._checkpoints.part()
         lacks = self._patiently(self._agent.depart(self._leaving.left_s))
         self._events.note("left", self.rank, self._leaving.outcome(lacks))
@@ -560,7 +559,7 @@ class Worker:
         first, late = self._agent.fabric.members[0] == self.rank, self._agent.late
         if self._journal is None or self._recorder is None or not first:
             return
-        if late and (self._journal.folder / "run.json").exists():
+        if late and self._journal.folder.joinpath("run.json").exists():
             return
         about = {"wire": "bf16" if self._wire else "fp32", **self._about}
         more: dict[str, Any] = {"freewheel": self._version, "workers": self.world_size, "seed": self._seed}
