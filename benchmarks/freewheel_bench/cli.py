@@ -265,6 +265,9 @@ def soak(
     every: Annotated[
         float | None, typer.Option(help="Seconds between two faults; default: at random moments.")
     ] = None,
+    spare: Annotated[
+        int | None, typer.Option(help="Rank of a worker that no fault strikes: does it grow?")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Draws the faults.")] = 0,
     workers: Workers = 4,
     strategy: Annotated[str, typer.Option(help="One whose loader deals by leases.")] = "adpsgd",
@@ -279,7 +282,7 @@ def soak(
 
     _strategies(strategy, workers)
     chosen = bench.possible() if kinds is None else tuple(names.split(kinds))
-    asked = bench.Soak(workers, minutes, chosen, faults, every, seed, strategy, step_ms)
+    asked = bench.Soak(workers, minutes, chosen, faults, every, spare, seed, strategy, step_ms)
     check_writable(json_path)
     with _bar() as show:
         report = bench.soak(asked, show, beside)
@@ -295,7 +298,8 @@ def soak(
     struck = ", ".join(f"{count} of {kind}" for kind, count in sorted(report.faults.items()))
     figures = report.figures
     console.print(
-        f"Faults: {struck}. {figures['samples']} samples in {figures['passes']} passes, "
+        f"Faults: {struck}, one in {figures['between_faults_s']:.2f} s. "
+        f"{figures['samples']} samples in {figures['passes']} passes, "
         f"{figures['seconds']:.0f} s, accuracy {100 * figures['accuracy']:.2f} %.",
         highlight=False,
         soft_wrap=True,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
@@ -23,32 +25,41 @@ class Footprint:
     descriptors: int
     memory_mb: float
 
+    def __add__(self, other: Footprint) -> Footprint:
+        return Footprint(*map(operator.add, astuple(self), astuple(other)))
+
     def __sub__(self, other: Footprint) -> Footprint:
-        return Footprint(*(mine - theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
+        return Footprint(*map(operator.sub, astuple(self), astuple(other)))
+
+    def __str__(self) -> str:
+        return (
+            f"{self.processes} processes, {self.threads} threads, {self.descriptors} descriptors, "
+            f"{self.memory_mb:.0f} MB"
+        )
 
 
-def footprint(without: Collection[int]) -> Footprint:
-    """Of this process and all it has started, less those that are named with their children."""
+def footprint(pids: Iterable[int]) -> Footprint:
+    """Of these processes; one that has ended counts for nothing."""
+    found = Footprint(0, 0, 0, 0.0)
+    for pid in pids:
+        folder = PROCESSES / str(pid)
+        with contextlib.suppress(OSError):
+            threads, descriptors = (len(list((folder / name).iterdir())) for name in ("task", "fd"))
+            pages = int((folder / "statm").read_text().split()[1])
+            found += Footprint(1, threads, descriptors, pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
+    return found
+
+
+def family(without: Collection[int] = ()) -> list[int]:
+    """This process and all it has started, less those that are named, with their children."""
     children: dict[int, list[int]] = {}
     for path in PROCESSES.glob("[0-9]*/stat"):
-        try:
+        with contextlib.suppress(OSError):
             parent = int(path.read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue  # it has ended
-        children.setdefault(parent, []).append(int(path.parent.name))
-    counted, found = [os.getpid()], Footprint(0, 0, 0, 0.0)
-    for pid in counted:
-        counted += [child for child in children.get(pid, ()) if child not in without]
-        try:
-            threads = len(list((PROCESSES / str(pid) / "task").iterdir()))
-            descriptors = len(list((PROCESSES / str(pid) / "fd").iterdir()))
-            pages = int((PROCESSES / str(pid) / "statm").read_text().split()[1])
-        except OSError:
-            continue
-        memory_mb = found.memory_mb + pages * os.sysconf("SC_PAGE_SIZE") / 1e6
-        found = Footprint(
-            found.processes + 1, found.threads + threads, found.descriptors + descriptors, memory_mb
-        )
+            children.setdefault(parent, []).append(int(path.parent.name))
+    found = [os.getpid()]
+    for pid in found:
+        found += [child for child in children.get(pid, ()) if child not in without]
     return found
 
 

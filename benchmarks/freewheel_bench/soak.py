@@ -27,7 +27,7 @@ from typing import Any
 
 from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
 from freewheel_bench import laws
-from freewheel_bench.footprint import Footprint, footprint, left_behind, left_standing, shared_memory
+from freewheel_bench.footprint import family, footprint, left_behind, left_standing, shared_memory
 from freewheel_bench.namespaces import Network, check_possible
 from freewheel_bench.rates import Progress
 from freewheel_bench.workers import Life, Place, Run, Show
@@ -60,6 +60,8 @@ class Soak:
     faults: int | None = None
     every: float | None = None
     """Seconds between two faults; default: they come at random moments."""
+    spare: int | None = None
+    """The worker that no fault strikes: what it takes up is compared, too."""
     seed: int = 0
     strategy: str = "adpsgd"
     step_ms: float = 50.0
@@ -71,6 +73,10 @@ class Soak:
         at_least("--minutes", self.minutes, 0.2)
         at_least("--faults", self.faults, 1)
         at_least("--every", self.every, 0.1)
+        if self.spare is not None and not 0 <= self.spare < self.workers:
+            raise ConfigError(
+                f"--spare: worker {self.spare} does not exist; there are workers 0 to {self.workers - 1}."
+            )
         at_least("--step-ms", self.step_ms, 1.0)
         for kind in self.kinds:
             if kind not in OFTEN:
@@ -107,8 +113,9 @@ class Soak:
         found = []
         for at in moments:
             (kind,) = dice.choices(self.kinds, weights)
-            ranks = tuple(dice.sample(range(self.workers), self.workers))
-            found.append(Fault(at, kind, ranks, dice.uniform(*AWAY_S[kind])))
+            ranks = dice.sample(range(self.workers), self.workers)
+            struck = tuple(rank for rank in ranks if rank != self.spare)
+            found.append(Fault(at, kind, struck, dice.uniform(*AWAY_S[kind])))
         return found
 
 
@@ -162,7 +169,11 @@ def soak(asked: Soak, progress: Progress, beside: bool = False) -> Report:
     found = _run(asked, faults, lambda share: progress("soak", (1 + share) / 2 if beside else share))
     report.faults = dict(Counter(fault.kind for fault in faults))
     report.laws = laws.judge(found, calm)
-    report.figures = found.figures() | ({"undisturbed": calm.figures()} if calm is not None else {})
+    moments = [at_s for at_s, what in found.events if what.endswith(("killed", "cut off"))]
+    report.figures = found.figures()
+    report.figures["between_faults_s"] = (moments[-1] - moments[0]) / max(1, len(moments) - 1)
+    if calm is not None:
+        report.figures["undisturbed"] = calm.figures()
     return report
 
 
@@ -239,8 +250,8 @@ class _Trial:
         self.cut_lives: set[int] = set()
         """Processes that were cut off at some time."""
         self.events: list[tuple[float, str]] = []
-        self.before: Footprint | None = None
-        self.after: Footprint | None = None
+        self.before: laws.Taken | None = None
+        self.after: laws.Taken | None = None
         self.all_up_s = math.inf
         """When all were up for the first time."""
 
@@ -272,8 +283,8 @@ class _Trial:
                 "or more minutes."
             )
         self.run.finish(STUCK_S)
-        self.before = self.before or self._footprint()
-        self.after = self.after or self._footprint()
+        self.before = self.before or self._taken()
+        self.after = self.after or self._taken()
 
     def _look(self, now_s: float) -> None:
         """Note what is taken up when all are up: before the first fault, and after the last one."""
@@ -281,12 +292,14 @@ class _Trial:
             if not all(map(self._fit, range(self.asked.workers))):
                 return
             if self.before is None:
-                self.before, self.all_up_s = self._footprint(), now_s
+                self.before, self.all_up_s = self._taken(), now_s
             else:
-                self.after = self._footprint()
+                self.after = self._taken()
 
-    def _footprint(self) -> Footprint:
-        return footprint({life.process.pid for life in self.run.present})
+    def _taken(self) -> laws.Taken:
+        workers = [life.process.pid for life in self.run.present]
+        spared = None if self.asked.spare is None else footprint([workers[self.asked.spare]])
+        return laws.Taken(footprint(family(without=workers)), spared)
 
     def _present(self, rank: int) -> Life:
         return self.run.lives[rank][-1]

@@ -9,7 +9,7 @@ import pytest
 from freewheel.data.order import order
 from freewheel.errors import ConfigError
 from freewheel_bench import laws
-from freewheel_bench.footprint import Footprint, footprint
+from freewheel_bench.footprint import Footprint, family, footprint
 from freewheel_bench.soak import CUT, KILL, STORE, Soak, soak
 from freewheel_bench.workers import Life, Place, Step, Workers
 
@@ -50,11 +50,11 @@ def broken(found: laws.Found) -> set[str]:
     return {law.name for law in laws.judge(found) if not law.held}
 
 
-BEFORE = Footprint(3, 5, 30, 400.0)
+BEFORE = laws.Taken(Footprint(3, 5, 30, 400.0), Footprint(1, 9, 60, 300.0))
 
 
 def found(
-    uses: laws.Uses, lives: list[list[Life]], left: tuple[str, ...] = (), after: Footprint = BEFORE
+    uses: laws.Uses, lives: list[list[Life]], left: tuple[str, ...] = (), after: laws.Taken = BEFORE
 ) -> laws.Found:
     return laws.Found(2, lives, {99}, uses, list(left), [], BEFORE, after)
 
@@ -104,13 +104,20 @@ def test_what_is_wrong_with_workers_is_seen(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "after", [Footprint(3, 6, 30, 400.0), Footprint(3, 5, 31, 400.0), Footprint(3, 5, 30, 501.0)]
+    ("beside", "spared", "seen"),
+    [
+        ((0, -1, -1, 99.0), (0, 8, 16, 99.0), set()),
+        ((1, 0, 0, 0.0), (0, 0, 0, 0.0), {"growth beside the workers"}),
+        ((0, 1, 0, 0.0), (0, 0, 0, 0.0), {"growth beside the workers"}),
+        ((0, 0, 1, 0.0), (0, 0, 0, 0.0), {"growth beside the workers"}),
+        ((0, 0, 0, 101.0), (0, 0, 0, 0.0), {"growth beside the workers"}),
+        ((0, 0, 0, 0.0), (0, 0, 17, 0.0), {"growth of the spared worker"}),
+    ],
 )
-def test_what_grows_with_the_faults_is_seen(tmp_path, after):
+def test_what_grows_with_the_faults_is_seen(tmp_path, beside, spared, seen):
     uses = written(tmp_path, 15, 4, {"0-0": ALL})
-    lives = [[life(1)], [life(2)]]
-    assert broken(found(uses, lives, after=after)) == {"growth beside the workers"}
-    assert broken(found(uses, lives, after=Footprint(3, 4, 29, 499.0))) == set()
+    after = laws.Taken(BEFORE.beside + Footprint(*beside), BEFORE.spared + Footprint(*spared))
+    assert broken(found(uses, [[life(1)], [life(2)]], after=after)) == seen
 
 
 def test_workers_that_are_killed_and_started_again_leave_nothing_in_the_benchmark(tmp_path, monkeypatch):
@@ -127,7 +134,7 @@ def test_workers_that_are_killed_and_started_again_leave_nothing_in_the_benchmar
     with Workers(module.stem, {}, [Place()], forked=True) as workers:
         for _ in range(4):
             workers.collect("up", 60.0)
-            taken.append(footprint({workers.present[0].process.pid}))
+            taken.append(footprint(family(without=[workers.present[0].process.pid])))
             workers.kill(0)
             workers.start(0)
     assert [(one.processes, one.threads, one.descriptors) for one in taken[1:]] == [
@@ -140,6 +147,12 @@ def test_faults_may_come_at_an_even_pace():
     assert [fault.at for fault in asked.drawn()] == [float(second) for second in range(2000)]
     assert asked.seconds == pytest.approx(2015.0)
     assert len(Soak(minutes=1.0, every=2.0).drawn()) == 22
+
+
+def test_a_worker_may_be_spared():
+    assert {rank for fault in Soak(spare=2, seed=1).drawn() for rank in fault.ranks} == {0, 1, 3}
+    with pytest.raises(ConfigError, match="--spare: worker 4 does not exist; there are workers 0 to 3"):
+        Soak(spare=4)
 
 
 def test_a_seed_draws_the_same_faults_and_leaves_the_end_alone():
