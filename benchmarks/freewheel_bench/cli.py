@@ -22,7 +22,13 @@ from freewheel_bench.rates import Load, Span
 from freewheel_bench.rates import Progress as Show
 
 app = typer.Typer(
-    name="bench", help="Measure Freewheel beside others on this machine, in one run.", no_args_is_help=True
+    name="bench",
+    help="Measure Freewheel beside others on this machine, in one run.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 
 Json = Annotated[Path | None, typer.Option("--json", help="Write the figures and all raw numbers here.")]

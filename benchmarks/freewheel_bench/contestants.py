@@ -25,7 +25,7 @@ from torch import nn
 from freewheel import strategies
 from freewheel.tasks.nets import GPT
 from freewheel.tempo import Tempo
-from freewheel.training.ddp import best_settings
+from freewheel.training.ddp import parallel
 from freewheel_bench.parent import Parent, job
 
 ALONE, DDP = "alone", "ddp"
@@ -180,9 +180,8 @@ def _communication(
     if asked["contestant"] == ALONE:
         yield model, dict
     elif asked["contestant"] == DDP:
-        torch.distributed.init_process_group("gloo")
-        size = sum(p.numel() * p.element_size() for p in model.parameters())
-        yield nn.parallel.DistributedDataParallel(model, **best_settings(size)), dict
+        with parallel(model) as module:
+            yield module, dict
     else:
         import freewheel as fw
 

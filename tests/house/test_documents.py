@@ -20,6 +20,7 @@ import typer.main
 
 from freewheel.cli.main import app, main
 from freewheel.strategies import ALL
+from freewheel_bench.cli import app as benchmarks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -103,7 +104,11 @@ def parse(words: list[str]) -> None:
     words = words[: next((at for at, word in enumerate(words) if word in (">", "|")), None)]
     if words[0] != "freewheel":
         return
-    command, name, rest = typer.main.get_command(app), "freewheel", words[1:]
+    if words[1] == "bench":
+        words, known = words[1:], benchmarks
+    else:
+        known = app
+    command, name, rest = typer.main.get_command(known), "freewheel", words[1:]
     while hasattr(command, "commands"):
         name, *rest = rest
         assert name in command.commands, f"there is no command {name}"

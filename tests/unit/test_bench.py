@@ -14,11 +14,13 @@ import textwrap
 import pytest
 from typer.testing import CliRunner
 
+from freewheel.cli.main import main
 from freewheel.errors import ConfigError, RunStopped
-from freewheel_bench import contestants, namespaces, rates
+from freewheel_bench import contestants, namespaces, rates, soak
 from freewheel_bench.cli import app
 from freewheel_bench.contestants import ALONE, DDP
 from freewheel_bench.figure import Figure
+from freewheel_bench.laws import Law
 from freewheel_bench.network import used_share
 from freewheel_bench.rates import Load, Pace, Span, measure, share_of_alone
 from freewheel_bench.straggler import figures
@@ -330,6 +332,19 @@ def test_without_the_package_the_command_says_what_to_install():
         "freewheel: freewheel bench needs freewheel-bench, which is not installed here. Install it from "
         "Freewheel's repository: pip install ./benchmarks."
     ]
+
+
+def test_a_soak_that_breaks_a_law_says_which_and_ends_with_code_1(monkeypatch, capsys):
+    figures = {"between_faults_s": 1.0, "samples": 10, "passes": 1, "seconds": 2.0, "accuracy": 0.5}
+    law = Law("members", False, "at least 7", "8")
+    monkeypatch.setattr(soak, "soak", lambda asked, *_: soak.Report(asked, [law], {"kill": 2}, figures))
+    monkeypatch.setattr(sys, "argv", ["freewheel", "bench", "soak", "--kind", "kill", "--faults", "2"])
+    with pytest.raises(SystemExit) as left:
+        main()
+    assert left.value.code == 1
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[1].split() == ["members", "at", "least", "7", "8", "BROKEN"]
+    assert shown[2].startswith("Faults: 2 of kill, one in 1.00 s. 10 samples in 1 passes")
 
 
 def test_the_straggler_s_table_and_file(monkeypatch, tmp_path):

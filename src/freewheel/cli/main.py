@@ -53,21 +53,27 @@ app.command(name="doctor")(doctor)
 app.command(name="export")(export)
 app.command(name="store")(store)
 
-if importlib.util.find_spec("freewheel_bench") is not None:
-    from freewheel_bench.cli import app as bench
 
-    app.add_typer(bench, name="bench")
-else:
-    # Whatever follows, help included, gets the same answer.
-    anything = {"allow_extra_args": True, "ignore_unknown_options": True}
-
-    @app.command(name="bench", context_settings=anything, add_help_option=False)
-    def missing_bench() -> None:
-        """Measure Freewheel beside others on this machine (a package of its own)."""
+@app.command(
+    name="bench",
+    context_settings={
+        "allow_extra_args": True,
+        "allow_interspersed_args": False,
+        "ignore_unknown_options": True,
+    },
+    add_help_option=False,
+)
+def bench(context: typer.Context) -> int | None:
+    """Measure Freewheel beside others on this machine, in one run."""
+    if importlib.util.find_spec("freewheel_bench") is None:
         raise ConfigError(
             "freewheel bench needs freewheel-bench, which is not installed here. Install it from "
             "Freewheel's repository: pip install ./benchmarks."
         )
+    from freewheel_bench.cli import app as benchmarks
+
+    code: int | None = benchmarks(context.args, prog_name="freewheel bench", standalone_mode=False)
+    return code
 
 
 @app.command(name="strategies")

@@ -1,4 +1,4 @@
-"""The records of a leg with PyTorch's DistributedDataParallel, as far as they can be known from outside.
+"""PyTorch's DistributedDataParallel, and its records as far as they can be known from outside.
 
 DDP does not say how long it waits: what a step takes beyond its own computing is counted as waiting for the
 others. What a ring would send is counted as sent.
@@ -6,12 +6,14 @@ others. What a ring would send is counted as sent.
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from freewheel import __version__
 from freewheel.observe.counters import CAUSES, Counters
@@ -22,17 +24,29 @@ from freewheel.runtime.rendezvous import options_alone
 from freewheel.training.job import DDP, Job
 
 
-def best_settings(model_bytes: int) -> dict[str, Any]:
-    """What lets DDP hide most of its reduction behind the backward pass (docs/benchmarks/real.md).
+def size_of(model: nn.Module) -> int:
+    """Bytes of all its weights."""
+    return sum(p.numel() * p.element_size() for p in model.parameters())
+
+
+@contextlib.contextmanager
+def parallel(model: nn.Module, **group: Any) -> Iterator[nn.Module]:
+    """DDP on gloo, set to hide most of its reduction behind the backward pass (docs/benchmarks/real.md).
 
     Buckets of a quarter of the model leave early, of less than 1 MB they cost more than they hide; 25 MB, its
     own default, is many a model in one. The view saves a copy of all gradients.
     """
-    return {"bucket_cap_mb": max(1.0, model_bytes / 4e6), "gradient_as_bucket_view": True}
+    torch.distributed.init_process_group("gloo", **group)
+    bucket_mb = max(1.0, size_of(model) / 4e6)
+    made = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+    torch.distributed.barrier()
+    yield made
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
 
 
 class DdpBooks:
-    """What one worker writes down during its loop, which keeps `steps` and `loss` up to date."""
+    """What one worker writes down during its loop, which reports every step."""
 
     def __init__(self, job: Job, folder: Path, rank: int, step_s: float, model_bytes: int) -> None:
         self.steps, self.loss = 0, torch.tensor(float("nan"))
@@ -41,6 +55,10 @@ class DdpBooks:
         self._began_s, self._began, self._state = time.perf_counter(), time.time(), "training"
         self._events = Events()
         self._recorder = Recorder(self._metrics, self._events, Journal(folder, rank))
+
+    def report(self, loss: Tensor) -> None:
+        """A step is made, with this loss."""
+        self.loss, self.steps = loss, self.steps + 1
 
     def about(self, lr: float, optimizer: torch.optim.Optimizer) -> None:
         """Let run.json be written."""

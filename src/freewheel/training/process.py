@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from freewheel.strategy import Strategy
 from freewheel.task import Task
 from freewheel.tempo import Tempo
 from freewheel.training.budget import Budget, budget
-from freewheel.training.ddp import DdpBooks, best_settings
+from freewheel.training.ddp import DdpBooks, parallel, size_of
 from freewheel.training.job import DDP, Job
 from freewheel.training.samples import Samples
 
@@ -96,16 +96,33 @@ def run(folder: Path, number: int) -> None:
     given = budget(job, lockstep, number, step_s)
     fastest = min(range(job.workers), key=lambda one: (job.slow.get(one, 1.0), one))
     samples = Samples(job, rank == fastest, Journal(folder, rank), lockstep)
-    train = _with_ddp if strategy is None else _attached
-    leg = Leg(job, folder, rank, model, optimizer, task, generator, tempo, step_s, given, samples)
-    final, ended = train(leg)
+    loop = Loop(job, folder, rank, model, optimizer, task, generator, tempo, step_s, given, samples)
+    with (_with_ddp if strategy is None else _attached)(loop) as together:
+        ended = loop.run(together)
+    final = together.answer()
     if samples.active:
         samples.write(task, task.model().to(device), final, ended, given.made())
 
 
 @dataclass
-class Leg:
-    """What the loop of one worker needs."""
+class Together:
+    """What a way to train together brings to the loop."""
+
+    module: nn.Module
+    """What computes a loss."""
+    turns: Iterator[float]
+    """One for each step, with the share of the budget that is used up."""
+    report: Callable[[Tensor], None]
+    """Takes the loss of the step that comes now."""
+    sample: Callable[[int], None]
+    """Notes the answer as it is after so many steps."""
+    answer: Callable[[], nn.Module]
+    """What came of it, when all is over."""
+
+
+@dataclass
+class Loop:
+    """The loop of one worker, as a user writes it, whatever the workers train together with."""
 
     job: Job
     folder: Path
@@ -123,14 +140,21 @@ class Leg:
     def __post_init__(self) -> None:
         self.lr: float = self.optimizer.param_groups[0]["lr"]
 
-    def steps(self, turns: Iterator[float]) -> Iterator[tuple[int, float]]:
-        """One turn for each step, with its number and the share of the budget that is used up."""
+    def run(self, together: Together) -> float:
+        """Make all steps; the time when all was computed."""
         rates = self.job.rates
-        for step, share in enumerate(turns):
+        for step, share in enumerate(together.turns):
             self.optimizer.param_groups[0]["lr"] = self.lr * rates.factor(share * rates.steps)
-            yield step, share
+            if self.samples.due(share):
+                together.sample(step)
+            together.report(self._gradients(together.module, step))
+            self.optimizer.step()
+        self.tempo.end()
+        if next(self.model.parameters()).is_cuda:
+            torch.cuda.synchronize()
+        return time.time()
 
-    def gradients(self, model: nn.Module, step: int) -> Tensor:
+    def _gradients(self, model: nn.Module, step: int) -> Tensor:
         """Compute them; the loss."""
         self.tempo.begin()
         loss = self.task.loss(model, self.task.batch(self.rank, self.generator))
@@ -143,13 +167,6 @@ class Leg:
                 f"{step}. Lower the learning rate."
             )
         return loss.detach()
-
-    def end(self) -> float:
-        """The loop is over; the time when all was computed."""
-        self.tempo.end()
-        if next(self.model.parameters()).is_cuda:
-            torch.cuda.synchronize()
-        return time.time()
 
 
 def _optimizer(job: Job, task: Task, model: nn.Module, strategy: Strategy | None) -> torch.optim.Optimizer:
@@ -164,60 +181,47 @@ def _optimizer(job: Job, task: Task, model: nn.Module, strategy: Strategy | None
     )
 
 
-def _attached(leg: Leg) -> tuple[nn.Module, float]:
-    """The loop as a user writes it."""
-    job, samples = leg.job, leg.samples
-    settings: dict[str, Any] = {"wire": job.wire, "seed": job.seed, "folder": leg.folder}
+@contextlib.contextmanager
+def _attached(loop: Loop) -> Iterator[Together]:
+    """Train together by Freewheel."""
+    job, samples = loop.job, loop.samples
+    settings: dict[str, Any] = {"wire": job.wire, "seed": job.seed, "folder": loop.folder}
     settings["resume"] = job.checkpoint if job.resume else None
-    worker = api.attach(leg.model, leg.optimizer, job.strategy, **settings)
+    worker = api.attach(loop.model, loop.optimizer, job.strategy, **settings)
     worker.about(name=job.task, target=job.target, **job.scenario())
     with worker:
         if job.checkpoint is not None:
-            worker.checkpoint(job.checkpoint, every=job.every, extra={"draws": Draws(leg.generator)})
+            worker.checkpoint(job.checkpoint, every=job.every, extra={"draws": Draws(loop.generator)})
         if job.resume:
-            leg.budget.go_on(leg.rank, worker.metrics()["resumed_at"])
-        turns, strategy = leg.budget.steps(), worker._agent.strategy
+            loop.budget.go_on(loop.rank, worker.metrics()["resumed_at"])
+        turns, strategy = loop.budget.steps(), worker._agent.strategy
         if isinstance(strategy, Grouping):
-            turns = leg.budget.steps_of_groups(lambda: (strategy.group, not strategy.together))
-        for step, share in leg.steps(turns):
-            if samples.due(share):
-                samples.ask(worker)
-            worker.report(leg.gradients(leg.model, step))
-            leg.optimizer.step()
-        ended = leg.end()
+            turns = loop.budget.steps_of_groups(lambda: (strategy.group, not strategy.together))
+        yield Together(loop.model, turns, worker.report, lambda _: samples.ask(worker), worker.consensus)
     for one in samples.pending:
         with contextlib.suppress(Exception):
             one.result(timeout=10)
-    return worker.consensus(), ended
 
 
-def _with_ddp(leg: Leg) -> tuple[nn.Module, float]:
-    """The same loop with DistributedDataParallel."""
-    import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
-
+@contextlib.contextmanager
+def _with_ddp(loop: Loop) -> Iterator[Together]:
+    """Train together by DistributedDataParallel."""
     # A name of its own: what an earlier job left in the store would be taken for this one's.
-    job, model, store = leg.job, leg.model, PrefixStore(str(leg.folder), leg.budget.plain)
-    dist.init_process_group("gloo", store=store, rank=leg.rank, world_size=job.workers)
+    job, model, store = loop.job, loop.model, PrefixStore(str(loop.folder), loop.budget.plain)
     replica = Replica(flatten(model.named_parameters(), gradients=False))
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
-    parallel = DistributedDataParallel(model, **best_settings(size))
-    dist.barrier()
-    with DdpBooks(job, leg.folder, leg.rank, leg.step_s, size) as books:
-        if leg.rank == 0:
-            books.about(leg.lr, leg.optimizer)
-        for step, share in leg.steps(leg.budget.steps()):
-            if leg.samples.due(share):
-                buffers = copy.deepcopy(buffers_of(model))
-                part = (leg.rank, replica.weights.cpu().clone(), buffers, step * job.workers)
-                leg.samples.keep([part], [part] * job.workers)  # its replicas are equal
-            books.loss = leg.gradients(parallel, step)
-            leg.optimizer.step()
-            books.steps += 1
-        ended = leg.end()
-    dist.barrier()
-    dist.destroy_process_group()
-    return model, ended
+
+    def sample(step: int) -> None:
+        buffers = copy.deepcopy(buffers_of(model))
+        part = (loop.rank, replica.weights.cpu().clone(), buffers, step * job.workers)
+        loop.samples.keep([part], [part] * job.workers)  # its replicas are equal
+
+    with (
+        parallel(model, store=store, rank=loop.rank, world_size=job.workers) as module,
+        DdpBooks(job, loop.folder, loop.rank, loop.step_s, size_of(model)) as books,
+    ):
+        if loop.rank == 0:
+            books.about(loop.lr, loop.optimizer)
+        yield Together(module, loop.budget.steps(), books.report, sample, lambda: model)
 
 
 if __name__ == "__main__":
