@@ -23,7 +23,7 @@ from freewheel.fabric.base import Pull
 from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import TcpFabric
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 
 HOST = "127.0.0.1"
 

@@ -41,7 +41,7 @@ from freewheel.fabric.frames import BadFrame, Kind
 from freewheel.fabric.handshake import CHALLENGE, Identity, prove
 from freewheel.fabric.secret import Seals
 from freewheel.fabric.tcp import TcpFabric, _Left
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 from freewheel.runtime.agent import Agent
 from freewheel.runtime.attach import Worker
 from freewheel.runtime.copies import Rest

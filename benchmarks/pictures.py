@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
 from browser import Browser, Page
-from freewheel.observe.dashboard import Board, Dashboard
+from freewheel.show.dashboard import Board, Dashboard
 
 COMMAND = "from freewheel.cli.main import main; main()"
 FOLDER = Path(__file__).parents[1] / "docs" / "pictures"

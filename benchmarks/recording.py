@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 import freewheel as fw
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 from freewheel.runtime.records import SAMPLE_S
 
 STEP_S, STEPS, ROUNDS, PEERS, TURNS = 0.005, 600, 5, 63, 1000

@@ -15,8 +15,8 @@ from rich.table import Table
 from freewheel import names, strategies
 from freewheel.cli.console import bars, output
 from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
-from freewheel.observe.files import check_writable, write_whole
-from freewheel.observe.numbers import given, share, short
+from freewheel.numbers import given, share, short
+from freewheel.records.files import check_writable, write_whole
 from freewheel_bench.figure import Figure
 from freewheel_bench.rates import Load, Span
 from freewheel_bench.rates import Progress as Show

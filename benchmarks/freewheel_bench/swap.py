@@ -31,7 +31,7 @@ from freewheel.fabric.base import Meet
 from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import TcpFabric
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 from freewheel.strategies.adpsgd import ADPSGD
 from freewheel_bench.contestants import FLOATS_PER_MB
 from freewheel_bench.figure import Figure

@@ -16,8 +16,8 @@ from freewheel.errors import (
     WorkerLost,
 )
 from freewheel.node import Node
-from freewheel.observe.result import Result
 from freewheel.planning.plan import Plan
+from freewheel.records.result import Result
 from freewheel.replica import Replica
 from freewheel.runtime.attach import Worker
 from freewheel.sim.compute import Compute

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from freewheel import strategies, tasks
-from freewheel.observe.journal import typed
-from freewheel.observe.result import Result
 from freewheel.planning.plan import Plan, make
 from freewheel.planning.setting import Setting
+from freewheel.records.journal import typed
+from freewheel.records.result import Result
 from freewheel.runtime.attach import Worker
 from freewheel.sim.driver import Simulation
 from freewheel.sim.records import SimulatedRecords

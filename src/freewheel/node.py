@@ -24,7 +24,7 @@ from freewheel.fabric.farewell import Farewells
 from freewheel.fabric.lineage import View
 from freewheel.fabric.merges import Group, Merge, Merges
 from freewheel.fabric.views import Views
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 from freewheel.replica import Replica
 from freewheel.strategy import Strategy
 from freewheel.topology import Topology

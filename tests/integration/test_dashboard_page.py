@@ -11,7 +11,7 @@ import pytest
 
 import browser
 import made
-from freewheel.observe.dashboard import Board, Dashboard
+from freewheel.show.dashboard import Board, Dashboard
 
 pytestmark = [
     pytest.mark.integration,

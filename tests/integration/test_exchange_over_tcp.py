@@ -19,7 +19,7 @@ from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.fabric.transfers import INLINE, LONG, PIECE, Landing, Transfers
 from freewheel.fabric.transport import PlainTransport
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 
 SIZE = 8 * PIECE
 DEADLINE_S = 30.0

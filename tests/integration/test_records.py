@@ -16,7 +16,7 @@ from torch import nn
 
 import freewheel as fw
 from crew import outcomes, together, worker
-from freewheel.observe.run import Run
+from freewheel.records.run import Run
 from freewheel.runtime import attach, records, registrar
 from freewheel.runtime.launcher import Captured, launch
 from freewheel.runtime.place import Place

@@ -8,9 +8,9 @@ import pytest
 
 import browser
 import made
-from freewheel.observe import report
-from freewheel.observe.outcome import result_of
-from freewheel.observe.run import Run
+from freewheel.records.run import Run
+from freewheel.show import report
+from freewheel.show.summary import result_of
 
 pytestmark = [
     pytest.mark.integration,

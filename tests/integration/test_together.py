@@ -17,7 +17,7 @@ from freewheel.fabric.base import RUNTIME, Message, Pull
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.fabric.transfers import LONG, shares
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 
 DEADLINE_S = 30.0
 SIZE = 3 * LONG + 77

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 
 from freewheel.errors import RunStopped
-from freewheel.observe import rows as watched
-from freewheel.observe.dashboard import Board
-from freewheel.observe.outcome import result_of
-from freewheel.observe.result import Result
-from freewheel.observe.run import Run
-from freewheel.observe.series import edges
-from freewheel.observe.versus import versus
+from freewheel.records.result import Result
+from freewheel.records.run import Run
 from freewheel.runtime.hosts import host_store
+from freewheel.show import rows as watched
+from freewheel.show.dashboard import Board
+from freewheel.show.series import edges
+from freewheel.show.summary import result_of
+from freewheel.show.versus import versus
 from freewheel.training import budget, process
 from freewheel.training.job import Job, train_all
 

@@ -12,7 +12,7 @@ from freewheel.cli.chaos import STRATEGIES
 from freewheel.data.ledger import Ledger
 from freewheel.names import split
 from freewheel.node import Node
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 from freewheel.sim import chaos
 
 WORKERS = 6

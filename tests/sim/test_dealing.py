@@ -15,7 +15,7 @@ from freewheel.data.dealing import ASK, DEALT, TELL, Dealing
 from freewheel.data.hand import Hand
 from freewheel.data.ledger import Ledger, reader
 from freewheel.fabric.frames import NOTES
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.fabric import Wire
 from freewheel.sim.links import Network

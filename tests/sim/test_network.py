@@ -9,7 +9,7 @@ import torch
 
 import freewheel as fw
 from freewheel.fabric import collectives
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.fabric import HEADER_BYTES, Wire
 from freewheel.sim.links import Network

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 import freewheel as fw
-from freewheel.observe.outcome import result_of
-from freewheel.observe.report.words import happened
-from freewheel.observe.run import Run
+from freewheel.records.run import Run
+from freewheel.show.report.words import happened
+from freewheel.show.summary import result_of
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

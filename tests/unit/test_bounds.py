@@ -8,8 +8,8 @@ import pytest
 
 import freewheel as fw
 from freewheel import theory
-from freewheel.observe.bounds import Bound, bounds
-from freewheel.observe.result import Result, Sample
+from freewheel.records.result import Result, Sample
+from freewheel.show.bounds import Bound, bounds
 
 COMPUTE = {"ms": 10.0, "kind": "constant", "spread": 0.3, "slow": {}, "pauses": (), "trace": ()}
 LINKS = {

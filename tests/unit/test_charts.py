@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as some
 
 import made
-from freewheel.observe import charts
-from freewheel.observe.dashboard.delta import apply, delta
-from freewheel.observe.graph import graph
-from freewheel.observe.run import Run
-from freewheel.observe.screen import header
-from freewheel.observe.series import Edge, blocked, edges, moments, series, staleness
+from freewheel.records.run import Run
+from freewheel.show.dashboard.delta import apply, delta
+from freewheel.show.figures import charts
+from freewheel.show.figures.graph import graph
+from freewheel.show.series import Edge, blocked, edges, moments, series, staleness
+from freewheel.show.terminal import header
 
 
 def read(folder, **how):

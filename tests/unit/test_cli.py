@@ -16,7 +16,7 @@ import pytest
 
 from freewheel.cli.main import main
 from freewheel.cli.train import _chosen
-from freewheel.observe.result import JSON_KEYS
+from freewheel.records.result import JSON_KEYS
 from freewheel.strategies import ALL
 
 SMALL = ["--task", "quadratic", "--workers", "3", "--steps", "10"]

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from freewheel.observe import journal
-from freewheel.observe.counters import Counters
-from freewheel.observe.journal import Journal
-from freewheel.observe.run import Run
+from freewheel.records import journal
+from freewheel.records.counters import Counters
+from freewheel.records.journal import Journal
+from freewheel.records.run import Run
 
 HOUR = 7200  # samples
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freewheel.observe.numbers import given, share, short, speed
+from freewheel.numbers import given, share, short, speed
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,11 @@ import pytest
 
 import made
 from freewheel.errors import ConfigError
-from freewheel.observe import rows as watched
-from freewheel.observe.bounds import Bound, bounds
-from freewheel.observe.dashboard import Board
-from freewheel.observe.outcome import result_of
-from freewheel.observe.run import Run
+from freewheel.records.run import Run
+from freewheel.show import rows as watched
+from freewheel.show.bounds import Bound, bounds
+from freewheel.show.dashboard import Board
+from freewheel.show.summary import result_of
 
 
 def folder_of(folder: Path, lives: list[dict[str, Any]], **about: Any) -> Run:

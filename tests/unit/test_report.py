@@ -13,10 +13,10 @@ import pytest
 
 import made as folders
 from freewheel.errors import ConfigError
-from freewheel.observe import report
-from freewheel.observe.report import words
-from freewheel.observe.result import Result, Sample
-from freewheel.observe.run import Run
+from freewheel.records.result import Result, Sample
+from freewheel.records.run import Run
+from freewheel.show import report
+from freewheel.show.report import words
 from pages import Page, figures_of
 
 LEARNING = ["loss-time", "loss-samples", "accuracy-time", "accuracy-samples"]

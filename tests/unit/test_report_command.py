@@ -14,10 +14,10 @@ import pytest
 import freewheel as fw
 import made
 from freewheel.cli.main import main
-from freewheel.observe.bounds import bounds
-from freewheel.observe.outcome import result_of
-from freewheel.observe.report.words import number, percent
-from freewheel.observe.run import Run
+from freewheel.records.run import Run
+from freewheel.show.bounds import bounds
+from freewheel.show.report.words import number, percent
+from freewheel.show.summary import result_of
 from pages import Page, figures_of
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>|`*_\"'&"

@@ -10,11 +10,11 @@ import pytest
 
 import made
 from freewheel.errors import ConfigError
-from freewheel.observe import run as run_module
-from freewheel.observe.files import fresh
-from freewheel.observe.outcome import rates
-from freewheel.observe.run import LINES, POINTS, Run, find_runs
-from freewheel.observe.tail import Tail
+from freewheel.records import run as run_module
+from freewheel.records.files import fresh
+from freewheel.records.run import LINES, POINTS, Run, find_runs
+from freewheel.records.tail import Tail
+from freewheel.show.summary import rates
 
 
 def test_lines_are_read_once_and_only_when_they_are_whole(tmp_path):

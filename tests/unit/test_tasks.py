@@ -15,8 +15,8 @@ from torch import nn
 
 import freewheel as fw
 from freewheel import tasks
-from freewheel.observe.journal import Journal
-from freewheel.observe.run import Run
+from freewheel.records.journal import Journal
+from freewheel.records.run import Run
 from freewheel.replica import Replica
 from freewheel.tasks import nets
 from freewheel.tasks.cifar10 import MARGIN, MEAN, STD, divided, shift_and_mirror

@@ -9,8 +9,8 @@ from rich.console import Console
 
 import freewheel as fw
 from freewheel.cli.results import show
-from freewheel.observe.result import Sample
-from freewheel.observe.versus import versus
+from freewheel.records.result import Sample
+from freewheel.show.versus import versus
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,11 @@ import made
 from freewheel.cli import watch as watch_module
 from freewheel.cli.main import main
 from freewheel.errors import ConfigError
-from freewheel.observe.files import check_unused
-from freewheel.observe.pick import pick
-from freewheel.observe.rows import history, most_telling, rows, total
-from freewheel.observe.run import Run
-from freewheel.observe.screen import Screen, numbers, plain_line, spark
+from freewheel.records.files import check_unused
+from freewheel.records.find_run import pick
+from freewheel.records.run import Run
+from freewheel.show.rows import history, most_telling, rows, total
+from freewheel.show.terminal import Screen, numbers, plain_line, spark
 
 ALL_HEADINGS = ["rank", "state", "steps", "steps/s", "blocked", "stale", "discrep.", "exch.", "MB/s", "loss"]
 

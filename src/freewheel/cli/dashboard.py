@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
-from freewheel.observe.dashboard import Board, Dashboard
-from freewheel.observe.dashboard.server import PORT
+from freewheel.show.dashboard import Board, Dashboard
+from freewheel.show.dashboard.server import PORT
 
 
 def dashboard(

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from freewheel.errors import ConfigError
-from freewheel.observe.files import check_writable
+from freewheel.records.files import check_writable
 
 
 def export(

@@ -20,13 +20,13 @@ from freewheel.cli.console import bars, output
 from freewheel.cli.options import option, takes
 from freewheel.cli.run import _module, _script
 from freewheel.errors import ConfigError
-from freewheel.observe.files import check_writable, write_whole
-from freewheel.observe.numbers import short, speed
+from freewheel.numbers import short, speed
 from freewheel.planning import plan as planner
 from freewheel.planning import tables, words
 from freewheel.planning.choice import Progress
 from freewheel.planning.measure import LinkTo, Measurement, measure_links, measure_script
 from freewheel.planning.setting import Setting
+from freewheel.records.files import check_writable, write_whole
 
 MEASURED = ("link_mbit", "latency_ms", "jitter")
 

@@ -12,11 +12,11 @@ import typer
 from rich.console import Console
 
 from freewheel.errors import ConfigError
-from freewheel.observe.files import check_writable, write_whole
-from freewheel.observe.outcome import result_of
-from freewheel.observe.report import html, markdown
-from freewheel.observe.result import Result
-from freewheel.observe.run import Run, find_runs
+from freewheel.records.files import check_writable, write_whole
+from freewheel.records.result import Result
+from freewheel.records.run import Run, find_runs
+from freewheel.show.report import html, markdown
+from freewheel.show.summary import result_of
 
 PAGE = Path("report.html")
 

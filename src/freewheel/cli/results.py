@@ -10,12 +10,12 @@ from typing import Annotated
 from rich.console import Console
 
 from freewheel.cli.options import command_line, option
-from freewheel.observe.files import write_whole
-from freewheel.observe.report import write
-from freewheel.observe.result import Result
-from freewheel.observe.run import Run
-from freewheel.observe.table import results_tables
-from freewheel.observe.versus import versus
+from freewheel.records.files import write_whole
+from freewheel.records.result import Result
+from freewheel.records.run import Run
+from freewheel.show.report import write
+from freewheel.show.results_table import results_tables
+from freewheel.show.versus import versus
 
 Json = Annotated[Path | None, option("--json", meaning="Write the figures here.", rare=True)]
 Report = Annotated[Path | None, option(meaning="Write an HTML report here.")]

@@ -12,9 +12,9 @@ from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, option, ranks_and_numbers, takes
 from freewheel.cli.results import Force, Json, Report, save, show
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.observe.files import check_unused, check_writable, open_whole
-from freewheel.observe.report import recorded
-from freewheel.observe.result import Result
+from freewheel.records.files import check_unused, check_writable, open_whole
+from freewheel.records.result import Result
+from freewheel.show.report import recorded
 from freewheel.sim.compute import Compute
 from freewheel.sim.faults import Fault
 from freewheel.sim.links import Links

@@ -16,9 +16,9 @@ from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, option, takes
 from freewheel.cli.results import Force, Json, Report, save, show
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.observe.files import check_unused, check_writable
-from freewheel.observe.report import recorded
-from freewheel.observe.result import Result
+from freewheel.records.files import check_unused, check_writable
+from freewheel.records.result import Result
+from freewheel.show.report import recorded
 from freewheel.training.job import DDP, Job, name, train_all
 
 SIDE_BY_SIDE = "ddp,allreduce,sasgd,nodelay,nodelay_free,adpsgd,dasgd,asgd,easgd"

@@ -18,9 +18,9 @@ from rich.text import Text
 
 from freewheel.cli.console import output
 from freewheel.errors import ConfigError, at_least
-from freewheel.observe.pick import STARTING_S, Choice, pick, written_s
-from freewheel.observe.run import Run
-from freewheel.observe.screen import Screen, event_line, plain_line
+from freewheel.records.find_run import STARTING_S, Choice, pick, written_s
+from freewheel.records.run import Run
+from freewheel.show.terminal import Screen, event_line, plain_line
 
 REFRESH_S = 0.5
 PLAIN_S = 1.0

@@ -29,7 +29,7 @@ from freewheel.data.sameness import difference
 from freewheel.data.spans import Span, Spans, common, first, minus, size, union
 from freewheel.errors import ConfigError, PeerLost
 from freewheel.fabric.base import RUNTIME, Fabric, Message, Tag
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 
 ASK: Tag = (RUNTIME, "deal", "ask")
 TELL: Tag = (RUNTIME, "deal", "tell")

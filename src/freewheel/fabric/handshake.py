@@ -37,7 +37,7 @@ from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
 from freewheel.fabric.secret import Seals, derive, same
 from freewheel.fabric.transport import Transport, dial, listen, open_transport
 from freewheel.fabric.windows import KINDS, STREAM, Windows, is_locator
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 
 GREETING_S = 10.0
 """How long a connection may take to say who it is."""

@@ -31,7 +31,7 @@ from freewheel.fabric.together import Together
 from freewheel.fabric.transfers import INLINE, LONG, Landing, Outgoing, Transfers
 from freewheel.fabric.transport import Transport
 from freewheel.fabric.windows import DEVICE, HOST, STREAM, Windows, is_locator
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 
 PINGS = 4
 """Signs of life in the time after which silence is a loss."""

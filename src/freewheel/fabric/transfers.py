@@ -26,7 +26,7 @@ from freewheel.fabric import kernels
 from freewheel.fabric.base import Each, Meet, Note, Pull, Tag
 from freewheel.fabric.frames import BadFrame
 from freewheel.fabric.transport import Transport
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 
 T = TypeVar("T")
 LONG = 1 << 15

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from html import escape
 from typing import Any
 
-from freewheel.observe.palette import COLOURS, DASHES
 from freewheel.planning.choice import CEILING, name
 from freewheel.planning.forecast import Forecast
 from freewheel.planning.tables import useful_share
+from freewheel.show.figures.palette import COLOURS, DASHES
 
 Value = Callable[[Forecast], float | None]
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from freewheel.errors import ConfigError
-from freewheel.observe.numbers import short, speed
+from freewheel.numbers import short, speed
 from freewheel.planning import candidates
 from freewheel.planning.forecast import Forecast, forecast, reweighed
 from freewheel.planning.setting import Setting

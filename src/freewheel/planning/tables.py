@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from freewheel.observe.numbers import share, short
+from freewheel.numbers import share, short
 from freewheel.planning.choice import CEILING, name
 from freewheel.planning.forecast import Forecast
 

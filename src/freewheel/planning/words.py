@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from freewheel.observe.numbers import given, short, speed
+from freewheel.numbers import given, short, speed
 from freewheel.planning.choice import CEILING, TIE, name
 from freewheel.planning.forecast import Forecast
 from freewheel.planning.plan import Plan

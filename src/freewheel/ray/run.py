@@ -17,11 +17,11 @@ import ray
 
 from freewheel.errors import ConfigError, FreewheelError, WorkerLost, at_least
 from freewheel.fabric import secret
-from freewheel.observe.journal import Journal
 from freewheel.ray.book import NAMESPACE, Book, Line
 from freewheel.ray.cluster import connect, needs, room
 from freewheel.ray.records import Collector
 from freewheel.ray.worker import GONE, Worker
+from freewheel.records.journal import Journal
 from freewheel.runtime.entries import Entries
 from freewheel.runtime.rendezvous import OPTIONS
 

@@ -24,7 +24,7 @@ from freewheel.fabric.handshake import OTHER_KEYS, Identity
 from freewheel.fabric.tcp import LEFT, TcpFabric
 from freewheel.moments import Moments
 from freewheel.node import Node
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 from freewheel.runtime import states
 from freewheel.runtime.beginnings import Entry, Orphaned
 from freewheel.runtime.buffers import agree, mean_buffers

@@ -25,7 +25,7 @@ from freewheel.errors import ConfigError, Diverged, RunStopped, WorkerLost, at_l
 from freewheel.fabric import windows
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import FINISHED, LEFT
-from freewheel.observe.journal import Journal, typed
+from freewheel.records.journal import Journal, typed
 from freewheel.runtime import checks, keys, optimizers, steps, unfinished
 from freewheel.runtime.agent import STOP, Agent
 from freewheel.runtime.beginnings import Beginning, Orphaned

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from freewheel.observe.numbers import short, speed
+from freewheel.numbers import short, speed
 from freewheel.runtime.facts import LOOPBACK, Facts, is_loopback
 from freewheel.runtime.links import LinkFigure
 

@@ -30,7 +30,7 @@ from typing import Any
 
 from freewheel.errors import ConfigError, at_least
 from freewheel.fabric import secret as secrets
-from freewheel.observe.journal import Journal
+from freewheel.records.journal import Journal
 from freewheel.runtime import keys
 from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.bounded import reach

@@ -22,7 +22,7 @@ from freewheel.runtime.leases import Leases
 from freewheel.runtime.streams import StreamLoader
 
 if TYPE_CHECKING:
-    from freewheel.observe.counters import Counters
+    from freewheel.records.counters import Counters
     from freewheel.runtime.agent import Agent
 
 T = TypeVar("T")

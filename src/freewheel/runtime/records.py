@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.errors import ConfigError
-from freewheel.observe.journal import Journal, head
-from freewheel.observe.numbers import short
+from freewheel.numbers import short
+from freewheel.records.journal import Journal, head
 from freewheel.runtime import optimizers
 from freewheel.strategy import Strategy
 

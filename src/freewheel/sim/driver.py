@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, Deadlock, Diverged, PeerLost, RunStopped, WorkerLost
 from freewheel.moments import adam_rate, check_optimizer
-from freewheel.observe.counters import Counters
-from freewheel.observe.result import Result, Sample
+from freewheel.records.counters import Counters
+from freewheel.records.result import Result, Sample
 from freewheel.sim.clock import VirtualLoop, at_once
 from freewheel.sim.fabric import Wire
 from freewheel.sim.faults import Fault

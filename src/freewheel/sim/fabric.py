@@ -11,7 +11,7 @@ from torch import Tensor
 
 from freewheel.fabric.base import Message, Note, Tag
 from freewheel.fabric.mailbox import Mailbox
-from freewheel.observe.counters import Counters
+from freewheel.records.counters import Counters
 from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.links import PACKET_BYTES, Network, Port
 from freewheel.sim.sharing import Fair

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from freewheel.observe.files import fresh
-from freewheel.observe.journal import Journal, head
-from freewheel.observe.result import Sample
+from freewheel.records.files import fresh
+from freewheel.records.journal import Journal, head
+from freewheel.records.result import Sample
 from freewheel.sim.faults import Fault
 from freewheel.sim.worker import SimulatedWorker
 

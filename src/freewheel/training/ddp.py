@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from freewheel import __version__
-from freewheel.observe.counters import CAUSES, Counters
-from freewheel.observe.journal import Journal, head, typed
+from freewheel.records.counters import CAUSES, Counters
+from freewheel.records.journal import Journal, head, typed
 from freewheel.runtime.place import Place
 from freewheel.runtime.records import Events, Recorder
 from freewheel.runtime.rendezvous import options_alone

@@ -15,7 +15,7 @@ from typing import Any
 from freewheel import strategies, tasks
 from freewheel.errors import ConfigError, RunStopped, at_least
 from freewheel.moments import check_optimizer
-from freewheel.observe.result import Result
+from freewheel.records.result import Result
 from freewheel.runtime.launcher import Captured, launch
 from freewheel.schedule import Schedule
 from freewheel.settings import Training, setting

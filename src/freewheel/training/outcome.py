@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.observe.outcome import result_of
-from freewheel.observe.result import Result
-from freewheel.observe.run import Run
+from freewheel.records.result import Result
+from freewheel.records.run import Run
+from freewheel.show.summary import result_of
 
 
 def read_outcome(folder: Path, workers: int) -> Result:

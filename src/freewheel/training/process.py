@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from freewheel import api, strategies, tasks
 from freewheel.errors import Diverged, FreewheelError
 from freewheel.moments import adam_rate
-from freewheel.observe.journal import Journal
+from freewheel.records.journal import Journal
 from freewheel.replica import Replica, flatten
 from freewheel.runtime.buffers import buffers_of
 from freewheel.strategies.grouping import Grouping

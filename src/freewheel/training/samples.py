@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from freewheel.observe.journal import Journal
+from freewheel.records.journal import Journal
 from freewheel.replica import Replica, flatten
 from freewheel.runtime.attach import Worker
 from freewheel.runtime.buffers import mean_buffers, set_buffers

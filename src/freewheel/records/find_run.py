@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from freewheel.errors import ConfigError
-from freewheel.observe.about import read_about
-from freewheel.observe.run import SILENT_S, Run, find_runs
+from freewheel.records.run import SILENT_S, Run, find_runs
+from freewheel.records.run_json import read_about
 
 STARTING_S = 120.0
 """A folder as `freewheel run` makes them that is no older than this may yet become a run."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from freewheel.observe.run import DEATHS, Run, Track
+from freewheel.records.run import DEATHS, Run, Track
 
 MOMENTS = 240
 """At most so many moments, and at least half as many."""

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.errors import ConfigError
-from freewheel.observe.files import write_whole
-from freewheel.observe.tail import life
+from freewheel.records.files import write_whole
+from freewheel.records.tail import life
 
 FORMAT = 1
 THIN_BYTES = 24_000_000

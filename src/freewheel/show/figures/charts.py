@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from html import escape
 from typing import Any
 
-from freewheel.observe.drawing import (
+from freewheel.records.run import Evaluation
+from freewheel.show.figures.common import (
     UNITS,
     Figure,
     Shown,
@@ -23,11 +24,10 @@ from freewheel.observe.drawing import (
     shown,
     time_axis,
 )
-from freewheel.observe.graph import graph
-from freewheel.observe.palette import CAUSES, GREY
-from freewheel.observe.run import Evaluation
-from freewheel.observe.series import Floats, blocked, staleness
-from freewheel.observe.timeline import faults
+from freewheel.show.figures.graph import graph
+from freewheel.show.figures.palette import CAUSES, GREY
+from freewheel.show.figures.timeline import faults
+from freewheel.show.series import Floats, blocked, staleness
 
 __all__ = [
     "Figure", "Shown", "blocked_shares", "consensus", "curves", "faults", "figures", "shown",

@@ -16,15 +16,15 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.errors import ConfigError, FreewheelError
-from freewheel.observe import charts
-from freewheel.observe.about import read_about
-from freewheel.observe.dashboard.delta import delta
-from freewheel.observe.outcome import rates
-from freewheel.observe.palette import COLOURS
-from freewheel.observe.report.runs import flatten
-from freewheel.observe.rows import elapsed_s, standing, total
-from freewheel.observe.run import DEATHS, SILENT_S, Run, find_runs
-from freewheel.observe.series import blocked
+from freewheel.records.run import DEATHS, SILENT_S, Run, find_runs
+from freewheel.records.run_json import read_about
+from freewheel.show.dashboard.delta import delta
+from freewheel.show.figures import charts
+from freewheel.show.figures.palette import COLOURS
+from freewheel.show.report.runs import flatten
+from freewheel.show.rows import elapsed_s, standing, total
+from freewheel.show.series import blocked
+from freewheel.show.summary import rates
 
 SCAN_S = 2.0
 """So often the folder is looked through for new runs."""

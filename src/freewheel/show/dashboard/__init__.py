@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from freewheel.observe.dashboard.board import Board
-from freewheel.observe.dashboard.server import Dashboard
+from freewheel.show.dashboard.board import Board
+from freewheel.show.dashboard.server import Dashboard
 
 __all__ = ["Board", "Dashboard"]

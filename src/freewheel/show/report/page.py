@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from freewheel.observe.report.figures import all_figures, figure_box, legend, swatch
-from freewheel.observe.report.runs import Shown, same_budget, unlike
-from freewheel.observe.report.tables import (
+from freewheel.show.report.figures import all_figures, figure_box, legend, swatch
+from freewheel.show.report.runs import Shown, same_budget, unlike
+from freewheel.show.report.tables import (
     Table,
     events_table,
     records_table,
@@ -19,7 +19,7 @@ from freewheel.observe.report.tables import (
     versions,
     workers_table,
 )
-from freewheel.observe.report.words import clock, findings, scenario_in_words, still_running
+from freewheel.show.report.words import clock, findings, scenario_in_words, still_running
 
 OPEN = 16
 """A single run's table of so many workers is shown at once; a longer one is folded."""

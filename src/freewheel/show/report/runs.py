@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from freewheel.observe.palette import COLOURS, DASHES
-from freewheel.observe.result import Result
-from freewheel.observe.run import Run
+from freewheel.records.result import Result
+from freewheel.records.run import Run
+from freewheel.show.figures.palette import COLOURS, DASHES
 
 NAMED = 3
 """Runs that differ in more settings than this are called by their folders: nobody reads a name so long."""

@@ -6,10 +6,10 @@ import math
 from html import escape
 from typing import Any
 
-from freewheel.observe.numbers import short
-from freewheel.observe.palette import DISTANCES, STATES
-from freewheel.observe.run import Run
-from freewheel.observe.series import Edge, edges
+from freewheel.numbers import short
+from freewheel.records.run import Run
+from freewheel.show.figures.palette import DISTANCES, STATES
+from freewheel.show.series import Edge, edges
 
 MOST, EACH = 256, 2
 """More edges than this are thinned out: so many of each worker are left."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 
-from freewheel.observe.report.runs import Shown
-from freewheel.observe.report.tables import (
+from freewheel.show.report.runs import Shown
+from freewheel.show.report.tables import (
     Table,
     events_table,
     records_table,
@@ -16,8 +16,8 @@ from freewheel.observe.report.tables import (
     versions,
     workers_table,
 )
-from freewheel.observe.report.words import findings, scenario_in_words, still_running
-from freewheel.observe.screen import printable
+from freewheel.show.report.words import findings, scenario_in_words, still_running
+from freewheel.show.terminal import printable
 
 ROWS = 32
 """A longer table of workers or events is cut: people read this in a browser they scroll in."""

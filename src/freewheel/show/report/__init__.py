@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from freewheel.errors import ConfigError
-from freewheel.observe.files import write_whole
-from freewheel.observe.report.markdown import text
-from freewheel.observe.report.page import page
-from freewheel.observe.report.runs import named_runs
-from freewheel.observe.result import Result
-from freewheel.observe.run import Run
+from freewheel.records.files import write_whole
+from freewheel.records.result import Result
+from freewheel.records.run import Run
+from freewheel.show.report.markdown import text
+from freewheel.show.report.page import page
+from freewheel.show.report.runs import named_runs
 
 __all__ = ["html", "markdown", "recorded", "write"]
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from freewheel import theory
-from freewheel.observe.outcome import step_times_s
-from freewheel.observe.result import Result
+from freewheel.records.result import Result
+from freewheel.show.summary import step_times_s
 
 Kind = Literal["at most", "at least", "about"]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.errors import ConfigError
-from freewheel.observe.about import read_about, stamp
-from freewheel.observe.events import Event, Events
-from freewheel.observe.tail import Tail
+from freewheel.records.events import Event, Events
+from freewheel.records.run_json import read_about, stamp
+from freewheel.records.tail import Tail
 
 POINTS = 256
 """So many points per worker are read of what was written before, and at most twice as many are kept."""

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from freewheel.observe import charts
-from freewheel.observe.charts import Figure
-from freewheel.observe.graph import graph
-from freewheel.observe.palette import FAINT, SVG_DASHES
-from freewheel.observe.report.runs import Shown, unlike
-from freewheel.observe.report.words import listed, number, percent
+from freewheel.show.figures import charts
+from freewheel.show.figures.charts import Figure
+from freewheel.show.figures.graph import graph
+from freewheel.show.figures.palette import FAINT, SVG_DASHES
+from freewheel.show.report.runs import Shown, unlike
+from freewheel.show.report.words import listed, number, percent
 
 GRAPHS = 6
 """With more runs than this their graphs are left out: one would not find them among each other."""

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 from rich.table import Table
 
-from freewheel.observe.numbers import share, short
-from freewheel.observe.report.runs import named_runs
-from freewheel.observe.result import Result
-from freewheel.observe.versus import Versus, versus
+from freewheel.numbers import share, short
+from freewheel.records.result import Result
+from freewheel.show.report.runs import named_runs
+from freewheel.show.versus import Versus, versus
 
 
 def results_tables(results: Sequence[Result], width: int) -> list[Table | str]:

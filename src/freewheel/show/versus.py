@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from freewheel.observe.result import Result
+from freewheel.records.result import Result
 
 BASELINES = ("ddp", "allreduce")
 """What others are faster than: the first of these that is there."""

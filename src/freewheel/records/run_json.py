@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.errors import ConfigError, at_least
-from freewheel.observe.journal import FORMAT
+from freewheel.records.journal import FORMAT
 
 KINDS = {
     "strategy": str,

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from freewheel.errors import ConfigError
-from freewheel.observe.dashboard.board import Board
+from freewheel.show.dashboard.board import Board
 
 PORT = 8765
 HOST = "127.0.0.1"
@@ -83,7 +83,7 @@ class Dashboard(ThreadingHTTPServer):
 
 def _files() -> dict[str, tuple[str, bytes]]:
     """Everything that is served but the data: name, kind, contents."""
-    here, report = resources.files(__package__), resources.files("freewheel.observe.report")
+    here, report = resources.files(__package__), resources.files("freewheel.show.report")
     css = report.joinpath("page.css").read_bytes() + here.joinpath("page.css").read_bytes()
     try:
         script = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()

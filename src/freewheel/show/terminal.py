@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from rich.cells import cell_len
 from rich.text import Text
 
-from freewheel.observe.events import Event
-from freewheel.observe.numbers import share, short
-from freewheel.observe.outcome import reached_s
-from freewheel.observe.rows import (
+from freewheel.numbers import share, short
+from freewheel.records.events import Event
+from freewheel.records.run import Run
+from freewheel.show.rows import (
     GOING,
     Row,
     elapsed_s,
@@ -24,7 +24,7 @@ from freewheel.observe.rows import (
     total,
     window_s,
 )
-from freewheel.observe.run import Run
+from freewheel.show.summary import reached_s
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 SPARK = (6, 24)

@@ -15,9 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from freewheel.observe.outcome import rates, staleness_mean
-from freewheel.observe.run import Run, Track
-from freewheel.observe.series import blocked
+from freewheel.records.run import Run, Track
+from freewheel.show.series import blocked
+from freewheel.show.summary import rates, staleness_mean
 
 LATELY_S = 5.0
 LATELY_SLOW_S = 30.0

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from freewheel.observe.drawing import Figure, Shown, numbers, rounded, time_axis
-from freewheel.observe.palette import EVENTS, FAINT, GREY
+from freewheel.show.figures.common import Figure, Shown, numbers, rounded, time_axis
+from freewheel.show.figures.palette import EVENTS, FAINT, GREY
 
 
 def faults(runs: Sequence[Shown]) -> Figure:

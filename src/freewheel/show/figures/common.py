@@ -10,10 +10,10 @@ from functools import cached_property
 from html import escape
 from typing import Any
 
-from freewheel.observe.palette import COLOURS, DASHES
-from freewheel.observe.rows import Row, rows
-from freewheel.observe.run import Run
-from freewheel.observe.series import Floats, Series, series
+from freewheel.records.run import Run
+from freewheel.show.figures.palette import COLOURS, DASHES
+from freewheel.show.rows import Row, rows
+from freewheel.show.series import Floats, Series, series
 
 Figure = dict[str, Any]
 UNITS = {1.0: "s", 60.0: "min", 3600.0: "h"}

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from freewheel.errors import ConfigError
-from freewheel.observe.result import Result, Sample
-from freewheel.observe.run import Run
+from freewheel.records.result import Result, Sample
+from freewheel.records.run import Run
 
 
 def result_of(run: Run) -> Result:

@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from freewheel.observe.numbers import given
-from freewheel.observe.report.runs import Shown, differing, flatten, unlike
-from freewheel.observe.result import Result
-from freewheel.observe.run import DEATHS, Run
+from freewheel.numbers import given
+from freewheel.records.result import Result
+from freewheel.records.run import DEATHS, Run
+from freewheel.show.report.runs import Shown, differing, flatten, unlike
 
 
 def number(value: float | None) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 
 from freewheel import theory, topology
 from freewheel.errors import ConfigError
-from freewheel.observe.bounds import Bound, bounds
-from freewheel.observe.report.runs import Shown, flatten, same_budget, unlike
-from freewheel.observe.report.words import number, percent, standing
-from freewheel.observe.result import Result
-from freewheel.observe.versus import versus
+from freewheel.records.result import Result
+from freewheel.show.bounds import Bound, bounds
+from freewheel.show.report.runs import Shown, flatten, same_budget, unlike
+from freewheel.show.report.words import number, percent, standing
+from freewheel.show.versus import versus
 
 
 @dataclass(frozen=True)

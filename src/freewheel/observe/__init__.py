@@ -1,1 +1,0 @@
-"""What is measured, and how people see it. Reads records; imports neither torch nor the engine."""

@@ -1,0 +1,1 @@
+"""Figures of runs, the same in a report and on the dashboard."""
