@@ -56,7 +56,7 @@ COMMUNICATION: list[Column] = [
     ("alone steps/s", lambda f: short(f.raw["alone_steps_per_s"], 4)),
     ("freewheel", lambda f: short(f.raw["freewheel_steps_per_s"], 4)),
     ("DDP", lambda f: short(f.raw["ddp_steps_per_s"], 4)),
-    ("blocked", lambda f: f"{100 * f.raw['blocked_share']:.2f}%"),
+    ("blocked", lambda f: share(f.raw["blocked_share"], 2)),
     ("waiting (alone)", lambda f: f"{share(f.raw['waiting_share'])} ({share(f.raw['alone_waiting_share'])})"),
     ("exchanges/step", lambda f: short(f.raw["exchanges_per_step"])),
 ]
@@ -202,8 +202,8 @@ def overhead(
         ("attached ms", lambda f: short(f.freewheel, 4)),
         ("plain ms", lambda f: short(f.theirs, 4)),
         ("ratio", lambda f: f"{f.ratio:.4f}"),
-        ("overhead", lambda f: f"{f.raw['overhead_percent']:+.2f}%"),
-        ("noise", lambda f: f"{f.raw['noise_percent']:+.2f}%"),
+        ("overhead", lambda f: f"{f.raw['overhead_percent']:+.2f} %"),
+        ("noise", lambda f: f"{f.raw['noise_percent']:+.2f} %"),
     ]
     _print(columns, found, "Medians; noise: a second plain loop beside the first.")
 
@@ -306,7 +306,7 @@ def soak(
     console.print(
         f"Faults: {struck}, one in {figures['between_faults_s']:.2f} s. "
         f"{figures['samples']} samples in {figures['passes']} passes, "
-        f"{figures['seconds']:.0f} s, accuracy {100 * figures['accuracy']:.2f} %.",
+        f"{figures['seconds']:.0f} s, accuracy {share(figures['accuracy'], 2)}.",
         highlight=False,
         soft_wrap=True,
     )

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.data.order import order
+from freewheel.numbers import share
 from freewheel_bench.footprint import Footprint
 from freewheel_bench.workers import Life
 
@@ -205,8 +206,8 @@ def judge(found: Found, calm: Found | None = None) -> list[Law]:
             Law(
                 "accuracy",
                 with_faults >= without - POINT,
-                f"{100 * with_faults:.2f} %",
-                f"{100 * without:.2f} % undisturbed, less 1 point",
+                share(with_faults, 2),
+                f"{share(without, 2)} undisturbed, less 1 point",
             )
         )
         judged.append(

@@ -12,8 +12,8 @@ from torch import nn
 from freewheel import strategies, tasks
 from freewheel.planning.plan import Plan, make
 from freewheel.planning.setting import Setting
-from freewheel.records.journal import typed
 from freewheel.records.result import Result
+from freewheel.records.run_json import typed
 from freewheel.runtime.attach import Worker
 from freewheel.sim.driver import Simulation
 from freewheel.sim.records import SimulatedRecords

@@ -22,7 +22,6 @@ import made
 from freewheel.errors import ConfigError
 from freewheel.show.dashboard import Board, Dashboard
 from freewheel.show.dashboard import board as board_module
-from freewheel.show.dashboard.delta import apply
 from freewheel.show.dashboard.server import bare
 
 pytestmark = pytest.mark.integration
@@ -156,7 +155,7 @@ def test_text_of_records_is_text_and_never_markup(tmp_path, at_once):
     made.append(tmp_path / "a" / "events-0.jsonl", made.event(1004.0, evil, 1, 0, text=evil))
     made.append(tmp_path / "a" / "worker-0.jsonl", made.sample(0, 21, state=evil))
     with serving(tmp_path) as server:
-        shown = [data(server, f"?runs={k}")["change"]["v"]["figures"] for k in ("0", "0,1")]
+        shown = [data(server, f"?runs={k}")["document"]["figures"] for k in ("0", "0,1")]
     texts = ("title", "said", "empty")  # the page sets these as text
     figures = [figure for one in shown for figure in one.values()]
     drawn = json.dumps([{key: part for key, part in one.items() if key not in texts} for one in figures])
@@ -201,20 +200,20 @@ def test_what_is_no_request_is_refused_and_the_next_is_answered(server):
 
 
 def test_the_newest_run_is_shown_unless_others_are_picked(server):
-    told = data(server)["change"]["v"]
+    told = data(server)["document"]
     assert [run["name"] for run in told["runs"]] == ["a", "b", "c"]
     assert told["picked"] == [1]
     assert [one["strategy"] for one in told["shown"]] == ["dasgd"]
     assert len(told["figures"]) == 10
     assert [row[1] for row in told["workers"]] == [0, 1, 2]
-    both = data(server, "?runs=0,1")["change"]["v"]
+    both = data(server, "?runs=0,1")["document"]
     assert [one["label"] for one in both["shown"]] == ["adpsgd", "dasgd"]
     assert len(both["workers"]) == 5
     assert len({trace["legendgroup"] for trace in both["figures"]["loss-time"]["data"]}) == 2
 
 
 def test_a_run_of_another_version_says_so_in_the_list_and_when_it_is_picked(server):
-    told = data(server, "?runs=2")["change"]["v"]
+    told = data(server, "?runs=2")["document"]
     assert "freewheel 9.9" in told["notes"][0]
     assert "freewheel 9.9" in told["runs"][2]["error"]
     assert told["figures"] == {}
@@ -253,15 +252,15 @@ def test_only_what_is_new_is_sent(tmp_path, at_once, monkeypatch):
     with serving(tmp_path) as server:
         first = data(server)
         again = data(server, f"?since={first['version']}")
-        assert again == {"version": first["version"], "change": None}
+        assert again == {"version": first["version"], "document": None}
         for rank in range(4):
             sample = made.sample(rank, 100, 4, 20.0 / (1 + rank % 3))
             made.append(tmp_path / "r" / f"worker-{rank}.jsonl", sample)
         new = data(server, f"?since={first['version']}")
-        whole = data(server)["change"]["v"]
-        assert apply(first["change"]["v"], new["change"]) == whole
-        assert len(json.dumps(new)) < len(json.dumps(whole)) / 3
-        assert data(server, "?since=987654")["change"]["v"] == whole
+        whole = data(server)["document"]
+        assert new["version"] > first["version"]
+        assert new["document"] == whole != first["document"]
+        assert data(server, "?since=987654")["document"] == whole
 
 
 def test_the_folder_is_only_read(tmp_path, at_once):
@@ -278,9 +277,9 @@ def test_the_folder_is_only_read(tmp_path, at_once):
 def test_runs_that_come_later_are_found_and_keep_their_numbers(tmp_path, at_once):
     made.run(tmp_path / "m")
     with serving(tmp_path) as server:
-        assert [run["name"] for run in data(server)["change"]["v"]["runs"]] == ["m"]
+        assert [run["name"] for run in data(server)["document"]["runs"]] == ["m"]
         made.run(tmp_path / "a", started=9000.0)
-        told = data(server)["change"]["v"]
+        told = data(server)["document"]
         assert [(run["number"], run["name"]) for run in told["runs"]] == [(0, "m"), (1, "a")]
         assert told["picked"] == [1]
 
@@ -289,22 +288,22 @@ def test_a_run_that_starts_and_then_is_deleted_says_so(tmp_path, at_once):
     folder = tmp_path / "r"
     made.append(folder / "events-launcher.jsonl", made.event(1000.0, "restarted", 0, "launcher"))
     with serving(tmp_path) as server:
-        told = data(server)["change"]["v"]
+        told = data(server)["document"]
         assert "r is starting" in told["notes"][0]
         made.run(folder)
-        assert data(server)["change"]["v"]["notes"] == []
-        assert data(server)["change"]["v"]["figures"]
+        assert data(server)["document"]["notes"] == []
+        assert data(server)["document"]["figures"]
         shutil.rmtree(folder)
-        assert data(server)["change"]["v"]["notes"] == ["the folder of 'r' is gone."]
+        assert data(server)["document"]["notes"] == ["the folder of 'r' is gone."]
 
 
 def test_a_run_that_was_deleted_is_not_listed_as_starting(tmp_path, at_once):
     made.run(tmp_path / "a")
     made.run(tmp_path / "b", started=2000.0)
     with serving(tmp_path) as server:
-        assert [run["error"] for run in data(server)["change"]["v"]["runs"]] == ["", ""]
+        assert [run["error"] for run in data(server)["document"]["runs"]] == ["", ""]
         shutil.rmtree(tmp_path / "a")
-        assert [run["error"] for run in data(server)["change"]["v"]["runs"]] == [
+        assert [run["error"] for run in data(server)["document"]["runs"]] == [
             "the folder of 'a' is gone.",
             "",
         ]
@@ -314,18 +313,18 @@ def test_runs_of_two_clocks_are_said_to_be(tmp_path, at_once):
     made.run(tmp_path / "0-real")
     made.run(tmp_path / "1-simulated", clock="virtual")
     with serving(tmp_path) as server:
-        told = data(server, "?runs=0,1")["change"]["v"]
+        told = data(server, "?runs=0,1")["document"]
         assert any("Simulated, in virtual seconds" in note for note in told["notes"])
         axis = told["figures"]["throughput"]["layout"]["xaxis"]["title"]["text"]
         assert axis.endswith("(virtual ones of simulated runs)")
-        assert data(server, "?runs=0")["change"]["v"]["notes"] == []
+        assert data(server, "?runs=0")["document"]["notes"] == []
 
 
 def test_records_that_are_broken_in_the_middle_are_one_line(tmp_path, at_once):
     made.run(tmp_path / "r")
     with serving(tmp_path) as server:
         made.append(tmp_path / "r" / "worker-0.jsonl", {"some": "thing"})
-        shown = data(server)["change"]["v"]
+        shown = data(server)["document"]
         assert shown["notes"] == ["r: 1 line of its records cannot be read, and is left out."]
         assert len(shown["workers"]) == 4
 

@@ -19,7 +19,8 @@ from crew import free_port
 from freewheel.cli.main import main
 from freewheel.cli.run import Prefixed
 from freewheel.errors import ConfigError
-from freewheel.records.run import Run, find_runs
+from freewheel.records.find_run import find_runs
+from freewheel.records.run import Run
 from freewheel.runtime import processes
 from freewheel.runtime.hosts import host_store, reach_store
 from freewheel.runtime.launcher import Captured, launch

@@ -15,7 +15,7 @@ from freewheel.records.run import Run
 from freewheel.runtime.hosts import host_store
 from freewheel.show import rows as watched
 from freewheel.show.dashboard import Board
-from freewheel.show.series import edges
+from freewheel.show.figures.graph import edges
 from freewheel.show.summary import result_of
 from freewheel.show.versus import versus
 from freewheel.training import budget, process

@@ -10,7 +10,7 @@ import pytest
 
 import freewheel as fw
 from freewheel.records.run import Run
-from freewheel.show.report.words import happened
+from freewheel.show.report.findings import happened
 from freewheel.show.summary import result_of
 
 

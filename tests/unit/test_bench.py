@@ -360,7 +360,7 @@ def test_the_straggler_s_table_and_file(monkeypatch, tmp_path):
     assert result.exception is None
     assert asked["load"] == Load(4, 10.0, 50.0, {1: 5.0}, "fp32")
     rows = [line.split() for line in result.stdout.splitlines()]
-    assert rows[1][:4] == ["adpsgd", "97.0%", "20.0%", "4.85"]
+    assert rows[1][:6] == ["adpsgd", "97.0", "%", "20.0", "%", "4.85"]
     assert rows[2][0] == "nodelay_free"
     written = json.loads(out.read_text())
     assert [(one["name"], one["of"]) for one in written] == [

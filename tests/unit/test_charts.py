@@ -1,4 +1,4 @@
-"""Figures and series of runs, and how little is sent of what has changed."""
+"""Figures and series of runs."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ import math
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as some
 
 import made
 from freewheel.records.run import Run
-from freewheel.show.dashboard.delta import apply, delta
 from freewheel.show.figures import charts
-from freewheel.show.figures.graph import graph
-from freewheel.show.series import Edge, blocked, edges, moments, series, staleness
+from freewheel.show.figures.graph import Edge, edges, graph
+from freewheel.show.rates import blocked, staleness
+from freewheel.show.series import moments, series
+from freewheel.show.shown import shown
 from freewheel.show.terminal import header
 
 
@@ -181,7 +180,7 @@ def test_of_a_resumed_run_curves_and_evaluations_count_steps_alike(tmp_path):
     made.append(
         tmp_path / "evaluations-0.jsonl", {"time": 1005.0, "worker_steps": 1100, "loss": samples[10]["loss"]}
     )
-    curve, dots = charts.curves(charts.shown([Run(tmp_path)]), "loss", "samples")["data"]
+    curve, dots = charts.curves(shown([Run(tmp_path)]), "loss", "samples")["data"]
     assert (curve["x"][0], curve["x"][-1]) == (1000, 1190)
     assert dots["x"] == [1100]
 
@@ -205,7 +204,7 @@ def points(figure):
 @pytest.mark.parametrize("count", [1, 2])
 def test_every_figure_of_a_run_has_something_to_show(tmp_path, count):
     runs = [read(tmp_path / str(n), workers=4, samples=60) for n in range(count)]
-    figures = charts.figures(charts.shown(runs))
+    figures = charts.figures(shown(runs))
     assert len(figures) == 10
     for name, figure in figures.items():
         assert points(figure), name
@@ -218,7 +217,7 @@ def test_every_figure_of_a_run_has_something_to_show(tmp_path, count):
 def test_a_run_without_anything_to_draw_says_so(tmp_path):
     unknown = dict.fromkeys(("loss", "samples", "peers", "discrepancy", "staleness_counts"))
     made.append(tmp_path / "worker-0.jsonl", made.sample(0, 0, 1, **unknown))
-    figures = charts.figures(charts.shown([Run(tmp_path)]))
+    figures = charts.figures(shown([Run(tmp_path)]))
     for name in ("loss-time", "loss-samples", "accuracy-time", "staleness", "consensus", "faults"):
         assert not points(figures[name]), name
         assert figures[name]["empty"].endswith((".", "does."))
@@ -228,23 +227,23 @@ def test_a_run_without_anything_to_draw_says_so(tmp_path):
 def test_without_samples_the_axis_counts_worker_steps(tmp_path):
     for number in range(9):
         made.append(tmp_path / "worker-0.jsonl", made.sample(0, number, 1, samples=None))
-    figures = charts.figures(charts.shown([Run(tmp_path)]))
+    figures = charts.figures(shown([Run(tmp_path)]))
     assert figures["loss-samples"]["title"] == "Loss over worker-steps"
     assert figures["loss-samples"]["data"][-1]["x"][-1] == 80
 
 
 def test_names_tell_runs_apart_and_what_they_say_cannot_be_markup(tmp_path):
     one, two = (read(tmp_path / name) for name in ("one", "two"))
-    assert [each.label for each in charts.shown([one, two])] == ["adpsgd · one", "adpsgd · two"]
+    assert [each.label for each in shown([one, two])] == ["adpsgd · one", "adpsgd · two"]
     bad = read(tmp_path / "bad", strategy="<img src=x>")
     made.append(tmp_path / "bad" / "events-0.jsonl", made.event(1002.5, "<b>", 0, "<i>", text="<a href=x>"))
     bad.poll()
-    text = json.dumps(charts.figures(charts.shown([bad])))
+    text = json.dumps(charts.figures(shown([bad])))
     assert not [tag for tag in ("<img", "<a ", "<i>") if tag in text]
 
 
 def test_a_death_and_a_return_are_one_span(tmp_path):
-    figure = charts.faults(charts.shown([read(tmp_path, workers=4)]))
+    figure = charts.faults(shown([read(tmp_path, workers=4)]))
     away, died, joined = figure["data"]
     assert away["x"] == [2.0, 3.0, None]
     assert away["y"][0] == "worker 3"
@@ -256,33 +255,5 @@ def test_long_runs_count_minutes_and_hours(tmp_path):
     for hours, unit in ((0.1, "s"), (2, "min"), (9, "h")):
         folder = tmp_path / unit
         made.append(folder / "worker-0.jsonl", made.sample(0, 0), made.sample(0, int(7200 * hours)))
-        figure = charts.throughput(charts.shown([Run(folder)]))
+        figure = charts.throughput(shown([Run(folder)]))
         assert figure["layout"]["xaxis"]["title"]["text"] == f"time, {unit}"
-
-
-# -- changes --
-
-values = some.recursive(
-    some.none() | some.integers(-3, 3) | some.sampled_from(["", "a", "v"]),
-    lambda inner: some.lists(inner, max_size=4) | some.dictionaries(some.sampled_from("vdxik"), inner),
-    max_leaves=12,
-)
-
-
-@given(values, values)
-def test_a_change_makes_the_new_of_the_old(old, new):
-    change = json.loads(json.dumps(delta(old, new)))
-    assert json.dumps(apply(old, change), sort_keys=True) == json.dumps(new, sort_keys=True)
-    assert (change is None) == (json.dumps(old, sort_keys=True) == json.dumps(new, sort_keys=True))
-
-
-def test_a_run_that_grows_costs_little(tmp_path):
-    run = read(tmp_path, workers=8, samples=200, ended=False)
-    before = charts.figures(charts.shown([run]))
-    for rank in range(8):
-        made.append(tmp_path / f"worker-{rank}.jsonl", made.sample(rank, 200, 8, 20.0 / (1 + rank % 3)))
-    assert run.poll()
-    after = charts.figures(charts.shown([run]))
-    change = delta(before, after)
-    assert apply(before, change) == after
-    assert len(json.dumps(change)) < len(json.dumps(after)) / 5

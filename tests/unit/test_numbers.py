@@ -38,8 +38,8 @@ def test_speeds_have_the_unit_that_suits_them():
 def test_no_share_is_more_than_the_whole():
     assert [share(one) for one in (None, 0.25, 1.0, 1.004, 1.3)] == [
         "–",
-        "25.0%",
-        "100.0%",
-        "100.0%",
-        "100.0%",
+        "25.0 %",
+        "100.0 %",
+        "100.0 %",
+        "100.0 %",
     ]

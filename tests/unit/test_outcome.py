@@ -63,7 +63,7 @@ def test_the_mean_staleness_weighs_what_was_counted(tmp_path: Path) -> None:
     assert result_of(run).staleness_mean == pytest.approx(2.0)
     # The same in the terminal and on the dashboard.
     assert watched.total(run, watched.rows(run)).staleness == pytest.approx(2.0)
-    (shown,) = Board(tmp_path).answer((), None)["change"]["v"]["shown"]
+    (shown,) = Board(tmp_path).answer((), None)["document"]["shown"]
     assert shown["staleness"] == pytest.approx(2.0)
 
 

@@ -13,10 +13,10 @@ import pytest
 
 import made as folders
 from freewheel.errors import ConfigError
+from freewheel.numbers import number
 from freewheel.records.result import Result, Sample
 from freewheel.records.run import Run
 from freewheel.show import report
-from freewheel.show.report import words
 from pages import Page, figures_of
 
 LEARNING = ["loss-time", "loss-samples", "accuracy-time", "accuracy-samples"]
@@ -331,7 +331,7 @@ def test_virtual_and_real_seconds_are_not_ranked() -> None:
     ],
 )
 def test_numbers_can_be_read(value: float | None, text: str) -> None:
-    assert words.number(value) == text
+    assert number(value) == text
 
 
 def test_the_first_to_the_target_is_named_and_compared() -> None:

@@ -14,9 +14,9 @@ import pytest
 import freewheel as fw
 import made
 from freewheel.cli.main import main
+from freewheel.numbers import number, share
 from freewheel.records.run import Run
 from freewheel.show.bounds import bounds
-from freewheel.show.report.words import number, percent
 from freewheel.show.summary import result_of
 from pages import Page, figures_of
 
@@ -71,13 +71,13 @@ def test_the_page_has_the_figures_of_the_result(tmp_path: Path, page_of: Any) ->
     row = page.row("adpsgd", 12)
     assert row["seconds"] == number(result.virtual_s) == "19.5"
     assert row["steps/s"] == number(result.steps_per_s)
-    assert row["share of\xa0ideal"] == percent(result.ideal_share) == "97.0 %"
-    assert row["idle"] == percent(result.idle_share)
+    assert row["share of\xa0ideal"] == share(result.ideal_share) == "97.0 %"
+    assert row["idle"] == share(result.idle_share)
     assert row["staleness max"] == number(result.staleness_max)
     assert row["discrepancy"] == number(result.discrepancy_max)
     assert row["kB/step"] == number(result.bytes_per_step / 1e3)
     assert row["loss"] == number(result.loss)
-    assert row["accuracy"] == percent(result.accuracy)
+    assert row["accuracy"] == share(result.accuracy)
     measured = bounds(result)
     assert [r[1:5] for r in page.rows if len(r) == 7][1:] == [
         [

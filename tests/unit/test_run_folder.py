@@ -11,10 +11,13 @@ import pytest
 import made
 from freewheel.errors import ConfigError
 from freewheel.records import run as run_module
+from freewheel.records import track as track_module
 from freewheel.records.files import fresh
-from freewheel.records.run import LINES, POINTS, Run, find_runs
+from freewheel.records.find_run import find_runs
+from freewheel.records.run import LINES, Run
 from freewheel.records.tail import Tail
-from freewheel.show.summary import rates
+from freewheel.records.track import POINTS, Track
+from freewheel.show.rates import rate, rates
 
 
 def test_lines_are_read_once_and_only_when_they_are_whole(tmp_path):
@@ -52,18 +55,6 @@ def test_of_a_long_file_some_lines_are_read_in_order_the_first_and_all_the_last_
     assert tail.read() == [{"n": 20_000}]
 
 
-def test_the_longest_part_is_read_of_the_last_lines_only(tmp_path):
-    path = tmp_path / "worker-0.jsonl"
-    made.append(path, *({"n": n, "peers": {"1": [n, 0.5], "2": [n, None]}, "b": {}} for n in range(5000)))
-    lines = Tail(path, most=100, last_only="peers").read()
-    assert lines[5]["peers"] is None
-    assert lines[5]["b"] == {}
-    assert all(line["peers"] == {"1": [line["n"], 0.5], "2": [line["n"], None]} for line in lines[-16:])
-    made.append(path, {"n": 1, "peers": {"3": [1, 1]}})
-    made.append(tmp_path / "short", *({"peers": {"1": [1, 2]}} for _ in range(9)))
-    assert all(line["peers"] for line in Tail(tmp_path / "short", most=100, last_only="peers").read())
-
-
 def test_a_file_that_took_the_place_of_another_is_read_from_its_start(tmp_path):
     path, other = tmp_path / "worker-0.jsonl", tmp_path / "part"
     path.write_text('{"n": 1}\n{"n": 2}\n')
@@ -94,7 +85,7 @@ def test_a_run_says_what_was_run_who_trains_and_what_happened(tmp_path):
         ("joined", 3, [0, 1, 2]),
     ]
     assert len(run.evaluations) == 10
-    assert run.workers[0].rate("steps") == pytest.approx(20, rel=0.1)
+    assert rate(run.workers[0], "steps") == pytest.approx(20, rel=0.1)
 
 
 def test_two_views_close_together_are_two_events(tmp_path):
@@ -142,7 +133,7 @@ def test_the_rate_of_a_worker_that_came_back_is_of_the_time_it_lived(tmp_path):
         made.append(path, made.sample(0, number))
     for number in range(1, 4):  # away for 3 s
         made.append(path, made.sample(0, number, life=2, time=1013.0 + 0.5 * number))
-    assert Run(tmp_path).workers[0].rate("steps") == pytest.approx(20.0)
+    assert rate(Run(tmp_path).workers[0], "steps") == pytest.approx(20.0)
 
 
 def test_the_sums_of_every_life_are_read_of_a_long_file_too(tmp_path):
@@ -247,7 +238,7 @@ def test_points_are_bounded_and_the_last_ones_are_kept(tmp_path):
 
 
 def test_what_is_long_past_stays_drawn_while_a_run_is_looked_at_for_a_day():
-    track = run_module.Track(0)
+    track = Track(0)
     for number in range(0, 2 * 24 * 3600, 4):
         track.add(made.sample(0, number, 1))
     times = track.points["time"]
@@ -255,7 +246,7 @@ def test_what_is_long_past_stays_drawn_while_a_run_is_looked_at_for_a_day():
     assert len(times) <= 2 * POINTS
     assert times[0] == 1000.0
     assert max(gaps) <= 2 * 512.0  # parts are powers of two: 24 h in 169 of them
-    assert gaps[-run_module.RECENT + 1 :] == [2.0] * (run_module.RECENT - 1)
+    assert gaps[-track_module.RECENT + 1 :] == [2.0] * (track_module.RECENT - 1)
 
 
 def test_a_worker_that_only_joins_makes_a_run_no_longer(tmp_path):
@@ -277,7 +268,7 @@ def test_a_life_on_a_host_whose_clock_is_behind_counts(tmp_path):
     track = Run(tmp_path).workers[0]
     assert (track.life, track.value("steps")) == (2, 300)
     assert track.points["time"] == sorted(track.points["time"])
-    assert track.rate("steps") is not None
+    assert rate(track, "steps") is not None
 
 
 def test_a_death_counts_though_one_who_noticed_has_a_clock_that_is_behind(tmp_path, monkeypatch):

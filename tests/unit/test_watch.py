@@ -18,11 +18,12 @@ import made
 from freewheel.cli import watch as watch_module
 from freewheel.cli.main import main
 from freewheel.errors import ConfigError
+from freewheel.numbers import column
 from freewheel.records.files import check_unused
-from freewheel.records.find_run import pick
+from freewheel.records.find_run import find_run
 from freewheel.records.run import Run
 from freewheel.show.rows import history, most_telling, rows, total
-from freewheel.show.terminal import Screen, numbers, plain_line, spark
+from freewheel.show.terminal import Screen, plain_line, spark
 
 ALL_HEADINGS = ["rank", "state", "steps", "steps/s", "blocked", "stale", "discrep.", "exch.", "MB/s", "loss"]
 
@@ -83,12 +84,12 @@ def test_a_row_says_what_its_worker_does_and_the_last_one_what_all_do(tmp_path, 
     lines = text(run, 140)
     cells = row_of(lines, 1)
     assert cells[:4] == ["1", "training", "95", "10.0"]
-    assert cells[-6:] == ["3.0%", "1.50", "0.455", "95", "40.0", "2.1589"]
+    assert cells[-7:] == ["3.0", "%", "1.50", "0.455", "95", "40.0", "2.1589"]
     assert row_of(lines, "all")[:5] == ["all", "4", "of", "4", "538"]
     assert row_of(lines, "all")[5] == "56.6"
     assert lines[0].startswith("train.py · adpsgd · 4 workers")
     assert lines[0].endswith("live · wall clock 0:09")
-    assert "538 steps · accuracy 50.6%" in lines[1]
+    assert "538 steps · accuracy 50.6 %" in lines[1]
 
 
 def test_the_rate_is_that_of_the_last_seconds_and_in_the_end_that_of_all_time(tmp_path, now):
@@ -228,10 +229,10 @@ def test_what_is_drawn_is_steps_per_second_over_time(tmp_path, now):
 
 
 def test_numbers_of_a_column_have_the_same_decimals():
-    assert numbers([1.234, 20.0, None, 21.234]) == ["1.2", "20.0", "–", "21.2"]
-    assert numbers([0.5, 0.25, 0.75]) == ["0.50", "0.25", "0.75"]
-    assert numbers([1234.5, 10.0, 2000.4]) == ["1,234", "10", "2,000"]
-    assert numbers([0.0, 1e-9, 3e9, float("nan"), float("inf")]) == ["0.00", "1.0e-09", "3.0e+09", "–", "–"]
+    assert column([1.234, 20.0, None, 21.234]) == ["1.2", "20.0", "–", "21.2"]
+    assert column([0.5, 0.25, 0.75]) == ["0.50", "0.25", "0.75"]
+    assert column([1234.5, 10.0, 2000.4]) == ["1,234", "10", "2,000"]
+    assert column([0.0, 1e-9, 3e9, float("nan"), float("inf")]) == ["0.00", "1.0e-09", "3.0e+09", "–", "–"]
 
 
 def test_where_only_ascii_can_be_written_only_ascii_is(tmp_path, now):
@@ -257,10 +258,10 @@ def test_a_worker_without_exchanges_has_merges_or_neither(tmp_path, now):
 def test_a_line_for_a_log_has_the_totals(tmp_path, now):
     run = Run(made.run(tmp_path, samples=20, ended=False))
     assert plain_line(run) == (
-        "0:09  4 training  538 steps  56.6 steps/s  blocked 3.0%  stale 1.50  538 exchanges  226 MB/s  "
+        "0:09  4 training  538 steps  56.6 steps/s  blocked 3.0 %  stale 1.50  538 exchanges  226 MB/s  "
         "loss 2.1589"
     )
-    assert plain_line(run, 60) == "0:09  4 training  538 steps  56.6 steps/s  blocked 3.0%"
+    assert plain_line(run, 60) == "0:09  4 training  538 steps  56.6 steps/s  blocked 3.0 %"
 
 
 def test_a_total_of_workers_that_came_and_went_is_that_of_the_run(tmp_path, now):
@@ -515,7 +516,7 @@ def test_a_file_that_takes_anothers_place_while_runs_are_looked_through_is_no_er
         return found
 
     monkeypatch.setattr(Path, "is_file", gone_then)
-    assert pick(tmp_path).folder == folder
+    assert find_run(tmp_path).folder == folder
     assert not (folder / ".worker-0.jsonl.1.part").exists()
 
 
@@ -540,21 +541,21 @@ def writes(folder, **changes):
 def test_the_newest_run_is_picked_and_a_live_one_before_it(tmp_path):
     old = aged(made.run(tmp_path / "2026-01-01_00-00-00", workers=1), 7200)
     new = aged(made.run(tmp_path / "a", workers=1), 3600)
-    assert pick(tmp_path).folder == new
-    assert pick(old).folder == old
+    assert find_run(tmp_path).folder == new
+    assert find_run(old).folder == old
     writes(old)
-    assert pick(tmp_path).folder == old
-    assert pick(tmp_path).others == []
+    assert find_run(tmp_path).folder == old
+    assert find_run(tmp_path).others == []
     writes(new)
-    assert (pick(tmp_path).folder, pick(tmp_path).others) == (new, [old])
+    assert (find_run(tmp_path).folder, find_run(tmp_path).others) == (new, [old])
     writes(new, last=True)  # it has just ended, and is not live any more
-    assert (pick(tmp_path).folder, pick(tmp_path).others) == (old, [])
+    assert (find_run(tmp_path).folder, find_run(tmp_path).others) == (old, [])
 
 
 def test_a_run_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path, monkeypatch, capsys):
     good = aged(made.run(tmp_path / "good", workers=1), 3600)
     bad = made.run(tmp_path / "bad", workers=1, format=9, freewheel="9.9")
-    assert pick(tmp_path).folder == good
+    assert find_run(tmp_path).folder == good
     assert command(monkeypatch, tmp_path, "--once") == 0
     told = capsys.readouterr()
     assert str(good) in told.out
@@ -576,10 +577,10 @@ def test_a_folder_that_a_launcher_has_just_made_is_a_run_that_starts(tmp_path):
     aged(tmp_path / "old", 3600)
     starting = tmp_path / "2026-11-15_18-20-00"
     starting.mkdir()
-    assert (pick(tmp_path).folder, pick(tmp_path).begun) == (starting, False)
-    assert (pick(starting).folder, pick(starting).begun) == (starting, False)
+    assert (find_run(tmp_path).folder, find_run(tmp_path).begun) == (starting, False)
+    assert (find_run(starting).folder, find_run(starting).begun) == (starting, False)
     made.run(starting / "0-adpsgd", workers=1)
-    assert (pick(tmp_path).folder, pick(tmp_path).begun) == (starting / "0-adpsgd", True)
+    assert (find_run(tmp_path).folder, find_run(tmp_path).begun) == (starting / "0-adpsgd", True)
 
 
 def test_an_empty_folder_of_yesterday_is_no_run(tmp_path):
@@ -587,7 +588,7 @@ def test_an_empty_folder_of_yesterday_is_no_run(tmp_path):
     left.mkdir()
     aged(left, 86_400)
     with pytest.raises(ConfigError, match="is no run"):
-        pick(left)
+        find_run(left)
 
 
 def test_without_a_folder_the_newest_in_runs_is_shown(tmp_path, monkeypatch, capsys):

@@ -13,8 +13,9 @@ from rich.console import Console
 
 from freewheel.errors import ConfigError
 from freewheel.records.files import check_writable, write_whole
+from freewheel.records.find_run import find_runs
 from freewheel.records.result import Result
-from freewheel.records.run import Run, find_runs
+from freewheel.records.run import Run
 from freewheel.show.report import html, markdown
 from freewheel.show.summary import result_of
 

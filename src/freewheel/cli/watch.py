@@ -18,7 +18,7 @@ from rich.text import Text
 
 from freewheel.cli.console import output
 from freewheel.errors import ConfigError, at_least
-from freewheel.records.find_run import STARTING_S, Choice, pick, written_s
+from freewheel.records.find_run import STARTING_S, Choice, find_run, written_s
 from freewheel.records.run import Run
 from freewheel.show.terminal import Screen, event_line, plain_line
 
@@ -97,7 +97,7 @@ def _begun(folder: Path, wait_s: float, say: Callable[[str], None]) -> tuple[Run
     until_s, said = time.monotonic() + wait_s, False
     unreadable: dict[Path, str] = {}
     while True:
-        choice = pick(folder, unreadable)
+        choice = find_run(folder, unreadable)
         if choice.begun:
             try:
                 run = Run(choice.folder)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from freewheel.numbers import given, short, speed
+from freewheel.numbers import given, share, short, speed
 from freewheel.planning.choice import CEILING, TIE, name
 from freewheel.planning.forecast import Forecast
 from freewheel.planning.plan import Plan
@@ -22,7 +22,7 @@ def setting_in_words(setting: Setting) -> str:
     slow += [
         f"worker {rank}'s link {given(factor)} times slower" for rank, factor in setting.slow_link.items()
     ]
-    jitter = [f"steps vary by {100 * setting.jitter:.0f} %"] if setting.jitter else []
+    jitter = [f"steps vary by {share(setting.jitter, 0)}"] if setting.jitter else []
     model = f"a model of {short(setting.model_mb)} MB, {short(setting.compute_ms)} ms a gradient"
     return ", ".join([f"{setting.workers} workers {where}", model, *slow, *jitter]) + "."
 
@@ -41,10 +41,10 @@ def recommendation(plan: Plan, script: Sequence[str]) -> list[str]:
         if one not in ahead and one.useful_steps_per_s >= (1 - TIE) * best.useful_steps_per_s
     ]
     if alike:
-        lines.append(f"As good within {100 * TIE:.0f} %: {', '.join(alike)}.")
+        lines.append(f"As good within {share(TIE, 0)}: {', '.join(alike)}.")
     if ceiling is not None and best.steps_per_s < 0.5 * ceiling.steps_per_s:
         lines.append(
-            f"Even so, workers compute for {100 * (1 - best.idle_share):.0f} % of the time: this network is "
+            f"Even so, workers compute for {share(1 - best.idle_share, 0)} of the time: this network is "
             "too slow for this model."
         )
     lines += ["In the script:", f"    {plan.attach_line}"]
@@ -60,8 +60,8 @@ def recommendation(plan: Plan, script: Sequence[str]) -> list[str]:
 
 def _passed_over(one: Forecast, best: Forecast) -> str:
     """Why a strategy is not recommended that the table ranks higher; `choice.best` decides by the same."""
-    more = 100 * (one.useful_steps_per_s / best.useful_steps_per_s - 1)
-    far = "less than 1 %" if more < 1 else f"{more:.0f} %"
+    more = one.useful_steps_per_s / best.useful_steps_per_s - 1
+    far = "less than 1 %" if more < 0.01 else share(more, 0)
     reasons = (
         (one.discrepancy > 0 >= best.discrepancy, "keeps all replicas equal"),
         (best.keeps_mean and not one.keeps_mean, "keeps the mean of all replicas, so no update is lost"),
@@ -70,7 +70,7 @@ def _passed_over(one: Forecast, best: Forecast) -> str:
     )
     why = next((words for holds, words in reasons if holds), "asks no more of you")
     return (
-        f"{one.strategy} is {far} ahead; less than {100 * TIE:.0f} % a plan cannot tell apart, and "
+        f"{one.strategy} is {far} ahead; less than {share(TIE, 0)} a plan cannot tell apart, and "
         f"{name(best)} {why}."
     )
 
@@ -78,7 +78,7 @@ def _passed_over(one: Forecast, best: Forecast) -> str:
 def _reason(plan: Plan) -> str:
     best = plan.recommended
     sync = next((one for one in plan.forecasts if name(one) == "allreduce"), None)
-    said = f"It makes {short(best.steps_per_s)} worker-steps/s, {100 * best.ideal_share:.0f} % of the ideal"
+    said = f"It makes {short(best.steps_per_s)} worker-steps/s, {share(best.ideal_share, 0)} of the ideal"
     if best.steps_needed > 1.005:
         said += f", and needs {best.steps_needed:.2f} of them for one of synchronous SGD"
     if name(best) == "allreduce":

@@ -6,6 +6,7 @@ off; one link is a link.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,12 @@ class Event:
             return ""
         verb = "was cut" if self.what == "cut" else "is whole again"
         return f"the link between {self.rank} and {self.peer} {verb}"
+
+    def noticed_by(self, most: int = 6, others_than: Sequence[int | None] = ()) -> str:
+        """Who noticed, in words: ranks in order, or how many where there are many, then the others."""
+        ranks = sorted(one for one in self.by if isinstance(one, int) and one not in others_than)
+        workers = [f"{len(ranks)} workers"] if len(ranks) > most else map(str, ranks)
+        return ", ".join([*workers, *(one for one in self.by if isinstance(one, str))])
 
 
 class Events:

@@ -1,4 +1,4 @@
-"""Which run to show when a folder with several is given, or none."""
+"""Which run a folder means: the runs in it and below it, and the one to show where there are several."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from freewheel.errors import ConfigError
-from freewheel.records.run import SILENT_S, Run, find_runs
-from freewheel.records.run_json import read_about
+from freewheel.records.run import SILENT_S, Run
+from freewheel.records.run_json import read_run_json
 
 STARTING_S = 120.0
 """A folder as `freewheel run` makes them that is no older than this may yet become a run."""
@@ -28,21 +28,25 @@ class Choice:
     """What is wrong with newer runs that cannot be shown."""
 
 
-def pick(folder: Path, unreadable: Mapping[Path, str] | None = None) -> Choice:
+def find_run(folder: Path, unreadable: Mapping[Path, str] | None = None) -> Choice:
     """The newest run in a folder that is starting or live, else the newest one; of those that can be read.
 
     `unreadable` names runs of which it is known that they cannot be, and why.
     """
     starting = _starting(folder)
     try:
-        runs = find_runs(folder)
+        found = find_runs(folder)
     except ConfigError:
         if not starting:
             raise
-        runs = []
-    known = unreadable or {}
-    runs, broken = _readable([run for run in runs if run not in known])
-    broken += known.values()
+        found = []
+    wrong = dict(unreadable or {})
+    for run in found:
+        try:
+            read_run_json(run)
+        except ConfigError as error:
+            wrong.setdefault(run, str(error))
+    broken, runs = list(wrong.values()), [run for run in found if run not in wrong]
     if broken and not runs and not starting:
         raise ConfigError(broken[0])
     lately = [run for run in runs if time.time() - written_s(run) < SILENT_S and _live(run)]
@@ -52,34 +56,50 @@ def pick(folder: Path, unreadable: Mapping[Path, str] | None = None) -> Choice:
     return Choice(awake[-1], awake[-1] not in starting, awake[-2::-1], broken)
 
 
-def _readable(runs: list[Path]) -> tuple[list[Path], list[str]]:
-    """Those whose run.json can be read, or is not there yet; and what is wrong with the others."""
-    good, broken = [], []
-    for run in runs:
-        try:
-            read_about(run)
-            good.append(run)
-        except ConfigError as error:
-            broken.append(str(error))
-    return good, broken
+def find_runs(folder: Path) -> list[Path]:
+    """The run in a folder, or the runs up to two folders below; says what is wrong if there is none."""
+    if not folder.is_dir():
+        what = "is not a folder" if folder.exists() else "does not exist"
+        raise ConfigError(f"{str(folder)!r} {what}. {_known(folder)}")
+    found = _below(folder)
+    if not found:
+        raise ConfigError(
+            f"{str(folder)!r} is no run: it has neither run.json nor records in it. {_known(folder)}"
+        )
+    return found
+
+
+def written_s(run: Path) -> float:
+    """When anything in a folder was last written."""
+    return max((_changed_s(path) for path in run.glob("*") if path.is_file()), default=0.0)
+
+
+def _below(folder: Path) -> list[Path]:
+    """The folder if it is a run, else the runs up to two folders below it."""
+
+    def is_run(path: Path) -> bool:
+        names = ("run.json", "worker-*.jsonl", "events-*.jsonl")
+        return path.is_dir() and any(next(path.glob(name), None) is not None for name in names)
+
+    if is_run(folder):
+        return [folder]
+    return sorted(path for level in ("*", "*/*") for path in folder.glob(level) if is_run(path))
+
+
+def _known(folder: Path) -> str:
+    home = Path("runs")
+    runs = [path for path in home.iterdir() if path.is_dir()] if home.is_dir() else []
+    runs = [path for path in runs if path.resolve() != folder.resolve()]
+    if runs and home.resolve() != folder.resolve():
+        return f"The newest here is {max(runs, key=_changed_s)}."
+    return "Give a folder that `freewheel run`, `train`, `compare` or `simulate --folder` has written."
 
 
 def _starting(folder: Path) -> list[Path]:
     """Folders, this one or below it, that a launcher has just made and no worker has written into."""
-    if not folder.is_dir():
-        return []
-    found = []
-    for path in [folder, *folder.iterdir()]:
-        if (
-            STAMP.fullmatch(path.resolve().name)
-            and path.is_dir()
-            and _began_s(path) > time.time() - STARTING_S
-        ):
-            try:
-                find_runs(path)
-            except ConfigError:
-                found.append(path)
-    return found
+    paths = [folder, *folder.iterdir()] if folder.is_dir() else []
+    stamped = [path for path in paths if STAMP.fullmatch(path.resolve().name) and path.is_dir()]
+    return [path for path in stamped if _began_s(path) > time.time() - STARTING_S and not _below(path)]
 
 
 def _live(run: Path) -> bool:
@@ -89,15 +109,9 @@ def _live(run: Path) -> bool:
         return False
 
 
-def written_s(run: Path) -> float:
-    """When anything in a folder was last written."""
-    return max((_changed_s(path) for path in run.glob("*") if path.is_file()), default=0.0)
-
-
 def _began_s(run: Path) -> float:
     """When it began, as well as the files tell: run.json is written once, when training begins."""
-    about = run / "run.json"
-    return _changed_s(about) or _changed_s(run)
+    return _changed_s(run / "run.json") or _changed_s(run)
 
 
 def _changed_s(path: Path) -> float:

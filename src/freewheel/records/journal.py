@@ -11,10 +11,7 @@ import json
 import logging
 import math
 import os
-import platform
-import shlex
 import stat
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -23,16 +20,15 @@ from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.records.files import write_whole
+from freewheel.records.schema import Evaluation
 from freewheel.records.tail import life
 
-FORMAT = 1
 THIN_BYTES = 24_000_000
 """When a worker's samples are thinned."""
 BESIDES_BYTES, BESIDES_BYTES_PER_S = 1_000_000, 2_000
 """What events and evaluations of one writer may take: so much at once, and so much for each second."""
 TAIL = 1 << 17
 """More than a sample takes."""
-EVALUATION = ("worker_steps", "samples", "loss", "accuracy", "discrepancy", "consensus", "discrepancy_max")
 
 log = logging.getLogger("freewheel")
 
@@ -67,7 +63,7 @@ class Journal:
             self._warn(error)
 
     def about(self, about: Mapping[str, Any]) -> None:
-        """Say what is run; see `head`."""
+        """Say what is run; see `run_json`."""
         try:
             self.folder.stat()  # one that was deleted is not made again
             write_whole(self.folder / "run.json", _json(about) + "\n")
@@ -96,8 +92,7 @@ class Journal:
 
     def evaluation(self, time_s: float, **measured: float | None) -> None:
         """What was measured of the answer."""
-        values = {name: measured.get(name) for name in EVALUATION}
-        self._put_besides(f"evaluations-{self.by}.jsonl", {"time": time_s, **values})
+        self._put_besides(f"evaluations-{self.by}.jsonl", vars(Evaluation(time_s, **measured)))  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Write what was kept back; a file that `begin` has left and nobody has written to is removed."""
@@ -197,54 +192,17 @@ def thin(path: Path) -> int:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with path.open("rb") as old, part.open("wb") as new:
-            kept, before = True, b""
+            keep, before, of = True, b"", None
             for line in old:
-                if before and (kept or life(before) != life(line)):
+                if before and (keep or of != life(line)):
                     new.write(before)
-                kept, before = not kept, line
+                keep, before, of = not keep, line, life(line)
             new.write(before)
             size = new.tell()
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
     return size
-
-
-def head(
-    *,
-    freewheel: str,
-    torch: str,
-    clock: str,
-    name: str,
-    command: str,
-    strategy: str,
-    workers: int,
-    seed: int,
-    settings: Mapping[str, Any],
-    target: float | None,
-) -> dict[str, Any]:
-    """What run.json says."""
-    return {
-        "format": FORMAT,
-        "freewheel": freewheel,
-        "torch": torch,
-        "python": platform.python_version(),
-        "clock": clock,
-        "name": name,
-        "command": command,
-        "started": time.time(),
-        "strategy": strategy,
-        "workers": workers,
-        "seed": seed,
-        "settings": settings,
-        "target": target,
-    }
-
-
-def typed() -> str:
-    """What was typed to start this process, near enough."""
-    program, *rest = sys.orig_argv or ["python"]
-    return shlex.join([Path(program).name, *rest])
 
 
 def _json(value: Mapping[str, Any]) -> str:

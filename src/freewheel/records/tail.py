@@ -1,33 +1,30 @@
-"""Reading a file of JSON lines that grows, and that may be taken the place of by a thinner one."""
+"""Follow a growing JSON-lines file, which may be replaced by a thinned copy."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any, BinaryIO
 
 PIECE = 1 << 16
+"""Bytes read to learn how long lines are."""
 RECENT = 16
-"""So many of the last lines are always read, however few of the others are."""
+"""The last lines of a long file that are always read."""
+
+Line = dict[str, Any]
 
 
 class Tail:
     """The lines of a file, as they come; a file that is not there yet has none.
 
-    With `most`, of a long file that is opened only so many lines are read, spread evenly, and the last ones:
-    samples are sums, so what lies between two of them is not lost, only not drawn. `last_only` names an
-    object that is read of the last ones only, and null in the others: the longest part of a sample, which is
-    of interest while it is new.
+    With `most`, a long file that is opened gives about so many lines, spread evenly, and the last ones.
+    Samples are sums: what lies between two of them is not lost, only not drawn.
     """
 
-    def __init__(self, path: Path, most: int | None = None, last_only: str | None = None) -> None:
+    def __init__(self, path: Path, most: int | None = None) -> None:
         self.path, self._most = path, most
-        self._cut = re.compile(rf'"{last_only}": ?{{[^{{}}]*}}'.encode()) if last_only else None
-        self._instead = f'"{last_only}": null'.encode()
-        self._at = 0
-        self._inode = -1
+        self._at, self._inode = 0, -1
         self.begun = 0
         """How often reading has started at the first line: more than once where the file was replaced."""
         self.broken = 0
@@ -37,89 +34,74 @@ class Tail:
         self.written_s = 0.0
         """When the file was last written to, in seconds since 1970."""
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Line]:
         """What has been added since the last call; only whole lines."""
         try:
             if not self.path.is_file():  # opening a pipe would wait
                 return []
             with self.path.open("rb") as file:
-                return self._parse(self._new(file))
+                return self._read(file)
         except OSError:
             return []
 
-    def _new(self, file: BinaryIO) -> list[bytes]:
+    def _read(self, file: BinaryIO) -> list[Line]:
         status = os.fstat(file.fileno())
         self.written_s = status.st_mtime
+        lines: list[bytes] = []
         if status.st_ino != self._inode or status.st_size < self._at:
             self._inode, self._at = status.st_ino, 0
             self.begun += 1
-            lines = self._spread(file, self._most) if self._most is not None else _lines(file)
-        elif status.st_size == self._at:
-            return []
-        else:
-            file.seek(self._at)
-            lines = _lines(file)
-        self._at = file.tell()
+            lines = self._spread(file, status.st_size)
+        file.seek(self._at)
+        whole, newline, _ = file.read().rpartition(b"\n")
+        self._at += len(whole) + len(newline)
         self.half = self._at < status.st_size
-        return lines
+        return self._parsed(lines + whole.split(b"\n"))
 
-    def _parse(self, lines: list[bytes]) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = []
-        for line in lines:
+    def _spread(self, file: BinaryIO, size: int) -> list[bytes]:
+        """Evenly spread lines of a long file, up to its last ones; of a short one none."""
+        line_bytes = _line_bytes(file.read(PIECE))
+        if self._most is None or size < 2 * self._most * line_bytes:
+            return []
+        file.seek(max(0, size - PIECE))
+        end = int(size - 1.5 * RECENT * _line_bytes(file.read(PIECE)))  # some lines are longer
+        file.seek(0)
+        found = [file.readline()]
+        self._at = file.tell()
+        for number in range(1, self._most + 1):
+            file.seek(max(self._at, number * end // self._most))
+            file.readline()  # the rest of the line we are in
+            at, line = file.tell(), file.readline()
+            if life(line) != life(found[-1]):  # the last line of a life holds its sums: none is left out
+                file.seek(self._at)
+                found += file.read(at - self._at).splitlines()
+            self._at = at
+            if number < self._most:
+                found.append(line)
+                self._at += len(line)
+        return found
+
+    def _parsed(self, lines: list[bytes]) -> list[Line]:
+        found: list[Line] = []
+        for line in filter(bytes.strip, lines):
             try:
                 one = json.loads(line)
             except ValueError:
                 one = None
             if isinstance(one, dict):
                 found.append(one)
-            elif line.strip():
+            else:
                 self.broken += 1
         return found
 
-    def _spread(self, file: BinaryIO, most: int) -> list[bytes]:
-        """Some lines of a long file, in order, and all of its last ones; all lines of a short file."""
-        size = os.fstat(file.fileno()).st_size
-        length = _length(file.read(PIECE))
-        file.seek(max(0, size - PIECE))
-        end = int(size - 1.5 * RECENT * _length(file.read(PIECE)))  # some lines are longer
-        file.seek(0)
-        if size < 2 * most * length:
-            return _lines(file)
-        found, told = [file.readline()], file.tell()
-        for number in range(1, most + 1):
-            file.seek(max(told, number * end // most))
-            file.readline()  # what is left of the line we are in
-            at, line = file.tell(), file.readline()
-            if life(line) != life(found[-1]):  # the last line of a life holds its sums: none is left out
-                file.seek(told)
-                found += file.read(at - told).splitlines(keepends=True)
-            if number == most:
-                break
-            found.append(line)
-            told = at + len(line)
-        if self._cut is not None:
-            found = [self._cut.sub(self._instead, line) for line in found]
-        file.seek(at)
-        return found + _lines(file)
+
+def life(line: bytes) -> Any:
+    """The life of its worker that a sample is of; None where the line is no sample."""
+    try:
+        return json.loads(line)["life"]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
-_LIFE = re.compile(rb'"life": (\d+)')
-
-
-def life(line: bytes) -> bytes:
-    """Of which life of its worker a sample is."""
-    found = _LIFE.search(line)
-    return found[1] if found else b""
-
-
-def _length(piece: bytes) -> float:
-    """Of a line."""
+def _line_bytes(piece: bytes) -> float:
     return len(piece) / max(1, piece.count(b"\n"))
-
-
-def _lines(file: BinaryIO) -> list[bytes]:
-    """All whole lines from here on; the file stays where the first one that is not whole begins."""
-    at = file.tell()
-    whole, newline, _ = file.read().rpartition(b"\n")
-    file.seek(at + len(whole) + len(newline))
-    return whole.split(b"\n") if newline else []

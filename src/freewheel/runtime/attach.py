@@ -25,7 +25,9 @@ from freewheel.errors import ConfigError, Diverged, RunStopped, WorkerLost, at_l
 from freewheel.fabric import windows
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import FINISHED, LEFT
-from freewheel.records.journal import Journal, typed
+from freewheel.records.journal import Journal
+from freewheel.records.run_json import typed
+from freewheel.records.schema import WorkerSample, worker_sample
 from freewheel.runtime import checks, keys, optimizers, steps, unfinished
 from freewheel.runtime.agent import STOP, Agent
 from freewheel.runtime.beginnings import Beginning, Orphaned
@@ -242,28 +244,7 @@ class Worker:
 
     def metrics(self) -> dict[str, Any]:
         """What this worker has done so far, as plain data."""
-        now_s = self._ended_s or time.perf_counter()
-        counters, elapsed_s = self._agent.counters, now_s - self._began_s if self._began_s else 0.0
-        blocked_s = counters.blocked(now_s)
-        return {
-            "rank": self.rank,
-            "life": self._life,
-            "state": self._state,
-            "steps": counters.steps,
-            "resumed_at": self._began_steps,
-            "elapsed_s": elapsed_s,
-            "steps_per_s": (counters.steps - self._began_steps) / elapsed_s if elapsed_s else 0.0,
-            "compute_s": counters.compute_s,
-            "blocked_s": blocked_s,
-            "blocked_share": min(1.0, sum(blocked_s.values()) / elapsed_s) if elapsed_s else 0.0,
-            **counters.figures(),
-            "checkpoints": dict(self._checkpoints.counts),
-            "progress": self.progress,
-            "windows": self._windows or self._agent.fabric.kinds(),
-            "members": self._members or list(self._agent.fabric.members),
-            "view": self._agent.node.view.number,
-            "loss": float(self._loss),
-        }
+        return {**self._said(), "steps": self._agent.counters.steps}
 
     def mean(self, value: T, name: str = "", *, wait: bool = False) -> T:
         """The mean over workers of a number, a tensor, or a list or dict of them, in the same form.
@@ -547,12 +528,31 @@ class Worker:
             board=open_board(board, self.rank) if board is not None else None,
         )
 
-    def _sample(self) -> dict[str, Any]:
+    def _sample(self) -> WorkerSample:
         self._agent.counters.measure = True  # for the next sample
-        sample = self.metrics()
-        before = sample["resumed_at"] if self._began is not None else sample["steps"]
-        steps = sample["steps"] - before
-        return {**sample, "began": self._began, "steps": steps, "node": socket.gethostname()}
+        return self._said()
+
+    def _said(self) -> WorkerSample:
+        now_s, counters = self._ended_s or time.perf_counter(), self._agent.counters
+        return worker_sample(
+            counters,
+            rank=self.rank,
+            life=self._life,
+            state=self._state,
+            began=self._began,
+            steps=counters.steps - self._began_steps if self._began is not None else 0,
+            resumed_at=self._began_steps,
+            elapsed_s=now_s - self._began_s if self._began_s else 0.0,
+            compute_s=counters.compute_s,
+            blocked_s=counters.blocked(now_s),
+            checkpoints=dict(self._checkpoints.counts),
+            progress=self.progress,
+            windows=self._windows or self._agent.fabric.kinds(),
+            members=self._members or list(self._agent.fabric.members),
+            view=self._agent.node.view.number,
+            loss=float(self._loss),
+            node=socket.gethostname(),
+        )
 
     def _write_about(self, options: Options) -> None:
         """Let run.json be written: by the first of those who begin, or where there is none."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from freewheel.numbers import short, speed
+from freewheel.numbers import count, short, speed
 from freewheel.runtime.facts import LOOPBACK, Facts, is_loopback
 from freewheel.runtime.links import LinkFigure
 
@@ -135,7 +135,7 @@ def _cuda(facts: Facts) -> Finding:
 
 
 def _cores(facts: Facts, workers: int) -> Finding:
-    value = f"{_count(facts.cores, 'core')} for {_count(workers, 'worker')}"
+    value = f"{count(facts.cores, 'core')} for {count(workers, 'worker')}"
     if workers <= facts.cores:
         return Finding("cores", value)
     return Finding(
@@ -157,7 +157,7 @@ def _threads(facts: Facts, workers: int) -> Finding:
     if int(facts.omp) * workers > facts.cores and int(facts.omp) > 1:
         return Finding(
             "threads",
-            f"{value}, with {_count(workers, 'worker')} on {_count(facts.cores, 'core')}",
+            f"{value}, with {count(workers, 'worker')} on {count(facts.cores, 'core')}",
             "warning",
             f"Threads take cores from each other. Unset it, or set it to {fair}; freewheel run does so.",
         )
@@ -356,7 +356,3 @@ def _extras(facts: Facts) -> Finding:
 
 def _size(mb: float) -> str:
     return f"{short(mb / 1000)} GB" if mb >= 1000 else f"{short(mb)} MB"
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"

@@ -21,8 +21,10 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.errors import ConfigError
-from freewheel.numbers import short
-from freewheel.records.journal import Journal, head
+from freewheel.numbers import share, short
+from freewheel.records.journal import Journal
+from freewheel.records.run_json import run_json
+from freewheel.records.schema import WorkerSample
 from freewheel.runtime import optimizers
 from freewheel.strategy import Strategy
 
@@ -66,14 +68,14 @@ class Recorder:
 
     def __init__(
         self,
-        metrics: Callable[[], dict[str, Any]],
+        sample: Callable[[], WorkerSample],
         events: Events,
         journal: Journal | None,
         *,
         console: bool = False,
         board: Any = None,
     ) -> None:
-        self._metrics, self._events, self._journal = metrics, events, journal
+        self._sample, self._events, self._journal = sample, events, journal
         self._console, self._board = console, board
         self._spoke_s = time.monotonic()
         self._about: Mapping[str, Any] | None = None
@@ -148,7 +150,7 @@ class Recorder:
                 self._journal.evaluation(**evaluation)
 
     def _write_sample(self, over: bool) -> None:
-        sample = {"time": time.time(), **self._metrics(), "last": over and self._well}
+        sample: WorkerSample = {"time": time.time(), **self._sample(), "last": over and self._well}
         if self._journal is not None:
             self._journal.sample(sample)
         if self._board is not None and "tensorboard" not in self._failed:
@@ -158,7 +160,7 @@ class Recorder:
             self._spoke_s = time.monotonic()
             self._guarded("console", lambda: _say(line(sample)))
 
-    def _show(self, sample: dict[str, Any]) -> None:
+    def _show(self, sample: WorkerSample) -> None:
         for name, value in sample.items():
             if isinstance(value, int | float) and name not in NO_SCALARS:
                 self._board.add_scalar(f"freewheel/{name}", value, sample["resumed_at"] + sample["steps"])
@@ -219,7 +221,7 @@ def describe(
         "waits_for": strategy.waits_for,
         "staleness": strategy.staleness,
     }
-    return head(
+    return run_json(
         torch=torch.__version__,
         clock="wall",
         name=about.get("name") or Path(sys.argv[0]).name or "python",
@@ -230,17 +232,17 @@ def describe(
     )
 
 
-def line(sample: dict[str, Any]) -> str:
+def line(sample: WorkerSample) -> str:
     """A sample for people."""
     parts = [
         f"{sample['elapsed_s']:.0f} s",
         f"step {sample['resumed_at'] + sample['steps']}",
         f"{sample['steps_per_s']:.1f} steps/s",
-        f"blocked {100 * sample['blocked_share']:.1f} %",
+        f"blocked {share(sample['blocked_share'])}",
         f"exchanges {sample['exchanges']['done'] + sample['merges']['done']}",
         f"staleness {sample['staleness_mean']:.1f}",
     ]
-    if not math.isnan(sample["loss"]):
+    if sample["loss"] is not None and not math.isnan(sample["loss"]):
         parts.append(f"loss {short(sample['loss'], 4)}")
     return "  ".join(parts)
 

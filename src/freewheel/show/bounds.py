@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from freewheel import theory
 from freewheel.records.result import Result
-from freewheel.show.summary import step_times_s
+from freewheel.show.rates import step_times_s
 
 Kind = Literal["at most", "at least", "about"]
 

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from freewheel.numbers import share, short
 from freewheel.records.result import Result
-from freewheel.show.report.runs import named_runs
+from freewheel.show.shown import ranked
 from freewheel.show.versus import Versus, versus
 
 
@@ -17,15 +17,12 @@ def results_tables(results: Sequence[Result], width: int) -> list[Table | str]:
 
     Of one the first two are one table where the width allows. Words explain the last.
     """
-    labels = [run.label for run in named_runs(results)]
+    labels = [run.label for run in ranked(results)]
     clock = results[0].settings.get("clock", "virtual")
     timing: list[tuple[str, list[str]]] = [
         ("strategy", labels),
         ("waits for", [r.settings["waits_for"] for r in results]),
-        (
-            f"{clock} s",
-            [short(r.virtual_s, 4) for r in results],
-        ),
+        (f"{clock} s", [short(r.virtual_s, 4) for r in results]),
         ("steps/s", [short(r.steps_per_s, 4) for r in results]),
         ("of ideal", [share(r.ideal_share) for r in results]),
         ("idle", [share(r.idle_share) for r in results]),

@@ -8,13 +8,15 @@ run is the same with and without.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from freewheel.records.files import fresh
-from freewheel.records.journal import Journal, head
+from freewheel.records.journal import Journal
 from freewheel.records.result import Sample
+from freewheel.records.run_json import run_json
+from freewheel.records.schema import worker_sample
 from freewheel.sim.faults import Fault
 from freewheel.sim.worker import SimulatedWorker
 
@@ -51,7 +53,7 @@ class SimulatedRecords:
             likely_s = run.steps * max(scenario.compute.mean_s(rank) for rank in range(workers))
         self._likely_s = likely_s
         self._journal.about(
-            head(
+            run_json(
                 freewheel=self._version,
                 torch=torch.__version__,
                 clock="virtual",
@@ -131,33 +133,26 @@ class SimulatedRecords:
         counters, elapsed_s = node.counters, now_s - worker.born_s
         counters.measure = True  # for the next sample
         computing_s = 0.0 if worker.computing_since is None else now_s - worker.computing_since
-        blocked_s, figures = counters.blocked(now_s), counters.figures()
+        sample = worker_sample(
+            counters,
+            time=now_s,
+            rank=worker.rank,
+            life=self._run.wire.life[worker.rank],
+            state="finished" if last or worker.ended else "training" if worker.ready else "joining",
+            began=worker.born_s,
+            steps=worker.completed,
+            elapsed_s=elapsed_s,
+            compute_s=counters.compute_s + computing_s,
+            blocked_s=counters.blocked(now_s),
+            progress=worker.hand.progress() if worker.hand is not None else 0.0,
+            members=list(node.members),
+            view=node.view.number,
+            loss=node.loss if worker.study is not None and counters.steps else None,
+            last=last,
+        )
         if not self._peers:
-            figures["peers"] = {}
+            sample["peers"] = {}
         if worker.study is None:  # vectors stand for a model, and say nothing about it
-            figures["discrepancy"] = None
-            figures["peers"] = {peer: (met, None) for peer, (met, _) in figures["peers"].items()}
-        over = last or worker.ended
-        sample: dict[str, Any] = {
-            "time": now_s,
-            "rank": worker.rank,
-            "life": self._run.wire.life[worker.rank],
-            "state": "finished" if over else "training" if worker.ready else "joining",
-            "began": worker.born_s,
-            "steps": worker.completed,
-            "resumed_at": 0,
-            "elapsed_s": elapsed_s,
-            "steps_per_s": worker.completed / elapsed_s if elapsed_s else 0.0,
-            "compute_s": counters.compute_s + computing_s,
-            "blocked_s": blocked_s,
-            "blocked_share": sum(blocked_s.values()) / elapsed_s if elapsed_s else 0.0,
-            **figures,
-            "checkpoints": {"done": 0, "skipped": 0, "failed": 0},
-            "progress": worker.hand.progress() if worker.hand is not None else 0.0,
-            "windows": {},
-            "members": list(node.members),
-            "view": node.view.number,
-            "loss": node.loss if worker.study is not None and counters.steps else None,
-            "last": last,
-        }
+            sample["discrepancy"] = None
+            sample["peers"] = {peer: (met, None) for peer, (met, _) in sample["peers"].items()}
         self._journal.sample(sample)

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from freewheel import __version__
 from freewheel.records.counters import CAUSES, Counters
-from freewheel.records.journal import Journal, head, typed
+from freewheel.records.journal import Journal
+from freewheel.records.run_json import run_json, typed
+from freewheel.records.schema import WorkerSample, worker_sample
 from freewheel.runtime.place import Place
 from freewheel.runtime.records import Events, Recorder
 from freewheel.runtime.rendezvous import options_alone
@@ -54,7 +56,7 @@ class DdpBooks:
         self._ended_s: float | None = None
         self._began_s, self._began, self._state = time.perf_counter(), time.time(), "training"
         self._events = Events()
-        self._recorder = Recorder(self._metrics, self._events, Journal(folder, rank))
+        self._recorder = Recorder(self._sample, self._events, Journal(folder, rank))
 
     def report(self, loss: Tensor) -> None:
         """A step is made, with this loss."""
@@ -73,7 +75,7 @@ class DdpBooks:
             "staleness": "none",
         }
         self._recorder.about(
-            head(
+            run_json(
                 freewheel=__version__,
                 torch=torch.__version__,
                 clock="wall",
@@ -103,30 +105,21 @@ class DdpBooks:
             self._state = "finished"
         self._recorder.close(well=error is None)
 
-    def _metrics(self) -> dict[str, Any]:
+    def _sample(self) -> WorkerSample:
         elapsed_s = (self._ended_s or time.perf_counter()) - self._began_s
         compute_s = min(elapsed_s, self.steps * self._step_s)
-        loss: Tensor = self.loss
-        return {
-            "rank": self._rank,
-            "life": 1,
-            "state": self._state,
-            "began": self._began,
-            "steps": self.steps,
-            "resumed_at": 0,
-            "elapsed_s": elapsed_s,
-            "steps_per_s": self.steps / elapsed_s,
-            "compute_s": compute_s,
-            "blocked_s": dict.fromkeys(CAUSES, 0.0) | {"peers": elapsed_s - compute_s},
-            "blocked_share": 1 - compute_s / elapsed_s,
-            **Counters().figures(),
-            "merges": {"done": self.steps, "dropped": 0, "half": 0},
-            "bytes_out": self.bytes_out(),
-            "bytes_in": self.bytes_out(),
-            "checkpoints": {"done": 0, "skipped": 0, "failed": 0},
-            "progress": 0.0,
-            "windows": {},
-            "members": list(range(self._job.workers)),
-            "view": 0,
-            "loss": float(loss),
-        }
+        counters = Counters(steps=self.steps, bytes_out=self.bytes_out(), bytes_in=self.bytes_out())
+        counters.merges["done"] = self.steps
+        return worker_sample(
+            counters,
+            rank=self._rank,
+            life=1,
+            state=self._state,
+            began=self._began,
+            steps=self.steps,
+            elapsed_s=elapsed_s,
+            compute_s=compute_s,
+            blocked_s=dict.fromkeys(CAUSES, 0.0) | {"peers": elapsed_s - compute_s},
+            members=list(range(self._job.workers)),
+            loss=float(self.loss),
+        )

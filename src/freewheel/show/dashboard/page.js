@@ -8,19 +8,6 @@
     return made;
   };
 
-  // -- what has changed: the other half of delta.py --
-
-  const apply = (old, change) => {
-    if (!change) return old;
-    if ("v" in change) return change.v;
-    if ("k" in change) return old.slice(0, change.k).concat(change.a);
-    if ("i" in change) return old.map((item, place) => apply(item, change.i[place]));
-    const made = { ...old };
-    for (const key of change.x || []) delete made[key];
-    for (const key in change.d) made[key] = apply(made[key], change.d[key]);
-    return made;
-  };
-
   // -- numbers to read --
 
   const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
@@ -315,18 +302,18 @@
 
   const EVERY_MS = 450;
   let document_ = null, version = null, asked = "", round = 0;
-  const show = (change) => {
+  const show = (told) => {
     const old = document_;
-    document_ = apply(old, change);
-    if (document_ === old) return;
-    const fresh = (key) => !old || old[key] !== document_[key];
-    if (fresh("shown") || fresh("notes") || fresh("figures")) words();
+    document_ = told;
+    const same = (a, b) => JSON.stringify(a) === JSON.stringify(b);
+    const fresh = (key) => !old || !same(old[key], document_[key]);
+    words();
     if (fresh("workers") || fresh("shown")) table();
     if (fresh("about")) about();
     if (fresh("runs") || fresh("picked")) list();
     for (const [name, one] of boxes) {
       const figure = document_.figures[name];
-      if (old && old.figures[name] === figure) continue;
+      if (old && same(old.figures[name], figure)) continue;
       one.due = true;
       if (figure) caption(one, figure);
     }
@@ -344,7 +331,7 @@
         const told = await answer.json();
         if (mine !== round) return;
         version = told.version;
-        show(told.change);
+        if (told.document) show(told.document);
       } else {
         warn([(await answer.text()).replace(/^freewheel: /, "").trim()]);
         version = null;

@@ -85,12 +85,7 @@ def _files() -> dict[str, tuple[str, bytes]]:
     """Everything that is served but the data: name, kind, contents."""
     here, report = resources.files(__package__), resources.files("freewheel.show.report")
     css = report.joinpath("page.css").read_bytes() + here.joinpath("page.css").read_bytes()
-    try:
-        script = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
-    except (ModuleNotFoundError, FileNotFoundError):
-        raise ConfigError(
-            "the dashboard draws with plotly, which is not installed: pip install 'freewheel[dashboard]'."
-        ) from None
+    script = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
     return {
         "": ("text/html", here.joinpath("page.html").read_bytes()),
         "page.css": ("text/css", css),

@@ -3,64 +3,101 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
+from dataclasses import dataclass
 from html import escape
-from typing import Any
 
-from freewheel.numbers import short
+from freewheel.numbers import count, share, short
 from freewheel.records.run import Run
-from freewheel.show.figures.palette import DISTANCES, STATES
-from freewheel.show.series import Edge, edges
+from freewheel.show.figures.common import Figure, figure
+from freewheel.show.figures.palette import DISTANCES, GREY, STATES
+from freewheel.show.rates import LATELY_S, every_s, rate
 
-MOST, EACH = 256, 2
+MAX_EDGES, EDGES_EACH = 256, 2
 """More edges than this are thinned out: so many of each worker are left."""
 
 
-def graph(run: Run, label: str = "") -> dict[str, Any]:
+@dataclass(frozen=True)
+class Edge:
+    """What two workers did with each other in the last seconds."""
+
+    one: int
+    other: int
+    count: int
+    distance: float | None
+
+
+def edges(run: Run) -> tuple[list[Edge], float]:
+    """Who exchanged or merged with whom in the last seconds of a run, and in how many seconds that was.
+
+    Where nobody did, which is so where merges are rare, in all of the run.
+    """
+    tracks = [track for track in run.workers.values() if track.latest]
+    often_s = [every_s([sample["time"] for sample in track.recent]) for track in tracks]
+    # A simulation may be over in a second, and writes as many samples in it.
+    over_s = min(LATELY_S, 10 * max(often_s, default=0.0)) or LATELY_S
+    found, span_s = _met(run, over_s)
+    return (found, span_s) if found else _met(run, math.inf)
+
+
+def _met(run: Run, over_s: float) -> tuple[list[Edge], float]:
+    end = max((track.latest["time"] for track in run.workers.values()), default=0.0)
+    span = 0.0
+    found: dict[tuple[int, int], tuple[int, float | None]] = {}
+    for rank, track in run.workers.items():
+        recent = [sample for sample in track.recent if isinstance(sample.get("peers"), dict)]
+        if not recent or recent[-1]["time"] < end - over_s - 1e-9:
+            continue
+        earlier = [sample for sample in recent[:-1] if sample["time"] <= end - over_s + 1e-9]
+        full = len(recent) == track.recent.maxlen and math.isfinite(over_s)
+        base = earlier[-1] if earlier else recent[0] if full else None
+        before = base["peers"] if base else {}
+        span = max(span, end - (base["time"] if base else recent[-1].get("began") or run.began_s))
+        for name, (times, distance) in recent[-1]["peers"].items():
+            new = times - before.get(name, (0, None))[0]
+            if new > 0:
+                pair = (min(rank, int(name)), max(rank, int(name)))
+                most, known = found.get(pair, (0, None))
+                # Both sides count it; the one that has written last knows more.
+                found[pair] = (max(new, most), distance if distance is not None else known)
+    return [Edge(*pair, *what) for pair, what in sorted(found.items())], span
+
+
+def graph(run: Run, label: str = "") -> Figure:
     """Workers on a circle, an edge for every two that exchanged or merged in the last seconds."""
     met, span_s = edges(run)
     found = _few(met)
     ranks = sorted({*run.workers, *(rank for edge in found for rank in (edge.one, edge.other))})
-    turn = 2 * math.pi / max(1, len(ranks))
+    turn, radius = 2 * math.pi / max(1, len(ranks)), 0.0 if len(ranks) == 1 else 1.0
     places = {
-        rank: (round(math.sin(place * turn), 4), round(math.cos(place * turn), 4))
+        rank: (round(radius * math.sin(place * turn), 4), round(radius * math.cos(place * turn), 4))
         for place, rank in enumerate(ranks)
     }
-    if len(ranks) == 1:
-        places = dict.fromkeys(ranks, (0.0, 0.0))
-    least, most = _span([edge.distance for edge in found if edge.distance])
-    data = [*_lines(found, places, least, most), *_middles(found, places, least, most)]
-    data += _nodes(run, places) if ranks else []
-    bare = {"visible": False, "range": [-1.22, 1.22], "fixedrange": True}
-    many = len(found) > 3 * len(ranks)
-    return {
-        "title": ("Workers" if not found else f"Who met in the last {short(max(span_s, 0.01), 2)} s")
-        + (f" of {label}" if label else ""),
-        "said": _said(found, len(met)),
-        "height": 430,
-        "data": data,
-        "layout": {
-            "xaxis": {**bare, "constrain": "domain"},
-            "yaxis": {**bare, "scaleanchor": "x", "constrain": "domain"},
-            "hoverdistance": 12 if many else 24,
-        },
-        "empty": "No worker has written anything yet.",
-    }
+    data = _edges(found, places) + ([_nodes(run, places)] if ranks else [])
+    title = f"Who met in the last {short(max(span_s, 0.01), 2)} s" if found else "Workers"
+    bare = {"visible": False, "range": [-1.22, 1.22], "fixedrange": True, "constrain": "domain"}
+    return figure(
+        title + (f" of {label}" if label else ""),
+        _said(found, len(met)),
+        430,
+        data,
+        "No worker has written anything yet.",
+        xaxis=bare,
+        yaxis={**bare, "scaleanchor": "x"},
+        hoverdistance=12 if len(found) > 3 * len(ranks) else 24,
+    )
 
 
 def _few(met: list[Edge]) -> list[Edge]:
     """All edges, or where those would only blacken the circle the farthest of each worker."""
-    if len(met) <= MOST:
+    if len(met) <= MAX_EDGES:
         return met
-    of: dict[int, list[Edge]] = {}
-    for edge in met:
-        of.setdefault(edge.one, []).append(edge)
-        of.setdefault(edge.other, []).append(edge)
-    kept = {
-        (edge.one, edge.other)
-        for own in of.values()
-        for edge in sorted(own, key=lambda edge: -(edge.distance or 0.0))[:EACH]
-    }
-    return [edge for edge in met if (edge.one, edge.other) in kept]
+    own = defaultdict[int, list[Edge]](list)
+    for edge in sorted(met, key=lambda edge: -(edge.distance or 0.0)):
+        own[edge.one].append(edge)
+        own[edge.other].append(edge)
+    kept = {edge for farthest in own.values() for edge in farthest[:EDGES_EACH]}
+    return [edge for edge in met if edge in kept]
 
 
 def _said(found: list[Edge], met: int) -> str:
@@ -68,127 +105,102 @@ def _said(found: list[Edge], met: int) -> str:
         return "Nobody has exchanged or merged anything."
     who = "An edge for every two that exchanged or merged"
     if len(found) < met:
-        who = f"{met:,} pairs exchanged or merged; of each worker the {EACH} farthest are drawn"
-    if not any(edge.distance for edge in found):
-        return f"{who}; how far apart they were is not known."
-    return f"{who}; colour: how far apart they were."
+        who = f"{met:,} pairs exchanged or merged; of each worker the {EDGES_EACH} farthest are drawn"
+    known = any(edge.distance for edge in found)
+    return f"{who}; {'colour: how far apart they were' if known else 'how far apart they were is not known'}."
 
 
-def _span(distances: list[float]) -> tuple[float, float]:
-    if not distances:
-        return 0.0, 1.0
-    least, most = math.log10(min(distances)), math.log10(max(distances))
-    # Distances within a tenth of each other look the same.
-    return (least, most) if most - least > 0.05 else (least - 0.15, most + 0.15)
-
-
-def _shade(edge: Edge, least: float, most: float) -> int | None:
-    if not edge.distance:
-        return None
-    share = (math.log10(edge.distance) - least) / (most - least)
-    return min(len(DISTANCES) - 1, int(share * len(DISTANCES)))
-
-
-def _lines(
-    found: list[Edge], places: dict[int, tuple[float, float]], least: float, most: float
-) -> list[dict[str, Any]]:
-    """One trace for every shade: that draws faster than one for every edge."""
-    shades: dict[int | None, list[Edge]] = {}
+def _edges(found: list[Edge], places: dict[int, tuple[float, float]]) -> list[Figure]:
+    """One trace for every shade, which draws faster than one for every edge; hovers; the scale of colours."""
+    logs = [math.log10(edge.distance) for edge in found if edge.distance]
+    least, most = min(logs, default=0.0), max(logs, default=1.0)
+    if most - least <= 0.05:  # distances within a tenth of each other look the same
+        least, most = least - 0.15, most + 0.15
+    shades = defaultdict[int, list[Edge]](list)
     for edge in found:
-        shades.setdefault(_shade(edge, least, most), []).append(edge)
-    many = len(found) > 64
-    return [
+        height = (math.log10(edge.distance) - least) / (most - least) if edge.distance else -1.0
+        shades[max(-1, min(len(DISTANCES) - 1, math.floor(height * len(DISTANCES))))].append(edge)
+    thin = len(found) > 64
+    data: list[Figure] = [
         {
             "type": "scatter",
             "mode": "lines",
             "hoverinfo": "skip",
             "x": [at for e in some for at in (places[e.one][0], places[e.other][0], None)],
             "y": [at for e in some for at in (places[e.one][1], places[e.other][1], None)],
-            "line": {
-                "color": DISTANCES[shade] if shade is not None else "rgba(128, 138, 150, 0.6)",
-                "width": 1 if many else 2,
-            },
-            "opacity": 0.6 if many else 0.9,
+            "line": {"color": DISTANCES[shade] if shade >= 0 else GREY, "width": 1 if thin else 2},
+            "opacity": 0.6 if thin else 0.9,
         }
-        for shade, some in sorted(shades.items(), key=lambda item: -1 if item[0] is None else item[0])
+        for shade, some in sorted(shades.items())
     ]
+    if found:
+        data.append(_hovers(found, places))
+    return data + ([_scale(least, most)] if logs else [])
 
 
-def _middles(
-    found: list[Edge], places: dict[int, tuple[float, float]], least: float, most: float
-) -> list[dict[str, Any]]:
-    """What hovering over an edge tells, and the scale of its colour."""
-    if not found:
-        return []
-    count = len(DISTANCES)
-    scale = [[at / count, c] for place, c in enumerate(DISTANCES) for at in (place, place + 1)]
-    text = [
-        f"<b>{e.one} and {e.other}</b><br>{e.count} exchange{'' if e.count == 1 else 's'}<br>"
-        + ("distance not known" if e.distance is None else f"distance {short(e.distance)}")
-        for e in found
-    ]
-    # Off the middle: there all the edges through the centre of the circle meet.
-    hovers = {
+def _hovers(found: list[Edge], places: dict[int, tuple[float, float]]) -> Figure:
+    """What hovering over an edge tells; off its middle, where all edges through the centre meet."""
+
+    def far(edge: Edge) -> str:
+        return "distance not known" if edge.distance is None else f"distance {short(edge.distance)}"
+
+    x, y = (
+        [round(0.62 * places[e.one][axis] + 0.38 * places[e.other][axis], 4) for e in found]
+        for axis in (0, 1)
+    )
+    return {
         "type": "scatter",
         "mode": "markers",
-        "x": [round(0.62 * places[e.one][0] + 0.38 * places[e.other][0], 4) for e in found],
-        "y": [round(0.62 * places[e.one][1] + 0.38 * places[e.other][1], 4) for e in found],
-        "text": text,
+        "x": x,
+        "y": y,
+        "text": [f"<b>{e.one} and {e.other}</b><br>{count(e.count, 'exchange')}<br>{far(e)}" for e in found],
         "hovertemplate": "%{text}<extra></extra>",
         "marker": {"size": 8, "opacity": 0},
     }
-    if not any(edge.distance for edge in found):
-        return [hovers]
-    ticks = [least + (most - least) * share for share in (0.0, 0.5, 1.0)]
+
+
+def _scale(least: float, most: float) -> Figure:
+    """A trace without points that carries the scale of the colours."""
+    parts = len(DISTANCES)
+    steps = [[at / parts, colour] for place, colour in enumerate(DISTANCES) for at in (place, place + 1)]
+    ticks = [least + (most - least) * part for part in (0.0, 0.5, 1.0)]
     bar = {
         "title": {"text": "distance between the two", "side": "top"},
-        "orientation": "h",
-        "y": 0,
-        "yanchor": "top",
-        "thickness": 8,
-        "len": 0.6,
-        "outlinewidth": 0,
-        "tickvals": ticks,
-        "ticktext": [short(10**tick, 2) for tick in ticks],
+        "orientation": "h", "y": 0, "yanchor": "top", "thickness": 8, "len": 0.6, "outlinewidth": 0,
+        "tickvals": ticks, "ticktext": [short(10**tick, 2) for tick in ticks],
+    }  # fmt: skip
+    marker = {"color": [least], "colorscale": steps, "cmin": least, "cmax": most, "showscale": True}
+    nothing = {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "hoverinfo": "skip"}
+    return nothing | {"marker": marker | {"colorbar": bar}}
+
+
+def _nodes(run: Run, places: dict[int, tuple[float, float]]) -> Figure:
+    states = [run.state(rank) if rank in run.workers else "joining" for rank in places]
+    size, letters = (26, 12) if len(places) <= 16 else (18, 10) if len(places) <= 40 else (14, 8)
+    return {
+        "type": "scatter",
+        "mode": "markers+text",
+        "x": [at for at, _ in places.values()],
+        "y": [at for _, at in places.values()],
+        "text": [str(rank) for rank in places],
+        "textposition": "middle center",
+        "textfont": {"color": "#ffffff", "size": letters},
+        "customdata": [_about(run, rank, state) for rank, state in zip(places, states, strict=True)],
+        "hovertemplate": "%{customdata}<extra></extra>",
+        "marker": {
+            "size": size,
+            "opacity": 1,
+            "color": [STATES.get(state, STATES["training"]) for state in states],
+            "symbol": ["square" if state == "dead" else "circle" for state in states],
+        },
     }
-    marker = {"color": [least], "colorscale": scale, "cmin": least, "cmax": most, "showscale": True}
-    return [
-        hovers,
-        {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "hoverinfo": "skip"}
-        | {"marker": marker | {"colorbar": bar}},
-    ]
-
-
-def _nodes(run: Run, places: dict[int, tuple[float, float]]) -> list[dict[str, Any]]:
-    states = {rank: run.state(rank) if rank in run.workers else "joining" for rank in places}
-    size = 26 if len(places) <= 16 else 18 if len(places) <= 40 else 14
-    return [
-        {
-            "type": "scatter",
-            "mode": "markers+text",
-            "x": [at for at, _ in places.values()],
-            "y": [at for _, at in places.values()],
-            "text": [str(rank) for rank in places],
-            "textposition": "middle center",
-            "textfont": {"color": "#ffffff", "size": 12 if size > 20 else 10 if size > 14 else 8},
-            "customdata": [_about(run, rank, states[rank]) for rank in places],
-            "hovertemplate": "%{customdata}<extra></extra>",
-            "marker": {
-                "size": size,
-                "opacity": 1,
-                "color": [STATES.get(state, STATES["training"]) for state in states.values()],
-                "symbol": ["square" if state == "dead" else "circle" for state in states.values()],
-            },
-        }
-    ]
 
 
 def _about(run: Run, rank: int, state: str) -> str:
     said = [f"<b>worker {rank}</b>, {escape(state)}"]
-    track = run.workers.get(rank)
-    if track is not None:
-        rate, loss = track.rate("steps"), track.value("loss")
-        said += [f"{short(rate)} steps/s"] if rate is not None else []
-        said += [f"blocked {100 * float(track.latest.get('blocked_share') or 0):.1f} %"]
+    if (track := run.workers.get(rank)) is not None:
+        per_s, loss = rate(track), track.value("loss")
+        said += [f"{short(per_s)} steps/s"] if per_s is not None else []
+        said += [f"blocked {share(track.latest.get('blocked_share') or 0.0)}"]
         said += [f"loss {short(loss, 4)}"] if loss is not None else []
     return "<br>".join(said)

@@ -9,9 +9,10 @@ from freewheel.errors import ConfigError
 from freewheel.records.files import write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
+from freewheel.show.report.content import content
 from freewheel.show.report.markdown import text
 from freewheel.show.report.page import page
-from freewheel.show.report.runs import named_runs
+from freewheel.show.shown import Shown, ranked
 
 __all__ = ["html", "markdown", "recorded", "write"]
 
@@ -34,16 +35,16 @@ def write(
 
 def html(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: str, command: str) -> str:
     """The report as one page. `runs` are the records of the results, in the same order, if there are any."""
-    _check(results)
-    return page(named_runs(results, runs), title, command)
+    shown = _shown(results, runs)
+    return page(shown, content(shown), title, command)
 
 
 def markdown(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: str, command: str) -> str:
     """The same without figures, for a README or an issue."""
-    _check(results)
-    return text(named_runs(results, runs), title, command)
+    return text(content(_shown(results, runs)), title, command)
 
 
-def _check(results: Sequence[Result]) -> None:
+def _shown(results: Sequence[Result], runs: Sequence[Run | None]) -> list[Shown]:
     if not results:
         raise ConfigError("a report needs at least one result; none was given.")
+    return ranked(results, runs)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from typing import Any
 
 from freewheel import theory, topology
 from freewheel.errors import ConfigError
+from freewheel.numbers import UNKNOWN, number, share
+from freewheel.records.counters import CAUSES
 from freewheel.records.result import Result
-from freewheel.show.bounds import Bound, bounds
-from freewheel.show.report.runs import Shown, flatten, same_budget, unlike
-from freewheel.show.report.words import number, percent, standing
+from freewheel.show.bounds import bounds
+from freewheel.show.report.findings import how_it_stands, same_budget, unlike
+from freewheel.show.shown import Shown, flatten
 from freewheel.show.versus import versus
 
 
@@ -32,20 +33,23 @@ class Table:
     whose: Sequence[Shown] = ()
     """The run each row is about, where rows are about runs."""
 
+    def cut(self, most: int) -> Table:
+        """Only the first rows of it."""
+        return self if len(self.rows) <= most else replace(self, rows=self.rows[:most]).without_empty()
+
     def without_empty(self) -> Table:
         """Without the columns nobody has a value for."""
-        kept = [at for at in range(len(self.heads)) if not at or any(row[at] != "–" for row in self.rows)]
-        return Table(
-            self.name,
-            [self.heads[at] for at in kept],
-            [[row[at] for at in kept] for row in self.rows],
-            frozenset(place for place, at in enumerate(kept) if at in self.left),
-            whose=self.whose,
-        )
+        kept = [at for at in range(len(self.heads)) if not at or any(row[at] != UNKNOWN for row in self.rows)]
+        left = frozenset(place for place, at in enumerate(kept) if at in self.left)
+        rows = [[row[at] for at in kept] for row in self.rows]
+        return Table(self.name, [self.heads[at] for at in kept], rows, left, whose=self.whose)
+
+
+# -- figures of runs --
 
 
 @dataclass(frozen=True)
-class _Column:
+class Column:
     """A figure of every run, how it is written, and which of its values is the best."""
 
     head: str
@@ -56,93 +60,74 @@ class _Column:
     """Whether it can be compared only between runs of as many steps."""
 
 
-_COLUMNS = (
-    _Column("seconds", lambda r: r.virtual_s, best=min, of_budget=True),
-    _Column("steps/s", lambda r: r.steps_per_s, best=max),
-    _Column("share of\xa0ideal", lambda r: r.ideal_share, percent, max),
-    _Column("idle", lambda r: r.idle_share, percent, min),
-    _Column("staleness mean", lambda r: r.staleness_mean),
-    _Column("staleness max", lambda r: r.staleness_max),
-    _Column("discrepancy", lambda r: None if r.loss is None else r.discrepancy_max, best=min),
-    _Column("kB/step", lambda r: r.bytes_per_step / 1e3, best=min),
-    _Column("loss", lambda r: r.loss, best=min, of_budget=True),
-    _Column("accuracy", lambda r: r.accuracy, percent, max, of_budget=True),
-    _Column("s to target", lambda r: r.target_s, best=min),
+COLUMNS = (
+    Column("seconds", lambda r: r.virtual_s, best=min, of_budget=True),
+    Column("steps/s", lambda r: r.steps_per_s, best=max),
+    Column("share of\xa0ideal", lambda r: r.ideal_share, share, max),
+    Column("idle", lambda r: r.idle_share, share, min),
+    Column("staleness mean", lambda r: r.staleness_mean),
+    Column("staleness max", lambda r: r.staleness_max),
+    Column("discrepancy", lambda r: None if r.loss is None else r.discrepancy_max, best=min),
+    Column("kB/step", lambda r: r.bytes_per_step / 1e3, best=min),
+    Column("loss", lambda r: r.loss, best=min, of_budget=True),
+    Column("accuracy", lambda r: r.accuracy, share, max, of_budget=True),
+    Column("s to target", lambda r: r.target_s, best=min),
 )
 
 
 def results_table(runs: Sequence[Shown]) -> Table:
     """All figures of all runs; the best of each column is marked, where they can be compared."""
-    clocks = len({run.clock for run in runs}) > 1
+    clocks = len({run.result.clock for run in runs}) > 1
     unranked, same = bool(unlike(runs)), same_budget(runs)
-    columns = [c for c in _COLUMNS if c.head != "s to target" or any(run.result.target for run in runs)]
-    columns += _beside(runs)
-    rows = [
-        [run.label, str(run.result.settings.get("waits_for", "–")), *([run.clock] if clocks else [])]
-        for run in runs
-    ]
     heads = ["strategy", "waits for", *(["clock"] if clocks else [])]
     left = frozenset(range(len(heads)))
+    rows = [[run.label, str(run.result.settings.get("waits_for", UNKNOWN)), run.result.clock] for run in runs]
+    rows = [row[: len(heads)] for row in rows]
     marks: set[tuple[int, int]] = set()
-    for at, column in enumerate(columns, start=len(heads)):
+    columns = [c for c in COLUMNS if c.head != "s to target" or any(run.result.target for run in runs)]
+    for at, column in enumerate([*columns, *_beside(runs)], start=len(heads)):
         values = [column.value(run.result) for run in runs]
-        texts = [column.text(value) for value in values]
-        known = [value for value in values if value is not None]
+        texts, known = list(map(column.text, values)), [value for value in values if value is not None]
+        ranked = known and not unranked and (same or not column.of_budget)
         # What reads the same is as good; where all read the same there is no best.
-        ranked = column.best and not unranked and (same or not column.of_budget)
-        best = (
-            column.text(column.best(known))
-            if column.best and ranked and known and len(set(texts)) > 1
-            else None
-        )
-        marks |= {(place, at) for place, text in enumerate(texts) if text == best}
-        for row, text in zip(rows, texts, strict=True):
-            row.append(text)
-    heads += [column.head for column in columns]
+        if column.best and ranked and len(set(texts)) > 1:
+            best = column.text(column.best(known))
+            marks |= {(place, at) for place, text in enumerate(texts) if text == best}
+        rows = [[*row, text] for row, text in zip(rows, texts, strict=True)]
+        heads.append(column.head)
     return Table("figures of all runs", heads, rows, left, frozenset(marks), runs)
 
 
-def _beside(runs: Sequence[Shown]) -> list[_Column]:
+def _beside(runs: Sequence[Shown]) -> list[Column]:
     """Figures that are a run's among the others."""
     beside = versus([run.result for run in runs])
     if beside is None or beside.what != "accuracy":
         return []
     rows = {id(run.result): row for run, row in zip(runs, beside.rows, strict=True)}
     found = [
-        _Column("accuracy at equal\xa0samples", lambda r: rows[id(r)].equal_samples, percent, max),
-        _Column("accuracy at equal\xa0time", lambda r: rows[id(r)].equal_time, percent, max),
+        Column("accuracy at equal\xa0samples", lambda r: rows[id(r)].equal_samples, share, max),
+        Column("accuracy at equal\xa0time", lambda r: rows[id(r)].equal_time, share, max),
     ]
     if beside.baseline is not None and not any(row.at_least for row in beside.rows):
-        found.append(_Column(f"speed-up over {beside.baseline}", lambda r: rows[id(r)].speedup, best=max))
+        found.append(Column(f"speed-up over {beside.baseline}", lambda r: rows[id(r)].speedup, best=max))
     return found
 
 
-def records_table(runs: Sequence[Shown]) -> Table | None:
+def records_table(runs: Sequence[Shown]) -> list[Table]:
     """Where the records of the runs are, how each stands, and what it was made with."""
-    recorded = [run for run in runs if run.run is not None]
-    if not recorded:
-        return None
+    recorded = [run for run in runs if run.records is not None]
     keys = ("workers", "seed", "freewheel", "torch", "python")
-    heads = ("run", "script", "started", "state", *keys, "folder")
     rows = []
     for run in recorded:
-        assert run.run is not None
         about = run.run.about
-        started = datetime.fromtimestamp(about.get("started", 0.0), UTC)
-        own = [str(about.get(key, "–")) for key in keys]
-        words = (run.label, str(about.get("name", "–")), f"{started:%Y-%m-%d %H:%M} UTC", standing(run.run))
-        rows.append([*words, *own, run.run.folder.resolve().name])
-    return Table("runs", heads, rows, frozenset({0, 1, 2, 3, 9}), whose=recorded)
+        started = f"{datetime.fromtimestamp(about.get('started', 0.0), UTC):%Y-%m-%d %H:%M} UTC"
+        words = (run.label, str(about.get("name", UNKNOWN)), started, how_it_stands(run.run))
+        rows.append([*words, *(str(about.get(key, UNKNOWN)) for key in keys), run.run.folder.resolve().name])
+    heads = ("run", "script", "started", "state", *keys, "folder")
+    return [Table("runs", heads, rows, frozenset({0, 1, 2, 3, 9}), whose=recorded)] if rows else []
 
 
 # -- workers and events --
-
-_WORKERS = (
-    "worker", "state", "steps", "steps/s", "computing", "blocked by peers", "blocked by data",
-    "blocked by checkpoints",
-    "staleness mean", "staleness max", "discrepancy max", "exchanges", "not done", "merges", "MB out",
-    "last loss",
-)  # fmt: skip
 
 
 def workers_table(run: Shown) -> Table:
@@ -150,102 +135,94 @@ def workers_table(run: Shown) -> Table:
     lives = defaultdict[int, list[dict[str, Any]]](list)
     for place, life in enumerate(run.result.by_worker):
         lives[life.get("rank", place)].append(life)
+    heads: list[str] = []
     rows = []
     for rank, those in sorted(lives.items()):
         for which, life in enumerate(those, start=1):
-            state = "–"
-            if run.run is not None and rank in run.run.workers:
+            state = UNKNOWN
+            if run.records is not None and rank in run.run.workers:
                 state = run.run.state(rank) if life is those[-1] else "dead"
             name = f"{rank}" if len(those) == 1 else f"{rank}, life {which}"
-            rows.append([name, state, *_worker(life)])
-    return Table(run.label, _WORKERS, rows, frozenset({0, 1})).without_empty()
+            cells = {"worker": name, "state": state, **_worker(life)}
+            heads = list(cells)
+            rows.append(list(cells.values()))
+    return Table(run.label, heads, rows, frozenset({0, 1})).without_empty()
 
 
-def _worker(life: dict[str, Any]) -> list[str]:
+def _worker(life: dict[str, Any]) -> dict[str, str]:
+    """The cells of a life under their heads; of a simulation's result it has other names than in records."""
     alive_s = life.get("elapsed_s") or life.get("alive_s") or 0.0
-    blocked = life.get("blocked_s") or {}
-
-    def share(value: float | None) -> str:
-        return percent(value / alive_s) if alive_s and value is not None else "–"
-
-    exchanges, merges = life.get("exchanges") or {}, life.get("merges") or {}
-    failed = sum(count for what, count in exchanges.items() if what != "done")
+    blocked, exchanges = life.get("blocked_s") or {}, life.get("exchanges") or {}
     mean = life.get("staleness_mean")
     if mean is None and life.get("staleness_count"):
         mean = life["staleness_sum"] / life["staleness_count"]
-    return [
-        number(life.get("steps")),
-        number(life["steps"] / alive_s) if alive_s and "steps" in life else "–",
-        share(life.get("compute_s")),
-        *(share(blocked.get(cause) or None) for cause in ("peers", "data", "checkpoint")),
-        number(mean),
-        number(life.get("staleness_max")),
-        number(life.get("discrepancy_max") or None),
-        number(exchanges.get("done") or None),
-        number(failed or None),
-        number(merges.get("done") or None),
-        number(life["bytes_out"] / 1e6) if "bytes_out" in life else "–",
-        number(life.get("loss")),
-    ]
+
+    def part(value: float | None) -> str:
+        return share(value / alive_s) if alive_s and value is not None else UNKNOWN
+
+    return {
+        "steps": number(life.get("steps")),
+        "steps/s": number(life["steps"] / alive_s if alive_s and "steps" in life else None),
+        "computing": part(life.get("compute_s")),
+        **{
+            f"blocked by {cause}{'s' * (cause == 'checkpoint')}": part(blocked.get(cause) or None)
+            for cause in CAUSES
+        },
+        "staleness mean": number(mean),
+        "staleness max": number(life.get("staleness_max")),
+        "discrepancy max": number(life.get("discrepancy_max") or None),
+        "exchanges": number(exchanges.get("done") or None),
+        "not done": number(sum(many for what, many in exchanges.items() if what != "done") or None),
+        "merges": number((life.get("merges") or {}).get("done") or None),
+        "MB out": number(life["bytes_out"] / 1e6 if "bytes_out" in life else None),
+        "last loss": number(life.get("loss")),
+    }
 
 
-def events_table(run: Shown) -> Table | None:
+def events_table(run: Shown) -> Table:
     """What happened in a run, in order."""
-    if run.run is None or not run.run.events:
-        return None
-    began_s = run.run.began_s
+    events = run.run.events if run.records is not None else []
     rows = [
         [
-            f"{max(0.0, event.time - began_s):,.2f}",
+            f"{max(0.0, event.time - run.began_s):,.2f}",
             event.what,
-            "–"
-            if event.rank is None
-            else ", ".join(str(one) for one in (event.rank, event.peer) if one is not None),
-            _noticed(event.by),
-            event.text or "–",
+            ", ".join(str(rank) for rank in (event.rank, event.peer) if rank is not None) or UNKNOWN,
+            event.noticed_by(),
+            event.text or UNKNOWN,
         ]
-        for event in run.run.events
+        for event in events
     ]
     heads = ("at, s", "what", "worker", "noticed by", "")
     return Table(run.label, heads, rows, frozenset({1, 2, 3, 4})).without_empty()
 
 
-def _noticed(by: Sequence[int | str]) -> str:
-    ranks = sorted(one for one in by if isinstance(one, int))
-    others = [str(one) for one in by if not isinstance(one, int)]
-    if len(ranks) > 6:
-        return ", ".join([f"{len(ranks)} workers", *others])
-    return ", ".join([*map(str, ranks), *others])
-
-
 # -- theory --
 
 
-def theory_table(runs: Sequence[Shown]) -> tuple[str, Table | None]:
+def theory_table(runs: Sequence[Shown]) -> tuple[str, list[Table]]:
     """What was measured against what the papers say: how many hold, and a row for each."""
     found = [(run, bound) for run in runs for bound in bounds(run.result)]
     if not found:
-        return "No theory speaks about a figure that was measured here.", None
+        return "No theory speaks about a figure that was measured here.", []
     broken = sum(not bound.holds for _, bound in found)
     said = f"All {len(found)} hold" if len(found) > 1 else "The only bound holds"
     if broken:
         said = f"{broken} of {len(found)} {'does' if broken == 1 else 'do'} not hold"
     said = f"{said}. “About” means within 15 %. Only what follows from the figures of a run is compared."
-    heads = ("strategy", "what", "measured", "theory", "measured / theory", "holds", "source")
-    rows = [[run.label, *_compared(bound)] for run, bound in found]
-    return said, Table("theory", heads, rows, frozenset({0, 1, 5, 6}), whose=[run for run, _ in found])
-
-
-def _compared(bound: Bound) -> list[str]:
-    unit = f" {bound.unit}" if bound.unit else ""
-    return [
-        bound.name,
-        f"{number(bound.measured)}{unit}",
-        f"{bound.kind} {number(bound.bound)}{unit}",
-        number(bound.share) if bound.bound else "–",
-        "✓ yes" if bound.holds else "✗ no",
-        bound.source,
+    rows = [
+        [
+            run.label,
+            bound.name,
+            f"{number(bound.measured)} {bound.unit}".rstrip(),
+            f"{bound.kind} {number(bound.bound)} {bound.unit}".rstrip(),
+            number(bound.share if bound.bound else None),
+            "✓ yes" if bound.holds else "✗ no",
+            bound.source,
+        ]
+        for run, bound in found
     ]
+    heads = ("strategy", "what", "measured", "theory", "measured / theory", "holds", "source")
+    return said, [Table("theory", heads, rows, frozenset({0, 1, 5, 6}), whose=[run for run, _ in found])]
 
 
 # -- settings --
@@ -255,21 +232,16 @@ def settings_tables(runs: Sequence[Shown]) -> list[Table]:
     """The settings of all runs: what is common first."""
     scenarios = [flatten(run.result.settings.get("scenario", {})) for run in runs]
     common = len(runs) > 1 and bool(scenarios[0]) and all(one == scenarios[0] for one in scenarios)
-    parts = [_settings("Scenario of all runs", scenarios[0])] if common else []
+    parts = {"Scenario of all runs": scenarios[0]} if common else {}
     for run in runs:
         settings = {k: v for k, v in run.result.settings.items() if not (common and k == "scenario")}
-        about = run.run.about if run.run is not None else {}
+        about = run.run.about if run.records is not None else {}
         made = ("command", "freewheel", "torch", "python")
         rows: dict[str, str] = {key: str(about[key]) for key in made if key in about}
         rows |= {"seed": str(run.result.seed)} | flatten(settings) | _mixing(run.result)
-        if run.result.trace_sha256:
-            rows["trace sha256"] = run.result.trace_sha256
-        parts.append(_settings(run.label, rows))
-    return parts
-
-
-def _settings(name: str, rows: dict[str, str]) -> Table:
-    return Table(name, ("setting", "value"), [list(row) for row in rows.items()], frozenset({0, 1}))
+        parts[run.label] = rows | ({"trace sha256": trace} if (trace := run.result.trace_sha256) else {})
+    heads = ("setting", "value")
+    return [Table(name, heads, [*map(list, rows.items())], frozenset({0, 1})) for name, rows in parts.items()]
 
 
 def _mixing(result: Result) -> dict[str, str]:
@@ -285,14 +257,3 @@ def _mixing(result: Result) -> dict[str, str]:
     if result.strategy == "adpsgd":
         rows["ρ of the topology (AD-PSGD, assumption 3)"] = number(theory.rho(graph))
     return rows
-
-
-def versions() -> str:
-    """Which versions made the report."""
-    said = []
-    for package in ("freewheel", "torch", "numpy", "plotly"):
-        try:
-            said.append(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:  # run from its sources
-            continue
-    return f"Made with {', '.join(said)}."

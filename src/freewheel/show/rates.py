@@ -1,0 +1,139 @@
+"""Rates, shares and spans of runs: computed here for the terminal, reports and the dashboard."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from freewheel.records.counters import CAUSES
+from freewheel.records.run import Run
+from freewheel.records.track import Track
+
+LATELY_S = 5.0
+"""The last seconds, of which rates of a live run are."""
+
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
+Lives = Iterable[dict[str, Any]]
+
+
+# -- of one worker --
+
+
+def grown(track: Track, name: str, times_s: Sequence[float] | Floats) -> Floats:
+    """A sum of a worker at some moments of the run's clock, as if it grew evenly between samples."""
+    told, sums = (np.array(track.points[one], dtype=float) for one in ("time", name))
+    found: Floats = np.interp(times_s, told, np.nan_to_num(sums), left=0.0)
+    return found
+
+
+def rate(track: Track, name: str = "steps", over_s: float = LATELY_S) -> float | None:
+    """How fast a sum grew in the last seconds in which the worker lived; None: it has not lived yet."""
+    end_s = track.value("time") or 0.0
+    span_s = (end_s - over_s, end_s)
+    (begin, end), (born, now) = (grown(track, one, span_s) for one in (name, "elapsed_s"))
+    return float((end - begin) / (now - born)) if now > born else None
+
+
+def every_s(told: Sequence[float] | Floats) -> float:
+    """How often a worker writes, as its last samples show."""
+    between = sorted(float(after - before) for before, after in itertools.pairwise(told[-10:]))
+    return between[len(between) // 2] if between else 0.0
+
+
+# -- of all workers --
+
+
+def blocked(tracks: Iterable[Track]) -> dict[str, float]:
+    """Which share of the workers' time they waited for what."""
+    tracks = list(tracks)
+
+    def total(name: str) -> float:
+        return sum(track.value(name) or 0.0 for track in tracks)
+
+    lived_s = total("elapsed_s")
+    return {cause: min(1.0, total(f"{cause}_s") / lived_s) if lived_s > 0 else 0.0 for cause in CAUSES}
+
+
+def elapsed_s(run: Run) -> float:
+    """How long a run has gone on, or went on, on its own clock."""
+    return max(0.0, (run.now if run.live else run.ended_s) - run.began_s) if run.workers else 0.0
+
+
+def standing(run: Run) -> str:
+    """How a run stands, in a word: starting, live, finished (all of it), ended (not all), or silent."""
+    states = {run.state(rank) for rank in run.workers}
+    if not states or run.live:
+        return "live" if states else "starting"
+    return "finished" if states == {"finished"} else "silent" if "silent" in states else "ended"
+
+
+def rates(run: Run) -> tuple[float | None, float | None]:
+    """Steps of all workers in a second, from the first to the last one, and which share of the ideal that is.
+
+    The ideal is of all workers for the whole time: what a dead one would have made is missing. A simulation
+    knows it; else, of a worker that made no step nobody knows how fast it could be. None: no step was made.
+    """
+    steps, took_s = dict(run.totals())["steps"], run.ended_s - run.began_s
+    if not steps or took_s <= 0:
+        return None, None
+    settings = run.about.get("settings") or {}
+    ideal = settings.get("ideal_per_s") or sum(1 / t for t in step_times_s(run.lives).values())
+    # Steps may vary by so much that a run beats what its usual steps would make.
+    return steps / took_s, min(1.0, steps / took_s / ideal) if ideal else None
+
+
+def step_times_s(lives: Lives) -> dict[int, float]:
+    """What a step took each worker that has made one, without waiting."""
+    steps, computing = defaultdict[int, float](float), defaultdict[int, float](float)
+    for life in lives:
+        steps[life["rank"]] += life["steps"]
+        computing[life["rank"]] += life.get("compute_s") or 0.0
+    return {rank: computing[rank] / steps[rank] for rank in steps if steps[rank] and computing[rank]}
+
+
+def staleness_mean(lives: Lives) -> float | None:
+    """The mean over all that was noted in these lives: who notes more weighs more. None: nobody says it.
+
+    A strategy that is never stale by its own measure notes nothing, and is 0.
+    """
+    told = []
+    for life in lives:
+        mean, counts = life.get("staleness_mean"), life.get("staleness_counts") or {}
+        if mean is not None:  # a life that does not say how often it noted has noted every step
+            told.append((sum(counts.values()) if counts or not mean else life["steps"], mean))
+    return (
+        sum(noted * mean for noted, mean in told) / (sum(noted for noted, _ in told) or 1) if told else None
+    )
+
+
+def staleness(run: Run) -> dict[int, int]:
+    """How often which staleness was met in all lives of all workers: the least of a class, and a count."""
+    counts = Counter[int]()
+    for life in run.lives:
+        counts.update({int(least): int(met) for least, met in (life.get("staleness_counts") or {}).items()})
+    return dict(sorted(counts.items()))
+
+
+def reached_s(run: Run) -> float | None:
+    """After how long the accuracy first reached the target; None: not yet, or there is none."""
+    target = run.about.get("target")
+    reached = (one.time for one in run.evaluations if target and (one.accuracy or 0.0) >= target)
+    first = next(reached, None)
+    return None if first is None else max(0.0, first - run.began_s)
+
+
+def mean(values: Iterable[float | None]) -> float | None:
+    """The mean of what is known."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def total(values: Iterable[float | None]) -> float | None:
+    """The sum of what is known."""
+    known = [value for value in values if value is not None]
+    return math.fsum(known) if known else None

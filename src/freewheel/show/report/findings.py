@@ -1,0 +1,151 @@
+"""What came of runs, in sentences: who was fastest, who reached the target, who died and came back."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+
+from freewheel.numbers import count, given, listed, number, share
+from freewheel.records.result import Result
+from freewheel.records.run import DEATHS, Run
+from freewheel.show.rates import standing
+from freewheel.show.shown import Shown
+
+ALIKE = 1.05
+"""Runs whose steps differ by no more than this have had the same budget: lost workers may cost some."""
+TOLD = 5
+"""The most things that are told of one kind."""
+VERBS = {
+    "died": "died",
+    "failed": "failed",
+    "cut": "was cut off",
+    "left": "left",
+    "joined": "joined",
+    "restarted": "was started again",
+    "resumed": "resumed",
+}
+"""The events that are told in words; the others are in the table only."""
+
+
+def unlike(runs: Sequence[Shown]) -> str:
+    """Why these runs cannot be ranked against each other; nothing where they can."""
+    if len({run.result.clock for run in runs}) > 1:
+        return "Some of these runs are simulated, in virtual seconds, and some real: they are not ranked."
+    return ""
+
+
+def same_budget(runs: Sequence[Shown]) -> bool:
+    """Whether all have made as many steps, near enough."""
+    steps = [run.result.worker_steps for run in runs]
+    return max(steps) <= ALIKE * min(steps)
+
+
+def clock(results: Sequence[Result]) -> str:
+    """Whose seconds these are: "virtual", "wall-clock", or each run's own."""
+    clocks = {result.clock for result in results}
+    if len(clocks) > 1:
+        return "wall-clock or, of simulated runs, virtual"
+    return "wall-clock" if clocks == {"wall"} else "virtual"
+
+
+def how_it_stands(run: Run) -> str:
+    """How a run stands, and of how many workers it was heard last."""
+    word = standing(run)
+    if word in ("live", "starting"):
+        return f"still running, as of {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC"
+    if word == "finished":
+        return word
+    states = Counter(run.state(rank) for rank in run.workers)
+    how = "killed, or it hangs" if word == "silent" else word
+    return f"{how}, with " + listed([f"{count(many, 'worker')} {state}" for state, many in states.items()])
+
+
+def still_running(runs: Sequence[Shown]) -> str:
+    """Which runs go on, and since when that is no longer told; nothing where all have ended."""
+    live = [run for run in runs if run.records is not None and run.run.live]
+    if not live:
+        return ""
+    who = "" if len(runs) == 1 else f": {listed([run.label for run in live])}"
+    as_of = how_it_stands(live[0].run).removeprefix("still running, ")
+    return f"Still running{who}, {as_of}. All figures are those up to then."
+
+
+def happened(run: Run) -> str:
+    """Who died, came and left, a sentence for each; nothing where nobody did."""
+    told = defaultdict[int, list[str]](list)
+    links: dict[str, None] = {}
+    for event in run.events:
+        seconds = max(0.0, event.time - run.began_s)  # some resume a moment before the first begins
+        at = f"at {seconds:.3g} s" if seconds < 100 else f"at {seconds:,.0f} s"
+        if event.link:
+            links[f"{event.link[0].upper()}{event.link[1:]} {at}."] = None
+        elif event.what in VERBS and event.rank is not None:
+            told[event.rank].append(f"{VERBS[event.what]} {at}")
+    befell = "The same befell {} other {}."
+    workers = [f"Worker {rank} {listed(_few(words, '{} times more'))}." for rank, words in told.items()]
+    return " ".join(_few(workers, befell, "workers") + _few(list(links), befell, "links"))
+
+
+def _few(said: list[str], more: str, *what: str) -> list[str]:
+    """The first of them, and how many more there are."""
+    return said if len(said) <= TOLD else [*said[: TOLD - 1], more.format(len(said) - TOLD + 1, *what)]
+
+
+def findings(runs: Sequence[Shown]) -> list[str]:
+    """The main result in a few sentences; then what happened, a paragraph for each run."""
+    main = [unlike(runs)] if unlike(runs) else list(_ranking(runs))
+    if any(event.what in DEATHS for run in runs if run.records is not None for event in run.run.events):
+        main.append("The ideal is of all workers for the whole time: a dead one's share is lost.")
+    told = defaultdict[str, list[str]](list)
+    for run in runs:
+        if run.records is not None and (words := happened(run.run)):
+            told[words].append(run.label)
+    each = [
+        words if len(runs) == 1 else f"{'All runs' if len(labels) == len(runs) else listed(labels)}: {words}"
+        for words, labels in told.items()
+    ]
+    return [" ".join(main), *each]
+
+
+def _ranking(runs: Sequence[Shown]) -> Iterator[str]:
+    reference = next((run for run in runs if run.result.strategy == "allreduce"), None)
+    if any(run.result.target for run in runs):
+        yield _first_to_target(runs, reference)
+    top = max(run.result.steps_per_s for run in runs)
+    best = [run for run in runs if run.result.steps_per_s >= 0.999 * top]
+    ideal = share(best[0].result.ideal_share)
+    if len(runs) == 1:
+        yield (
+            f"{runs[0].label} makes {number(top)} worker-steps per second, {ideal} of what its workers can "
+            f"do when none ever waits; they are idle for {share(runs[0].result.idle_share)} of the time."
+        )
+        return
+    said = f"{listed([run.label for run in best])} {'makes' if len(best) == 1 else 'make'} the most "
+    said += f"worker-steps per second: {number(top)}, {ideal} of what they can do when none ever waits"
+    if reference is not None and reference not in best:
+        slow = reference.result
+        said += f", and {number(top / slow.steps_per_s)} times as many as {reference.label}, whose workers "
+        said += f"are idle for {share(slow.idle_share)} of the time"
+    yield f"{said}."
+
+
+def _first_to_target(runs: Sequence[Shown], reference: Shown | None) -> str:
+    target = f"{given(100 * next(run.result.target for run in runs if run.result.target))} %"
+    reached = [(run.result.target_s, run) for run in runs if run.result.target_s is not None]
+    if not reached:
+        return f"No run reaches the target accuracy of {target}."
+    first_s, first = min(reached, key=lambda pair: pair[0])
+    said = f"{first.label} reaches the target accuracy of {target} "
+    said += f"{'first, ' if len(runs) > 1 else ''}after {number(first_s)} s"
+    if reference is not None and reference is not first:
+        slow_s = reference.result.target_s
+        if slow_s is None:
+            said += f"; {reference.label} does not reach it"
+        elif first_s:
+            said += f", {number(slow_s / first_s)} times as fast as {reference.label}"
+    trying = [run for run in runs if run.result.target and run is not reference]
+    late = [run.label for run in trying if run.result.target_s is None]
+    if late:
+        said += f"; {listed(late)} {'does' if len(late) == 1 else 'do'} not reach it in this run"
+    return f"{said}."

@@ -1,0 +1,146 @@
+"""A run among those that are shown together: its name, and the colour it has in every figure and table."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from freewheel.records.result import Result
+from freewheel.records.run import Run
+from freewheel.show.figures.palette import COLOURS, DASHES
+from freewheel.show.rows import Row, rows
+from freewheel.show.series import Series, series
+
+NAMED = 3
+"""Runs that differ in more settings than this are called by their folders: nobody reads a name so long."""
+
+
+@dataclass(eq=False)
+class Shown:
+    """A run with its name and its place. A page that follows it has records, one that ranks it a result."""
+
+    label: str
+    place: int
+    records: Run | None = None
+    summary: Result | None = None
+    unit_s: float = 1.0
+    """What the axis of time counts in."""
+
+    @property
+    def run(self) -> Run:
+        """Its records, where there are some."""
+        assert self.records is not None, f"{self.label} has no records"
+        return self.records
+
+    @property
+    def result(self) -> Result:
+        """Its figures, where it has made a step."""
+        assert self.summary is not None, f"{self.label} has no result"
+        return self.summary
+
+    @property
+    def colour(self) -> str:
+        """The run's colour in every figure."""
+        return COLOURS[self.place % len(COLOURS)]
+
+    @property
+    def style(self) -> int:
+        """Which of the dashes it has: the first eight runs have solid lines."""
+        return self.place // len(COLOURS) % len(DASHES)
+
+    @cached_property
+    def series(self) -> Series:
+        """Computed once for all figures."""
+        return series(self.run)
+
+    @cached_property
+    def rows(self) -> list[Row]:
+        """One for each worker, for tables and what stands above them."""
+        return rows(self.run)
+
+    @cached_property
+    def began_s(self) -> float:
+        """When the run began, on its own clock."""
+        return self.run.began_s
+
+    def at(self, time: float) -> float:
+        """A moment of the run, as the axis of time counts."""
+        return (time - self.began_s) / self.unit_s
+
+    def setting(self, name: str) -> str:
+        """One of the settings in words; nothing where the run does not say."""
+        settings = self.run.about.get("settings")
+        return str(settings.get(name) or "") if isinstance(settings, dict) else ""
+
+
+def shown(runs: Sequence[Run]) -> list[Shown]:
+    """Runs under the names of their strategies, and of their folders where those are alike."""
+    names = [str(run.about.get("strategy") or run.folder.name) for run in runs]
+    twins = Counter(names)
+    found = []
+    for place, (run, name) in enumerate(zip(runs, names, strict=True)):
+        alike = twins[name] > 1 and name != run.folder.name
+        found.append(Shown(f"{name} · {run.folder.name}" if alike else name, place, run))
+    return timed(found)
+
+
+def timed(found: list[Shown]) -> list[Shown]:
+    """The same runs, on an axis of time that suits the longest."""
+    spans = [one.run.last_s - one.began_s for one in found if one.run.workers]
+    longest = max(spans, default=0.0)
+    for one in found:
+        one.unit_s = 1.0 if longest < 600 else 60.0 if longest < 4 * 3600 else 3600.0
+    return found
+
+
+def ranked(results: Sequence[Result], runs: Sequence[Run | None] = ()) -> list[Shown]:
+    """Results under names that tell them apart, with their records where those are given.
+
+    Twins get the settings they differ in, or their folder's name, or a number.
+    """
+    labels = [result.strategy for result in results]
+    for prefix in ("strategy.", "scenario.", ""):
+        for places in _twins(labels):
+            flat = [flatten(results[place].settings) for place in places]
+            if not prefix:
+                flat = [{"workers": str(results[place].workers)} for place in places]
+            keys = [key for key in differing(flat) if key.startswith(prefix)]
+            for place, settings in zip(places, flat, strict=True):
+                own = [f":{key.removeprefix(prefix)}={settings[key]}" for key in keys if key in settings]
+                labels[place] += "".join(own) if len(keys) <= NAMED else ""
+    recorded = list(runs) or [None] * len(results)
+    for places in _twins(labels):
+        names = [run.folder.resolve().name if (run := recorded[place]) else "" for place in places]
+        if len(set(names)) < len(places):
+            names = [str(number) for number in range(1, len(places) + 1)]
+        for place, name in zip(places, names, strict=True):
+            labels[place] += f" ({name})"
+    every = zip(labels, recorded, results, strict=True)
+    return [Shown(label, place, run, result) for place, (label, run, result) in enumerate(every)]
+
+
+def _twins(labels: Sequence[str]) -> list[list[int]]:
+    """The places of each label that is there more than once."""
+    several = [label for label, count in Counter(labels).items() if count > 1]
+    return [[place for place, other in enumerate(labels) if other == label] for label in several]
+
+
+def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    """Nested settings as ``a.b.c`` to text, cut where it is too long to read."""
+    flat: dict[str, str] = {}
+    for key, value in settings.items():
+        if isinstance(value, dict) and value:
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            text = "–" if value in ({}, (), []) else "none" if value is None else str(value)
+            flat[f"{prefix}{key}"] = text if len(text) <= 300 else text[:299] + "…"
+    return flat
+
+
+def differing(settings: Sequence[dict[str, str]]) -> list[str]:
+    """The keys that not all of these settings have with the same value."""
+    keys = dict.fromkeys(key for one in settings for key in one)
+    return [key for key in keys if len({one.get(key) for one in settings}) > 1]
