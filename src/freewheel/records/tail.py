@@ -47,18 +47,18 @@ class Tail:
     def _read(self, file: BinaryIO) -> list[Line]:
         status = os.fstat(file.fileno())
         self.written_s = status.st_mtime
-        lines: list[bytes] = []
+        found: list[Line] = []
         if status.st_ino != self._inode or status.st_size < self._at:
             self._inode, self._at = status.st_ino, 0
             self.begun += 1
-            lines = self._spread(file, status.st_size)
+            found = self._spread(file, status.st_size)
         file.seek(self._at)
         whole, newline, _ = file.read().rpartition(b"\n")
         self._at += len(whole) + len(newline)
         self.half = self._at < status.st_size
-        return self._parsed(lines + whole.split(b"\n"))
+        return found + self._parsed(whole)
 
-    def _spread(self, file: BinaryIO, size: int) -> list[bytes]:
+    def _spread(self, file: BinaryIO, size: int) -> list[Line]:
         """Evenly spread lines of a long file, up to its last ones; of a short one none."""
         line_bytes = _line_bytes(file.read(PIECE))
         if self._most is None or size < 2 * self._most * line_bytes:
@@ -66,24 +66,28 @@ class Tail:
         file.seek(max(0, size - PIECE))
         end = int(size - 1.5 * RECENT * _line_bytes(file.read(PIECE)))  # some lines are longer
         file.seek(0)
-        found = [file.readline()]
+        found = self._parsed(file.readline())
         self._at = file.tell()
-        for number in range(1, self._most + 1):
+        for number in range(1, self._most):
             file.seek(max(self._at, number * end // self._most))
             file.readline()  # the rest of the line we are in
             at, line = file.tell(), file.readline()
-            if life(line) != life(found[-1]):  # the last line of a life holds its sums: none is left out
-                file.seek(self._at)
-                found += file.read(at - self._at).splitlines()
+            new = self._parsed(line)
+            if found and new and found[-1].get("life") != new[0].get("life"):
+                file.seek(self._at)  # the last line of a life holds its sums: none is left out
+                found += self._parsed(file.read(at - self._at))
+            found += new
+            self._at = at + len(line)
+        file.seek(end)
+        file.readline()
+        at, line = file.tell(), file.readline()
+        if at > self._at and found and life(line) == found[-1].get("life"):
             self._at = at
-            if number < self._most:
-                found.append(line)
-                self._at += len(line)
         return found
 
-    def _parsed(self, lines: list[bytes]) -> list[Line]:
+    def _parsed(self, text: bytes) -> list[Line]:
         found: list[Line] = []
-        for line in filter(bytes.strip, lines):
+        for line in filter(bytes.strip, text.split(b"\n")):
             try:
                 one = json.loads(line)
             except ValueError:

@@ -6,12 +6,16 @@ import math
 from collections import deque
 from typing import Any
 
+import numpy as np
+
 from freewheel.records.schema import LEVELS, SUMS, began_s, columns
 
 POINTS = 256
 """Points of a worker that are read of what was written before; at most twice as many are kept."""
 RECENT = 32
 """The last samples of a worker that are kept whole."""
+
+Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 class Track:
@@ -31,6 +35,7 @@ class Track:
         self.heard_s: float | None = None
         """When a sample last came in while we were reading, on our own clock."""
         self._before = dict.fromkeys(SUMS, 0.0)
+        self._arrays: dict[str, Floats] = {}
 
     def add(self, sample: dict[str, Any]) -> None:
         """Take a sample in; one that is older than the last is left out, one that is none changes nothing.
@@ -52,7 +57,7 @@ class Track:
             self._before = {name: self.value(name) or 0.0 for name in SUMS}
             self._ended.append(self.latest)
             self.recent.clear()
-        self.life, self.latest = life, sample
+        self.life, self.latest, self._arrays = life, sample, {}
         self.recent.append(sample)
         for name, column in self.points.items():
             value = row[name]
@@ -79,6 +84,12 @@ class Track:
         """The last sample of every life, the present one's too, and when that life `began`."""
         lasts = [*self._ended, self.latest] if self.latest else []
         return [{**last, "began": began_s(last)} for last in lasts]
+
+    def array(self, name: str) -> Floats:
+        """A column as an array; nan: not known."""
+        if name not in self._arrays:
+            self._arrays[name] = np.array(self.points[name], dtype=float)
+        return self._arrays[name]
 
     def value(self, name: str) -> float | None:
         """The last value of a column; None: not known."""

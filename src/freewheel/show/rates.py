@@ -12,12 +12,11 @@ import numpy as np
 
 from freewheel.records.counters import CAUSES
 from freewheel.records.run import Run
-from freewheel.records.track import Track
+from freewheel.records.track import Floats, Track
 
 LATELY_S = 5.0
 """The last seconds, of which rates of a live run are."""
 
-Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 Lives = Iterable[dict[str, Any]]
 
 
@@ -26,8 +25,7 @@ Lives = Iterable[dict[str, Any]]
 
 def grown(track: Track, name: str, times_s: Sequence[float] | Floats) -> Floats:
     """A sum of a worker at some moments of the run's clock, as if it grew evenly between samples."""
-    told, sums = (np.array(track.points[one], dtype=float) for one in ("time", name))
-    found: Floats = np.interp(times_s, told, np.nan_to_num(sums), left=0.0)
+    found: Floats = np.interp(times_s, track.array("time"), np.nan_to_num(track.array(name)), left=0.0)
     return found
 
 

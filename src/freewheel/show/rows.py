@@ -15,9 +15,9 @@ import numpy as np
 
 from freewheel.records.counters import CAUSES
 from freewheel.records.run import Run
-from freewheel.records.track import Track
+from freewheel.records.track import Floats, Track
 from freewheel.show import rates
-from freewheel.show.rates import Floats, elapsed_s, rate
+from freewheel.show.rates import elapsed_s, rate
 
 SLOW_S = 30.0
 """Of a worker that makes fewer than one step a second the rate is taken over this time."""

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from freewheel.records.run import DEATHS, Run
-from freewheel.records.track import Track
-from freewheel.show.rates import Floats, every_s, grown
+from freewheel.records.track import Floats, Track
+from freewheel.show.rates import every_s, grown
 
 MOMENTS = 240
 """The most moments of a series; there are at least half as many."""
@@ -55,73 +55,66 @@ def moments(duration_s: float) -> Floats:
 
 def series(run: Run) -> Series:
     """The series of a run as far as it has come."""
-    times = moments(run.ended_s - run.began_s)
+    began = run.began_s
+    clock = began + moments(run.ended_s - began)
     tracks = [track for track in run.workers.values() if track.latest]
-    there = [_there(run, track, times) for track in tracks]
+    there = [_there(run, track, clock) for track in tracks]
     steps, samples = (
-        sum((grown(track, name, run.began_s + times) for track in tracks), np.zeros_like(times))
+        sum((grown(track, name, clock) for track in tracks), np.zeros_like(clock))
         for name in ("steps", "samples")
     )
+    unknown, pairs = np.full(len(clock), np.nan), list(zip(tracks, there, strict=True))
     losses, distances = (
-        np.array([_level(run, track, name, times, now) for track, now in zip(tracks, there, strict=True)])
-        if tracks
-        else np.full((1, len(times)), np.nan)
+        np.array([unknown, *(_level(track, now, name, clock) for track, now in pairs)])
         for name in ("loss", "discrepancy")
     )
-    rate, ideal = _rates(run, tracks, there, times)
+    rate, ideal = _rates(tracks, there, clock)
     if all(track.latest.get("last") for track in tracks):
         # A worker that ends has just finished a step, all others are in the middle of one.
         rate[-1] = ideal[-1] = np.nan
     with warnings.catch_warnings():  # a moment at which no worker knows is nan, as it should be
         warnings.simplefilter("ignore", RuntimeWarning)
-        return Series(
-            times, steps, samples,
-            np.nanmean(losses, axis=0), np.nanmin(losses, axis=0), np.nanmax(losses, axis=0),
-            np.nanmean(distances, axis=0), rate, ideal,
-        )  # fmt: skip
+        mean, least, most = (of(losses, axis=0) for of in (np.nanmean, np.nanmin, np.nanmax))
+        distance = np.nanmean(distances, axis=0)
+    return Series(clock - began, steps, samples, mean, least, most, distance, rate, ideal)
 
 
-def _told(run: Run, track: Track, name: str = "time") -> Floats:
-    return np.array(track.points[name], dtype=float) - (run.began_s if name == "time" else 0.0)
-
-
-def _there(run: Run, track: Track, times: Floats) -> Bools:
+def _there(run: Run, track: Track, clock: Floats) -> Bools:
     """Whether the worker lives: not before its first sample, long after its last, or between two lives.
 
     When it died somebody may have noticed; else its last sample is all there is.
     """
-    told = _told(run, track)
+    told = track.array("time")
     died = [event.time for event in run.events if event.rank == track.rank and event.what in DEATHS]
-    late_s = max(_width(times), LATE * every_s(told))
+    late_s = max(_width(clock), LATE * every_s(told))
 
     def until_s(last: int) -> float:
-        noticed = [at - run.began_s for at in died if at - run.began_s >= told[last]]
-        return float(min([told[last] + late_s, *noticed]))
+        return float(min([told[last] + late_s, *(at for at in died if at >= told[last])]))
 
-    there: Bools = (times >= told[0]) & (times <= until_s(-1))
-    for last in np.flatnonzero(np.diff(_told(run, track, "life")) > 0):
-        there &= ~((times > until_s(int(last))) & (times < told[last + 1]))
+    there: Bools = (clock >= told[0]) & (clock <= until_s(-1))
+    for last in np.flatnonzero(np.diff(track.array("life")) > 0):
+        there &= ~((clock > until_s(int(last))) & (clock < told[last + 1]))
     return there
 
 
-def _level(run: Run, track: Track, name: str, times: Floats, there: Bools) -> Floats:
+def _level(track: Track, there: Bools, name: str, clock: Floats) -> Floats:
     """What a worker last said of something at some moments."""
-    values = _told(run, track, name)
+    values = track.array(name)
     known = ~np.isnan(values)
     if not known.any():
-        return np.full(len(times), np.nan)
-    place = np.searchsorted(_told(run, track)[known], times, side="right") - 1
+        return np.full(len(clock), np.nan)
+    place = np.searchsorted(track.array("time")[known], clock, side="right") - 1
     return np.where((place >= 0) & there, values[known][place], np.nan)
 
 
-def _rates(run: Run, tracks: list[Track], there: list[Bools], times: Floats) -> tuple[Floats, Floats]:
+def _rates(tracks: list[Track], there: list[Bools], clock: Floats) -> tuple[Floats, Floats]:
     """Steps in a second of those who are there, as they were and as if they did nothing but compute."""
-    rate, ideal = np.zeros_like(times), np.zeros_like(times)
-    often_s = max((every_s(_told(run, track)) for track in tracks), default=0.0)
-    over_s = max(RATE_OVER * _width(times), 10 * often_s)
-    before = np.maximum(0, np.searchsorted(times, times - over_s - 1e-9, side="right") - 1)
+    rate, ideal = np.zeros_like(clock), np.zeros_like(clock)
+    often_s = max((every_s(track.array("time")) for track in tracks), default=0.0)
+    over_s = max(RATE_OVER * _width(clock), 10 * often_s)
+    before = np.maximum(0, np.searchsorted(clock, clock - over_s - 1e-9, side="right") - 1)
     for track, now in zip(tracks, there, strict=True):
-        sums = [grown(track, name, run.began_s + times) for name in ("steps", "elapsed_s", "compute_s")]
+        sums = [grown(track, name, clock) for name in ("steps", "elapsed_s", "compute_s")]
         made, alive_s, computed_s = (of - of[before] for of in sums)
         computed_s = np.minimum(computed_s, alive_s)  # a long step counts when it ends
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -130,10 +123,10 @@ def _rates(run: Run, tracks: list[Track], there: list[Bools], times: Floats) -> 
         rate += np.where(now, own, 0.0)
         ideal += np.where(now & np.isfinite(free), free, 0.0)
     # In the beginning there is too little to divide by.
-    early = times - times[before] < min(2 * often_s, 0.25 * float(times[-1]))
+    early = clock - clock[before] < min(2 * often_s, 0.25 * float(clock[-1] - clock[0]))
     nobody = (ideal <= 0) | early
     return np.where(nobody, np.nan, rate), np.where(nobody, np.nan, ideal)
 
 
-def _width(times: Floats) -> float:
-    return float(times[1]) if len(times) > 1 else 0.0
+def _width(clock: Floats) -> float:
+    return float(clock[1] - clock[0]) if len(clock) > 1 else 0.0

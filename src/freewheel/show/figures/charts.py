@@ -12,6 +12,7 @@ from typing import Any
 
 from freewheel.numbers import given
 from freewheel.records.schema import Evaluation
+from freewheel.records.track import Floats
 from freewheel.show.figures.common import (
     LEGEND,
     UNITS,
@@ -28,7 +29,7 @@ from freewheel.show.figures.common import (
 from freewheel.show.figures.graph import graph
 from freewheel.show.figures.palette import CAUSES, GREY
 from freewheel.show.figures.timeline import faults
-from freewheel.show.rates import Floats, blocked, staleness
+from freewheel.show.rates import blocked, staleness
 from freewheel.show.shown import Shown
 
 

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 from html import escape
 from typing import Any
 
+from freewheel.records.track import Floats
 from freewheel.show.figures.palette import DASHES
-from freewheel.show.rates import Floats
 from freewheel.show.shown import Shown
 
 Figure = dict[str, Any]
