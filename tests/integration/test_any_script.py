@@ -701,6 +701,7 @@ def test_weights_loaded_in_the_block_are_refused_before_anything_changes(part):
             copy.deepcopy(model).load_state_dict(other)
             pickle.loads(pickle.dumps(model)).load_state_dict(other)
             worker.consensus().load_state_dict(other)
+            assert b"freewheel" not in pickle.dumps(worker.consensus())
             if place.rank == 1 or place.world_size == 1:
                 if part:
                     model[2].load_state_dict(net(7)[2].state_dict())

@@ -11,7 +11,7 @@ import pytest
 import freewheel as fw
 import lab
 from freewheel.data.batches import Batch, Key
-from freewheel.data.dealing import ASK, DEALT, TELL, Dealing
+from freewheel.data.dealing import ASK, BACK, DEALT, TELL, Dealing
 from freewheel.data.hand import Hand
 from freewheel.data.ledger import Ledger, reader
 from freewheel.fabric.frames import NOTES
@@ -266,18 +266,20 @@ def said(kind: str, k: int, key: Key) -> list[float]:
         return [*key, 1, k, k, 0, 3, 0, *ledger.encode()]
     if kind == "tell":
         return [k, *key]
+    if kind == "back":
+        return [k, *key, *ledger.encode()]
     number = k if kind == "ask" else 10**9 - k
     flags = [k, number, 0, k % 2, 0, 1, 0, 1, 0, 0, 10**6]  # life, pass, since, wants, …, rate
     return [*key, 10**6 + k, *flags, 1, k, 5, 7, *ledger.encode()]
 
 
-@pytest.mark.parametrize("kind", ["ask", "ask backwards", "tell", "dealt"])
+@pytest.mark.parametrize("kind", ["ask", "ask backwards", "tell", "dealt", "back"])
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_member_that_names_data_and_passes_without_end_fills_no_memory(kind, streams, monkeypatch):
     """And where it leaves the others' data alone, they are dealt as ever."""
     monkeypatch.setattr("freewheel.data.dealing.MOST_STREAMS", 5)
     monkeypatch.setattr("freewheel.data.ledger.MOST_ENTRIES", 400)
-    tag = {"tell": TELL, "dealt": DEALT}.get(kind, ASK)
+    tag = {"tell": TELL, "dealt": DEALT, "back": BACK}.get(kind, ASK)
     found = []
     for messages in (500, 2000):
         crew = Crew(2, 300, passes=3)

@@ -150,7 +150,9 @@ class Dealing:
         read = reader(message.note)
         life, *key = take(read, 6)
         if key[0] and (stream := self.stream(Key(*key), message.sender)) is not None:
-            stream.ledger.merge(Ledger.decode(stream.key.length, read))
+            theirs = Ledger.decode(stream.key.length, read)
+            stream.ledger.room(theirs.entries())
+            stream.ledger.merge(theirs)
             stream.ledger.hold((message.sender, life), {})
 
     # -- looking --

@@ -15,6 +15,8 @@ from freewheel.errors import ConfigError
 
 ANSWER_S = 5.0
 FREED_S = 3.0
+UNIT = 10_000
+"""Ray counts resources in such parts."""
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])
 """How a client begins HTTP/2, which gRPC and so Ray speaks: this, and empty settings."""
 
@@ -66,4 +68,6 @@ def room(needs: dict[str, float], wanted: int) -> int:
 
 
 def _fits(has: dict[str, float], needs: dict[str, float]) -> int:
-    return min((int(has.get(key, 0) // need) for key, need in needs.items()), default=1 << 20)
+    return min(
+        (round(has.get(key, 0) * UNIT) // round(need * UNIT) for key, need in needs.items()), default=1 << 20
+    )

@@ -20,7 +20,7 @@ from freewheel.fabric import secret
 from freewheel.ray.book import NAMESPACE, Book, Line
 from freewheel.ray.cluster import connect, needs, room
 from freewheel.ray.records import Collector
-from freewheel.ray.worker import GONE, Worker
+from freewheel.ray.worker import Gone, Worker
 from freewheel.records.journal import Journal
 from freewheel.runtime.entries import Entries
 from freewheel.runtime.rendezvous import OPTIONS
@@ -158,7 +158,7 @@ class Driver:
                     failed[rank] = error
                     if not isinstance(error, ray.exceptions.RayTaskError):  # its script has raised nothing
                         self._note("failed", rank, str(error).splitlines()[0][:200])
-            gone.update(rank for rank, answer in answers.items() if answer == GONE)
+            gone.update(rank for rank, answer in answers.items() if isinstance(answer, Gone))
             answers = {rank: answer for rank, answer in answers.items() if rank not in gone}
             if answers:  # all who train end together; those without room never came
                 coming = any(rank in self.lives for rank in self.left.values())

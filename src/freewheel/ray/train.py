@@ -128,6 +128,8 @@ def watch_reports(functions: Any) -> None:
     """Refuse `ray.train.report` in the with-block: it waits for all workers, and one that is replaced has
     reported less often than the others."""
     report = functions.report
+    if getattr(report, "watched", False):  # Ray uses a process for a second worker
+        return
 
     def outside(*words: Any, **options: Any) -> Any:
         if checks.attached():
@@ -137,4 +139,5 @@ def watch_reports(functions: Any) -> None:
             )
         return report(*words, **options)
 
+    outside.watched = True  # type: ignore[attr-defined]
     functions.report = outside

@@ -26,10 +26,12 @@ from freewheel.runtime.entries import Entries
 from freewheel.runtime.leaving import Left
 
 RUNPY = "<frozen runpy>"
-GONE = "this worker has left its run"
-"""What its function returns then, for the driver."""
 BOOK_S = 30.0
 """How long the book may take to come back before a worker that starts gives up, and is started again."""
+
+
+class Gone:
+    """Instead of an answer: this worker has left its run."""
 
 
 @ray.remote(max_restarts=-1, max_task_retries=-1)
@@ -77,7 +79,7 @@ class Worker:
             with sender, _notice():
                 return target() if callable(target) else _script(target)
         except Left:
-            return GONE
+            return Gone()
         except (SystemExit, Exception) as error:
             if isinstance(error, SystemExit) and not error.code:
                 return None

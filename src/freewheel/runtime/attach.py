@@ -39,6 +39,7 @@ from freewheel.runtime.inventory import Inventory
 from freewheel.runtime.leaving import Leaving, Left, ends
 from freewheel.runtime.live_replica import live_replica
 from freewheel.runtime.means import flat, shaped
+from freewheel.runtime.overwriting import without_guard
 from freewheel.runtime.place import Place
 from freewheel.runtime.records import Events, Recorder, describe, evaluation, open_board
 from freewheel.runtime.registrar import Registrar
@@ -301,7 +302,7 @@ class Worker:
         if self._answer is None and not self._inside:
             raise RunStopped("there is no consensus: call it in the with-block, or after it has ended well.")
         weights, buffers = self._answer or agent.call(agent.consensus())
-        clone = copy.deepcopy(self._inventory.model)
+        clone = without_guard(copy.deepcopy(self._inventory.model))
         clone.zero_grad(set_to_none=True)
         self._inventory.fill(clone, self._replica, weights)
         set_buffers(clone, buffers)

@@ -274,7 +274,9 @@ class Leases(Sampler[list[int]]):
             stream.ledger.merge(known)
             stream.news.merge(known)
         # Of what all have done one keeps account: a checkpoint of each says what it has done itself.
-        for numbers in state["ledger"] if not (state.get("whole") and self.agent.dealing.me[0]) else ():
+        for numbers in (
+            state["ledger"] if not state.get("whole") or self.agent.me.rank == min(self.agent.first) else ()
+        ):
             for q, one in Ledger.decode(stream.key.length, reader(numbers)).passes.items():
                 hand.own[q] = union(hand.own.get(q, []), one.finished)
         hand.collect()  # so that progress is known at once

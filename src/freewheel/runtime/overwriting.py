@@ -38,6 +38,15 @@ class Guard:
             _guarded.discard(one)
 
 
+def without_guard(model: nn.Module) -> nn.Module:
+    """A copy of a guarded model, free of the hooks: they would go into its pickle."""
+    for one in model.modules():
+        hooks = one._load_state_dict_pre_hooks
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is refuse]:
+            del hooks[key]
+    return model
+
+
 def refuse(module: nn.Module, *_: Any) -> None:
     """Copies of the model have the hook, too: they are not attached."""
     if module in _guarded:
