@@ -135,7 +135,7 @@ def gpu(
     json_path: Json = None,
 ) -> None:
     """Step rates of a GPT whose workers share one GPU, as shares of the rate without communication."""
-    from freewheel_bench.gpu import gpu
+    from freewheel_bench.straggler import straggler
 
     sizes = {"layers": layers, "width": width, "context": context, "batch": batch}
     for name, value in sizes.items():
@@ -144,7 +144,7 @@ def gpu(
         raise ConfigError(f"--width must be a multiple of 64, the width of a head, not {width}.")
     load = Load(workers, wire=_wire(wire), gpt=sizes)
     chosen, span = _strategies(strategy, workers), _span(seconds, rounds, quick)
-    found = _measured(lambda show: gpu(load, chosen, span, show), json_path)
+    found = _measured(lambda show: straggler(load, chosen, span, show), json_path)
     weights = 12 * layers * width**2 / 1e6
     _print(COMMUNICATION, found, f"A GPT of {weights:.0f} million weights; DDP on gloo.")
 

@@ -1,7 +1,9 @@
-"""One slow worker: how much of their own speed do the others keep?
+"""How much of their own speed do workers keep: beside a slow one, or on a GPU that they share?
 
 Worker-steps per second of all workers, as a share of what the same workers reach without communication in the
-same round. With no slow worker it is the equal-speeds benchmark, `equal`.
+same round. With no slow worker it is the equal-speeds benchmark, `equal`. On a GPU a real GPT computes, and
+DDP is on gloo, as NCCL has no two ranks on one GPU. Several processes share a GPU well under CUDA's MPS
+(`nvidia-cuda-mps-control -d`); without it they take turns.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+import torch
+
+from freewheel.errors import ConfigError
 from freewheel_bench.contestants import ALONE, DDP, Spent
 from freewheel_bench.figure import Figure
 from freewheel_bench.rates import Load, Pace, Progress, Span, measure, median_rate, share_of_alone
@@ -21,8 +26,10 @@ UNIT = "share of the rate without communication"
 
 def straggler(load: Load, strategies: Sequence[str], span: Span, progress: Progress) -> list[Figure]:
     """Measure all contestants; one figure for each strategy."""
-    paces = measure(load, strategies, span, progress)
-    return figures("straggler" if load.slow else "equal", load, strategies, span, paces)
+    if load.gpt is not None and not torch.cuda.is_available():
+        raise ConfigError("bench gpu needs a CUDA device, and torch sees none here. Try bench straggler.")
+    name = "gpu" if load.gpt is not None else "straggler" if load.slow else "equal"
+    return figures(name, load, strategies, span, measure(load, strategies, span, progress))
 
 
 def figures(
