@@ -34,8 +34,8 @@ APART = 0.1
 POINT = 0.01
 BESIDE = Footprint(0, 0, 0, 100.0)
 """How much more there may be after the faults; what the benchmark notes of half a million steps included."""
-SPARED = Footprint(0, 8, 16, 100.0)
-"""The same of a worker: it may be about to ask the store or to dial."""
+DESCRIPTORS = 8
+"""How many more a spared worker may have for each worker: windows are opened as they are used."""
 
 Use = tuple[int, int]
 """A worker's rank and the number of its life."""
@@ -220,7 +220,8 @@ def _growth(found: Found) -> list[Law]:
     """What there is more of after the faults."""
     pairs = [("growth beside the workers", found.before.beside, found.after.beside, BESIDE)]
     if found.before.spared is not None and found.after.spared is not None:
-        pairs.append(("growth of the spared worker", found.before.spared, found.after.spared, SPARED))
+        allowed = Footprint(0, 8, DESCRIPTORS * found.workers, 100.0)
+        pairs.append(("growth of the spared worker", found.before.spared, found.after.spared, allowed))
     return [
         Law(
             name,
