@@ -311,7 +311,7 @@ class Node:
         answer = await self._client.ask(vector)
         if host != self.rank and vector is not None:
             self.counters.exchanges["done"] += 1
-            self.counters.met_all((host,))
+            self.counters.met_all((host,), asyncio.get_running_loop().time())
         return answer
 
     # -- the record --
@@ -380,7 +380,8 @@ class Node:
     def met(self, peer: int, correction: Tensor) -> None:
         """An exchange is complete. Two that average are twice as far apart as each of them moves."""
         measure = self.counters.measure
-        self.counters.met(peer, 2 * self._norm(correction) if measure else None)
+        apart = 2 * self._norm(correction) if measure else None
+        self.counters.met(peer, apart, self._exchanges.took_s)
         self._merged_steps = self._snapshot_steps
         self._replica.correct(correction, own=True)
 
@@ -442,6 +443,7 @@ class Node:
         self.counters.merges[outcome] += 1
         if outcome == "done":
             self._merged = True
-            self.counters.met_all(tuple(peer for peer in members if peer != self.rank))
+            others = tuple(peer for peer in members if peer != self.rank)
+            self.counters.met_all(others, asyncio.get_running_loop().time())
         elif outcome == "half":
             self._fabric.notice("half", self.rank, "a merge may have counted for others only")

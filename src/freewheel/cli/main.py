@@ -20,6 +20,7 @@ from freewheel.cli.doctor import doctor
 from freewheel.cli.export import export
 from freewheel.cli.keys import keys
 from freewheel.cli.plan import plan
+from freewheel.cli.replay import replay
 from freewheel.cli.report import report
 from freewheel.cli.run import join, run
 from freewheel.cli.simulate import simulate
@@ -48,6 +49,7 @@ app.command(name="train")(train)
 app.command(name="compare")(compare)
 app.command(name="dashboard")(dashboard)
 app.command(name="report")(report)
+app.command(name="replay")(replay)
 app.command(name="keys")(keys)
 app.command(name="doctor")(doctor)
 app.command(name="export")(export)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from freewheel.records.timeline import Timeline
+
 CAUSES = ("peers", "data", "checkpoint")
 """Why training may wait: for a strategy that waits, for the loader, for a checkpoint to be copied."""
 
@@ -49,6 +51,8 @@ class Counters:
     """Of these, dealt before; and doubles this worker found as a dealer. See data/dealing.py."""
     waiting: tuple[str, float] | None = None
     """What training waits for now, and since when."""
+    timeline: Timeline | None = None
+    """Where single gradients, exchanges and merges are written down, if anywhere."""
 
     def wait(self, cause: str, now_s: float) -> None:
         """Training begins to wait."""
@@ -68,8 +72,10 @@ class Counters:
             blocked[waiting[0]] += max(0.0, now_s - waiting[1])
         return blocked
 
-    def met(self, peer: int, apart: float | None) -> None:
+    def met(self, peer: int, apart: float | None, took_s: float = 0.0) -> None:
         """An exchange with a peer is done; `apart`: how far it was, where that was measured."""
+        if self.timeline is not None:
+            self.timeline.exchange(peer, took_s)
         times, before = self.peers.get(peer, (0, None))
         self.peers[peer] = (times + 1, before if apart is None else apart)
         if apart is not None:
@@ -81,8 +87,10 @@ class Counters:
         self.discrepancy = apart
         self.mean_apart_max = max(self.mean_apart_max, apart)
 
-    def met_all(self, peers: tuple[int, ...]) -> None:
+    def met_all(self, peers: tuple[int, ...], now_s: float = 0.0) -> None:
         """A merge with some peers is done."""
+        if self.timeline is not None:
+            self.timeline.merge(peers, now_s - self.waiting[1] if self.waiting is not None else 0.0)
         self.merged[peers] = self.merged.get(peers, 0) + 1
         if len(self.merged) > 64:
             self.peers, self.merged = self._met(), {}

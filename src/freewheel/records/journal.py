@@ -27,6 +27,8 @@ THIN_BYTES = 24_000_000
 """When a worker's samples are thinned."""
 BESIDES_BYTES, BESIDES_BYTES_PER_S = 1_000_000, 2_000
 """What events and evaluations of one writer may take: so much at once, and so much for each second."""
+TIMELINE_BYTES = 8_000_000
+"""What a worker's timeline may take: half an hour of 5 ms steps."""
 TAIL = 1 << 17
 """More than a sample takes."""
 
@@ -73,6 +75,17 @@ class Journal:
     def sample(self, sample: Mapping[str, Any]) -> None:
         """How a worker goes."""
         self._put(f"worker-{sample['rank']}.jsonl", sample)
+
+    def timeline(self, rank: int, line: Mapping[str, Any] | None) -> None:
+        """What a worker did, one by one; a run that does very much is written down up to a size."""
+        name = f"timeline-{rank}.jsonl"
+        if line is None or name in self._full:
+            return
+        size = self._besides.get(name, (0.0, 0))[1] + self._put(name, line)
+        self._besides[name] = (0.0, size)
+        if size > TIMELINE_BYTES:
+            self._full.add(name)
+            self._thinned(line["from"], f"{name} has {size / 1e6:.0f} MB: the rest of the run is not in it")
 
     def event(
         self,

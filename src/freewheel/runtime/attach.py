@@ -28,6 +28,7 @@ from freewheel.fabric.tcp import FINISHED, LEFT
 from freewheel.records.journal import Journal
 from freewheel.records.run_json import typed
 from freewheel.records.schema import WorkerSample, worker_sample
+from freewheel.records.timeline import Timeline
 from freewheel.runtime import checks, keys, optimizers, steps, unfinished
 from freewheel.runtime.agent import STOP, Agent
 from freewheel.runtime.beginnings import Beginning, Orphaned
@@ -521,10 +522,13 @@ class Worker:
             self._journal = Journal(Path(folder), self.rank)
             if last := self._journal.last_life(self.rank):  # of this run, or of another in the same folder
                 self._life = max(self._life, last + 1)
+        timeline = Timeline(time.time, self._life) if self._journal is not None else None
+        self._agent.counters.timeline = timeline
         self._recorder = Recorder(
             self._sample,
             self._events,
             self._journal,
+            timeline=timeline,
             console=options.console and self.rank == 0,
             board=open_board(board, self.rank) if board is not None else None,
         )

@@ -25,6 +25,7 @@ from freewheel.numbers import share, short
 from freewheel.records.journal import Journal
 from freewheel.records.run_json import run_json
 from freewheel.records.schema import WorkerSample
+from freewheel.records.timeline import Timeline
 from freewheel.runtime import optimizers
 from freewheel.strategy import Strategy
 
@@ -72,10 +73,12 @@ class Recorder:
         events: Events,
         journal: Journal | None,
         *,
+        timeline: Timeline | None = None,
         console: bool = False,
         board: Any = None,
     ) -> None:
         self._sample, self._events, self._journal = sample, events, journal
+        self._timeline = timeline
         self._console, self._board = console, board
         self._spoke_s = time.monotonic()
         self._about: Mapping[str, Any] | None = None
@@ -153,6 +156,8 @@ class Recorder:
         sample: WorkerSample = {"time": time.time(), **self._sample(), "last": over and self._well}
         if self._journal is not None:
             self._journal.sample(sample)
+            if self._timeline is not None:
+                self._journal.timeline(sample["rank"], self._timeline.take())
         if self._board is not None and "tensorboard" not in self._failed:
             self._guarded("tensorboard", lambda: self._show(sample))
         training = sample["state"] == "training"

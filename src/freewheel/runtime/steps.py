@@ -201,7 +201,10 @@ class Steps:
                 self._agent.begin(self._agent.firsts.tell(found))
 
     def _computed(self, seconds: float, blocked_s: float = 0.0) -> None:
-        self._agent.node.counters.compute_s += seconds - blocked_s
+        counters = self._agent.node.counters
+        counters.compute_s += seconds - blocked_s
+        if counters.timeline is not None:
+            counters.timeline.gradient(seconds - blocked_s)
         self._computed_s += seconds
 
     def _merge_gradients(self, loss: float) -> float:

@@ -17,6 +17,7 @@ from freewheel.records.journal import Journal
 from freewheel.records.result import Sample
 from freewheel.records.run_json import run_json
 from freewheel.records.schema import worker_sample
+from freewheel.records.timeline import Timeline
 from freewheel.sim.faults import Fault
 from freewheel.sim.worker import SimulatedWorker
 
@@ -29,6 +30,8 @@ BYTES, SAMPLE_BYTES, PEER_BYTES = 100_000_000, 900, 25
 """What all samples together may take; what one does, and each peer in it."""
 MOST_PEERS = 256
 """In runs of more workers samples do not say who was met."""
+MOST_TIMELINES = 64
+"""Nor is every step of every worker written down."""
 WORDS = {"crash": "died", "restart": "restarted", "cut": "cut", "heal": "joined"}
 
 
@@ -78,6 +81,8 @@ class SimulatedRecords:
                 self._journal.event(self._run.loop.time(), what, rank, life, text, by=worker.rank)
 
         worker.fabric.notice = note
+        if worker.node.world_size <= MOST_TIMELINES:
+            worker.node.counters.timeline = Timeline(worker.loop.time, worker.life)
 
     def stepped(self) -> None:
         """Somebody has completed a step."""
@@ -156,3 +161,5 @@ class SimulatedRecords:
             sample["discrepancy"] = None
             sample["peers"] = {peer: (met, None) for peer, (met, _) in sample["peers"].items()}
         self._journal.sample(sample)
+        if counters.timeline is not None:
+            self._journal.timeline(worker.rank, counters.timeline.take())

@@ -151,7 +151,8 @@ class SimulatedWorker:
         self.rank, self.strategy, self.study = rank, strategy.copy(), study
         self.loop, self.trace, self._fail = wire.loop, wire.trace, fail
         self.replica = study.replica if study else Replica.blank(blank_size)
-        life = f"{scenario.seed}/{rank}/{wire.life[rank]}"
+        self.life = wire.life[rank]
+        life = f"{scenario.seed}/{rank}/{self.life}"
         rng = random.Random(f"compute/{life}")
         self.clockwork = Clockwork(scenario.compute, rank, rng, self.loop.time())
         self.tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that a life ends the same way twice
@@ -256,6 +257,8 @@ class SimulatedWorker:
             await asyncio.sleep(took)
             self.stop_computing()
             node.computed(took, counters.steps + 1)
+            if counters.timeline is not None:
+                counters.timeline.gradient(took)
             if not measured:
                 counters.stale(stale)
             if study is not None:

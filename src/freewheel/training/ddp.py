@@ -20,6 +20,7 @@ from freewheel.records.counters import CAUSES, Counters
 from freewheel.records.journal import Journal
 from freewheel.records.run_json import run_json, typed
 from freewheel.records.schema import WorkerSample, worker_sample
+from freewheel.records.timeline import Timeline
 from freewheel.runtime.place import Place
 from freewheel.runtime.records import Events, Recorder
 from freewheel.runtime.rendezvous import options_alone
@@ -56,11 +57,16 @@ class DdpBooks:
         self._ended_s: float | None = None
         self._began_s, self._began, self._state = time.perf_counter(), time.time(), "training"
         self._events = Events()
-        self._recorder = Recorder(self._sample, self._events, Journal(folder, rank))
+        self._timeline, self._stepped_s = Timeline(time.time, 1), time.perf_counter()
+        self._recorder = Recorder(self._sample, self._events, Journal(folder, rank), timeline=self._timeline)
 
     def report(self, loss: Tensor) -> None:
         """A step is made, with this loss."""
         self.loss, self.steps = loss, self.steps + 1
+        before_s, self._stepped_s = self._stepped_s, time.perf_counter()
+        waited_s = max(0.0, self._stepped_s - before_s - self._step_s)
+        self._timeline.gradient(self._stepped_s - before_s - waited_s, waited_s)
+        self._timeline.merge([rank for rank in range(self._job.workers) if rank != self._rank], waited_s)
 
     def about(self, lr: float, optimizer: torch.optim.Optimizer) -> None:
         """Let run.json be written."""

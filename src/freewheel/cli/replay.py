@@ -1,0 +1,50 @@
+"""``freewheel replay``: a page that plays one run, or several on one clock."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from freewheel.errors import ConfigError
+from freewheel.records.files import check_writable, write_whole
+from freewheel.records.find_run import find_runs
+from freewheel.records.run import Run
+from freewheel.show.replay import COLOURS, html
+from freewheel.show.versus import BASELINES
+
+
+def replay(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or a folder with runs in it.")
+    ],
+    out: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")] = Path("replay.html"),
+) -> None:
+    """Write a page that plays runs: who computes, who waits, who meets whom, and what they have learned."""
+    check_writable(out)
+    found = list(dict.fromkeys(one for folder in folders for one in find_runs(folder)))
+    runs = [Run(one) for one in found]
+    if len(folders) == 1 and len(runs) > 2:
+        runs = _two(runs)
+    if len(runs) > len(COLOURS):
+        raise ConfigError(f"a replay shows at most {len(COLOURS)} runs, not {len(runs)}; name some of them.")
+    write_whole(out, html(runs, _title(runs)))
+    print(f"Replay: {out.resolve()}")
+
+
+def _two(runs: list[Run]) -> list[Run]:
+    """Of many runs the baseline, and the one that ended first."""
+    named = {str(run.about.get("strategy")): run for run in runs}
+    baseline = next((named[one] for one in BASELINES if one in named), runs[0])
+    others = [run for run in runs if run is not baseline]
+    return [baseline, min(others, key=lambda run: run.ended_s - run.began_s)]
+
+
+def _title(runs: list[Run]) -> str:
+    about = runs[0].about
+    slow = about.get("settings", {}).get("scenario", {})
+    factors = slow.get("slow") or (slow.get("compute") or {}).get("slow") or {}
+    who = [f"worker {rank} is {float(factor):g}× slower" for rank, factor in factors.items()]
+    task = str(about.get("name", runs[0].folder.name)).partition(":")[0]
+    return ", ".join([f"{task} on {about.get('workers', len(runs[0].ranks))} workers", *who])
