@@ -2,29 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
-
-JSON_KEYS = (
-    "strategy",
-    "workers",
-    "seed",
-    "virtual_s",
-    "worker_steps",
-    "steps_per_s",
-    "ideal_share",
-    "idle_share",
-    "staleness_mean",
-    "staleness_max",
-    "discrepancy_max",
-    "bytes_per_step",
-    "loss",
-    "accuracy",
-    "trace_sha256",
-    "clock",
-    "target",
-    "target_s",
-)
 
 
 @dataclass(frozen=True)
@@ -99,3 +78,8 @@ class Result:
     def as_json(self) -> dict[str, Any]:
         """The figures under their documented names."""
         return {key: getattr(self, key) for key in JSON_KEYS}
+
+
+JSON_KEYS = tuple(one.name for one in fields(Result) if one.name not in ("curve", "by_worker", "settings"))
+JSON_KEYS += ("clock",)
+"""What a file of results holds of each run."""
