@@ -258,7 +258,7 @@ def test_training_goes_on_with_one_warning(broken, tmp_path, quick, alone, monke
     given = {"folder": folder, "tensorboard": tmp_path if broken == "tensorboard" else None}
     with fw.attach(model, optimizer, **given) as one:
         if broken == "metrics":
-            monkeypatch.setattr(one, "metrics", lambda: 1 / 0)
+            monkeypatch.setattr(one, "_said", lambda: 1 / 0)
         if broken == "deleted folder":
             train_until(model, optimizer, (folder / "worker-0.jsonl").exists)
             shutil.rmtree(folder)

@@ -80,7 +80,7 @@ def test_everything_that_shows_a_run_shows_what_was_printed(tmp_path):
         everyone = watched.rows(run)
         whole = watched.total(run, everyone)
         assert whole.steps_per_s == result.steps_per_s
-        (shown,) = Board(folder).answer((), None)["change"]["v"]["shown"]
+        (shown,) = Board(folder).answer((), None)["document"]["shown"]
         assert shown["rate"] == pytest.approx(result.steps_per_s, rel=1e-3)
         assert shown["ideal_share"] == pytest.approx(result.ideal_share, rel=1e-3)
         assert shown["blocked"] == pytest.approx(whole.blocked_share, rel=1e-3)
