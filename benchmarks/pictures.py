@@ -26,6 +26,12 @@ SIMULATION = (
     "--target 0.9 --folder runs"
 )
 REPORT = "report runs -o report.html"
+RACE = (
+    "simulate --strategy allreduce,adpsgd --workers 8 --task digits --steps 60 --compute-ms 50 "
+    "--compute lognormal:0.1 --slow 0:5 --model-mb 2 --target 0.8 --folder race"
+)
+REPLAY = "replay race -o replay.html"
+MOMENT_S = 2.68
 # name: which runs, width, height, dark
 PICTURES = {
     "dashboard": ("0", 1280, 1210, False),
@@ -38,10 +44,10 @@ DRAWN = """[...document.querySelectorAll("figure")].filter(
 ).every((box) => box.querySelector(".js-plotly-plot .plot-container, .none"))"""
 
 
-def take(page: Page, address: str, name: str) -> None:
+def take(page: Page, address: str, name: str, ready: str = DRAWN) -> None:
     """A picture of what an address shows when all of it is drawn."""
     page.open(address)
-    page.until(DRAWN)
+    page.until(ready)
     page.run("document.fonts.ready.then(() => new Promise((then) => setTimeout(then, 300)))")
     page.picture(FOLDER / f"{name}.png")
     page.close()
@@ -52,7 +58,7 @@ def main() -> None:
     """Simulate, serve, look."""
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory() as spare:
-        for words in (SIMULATION, REPORT):
+        for words in (SIMULATION, REPORT, RACE, REPLAY):
             subprocess.run([sys.executable, "-c", COMMAND, *words.split()], check=True, cwd=spare)
         server = Dashboard(Board(Path(spare) / "runs"), 0)
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -61,6 +67,8 @@ def main() -> None:
             for name, (picked, width, height, dark) in PICTURES.items():
                 take(browser.page(width, height, dark), f"{server.address}#runs={picked}", name)
             take(browser.page(1280, 1190), (Path(spare) / "report.html").as_uri(), "report")
+            replay = (Path(spare) / "replay.html").as_uri()
+            take(browser.page(1160, 960), replay, "replay", f"go({MOMENT_S}), true")
         finally:
             browser.close()
             server.shutdown()
