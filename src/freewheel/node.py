@@ -348,13 +348,16 @@ class Node:
         """Go on counting where an earlier run ended."""
         self.counters.steps = self._seen_steps = self._snapshot_steps = self._merged_steps = steps
 
-    def hold(self) -> None:
-        """Be busy for exchanges until `release`: this worker has no weights yet."""
-        self._exchanges.partner = self.rank
+    def hold(self, joins: bool) -> None:
+        """Be busy for exchanges until `release`: this worker has no weights yet.
+
+        Who leaves waits for it where all begin, and does without it where it joins them.
+        """
+        self._exchanges.partner, self.farewells.away = self.rank, joins
 
     def release(self) -> None:
         """Be free for exchanges again."""
-        self._exchanges.partner = None
+        self._exchanges.partner, self.farewells.away = None, False
 
     async def pause(self) -> None:
         """Take part in no exchange any more; return when none is under way."""

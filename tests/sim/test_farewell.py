@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 
 import freewheel as fw
 import lab
+from freewheel.fabric.farewell import Farewells
 from freewheel.sim.driver import Simulation
+from freewheel.sim.worker import SimulatedWorker
 from freewheel.strategies import ALL, resolve
 
 BATCHES = 60
@@ -66,6 +69,43 @@ def test_the_mean_of_those_who_stay_is_the_mean_of_all(seed):
     used_once(simulation)
 
 
+@pytest.fixture
+def linger(monkeypatch):
+    """Let who has said goodbye stay for a while, as processes do that write records and close."""
+    depart = SimulatedWorker._depart
+
+    async def slowly(worker):
+        await depart(worker)
+        await asyncio.sleep(random.Random(f"linger/{worker.rank}").uniform(0.0, 0.3))
+
+    monkeypatch.setattr(SimulatedWorker, "_depart", slowly)
+
+
+@pytest.mark.parametrize("every", [1, 10**6])
+@pytest.mark.parametrize("seed", range(10))
+def test_who_has_handed_over_does_not_count_again_while_it_lingers(linger, seed, every):
+    simulation, off = crew(f"adpsgd:every={every}", seed, leavers=2 + seed % 2)
+    assert off < 1e-5
+    used_once(simulation)
+
+
+def test_nobody_waits_for_one_that_joins(monkeypatch):
+    """It copies 200 MB: who leaves meanwhile does without it."""
+    took_part, take_part = [], Farewells._take_part
+
+    def noted(self, *args):
+        took_part.append(self.fabric.rank)
+        return take_part(self, *args)
+
+    monkeypatch.setattr(Farewells, "_take_part", noted)
+    faults = [fw.Fault("crash", 3, 0.1), fw.Fault("restart", 3, 1.0), fw.Fault("leave", 2, 1.05)]
+    settings = {"workers": 4, "steps": 200, "model_mb": 200.0, "compute": fw.Compute(20.0)}
+    links = fw.Links(mbit=1000.0)
+    simulation = lab.run("adpsgd:every=1000000", gradients=False, faults=faults, links=links, **settings)
+    assert sorted(simulation.workers) == [0, 1, 3]
+    assert sorted(took_part) == [0, 1]
+
+
 @pytest.mark.parametrize("strategy", ["nodelay_free", "sasgd:interval=2", "nodelay:tau=4"])
 @pytest.mark.parametrize("seed", range(5))
 def test_strategies_that_merge_all_lose_nothing_either(strategy, seed):
@@ -81,7 +121,7 @@ def test_who_hands_over_while_another_dies_leaves_everybody_with_it_or_nobody(se
     crash = fw.Fault("crash", 4, draw.uniform(0.02, 0.2))
     simulation, _ = crew("adpsgd", seed, 1, among=range(4), more=[crash], model_mb=10.0)
     assert len(simulation.workers) == 3
-    assert not any(worker.node.farewells.taken for worker in simulation.workers.values())
+    assert not any(worker.node.farewells.in_farewell for worker in simulation.workers.values())
     used = simulation.all_used()
     twice = sum(count - 1 for count in used.values() if count > 1)
     assert twice <= sum(counters.samples_again for _, counters in simulation._lives())

@@ -7,14 +7,15 @@ Of n workers with weights x the one that leaves is k. Each of the others adds
 so that the mean of those who stay is the mean that all had. They do it together, or not at all:
 
     who leaves                       each of the others
-      call, with the members  ---->  takes part in no exchange from now on; not if another farewell has it
-                              <----  ready, or not now
-      begin                   ---->  snapshot; all reduce theirs to the same c
-                              <----  has it, or has lost somebody
-      commit, or drop         ---->  corrects, or does not; is free again
+      call                      ---->  takes part in no exchange from now on
+                                <----  ready; or not now, another farewell has it; or away
+      begin, with those ready   ---->  snapshot; all reduce theirs to the same c
+                                <----  has it, or has lost somebody
+      commit, or drop           ---->  corrects, or does not; is free again
 
 A replica takes part in one exchange or farewell at a time, so snapshots are of a moment in which nothing is
-half exchanged. Two who leave at once take turns. The gap that is left: one that dies while it says "commit".
+half exchanged. Two who leave at once take turns. Who has handed over is away, though it is still there for a
+while, and so is who joins and has no weights yet. The gap that is left: one that dies while it says "commit".
 Last comes a goodbye that is answered: what was sent before it has arrived.
 """
 
@@ -35,8 +36,11 @@ CALL: Tag = (RUNTIME, "farewell")
 LEAVING: Tag = (RUNTIME, "leaving")
 BYE: Tag = (RUNTIME, "goodbye")
 DROP, BEGIN, COMMIT = range(3)
+NO, YES, AWAY = range(3)
 RETRY_S = 0.01
 """After about so long a worker calls again that was told "not now"; each time a little longer."""
+LONGEST_S = 600.0
+"""After so long a farewell is over for those who stay, and the one that leaves is cut off."""
 
 
 class Party(Protocol):
@@ -66,8 +70,10 @@ class Farewells:
         rng: random.Random,
     ) -> None:
         self.fabric, self.party, self.spawn, self.random = fabric, party, spawn, rng
-        self.taken = False
+        self.in_farewell = False
         """Whether this worker is in a farewell."""
+        self.away = False
+        """Whether it has no part in any: it has handed over, or has no weights yet."""
         self._leaving: dict[int, int] = {}
         """Who has said that it leaves, each with the epoch in which it did."""
         self._serial: int | None = None
@@ -103,54 +109,67 @@ class Farewells:
     async def hand_over(self) -> None:
         """Let the others' mean become the mean of all; tries until it is done, or nobody stays."""
         tries = 0
-        while self.somebody_stays():
-            if not self.taken and await self._attempt(self.fabric.members):
-                return
-            tries += 1
-            await asyncio.sleep(RETRY_S * min(tries, 10) * self.random.uniform(0.5, 1.5))
+        try:
+            while self.somebody_stays():
+                if not self.in_farewell and await self._attempt():
+                    return
+                tries += 1
+                await asyncio.sleep(RETRY_S * min(tries, 10) * self.random.uniform(0.5, 1.5))
+        finally:
+            self.away = True  # its weights do not count any more
 
     def _next(self) -> int:
         """A number for a farewell; they begin anywhere, so that no life of a worker repeats another's."""
         self._serial = (self.random.randrange(2**40) if self._serial is None else self._serial) + 1
         return self._serial
 
-    async def _attempt(self, members: tuple[int, ...]) -> bool:
-        serial, me, others = self._next(), self.fabric.rank, self._others()
+    async def _attempt(self) -> bool:
+        serial, me, called = self._next(), self.fabric.rank, self._others()
         tag, word = (*CALL, me, serial), DROP
-        self.taken, sharing = True, None
+        self.in_farewell, reducing = True, None
         try:
-            for peer in others:
-                self.fabric.post(peer, CALL, note=(serial, *members))
+            for peer in called:
+                self.fabric.post(peer, CALL, note=(serial,))
             await self.party.pause()
-            if not await self._all_say((*tag, "ready"), others):
+            others = await self._who_say((*tag, "ready"), called)
+            if not others:
                 return False
-            self._tell(others, tag, BEGIN)
-            sharing = self.spawn(self._share(tag, me, members))
-            if not await self._all_say((*tag, "have"), others):
+            members = tuple(sorted((me, *others)))
+            self._tell(others, tag, BEGIN, *members)
+            reducing = self.spawn(self._reduce(tag, me, members))
+            if len(await self._who_say((*tag, "have"), others)) < len(others):
                 return False
             word = COMMIT
             return True
         except PeerLost:
             return False
         finally:
-            if sharing is not None:
-                sharing.cancel()
-            self._tell(others, tag, word)
+            if reducing is not None:
+                reducing.cancel()
+            self._tell(called, tag, word)
             self._forget(tag)
-            self.taken = False
+            self.in_farewell = False
             if word == DROP:
                 self.party.resume()
 
-    async def _all_say(self, tag: Tag, others: list[int]) -> bool:
-        for _ in others:
-            (yes,) = (await self.fabric.receive(tag, among=others)).numbers(1, 1)
-            if not yes:
-                return False
-        return True
+    async def _who_say(self, tag: Tag, asked: list[int]) -> list[int]:
+        """Who of those that were asked says yes, once each has answered; nobody, where one says no."""
+        silent, there = set(asked), list(asked)
+        while silent:
+            answer = await self.fabric.receive(tag, among=there)
+            (word,) = answer.numbers(1, 1)
+            if answer.sender not in silent:
+                raise answer.bad("an answer to nothing")
+            if word == NO:
+                return []
+            silent.remove(answer.sender)
+            if word == AWAY:
+                there.remove(answer.sender)
+        return there
 
-    def _tell(self, others: list[int], tag: Tag, word: int) -> None:
+    def _tell(self, others: list[int], tag: Tag, *words: int) -> None:
         for peer in others:
-            self.fabric.post(peer, tag, note=(word,))
+            self.fabric.post(peer, tag, note=words)
 
     async def goodbye(self) -> None:
         """Wait until everybody has got all that this worker has sent."""
@@ -168,44 +187,53 @@ class Farewells:
     # -- the others --
 
     def _called(self, message: Message) -> None:
-        serial, *members = message.numbers(3)
-        if not {message.sender, self.fabric.rank} <= set(members) or len(set(members)) < len(members):
-            raise message.bad("members that cannot be")
+        (serial,) = message.numbers(1, 1)
         tag: Tag = (*CALL, message.sender, serial)
-        if self.taken:
-            self.fabric.post(message.sender, (*tag, "ready"), note=(0,))
+        if self.away or self.in_farewell:
+            self.fabric.post(message.sender, (*tag, "ready"), note=(AWAY if self.away else NO,))
+            self.fabric.forget(tag)
             return
-        self.taken = True  # from this moment on, before anything is awaited
-        self.spawn(self._take_part(message.sender, tag, tuple(members)))
+        self.in_farewell = True  # from this moment on, before anything is awaited
+        self.spawn(self._take_part(message, tag, self.fabric.epoch(message.sender)))
 
-    async def _take_part(self, leaver: int, tag: Tag, members: tuple[int, ...]) -> None:
-        sharing: asyncio.Task[Tensor | None] | None = None
+    async def _take_part(self, call: Message, tag: Tag, epoch: int) -> None:
+        leaver, reducing = call.sender, None
         try:
-            await self.party.pause()
-            self.fabric.post(leaver, (*tag, "ready"), note=(1,))
-            word = await self._word(tag, leaver)
-            if word == BEGIN:
-                sharing = self.spawn(self._share(tag, leaver, members))
-                word = await self._word(tag, leaver)
+            async with asyncio.timeout(LONGEST_S):
+                await self.party.pause()
+                if epoch != self.fabric.epoch(leaver):
+                    return  # it called over a connection that has broken since
+                self.fabric.post(leaver, (*tag, "ready"), note=(YES,))
+                word, *members = await self._words(tag, leaver)
+                if word == BEGIN:
+                    reducing = self.spawn(self._reduce(tag, leaver, tuple(members)))
+                    word, *_ = await self._words(tag, leaver)
             # Who leaves says "commit" only once this worker has told it that it has the correction.
-            if word == COMMIT and sharing is not None and sharing.done():
-                correction = sharing.result()
+            if word == COMMIT and reducing is not None and reducing.done():
+                correction = reducing.result()
                 if correction is not None:
                     self.party.correct(correction, own=True)
-        except PeerLost:
-            if sharing is not None and sharing.done() and sharing.result() is not None:
+        except (PeerLost, TimeoutError) as error:
+            if isinstance(error, TimeoutError):
+                call.offend("its farewell did not end")
+            if reducing is not None and reducing.done() and reducing.result() is not None:
                 self.fabric.notice("half", leaver, "its last weights may have gone to some and not to all")
         finally:
-            if sharing is not None:
-                sharing.cancel()
+            if reducing is not None:
+                reducing.cancel()
             self._forget(tag)
-            self.taken = False
+            self.in_farewell = False
             self.party.resume()
 
-    async def _word(self, tag: Tag, leaver: int) -> int:
-        return (await self.fabric.receive(tag, leaver)).numbers(1, 1)[0]
+    async def _words(self, tag: Tag, leaver: int) -> tuple[int, ...]:
+        message = await self.fabric.receive(tag, leaver)
+        word, *members = words = message.numbers(1)
+        apart = len(set(members)) == len(members) and {leaver, self.fabric.rank} <= set(members)
+        if word == BEGIN and not apart:
+            raise message.bad("members that cannot be")
+        return words
 
-    async def _share(self, tag: Tag, leaver: int, members: tuple[int, ...]) -> Tensor | None:
+    async def _reduce(self, tag: Tag, leaver: int, members: tuple[int, ...]) -> Tensor | None:
         """What each of the others has to add; None: somebody was lost."""
         n, correction = len(members), None
         shares = [1 / n if peer == leaver else -1 / (n * (n - 1)) for peer in members]
@@ -216,7 +244,7 @@ class Farewells:
             pass
         finally:
             if leaver != self.fabric.rank:
-                self.fabric.post(leaver, (*tag, "have"), note=(float(correction is not None),))
+                self.fabric.post(leaver, (*tag, "have"), note=(YES if correction is not None else NO,))
         return correction
 
     def _forget(self, tag: Tag) -> None:

@@ -319,7 +319,7 @@ class Agent:
         if strategy.defines("meet"):
             self.spawn(node.answer_calls())
         node.farewells.serve()
-        node.hold()
+        node.hold(joins=self.late)
         if self.late and strategy.merges():
             copied = await self._enter()
             if not copied and not any(self.ending.has_ended(peer) for peer in self.fabric.members):

@@ -229,7 +229,7 @@ class SimulatedWorker:
         rate = 0.0
         if join is not None:
             node.rejoined = True
-            node.hold()
+            node.hold(joins=True)
             await join
             node.release()
         elif strategy.merges():
