@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,9 +20,11 @@ from torch import nn
 
 import crew
 import freewheel as fw
+from freewheel.runtime.agent import Agent
 from freewheel.runtime.launcher import Captured, launch
-from freewheel.runtime.leaving import Left
+from freewheel.runtime.leaving import Leaving, Left
 from freewheel.runtime.place import Place
+from freewheel.runtime.writer import Writer
 
 DEADLINE_S = 120.0
 SAMPLES = 600
@@ -222,9 +226,181 @@ def test_gradients_that_are_added_up_are_not_left_behind():
     assert used == 8
 
 
+def alone(strategy: str | fw.Strategy = "adpsgd", leave_s: float = 1000.0) -> fw.Worker:
+    model = nn.Linear(1, 1)
+    return fw.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, leave_s=leave_s)
+
+
+def step(worker: fw.Worker, x: torch.Tensor) -> None:
+    worker._optimizer.zero_grad()
+    worker._model(x).sum().backward()
+    worker._optimizer.step()
+
+
+def notice() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def batches(worker: fw.Worker, seed: int = 0):
+    return worker.loader(torch.utils.data.TensorDataset(torch.ones(20, 1)), 1, seed=seed)
+
+
+def test_who_leaves_in_validation_has_used_what_it_has_trained_on():
+    worker = alone(leave_s=0.2)
+    with pytest.raises(Left), worker:  # noqa: PT012
+        training, validation = batches(worker), batches(worker, seed=1)
+        for (x,) in training:
+            step(worker, x)
+            for _ in validation:
+                notice()
+                time.sleep(1000.0)
+    assert worker._agent.counters.samples == 1
+
+
+def test_a_boundary_is_not_interrupted():
+    worker, ended = alone(leave_s=0.1), []
+    with pytest.raises(Left), worker:  # noqa: PT012
+        boundary = worker._replica.boundary
+
+        def slow() -> None:
+            worker._replica.boundary = boundary
+            notice()
+            time.sleep(0.3)
+            ended.append(True)
+
+        worker._replica.boundary = slow
+        step(worker, torch.ones(1, 1))
+        time.sleep(1000.0)
+    assert ended
+
+
+def test_what_a_step_waits_for_ends_before_the_strategy_hands_over(monkeypatch):
+    """The training thread is interrupted while it waits for the strategy."""
+    said = []
+
+    class Slow(fw.NoCommunication):
+        async def after_step(self, node):
+            await asyncio.sleep(1.5)
+            said.append("after_step")
+
+        async def leave(self, node):
+            said.append("leave")
+
+    def interrupt(self):
+        raise Left
+
+    monkeypatch.setattr(Agent, "waits_for_finished", interrupt)
+    worker = alone(Slow())
+    with pytest.raises(Left), worker:  # noqa: PT012
+        worker.leave()
+        step(worker, torch.ones(1, 1))
+    assert said == ["after_step", "leave"]
+
+
+def test_the_end_of_a_run_that_is_left_is_over_before_anything_is_handed_over(monkeypatch):
+    said = []
+
+    async def finish(self, store):
+        try:
+            await asyncio.sleep(1000.0)
+        finally:
+            said.append("finish")
+
+    async def depart(self, *_):
+        await asyncio.sleep(0)
+        said.append("depart")
+        return ""
+
+    monkeypatch.setattr(Agent, "finish", finish)
+    monkeypatch.setattr(Agent, "depart", depart)
+    with pytest.raises(Left), alone(leave_s=0.2):
+        notice()
+    assert said == ["finish", "depart"]
+
+
+def departing(give_back, leave) -> tuple[list[str], str]:
+    """What is said by a worker that leaves with dealing and a strategy that do this; what it lacks."""
+    said: list[str] = []
+
+    async def goodbye() -> None:
+        said.append("goodbye")
+
+    def nothing() -> None:
+        pass
+
+    farewells = SimpleNamespace(goodbye=goodbye)
+    agent = SimpleNamespace(
+        me=SimpleNamespace(rank=0),
+        node=SimpleNamespace(end_calls=nothing, leave=nothing, farewells=farewells),
+        dealing=SimpleNamespace(give_back=lambda: give_back(said), part=nothing),
+        strategy=SimpleNamespace(leave=lambda node: leave(said)),
+    )
+    return said, asyncio.run(Agent.depart(agent, 0.1, settled=True))
+
+
+async def never(said: list[str]) -> None:
+    await asyncio.Event().wait()
+
+
+async def well(said: list[str]) -> None:
+    said.append("handed over")
+
+
+async def wrong(said: list[str]) -> None:
+    raise AttributeError("merge")
+
+
+@pytest.mark.parametrize(
+    ("give_back", "leave", "said", "lacks"),
+    [
+        (never, well, ["handed over", "goodbye"], "what it held of the data"),
+        (well, wrong, ["handed over", "goodbye"], "its last steps"),
+        (never, never, ["goodbye"], "what it held of the data and its last steps"),
+    ],
+)
+def test_what_cannot_be_handed_over_keeps_nothing_else_from_it(give_back, leave, said, lacks):
+    found_said, found_lacks = departing(give_back, leave)
+    assert found_said == said
+    assert set(found_lacks.split(" and ")) == set(lacks.split(" and "))
+
+
+def test_a_checkpoint_that_is_being_written_keeps_nobody_from_leaving(tmp_path, monkeypatch):
+    waits = []
+    worker = alone()
+    with pytest.raises(Left), worker:  # noqa: PT012
+        worker.checkpoint(tmp_path, every=1000)
+        step(worker, torch.ones(1, 1))
+        with monkeypatch.context() as slow:
+            slow.setattr(Writer, "busy", True)
+            slow.setattr(Writer, "wait", lambda self, timeout_s: waits.append(timeout_s))
+            worker.leave()
+            step(worker, torch.ones(1, 1))
+    assert [one <= 500.0 for one in waits] == [True, False]  # the last one when it has left
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_child_of_the_script_ends_as_it_would(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    killed = []
+    leaving = Leaving(1000.0, lambda: False, lambda: None)
+    leaving.watch()
+    try:
+        with monkeypatch.context() as child:
+            child.setattr(os, "getpid", lambda: 1)
+            child.setattr(os, "kill", lambda pid, number: killed.append((pid, number)))
+            leaving._noticed(signal.SIGTERM, None)
+        assert killed == [(1, signal.SIGTERM)]
+        assert signal.getsignal(signal.SIGTERM) == before
+    finally:
+        leaving.unwatch()
+        signal.signal(signal.SIGTERM, before)
+
+
 @pytest.mark.parametrize("given", ["soon", "-1"])
 def test_a_time_that_is_none_is_refused(given, monkeypatch):
     monkeypatch.setenv("FREEWHEEL_LEAVE_S", given)
     model = nn.Linear(1, 1)
     with pytest.raises(fw.ConfigError, match=given):
         fw.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(fw.ConfigError, match=given):
+        launch([sys.executable, "-c", "raise SystemExit(1)"], 1, output=Captured())

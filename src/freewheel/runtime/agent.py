@@ -448,27 +448,36 @@ class Agent:
         """Tell the others that this worker is about to leave."""
         self.node.farewells.announce()
 
-    async def depart(self, within_s: float) -> str:
+    async def depart(self, within_s: float, settled: bool) -> str:
         """Leave before the others: hand back, hand over, say goodbye. What was not done in time, in words.
 
-        The training thread has stopped at a boundary, or in a step whose gradient nobody gets.
+        The training thread has stopped at a boundary, or in a step whose gradient nobody gets. `settled`: the
+        strategy has done its part in the last step; if not, it cannot hand over.
         """
         self.node.end_calls()
-        lacks = "what it held of the data"
-        try:
-            async with asyncio.timeout(within_s):
-                await self.dealing.give_back()
-                lacks = "its last steps"
-                await self.strategy.leave(self.node)
-                lacks = ""
-        except (TimeoutError, PeerLost):
-            pass
+
+        async def done(work: Coroutine[Any, Any, None]) -> bool:
+            try:
+                async with asyncio.timeout(within_s):
+                    await work
+                return True
+            except (TimeoutError, PeerLost):
+                return False
+            except Exception as error:  # the others are still to hear a goodbye
+                log.warning("worker %d: leaving failed: %r", self.me.rank, error)
+                return False
+
+        works = {"what it held of the data": self.dealing.give_back()}
+        if settled:
+            works["its last steps"] = self.strategy.leave(self.node)
+        went = dict(zip(works, await asyncio.gather(*map(done, works.values())), strict=True))
         self.node.leave()
         self.dealing.part()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(GOODBYE_S):
                 await self.node.farewells.goodbye()
-        return lacks
+        lacks = [what for what, well in ({"its last steps": settled} | went).items() if not well]
+        return " and ".join(lacks)
 
     async def _held_up(self, rendezvous: Rendezvous) -> list[int]:
         """Workers that are out of reach without a goodbye, and whose process still takes connections."""

@@ -111,7 +111,7 @@ class Worker:
         self._events = Events()
         self._store: Rendezvous | None = None
         self._registrar: Registrar | None = None
-        self._inside = False
+        self._inside = self._settled = False
         self._agents: Agent | None = None
         self._outside = steps.warn_outside(self._optimizer)
 
@@ -425,7 +425,8 @@ class Worker:
     ) -> None:
         if not self._inside:  # it has left before
             return
-        self._steps.end()
+        self._leaving.going = True
+        self._settled = self._steps.end(self._leaving.left_s / 2 if self._leaving.asked else 0.0)
         self._inside, self._members = False, list(self._agent.fabric.members)
         self._windows = self._agent.fabric.kinds()
         checks.leave(self._model)
@@ -499,15 +500,15 @@ class Worker:
     def _between(self) -> None:
         """Nothing is half done: leave here, if that was asked for and nothing would be lost."""
         leaving, agent = self._leaving, self._agent
-        if leaving.asked and (leaving.late or agent.strategy.settled(agent.node)):
+        if leaving.asked and (leaving.half_over or agent.strategy.settled(agent.node)):
             self.__exit__(Left, left := Left(), None)
             raise left
 
     def _depart(self) -> None:
         """Hand everything over."""
-        self._leaving.going, self._state, self._ended_s = True, "finished", time.perf_counter()
-        self._checkpoints.part()
-        lacks = self._patiently(self._agent.depart(self._leaving.left_s))
+        self._state, self._ended_s = "finished", time.perf_counter()
+        self._checkpoints.leave(self._leaving.left_s / 2)
+        lacks = self._patiently(self._agent.depart(self._leaving.left_s, self._settled))
         self._events.note("left", self.rank, self._leaving.outcome(lacks))
 
     # -- records --
@@ -584,17 +585,19 @@ class Worker:
         `ends`: Left, where this worker is to leave and has waited for the others for half of its time.
         """
         future = self._agent.begin(work)
-        while True:
-            done, _ = concurrent.futures.wait([future], timeout=0.01)
-            self._replica.begin_moving()
-            self._replica.boundary()
-            self._replica.end_moving()
-            if done:
-                return future.result()
-            if ends and self._leaving.late:
-                future.cancel()
-                raise Left
-            self._check()
+        try:
+            while True:
+                done, _ = concurrent.futures.wait([future], timeout=0.01)
+                self._replica.begin_moving()
+                self._replica.boundary()
+                self._replica.end_moving()
+                if done:
+                    return future.result()
+                if ends and self._leaving.half_over:
+                    raise Left
+                self._check()
+        finally:
+            future.cancel()
 
     def _check(self) -> None:
         """Raise what failed beside training."""

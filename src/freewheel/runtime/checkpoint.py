@@ -52,8 +52,10 @@ class Checkpoints:
         self._writer: Writer | None = None
         self._kept: dict[str, Any] = {}
         self._due = self._must = False
-        self._fed: int | None = None
-        """Which loader has given the batch that the loop is in, if its step is still to come."""
+        self._fed: set[int] = set()
+        """Which loaders have given a batch whose step is still to come."""
+        self._alone = True
+        """Whether none had, at the last step: the loop has no loader, or has left it."""
         self._step = self._taken = 0
         self.between: Callable[[], None] = lambda: None
         """Is called where nothing is half done: a step has used all batches that were given."""
@@ -132,7 +134,7 @@ class Checkpoints:
             self._every = every
         else:
             self._due = self._must = True
-            if self._fed is None:
+            if not self._fed:
                 self.take()
 
     def _restore_extra(self) -> None:
@@ -176,9 +178,14 @@ class Checkpoints:
             self._random = None
         if self._due:
             self.take(number)
-        if self._fed is None:
+        if not self._fed:
             self.between()
-        self._fed = number
+        self._fed.add(number)
+
+    def used(self) -> None:
+        """A step has moved the weights: what was fed is used."""
+        self._alone = not self._fed
+        self._fed.clear()
 
     def stepped(self, step: int) -> None:
         """A step is complete."""
@@ -189,20 +196,24 @@ class Checkpoints:
         self._random = None
         if self._writer is not None and self._every is not None and step % self._every == 0:
             self._due = True
-        alone, self._fed = self._fed is None, None  # the loop has no loader, or has left it
-        if self._due and alone:
+        if self._due and self._alone:
             self.take()
-        if alone:
+        if self._alone:
             self.between()
 
-    def part(self) -> None:
+    def leave(self, within_s: float) -> None:
         """This worker leaves: count what is used, take what is due. The others matter more than a failure."""
-        # A step was made since the loop came for its last batch: that one is used, though it still has it.
-        for loader in self.loaders if self._fed is None else ():
+        for number, loader in enumerate(self.loaders):
             if getattr(loader, "in_hand", False):
-                loader.use()
+                if number in self._fed:
+                    loader.in_hand = False  # its step was not made: it is another's
+                else:
+                    loader.use()  # the loop still has it
         try:
-            self.close()
+            if self._writer is not None and self._writer.busy:
+                self._writer.wait(within_s)
+            if self._writer is None or not self._writer.busy:
+                self.close()
         except ConfigError as error:
             log.warning("no checkpoint of the end: %s", error)
 

@@ -376,6 +376,7 @@ class _Run:
 def _check(workers: int, restarts: int, bind: str | None, tls: Path | None) -> None:
     at_least("workers", workers, 1)
     at_least("restarts", restarts, 0)
+    patience()  # it is asked for when workers are to leave
     if bind is not None:
         listen(bind, 0, "bind").close()
     if tls is not None:

@@ -22,6 +22,8 @@ LEAVE_S = 10.0
 """How long leaving may take; clouds give 30 s."""
 VARIABLE = "FREEWHEEL_LEAVE_S"
 """The environment variable that says otherwise, to workers and to the launcher."""
+AGAIN_S = 0.05
+"""How long after a moment in which weights move it is tried again to interrupt."""
 LAST_S = 1.0
 """How much of it is kept for the goodbye."""
 
@@ -67,7 +69,7 @@ class Leaving:
         return self._asked_s is not None
 
     @property
-    def late(self) -> bool:
+    def half_over(self) -> bool:
         """Whether half of the time is over."""
         return self._asked_s is not None and time.monotonic() >= self._asked_s + self.seconds / 2
 
@@ -83,9 +85,7 @@ class Leaving:
         self._asked_s = time.monotonic()
         self._tell()
         if self._watching:
-            self._timer = threading.Timer(self.seconds / 2, self._poke)
-            self._timer.daemon = True
-            self._timer.start()
+            self._wake(self.seconds / 2)
 
     def outcome(self, lacks: str) -> str:
         """How it went, in words; `lacks`: what was not done in time."""
@@ -112,19 +112,25 @@ class Leaving:
 
     def _noticed(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._pid:
-            # A process that loads data, told with its whole group: it is needed until its worker has left.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            signal.signal(signal.SIGALRM, signal.SIG_DFL)
-            signal.setitimer(signal.ITIMER_REAL, self.seconds)
+            # A child of the script's: the notice is not this worker's.
+            signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]
+            os.kill(os.getpid(), number)
             return
         poked, self._poked = self._poked, False
         if poked:
-            if self._watching and not self.going and not self._busy():
-                raise Left
+            if self._watching and not self.going:
+                if not self._busy():
+                    raise Left
+                self._wake(AGAIN_S)
             return
         self.ask()
         if callable(self._before):  # the script has its own way to take notice
             self._before(number, frame)
+
+    def _wake(self, after_s: float) -> None:
+        self._timer = threading.Timer(after_s, self._poke)
+        self._timer.daemon = True
+        self._timer.start()
 
     def _poke(self) -> None:
         """Half of the time is over: interrupt what the main thread does."""

@@ -68,7 +68,9 @@ class Steps:
         self._stepped: set[int] = set()
         """Which of them have, since the last step was complete."""
         self.stepping = False
-        """Whether an optimizer steps just now."""
+        """Whether an optimizer steps just now, and nothing may interrupt it."""
+        self._work: concurrent.futures.Future[None] | None = None
+        """What the strategy did beside the last step that waited for it."""
         self._harmless: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Other optimizers, which train nothing of this model."""
         self._began_s = time.perf_counter()
@@ -93,8 +95,18 @@ class Steps:
         self._begins = several and not agent.late and not self.first
         """Whether the first gradients are yet to be compared with the others'."""
 
-    def end(self) -> None:
-        """Let the optimizers' steps be their own again."""
+    def end(self, within_s: float) -> bool:
+        """Let the optimizers' steps be their own again; whether the strategy has done its part in the last.
+
+        A step may have been left while it waited: what it waited for has so long to end.
+        """
+        done = True
+        if self._work is not None:
+            concurrent.futures.wait([self._work], within_s)
+            self._work.cancel()
+            done = not self._work.cancelled() and self._work.exception() is None
+            while self._replica.parked and self._agent.alive:
+                time.sleep(1e-3)
         strangers.unwatch(self.refuse)
         for hook in self._hooks:
             hook.remove()
@@ -103,6 +115,7 @@ class Steps:
         self._restore_rates()
         for _, one in self._gradients.values():
             one.let_go()
+        return done
 
     def check_still(self) -> None:
         """Warn if weights were changed between steps, where others may have averaged meanwhile."""
@@ -240,7 +253,6 @@ class Steps:
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
-        self.stepping = False
         self._restore_rates()
         self._stepped.add(id(optimizer))
         self.made[id(optimizer)] += 1
@@ -253,6 +265,7 @@ class Steps:
         blocked = self._agent.node.counters.blocked_s
         self._blocked_s = blocked["data"] + blocked["checkpoint"]
         self._began_s = time.perf_counter()
+        self.stepping = False
 
     def _complete(self) -> None:
         """All have stepped."""
@@ -261,9 +274,12 @@ class Steps:
         node.computed(self._computed_s, node.counters.steps - self.first + 1)
         self._computed_s = 0.0
         node.counters.steps += 1
+        self._checkpoints.used()
         if self._after is not None:
             replica.end_moving()
+            self.stepping = False
             self._wait(functools.partial(self._parked, self._after))
+            self.stepping = True
             replica.begin_moving()
         replica.boundary()
         if self._quasi_global is not None:
@@ -288,7 +304,9 @@ class Steps:
         agent, strategy = self._agent, self._agent.strategy
         self._replica.catch_up()
         agent.counters.wait("peers", time.perf_counter())
-        work = agent.begin(act(agent.node))
+        stepping, self.stepping = self.stepping, True
+        work = self._work = agent.begin(act(agent.node))
+        self.stepping = stepping
         waited_s = 0.0
         try:
             while True:
