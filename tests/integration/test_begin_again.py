@@ -18,7 +18,7 @@ import torch
 
 import crew
 from crew import Launcher, free_port, next_life, together
-from freewheel.errors import WorkerLost
+from freewheel.errors import RunStopped, WorkerLost
 from freewheel.runtime import launcher as launching
 from freewheel.runtime import shards
 from freewheel.runtime.beginnings import STARTS, Entry
@@ -317,3 +317,32 @@ def test_processes_that_are_all_killed_end_with_the_uninterrupted_run_s_weights(
         assert min(losses) == 6
         assert losses == {step: want["losses"][step] for step in losses}
         assert all(torch.equal(model[name], tensor) for name, tensor in want["model"].items())
+
+
+def test_a_later_life_that_comes_when_the_others_have_ended_is_done(launcher, tmp_path, caplog):
+    """A first life is an error all the same, and so is one that has failed with the answer in its hands."""
+
+    def attached(rank: int) -> Any:
+        return crew.worker(next_life(launcher.places[rank]), torch.nn.Linear(2, 1), folder=tmp_path)[0]
+
+    def live(rank: int) -> None:
+        with contextlib.suppress(Killed), attached(rank):
+            if rank == 1:
+                raise Killed
+
+    launcher.give_up(2)
+    threads = [threading.Thread(target=live, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(DEADLINE_S)
+    launcher.of_run.delete_key(f"{STARTS}/2")
+    with pytest.raises(SystemExit) as left, attached(1):
+        pass
+    assert left.value.code == 0
+    assert "worker 1 was started again when the others had ended the run" in caplog.text
+    with pytest.raises(RunStopped, match="Nothing is left to train"), attached(2):
+        pass
+    with pytest.raises(RunStopped, match="An earlier life of it had it too"), attached(0):
+        pass
+    assert '"life": 2' not in (tmp_path / "events-1.jsonl").read_text()  # nothing has failed

@@ -10,10 +10,13 @@ import contextlib
 import json
 import os
 import secrets
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import ray
+import ray.train
 from ray.train import get_context
 from ray.train.backend import Backend, BackendConfig
 
@@ -23,6 +26,7 @@ from freewheel.ray.book import NAMESPACE, Book, Line, Meeting
 from freewheel.runtime import checks, place
 from freewheel.runtime.beginnings import STARTS
 from freewheel.runtime.entries import Entries
+from freewheel.runtime.leaving import Left
 from freewheel.runtime.rendezvous import OPTIONS
 
 BOOK_S = 30.0
@@ -50,6 +54,11 @@ class FreewheelConfig(BackendConfig):  # type: ignore[misc]
     def backend_cls(self) -> type[Backend]:
         """What Ray Train's controller makes of it."""
         return FreewheelBackend
+
+    @property
+    def train_func_context(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
+        """What Ray Train runs the train function in."""
+        return leaving_well
 
 
 class FreewheelBackend(Backend):  # type: ignore[misc]
@@ -119,14 +128,34 @@ def take_place(book: str, run: str, shared: bytes, lives: dict[int, int], folder
         )
     )
     with contextlib.suppress(ImportError, AttributeError):  # Ray's inside: without it nothing is noticed
+        from ray.train.v2._internal.execution.context import get_train_context
         from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils
 
-        watch_reports(get_train_fn_utils())
+        watch_reports(get_train_fn_utils(), lambda: get_train_context().report_call_index)
 
 
-def watch_reports(functions: Any) -> None:
+@contextlib.contextmanager
+def leaving_well() -> Iterator[None]:
+    """A worker that left well, or came when the others had ended, is done: to Ray its exit is a failure.
+
+    The others' reports wait for all workers: one that has nothing to say goes on to say so.
+    """
+    try:
+        yield
+    except Left:
+        threading.Thread(target=_report_nothing, name="freewheel-reports", daemon=True).start()
+
+
+def _report_nothing() -> None:
+    with contextlib.suppress(Exception):  # the process ends with the run
+        while True:
+            ray.train.report({})
+
+
+def watch_reports(functions: Any, reported: Callable[[], int]) -> None:
     """Refuse `ray.train.report` in the with-block: it waits for all workers, and one that is replaced has
-    reported less often than the others."""
+    reported less often than the others. `reported` says how often this worker has: Ray drops a report during
+    which a worker is lost, and it is made again."""
     report = functions.report
     if getattr(report, "watched", False):  # Ray uses a process for a second worker
         return
@@ -137,7 +166,11 @@ def watch_reports(functions: Any) -> None:
                 "ray.train.report waits for all workers: inside the with-block each would go at the slowest "
                 "one's pace. Call it once, after the block; use worker.record and worker.checkpoint inside."
             )
-        return report(*words, **options)
+        before = reported()
+        answer = report(*words, **options)
+        while reported() == before:
+            answer = report(*words, **options)
+        return answer
 
     outside.watched = True  # type: ignore[attr-defined]
     functions.report = outside

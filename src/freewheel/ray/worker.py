@@ -17,11 +17,10 @@ from typing import Any
 
 import ray
 
-from freewheel.errors import RunStopped
 from freewheel.ray.book import Line, Meeting
 from freewheel.ray.records import Sender
 from freewheel.runtime import place
-from freewheel.runtime.beginnings import STARTS
+from freewheel.runtime.beginnings import STARTS, TooLate
 from freewheel.runtime.entries import Entries
 from freewheel.runtime.leaving import Left
 
@@ -78,13 +77,11 @@ class Worker:
             sender = Sender(self.folder, self.life, self.line) if self.folder else contextlib.nullcontext()
             with sender, _notice():
                 return target() if callable(target) else _script(target)
-        except Left:
+        except (Left, TooLate):  # the others have ended well
             return Gone()
         except (SystemExit, Exception) as error:
             if isinstance(error, SystemExit) and not error.code:
                 return None
-            if isinstance(error, RunStopped) and "comes too late" in str(error):
-                return None  # the others have ended well
             if self.line.ask("failed", self.rank, _told(error)) <= restarts:
                 os._exit(1)  # what it has left in this process is gone
             raise RuntimeError(f"worker {self.rank}: {type(error).__name__}: {error}") from error

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from freewheel.data.dealing import Dealing
-from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
+from freewheel.errors import ConfigError, PeerLost, WorkerLost
 from freewheel.fabric import collectives
 from freewheel.fabric.base import RUNTIME, Note, Tag
 from freewheel.fabric.handshake import OTHER_KEYS, Identity
@@ -266,10 +266,7 @@ class Agent:
             if await asyncio.to_thread(rendezvous.lost, self.strategy):
                 raise Orphaned("nobody is left to go on from")
             if len(self.fabric.members) == 1 and await asyncio.to_thread(rendezvous.over):
-                raise RunStopped(
-                    f"worker {self.me.rank} comes too late: the others have ended the run, and have its "
-                    "answer. There is nothing left to train."
-                )
+                raise await asyncio.to_thread(rendezvous.too_late, self.me.incarnation)
             if self.loop.time() > end:
                 who = ", ".join(map(str, living)) or "those it began with"
                 raise WorkerLost(

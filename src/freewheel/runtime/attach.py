@@ -31,7 +31,7 @@ from freewheel.records.schema import WorkerSample, worker_sample
 from freewheel.records.timeline import Timeline
 from freewheel.runtime import checks, keys, optimizers, steps, unfinished
 from freewheel.runtime.agent import STOP, Agent
-from freewheel.runtime.beginnings import Beginning, Orphaned
+from freewheel.runtime.beginnings import Beginning, Orphaned, TooLate
 from freewheel.runtime.buffers import set_buffers
 from freewheel.runtime.checkpoint import Checkpoints
 from freewheel.runtime.copies import Rest
@@ -331,8 +331,15 @@ class Worker:
         checks.enter(self._model)
         try:
             patiently(self._join, self._place, self._timeout_s)
-        except BaseException:
+        except BaseException as error:
             checks.leave(self._model)
+            if isinstance(error, TooLate) and error.done:
+                log.warning(
+                    "worker %d was started again when the others had ended the run: it ends, with exit code "
+                    "0. They have the answer",
+                    self.rank,
+                )
+                raise Left from error
             raise
         return self
 
@@ -389,7 +396,7 @@ class Worker:
         except BaseException as error:
             if self._store is not None:
                 self._store.leave(str(error) or type(error).__name__)
-            self._end_records(error)
+            self._end_records(None if isinstance(error, TooLate) and error.done else error)
             self._agent.close("it could not join")
             raise
         return True

@@ -32,6 +32,21 @@ class Orphaned(RunStopped):
     """Nobody is left whom this worker could copy: it must enter the run anew."""
 
 
+class TooLate(RunStopped):
+    """The run has ended, with an answer; `done`: others have it, and nobody misses this worker."""
+
+    def __init__(self, rank: int, done: bool, had_it: bool = False) -> None:
+        rest = (
+            "An earlier life of it had it too, and failed after it."
+            if had_it
+            else "Nothing is left to train."
+        )
+        super().__init__(
+            f"worker {rank} comes too late: the others have ended the run, and have its answer. {rest}"
+        )
+        self.done = done
+
+
 @dataclass(frozen=True)
 class Beginning:
     """One beginning of a run: its number from 0 on, whom it begins with, and why the one before is over."""

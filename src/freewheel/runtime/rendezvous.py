@@ -25,7 +25,16 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from freewheel.errors import ConfigError, WorkerLost
 from freewheel.fabric.secret import Forged, derive
 from freewheel.runtime import beginnings
-from freewheel.runtime.beginnings import GIVEN_UP, Beginning, Beginnings, Entry, Orphaned, given_up, started
+from freewheel.runtime.beginnings import (
+    GIVEN_UP,
+    Beginning,
+    Beginnings,
+    Entry,
+    Orphaned,
+    TooLate,
+    given_up,
+    started,
+)
 from freewheel.runtime.bounded import BoundedStore, Hangs, reach, watched, within
 from freewheel.runtime.checks import first_difference, other_settings, signature
 from freewheel.runtime.entries import Entries, Store
@@ -153,7 +162,21 @@ class Rendezvous:
         entry = self._beginnings.enter(self.place.rank, life, strategy)
         self._beginning, self._late = entry.beginning, entry.late
         self._store = self._beginnings.store(entry.beginning)
+        if entry.late and self.over():
+            raise self.too_late(life)
         return entry
+
+    def too_late(self, life: int) -> TooLate:
+        """What to raise where the run is over.
+
+        A later life that was to train is done. It is not where an earlier one had the answer and failed
+        with it, nor where the script's next run goes on already.
+        """
+        rank = self.place.rank
+        had_it = str(rank) in (self._store.read("over") or "").split()
+        after = self._base.under(f"freewheel/{self.place.attempt}/{self._used + 1}")
+        goes_on = any(after.check(f"life/{peer}") for peer in range(self.most))
+        return TooLate(rank, life > 1 and not had_it and not goes_on, had_it)
 
     @property
     def _beginnings(self) -> Beginnings:

@@ -1,0 +1,46 @@
+"""What Freewheel does around the train function of Ray Train, without Ray."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("ray", reason="the extra `ray` is not installed")
+pytest.importorskip("pandas", reason="the extra `ray-train` is not installed")
+from freewheel.ray import train
+from freewheel.runtime.leaving import Left
+
+
+def test_who_leaves_well_is_done_and_the_reports_of_the_others_do_not_wait_for_it(monkeypatch):
+    reports, twice = [], threading.Event()
+
+    def report(metrics):
+        reports.append(metrics)
+        if len(reports) == 2:
+            twice.set()
+            raise RuntimeError("the run is over")
+
+    monkeypatch.setattr(train.ray.train, "report", report)
+    with train.FreewheelConfig().train_func_context():
+        raise Left
+    assert twice.wait(30)
+    assert reports == [{}, {}]
+    with pytest.raises(ValueError, match="own"), train.FreewheelConfig().train_func_context():
+        raise ValueError("the script's own")
+
+
+def test_a_report_that_ray_drops_is_made_again():
+    """Ray does so where a worker is lost meanwhile, and its next life reports, too."""
+    made, counted = [], 0
+
+    def report(metrics):
+        nonlocal counted
+        made.append(metrics)
+        counted += len(made) == 3
+
+    functions = SimpleNamespace(report=report)
+    train.watch_reports(functions, lambda: counted)
+    functions.report({"a": 1})
+    assert made == [{"a": 1}] * 3
