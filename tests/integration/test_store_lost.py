@@ -22,7 +22,7 @@ from crew import Launcher
 from freewheel.errors import ConfigError, WorkerLost
 from freewheel.fabric.secret import Forged
 from freewheel.runtime import registrar, rendezvous
-from freewheel.runtime.beginnings import STARTS
+from freewheel.runtime.beginnings import STARTS, Outlived
 from freewheel.runtime.bounded import left_behind, reach
 from freewheel.runtime.place import LAUNCHED, Place
 from freewheel.runtime.rendezvous import OPTIONS, Options, Rendezvous
@@ -508,3 +508,44 @@ def test_the_latest_life_that_anybody_has_seen_counts(launcher):
     second.options()
     assert second.incarnation() == 1  # of a second use of the run
     assert known[2].incarnation() == 6
+
+
+@pytest.mark.parametrize("rank", [0, 1])  # the higher one calls; the other finds it in the store
+def test_an_earlier_life_that_is_still_there_ends_and_says_nothing_any_more(rank, tmp_path):
+    launcher, trained, back = Launcher(2), threading.Barrier(3), threading.Event()
+    found: dict[str, object] = {}
+
+    def train(life: str, place: Place) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 1)
+        worker, optimizer = crew.worker(place, model, folder=tmp_path)
+        try:
+            with worker:
+                if life != "new":
+                    trained.wait(DEADLINE_S)
+                while not (life != "old" and back.is_set()):
+                    model(torch.ones(2, 4)).square().mean().backward()
+                    optimizer.step()
+                    threading.Event().wait(0.01)
+        except BaseException as error:
+            found[life] = error
+        else:
+            found[life] = worker.metrics()["members"]
+
+    def begin(life: str, place: Place) -> threading.Thread:
+        thread = threading.Thread(target=train, args=(life, place), daemon=True)
+        thread.start()
+        return thread
+
+    other = begin("other", launcher.places[1 - rank])
+    old = begin("old", launcher.places[rank])
+    trained.wait(DEADLINE_S)
+    new = begin("new", crew.next_life(launcher.places[rank]))
+    assert ended([old])
+    assert isinstance(found["old"], Outlived), found
+    back.set()
+    assert ended([other, new])
+    assert found["other"] == found["new"] == [0, 1]
+    assert launcher.of_run.read(f"freewheel/0/0/here/{rank}") == "2"  # it has not said that nobody is there
+    assert not [path for path in tmp_path.glob("events-*") if "Outlived" in path.read_text()]
+    launcher.forget()

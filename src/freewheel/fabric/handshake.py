@@ -44,6 +44,7 @@ GREETING_S = 10.0
 DIAL_S = 1.0
 """How long a call may take to be answered by the other machine: over a link that was cut a new call gets
 through sooner than an old one."""
+REFUSED, EARLIER = "it refused this worker", "it is an earlier life of worker"
 OTHER_KEYS = "its keys are not of this worker's set"
 STRANGER = "it has not this run's secret"
 AGAIN_S = 1.0
@@ -97,7 +98,7 @@ class Identity:
     def check(self, frame: Frame, tag: Tag, peer: int | None = None) -> None:
         """BadFrame unless the other side is a worker (`peer`) of our run with our model and our version."""
         if frame.kind is Kind.REFUSE:
-            raise BadFrame(f"it refused this worker: {tag[0] if tag else 'it did not say why'}")
+            raise BadFrame(f"{REFUSED}: {tag[0] if tag else 'it did not say why'}")
         if frame.kind is not Kind.HELLO or len(tag) != 5 or tag[0] != "hello":
             raise BadFrame("it did not say hello")
         if tag[1] != self.version:

@@ -25,7 +25,7 @@ from freewheel.errors import PeerLost
 from freewheel.fabric.base import BYTES, EXCHANGE, RUNTIME, Each, Meet, Message, Note, Tag
 from freewheel.fabric.connection import Connection
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
-from freewheel.fabric.handshake import Greeted, Identity, Listener, read_head, words
+from freewheel.fabric.handshake import EARLIER, REFUSED, Greeted, Identity, Listener, read_head, words
 from freewheel.fabric.mailbox import AGAIN, Mailbox
 from freewheel.fabric.together import Together
 from freewheel.fabric.transfers import INLINE, LONG, Landing, Outgoing, Transfers
@@ -71,6 +71,8 @@ class TcpFabric(Mailbox):
         self._most_unread = UNREAD_BYTES + UNREAD * me.longest * dtype.itemsize
         self.lives: dict[int, int] = {me.rank: me.incarnation}
         """Which life of each worker was the last one seen."""
+        self.outlived: Callable[[], None] = lambda: None
+        """Called where a peer says that a later life of this worker is there."""
         self._connections: dict[int, Connection] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
@@ -103,7 +105,13 @@ class TcpFabric(Mailbox):
     async def connect(self, peer: int, host: str, port: int) -> None:
         """Call a peer; PeerLost with the reason if it cannot be had."""
         self.book[peer] = (host, port)
-        transport, greeted = await self._listener.call(peer, host, port)
+        try:
+            transport, greeted = await self._listener.call(peer, host, port)
+        except PeerLost as error:
+            if f"{REFUSED}: {EARLIER}" in error.why:
+                self.book.clear()  # nobody is called again
+                self.outlived()
+            raise
         self._install(transport, greeted, f"{host}:{port}", self.rank)
 
     async def close(self, why: str = FINISHED) -> None:
@@ -283,7 +291,7 @@ class TcpFabric(Mailbox):
         if known is None or frame.incarnation > known.incarnation:
             return
         if frame.incarnation < known.incarnation:
-            raise BadFrame(f"it is an earlier life of worker {frame.sender}")
+            raise BadFrame(f"{EARLIER} {frame.sender}")
         if known.caller == self.rank > frame.sender:
             raise Crossed("this worker has called already")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import runpy
 import signal
@@ -20,10 +21,11 @@ import ray
 from freewheel.ray.book import Line, Meeting
 from freewheel.ray.records import Sender
 from freewheel.runtime import place
-from freewheel.runtime.beginnings import STARTS, TooLate
+from freewheel.runtime.beginnings import STARTS, Outlived, TooLate
 from freewheel.runtime.entries import Entries
 from freewheel.runtime.leaving import Left
 
+log = logging.getLogger("freewheel")
 RUNPY = "<frozen runpy>"
 BOOK_S = 30.0
 """How long the book may take to come back before a worker that starts gives up, and is started again."""
@@ -79,6 +81,9 @@ class Worker:
                 return target() if callable(target) else _script(target)
         except (Left, TooLate):  # the others have ended well
             return Gone()
+        except Outlived as error:  # what is said of this rank is the later life's to say
+            log.error("%s", error)
+            os._exit(1)
         except (SystemExit, Exception) as error:
             if isinstance(error, SystemExit) and not error.code:
                 return None

@@ -26,7 +26,7 @@ from freewheel.moments import Moments
 from freewheel.node import Node
 from freewheel.records.counters import Counters
 from freewheel.runtime import states
-from freewheel.runtime.beginnings import Entry, Orphaned
+from freewheel.runtime.beginnings import Entry, Orphaned, Outlived
 from freewheel.runtime.buffers import agree, mean_buffers
 from freewheel.runtime.copies import Copies, Rest
 from freewheel.runtime.ending import Answer, Ending
@@ -155,6 +155,7 @@ class Agent:
             self.replica.side,
         )
         self.fabric.notice, self.events.lives = self.events.note, self.fabric.lives
+        self.fabric.outlived = self._outlived
         self.copies = Copies(self.fabric, self.replica, self._rest)
         windows = self.fabric.windows
         if self.strategy.defines("background") and self.me.world_size > 1:
@@ -199,6 +200,10 @@ class Agent:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None and self.failure is None:
             self.failure = error
+
+    def _outlived(self) -> None:
+        """A later life of this worker is in the run, and writes what is written of it."""
+        self.events.muted, self.failure = True, Outlived(self.me.rank)
 
     # -- joining --
 

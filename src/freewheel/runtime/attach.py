@@ -192,6 +192,7 @@ class Worker:
         """
         if not self._inside:
             raise ConfigError("call worker.checkpoint inside the with-block.")
+        self._check()
         self._checkpoints.arrange(Path(path), every, keep, extra)
 
     @property
@@ -394,7 +395,7 @@ class Worker:
             self._agent.close("it was left alone")
             return False
         except BaseException as error:
-            if self._store is not None:
+            if self._store is not None and not self._events.muted:
                 self._store.leave(str(error) or type(error).__name__)
             self._end_records(None if isinstance(error, TooLate) and error.done else error)
             self._agent.close("it could not join")
@@ -466,7 +467,7 @@ class Worker:
             try:
                 self._end_records(failure)
             finally:
-                if (left or error is not None) and self._store is not None:
+                if (left or error is not None) and self._store is not None and not self._events.muted:
                     self._store.leave(why)  # some may not have joined yet
                 self._agent.close(why)
                 self._checkpoints.wait()

@@ -47,6 +47,15 @@ class TooLate(RunStopped):
         self.done = done
 
 
+class Outlived(RunStopped):
+    """A later life of this worker is in the run: this one has no part in it any more."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(
+            f"worker {rank} was started again and trains elsewhere: this earlier life ends without an answer."
+        )
+
+
 @dataclass(frozen=True)
 class Beginning:
     """One beginning of a run: its number from 0 on, whom it begins with, and why the one before is over."""

@@ -49,6 +49,8 @@ class Events:
         self.lives: Mapping[int, int] = {}
         self.over = False
         """Whether this worker leaves: who leaves with it has not died."""
+        self.muted = False
+        """Whether nothing is written any more: a later life of this worker writes."""
         self._noted: deque[tuple[float, str, int | None, int | None, str]] = deque(maxlen=MOST)
 
     def note(self, what: str, rank: int | None, text: str) -> None:
@@ -133,6 +135,8 @@ class Recorder:
 
     def _guarded(self, what: str, act: Callable[[], None]) -> None:
         """Do it; the first time that it fails is told, and training goes on without."""
+        if self._events.muted:
+            return
         try:
             act()
         except Exception as error:

@@ -32,7 +32,7 @@ class Registrar:
 
     def _run(self) -> None:
         there, place = True, self._rendezvous.place
-        while not self._end.wait(REGISTER_S):
+        while not self._end.wait(REGISTER_S) and not self._agent.events.muted:
             fabric, before = self._agent.fabric, there
             missed = self._rendezvous.register(dict(fabric.lives), fabric.members)
             if missed:
