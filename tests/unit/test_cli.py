@@ -246,3 +246,25 @@ def test_train_tells_its_workers_of_checkpoints(tmp_path):
         freewheel("train", "--checkpoint", "saved", "--every", "7", "--resume", cwd=tmp_path)
     (job,) = train_all.call_args.args[0]
     assert (job.checkpoint, job.every, job.resume) == (str(tmp_path / "saved"), 7, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--address", "h:1"], "--address does nothing without --ray"),
+        (["--gpus", "1"], "--gpus does nothing without --ray"),
+        (["--ray", "--bind", "127.0.0.1"], "--bind does nothing with --ray: leave --bind out."),
+        (["--ray", "--hide-ranks"], "--hide-ranks does nothing with --ray"),
+        (["--ray", "--max", "2"], "max must be at least 3, not 2"),
+        (["--ray", "-n", "0"], "workers must be at least 1, not 0"),
+        (["--ray", "--address", "127.0.0.1:1"], "no Ray cluster answers at 127.0.0.1:1"),
+    ],
+)
+def test_a_run_that_is_refused_says_and_leaves_nothing(arguments, message, tmp_path):
+    if "127.0.0.1:1" in arguments:
+        pytest.importorskip("ray", reason="the extra `ray` is not installed")
+    done = freewheel("run", "-n", "3", *arguments, __file__, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert not done.stdout
+    assert not list(tmp_path.iterdir())

@@ -16,16 +16,19 @@ import typer
 
 from freewheel.cli.options import command_line
 from freewheel.cli.tracebacks import Tracebacks
-from freewheel.errors import ConfigError
+from freewheel.errors import ConfigError, at_least
 from freewheel.fabric.secret import of_text
 from freewheel.runtime.launcher import join as add_workers
 from freewheel.runtime.launcher import known_secret, launch
 from freewheel.runtime.place import HIDES
 
+RAY_ALONE = ("address", "gpus", "cpus")
+NOT_RAY = ("bind", "tls", "secret", "master", "tensorboard", "hide_ranks")
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def run(
+    context: typer.Context,
     command: Annotated[
         list[str], typer.Argument(metavar="SCRIPT", help="What to run; the rest is the script's.")
     ],
@@ -69,6 +72,7 @@ def run(
     cpus: Annotated[float, typer.Option(help="With --ray: CPUs of each worker.")] = 1,
 ) -> None:
     """Run a training script as several workers, on this host or on a Ray cluster."""
+    _check_options(context, ray)
     program = _module(command) if module else _script(command)
     if ray:
         _on_ray(command, module, workers, most, restarts, folder, address, cpus, gpus)
@@ -96,16 +100,31 @@ def run(
             typed=command_line(),
         )
         output.end()
-    except ConfigError:  # leave nothing behind of a run that never was
-        with contextlib.suppress(OSError):
-            if new is not None:
-                new.rmdir()
-                new.parent.rmdir()
+    except ConfigError:
+        _remove(new)
         raise
     except BrokenPipeError:  # whoever read our output has gone, as head does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
     _exit(code)
+
+
+def _check_options(context: typer.Context, ray: bool) -> None:
+    """Refuse options that would do nothing."""
+    for name in NOT_RAY if ray else RAY_ALONE:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            does = "does nothing with --ray" if ray else "does nothing without --ray"
+            raise ConfigError(f"{option} {does}: leave {option} out{'' if ray else ', or give --ray, too'}.")
+
+
+def _remove(new: Path | None) -> None:
+    """Leave nothing behind of a run that never was."""
+    with contextlib.suppress(OSError):
+        if new is not None:
+            new.rmdir()
+            new.parent.rmdir()
 
 
 def _on_ray(
@@ -119,17 +138,24 @@ def _on_ray(
     cpus: float,
     gpus: float,
 ) -> None:
+    at_least("workers", workers, 1)
+    at_least("max", most, workers)
+    at_least("restarts", restarts, 0)
     from freewheel.ray import run as run_on_ray  # an extra, and slow to import
+    from freewheel.ray.cluster import connect
 
-    folder = folder or _new_folder()
+    connect(address)
+    new = None if folder is not None else _new_folder()
+    folder = folder or new
     print(f"Watch: freewheel watch {folder}", flush=True)
     words = ["-m", *command] if module else command
-    with contextlib.suppress(KeyboardInterrupt):
-        run_on_ray(
-            words, workers, most, restarts=restarts, folder=folder, address=address, cpus=cpus, gpus=gpus
-        )
-        return
-    raise typer.Exit(INTERRUPTED[0])
+    try:
+        run_on_ray(words, workers, most, restarts=restarts, folder=folder, cpus=cpus, gpus=gpus)
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED[0]) from None
+    except ConfigError:
+        _remove(new)
+        raise
 
 
 def join(

@@ -61,7 +61,8 @@ def run(
     """
     at_least("workers", workers, 1)
     at_least("restarts", restarts, 0)
-    most = max(workers, most or workers)
+    at_least("most", most, workers)
+    most = most or workers
     connect(address)
     driver = Driver(name or f"freewheel-{uuid.uuid4().hex[:8]}", folder)
     try:
