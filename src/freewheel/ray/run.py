@@ -25,6 +25,8 @@ from freewheel.records.journal import Journal
 from freewheel.runtime.entries import Entries
 from freewheel.runtime.rendezvous import OPTIONS
 
+FIRST = "freewheel/0/0/begun"
+"""What lies in the book once a worker trains."""
 POLL_S = 0.5
 BOOK_S = 5.0
 COMING_S = 10.0
@@ -51,8 +53,8 @@ def run(
 
     workers: how many begin; fewer, from 1, where there is no room for more; the others come when there is.
     most: how many there may be: actors beyond `workers` wait for room, which an autoscaler sees, and join.
-    restarts: how often a worker whose script raises is started again. One whose process or machine is lost
-        is started again always.
+    restarts: how often a worker whose script raises is started again; not where the scripts of all raise the
+        same before any of them trains. One whose process or machine is lost is started again always.
     cpus, gpus, resources: what each worker takes.
     folder: where the records of all workers are collected.
     address: of the cluster; default: the one this process is connected with, or a new one of this machine.
@@ -87,6 +89,9 @@ class Driver:
         self.create: Callable[[Iterable[int]], None] = lambda ranks: None
         self.told: set[str] = set()
         """Errors of scripts whose traceback was shown."""
+        self.errors: dict[int, str] = {}
+        """The first error of each worker's script."""
+        self.begun: Callable[[], bool] = lambda: False
         try:
             self.book = Book.options(  # type: ignore[attr-defined]
                 name=f"{name}-book", namespace=NAMESPACE
@@ -120,7 +125,9 @@ class Driver:
                 fit, workers, each,
             )  # fmt: skip
         given = {"run": number, "workers": begin, "most": most}
-        Entries(self.line, shared).set(OPTIONS, json.dumps(given))
+        entries = Entries(self.line, shared)
+        entries.set(OPTIONS, json.dumps(given))
+        self.begun = lambda: entries.check(FIRST)
         self.later = list(range(begin, most))
         self.create = lambda ranks: self._create(ranks, target, number, most, shared, restarts, options)
         self.create(range(begin))
@@ -151,6 +158,8 @@ class Driver:
         while self.left and time.monotonic() < end_s:
             done, _ = ray.wait(list(self.left), timeout=POLL_S)
             self._look()
+            if why := self._all_alike():
+                raise WorkerLost(f"all workers failed alike before they began: {why[:150]}")
             for ref in done:
                 rank = self.left.pop(ref)
                 try:
@@ -170,6 +179,13 @@ class Driver:
         if not answers and (failed or not gone):
             raise self._failure(failed)
         return answers
+
+    def _all_alike(self) -> str:
+        """With which error the scripts of all workers ended before any of them trained: no restart helps."""
+        alike = len(set(self.errors.values())) == 1 and len(self.errors) == len(self.actors)
+        with contextlib.suppress(OSError):
+            return self.errors[0] if alike and not self.begun() else ""
+        return ""
 
     def _failure(self, failed: dict[int, BaseException]) -> FreewheelError:
         if not failed:
@@ -199,6 +215,7 @@ class Driver:
     def _failed(self, rank: int, text: str) -> None:
         """A script has raised; where several do so in the same way, one traceback says it."""
         why = text.strip().splitlines()[-1][:200]
+        self.errors.setdefault(rank, why)
         if why not in self.told:
             self.told.add(why)
             log.error("worker %d:\n%s", rank, text)
