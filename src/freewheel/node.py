@@ -357,7 +357,8 @@ class Node:
 
     def release(self) -> None:
         """Be free for exchanges again."""
-        self._exchanges.partner, self.farewells.away = None, False
+        self._exchanges.free()
+        self.farewells.away = False
 
     async def pause(self) -> None:
         """Take part in no exchange any more; return when none is under way."""

@@ -41,8 +41,6 @@ from freewheel.fabric.base import EXCHANGE, Fabric, Meet, Note, NotNow, Tag
 
 CALL: Tag = ("call",)
 YES, BUSY = (1.0,), (0.0,)
-PAUSE_S = 0.001
-"""Between two looks whether an exchange is over."""
 
 
 class Party(Protocol):
@@ -77,6 +75,7 @@ class Exchanges:
     ) -> None:
         self.fabric, self.party, self.spawn, self.random = fabric, party, spawn, rng
         self.partner: int | None = None
+        self._freed = asyncio.Event()
         self.calling = False  # waiting for the answer to our own call: rule 3
         self.waiting: deque[tuple[int, Tag, int]] = deque()
         self.served: Counter[int] = Counter()
@@ -171,7 +170,13 @@ class Exchanges:
         """Take part in no further exchange; return when the one under way is over."""
         self.paused = True
         while self.partner is not None:
-            await asyncio.sleep(PAUSE_S)
+            self._freed.clear()
+            await self._freed.wait()
+
+    def free(self) -> None:
+        """No exchange is under way any more."""
+        self.partner = None
+        self._freed.set()
 
     def _turn(self, peer: int) -> bool:
         """Rule 4."""
@@ -254,7 +259,7 @@ class Exchanges:
 
     def _release(self, tag: Tag) -> None:
         self.fabric.forget(tag)
-        self.partner = None
+        self.free()
         if self.patience is not None:
             self.patience.cancel()
             self.patience = None
