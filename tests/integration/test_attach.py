@@ -21,6 +21,7 @@ from freewheel import strategies
 from freewheel.fabric import windows
 from freewheel.fabric.transfers import HOST_PIECE, PIECE
 from freewheel.runtime import steps as steps_of
+from freewheel.runtime.leaving import Left
 from freewheel.runtime.place import Place
 
 pytestmark = pytest.mark.integration
@@ -780,6 +781,39 @@ def test_an_exception_of_one_loop_stops_those_who_need_it_with_a_clear_error(str
         name = strategy.split(":")[0]
         assert f"{name} stopped: it lost worker" in str(other) or "needs worker 0" in str(other)
     assert any("it left with OfTheUser" in str(other) for other in others)
+
+
+@pytest.mark.parametrize(
+    ("raised", "as_what", "told"),
+    [
+        (SystemExit(), Left, "it was told to leave"),
+        (SystemExit(3), SystemExit, "it left with SystemExit"),
+        (fw.RunStopped("no more of it"), fw.RunStopped, "it left with RunStopped: no more of it"),
+    ],
+)
+def test_the_others_are_told_how_a_worker_left(raised, as_what, told):
+    """A script that exits with code 0 has left well: what it held of the data is another's."""
+    used, begun = list[int](), threading.Barrier(2)
+
+    def work(place: Place) -> str:
+        model = net()
+        worker = make(place, model, None, "adpsgd")
+        with worker:
+            for k, which in enumerate(worker.loader(list(range(12)), 2)):
+                if not k:
+                    begun.wait(DEADLINE_S)
+                if place.rank == 1:
+                    raise raised
+                step(model, worker._optimizer, k)
+                used.extend(which.tolist())
+            while 1 in worker._agent.fabric.members:
+                time.sleep(0.01)
+            return worker._agent.fabric.why_lost(1)
+
+    said, error = outcomes(2, work)
+    assert said == told
+    assert type(error) is as_what
+    assert sorted(used) == list(range(12))
 
 
 @pytest.mark.parametrize("strategy", ["asgd", "easgd"])

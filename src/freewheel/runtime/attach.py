@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from freewheel.errors import ConfigError, Diverged, RunStopped, WorkerLost, at_least
+from freewheel.errors import ConfigError, Diverged, FreewheelError, RunStopped, WorkerLost, at_least
 from freewheel.fabric import windows
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import FINISHED, LEFT
@@ -37,7 +37,7 @@ from freewheel.runtime.checkpoint import Checkpoints
 from freewheel.runtime.copies import Rest
 from freewheel.runtime.ending import Answer
 from freewheel.runtime.inventory import Inventory
-from freewheel.runtime.leaving import Leaving, Left, ends
+from freewheel.runtime.leaving import Leaving, Left, ends, exits_well
 from freewheel.runtime.live_replica import live_replica
 from freewheel.runtime.means import flat, shaped
 from freewheel.runtime.overwriting import without_guard
@@ -443,9 +443,10 @@ class Worker:
         try:
             if error is None:
                 self._end_well()
-            elif left := self._leaving.asked and ends(error):
+            elif left := (self._leaving.asked and ends(error)) or exits_well(error):
+                self._leaving.ask()
                 self._depart()
-                if not isinstance(error, SystemExit):
+                if not isinstance(error, SystemExit) or exits_well(error):
                     raise Left from error
         except Left:
             left = True
@@ -460,7 +461,7 @@ class Worker:
             why = FINISHED if failure is None else f"it left with {type(failure).__name__}"
             if isinstance(failure, Diverged):
                 why = str(failure)
-            elif isinstance(failure, ConfigError):
+            elif isinstance(failure, FreewheelError):
                 why += f": {failure}"
             if left:
                 why, failure = LEFT, None

@@ -139,6 +139,11 @@ class Leaving:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
 
+def exits_well(error: BaseException) -> bool:
+    """Whether an exception is the script's exit, with code 0."""
+    return isinstance(error, SystemExit) and (error.code is None or error.code == 0)
+
+
 def ends(error: BaseException) -> bool:
     """Whether an exception of a worker that is to leave is the end of it, and no mistake of its own.
 

@@ -145,7 +145,8 @@ class Steps:
         for one in parameters(optimizer):
             if (name := self._inventory.name_of(one)) is not None:
                 raise ConfigError(
-                    f"a {type(optimizer).__name__} that attach was not given steps the parameter {name}. "
+                    f"an optimizer ({type(optimizer).__name__}) that attach was not given steps "
+                    f"the parameter {name}. "
                     "Give attach all optimizers of the model: fw.attach(model, [a, b])."
                 )
         self._harmless.add(optimizer)
