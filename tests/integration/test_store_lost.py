@@ -16,6 +16,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.distributed import DistNetworkError
 
 import crew
 from crew import Launcher
@@ -549,3 +550,28 @@ def test_an_earlier_life_that_is_still_there_ends_and_says_nothing_any_more(rank
     assert launcher.of_run.read(f"freewheel/0/0/here/{rank}") == "2"  # it has not said that nobody is there
     assert not [path for path in tmp_path.glob("events-*") if "Outlived" in path.read_text()]
     launcher.forget()
+
+
+def test_a_store_that_is_gone_is_not_asked(launcher, capfd):
+    """Torch's store would find out with a stack of its own on stderr, for each call."""
+    store = reach("127.0.0.1", launcher.port, 5.0)
+    assert not store.check(["nothing"])
+    launcher.lose()
+    for call in (
+        lambda: store.check(["a"]),
+        lambda: store.set("a", "b"),
+        lambda: store.compare_set("a", "", "b"),
+    ):
+        with pytest.raises(DistNetworkError):
+            call()
+    assert "c10d" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_who_waits_for_others_says_so(launcher, rank, monkeypatch, caplog):
+    monkeypatch.setattr(rendezvous, "SAY_S", 0.1)
+    worker, _ = crew.worker(launcher.places[rank], torch.nn.Linear(4, 1), join_timeout_s=1.0)
+    with pytest.raises(WorkerLost), worker:
+        pass
+    others = {0: "1, 2", 1: "0"}[rank]
+    assert caplog.text.count(f"worker {rank} waits for worker {others} to join, for 1 s at most") == 1

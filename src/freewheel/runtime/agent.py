@@ -34,7 +34,7 @@ from freewheel.runtime.firsts import Firsts
 from freewheel.runtime.live_replica import LiveReplica
 from freewheel.runtime.means import Means
 from freewheel.runtime.records import Events
-from freewheel.runtime.rendezvous import POLL_S, Rendezvous
+from freewheel.runtime.rendezvous import POLL_S, Rendezvous, Waiting
 from freewheel.strategy import Strategy
 
 T = TypeVar("T")
@@ -222,7 +222,7 @@ class Agent:
         if self.late:
             await self._reach(rendezvous, timeout_s)
             return
-        gone: dict[int, str] = {}
+        gone, waiting = dict[int, str](), Waiting(self.me.rank, timeout_s)
         end, others = self.loop.time() + timeout_s, [peer for peer in self.first if peer != self.me.rank]
         while missing := [peer for peer in others if peer not in self.fabric.members and peer not in gone]:
             for peer in missing:
@@ -231,6 +231,7 @@ class Agent:
                     await self._call(rendezvous, peer, gone)
                 elif (why := await asyncio.to_thread(rendezvous.absent, peer)) is not None:
                     gone[peer] = why
+            waiting.say(missing)
             if self.loop.time() > end:
                 raise WorkerLost(
                     f"worker {self.me.rank} waited {timeout_s:g} s for worker"

@@ -71,6 +71,8 @@ class BoundedStore:
         self._broken = False
 
     def _within(self, call: Callable[[], T]) -> T:
+        if self._gone():  # its own way to find out is a long complaint
+            raise DistNetworkError("the store is gone")
         try:
             return within(self.timeout_s, call)
         except (DistNetworkError, OSError):
@@ -79,14 +81,18 @@ class BoundedStore:
 
     def alive(self) -> bool:
         """Whether this is still a connection with the store that it was made with."""
-        if self._broken or self._line is None:
-            return not self._broken
-        try:
-            return bool(os.read(self._line, 1))
-        except BlockingIOError:
-            return True
-        except OSError:
+        return not self._broken and not self._gone()
+
+    def _gone(self) -> bool:
+        """Whether the connection beside the store's has ended."""
+        if self._line is None:
             return False
+        try:
+            return not os.read(self._line, 1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
 
     def renew(self, connect: Callable[[], BoundedStore]) -> None:
         """Connect again where the connection is over; OSError or RuntimeError if the store is not there."""

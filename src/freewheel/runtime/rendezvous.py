@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import secrets
 import socket
 import time
@@ -45,6 +46,8 @@ POLL_S = 0.05
 OPTIONS = "freewheel/options"
 REGISTER_S = 1.0
 """Between two looks whether the store still knows this worker."""
+SAY_S = 10.0
+"""How long others are waited for before it is said."""
 STORE_S = 5.0
 """How long a store may take to answer once training has begun."""
 LISTENS_S = 1.0
@@ -393,14 +396,35 @@ class Rendezvous:
         return self._store.get(key)
 
     def _get(self, key: str, peer: int) -> str:
+        waiting = Waiting(self.place.rank, self.timeout_s)
         end = time.monotonic() + self.timeout_s
         while not self._store.check(key):
+            waiting.say([peer])
             if given_up(self._of_run, peer):
                 raise WorkerLost(f"worker {peer} is not coming: {GIVEN_UP}.")
             if time.monotonic() > end:
                 raise WorkerLost(f"worker {peer} did not come to the rendezvous within {self.timeout_s:g} s.")
             time.sleep(POLL_S)
         return self._store.get(key)
+
+
+class Waiting:
+    """Says, once, that a worker that joins waits for others."""
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self._rank, self._timeout_s, self._say_at_s = rank, timeout_s, time.monotonic() + SAY_S
+
+    def say(self, peers: Sequence[int]) -> None:
+        """It still waits for these."""
+        if time.monotonic() > self._say_at_s:
+            self._say_at_s = math.inf
+            log.warning(
+                "worker %d waits for worker %s to join, for %g s at most. If their run has ended and its "
+                "store was started anew, nobody comes",
+                self._rank,
+                ", ".join(map(str, peers)),
+                self._timeout_s,
+            )
 
 
 def options_alone(place: Place) -> Options | None:
