@@ -320,7 +320,8 @@ class Rendezvous:
                 self._probes[peer] = socket.create_connection(where, timeout=LISTENS_S)
                 self._probes[peer].setblocking(False)
             return peer in self._probes
-        self._probes.pop(peer, None)
+        if peer in self._probes:  # it was reset
+            self._probes.pop(peer).close()
         return False
 
     def known(self) -> list[int]:
