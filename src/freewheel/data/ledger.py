@@ -33,8 +33,6 @@ MOST_SPANS = 2048
 """How many finished spans are told of one pass; shorter ones beyond are dealt again rather than told."""
 MOST_NUMBERS = 24000
 """How long a ledger may be as numbers, so that it fits into a message; the oldest passes are left out."""
-
-
 MOST_ENTRIES = 1 << 17
 """How many passes, spans and owners a ledger takes in from others: far more than workers make, some 20 MB."""
 

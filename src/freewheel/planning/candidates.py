@@ -37,7 +37,7 @@ def possible(name: str, setting: Setting) -> bool:
 
 
 def _fitted(name: str, setting: Setting) -> str:
-    settings = strategies.ALL[name].suited(setting) if name in strategies.ALL else {}
+    settings = strategies.ALL[name].suited(setting)
     return ":".join([name, *(f"{key}={value}" for key, value in settings.items())])
 
 

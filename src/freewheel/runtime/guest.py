@@ -18,11 +18,9 @@ import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from freewheel.data.ledger import Ledger
-from freewheel.data.spans import Spans, size, union
 from freewheel.errors import ConfigError
 from freewheel.runtime.attach import Worker
-from freewheel.runtime.leases import EARLIER, Leases
+from freewheel.runtime.leases import Leases
 from freewheel.runtime.loader import SHOWN, Loader
 from freewheel.runtime.place import local_rank
 
@@ -243,17 +241,7 @@ def _known(dealer: Leases, used: int) -> list[float]:
     """All that is known to be finished by anybody, with what the loop has used of what it has drawn."""
     hand = dealer.hand
     hand.collect()
-    known, mine = hand.stream.ledger, dict[int, Spans]()
-    for number, place, stop, _ in list(dealer.drawn)[:used]:
-        mine[number] = union(mine.get(number, []), [(place, stop)])
-    ledger = Ledger(known.length)
-    ledger.floor, ledger.past = known.floor, known.past
-    for number in sorted({*known.passes, *mine}):
-        if (one := ledger.open(number)) is not None:
-            finished = known.passes[number].finished if number in known.passes else []
-            one.finished = union(finished, mine.get(number, []))
-            one.counts = {(0, EARLIER): size(one.finished)}
-    return ledger.encode()
+    return dealer.finished(hand.stream.ledger, used)
 
 
 def plain(given: Any) -> DataLoader[Any]:

@@ -250,9 +250,13 @@ class Leases(Sampler[list[int]]):
         return {**self.state(in_hand), "whole": True, "ledger": [self.agent.call(self._known(in_hand))]}
 
     async def _known(self, in_hand: bool) -> list[float]:
-        known, used = await self.agent.dealing.known(self.hand.stream), dict[int, Spans]()
-        for q, place, stop, _ in list(self.drawn)[:in_hand]:
-            used[q] = [(place, stop)]
+        return self.finished(await self.agent.dealing.known(self.hand.stream), int(in_hand))
+
+    def finished(self, known: Ledger, drawn: int) -> list[float]:
+        """What a ledger knows to be finished, and so many of the batches that were drawn; whoever did it."""
+        used = dict[int, Spans]()
+        for q, place, stop, _ in list(self.drawn)[:drawn]:
+            used[q] = union(used.get(q, []), [(place, stop)])
         ledger = Ledger(known.length)
         ledger.floor, ledger.past = known.floor, known.past
         for q in sorted({*known.passes, *used}):

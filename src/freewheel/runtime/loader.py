@@ -311,23 +311,13 @@ def make(
 ) -> Loader | StreamLoader:
     """A loader of a dataset, of a stream, or of what a DataLoader of torch's loads, as the user asked."""
     dataset, options = unpacked(given, asked)
+    dealt: dict[str, Any] = {"agent": agent, "rank": rank, "world_size": world_size, "stopped": stopped}
+    dealt |= {"parts": parts, "check": check, "first": first}
     if type(dataset).__module__.startswith("ray.data."):
         from freewheel.ray.data import Rows
 
         rows = Rows(dataset, options)
-        made = Loader(
-            rows,
-            options.pop("batch_size", 1),
-            agent,
-            rank,
-            world_size,
-            stopped=stopped,
-            parts=parts,
-            check=check,
-            first=first,
-            blocks=rows.lengths,
-            **options,
-        )
+        made = Loader(rows, options.pop("batch_size", 1), blocks=rows.lengths, **dealt, **options)
         rows.ahead = made.dealer.next_samples
         return made
     batch_size, sharded = options.pop("batch_size", 1), options.pop("sharded", False)
@@ -335,18 +325,7 @@ def make(
         if isinstance(dataset, IterableDataset) and options.get(name):
             raise ConfigError(f"a stream comes in its own order and takes no {name}. Leave it out.")
     if not isinstance(dataset, IterableDataset):
-        return Loader(
-            dataset,
-            batch_size,
-            agent,
-            rank,
-            world_size,
-            stopped=stopped,
-            parts=parts,
-            check=check,
-            first=first,
-            **options,
-        )
+        return Loader(dataset, batch_size, **dealt, **options)
     for name in ("shuffle", "seed", "in_order"):
         options.pop(name, None)
     return StreamLoader(
