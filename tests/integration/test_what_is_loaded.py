@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import threading
@@ -9,6 +10,7 @@ from collections import Counter
 
 import pytest
 import torch
+from torch.distributed import TCPStore
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -225,6 +227,21 @@ def test_a_dataloader_of_torch_s_is_taken_with_all_it_says(alone):
     assert (loader.collate_fn, loader.pin_memory, len(loader)) == (halves, False, 6)
     with pytest.raises(AttributeError, match="a worker's loader has no attribute 'batchsize'"):
         _ = loader.batchsize
+
+
+def test_a_process_that_loads_destroys_nothing_of_its_parent_s(alone):
+    class Cycle:
+        def __init__(self):
+            self.me, self.store = self, TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    given = DataLoader(Pairs(), batch_size=8, num_workers=1, worker_init_fn=lambda _: gc.collect())
+    gc.disable()
+    try:
+        for _ in range(3):
+            Cycle()  # garbage with threads, which a forked process does not have
+        assert len(list(alone.loader(given))) == 5
+    finally:
+        gc.enable()
 
 
 def test_the_order_of_a_dataloader_is_kept(alone):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import logging
 import math
+import os
 import random
 import ssl
 import threading
@@ -51,6 +53,10 @@ HELD_UP_S = 0.5
 GOODBYE_S = 0.5
 """How long a goodbye may take."""
 NO_ANSWER = "no worker that holds the answer is left."
+
+# A process that DataLoader forks has none of this one's threads: whoever destroys an inherited store or event
+# loop there waits for one of them, or crashes.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 class Agent:
