@@ -55,7 +55,7 @@ def rate(folder: Path) -> None:
     import torch
 
     import freewheel as fw
-    from freewheel.runtime.place import Place
+    from freewheel.runtime.membership.place import Place
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -42,13 +42,13 @@ from freewheel.fabric.handshake import CHALLENGE, Identity, prove
 from freewheel.fabric.secret import Seals
 from freewheel.fabric.tcp import TcpFabric, _Left
 from freewheel.records.counters import Counters
-from freewheel.runtime.agent import Agent
-from freewheel.runtime.attach import Worker
-from freewheel.runtime.copies import Rest
-from freewheel.runtime.inventory import Inventory
-from freewheel.runtime.live_replica import live_replica
-from freewheel.runtime.place import Place
-from freewheel.runtime.records import Events
+from freewheel.runtime.membership.place import Place
+from freewheel.runtime.worker.agent import Agent
+from freewheel.runtime.worker.attach import Worker
+from freewheel.runtime.worker.inventory import Inventory
+from freewheel.runtime.worker.live_replica import live_replica
+from freewheel.runtime.worker.peer_copy import Rest
+from freewheel.runtime.worker.records import Events
 from freewheel_bench.workers import free_port
 
 SIZE, WORLD, PEER = 48, 3, 1

@@ -19,7 +19,7 @@ import torch
 
 import freewheel as fw
 from freewheel.records.counters import Counters
-from freewheel.runtime.records import SAMPLE_S
+from freewheel.runtime.worker.records import SAMPLE_S
 
 STEP_S, STEPS, ROUNDS, PEERS, TURNS = 0.005, 600, 5, 63, 1000
 

@@ -12,6 +12,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("freewheel")
 
+# The background job of a script ignores interrupts, and so would every process that a test interrupts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
 
 @pytest.fixture(autouse=True, scope="module")
 def signals_as_before():

@@ -18,13 +18,13 @@ import torch
 
 from freewheel import strategies
 from freewheel.fabric import secret
-from freewheel.runtime import rendezvous
-from freewheel.runtime.attach import Worker
-from freewheel.runtime.beginnings import STARTS
-from freewheel.runtime.entries import Entries
-from freewheel.runtime.hosts import host_store
-from freewheel.runtime.place import Place
-from freewheel.runtime.rendezvous import OPTIONS
+from freewheel.runtime.membership import rendezvous
+from freewheel.runtime.membership.entries import Entries
+from freewheel.runtime.membership.generation import STARTS
+from freewheel.runtime.membership.hosts import host_store
+from freewheel.runtime.membership.place import Place
+from freewheel.runtime.membership.rendezvous import OPTIONS
+from freewheel.runtime.worker.attach import Worker
 
 
 def free_port() -> int:

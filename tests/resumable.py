@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from freewheel import strategies
-from freewheel.runtime.attach import Worker
-from freewheel.runtime.place import Place
+from freewheel.runtime.membership.place import Place
+from freewheel.runtime.worker.attach import Worker
 
 SAMPLES, BATCH, PASSES, EVERY = 48, 4, 3, 5
 OPTIMIZERS = {

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import TensorDataset
 
 import freewheel as fw
-from freewheel.runtime import loader as _loader  # noqa: F401  (imported by the first use)
+from freewheel.runtime.loading import loader as _loader  # noqa: F401  (imported by the first use)
 from freewheel.tasks.digits import Digits
 from freewheel_bench.parent import Parent, job
 

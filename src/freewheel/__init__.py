@@ -19,7 +19,7 @@ from freewheel.node import Node
 from freewheel.planning.plan import Plan
 from freewheel.records.result import Result
 from freewheel.replica import Replica
-from freewheel.runtime.attach import Worker
+from freewheel.runtime.worker.attach import Worker
 from freewheel.sim.compute import Compute
 from freewheel.sim.faults import Fault
 from freewheel.sim.links import Links

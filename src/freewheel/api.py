@@ -14,7 +14,7 @@ from freewheel.planning.plan import Plan, make
 from freewheel.planning.setting import Setting
 from freewheel.records.result import Result
 from freewheel.records.run_json import typed
-from freewheel.runtime.attach import Worker
+from freewheel.runtime.worker.attach import Worker
 from freewheel.sim.driver import Simulation
 from freewheel.sim.records import SimulatedRecords
 from freewheel.sim.scenario import Scenario

@@ -18,9 +18,9 @@ import torch
 
 from freewheel.api import attach
 from freewheel.errors import ConfigError, NotInstalled
-from freewheel.runtime.attach import Worker
-from freewheel.runtime.guest import Guest, one_gpu
-from freewheel.runtime.place import Place, hide, local_rank
+from freewheel.runtime.membership.place import Place, hide, local_rank
+from freewheel.runtime.worker.attach import Worker
+from freewheel.runtime.worker.guest import Guest, one_gpu
 from freewheel.strategy import Strategy
 
 try:

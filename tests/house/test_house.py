@@ -22,7 +22,8 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "ARCHITECTURE.md", "CONTRIBUT
 
 def test_the_map_names_every_room():
     text = (ROOT / "ARCHITECTURE.md").read_text()
-    rooms = {f"src/freewheel/{p.name}/" for p in SOURCE.iterdir() if p.is_dir() and p.name != "__pycache__"}
+    packages = {p.parent for p in SOURCE.glob("*/__init__.py")} | {*(SOURCE / "runtime").glob("[a-z]*")}
+    rooms = {f"src/freewheel/{p.relative_to(SOURCE)}/" for p in packages - {SOURCE / "runtime"} if p.is_dir()}
     rooms |= {f"src/freewheel/{p.name}" for p in SOURCE.glob("*.py")}
     rooms |= {f"src/{p.name}" for p in SOURCE.parent.glob("*.py")}
     rooms |= {f"tests/{p.parent.name}" for p in (ROOT / "tests").glob("*/test_*.py")}

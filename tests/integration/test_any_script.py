@@ -17,7 +17,7 @@ from torch import nn
 import freewheel as fw
 from crew import outcomes, together
 from freewheel import strategies
-from freewheel.runtime.place import Place
+from freewheel.runtime.membership.place import Place
 
 pytestmark = pytest.mark.integration
 
@@ -261,14 +261,14 @@ def test_other_buffers_than_those_of_the_first_worker_are_named():
 
 
 def test_the_step_count_of_adam_reaches_one_that_joins_though_weights_are_bf16():
-    from freewheel.runtime import states
+    from freewheel.runtime.worker import tensor_codec
 
     model = nn.Linear(2, 1).bfloat16()
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 2, dtype=torch.bfloat16)).sum().backward()
     optimizer.step()
     optimizer.state[model.weight]["step"].fill_(1001.0)  # bf16 has no 1001
-    found = states.unpack(states.pack(optimizer.state_dict()))
+    found = tensor_codec.unpack(tensor_codec.pack(optimizer.state_dict()))
     assert found["state"][0]["step"] == 1001
 
 

@@ -20,9 +20,9 @@ from crew import next_life, outcomes, together
 from freewheel import strategies
 from freewheel.fabric import windows
 from freewheel.fabric.transfers import HOST_PIECE, PIECE
-from freewheel.runtime import steps as steps_of
-from freewheel.runtime.leaving import Left
-from freewheel.runtime.place import Place
+from freewheel.runtime.membership.place import Place
+from freewheel.runtime.worker import steps as steps_of
+from freewheel.runtime.worker.leaving import Left
 
 pytestmark = pytest.mark.integration
 
@@ -640,7 +640,7 @@ def test_the_sum_of_all_replicas_stays_while_many_exchange(strategy, wire, size,
 
 def test_with_keys_of_the_run(tmp_path):
     pytest.importorskip("cryptography")
-    from freewheel.runtime import keys
+    from freewheel.runtime.launch import keys
 
     keys.make(tmp_path)
     workers = together(3, lambda place: run(place, steps=20, tls=tmp_path))
@@ -651,7 +651,7 @@ def test_with_keys_of_the_run(tmp_path):
 
 def test_keys_of_another_run_do_not_fit(tmp_path):
     pytest.importorskip("cryptography")
-    from freewheel.runtime import keys
+    from freewheel.runtime.launch import keys
 
     for rank in range(2):
         keys.make(tmp_path / str(rank))
@@ -669,7 +669,7 @@ def test_keys_of_another_run_do_not_fit(tmp_path):
 
 def test_who_joins_with_keys_of_another_run_is_told(tmp_path):
     pytest.importorskip("cryptography")
-    from freewheel.runtime import keys
+    from freewheel.runtime.launch import keys
 
     for name in ("ours", "theirs"):
         keys.make(tmp_path / name)

@@ -19,12 +19,12 @@ import torch
 import crew
 from crew import Launcher, free_port, next_life, together
 from freewheel.errors import RunStopped, WorkerLost
-from freewheel.runtime import launcher as launching
-from freewheel.runtime import shards
-from freewheel.runtime.beginnings import STARTS, Entry
-from freewheel.runtime.launcher import Captured, launch
-from freewheel.runtime.place import Place
-from freewheel.runtime.rendezvous import Rendezvous
+from freewheel.runtime.checkpoint import shards
+from freewheel.runtime.launch import launcher as launching
+from freewheel.runtime.launch.launcher import Captured, launch
+from freewheel.runtime.membership.generation import STARTS, Entry
+from freewheel.runtime.membership.place import Place
+from freewheel.runtime.membership.rendezvous import Rendezvous
 from freewheel.strategies import resolve
 from resumable import train
 
@@ -127,7 +127,7 @@ def launcher() -> Iterator[Launcher]:
 
 def told(caplog: pytest.LogCaptureFixture) -> list[str]:
     """What was said of beginning again."""
-    return [one.getMessage() for one in caplog.records if one.module == "beginnings"]
+    return [one.getMessage() for one in caplog.records if one.module == "generation"]
 
 
 def assert_every_sample_was_used(lives: Lives) -> None:
@@ -279,7 +279,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 import resumable
-from freewheel.runtime.place import Place
+from freewheel.runtime.membership.place import Place
 torch.set_num_threads(1)
 home = Path(sys.argv[1])
 def pause(step):

@@ -25,7 +25,7 @@ import freewheel as fw
 import resumable
 from crew import outcomes, together
 from freewheel import strategies
-from freewheel.runtime import shards
+from freewheel.runtime.checkpoint import shards
 from resumable import EVERY, PASSES, train
 
 pytestmark = pytest.mark.integration
@@ -609,7 +609,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 import resumable
-from freewheel.runtime.place import Place
+from freewheel.runtime.membership.place import Place
 torch.set_num_threads(1)
 def wait(step):
     if step == 10 and sys.argv[2] == "die":
@@ -650,7 +650,7 @@ COMES_BACK = """
 import logging, os, sys
 from pathlib import Path
 import resumable
-from freewheel.runtime.place import Place
+from freewheel.runtime.membership.place import Place
 home = Path(sys.argv[1])
 second = (home / "second").exists()
 met = False

@@ -9,8 +9,8 @@ from torch import nn
 
 import crew
 from crew import next_life, together
-from freewheel.runtime.agent import Agent
-from freewheel.runtime.place import Place
+from freewheel.runtime.membership.place import Place
+from freewheel.runtime.worker.agent import Agent
 
 DEADLINE_S = 60.0
 

@@ -13,11 +13,11 @@ from torch import nn
 import freewheel as fw
 from crew import worker
 from freewheel.fabric import secret
-from freewheel.runtime import place as places
-from freewheel.runtime import rendezvous
-from freewheel.runtime.entries import Entries
-from freewheel.runtime.place import Place
-from freewheel.runtime.rendezvous import OPTIONS
+from freewheel.runtime.membership import place as places
+from freewheel.runtime.membership import rendezvous
+from freewheel.runtime.membership.entries import Entries
+from freewheel.runtime.membership.place import Place
+from freewheel.runtime.membership.rendezvous import OPTIONS
 
 
 class Book:

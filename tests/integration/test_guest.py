@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, RandomSampler
 from crew import next_life, places, together, worker
 from freewheel.data.ledger import Ledger, reader
 from freewheel.data.spans import size
-from freewheel.runtime import guest as guests
-from freewheel.runtime.guest import Guest
+from freewheel.runtime.worker import guest as guests
+from freewheel.runtime.worker.guest import Guest
 
 pytestmark = pytest.mark.integration
 

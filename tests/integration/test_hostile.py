@@ -33,8 +33,8 @@ from freewheel import strategies
 from freewheel.fabric import frames, handshake, secret, tcp, windows
 from freewheel.fabric.frames import BadFrame, Frame, Kind, pack
 from freewheel.fabric.handshake import Identity
-from freewheel.runtime.place import Place
-from freewheel.runtime.rendezvous import Rendezvous
+from freewheel.runtime.membership.place import Place
+from freewheel.runtime.membership.rendezvous import Rendezvous
 
 pytestmark = pytest.mark.integration
 
@@ -716,7 +716,7 @@ def test_an_earlier_life_is_refused(run, lines):
 
 def test_strangers_without_keys(tmp_path, lines):
     pytest.importorskip("cryptography")
-    from freewheel.runtime import keys
+    from freewheel.runtime.launch import keys
 
     keys.make(tmp_path / "ours")
     keys.make(tmp_path / "theirs")

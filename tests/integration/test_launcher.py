@@ -21,9 +21,9 @@ from freewheel.cli.run import Prefixed
 from freewheel.errors import ConfigError
 from freewheel.records.find_run import find_runs
 from freewheel.records.run import Run
-from freewheel.runtime import processes
-from freewheel.runtime.hosts import host_store, reach_store
-from freewheel.runtime.launcher import Captured, launch
+from freewheel.runtime.launch import processes
+from freewheel.runtime.launch.launcher import Captured, launch
+from freewheel.runtime.membership.hosts import host_store, reach_store
 
 DEADLINE_S = 60
 
@@ -67,7 +67,7 @@ TELL = """
 import json, torch.distributed as dist
 told = {key: os.environ.get(key) for key in sys.argv[1:]}
 from freewheel.fabric.secret import of_environment
-from freewheel.runtime.entries import Entries
+from freewheel.runtime.membership.entries import Entries
 store = dist.TCPStore(told["MASTER_ADDR"], int(told["MASTER_PORT"]), is_master=False)
 told["options"] = json.loads(Entries(store, of_environment(os.environ)).get("freewheel/options"))
 port = f"{int(told['MASTER_PORT']):04X}"

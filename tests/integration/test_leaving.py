@@ -20,11 +20,11 @@ from torch import nn
 
 import crew
 import freewheel as fw
-from freewheel.runtime.agent import Agent
-from freewheel.runtime.launcher import Captured, launch
-from freewheel.runtime.leaving import Leaving, Left
-from freewheel.runtime.place import Place
-from freewheel.runtime.writer import Writer
+from freewheel.runtime.checkpoint.writer import Writer
+from freewheel.runtime.launch.launcher import Captured, launch
+from freewheel.runtime.membership.place import Place
+from freewheel.runtime.worker.agent import Agent
+from freewheel.runtime.worker.leaving import Leaving, Left
 
 DEADLINE_S = 120.0
 SAMPLES = 600

@@ -20,7 +20,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import freewheel as fw
 from crew import together
 from freewheel import strategies
-from freewheel.runtime.place import Place
+from freewheel.runtime.membership.place import Place
 
 pytestmark = pytest.mark.integration
 

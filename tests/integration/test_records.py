@@ -17,10 +17,11 @@ from torch import nn
 import freewheel as fw
 from crew import outcomes, together, worker
 from freewheel.records.run import Run
-from freewheel.runtime import attach, records, registrar
-from freewheel.runtime.launcher import Captured, launch
-from freewheel.runtime.place import Place
-from freewheel.runtime.registrar import Registrar
+from freewheel.runtime.launch.launcher import Captured, launch
+from freewheel.runtime.membership import registrar
+from freewheel.runtime.membership.place import Place
+from freewheel.runtime.membership.registrar import Registrar
+from freewheel.runtime.worker import attach, records
 
 pytestmark = pytest.mark.integration
 

@@ -239,7 +239,7 @@ def test_a_worker_that_is_held_up_is_in_the_answer(caplog):
 
 def test_the_answer_says_who_is_not_in_it(caplog, monkeypatch):
     """After a while they end without it; it has another answer than they, and that is an error."""
-    monkeypatch.setattr("freewheel.runtime.agent.COMING_S", 0.0)
+    monkeypatch.setattr("freewheel.runtime.worker.agent.COMING_S", 0.0)
     found = outcomes(3, held_up([threading.Event(), threading.Event()]))
     assert [metrics["members"] for metrics, _ in found[:2]] == [[0, 1], [0, 1]]
     assert found[0][0]["windows"][1] == "host"

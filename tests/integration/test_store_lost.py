@@ -22,11 +22,11 @@ import crew
 from crew import Launcher
 from freewheel.errors import ConfigError, WorkerLost
 from freewheel.fabric.secret import Forged
-from freewheel.runtime import registrar, rendezvous
-from freewheel.runtime.beginnings import STARTS, Outlived
-from freewheel.runtime.bounded import left_behind, reach
-from freewheel.runtime.place import LAUNCHED, Place
-from freewheel.runtime.rendezvous import OPTIONS, Options, Rendezvous
+from freewheel.runtime.membership import registrar, rendezvous
+from freewheel.runtime.membership.generation import STARTS, Outlived
+from freewheel.runtime.membership.place import LAUNCHED, Place
+from freewheel.runtime.membership.rendezvous import OPTIONS, Options, Rendezvous
+from freewheel.runtime.membership.store_client import left_behind, reach
 from freewheel.strategies import resolve
 
 pytestmark = pytest.mark.integration
@@ -366,8 +366,8 @@ def test_a_worker_that_was_given_keys_uses_them_whatever_the_store_says(launcher
 
 HOSTED = """
 import sys, threading
-from freewheel.runtime.entries import Entries
-from freewheel.runtime.hosts import host_store
+from freewheel.runtime.membership.entries import Entries
+from freewheel.runtime.membership.hosts import host_store
 store, _, port = host_store(None)
 Entries(store, b"").set("freewheel/options", sys.argv[1])
 print(port, flush=True)

@@ -12,7 +12,7 @@ import pytest
 from freewheel.errors import RunStopped
 from freewheel.records.result import Result
 from freewheel.records.run import Run
-from freewheel.runtime.hosts import host_store
+from freewheel.runtime.membership.hosts import host_store
 from freewheel.show import rows as watched
 from freewheel.show.dashboard import Board
 from freewheel.show.figures.graph import edges

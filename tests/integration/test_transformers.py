@@ -13,7 +13,7 @@ import torch
 import freewheel as fw
 import guests
 from freewheel.data.spans import size
-from freewheel.runtime.place import Place, local_rank
+from freewheel.runtime.membership.place import Place, local_rank
 
 transformers = pytest.importorskip("transformers", reason="Transformers comes with the extra transformers")
 pytest.importorskip("accelerate", reason="Accelerate comes with the extra transformers")

@@ -9,7 +9,7 @@ import torch
 
 import crew
 from crew import next_life, outcomes, together
-from freewheel.runtime.place import Place
+from freewheel.runtime.membership.place import Place
 
 STEPS = 30
 # On a machine with much else to do a loop may end before a loss is known: one run in thirty fails then.

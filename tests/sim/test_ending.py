@@ -10,7 +10,7 @@ import torch
 
 import freewheel as fw
 from freewheel.fabric import collectives
-from freewheel.runtime.ending import Ending
+from freewheel.runtime.worker.ending import Ending
 from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.fabric import Wire
 from freewheel.sim.links import Network

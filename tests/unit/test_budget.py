@@ -6,7 +6,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from freewheel.errors import ConfigError
-from freewheel.runtime.entries import Entries
+from freewheel.runtime.membership.entries import Entries
 from freewheel.training import budget
 from freewheel.training.budget import Budget
 from freewheel.training.job import Job

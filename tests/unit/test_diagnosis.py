@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from freewheel.errors import ConfigError
-from freewheel.runtime import facts as looking
-from freewheel.runtime.diagnosis import diagnose, fits
-from freewheel.runtime.facts import LOOPBACK, Cuda, Facts, gather
-from freewheel.runtime.links import LinkFigure
+from freewheel.runtime.doctor import probe as looking
+from freewheel.runtime.doctor.bandwidth import LinkFigure
+from freewheel.runtime.doctor.probe import LOOPBACK, Cuda, Facts, gather
+from freewheel.runtime.doctor.rules import diagnose, fits
 
 GOOD = LinkFigure(latency_ms=0.2, mbit_out=9400.0, mbit_in=9300.0, clock_skew_ms=3.0)
 AWAY = {"bind": "10.0.0.1", "links": {"10.0.0.2:29600": GOOD}}

@@ -14,8 +14,8 @@ import pytest
 from freewheel.cli import doctor as command
 from freewheel.cli.main import main
 from freewheel.errors import ConfigError
-from freewheel.runtime import links
-from freewheel.runtime.diagnosis import Finding
+from freewheel.runtime.doctor import bandwidth
+from freewheel.runtime.doctor.rules import Finding
 
 START = [sys.executable, "-c", "from freewheel.cli.main import main; main()", "doctor"]
 
@@ -95,10 +95,10 @@ def test_mistakes_are_one_line(arguments, why, doctor):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("10.0.0.2", ("10.0.0.2", links.PORT)),
+        ("10.0.0.2", ("10.0.0.2", bandwidth.PORT)),
         ("node-2:4000", ("node-2", 4000)),
-        ("fe80::1", ("fe80::1", links.PORT)),
-        ("[fe80::1]", ("fe80::1", links.PORT)),
+        ("fe80::1", ("fe80::1", bandwidth.PORT)),
+        ("[fe80::1]", ("fe80::1", bandwidth.PORT)),
         ("[fe80::1]:4000", ("fe80::1", 4000)),
     ],
 )

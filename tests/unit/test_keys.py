@@ -14,7 +14,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from freewheel.errors import ConfigError
-from freewheel.runtime import keys
+from freewheel.runtime.launch import keys
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 from freewheel.errors import Diverged
-from freewheel.runtime import live_replica as live
-from freewheel.runtime.live_replica import LiveReplica, live_replica
+from freewheel.runtime.worker import live_replica as live
+from freewheel.runtime.worker.live_replica import LiveReplica, live_replica
 
 DEADLINE_S = 60.0
 CORRECTION = float(2**14)

@@ -15,7 +15,7 @@ import crew
 import freewheel as fw
 from freewheel.data.batches import Key
 from freewheel.data.order import Seeded, order
-from freewheel.runtime.leases import Leases
+from freewheel.runtime.loading.leases import Leases
 
 sizes = {"length": st.integers(1, 200), "batch_size": st.integers(1, 20), "workers": st.integers(1, 9)}
 

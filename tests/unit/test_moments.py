@@ -11,8 +11,8 @@ from crew import together
 from freewheel.errors import ConfigError
 from freewheel.moments import NU, Moments, QuasiGlobal, adam_rate, momentum_buffers
 from freewheel.replica import Replica
-from freewheel.runtime.live_replica import live_replica
-from freewheel.runtime.optimizers import joined
+from freewheel.runtime.worker.live_replica import live_replica
+from freewheel.runtime.worker.optimizers import joined
 from freewheel.strategies import resolve
 from freewheel.tasks import resolve as resolve_task
 from lab import make

@@ -413,7 +413,7 @@ def test_scale_draws_a_table_and_a_page(tmp_path, capsys, monkeypatch):
 
 
 def test_links_to_hosts_are_measured_and_the_slowest_counts():
-    links = pytest.importorskip("freewheel.runtime.links")
+    links = pytest.importorskip("freewheel.runtime.doctor.bandwidth")
     with links.serve("127.0.0.1", 0) as server:
         found = measure_links([f"127.0.0.1:{server.port}"])
     assert found[0].mbit > 0

@@ -12,7 +12,7 @@ pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytest.importorskip("pandas", reason="the extra `ray-train` is not installed")
 from freewheel.errors import WorkerLost
 from freewheel.ray import train
-from freewheel.runtime.leaving import Left
+from freewheel.runtime.worker.leaving import Left
 
 run = importlib.import_module("freewheel.ray.run")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import struct
 
-from freewheel.runtime.rendezvous import Rendezvous
+from freewheel.runtime.membership.rendezvous import Rendezvous
 
 
 def test_a_connection_that_was_reset_is_closed_and_says_no():

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from freewheel.runtime import shards
-from freewheel.runtime.shards import Manifest
-from freewheel.runtime.writer import Writer
+from freewheel.runtime.checkpoint import shards
+from freewheel.runtime.checkpoint.shards import Manifest
+from freewheel.runtime.checkpoint.writer import Writer
 
 DEADLINE_S = 60.0
 STATE = {name: {"part": torch.zeros(4096)} for name in shards.PARTS}  # a shard is far larger than a manifest

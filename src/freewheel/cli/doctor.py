@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.text import Text
 
 from freewheel.errors import ConfigError, at_least
-from freewheel.runtime import links
-from freewheel.runtime.diagnosis import Finding, diagnose
-from freewheel.runtime.facts import gather, is_loopback
-from freewheel.runtime.place import parse_address
+from freewheel.runtime.doctor import bandwidth
+from freewheel.runtime.doctor.probe import gather, is_loopback
+from freewheel.runtime.doctor.rules import Finding, diagnose
+from freewheel.runtime.membership.place import parse_address
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 WIDEST = 100
@@ -59,7 +59,7 @@ def doctor(
     if serve:
         if hosts or as_json:
             raise ConfigError("--serve stands alone: measure from another host, with freewheel doctor HOST.")
-        _serve(bind, links.PORT if port is None else port, tls)
+        _serve(bind, bandwidth.PORT if port is None else port, tls)
         return
     at_least("workers", workers, 1)
     at_least("model-mb", model_mb, 0)
@@ -86,7 +86,7 @@ def _serve(bind: str, port: int, tls: Path | None) -> None:
     def say(text: str) -> None:
         print(f"freewheel: {text}", flush=True)
 
-    with links.serve(bind, port, tls, say) as server:
+    with bandwidth.serve(bind, port, tls, say) as server:
         keys = f" --tls {tls}" if tls else ""
         say(f"on the other host: freewheel doctor {bind}:{server.port}{keys}")
         if is_loopback(bind):
@@ -97,7 +97,7 @@ def _serve(bind: str, port: int, tls: Path | None) -> None:
 def _address(host: str) -> tuple[str, int]:
     """HOST or HOST:PORT; an IPv6 address stands in brackets."""
     bare = ":" not in host or host.endswith("]") or (host.count(":") > 1 and host[0] != "[")
-    return (host.strip("[]"), links.PORT) if bare and host else parse_address(host)
+    return (host.strip("[]"), bandwidth.PORT) if bare and host else parse_address(host)
 
 
 @contextlib.contextmanager

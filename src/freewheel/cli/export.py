@@ -23,7 +23,7 @@ def export(
     """Turn a checkpoint folder into one state_dict: the mean of all workers, for model.load_state_dict."""
     import torch
 
-    from freewheel.runtime.exporting import chosen, state_dict
+    from freewheel.runtime.checkpoint.export import chosen, state_dict
 
     if out.exists() and not force:
         raise ConfigError(f"{out} is there already: give another file, or --force.")

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from freewheel.runtime.keys import FILES, make
+from freewheel.runtime.launch.keys import FILES, make
 
 
 def keys(

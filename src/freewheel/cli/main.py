@@ -28,7 +28,7 @@ from freewheel.cli.store import store
 from freewheel.cli.train import compare, train
 from freewheel.cli.watch import watch
 from freewheel.errors import ConfigError, FreewheelError
-from freewheel.runtime.bounded import left_behind
+from freewheel.runtime.membership.store_client import left_behind
 
 app = typer.Typer(
     name="freewheel",

@@ -18,9 +18,9 @@ from freewheel.cli.options import command_line
 from freewheel.cli.tracebacks import Tracebacks
 from freewheel.errors import ConfigError, at_least
 from freewheel.fabric.secret import of_text
-from freewheel.runtime.launcher import join as add_workers
-from freewheel.runtime.launcher import known_secret, launch
-from freewheel.runtime.place import HIDES
+from freewheel.runtime.launch.launcher import join as add_workers
+from freewheel.runtime.launch.launcher import known_secret, launch
+from freewheel.runtime.membership.place import HIDES
 
 RAY_ALONE = ("address", "gpus", "cpus")
 NOT_RAY = ("bind", "tls", "secret", "master", "tensorboard", "hide_ranks")

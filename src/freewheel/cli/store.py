@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from freewheel.runtime.hosts import host_store
-from freewheel.runtime.place import STORE
+from freewheel.runtime.membership.hosts import host_store
+from freewheel.runtime.membership.place import STORE
 
 
 def store(

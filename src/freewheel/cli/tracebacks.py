@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import freewheel
-from freewheel.runtime.processes import Output
+from freewheel.runtime.launch.processes import Output
 
 BEGIN = ("Traceback (most recent call last):", '  File "')
 """The second is how Python says that a script cannot be read."""

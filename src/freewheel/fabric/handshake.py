@@ -65,7 +65,7 @@ class Identity:
     """What two workers must agree on before they talk."""
 
     key: bytes
-    """Derived from the run's secret and number (runtime/rendezvous.py); never sent."""
+    """Derived from the run's secret and number (runtime/membership/rendezvous.py); never sent."""
     rank: int
     world_size: int
     incarnation: int

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.runtime.launcher import Captured, launch
+from freewheel.runtime.launch.launcher import Captured, launch
 
 STEPS = 30
 PATIENCE_S = 600.0
@@ -79,7 +79,7 @@ def measure_links(
     hosts: Sequence[str], tls: Path | None = None, heard: Callable[[str], None] = lambda host: None
 ) -> list[LinkTo]:
     """Time the ways from here to hosts on which `freewheel doctor --serve` runs, one after the other."""
-    from freewheel.runtime.links import PORT, measure
+    from freewheel.runtime.doctor.bandwidth import PORT, measure
 
     found = []
     for text in hosts:

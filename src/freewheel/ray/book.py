@@ -83,7 +83,7 @@ class Book:
 
 
 class Meeting:
-    """A worker's way to the book; see runtime/place.py."""
+    """A worker's way to the book; see runtime/membership/place.py."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -23,11 +23,12 @@ from ray.train.backend import Backend, BackendConfig
 from freewheel.errors import ConfigError
 from freewheel.fabric import secret
 from freewheel.ray.book import NAMESPACE, Book, Line, Meeting
-from freewheel.runtime import checks, place
-from freewheel.runtime.beginnings import STARTS
-from freewheel.runtime.entries import Entries
-from freewheel.runtime.leaving import Left
-from freewheel.runtime.rendezvous import OPTIONS
+from freewheel.runtime.membership import place
+from freewheel.runtime.membership.entries import Entries
+from freewheel.runtime.membership.generation import STARTS
+from freewheel.runtime.membership.rendezvous import OPTIONS
+from freewheel.runtime.worker import checks
+from freewheel.runtime.worker.leaving import Left
 
 BOOK_S = 30.0
 OLD = "RAY_TRAIN_V2_ENABLED"

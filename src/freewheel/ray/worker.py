@@ -20,10 +20,10 @@ import ray
 
 from freewheel.ray.book import Line, Meeting
 from freewheel.ray.records import Sender
-from freewheel.runtime import place
-from freewheel.runtime.beginnings import STARTS, Outlived, TooLate
-from freewheel.runtime.entries import Entries
-from freewheel.runtime.leaving import Left
+from freewheel.runtime.membership import place
+from freewheel.runtime.membership.entries import Entries
+from freewheel.runtime.membership.generation import STARTS, Outlived, TooLate
+from freewheel.runtime.worker.leaving import Left
 
 log = logging.getLogger("freewheel")
 RUNPY = "<frozen runpy>"

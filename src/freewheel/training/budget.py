@@ -11,7 +11,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import RunStopped
 from freewheel.fabric import secret
-from freewheel.runtime.entries import Entries
+from freewheel.runtime.membership.entries import Entries
 from freewheel.training.job import Job
 
 HANDFUL_S = 0.1

@@ -21,9 +21,9 @@ from freewheel.records.journal import Journal
 from freewheel.records.run_json import run_json, typed
 from freewheel.records.schema import WorkerSample, worker_sample
 from freewheel.records.timeline import Timeline
-from freewheel.runtime.place import Place
-from freewheel.runtime.records import Events, Recorder
-from freewheel.runtime.rendezvous import options_alone
+from freewheel.runtime.membership.place import Place
+from freewheel.runtime.membership.rendezvous import options_alone
+from freewheel.runtime.worker.records import Events, Recorder
 from freewheel.training.job import DDP, Job
 
 

@@ -16,7 +16,7 @@ from freewheel import strategies, tasks
 from freewheel.errors import ConfigError, RunStopped, at_least
 from freewheel.moments import check_optimizer
 from freewheel.records.result import Result
-from freewheel.runtime.launcher import Captured, launch
+from freewheel.runtime.launch.launcher import Captured, launch
 from freewheel.schedule import Schedule
 from freewheel.settings import Training, setting
 from freewheel.training.outcome import read_outcome

@@ -24,7 +24,7 @@ from freewheel.errors import Diverged, FreewheelError
 from freewheel.moments import adam_rate
 from freewheel.records.journal import Journal
 from freewheel.replica import Replica, flatten
-from freewheel.runtime.buffers import buffers_of
+from freewheel.runtime.worker.buffers import buffers_of
 from freewheel.strategies.grouping import Grouping
 from freewheel.strategy import Strategy
 from freewheel.task import Task

@@ -1,0 +1,1 @@
+"""Checkpoints: taken between batches, written beside training, resumed together."""

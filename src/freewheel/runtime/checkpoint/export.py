@@ -1,0 +1,87 @@
+"""One state_dict out of the shards of a checkpoint: the answer the workers would have given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freewheel.errors import ConfigError
+from freewheel.replica import view
+from freewheel.runtime.checkpoint import shards
+from freewheel.runtime.checkpoint.shards import Damaged, Shard
+from freewheel.runtime.worker.buffers import BufferMean
+
+CENTRE = "centre"
+"""The vector that a strategy with a server keeps: its model, which is the answer."""
+
+
+def chosen(home: Path, step: int | None = None) -> list[Shard]:
+    """The shards of the newest training in a folder: a set that all workers have written, or each one's last.
+
+    `step`: the set of this step.
+    """
+    found, wrong = shards.find(home) if home.is_dir() else ([], [f"{home} is no folder."])
+    if step is not None:
+        found = [one for one in found if one.manifest.step == step]
+    if not found:
+        why = " ".join(wrong) or f"it has no checkpoint{'' if step is None else f' of step {step}'}."
+        raise ConfigError(f"nothing in {home} can be exported: {why} Give the folder of worker.checkpoint.")
+    newest = max(found, key=lambda one: one.manifest.time).manifest
+    mine = [
+        one
+        for one in found
+        if (one.manifest.origin, one.manifest.world_size) == (newest.origin, newest.world_size)
+    ]
+    sets: dict[str, list[Shard]] = {}
+    last: dict[int, Shard] = {}
+    for one in sorted(mine, key=lambda one: one.manifest.time):
+        sets.setdefault(one.manifest.set, []).append(one)
+        last[one.manifest.rank] = one
+    whole = [one for one in sets.values() if len(one) == newest.world_size]
+    ends = sorted(last.values(), key=lambda one: one.manifest.rank)
+    if len(ends) == newest.world_size and (not whole or step is None):
+        steps = [one.manifest.step for one in ends]
+        # Those who step together have a set of the end; of the others each has made its own number of steps.
+        if not whole or max(steps) > max(one[0].manifest.step for one in whole):
+            return ends
+    if not whole:
+        missing = sorted(set(range(newest.world_size)) - set(last))
+        raise ConfigError(
+            f"{home} has no shard of worker {missing[0]} of {newest.world_size}: copy all workers' files "
+            "into one folder first."
+        )
+    return sorted(whole[-1], key=lambda one: one.manifest.rank)
+
+
+def state_dict(parts: Sequence[Shard]) -> dict[str, Tensor]:
+    """The mean of the workers' weights and buffers, or the server's model, by the names of the model."""
+    total: dict[str, Tensor] = {}
+    first: dict[str, Any] | None = None
+    centre: Tensor | None = None
+    buffers = BufferMean()
+    for shard in parts:
+        try:
+            state = shards.load(shard)
+        except Damaged as error:
+            raise ConfigError(f"{error} Give --step of another checkpoint.") from None
+        first = first or state
+        if centre is None and CENTRE in state["strategy"]:
+            centre = state["strategy"][CENTRE]
+        buffers.add(state["buffers"])
+        for name, tensor in state["weights"].items():
+            value = tensor.to(torch.float64) / len(parts)
+            total[name] = total[name] + value if name in total else value
+    assert first is not None
+    merged = {**buffers.result(), **first["weights"]}
+    merged |= {name: value.to(merged[name].dtype) for name, value in total.items()}
+    if centre is not None:
+        at = 0
+        for name, tensor in first["weights"].items():
+            merged[name] = view(centre, at, tensor).to(tensor.dtype)
+            at += tensor.numel()
+    names = parts[0].manifest.names or {name: name for name in merged}
+    return {key: merged[name].clone() for key, name in names.items() if name in merged}

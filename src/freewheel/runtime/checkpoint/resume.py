@@ -1,0 +1,297 @@
+"""Going on from a checkpoint: which shards, by agreement of all workers, and how they are loaded.
+
+Where workers step together each begins with its shard of the newest set that is whole; else with its own
+newest one. With another number of workers all begin with the mean of the old ones' weights.
+
+Every worker says which shards it sees, worker 0 chooses, all read what it chose. If somebody finds a shard
+damaged, it says so, and they choose again without it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from freewheel.errors import ConfigError
+from freewheel.runtime.checkpoint import shards
+from freewheel.runtime.checkpoint.shards import Damaged, Manifest, Shard
+from freewheel.runtime.worker.buffers import BufferMean
+from freewheel.runtime.worker.checks import first_difference
+from freewheel.runtime.worker.inventory import Inventory
+from freewheel.runtime.worker.live_replica import LiveReplica
+from freewheel.runtime.worker.optimizers import members
+
+TOGETHER = ("all", "neighbours", "group")
+"""Whose steps, in the words of `Strategy.waits_for`, are numbered alike on several workers."""
+
+log = logging.getLogger("freewheel")
+
+
+@dataclass
+class Resumed:
+    """What a worker begins with."""
+
+    step: int
+    origin: str
+    state: dict[str, Any]
+    """A shard's parts; None where the worker has no such part of its own."""
+
+
+class Meeting(Protocol):
+    """How workers that start talk: the rendezvous."""
+
+    def say(self, key: str, text: str) -> None:
+        """Leave a word for the others."""
+
+    def first(self, key: str, text: str) -> str:
+        """Leave it unless there is one; what was left first."""
+
+    def hear(self, key: str, peer: int) -> str:
+        """Wait for a word of one of them."""
+
+
+class Alone:
+    """The meeting of a single worker."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, str] = {}
+
+    def say(self, key: str, text: str) -> None:
+        """Remember it."""
+        self._said[key] = text
+
+    def first(self, key: str, text: str) -> str:
+        """Nobody was faster."""
+        return text
+
+    def hear(self, key: str, peer: int) -> str:
+        """What was said."""
+        return self._said[key]
+
+
+def resume(home: Path, me: Manifest, waits_for: str, meeting: Meeting) -> Resumed | None:
+    """Agree with the others what to begin with and read it; None: there is nothing yet."""
+    damaged: dict[Path, str] = {}
+    for attempt in itertools.count():
+        found, wrong = _look(home, damaged)
+        offer = {"wrong": wrong, "shards": [_offer(one.manifest) for one in found]}
+        meeting.say(f"resume/{attempt}/{me.rank}", json.dumps(offer))
+        if me.rank == 0:
+            ranks = range(me.world_size)
+            offers = [json.loads(meeting.hear(f"resume/{attempt}/{rank}", rank)) for rank in ranks]
+            meeting.say(f"resume/{attempt}/plan", json.dumps(_plan(home, me, waits_for, offers, found)))
+        plan = json.loads(meeting.hear(f"resume/{attempt}/plan", 0))
+        if "error" in plan:
+            raise ConfigError(plan["error"])
+        if not plan["sets"]:
+            if me.rank == 0:
+                log.warning("there is no checkpoint in %s yet: training begins anew", home)
+            return None
+        resumed = None
+        by_place = {(one.manifest.set, one.manifest.rank): one for one in found}
+        try:
+            chosen = [by_place[name, rank] for rank, name in enumerate(plan["sets"]) if name is not None]
+            resumed = _read(chosen, me)
+        except Damaged as error:
+            shard = error.args[1]
+            damaged[shard.path] = str(error.args[0])
+            log.warning("%s An older checkpoint is taken", error.args[0])
+        finished = "" if resumed is None else json.dumps([one["ledger"] for one in resumed.state["loaders"]])
+        meeting.say(f"resume/{attempt}/read/{me.rank}", finished)
+        if me.rank == 0:
+            read = [meeting.hear(f"resume/{attempt}/read/{rank}", rank) for rank in range(me.world_size)]
+            known = json.dumps([json.loads(one) for one in read]) if all(read) else ""
+            meeting.say(f"resume/{attempt}/all", known)
+        everybody = meeting.hear(f"resume/{attempt}/all", 0)
+        if everybody and resumed is not None:
+            # All know what all have finished before anybody deals.
+            for loader, *ledgers in zip(resumed.state["loaders"], *json.loads(everybody), strict=False):
+                loader["others"] = ledgers
+            resumed.step = plan["step"] if plan["step"] is not None else resumed.step
+            log.info("resumes %s at step %d", home, resumed.step)
+            return resumed
+    raise AssertionError("unreachable")
+
+
+# -- choosing --
+
+
+def _look(home: Path, damaged: dict[Path, str]) -> tuple[list[Shard], list[str]]:
+    """The shards that count, and what is wrong with the others."""
+    if not home.exists():
+        return [], []
+    if not home.is_dir():
+        return [], [f"{home} is a file; resume takes the folder that worker.checkpoint was given."]
+    found, wrong = shards.find(home)
+    other = shards.foreign(home)
+    if not found and not wrong and other is not None:
+        wrong = [f"{other} was not written by Freewheel; load it into the model before attach."]
+    good = [one for one in found if one.path not in damaged]
+    return good, wrong + list(damaged.values())
+
+
+def _offer(manifest: Manifest) -> list[Any]:
+    return [manifest.origin, manifest.world_size, manifest.set, manifest.rank, manifest.time, manifest.step]
+
+
+def _plan(
+    home: Path, me: Manifest, waits_for: str, offers: Sequence[dict[str, Any]], mine: Sequence[Shard]
+) -> dict[str, Any]:
+    """Worker 0's choice: the set of each old rank, and the step where all must have the same one."""
+    wrong = list(dict.fromkeys(itertools.chain(*(offer["wrong"] for offer in offers))))
+    trainings: dict[tuple[str, int], float] = {}
+    for origin, size, _, _, taken, _ in itertools.chain(*(offer["shards"] for offer in offers)):
+        trainings[origin, size] = max(taken, trainings.get((origin, size), 0.0))
+    if not trainings and not wrong:
+        return {"sets": []}
+    last: str | None = None
+    for origin, size in sorted(trainings, key=lambda one: -trainings[one]):
+        if last is not None and origin != last:
+            break  # an older training is not what is asked for
+        last = origin
+        steps: dict[int, dict[str, tuple[float, int]]] = {rank: {} for rank in range(size)}
+        for rank in range(size):
+            # Each reads its own shard; another number of workers, who need the mean, all read all.
+            readers = [offers[rank]] if size == me.world_size else offers
+            seen = [
+                {
+                    one[2]: (one[4], one[5])
+                    for one in offer["shards"]
+                    if one[:2] == [origin, size] and one[3] == rank
+                }
+                for offer in readers
+            ]
+            steps[rank] = {name: seen[0][name] for name in seen[0] if all(name in one for one in seen)}
+        sets = _choose(steps, waits_for)
+        if sets is None:
+            who = [rank for rank in range(size) if not steps[rank]]
+            what = f"no shard of worker {who[0]} of {size}" if who else "no set that all workers have written"
+            wrong.append(f"{home} has {what}.")
+            continue
+        sample = next(one.manifest for one in mine if (one.manifest.set, one.manifest.rank) == (sets[0], 0))
+        if (why := _other(sample, me)) is not None:
+            return {"error": f"{home} cannot be resumed: {why}"}
+        counts = [steps[rank][name][1] for rank, name in enumerate(sets)]
+        if wrong:
+            log.warning("%s: %s Step %d is resumed", home, " ".join(wrong), min(counts))
+        return {"sets": sets, "step": min(counts) if waits_for in TOGETHER else None}
+    return {
+        "error": f"nothing in {home} can be resumed: {' '.join(wrong)} Give resume the folder of a good "
+        "checkpoint, or leave it out to begin anew."
+    }
+
+
+def _choose(steps: dict[int, dict[str, tuple[float, int]]], waits_for: str) -> list[str] | None:
+    """A set for each rank: the newest one that all have, or each one's own newest."""
+    if waits_for in TOGETHER:
+        common = set.intersection(*(set(one) for one in steps.values()))
+        if common:
+            newest = max(common, key=lambda name: max(one[name] for one in steps.values()))
+            return [newest] * len(steps)
+        if waits_for != "group":  # groups are at different steps, and may have no set in common
+            return None
+    if not all(steps.values()):
+        return None
+    return [max(one, key=lambda name: one[name]) for one in steps.values()]
+
+
+def _other(was: Manifest, now: Manifest) -> str | None:
+    """Why a shard of this kind is not for this run."""
+    if was.strategy != now.strategy:
+        return (
+            f"its strategy is {was.strategy}, this run's {now.strategy}. Take {was.strategy}, or begin anew."
+        )
+    if was.optimizer != now.optimizer:
+        return f"its optimizer is {was.optimizer}, not {now.optimizer}. Take {was.optimizer}, or begin anew."
+    if was.model != now.model:
+        why = first_difference(was.model, now.model, "in the checkpoint")
+        return f"its model is another one. {why} Build the model that was trained, or begin anew."
+    if was.settings != now.settings:
+        log.warning(
+            "the checkpoint's %s had the settings %s, this one %s", was.strategy, was.settings, now.settings
+        )
+    return None
+
+
+# -- reading --
+
+
+def _read(chosen: Sequence[Shard], me: Manifest) -> Resumed:
+    """This worker's shard; with another number of workers the mean of all, and its own where it has one."""
+    if len(chosen) == me.world_size:
+        manifest = chosen[me.rank].manifest
+        return Resumed(manifest.step, manifest.origin, _load(chosen[me.rank]))
+    own: dict[str, Any] | None = None
+    absent: list[dict[str, Any]] = []
+    weights, buffers = dict[str, Tensor](), BufferMean()
+    for shard in chosen:
+        state = _load(shard)
+        for name, tensor in state["weights"].items():
+            weights[name] = weights[name] + tensor if name in weights else tensor.clone()
+        buffers.add(state["buffers"])
+        if shard.manifest.rank in (0, me.rank):
+            own = state
+        elif me.rank == 0 and shard.manifest.rank >= me.world_size:
+            absent.append(state)
+    assert own is not None
+    for state in absent:  # what they finished, worker 0 answers for from now on
+        for loader, theirs in zip(own["loaders"], state["loaders"], strict=False):
+            loader["ledger"] = loader["ledger"] + theirs["ledger"]
+    own["weights"] |= {name: tensor / len(chosen) for name, tensor in weights.items()}
+    own["buffers"] |= buffers.result()
+    own["strategy"] = {}
+    if me.rank < len(chosen):
+        return Resumed(chosen[me.rank].manifest.step, chosen[0].manifest.origin, own)
+    own["optimizer"] = own["random"] = None
+    for loader in own["loaders"]:
+        loader["ledger"] = []
+    return Resumed(min(one.manifest.step for one in chosen), chosen[0].manifest.origin, own)
+
+
+def _load(shard: Shard) -> dict[str, Any]:
+    try:
+        return shards.load(shard)
+    except Damaged as error:
+        raise Damaged(str(error), shard) from error
+
+
+def restore(
+    state: dict[str, Any], inventory: Inventory, replica: LiveReplica, optimizer: torch.optim.Optimizer
+) -> None:
+    """Put weights, buffers and the optimizer's state where they belong."""
+    vector = torch.empty(replica.size, dtype=replica.dtype)
+    for name, piece in inventory.named(replica.pieces(vector)):
+        piece.copy_(state["weights"][name])
+    replica.load(vector)
+    buffers, saved = inventory.still(), state["buffers"]
+    for name in sorted(buffers.keys() ^ saved.keys()):
+        where = "in the checkpoint only" if name in saved else "in this model only"
+        raise ConfigError(
+            f"cannot resume: {name} is {where}. Build the model that was trained, or begin anew."
+        )
+    with torch.no_grad():
+        for name, tensor in buffers.items():
+            if tensor.shape != saved[name].shape:
+                raise ConfigError(
+                    f"cannot resume: {name} has the shape {tuple(tensor.shape)} here and "
+                    f"{tuple(saved[name].shape)} in the checkpoint. Build the model that was trained."
+                )
+            tensor.copy_(saved[name])
+    if state["optimizer"] is None:
+        return
+    for one in members(optimizer):
+        one._opt_called = True  # type: ignore[attr-defined]  # else schedulers warn that it never stepped
+    try:
+        optimizer.load_state_dict(state["optimizer"])
+    except ValueError as error:
+        raise ConfigError(
+            f"the optimizer's state cannot be resumed: {error}. Make the optimizer as it was made then."
+        ) from error

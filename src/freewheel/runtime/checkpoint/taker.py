@@ -1,0 +1,333 @@
+"""When a worker's checkpoints are taken, and what goes into them.
+
+A checkpoint is due at a step's boundary and is taken when the loop comes back to its loader for the next
+batch: only then has what follows the optimizer's step, such as a scheduler's, been done. A loop that has its
+batches from elsewhere is copied at the boundary itself. Taking is a copy into memory that is kept for the
+next time; writing happens beside training.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import logging
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from freewheel.errors import ConfigError, at_least
+from freewheel.runtime.checkpoint.resume import TOGETHER, Alone, Meeting, restore, resume
+from freewheel.runtime.checkpoint.shards import Manifest
+from freewheel.runtime.checkpoint.writer import Writer
+from freewheel.runtime.membership.generation import Beginning
+from freewheel.runtime.worker import optimizers
+from freewheel.runtime.worker.agent import Agent
+from freewheel.runtime.worker.checks import signature
+from freewheel.runtime.worker.inventory import Inventory
+
+PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
+MAPPINGS = (dict, collections.OrderedDict, collections.Counter)
+CLOSE_S = 600.0
+"""How long the end of a run waits for a checkpoint that is being written."""
+
+log = logging.getLogger("freewheel")
+
+
+class Checkpoints:
+    """One worker's checkpoints. All but the writing is done in the training thread."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.loaders: list[Any] = []
+        """The worker's loaders, in the order in which they were made."""
+        self.counts = {"done": 0, "skipped": 0, "failed": 0}
+        self._optimizer = optimizer
+        self._every: int | None = None
+        self._extra: Mapping[str, Any] = {}
+        self._writer: Writer | None = None
+        self._kept: dict[str, Any] = {}
+        self._due = self._must = False
+        self._fed: set[int] = set()
+        """Which loaders have given a batch whose step is still to come."""
+        self._alone = True
+        """Whether none had, at the last step: the loop has no loader, or has left it."""
+        self._step = self._taken = 0
+        self.between: Callable[[], None] = lambda: None
+        """Is called where nothing is half done: a step has used all batches that were given."""
+        # What a resumed run has not taken up yet:
+        self._random: dict[str, Any] | None = None
+        self._states: list[dict[str, Any]] = []
+        self._unclaimed: dict[str, Any] = {}
+        self._vector = torch.empty(0)
+
+    # -- beginning --
+
+    def begin(
+        self,
+        agent: Agent,
+        inventory: Inventory,
+        path: str | Path | None,
+        meeting: Meeting | None,
+        beginning: Beginning,
+    ) -> dict[str, Tensor] | None:
+        """Take up what the workers agree to resume from a folder; return the strategy's vectors.
+
+        None: there is nothing to resume. Loaders and extras take their states when they are made known.
+        In a beginning without some of the workers shards are numbered by those there are.
+        """
+        self._agent, self._inventory, me = agent, inventory, agent.me
+        self._manifest = Manifest(
+            version=me.version,
+            run=me.run.hex(),
+            origin=me.run.hex(),
+            rank=beginning.place(me.rank),
+            world_size=len(beginning.ranks),
+            strategy=agent.strategy.name,
+            settings={name: str(value) for name, value in vars(agent.strategy).items()},
+            optimizer=optimizers.name(self._optimizer),
+            model=signature(inventory.model),
+            names=state_names(inventory.model),
+        )
+        resumed, meeting = None, meeting or Alone()
+        if path is not None:
+            resumed = resume(Path(path), self._manifest, agent.strategy.waits_for, meeting)
+        # A worker that comes back does not resume, and learns here what the others have resumed.
+        origin = meeting.first("origin", resumed.origin if resumed else self._manifest.run)
+        self._manifest = dataclasses.replace(self._manifest, origin=origin)
+        if resumed is None:
+            return None
+        restore(resumed.state, inventory, agent.replica, self._optimizer)
+        agent.node.begin_at(resumed.step)
+        agent.events.note("resumed", me.rank, f"goes on at step {resumed.step} of {path}")
+        self._step = self._taken = resumed.step
+        state = resumed.state
+        self._random, self._states, self._unclaimed = state["random"], state["loaders"], state["extra"]
+        if self._random is not None:
+            set_random_state(self._random["states"])
+        vectors: dict[str, Tensor] = state["strategy"]
+        return vectors
+
+    def arrange(self, path: Path, every: int | None, keep: int, extra: Mapping[str, Any] | None) -> None:
+        """Take a checkpoint every so many steps; None: one, now."""
+        at_least("checkpoint: every", every, 1)
+        at_least("checkpoint: keep", keep, 1)
+        if self._manifest.rank >= self._manifest.world_size:
+            log.warning("this worker joined a run that goes on: the workers it began with write checkpoints")
+            return
+        if self._writer is None:
+            together = self._agent.strategy.waits_for in TOGETHER
+            self._writer = Writer(path, self._manifest, self.counts, self._agent.events.note, together)
+        elif self._writer.home != path:
+            raise ConfigError(
+                f"checkpoints of this run go to {self._writer.home}; {path} is a second place. Give one path."
+            )
+        self._writer.keep = keep
+        if extra is not None:
+            self._extra = _with_states(extra)
+            self._restore_extra()
+        if every is not None:
+            self._every = every
+        else:
+            self._due = self._must = True
+            if not self._fed:
+                self.take()
+
+    def _restore_extra(self) -> None:
+        for name in self._extra.keys() & self._unclaimed.keys():
+            try:
+                self._extra[name].load_state_dict(self._unclaimed.pop(name))
+            except (ValueError, TypeError, KeyError, RuntimeError) as error:
+                raise ConfigError(
+                    f"{name} cannot be resumed: its load_state_dict says {error!r}. Make it as it was made "
+                    "when the checkpoint was taken, or leave it out of extra."
+                ) from error
+
+    # -- from the loop --
+
+    def watching(self, stopped: Callable[[], bool]) -> Callable[[], bool]:
+        """What the next loader asks before each batch: whether there is to be none. So it is seen here."""
+        number = len(self.loaders)
+
+        def ask() -> bool:
+            self.asked(number)
+            return stopped()
+
+        return ask
+
+    def made(self, loader: Any) -> None:
+        """A loader was made; in a resumed run it goes on where the loader of the same number was."""
+        number = len(self.loaders)
+        self.loaders.append(loader)
+        if number < len(self._states):
+            loader.load_state_dict(self._states[number])
+
+    def like_first(self) -> list[Any]:
+        """The first loader, and those that were made anew for its later passes."""
+        return [*self.loaders[:1], *(one for one in self.loaders[1:] if one.goes_on(self.loaders[0]))]
+
+    def asked(self, number: int) -> None:
+        """The loop has come to a loader for its next batch: what it did with the last one is done."""
+        if self._random is not None and self._random["asked"] == number:
+            # What the script drew between the beginning of the block and its first batch does not count.
+            set_random_state(self._random["states"])
+            self._random = None
+        if self._due:
+            self.take(number)
+        if not self._fed:
+            self.between()
+        self._fed.add(number)
+
+    def used(self) -> None:
+        """A step has moved the weights: what was fed is used."""
+        self._alone = not self._fed
+        self._fed.clear()
+
+    def stepped(self, step: int) -> None:
+        """A step is complete."""
+        self._step = step
+        if self._unclaimed:
+            log.warning("the checkpoint has %s, which begins anew: not in extra", ", ".join(self._unclaimed))
+            self._unclaimed = {}
+        self._random = None
+        if self._writer is not None and self._every is not None and step % self._every == 0:
+            self._due = True
+        if self._due and self._alone:
+            self.take()
+        if self._alone:
+            self.between()
+
+    def leave(self, within_s: float) -> None:
+        """This worker leaves: count what is used, take what is due. The others matter more than a failure."""
+        for number, loader in enumerate(self.loaders):
+            if getattr(loader, "in_hand", False):
+                if number in self._fed:
+                    loader.in_hand = False  # its step was not made: it is another's
+                else:
+                    loader.use()  # the loop still has it
+        try:
+            if self._writer is not None and self._writer.busy:
+                self._writer.wait(within_s)
+            if self._writer is None or not self._writer.busy:
+                self.close()
+        except ConfigError as error:
+            log.warning("no checkpoint of the end: %s", error)
+
+    def take(self, asked: int | None = None) -> None:
+        """Copy everything, and let it be written."""
+        assert self._writer is not None
+        must, self._due, self._must = self._must, False, False
+        if self._writer.busy and not must:
+            self.counts["skipped"] += 1
+            return
+        counters = self._agent.counters
+        counters.wait("checkpoint", time.perf_counter())
+        try:
+            self._take(self._writer, asked)
+        finally:
+            counters.go_on(time.perf_counter())
+
+    def _take(self, writer: Writer, asked: int | None) -> None:
+        self.wait()
+        kept = self._kept
+        state = {
+            "buffers": self._inventory.still(),
+            "optimizer": self._optimizer.state_dict(),
+            "random": {"asked": asked, "states": random_state()},
+            "loaders": [loader.own_state() for loader in self.loaders],
+            "extra": {name: one.state_dict() for name, one in self._extra.items()},
+        }
+        self._kept = {name: copied(part, kept.get(name), name) for name, part in state.items()}
+        self._kept |= self._copy_weights()
+        writer.begin(self._step, self._kept)
+        self._taken = self._step
+
+    def _copy_weights(self) -> dict[str, Any]:
+        replica = self._agent.replica
+        if not self._vector.numel():
+            self._vector = torch.empty(replica.size, dtype=replica.dtype, pin_memory=replica.side is not None)
+        vectors = self._agent.call(self._agent.hold_still(self._vector))
+        pieces = self._inventory.named(replica.pieces(self._vector))
+        return {"weights": dict(pieces), "strategy": vectors}
+
+    def close(self) -> None:
+        """Take what is still due, and where checkpoints are taken every so many steps, one of the end."""
+        if self._writer is not None and self._every is not None and self._step > self._taken:
+            self._due = self._must = True
+        if self._due:
+            self.take()
+
+    def wait(self) -> None:
+        """Wait until nothing is being written."""
+        if self._writer is not None:
+            self._writer.wait(CLOSE_S)
+
+
+def state_names(model: nn.Module) -> dict[str, str]:
+    """Of every entry of a model's state_dict: the first name of the parameter or buffer it is."""
+    known = {id(one): name for name, one in [*model.named_parameters(), *model.named_buffers()]}
+    entries = model.state_dict(keep_vars=True).items()
+    return {key: known[id(one)] for key, one in entries if id(one) in known}
+
+
+def _with_states(extra: Mapping[str, Any]) -> dict[str, Any]:
+    for name, one in extra.items():
+        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+            raise ConfigError(
+                f"checkpoint: extra has {name!r}, a {type(one).__name__} without state_dict and "
+                "load_state_dict. Give objects that have both, such as a scheduler or a GradScaler."
+            )
+    return dict(extra)
+
+
+def copied(value: Any, kept: Any, where: str) -> Any:
+    """A copy of nested plain data on the CPU; tensors use the memory of the last copy where they fit it."""
+    if isinstance(value, Tensor):
+        value = value.detach()
+        if isinstance(kept, Tensor) and (kept.shape, kept.dtype) == (value.shape, value.dtype):
+            return kept.copy_(value)
+        return value.to("cpu", copy=True)
+    if type(value) in MAPPINGS:
+        old = kept if isinstance(kept, dict) else {}
+        return type(value)(
+            {key: copied(one, old.get(key), f"{where}[{key!r}]") for key, one in value.items()}
+        )
+    if type(value) in (list, tuple):
+        last = kept if isinstance(kept, list | tuple) and len(kept) == len(value) else [None] * len(value)
+        pairs = enumerate(zip(value, last, strict=True))
+        return type(value)(copied(one, old, f"{where}[{k}]") for k, (one, old) in pairs)
+    if type(value) in PLAIN:
+        return value
+    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+        return value.item()
+    raise ConfigError(
+        f"a checkpoint cannot hold {where}, a {type(value).__name__}: only tensors, numbers, text, lists and "
+        "dicts can be read back without running code. Leave it out of the state_dict."
+    )
+
+
+def random_state() -> dict[str, Any]:
+    """Where Python's, torch's and, where it is in use, NumPy's global random numbers are."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    if "numpy.random" in sys.modules:
+        kind, keys, *rest = sys.modules["numpy.random"].get_state()
+        state["numpy"] = (kind, keys.tolist(), *rest)
+    return state
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """The way back."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "numpy" in state:
+        import numpy as np
+
+        np.random.set_state(state["numpy"])

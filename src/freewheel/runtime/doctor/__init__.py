@@ -1,0 +1,1 @@
+"""The doctor: facts of a machine, how they are judged, how fast links are."""

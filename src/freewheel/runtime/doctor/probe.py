@@ -1,0 +1,307 @@
+"""What this host is like, as plain values: `diagnosis.py` judges them, and a test can make them up."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import mmap
+import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from freewheel.errors import ConfigError
+from freewheel.fabric.windows import Cuda as CudaLibrary
+from freewheel.fabric.windows import DeviceWindow, HostWindow
+from freewheel.runtime.doctor.bandwidth import LinkFigure, measure, serve
+from freewheel.runtime.membership.hosts import listen
+
+QUOTA = Path("/sys/fs/cgroup/cpu.max")
+DRIVER = Path("/proc/driver/nvidia/version")
+SHARED = Path("/dev/shm")
+LOOPBACK = "loopback"
+
+
+@dataclass(frozen=True)
+class Cuda:
+    """What torch says of CUDA, and the system of a driver."""
+
+    built: str | None = None
+    """The version of CUDA this torch was built for; None: built without."""
+    driver: bool = False
+    """Whether the system has NVIDIA's driver."""
+    devices: tuple[str, ...] = ()
+    problem: str | None = None
+    """Why what is there cannot be used, in torch's words."""
+
+
+@dataclass(frozen=True)
+class Facts:
+    """One host, seen from one process on it."""
+
+    python: tuple[int, ...] = (3, 11, 0)
+    python_range: str = ">=3.11"
+    torch: str = "2.8.0"
+    torch_range: str = ">=2.8,<2.14"
+    threads: int = 1
+    cores: int = 4
+    """Those this process may use, whatever the machine has."""
+    omp: str | None = None
+    """The environment's OMP_NUM_THREADS."""
+    cuda: Cuda = Cuda()
+    bind: str = "127.0.0.1"
+    bind_problem: str | None = None
+    port: int | None = None
+    """The port that was asked about."""
+    port_problem: str | None = None
+    ports: tuple[int, int] = (32768, 60999)
+    """From which the system chooses."""
+    firewalls: tuple[str, ...] = ()
+    """Those that seem to be on."""
+    name_address: str | None = None
+    """What this host's own name means here."""
+    soft_files: int = 1 << 20
+    hard_files: int = 1 << 20
+    make_problem: str | None = None
+    """Why no window can be made."""
+    open_problem: str | None = None
+    """Why a window cannot be opened by a peer."""
+    device_problem: str | None = None
+    """Why memory of the first CUDA device cannot be shared."""
+    shared_free_mb: float | None = 16_000.0
+    memory_free_mb: float | None = 16_000.0
+    folder: str = "runs"
+    folder_problem: str | None = None
+    disk_free_mb: float = 100_000.0
+    extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """By extra, the packages it needs that are not installed."""
+    links: Mapping[str, LinkFigure | str] = field(default_factory=dict)
+    """By host, what was measured, or why it could not be."""
+
+
+def gather(
+    hosts: list[tuple[str, int]],
+    *,
+    bind: str = "127.0.0.1",
+    port: int | None = None,
+    folder: Path = Path("runs"),
+    mb: float = 64.0,
+    tls: Path | None = None,
+    progress: Callable[[str], None] = lambda text: None,
+) -> Facts:
+    """Look at this host, and measure the links to the others; without others: loopback."""
+    if platform.system() != "Linux":
+        raise ConfigError(f"Freewheel runs on Linux, not on {platform.system()}: use a Linux host, or WSL.")
+    progress("looking at torch and CUDA")
+    ranges, extras = _requirements()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    no_limit = 1 << 30
+    cuda = _cuda()
+    make_problem, open_problem = _windows()
+    progress("looking at ports, memory and disk")
+    return Facts(
+        python=tuple(sys.version_info[:3]),
+        python_range=ranges["python"],
+        torch=torch.__version__,
+        torch_range=ranges["torch"],
+        threads=torch.get_num_threads(),
+        cores=_cores(),
+        omp=os.environ.get("OMP_NUM_THREADS"),
+        cuda=cuda,
+        bind=bind,
+        bind_problem=_cannot_listen(bind, 0),
+        port=port,
+        port_problem=None if port is None else _cannot_listen(bind, port),
+        ports=_system_ports(),
+        firewalls=_firewalls(),
+        name_address=_name_address(),
+        soft_files=no_limit if soft == resource.RLIM_INFINITY else soft,
+        hard_files=no_limit if hard == resource.RLIM_INFINITY else hard,
+        make_problem=make_problem,
+        open_problem=open_problem,
+        device_problem=_device_window() if cuda.devices else None,
+        shared_free_mb=shutil.disk_usage(SHARED).free / 1e6 if SHARED.is_dir() else None,
+        memory_free_mb=_memory_free_mb(),
+        folder=str(folder),
+        folder_problem=_folder_problem(folder),
+        disk_free_mb=shutil.disk_usage(_nearest(folder)).free / 1e6,
+        extras=extras,
+        links=_links(hosts, mb, tls, progress),
+    )
+
+
+def _links(
+    hosts: list[tuple[str, int]], mb: float, tls: Path | None, progress: Callable[[str], None]
+) -> dict[str, LinkFigure | str]:
+    if not hosts:
+        with serve("127.0.0.1", 0, tls) as server:
+            return {LOOPBACK: measure("127.0.0.1", server.port, mb, tls)}
+    found: dict[str, LinkFigure | str] = {}
+    for host, port in hosts:
+        progress(f"measuring the link to {host}:{port}")
+        try:
+            found[f"{host}:{port}"] = measure(host, port, mb, tls)
+        except ConfigError as error:
+            found[f"{host}:{port}"] = str(error)
+    return found
+
+
+def _requirements() -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+    """The ranges of Python and torch that the package asks for, and what each extra lacks."""
+    about = importlib.metadata.metadata("freewheel")
+    ranges = {"python": about["Requires-Python"] or "", "torch": ""}
+    lacking: dict[str, list[str]] = {extra: [] for extra in about.get_all("Provides-Extra") or ()}
+    for line in about.get_all("Requires-Dist") or ():
+        package, bounds, extra = _requirement(line)
+        if extra is None:
+            ranges |= {package: bounds} if package in ranges else {}
+        elif not _installed(package):
+            lacking[extra].append(package)
+    return ranges, {extra: tuple(names) for extra, names in lacking.items() if extra != "dev"}
+
+
+def _requirement(line: str) -> tuple[str, str, str | None]:
+    """Read ``name<2,>=1; extra == "tls"``."""
+    wanted, _, condition = line.partition(";")
+    parts = re.match(r"\s*([\w.-]+)(?:\[[^]]*\])?\s*\(?([^)]*)\)?", wanted)
+    extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", condition)
+    if parts is None:
+        raise ValueError(f"cannot read the requirement {line!r}")
+    return parts[1], parts[2].strip(), extra[1] if extra else None
+
+
+def _installed(package: str) -> bool:
+    try:
+        importlib.metadata.distribution(package)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _cuda() -> Cuda:
+    built, driver = torch.version.cuda, DRIVER.exists()
+    if built is None:
+        return Cuda(None, driver)
+    devices: list[str] = []
+    try:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        for index in range(torch.cuda.device_count()):
+            name = torch.cuda.get_device_name(index)
+            total = (torch.ones(8, device=f"cuda:{index}") * 2).sum().item()
+            if total != 16:
+                raise RuntimeError(f"device {index} ({name}) computes 8 times 2 as {total:g}")
+            devices.append(name)
+    except (RuntimeError, AssertionError) as error:  # torch raises both
+        return Cuda(built, driver, tuple(devices), str(error).splitlines()[0])
+    return Cuda(built, driver, tuple(devices))
+
+
+def _cores() -> int:
+    """Those of the scheduler, or fewer where a container may use only so much of them."""
+    cores = len(os.sched_getaffinity(0))
+    try:
+        quota, period = QUOTA.read_text().split()
+    except (OSError, ValueError):  # no such limit here
+        return cores
+    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
+
+
+def _cannot_listen(bind: str, port: int) -> str | None:
+    try:
+        listen(bind, port, "bind").close()
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def _system_ports() -> tuple[int, int]:
+    try:
+        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+    except OSError:  # hidden in some containers
+        return Facts.ports
+    return int(first), int(last)
+
+
+def _firewalls() -> tuple[str, ...]:
+    """What can be seen without being root; nothing found does not mean that there is none."""
+    found = []
+    try:
+        if re.search(r"^ENABLED=yes", Path("/etc/ufw/ufw.conf").read_text(), flags=re.M | re.I):
+            found.append("ufw")
+    except OSError:
+        pass
+    if Path("/run/firewalld").exists():
+        found.append("firewalld")
+    return tuple(found)
+
+
+def _name_address() -> str | None:
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return None
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host gets there; a name that cannot be told is taken for another host."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
+
+
+def _windows() -> tuple[str | None, str | None]:
+    """Make a window, and open it the way a peer does; why the one or the other fails."""
+    try:
+        window = HostWindow.make(mmap.PAGESIZE)
+    except OSError as error:
+        return error.strerror or str(error), None
+    try:
+        HostWindow.open(os.getpid(), mmap.PAGESIZE, window.fd)
+    except OSError as error:
+        return None, error.strerror or str(error)
+    return None, None
+
+
+def _device_window() -> str | None:
+    """Make a window of the first device; why that fails."""
+    try:
+        DeviceWindow.make(CudaLibrary(), torch.device("cuda", 0), mmap.PAGESIZE)
+    except (OSError, RuntimeError) as error:
+        return str(error)
+    return None
+
+
+def _memory_free_mb() -> float | None:
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, flags=re.M)
+    return int(found[1]) * 1024 / 1e6 if found else None
+
+
+def _nearest(folder: Path) -> Path:
+    """The folder, or the closest one above it that exists."""
+    folder = folder.absolute()
+    return next(one for one in (folder, *folder.parents) if one.exists())
+
+
+def _folder_problem(folder: Path) -> str | None:
+    nearest = _nearest(folder)
+    if not nearest.is_dir():
+        return f"{nearest} is a file"
+    try:  # asking the system for permission is not enough: root has it on a disk that is read-only
+        with tempfile.TemporaryFile(dir=nearest):
+            return None
+    except OSError as error:
+        return f"{nearest} cannot be written to: {error.strerror or error}"

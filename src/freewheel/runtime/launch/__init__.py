@@ -1,0 +1,1 @@
+"""Starting workers: the launcher of one host, its processes, keys."""

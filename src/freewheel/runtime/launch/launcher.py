@@ -1,0 +1,400 @@
+"""Start the workers of a run on this host, keep them together and end with the right exit code.
+
+The launcher hosts the rendezvous store, writes the run's options into it and starts the workers with
+``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` … in the environment, like torchrun, and with the run's secret
+(fabric/secret.py), which nobody else can read there.
+
+What holds:
+
+- A worker that dies is started again under its rank as often as ``restarts`` says; nobody else is disturbed.
+- A worker that is lost for good does not end the others: their strategy decides whether they can go on.
+- Each worker leads a process group of its own. A group ends with its worker, and all groups end with the
+  launcher, also when it is killed.
+- One thread does everything here: lines are never mixed, and ``tick`` may draw on the same terminal.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import selectors
+import shlex
+import signal
+import time
+import uuid
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from freewheel.errors import ConfigError, at_least
+from freewheel.fabric import secret as secrets
+from freewheel.records.journal import Journal
+from freewheel.runtime.launch import keys
+from freewheel.runtime.launch.processes import Keeper, Output, Process, ending_signals, pump
+from freewheel.runtime.membership.entries import Entries
+from freewheel.runtime.membership.generation import STARTS
+from freewheel.runtime.membership.hosts import At, claim, host_store, listen, reach_store
+from freewheel.runtime.membership.place import HIDES, KEYS, LAUNCHED, hide
+from freewheel.runtime.membership.rendezvous import OPTIONS, STORE_S
+from freewheel.runtime.membership.store_client import reach
+from freewheel.runtime.worker.leaving import patience
+
+LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
+TELL_AGAIN_S = 2.0  # between two tries to tell the store who died
+GRACE_S = 1.4  # between passing on Ctrl-C and killing; after SIGTERM workers have time to leave first
+SECRET = "secret"
+"""The file in the run's folder from which others who join take the secret; gone when the run has ended."""
+
+
+class Captured:
+    """Output that is kept, not printed: the newest lines of each worker; all of them in files if wanted.
+
+    ``lines[rank]`` are a worker's, ``lines[None]`` the launcher's own words (who failed, who was restarted).
+    """
+
+    def __init__(self, folder: Path | None = None, newest: int = 40) -> None:
+        self.lines: defaultdict[int | None, deque[str]] = defaultdict(lambda: deque(maxlen=newest))
+        self._folder = folder
+
+    def __call__(self, rank: int | None, text: str, error: bool) -> None:
+        """Keep one line."""
+        self.lines[rank].append(text)
+        if self._folder is not None:
+            name = "launcher.log" if rank is None else f"worker-{rank}.log"
+            with (self._folder / name).open("a", encoding="utf-8") as file:
+                file.write(text + "\n")
+
+
+def launch(
+    command: Sequence[str],
+    workers: int,
+    *,
+    output: Output,
+    restarts: int = 0,
+    folder: Path | None = None,
+    bind: str | None = None,
+    tls: Path | None = None,
+    secret: Path | None = None,
+    console: bool = True,
+    tensorboard: Path | None = None,
+    master: str | None = None,
+    most: int | None = None,
+    env: Mapping[str, str] | None = None,
+    tick: Callable[[], None] | None = None,
+    typed: str | None = None,
+    events: Callable[[], Path] | None = None,
+) -> int:
+    """Run a command as so many workers on this host and return the exit code of the run.
+
+    It is that of the first worker that failed for good (128 + its number for a signal), 0 without one,
+    130 after Ctrl-C, which ends everything within two seconds, 143 after SIGTERM, which lets all workers
+    leave (runtime/worker/leaving.py): the run is not complete. ``output`` gets every line,
+    ``tick`` is called several times a second; when one of them raises, all workers are killed and the caller
+    gets the error.
+
+    Up to ``most`` workers may be there at once: others come with `join`, also from other hosts where
+    ``master`` and ``bind`` are addresses that those reach. ``secret`` is a file with the run's secret;
+    without it there is a new one, or that of the keys. ``typed`` is the command line for the records;
+    ``events`` says where the launcher's own go, if not into ``folder``.
+    """
+    _check(workers, restarts, bind, tls)
+    at_least("max", most, workers)
+    given = known_secret(secret, tls)
+    known = given or secrets.make()
+    store, host, port = host_store(master)
+    options: dict[str, Any] = {
+        "run": uuid.uuid4().hex,
+        "console": console,
+        "tensorboard": str(tensorboard.resolve()) if tensorboard is not None else None,
+        "workers": workers,
+        "most": most or workers,
+        "typed": typed,
+    } | _here(folder, bind, tls)
+    base = Entries(store, known)
+    base.set(OPTIONS, json.dumps(options))
+    entries = base.of_run(options["run"])
+    _make(options.get("folder"))
+    environment = _environment(workers, workers, (host, port), known, options.get("tls"), env)
+    threads, records = environment["OMP_NUM_THREADS"], options.get("folder") or "none"
+    output(None, f"workers: {workers}, OMP_NUM_THREADS: {threads}, records: {records}", True)
+    notes = Notes(events or _folder_of(options))
+    if options.get("folder"):
+        output(None, f"Watch: freewheel watch {shlex.quote(options['folder'])}", True)
+    with contextlib.ExitStack() as ends:  # what is opened here is closed, whatever happens, last things first
+        ends.callback(notes.close)
+        if options["most"] > workers:
+            how = "--tls KEYS" if tls is not None and secret is None else "--secret FILE"
+            if given is None and options.get("folder"):
+                path = Path(options["folder"]) / SECRET
+                secrets.write(path, known)
+                ends.callback(path.unlink, missing_ok=True)
+                how = f"--secret {shlex.quote(str(path))}"
+            program = shlex.join(command[1:])
+            output(
+                None,
+                f"up to {options['most']} workers: others come with "
+                f"freewheel join {host}:{port} {how} -- {program}",
+                True,
+            )
+        caught = ends.enter_context(ending_signals())
+        ranks = range(workers)
+        run = _start(
+            ends, command, ranks, environment, restarts, output, caught, entries, (host, port), notes
+        )
+        run.until_ended(tick)
+        return run.code()
+
+
+def join(
+    master: str,
+    command: Sequence[str],
+    workers: int = 1,
+    *,
+    secret: bytes,
+    output: Output,
+    restarts: int = 0,
+    folder: Path | None = None,
+    bind: str | None = None,
+    tls: Path | None = None,
+    wait_s: float = 60.0,
+    tick: Callable[[], None] | None = None,
+) -> int:
+    """Let more workers take part in a run that goes on; the exit code is theirs.
+
+    ``master`` is the run's rendezvous. They run this command, whatever others run.
+    """
+    _check(workers, restarts, bind, tls)
+    store, host, port = reach_store(master, wait_s, lambda text: output(None, text, True))
+    base, at = Entries(store, secret), (host, port)
+    given: dict[str, Any] = json.loads(base.get(OPTIONS))
+    options = given | _here(folder, bind, tls)
+    entries = base.of_run(given["run"])
+    _make(options.get("folder"))
+    with contextlib.ExitStack() as ends:
+        ranks = claim(entries, at, workers, given["workers"], given.get("most", 0), ends)
+        for rank in ranks:
+            base.set(f"{OPTIONS}/worker/{rank}", json.dumps(options))
+        environment = _environment(given["most"], workers, at, secret, options.get("tls"), None)
+        who = f"worker{'s' * (workers > 1)} {', '.join(map(str, ranks))}"
+        output(None, f"joining {master} as {who}, running: {shlex.join(command)}", True)
+        caught = ends.enter_context(ending_signals())
+        notes = Notes(_folder_of(options))
+        ends.callback(notes.close)
+        run = _start(ends, command, ranks, environment, restarts, output, caught, entries, at, notes)
+        run.until_ended(tick)
+        return run.code()
+
+
+def known_secret(secret: Path | None, tls: Path | None) -> bytes | None:
+    """What a launcher was given: a file, here or by the environment, or keys; None: nothing."""
+    named = os.environ.get(secrets.SECRET_FILE)
+    if secret is not None or named:
+        return secrets.read(secret or Path(str(named)))
+    return secrets.of_keys(tls) if tls is not None else None
+
+
+def _environment(
+    world_size: int, here: int, at: At, secret: bytes, tls: str | None, more: Mapping[str, str] | None
+) -> dict[str, str]:
+    """What all workers of this host are told."""
+    fair = max(1, len(os.sched_getaffinity(0)) // here)  # more threads than cores slow everybody down
+    host, port = at
+    return {"OMP_NUM_THREADS": str(fair), **os.environ, **(more or {})} | {
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(here),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # a store listens there already
+        "PYTHONUNBUFFERED": "1",
+        LAUNCHED: f"{host}:{port}",
+        secrets.SECRET: secret.hex(),
+        KEYS: tls or "",
+    }
+
+
+def _start(
+    ends: contextlib.ExitStack,
+    command: Sequence[str],
+    ranks: Sequence[int],
+    environment: Mapping[str, str],
+    restarts: int,
+    output: Output,
+    caught: list[int],
+    store: Entries,
+    at: At,
+    notes: Notes,
+) -> _Run:
+    """Make the processes of this host; they are killed with the stack, if they have not ended before."""
+    keeper = ends.enter_context(Keeper())
+    selector = ends.enter_context(selectors.DefaultSelector())
+    processes = []
+    for local, rank in enumerate(ranks):
+        store.delete_key(f"{STARTS}/{rank}")  # who had this place before may have been given up
+        own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(local)}
+        if own.get(HIDES):
+            hide(own)
+        processes.append(Process(command, own, output, keeper, selector))
+        ends.callback(processes[-1].kill)
+    return _Run(processes, restarts, output, caught, selector, store, at, notes)
+
+
+class Notes:
+    """What the launcher notices, in the records."""
+
+    def __init__(self, folder: Callable[[], Path] | None) -> None:
+        self._folder = folder
+        self._journals: dict[Path, Journal] = {}
+        if folder is not None:  # who watches from the first second on sees a run that is starting
+            self._journal(folder()).begin()
+
+    def add(self, what: str, rank: int, life: int, text: str) -> None:
+        """Something happened to a worker's process."""
+        if self._folder is not None:
+            self._journal(self._folder()).event(time.time(), what, rank, life, text)
+
+    def close(self) -> None:
+        """Where nothing was noticed, leave nothing."""
+        for journal in self._journals.values():
+            journal.close()
+
+    def _journal(self, folder: Path) -> Journal:
+        if folder not in self._journals:
+            self._journals[folder] = Journal(folder, "launcher")
+        return self._journals[folder]
+
+
+def _folder_of(options: Mapping[str, Any]) -> Callable[[], Path] | None:
+    folder = options.get("folder")
+    return (lambda: Path(folder)) if folder else None
+
+
+class _Run:
+    """The workers of this host from their start to the last one's end."""
+
+    def __init__(
+        self,
+        processes: list[Process],
+        restarts: int,
+        output: Output,
+        caught: list[int],
+        selector: selectors.BaseSelector,
+        store: Entries,
+        at: At,
+        notes: Notes,
+    ) -> None:
+        self._selector, self._store, self._at, self._notes = selector, store, at, notes
+        self._all, self._restarts, self._caught = processes, restarts, caught
+        self._output = output
+        self._running = list(processes)
+        self._failure = 0
+        self._untold: dict[int, int] = {}
+        """What the store has not been told yet of workers that died."""
+        self._tell_at_s = 0.0
+
+    def until_ended(self, tick: Callable[[], None] | None) -> None:
+        """Start them, show what they say, restart those that die, pass on signals, until none is left."""
+        for process in self._all:
+            process.start()
+        kill_at_s, look_at_s = None, 0.0
+        while self._running:
+            pump(self._selector, LOOK_S)
+            now_s = time.monotonic()
+            if now_s < look_at_s:
+                continue
+            look_at_s = now_s + LOOK_S
+            if self._caught:
+                if kill_at_s is None:
+                    notice = self._caught[0] == signal.SIGTERM
+                    kill_at_s = now_s + GRACE_S + (patience() if notice else 0.0)
+                    what = "all workers leave" if notice else "ending all workers"
+                    self._output(None, f"{signal.Signals(self._caught[0]).name}: {what}", True)
+                    self._signal(self._caught[0])
+                if now_s >= kill_at_s or signal.SIGINT in self._caught[1:]:
+                    self._signal(signal.SIGKILL)
+            elif tick is not None:
+                tick()
+            if self._untold and now_s >= self._tell_at_s:
+                self._tell_rest()
+            for process in list(self._running):
+                code = process.ended()
+                if code is not None:
+                    self._ended(process, code)
+
+    def code(self) -> int:
+        """The exit code of the run."""
+        return 128 + self._caught[0] if self._caught else self._failure
+
+    def _tell(self, rank: int, starts: int) -> None:
+        """Let the workers know whether one that died comes back."""
+        self._untold[rank] = starts
+        self._tell_rest()
+
+    def _tell_rest(self) -> None:
+        """Without the store they go on all the same; but who is started again has to know, so try again."""
+        # Over a new connection: the store may have been started anew.
+        with (
+            contextlib.suppress(RuntimeError, OSError),
+            contextlib.closing(reach(*self._at, STORE_S)) as connection,
+        ):
+            store = self._store.over(connection)
+            for rank, starts in list(self._untold.items()):
+                store.set(f"{STARTS}/{rank}", str(starts))
+                del self._untold[rank]
+        self._tell_at_s = time.monotonic() + TELL_AGAIN_S
+
+    def _signal(self, number: int) -> None:
+        for process in self._running:
+            process.signal(number)
+
+    def _ended(self, process: Process, code: int) -> None:
+        if code == 0 or self._caught:
+            self._running.remove(process)
+            if not self._caught:
+                self._tell(process.rank, 0)
+            return
+        what = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
+        how = f"worker {process.rank} ended with {what}"
+        life = process.restarts + 1
+        self._notes.add("died", process.rank, life, f"its process ended with {what}")
+        if process.restarts < self._restarts:
+            process.restarts += 1
+            self._tell(process.rank, process.restarts + 1)
+            self._output(None, f"{how}; it starts again ({process.restarts} of {self._restarts})", True)
+            process.start()
+            again = f"its process was started again ({process.restarts} of {self._restarts})"
+            self._notes.add("restarted", process.rank, life + 1, again)
+            return
+        self._running.remove(process)
+        self._tell(process.rank, 0)
+        self._failure = self._failure or (code if code > 0 else 128 - code)
+        others = f"; {len(self._running)} of {len(self._all)} go on" if self._running else ""
+        self._output(None, how + others, True)
+
+
+def _check(workers: int, restarts: int, bind: str | None, tls: Path | None) -> None:
+    at_least("workers", workers, 1)
+    at_least("restarts", restarts, 0)
+    patience()  # it is asked for when workers are to leave
+    if bind is not None:
+        listen(bind, 0, "bind").close()
+    if tls is not None:
+        keys.contexts(tls)
+
+
+def _here(folder: Path | None, bind: str | None, tls: Path | None) -> dict[str, Any]:
+    """What is said of this host alone; the rest is the run's."""
+    folders = {name: str(path.resolve()) for name, path in (("folder", folder), ("tls", tls)) if path}
+    return folders | ({"bind": bind} if bind is not None else {})
+
+
+def _make(folder: str | None) -> None:
+    if folder is None:
+        return
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make the run folder {folder!r}: {error.strerror}. Give one that can be written to."
+        ) from None

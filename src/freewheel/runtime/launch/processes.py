@@ -1,0 +1,242 @@
+"""Processes that print whole lines and leave nobody behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
+from typing import IO
+
+from freewheel.errors import ConfigError
+from freewheel.runtime.membership.place import shown
+
+Output = Callable[[int | None, str, bool], None]
+"""Takes one whole line: whose it is (a rank; None: the launcher's), the text, whether it came on stderr."""
+
+PROGRESS_S = 5.0  # between two lines out of one that is rewritten with carriage returns (a progress bar)
+LONGEST_LINE = 1 << 20
+
+
+class Process:
+    """One rank on this host: a process that leads its own group, restarted in place, and its two pipes."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        env: Mapping[str, str],
+        output: Output,
+        keeper: Keeper,
+        selector: selectors.BaseSelector,
+    ) -> None:
+        self.rank = int(shown(env)["RANK"])
+        self.restarts = 0
+        self._command, self._env = command, env
+        self._output, self._keeper, self._selector = output, keeper, selector
+        self._process: subprocess.Popen[bytes] | None = None
+        self._pipes: list[_Pipe] = []
+
+    def start(self) -> None:
+        """Start the process; its output goes line by line to the run's output."""
+        try:
+            process = subprocess.Popen(
+                self._command,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+            )
+        except OSError as error:
+            why = error.strerror or error
+            raise ConfigError(
+                f"cannot start {self._command[0]!r}: {why}. Name a program that exists."
+            ) from None
+        self._process = process
+        self._keeper.watch(process.pid)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        self._pipes = [
+            _Pipe(process.stdout, lambda text: self._output(self.rank, text, False), self._selector),
+            _Pipe(process.stderr, lambda text: self._output(self.rank, text, True), self._selector),
+        ]
+
+    def signal(self, number: int) -> None:
+        """Send the whole group a signal; notice to leave is for the worker alone, whom its children serve."""
+        if self._process is not None:
+            send = os.kill if number == signal.SIGTERM else os.killpg
+            with contextlib.suppress(ProcessLookupError):
+                send(self._process.pid, number)
+
+    def ended(self) -> int | None:
+        """Its exit code (minus a signal's number) once it has ended; its children are then gone, too."""
+        process = self._process
+        if process is None:
+            return None
+        # Until it is waited for, the dead process keeps its group's number from being taken by a stranger.
+        try:
+            if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+                return None
+        except ChildProcessError:  # whoever started us ignores the end of children, and so do we
+            pass
+        self.kill()
+        return process.returncode
+
+    def kill(self) -> None:
+        """End the group now, show what is left in the pipes, forget the process."""
+        if self._process is None:
+            return
+        self.signal(signal.SIGKILL)
+        self._keeper.forget(self._process.pid)
+        self._process.wait()
+        self._process = None
+        try:
+            for pipe in self._pipes:
+                for _ in range(32):  # more than a pipe holds: a stranger who has it open may write for ever
+                    if not pipe.read():
+                        break
+                pipe.finish()
+        finally:
+            for pipe in self._pipes:
+                pipe.close()
+
+
+class _Pipe:
+    """Cuts what a process writes into whole lines."""
+
+    def __init__(
+        self, stream: IO[bytes], show: Callable[[str], None], selector: selectors.BaseSelector
+    ) -> None:
+        self._stream, self._show, self._selector = stream, show, selector
+        self._rest = b""
+        self._shown_at_s = time.monotonic()
+        os.set_blocking(stream.fileno(), False)
+        selector.register(stream, selectors.EVENT_READ, self)
+
+    def read(self) -> bytes | None:
+        """Take what is there and show its whole lines: b"" at the end, None when there is nothing now."""
+        if self._stream.closed:
+            return b""
+        try:
+            data = os.read(self._stream.fileno(), 1 << 16)
+        except BlockingIOError:
+            return None
+        *lines, rest = (self._rest + data).split(b"\n")
+        before, rewritten, after = rest.rpartition(b"\r")
+        if rewritten:
+            rest = _newest(before) + b"\r" + after  # of a progress bar only its newest state
+            if time.monotonic() > self._shown_at_s + PROGRESS_S:
+                self._shown_at_s = time.monotonic()
+                lines.append(before)
+                rest = after
+        if len(rest) > LONGEST_LINE:
+            lines.append(rest)
+            rest = b""
+        self._rest = rest
+        for line in lines:
+            self._show(_newest(line).decode("utf-8", "replace"))
+        return data
+
+    def finish(self) -> None:
+        """Show a last line that has no end, and let go of the pipe."""
+        rest, self._rest = _newest(self._rest), b""
+        self.close()
+        if rest:
+            self._show(rest.decode("utf-8", "replace"))
+
+    def close(self) -> None:
+        """Let go of the pipe."""
+        if not self._stream.closed:
+            self._selector.unregister(self._stream)
+            self._stream.close()
+
+
+def _newest(line: bytes) -> bytes:
+    """What a terminal would show of a line with carriage returns in it, near enough."""
+    if b"\r" not in line:
+        return line
+    return next((state for state in reversed(line.split(b"\r")) if state.strip()), b"")
+
+
+def pump(selector: selectors.BaseSelector, timeout_s: float) -> None:
+    """Wait for output and show it."""
+    for key, _ in selector.select(timeout_s):
+        if key.data.read() == b"":
+            key.data.finish()
+
+
+_KEEPER = """
+import os, signal, sys
+groups = set()
+for line in sys.stdin:
+    (groups.add if line[0] == "+" else groups.discard)(int(line[1:]))
+for group in groups:
+    try:
+        os.killpg(group, signal.SIGKILL)
+    except OSError:
+        pass
+"""
+
+
+class Keeper:
+    """Kills the groups it watches when this process is gone, however it went.
+
+    A small process of its own that reads a pipe to its end. The kernel's own death signal reaches only direct
+    children, not theirs, and belongs to a thread rather than to a process.
+    """
+
+    def __enter__(self) -> Keeper:
+        quiet = subprocess.DEVNULL
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _KEEPER],
+            stdin=subprocess.PIPE,
+            stdout=quiet,
+            stderr=quiet,
+            bufsize=0,
+            start_new_session=True,
+        )
+        return self
+
+    def watch(self, group: int) -> None:
+        """Kill this group when the end comes."""
+        self._tell(f"+{group}\n")
+
+    def forget(self, group: int) -> None:
+        """This group is gone."""
+        self._tell(f"-{group}\n")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line.encode())
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+@contextlib.contextmanager
+def ending_signals() -> Iterator[list[int]]:
+    """Collect SIGINT and SIGTERM instead of dying of them (where the main thread asks)."""
+    caught: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield caught
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

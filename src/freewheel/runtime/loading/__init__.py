@@ -1,0 +1,1 @@
+"""Batches: leases of samples behind torch's DataLoader."""

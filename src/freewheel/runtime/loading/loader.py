@@ -1,0 +1,377 @@
+"""Loading: a worker's batches of each pass, by torch's DataLoader.
+
+All workers have the same order, from the seed and the number of the pass, of which pieces are dealt to them
+as they need them (data/dealing.py); each cuts its pieces into batches of its own size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from freewheel.data.order import Blocked, Sampled, Seeded, number
+from freewheel.data.sameness import fingerprint
+from freewheel.errors import ConfigError, at_least
+from freewheel.runtime.loading.leases import Leases
+from freewheel.runtime.loading.streams import StreamLoader
+
+if TYPE_CHECKING:
+    from freewheel.records.counters import Counters
+    from freewheel.runtime.worker.agent import Agent
+
+T = TypeVar("T")
+log = logging.getLogger("freewheel")
+SHOWN = (
+    "dataset",
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "pin_memory_device",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+"""What torch's DataLoader has and scripts look at: as the user has given it."""
+NAMES = {"parts": "number of workers", "kind": "shuffle or sampler", "batched": "batch_sampler"}
+END = object()
+
+
+class Loader:
+    """Passes over a dataset, by torch's DataLoader; iterate again for the next pass.
+
+    `epoch` is the number of the pass under way, or of the first one; each new iteration adds one to it. The
+    same seed and epoch give the same order, and the same random numbers to the processes that DataLoader
+    starts for the pass; those of other workers get others. When `stopped` says so, a pass ends after the
+    batch in hand and no other one begins.
+
+    A batch counts as finished when the loop asks for the next one, or ends: what DataLoader's processes have
+    loaded ahead does not.
+
+    `epochs` says how many passes the run makes: the last one then ends when all workers have finished, so
+    that what one of them leaves behind is still dealt.
+
+    `dataset` has a length and is read by index: a Dataset, a tensor, a list. The options are DataLoader's
+    (`num_workers`, `collate_fn`, `pin_memory`, …), and so are its attributes.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        agent: Callable[[], Agent],
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        epochs: int | None = None,
+        sampler: Any = None,
+        batch_sampler: Any = None,
+        stopped: Callable[[], bool] = lambda: False,
+        parts: bool = False,
+        check: Callable[[], None] = lambda: None,
+        first: bool = False,
+        blocks: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        if not options.get("in_order", True):
+            raise ConfigError(
+                "the loader has to know which batch the loop has finished and takes no in_order=False. "
+                "Leave it out."
+            )
+        at_least("epochs", epochs, 1)
+        length, given = count(dataset), batch_sampler if batch_sampler is not None else sampler
+        source: Seeded | Sampled | Blocked = Seeded(length, shuffle, seed)
+        if blocks is not None and shuffle:
+            source = Blocked(blocks, seed)
+        if given is not None:
+            source = Sampled(given, seed, batched=batch_sampler is not None)
+        self.stopped, self.rank, self.agent = stopped, rank, agent
+        self.dealer = Leases(
+            agent,
+            source,
+            1 if source.batched else batch_size,
+            world_size,
+            drop_last and not source.batched,
+            epochs,
+            check,
+            parts,
+            fingerprint(dataset),
+            first,
+        )
+        if parts and source.length > self.dealer.dealt and source.batched:
+            log.warning(
+                "all workers step together, and %d batches cannot be divided among %d: the last %d of each "
+                "pass are left out",
+                source.length,
+                world_size,
+                source.length - self.dealer.dealt,
+            )
+        self.batch_size = None if source.batched else batch_size
+        self.drop_last = drop_last
+        self.batch_sampler = batch_sampler if source.batched else self.dealer
+        self.random = None if options.get("generator") is not None else torch.Generator()
+        self.options = {**options, "generator": options.get("generator") or self.random}
+        self.batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.dealer, **self.options)
+        self.sampler = sampler if sampler is not None else self.batches.sampler
+        self.begun = False
+        self.in_hand = self.under_way = False
+        self.given = 0
+        """How many batches of the pass the loop has been given."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What else torch's DataLoader shows."""
+        if name in SHOWN and "batches" in self.__dict__:
+            return getattr(self.batches, name)
+        raise AttributeError(f"a worker's loader has no attribute {name!r}")
+
+    @property
+    def epochs(self) -> int | None:
+        """How many passes the run makes, if that was said."""
+        return self.dealer.epochs
+
+    @property
+    def step(self) -> float:
+        """Which part of a pass one step of every worker is."""
+        return self.dealer.batch_size * self.dealer.world_size / self.dealer.length
+
+    @property
+    def epoch(self) -> int:
+        """The number of the pass under way, or of the first one."""
+        return self.dealer.epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be this one."""
+        at_least("epoch", epoch, 0)
+        self.dealer.epoch = epoch
+        self.begun, self.given = False, 0
+
+    @property
+    def progress(self) -> float:
+        """Passes made by all workers together, as a fraction too."""
+        return self.dealer.progress()
+
+    def goes_on(self, first: Loader) -> bool:
+        """Whether this is another one's next pass: in use, over as many samples, dealt in the same way."""
+        return self.begun and self._identity() == first._identity()
+
+    @property
+    def samples(self) -> int:
+        """Samples that all workers together have finished, as far as is known here."""
+        return round(self.progress * self.dealer.length)
+
+    def __len__(self) -> int:
+        return len(self.dealer)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.stopped():
+            return
+        dealer = self.dealer
+        if dealer.drawn:  # a worker that is to leave has broken a pass off, and comes for another
+            self._end(left=True)
+        if self.begun:
+            self.given = 0
+        dealer.begin(dealer.epoch + self.begun)
+        self.begun = self.under_way = True
+        if self.random is not None:  # DataLoader seeds its processes from it
+            self.random.manual_seed(number(f"processes/{dealer.source.seed}/{dealer.epoch}/{self.rank}"))
+        left, counters = True, self.agent().counters
+        try:
+            while True:
+                batches = self._timed(lambda: iter(self.batches))
+                while (batch := self._next(batches, counters)) is not END:
+                    self.in_hand = True
+                    self.given += 1
+                    yield batch
+                    self.use()
+                    if self.stopped():
+                        return
+                if not self._timed(dealer.more):
+                    break
+            left = False
+        finally:
+            self.under_way = False
+            if not (left and dealer.agent.leaving):  # else the worker gives all back, and knows what is used
+                self._end(left)
+
+    def _end(self, left: bool) -> None:
+        in_hand, self.in_hand = self.in_hand, False
+        # Python drops what a pass raises that is being left; the next one raises it again.
+        with contextlib.suppress(ConfigError) if left else contextlib.nullcontext():
+            self._timed(lambda: self.dealer.end(left, in_hand))
+
+    def use(self) -> None:
+        """The batch in hand counts as used, although the loop does not come for the next one."""
+        self.in_hand = False
+        self.agent().counters.samples += self.dealer.finish()
+
+    def _next(self, batches: Iterator[Any], counters: Counters) -> Any:
+        """The next batch, or END; how long the loop waits for it is counted. Every step comes here."""
+        counters.wait("data", time.perf_counter())
+        try:
+            return next(batches, END)
+        finally:
+            counters.go_on(time.perf_counter())
+
+    def _timed(self, act: Callable[[], T]) -> T:
+        counters = self.dealer.agent.counters
+        counters.wait("data", time.perf_counter())
+        try:
+            return act()
+        finally:
+            counters.go_on(time.perf_counter())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where all workers together are in the data: it loads at any number of them, on all of them.
+
+        For after a step: the batch in hand counts as finished. The others are asked, and do not wait; what
+        they have in hand is dealt again.
+        """
+        return self._state(self.dealer.position(self.in_hand))
+
+    def own_state(self) -> dict[str, Any]:
+        """The same of what this worker has finished: all of them together make a checkpoint."""
+        return self._state(self.dealer.state(self.in_hand))
+
+    def _state(self, done: dict[str, Any]) -> dict[str, Any]:
+        where = {"begun": self.begun, "under_way": self.under_way, "given": self.given}
+        return {**self._identity(), **where, **done}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there: the next iteration begins with the batch after it.
+
+        With another seed or sampler, or in parts for another number of workers or in other batches, the pass
+        begins anew.
+        """
+        mine = self._identity()
+        if state.get("length") != mine["length"]:
+            raise ConfigError(
+                f"cannot resume: the dataset has {mine['length']} samples, the one of the checkpoint had "
+                f"{state.get('length', 'none')}. Give the same dataset, or begin anew."
+            )
+        other = [NAMES.get(name, name) for name, value in mine.items() if state.get(name) != value]
+        if not other and self.dealer.strange(state):
+            other = ["order of its sampler"]
+        if other:
+            log.warning(
+                "pass %d begins anew: the checkpoint was taken with another %s",
+                state["epoch"],
+                " and ".join(other),
+            )
+            self.set_epoch(state["epoch"])
+            return
+        self.dealer.load(state)
+        self.begun, self.given = False, state["given"]
+        if state["begun"] and not state["under_way"]:  # that pass is over
+            self.set_epoch(state["epoch"] + 1)
+
+    def _identity(self) -> dict[str, Any]:
+        """What must be the same for a state to mean the same; where all step together, the batches too."""
+        dealer, source = self.dealer, self.dealer.source
+        same = {"length": dealer.length, "kind": source.kind, "seed": source.seed, "batched": source.batched}
+        if not dealer.parts:
+            return {"parts": 0, **same}
+        parts = {"parts": dealer.world_size, "batch_size": dealer.batch_size, "drop_last": dealer.drop_last}
+        return {**parts, **same}
+
+
+def count(dataset: Any) -> int:
+    """How many samples a dataset has; refuses one that cannot be read by index."""
+    try:
+        if not hasattr(dataset, "__getitem__"):
+            raise TypeError
+        return len(dataset)
+    except TypeError:
+        raise ConfigError(
+            f"a {type(dataset).__name__} has no length and no samples by index, so it cannot be dealt. Give "
+            "a dataset with __len__ and __getitem__, or an IterableDataset."
+        ) from None
+
+
+def make(
+    given: Any,
+    asked: dict[str, Any],
+    agent: Callable[[], Agent],
+    rank: int,
+    world_size: int,
+    stopped: Callable[[], bool],
+    parts: bool,
+    check: Callable[[], None],
+    first: bool,
+) -> Loader | StreamLoader:
+    """A loader of a dataset, of a stream, or of what a DataLoader of torch's loads, as the user asked."""
+    dataset, options = unpacked(given, asked)
+    dealt: dict[str, Any] = {"agent": agent, "rank": rank, "world_size": world_size, "stopped": stopped}
+    dealt |= {"parts": parts, "check": check, "first": first}
+    if type(dataset).__module__.startswith("ray.data."):
+        from freewheel.ray.data import Rows
+
+        rows = Rows(dataset, options)
+        made = Loader(rows, options.pop("batch_size", 1), blocks=rows.lengths, **dealt, **options)
+        rows.ahead = made.dealer.next_samples
+        return made
+    batch_size, sharded = options.pop("batch_size", 1), options.pop("sharded", False)
+    for name in ("sampler", "batch_sampler", "shuffle"):
+        if isinstance(dataset, IterableDataset) and options.get(name):
+            raise ConfigError(f"a stream comes in its own order and takes no {name}. Leave it out.")
+    if not isinstance(dataset, IterableDataset):
+        return Loader(dataset, batch_size, **dealt, **options)
+    for name in ("shuffle", "seed", "in_order"):
+        options.pop(name, None)
+    return StreamLoader(
+        dataset,
+        batch_size,
+        agent,
+        rank,
+        world_size,
+        sharded=sharded,
+        stopped=stopped,
+        parts=parts,
+        shown=SHOWN,
+        **options,
+    )
+
+
+def unpacked(given: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The dataset and the options of a DataLoader of torch's, less those that are given beside it."""
+    options = {name: one for name, one in options.items() if one is not None}
+    if not isinstance(given, DataLoader):
+        return given, options
+    if given.batch_size is None and given.batch_sampler is None:
+        raise ConfigError(
+            "the DataLoader gives samples, not batches (batch_size=None). Give it a batch_size."
+        )
+    found: dict[str, Any] = {name: getattr(given, name) for name in SHOWN if name != "dataset"}
+    if not isinstance(given.dataset, IterableDataset):
+        found |= _order_of(given)
+    found |= {"batch_size": given.batch_size or 1, "drop_last": given.drop_last}
+    found["in_order"] = getattr(given, "in_order", True)
+    if not given.num_workers:
+        del found["prefetch_factor"], found["multiprocessing_context"]
+    return given.dataset, {**found, **options}
+
+
+def _order_of(given: DataLoader[Any]) -> dict[str, Any]:
+    if given.batch_size is None:
+        return {"batch_sampler": given.batch_sampler}
+    if type(given.sampler) is SequentialSampler:
+        return {"shuffle": False}
+    if (
+        type(given.sampler) is RandomSampler
+        and not given.sampler.replacement
+        and (
+            given.sampler.num_samples == len(given.dataset)  # type: ignore[arg-type]
+        )
+    ):
+        return {"shuffle": True}
+    return {"sampler": given.sampler}

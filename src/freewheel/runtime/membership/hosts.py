@@ -1,0 +1,137 @@
+"""Where the workers of a run meet: the store that one process holds, and how others reach it and join."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from freewheel.errors import ConfigError
+from freewheel.runtime.membership.entries import Entries
+from freewheel.runtime.membership.place import parse_address
+from freewheel.runtime.membership.store_client import within
+
+At = tuple[str, int]
+"""Where a store is."""
+
+FREE = "free"
+"""What a place of the run says that a worker has had and has left."""
+SLOW_S = 1.0  # an answer that takes longer is worth a word
+
+
+def listen(host: str, port: int, option: str) -> socket.socket:
+    """A listening socket on one address of this machine; port 0 takes a free one."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.socket(family, kind)
+        try:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+            listener.listen(1024)
+        except OSError:
+            listener.close()
+            raise
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"{option}: port {port} of {host} is in use; give another one.") from None
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError(
+                f"{option}: this machine has no address {host}; give one that `ip address` lists."
+            ) from None
+        why = error.strerror or error
+        raise ConfigError(
+            f"{option}: cannot listen on {host!r}: {why}. Give an address of this machine."
+        ) from None
+    return listener
+
+
+def host_store(master: str | None) -> tuple[TCPStore, str, int]:
+    """Host the store in this process, on one address only: ``master``, or a free port of loopback."""
+    host, port = parse_address(master) if master is not None else ("127.0.0.1", 0)
+    listener = listen(host, port, "master")
+    port = listener.getsockname()[1]
+    # The store takes the socket over; handed none, it would listen on every address of the machine.
+    store = TCPStore(host, port, None, True, timedelta(seconds=60), False, master_listen_fd=listener.detach())
+    return store, host, port
+
+
+def reach_store(master: str, wait_s: float, say: Callable[[str], None]) -> tuple[TCPStore, str, int]:
+    """Reach the store of a run, which may come up later than we do; `say` is told what is waited for."""
+    host, port = parse_address(master)
+    until_s = time.monotonic() + wait_s
+    hint = f"Start the run first, and let its port {port} be reached from here."
+    told = ""
+
+    def retry(what: Callable[[], bool]) -> None:
+        nonlocal told
+        why = "no answer"
+        while time.monotonic() < until_s:
+            try:
+                if what():
+                    return
+                why = "there is no run there"
+            except (OSError, RuntimeError) as error:
+                why = str(getattr(error, "strerror", None) or error).splitlines()[0]
+            if why != told:
+                told, left_s = why, max(0.0, until_s - time.monotonic())
+                say(
+                    f"waiting up to {left_s:.0f} s for a run at {master}: {why}. "
+                    "Is it up, is this the address it printed, does a firewall let its port through?"
+                )
+            time.sleep(0.1)
+        raise ConfigError(f"cannot reach the rendezvous at {master} within {wait_s:g} s ({why}). {hint}")
+
+    def reachable() -> bool:
+        # Tried with a plain socket: the store's own way of waiting cannot be interrupted and is noisy.
+        socket.create_connection((host, port), timeout=2).close()
+        return True
+
+    retry(reachable)
+    left_s = max(1.0, until_s - time.monotonic())
+    silent = f"waiting up to {left_s:.0f} s for a run at {master}: a connection is made, nobody answers yet"
+    slow = threading.Timer(SLOW_S, say, [silent])
+    slow.start()
+    try:
+        # A second more than the store gives itself: what it has to say is better than that it hangs.
+        store = within(left_s + 1, lambda: TCPStore(host, port, None, False, timedelta(seconds=left_s)))
+    except RuntimeError as error:
+        raise ConfigError(f"{master} is no rendezvous: {str(error).splitlines()[0]}. {hint}") from None
+    finally:
+        slow.cancel()
+    retry(lambda: bool(within(left_s, lambda: store.check(["freewheel/options"]))))
+    return store, host, port
+
+
+def claim(
+    store: Entries, at: At, workers: int, begun: int, most: int, ends: contextlib.ExitStack
+) -> list[int]:
+    """Take so many places of a run that may have up to `most` workers; they are free again at the end."""
+    token = uuid.uuid4().hex
+    found: list[int] = []
+    for rank in range(most):
+        if len(found) == workers:
+            break
+        place = f"freewheel/place/{rank}"
+        free = FREE if rank < begun or store.check(place) else ""  # the first ones have theirs already
+        if store.compare_set(place, free, token) == token:
+            found.append(rank)
+            ends.callback(_let_go, store, at, place)
+    if len(found) < workers:
+        raise ConfigError(
+            f"the run takes up to {most} workers at once and has room for {len(found)}, not for {workers}. "
+            "Start it with a larger --max, or wait until one leaves."
+        )
+    return found
+
+
+def _let_go(store: Entries, at: At, place: str) -> None:
+    with contextlib.suppress(RuntimeError, OSError):  # the run may have ended before
+        socket.create_connection(at, timeout=1).close()
+        store.set(place, FREE)

@@ -1,0 +1,195 @@
+"""A worker's place in its run, as whoever started it says: by the environment, or as an object (`give`)."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from freewheel.errors import ConfigError
+from freewheel.fabric import secret
+from freewheel.runtime.membership.entries import Store
+
+LAUNCHED = "FREEWHEEL_LAUNCHED"
+"""Set by our launcher, for its workers: the address of its store. Who starts others with another store in
+this environment does not launch them."""
+KEYS = "FREEWHEEL_TLS"
+"""Set by our launcher too: where the run's keys are. A worker that has it never speaks without them."""
+
+
+STORE = "FREEWHEEL_STORE"
+"""HOST:PORT of a store that `freewheel store` holds, where neither a launcher nor worker 0 does."""
+RUN, BIND = "FREEWHEEL_RUN", "FREEWHEEL_BIND"
+"""Which of several runs that meet in one store this is; and the address to listen on, as attach's `bind`."""
+SCHEDULERS = (("SLURM_PROCID", "SLURM_NTASKS"), ("JOB_COMPLETION_INDEX", "WORLD_SIZE"))
+"""What Slurm and an Indexed Job of Kubernetes call RANK and WORLD_SIZE."""
+HIDES = "FREEWHEEL_HIDE_RANKS"
+"""Set for workers whose script another library would start processes in, if it saw that there are several."""
+RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+class Meeting(Protocol):
+    """Where the workers of a run meet, where that is no TCPStore: an engine has one that survives a worker.
+
+    `str` of it says where it is, for people.
+    """
+
+    def connect(self, timeout_s: float) -> Store:
+        """A connection. It and all its calls raise OSError or RuntimeError where nobody answers."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A worker's place in its run."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_world_size: int = 1
+    host: str = "127.0.0.1"
+    port: int = 0
+    hosted: bool = False
+    """Whether a launcher holds the store."""
+    attempt: str = "0"
+    """torchrun starts all workers anew after a failure; what an earlier attempt left does not count. In a
+    store that several runs use, the run's name."""
+    launched: bool = False
+    """Whether the launcher is ours: the store then has the run's options before it has workers."""
+    secret: bytes = field(default=b"", repr=False)
+    """The run's (fabric/secret.py); empty: nobody has given one, and who reaches the store is believed."""
+    tls: str | None = None
+    """The run's keys, where a launcher of ours says so."""
+    bind: str | None = None
+    """The address to listen on, where who started this worker knows it."""
+    folder: str | None = None
+    """Where this worker writes its records, where that is its own."""
+    life: int = 0
+    """How often this worker was started, where who starts it counts."""
+    meeting: Meeting | None = None
+    """Where the others are found; None: a TCPStore at `host` and `port`."""
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ) -> Place:
+        """What an engine has given; else RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or what a scheduler
+        calls them; alone where there is none of them.
+        """
+        if _given is not None and environment is os.environ:
+            return _given
+        environment = _in_our_words(shown(environment))
+        if "RANK" not in environment and "WORLD_SIZE" not in environment:
+            return cls()
+        names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+        missing = [name for name in names if not environment.get(name)]
+        if missing and environment.get("WORLD_SIZE") != "1":
+            raise ConfigError(
+                f"the environment has no {', '.join(missing)}. Start workers with `freewheel run` or "
+                f"torchrun, or set {', '.join(names)}; with none of them set a script trains alone."
+            )
+        numbers = {}
+        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+            text = environment.get(name, "0")
+            if not text.isdecimal():
+                raise ConfigError(f"{name}={text!r} in the environment is not a whole number.")
+            numbers[name] = int(text)
+        rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
+        if not 0 <= rank < world_size:
+            raise ConfigError(
+                f"RANK={rank} and WORLD_SIZE={world_size} in the environment do not fit: ranks go from 0 to "
+                "WORLD_SIZE - 1."
+            )
+        return cls(
+            rank,
+            world_size,
+            numbers["LOCAL_WORLD_SIZE"],
+            environment.get("MASTER_ADDR", "127.0.0.1"),
+            numbers["MASTER_PORT"],
+            environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or STORE in environment,
+            environment.get("TORCHELASTIC_RESTART_COUNT") or environment.get(RUN, "0"),
+            launched := environment.get(LAUNCHED)
+            == f"{environment.get('MASTER_ADDR')}:{numbers['MASTER_PORT']}",
+            secret.of_environment(environment),
+            environment.get(KEYS) if launched else None,
+            environment.get(BIND) or None,
+        )
+
+    @property
+    def where(self) -> str:
+        """Where the workers meet, for people."""
+        return f"{self.host}:{self.port}" if self.meeting is None else str(self.meeting)
+
+    def spans_hosts(self) -> bool:
+        """Whether workers may sit on other machines."""
+        if self.local_world_size == self.world_size:
+            return False
+        try:  # a machine's own name may mean loopback on that machine, and something else on others
+            return self.host != "localhost" and not ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return True
+
+    def loopback(self) -> str:
+        """The address to listen on if none is given; refuses it where others could not be reached."""
+        if not self.spans_hosts():
+            return "127.0.0.1"
+        raise ConfigError(
+            f"this run may span machines (MASTER_ADDR={self.host}), and workers listen on loopback "
+            'unless told otherwise. Give attach bind="auto" (the address that reaches MASTER_ADDR) or an '
+            "address of this machine, or start with `freewheel run --bind ADDRESS`."
+        )
+
+
+def hide(environment: MutableMapping[str, str]) -> None:
+    """Give the ranks names that only Freewheel reads."""
+    for name in RANKS:
+        if name in environment:
+            environment[f"FREEWHEEL_{name}"] = environment.pop(name)
+
+
+def shown(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """The environment with hidden ranks under their usual names, unless somebody has set others since."""
+    if "RANK" in environment or "WORLD_SIZE" in environment:
+        return environment
+    hidden = {name: f"FREEWHEEL_{name}" for name in RANKS}
+    return {
+        **environment,
+        **{name: environment[other] for name, other in hidden.items() if other in environment},
+    }
+
+
+def local_rank(environment: Mapping[str, str] = os.environ) -> int:
+    """Which worker of its host this is, for the choice of a device."""
+    text = shown(environment).get("LOCAL_RANK") or environment.get("SLURM_LOCALID", "0")
+    if not text.isdecimal():
+        raise ConfigError(f"LOCAL_RANK={text!r} in the environment is not a whole number.")
+    return int(text)
+
+
+def _in_our_words(environment: Mapping[str, str]) -> Mapping[str, str]:
+    """What schedulers and `freewheel store` say, as torch says it."""
+    words = dict(environment)
+    for rank, world_size in SCHEDULERS:
+        given = environment.get(world_size, "1")
+        if "RANK" not in words and rank in words and given != "1":
+            words.update(RANK=words[rank], WORLD_SIZE=given)
+    if words.get(STORE):
+        host, port = parse_address(words[STORE], STORE)
+        words.update(MASTER_ADDR=host, MASTER_PORT=str(port))
+    return words
+
+
+def parse_address(text: str, name: str = "master") -> tuple[str, int]:
+    """Read HOST:PORT; an IPv6 address stands in brackets."""
+    host, _, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ConfigError(f"cannot read {name} {text!r}: write HOST:PORT, as in 10.0.0.1:29500.")
+    return host, int(port)
+
+
+_given: Place | None = None
+
+
+def give(place: Place | None) -> None:
+    """Say which place this process has, before its script runs; None: the environment says it."""
+    global _given
+    _given = place

@@ -1,0 +1,509 @@
+"""How the workers of a run find each other: the environment says where the store is, the store says the rest.
+
+The store (a c10d TCPStore: the launcher's, torchrun's, or worker 0's) holds the run's options, the model's
+signature and the address book, all of it sealed (entries.py). It is needed to join, not to train: when it
+goes, training goes on, and when it comes back, empty, the workers enter themselves again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import math
+import secrets
+import socket
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any
+
+from torch import nn
+from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
+
+from freewheel.errors import ConfigError, WorkerLost
+from freewheel.fabric.secret import Forged, derive
+from freewheel.runtime.membership import generation
+from freewheel.runtime.membership.entries import Entries, Store
+from freewheel.runtime.membership.generation import (
+    GIVEN_UP,
+    Beginning,
+    Beginnings,
+    Entry,
+    Orphaned,
+    TooLate,
+    given_up,
+    started,
+)
+from freewheel.runtime.membership.place import Place
+from freewheel.runtime.membership.store_client import BoundedStore, Hangs, reach, watched, within
+from freewheel.runtime.worker.checks import first_difference, other_settings, signature
+from freewheel.strategy import Strategy
+
+POLL_S = 0.05
+OPTIONS = "freewheel/options"
+REGISTER_S = 1.0
+"""Between two looks whether the store still knows this worker."""
+SAY_S = 10.0
+"""How long others are waited for before it is said."""
+STORE_S = 5.0
+"""How long a store may take to answer once training has begun."""
+LISTENS_S = 1.0
+"""How long a process that is there may take to accept a connection."""
+MISSES = 2
+"""A store that did not answer so often one after the other is lost."""
+HANGS_S = 60.0
+"""How long one that hangs is left alone, unless it answers before: each call leaves a thread behind."""
+
+log = logging.getLogger("freewheel")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the launcher tells every worker of a run."""
+
+    run: str
+    folder: str | None = None
+    bind: str | None = None
+    tls: str | None = None
+    typed: str | None = None
+    """The command line, for the records."""
+    console: bool = False
+    tensorboard: str | None = None
+    workers: int = 0
+    """How many workers the run begins with; 0: as many as the environment says."""
+    most: int = 0
+    """How many it may have at once; 0: no more than it begins with."""
+
+
+_stores: dict[Place, tuple[BoundedStore, int]] = {}
+"""The store of each place in this process, and how often it was used: a script may attach several times."""
+
+
+class Rendezvous:
+    """One worker's view of the store."""
+
+    def __init__(self, place: Place, timeout_s: float) -> None:
+        self.place, self.timeout_s, self.most = place, timeout_s, place.world_size
+        self._line, used = _stores.get(place) or (_connect(place, timeout_s), 0)
+        _stores[place] = self._line, used + 1
+        self._used = used
+        self._prefix = f"freewheel/{place.attempt}/{used}"
+        self._line.timeout_s = timeout_s
+        self._base = Entries(self._line, place.secret)
+        self._of_run = self._base
+        """What is sealed for this run alone."""
+        self._run = self._store = self._base.under(self._prefix)
+        self._workers, self._beginning, self._late = place.world_size, Beginning(0, ()), False
+        self._options = self._model = self._address = ""
+        self._name = OPTIONS
+        self.there = True
+        """Whether the store has answered when it was last asked."""
+        self._hangs: tuple[Hangs, float] | None = None
+        self._probes: dict[int, socket.socket] = {}
+        """Connections with the ports of workers that are out of reach."""
+        self._missed = 0
+
+    def hurry(self) -> None:
+        """From now on nobody waits long for the store."""
+        self._line.timeout_s = STORE_S
+
+    def options(self) -> Options:
+        """The launcher's options; where there is no launcher of ours, the number of whoever came first."""
+        # Who joins from another host has an address of its own to listen on.
+        names = (f"{OPTIONS}/worker/{self.place.rank}", OPTIONS)
+        if self.place.launched and not self._base.check(OPTIONS):
+            self._await_others()
+        if self.place.launched:
+            self._name = next((name for name in names if self._base.check(name)), OPTIONS)
+            self._options = self._base.get(self._name)
+            options = _options(self._options)
+        else:  # nothing else that lies there is a launcher's word
+            ours = json.dumps({"run": secrets.token_hex(16)})
+            self._options = self._store.compare_set(OPTIONS, "", ours)
+            options = Options(str(json.loads(self._options)["run"]))
+        self._of_run = self._base.of_run(options.run)
+        self._store = self._run = self._of_run.under(self._prefix)
+        self._workers = options.workers or self.place.world_size
+        self.most = max(options.most, options.workers, self.place.world_size)
+        # What is said in a process's second use of a run does not belong to its first.
+        # Whoever has not the secret cannot know this number, which is the key of all connections.
+        run = derive(self.place.secret, "run", options.run, str(self._used)).hex()
+        return replace(options, run=run, tls=self.place.tls or options.tls)
+
+    def _await_others(self) -> None:
+        """This store was started anew, and knows nothing: let those come back to it who know the run.
+
+        Without them this worker would take itself for the first one.
+        """
+        place = self.place
+        log.warning("the rendezvous at %s was started anew; waiting for others", place.where)
+        end = time.monotonic() + self.timeout_s
+        while not self._base.check(OPTIONS):
+            if time.monotonic() > end:
+                raise WorkerLost(
+                    f"the rendezvous at {place.where} was started anew, and no worker of the run "
+                    f"came back to it within {self.timeout_s:g} s. If none is left, start a new run."
+                )
+            time.sleep(POLL_S)
+        time.sleep(2 * REGISTER_S)  # all of them
+
+    def incarnation(self) -> int:
+        """Which life of this rank this is, from 1 on.
+
+        Lives that ended before they came this far count, too: the launcher has counted them.
+        """
+        name = f"life/{self.place.rank}"
+        counted = max(started(self._of_run, self.place.rank) or 0, self.place.life)
+        life = self._run.add(name, 1)
+        return life if counted <= life else self._run.add(name, counted - life)
+
+    def enter(self, life: int, strategy: Strategy) -> Entry:
+        """Come into the run; into its next beginning where all who could be copied are lost."""
+        entry = self._beginnings.enter(self.place.rank, life, strategy)
+        self._beginning, self._late = entry.beginning, entry.late
+        self._store = self._beginnings.store(entry.beginning)
+        if entry.late and self.over():
+            raise self.too_late(life)
+        return entry
+
+    def too_late(self, life: int) -> TooLate:
+        """What to raise where the run is over.
+
+        A later life that was to train is done. It is not where an earlier one had the answer and failed
+        with it, nor where the script's next run goes on already.
+        """
+        rank = self.place.rank
+        had_it = str(rank) in (self._store.read("over") or "").split()
+        after = self._base.under(f"freewheel/{self.place.attempt}/{self._used + 1}")
+        goes_on = any(after.check(f"life/{peer}") for peer in range(self.most))
+        return TooLate(rank, life > 1 and not had_it and not goes_on, had_it)
+
+    @property
+    def _beginnings(self) -> Beginnings:
+        return Beginnings(self._of_run, self._prefix, self._workers, self.most)
+
+    def lost(self, strategy: Strategy) -> bool:
+        """Whether nobody of this worker's beginning can go on, or another has begun."""
+        newest = self._beginnings.newest()
+        return newest != self._beginning or bool(self._beginnings.lost(newest, strategy))
+
+    def living(self) -> list[int]:
+        """The workers that may have weights to copy: no later life of them has come yet."""
+        return [rank for rank, lives in self._beginnings.marks(self._beginning).items() if lives]
+
+    def begun(self) -> bool:
+        """Whether somebody trains already."""
+        return self._store.read("begun") is not None
+
+    def begin(self, life: int) -> None:
+        """This worker trains: from now on it can be copied."""
+        self._store.set(f"here/{self.place.rank}", str(life))
+        self._store.set("begun", "yes")
+
+    def check_model(self, model: nn.Module, settings: Mapping[str, Any]) -> str:
+        """Compare model and settings with those of the first worker; return the digest of what both have."""
+        mine, first = json.dumps([settings, signature(model)]), self._beginning.ranks[0]
+        self._model = mine
+        if self.place.rank == first and not self._late:
+            self._store.set("model", mine)
+        elif (theirs := self._get("model", first)) != mine:
+            (their_settings, their_model), (my_settings, my_model) = json.loads(theirs), json.loads(mine)
+            if what := other_settings(their_settings, my_settings, f"worker {first}"):
+                self._refused(f"it has {what}")
+                raise ConfigError(
+                    f"worker {self.place.rank} was refused: it has {what}. "
+                    "Give all workers the same strategy and settings."
+                )
+            why = first_difference(their_model, my_model, f"at worker {first}")
+            self._refused(f"its model differs from worker {first}'s. {why}")
+            raise ConfigError(
+                f"worker {self.place.rank} was refused: its model differs from worker {first}'s. {why} "
+                "Build the same model on every worker."
+            )
+        return hashlib.sha256(mine.encode()).hexdigest()[:32]
+
+    def _refused(self, why: str) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"refused/{self.place.rank}", why)
+        self.leave(f"it was refused: {why}")
+
+    def refused(self, members: Collection[int]) -> dict[int, str]:
+        """Who was not let in, beside those who are, and why."""
+        found = {}
+        with contextlib.suppress(RuntimeError, OSError, Forged):
+            for rank in set(range(self.most)).difference(members) if self.there else ():
+                if why := self._store.read(f"refused/{rank}"):
+                    found[rank] = f"it was refused: {why}"
+        return found
+
+    def publish(self, host: str, port: int, incarnation: int) -> None:
+        """Enter this worker into the address book."""
+        for what in ("absent", "refused"):  # an earlier life may have said that it was
+            self._store.set(f"{what}/{self.place.rank}", "")
+        self._address = json.dumps([host, port, incarnation])
+        self._store.set(f"address/{self.place.rank}", self._address)
+
+    def register(self, lives: Mapping[int, int], members: Collection[int]) -> dict[int, tuple[str, int]]:
+        """Enter this worker again into a store that does not know it; who else is there, and where.
+
+        What it knows of the run goes along, and which life of each rank was the last it saw: one that comes
+        back must not be taken for an earlier one.
+
+        Returned are those out of reach whose entry is no older than what was seen of them: one that joined
+        while it could not reach this worker, or did not find it in a store that was started anew; and one
+        that had called this worker, which so never knew where it listens, until the connection broke.
+        """
+        found: dict[int, tuple[str, int]] = {}
+        if self._hangs is not None:
+            call, until_s = self._hangs
+            if call.thread.is_alive() and time.monotonic() < until_s:
+                self._miss()
+                return found
+            self._hangs = None
+        try:
+            self._line.renew(lambda: _again(self.place))
+            self._register(lives)
+            for rank in set(range(self.most)).difference(members):
+                if (text := self._store.read(f"address/{rank}")) is not None:
+                    host, port, life = json.loads(text)
+                    if life >= lives.get(rank, 0) and not self._store.read(f"absent/{rank}"):
+                        found[rank] = str(host), int(port)
+            self.there, self._missed = True, 0
+        except Forged as error:  # somebody else writes there: nobody can join, training goes on
+            if not self._missed:
+                log.warning("%s", error)
+            self._miss()
+        except (OSError, RuntimeError) as error:
+            self._miss()
+            if isinstance(error, Hangs):
+                self._hangs = error, time.monotonic() + HANGS_S
+        return found
+
+    def _miss(self) -> None:
+        self._missed += 1
+        self.there = self._missed < MISSES
+
+    def _register(self, lives: Mapping[int, int]) -> None:
+        place, store = self.place, self._store
+        if store.read(f"address/{place.rank}") is not None:
+            return
+        for rank, life in lives.items():
+            self._run.raise_to(f"life/{rank}", life)
+        generation.restore(self._run, self._beginning)
+        store.compare_set("model", "", self._model)
+        store.set(f"here/{place.rank}", str(lives.get(place.rank, 1)))
+        store.set("begun", "yes")
+        store.set(f"address/{place.rank}", self._address)
+        options = self._base if place.launched else self._base.under(self._prefix)
+        options.compare_set(self._name, "", self._options)
+        options.compare_set(OPTIONS, "", self._options)  # last: who finds it finds the rest
+        log.warning("the rendezvous at %s was started anew; entered this worker again", place.where)
+
+    def look_up(self, peer: int) -> tuple[str, int] | None:
+        """Where a peer listens; None: not known yet."""
+        if (text := self._store.read(f"address/{peer}")) is None:
+            return None
+        host, port, _ = json.loads(text)
+        return str(host), int(port)
+
+    def listens(self, peer: int) -> bool:
+        """Whether a peer's process takes connections: the system answers for one that is stopped, too."""
+        with contextlib.suppress(RuntimeError, OSError):
+            if peer in self._probes:  # one that is stopped takes only so many connections: keep this one
+                with contextlib.suppress(BlockingIOError):
+                    if not self._probes[peer].recv(1):
+                        self._probes.pop(peer).close()
+            elif (where := self.look_up(peer)) is not None:
+                self._probes[peer] = socket.create_connection(where, timeout=LISTENS_S)
+                self._probes[peer].setblocking(False)
+            return peer in self._probes
+        if peer in self._probes:  # it was reset
+            self._probes.pop(peer).close()
+        return False
+
+    def known(self) -> list[int]:
+        """The workers that have an address."""
+        ranks = (rank for rank in range(self.most) if rank != self.place.rank)
+        return [rank for rank in ranks if self._store.read(f"address/{rank}") is not None]
+
+    def coming(self, lives: Mapping[int, int]) -> list[int]:
+        """Workers that our launcher has started again and that have not joined yet."""
+        if not self.there:
+            return []
+        try:
+            ranks = range(self.most)
+            return [rank for rank in ranks if (started(self._of_run, rank) or 0) > lives.get(rank, 0)]
+        except (RuntimeError, OSError):  # without a store nobody can come
+            self.there = False
+            return []
+
+    def end(self, members: Sequence[int]) -> tuple[int, ...]:
+        """Tell those who come too late that the run is over, and whose mean its answer is.
+
+        Returned is what was said first: where it lacks this worker, its answer is not the run's.
+        """
+        for probe in self._probes.values():
+            probe.close()
+        with contextlib.suppress(RuntimeError, OSError, Forged):  # a stranger's word is none
+            said = self._store.compare_set("over", "", " ".join(map(str, members)))
+            return tuple(map(int, said.split()))
+        return tuple(members)
+
+    def over(self) -> bool:
+        """Whether the run has ended well without this worker."""
+        return self._store.read("over") is not None
+
+    def leave(self, why: str) -> None:
+        """Tell those who still gather that this worker is not coming, and that it cannot be copied."""
+        self.hurry()  # the store may be why, or may have left with worker 0
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"absent/{self.place.rank}", why)
+            if self._store.check(here := f"here/{self.place.rank}"):
+                self._store.set(here, "0")
+
+    def absent(self, peer: int) -> str | None:
+        """Why a peer is not coming, if it or its launcher said so."""
+        if self._beginnings.newest() != self._beginning:
+            raise Orphaned("the others have begun again")
+        if given_up(self._of_run, peer):
+            return GIVEN_UP
+        return self._store.read(f"absent/{peer}") or None
+
+    def say(self, key: str, text: str) -> None:
+        """Leave a word for the others."""
+        self._store.set(key, text)
+
+    def first(self, key: str, text: str) -> str:
+        """Say this unless somebody has said something under this name; what was said first."""
+        return self._store.compare_set(key, "", text)
+
+    def hear(self, key: str, peer: int) -> str:
+        """Wait for a word of another worker, counted among those who begin; WorkerLost: it is not coming."""
+        peer = self._beginning.ranks[peer]
+        end = time.monotonic() + self.timeout_s
+        while not self._store.check(key):
+            why = self.absent(peer)
+            if why is not None and not self._store.check(key):  # it may have said it and then left
+                raise WorkerLost(f"worker {peer} is not coming: {why.rstrip('.')}.")
+            if time.monotonic() > end:
+                raise WorkerLost(
+                    f"worker {peer} has said nothing of {key!r} for {self.timeout_s:g} s. "
+                    "Give all workers the same arguments, and look at its output."
+                )
+            time.sleep(POLL_S)
+        return self._store.get(key)
+
+    def _get(self, key: str, peer: int) -> str:
+        waiting = Waiting(self.place.rank, self.timeout_s)
+        end = time.monotonic() + self.timeout_s
+        while not self._store.check(key):
+            waiting.say([peer])
+            if given_up(self._of_run, peer):
+                raise WorkerLost(f"worker {peer} is not coming: {GIVEN_UP}.")
+            if time.monotonic() > end:
+                raise WorkerLost(f"worker {peer} did not come to the rendezvous within {self.timeout_s:g} s.")
+            time.sleep(POLL_S)
+        return self._store.get(key)
+
+
+class Waiting:
+    """Says, once, that a worker that joins waits for others."""
+
+    def __init__(self, rank: int, timeout_s: float) -> None:
+        self._rank, self._timeout_s, self._say_at_s = rank, timeout_s, time.monotonic() + SAY_S
+
+    def say(self, peers: Sequence[int]) -> None:
+        """It still waits for these."""
+        if time.monotonic() > self._say_at_s:
+            self._say_at_s = math.inf
+            log.warning(
+                "worker %d waits for worker %s to join, for %g s at most. If their run has ended and its "
+                "store was started anew, nobody comes",
+                self._rank,
+                ", ".join(map(str, peers)),
+                self._timeout_s,
+            )
+
+
+def options_alone(place: Place) -> Options | None:
+    """What our launcher tells a worker that begins alone; None: it does not, or there is none."""
+    if not place.launched or place.world_size > 1:
+        return None
+    with (
+        contextlib.suppress(OSError, RuntimeError),
+        contextlib.closing(_again(place)) as store,
+    ):
+        entries = Entries(store, place.secret)
+        if entries.check(OPTIONS):
+            options = _options(entries.get(OPTIONS))
+            return replace(options, tls=place.tls or options.tls)
+    return None
+
+
+def _options(text: str) -> Options:
+    given = json.loads(text)
+    return Options(**{key: given[key] for key in Options.__dataclass_fields__ if key in given})
+
+
+def patiently(join: Callable[[], None], place: Place, timeout_s: float) -> None:
+    """Join; where the rendezvous goes meanwhile, begin again with the next one."""
+    end, used = time.monotonic() + timeout_s, _stores[place][1] if place in _stores else 0
+    while True:
+        try:
+            return join()
+        except DistError as error:
+            if time.monotonic() > end or (place.rank == 0 and not place.hosted):
+                raise WorkerLost(
+                    f"worker {place.rank} lost the rendezvous at {place.where} while it joined "
+                    f"({str(error).splitlines()[0][:120]})."
+                ) from None
+            log.warning("the rendezvous was lost while worker %d joined; trying again", place.rank)
+            time.sleep(POLL_S)
+            _stores[place] = _connect(place, max(1.0, end - time.monotonic())), used
+
+
+def _again(place: Place) -> BoundedStore:
+    """A connection with a meeting place that is there."""
+    if (meeting := place.meeting) is None:
+        return reach(place.host, place.port, STORE_S)
+    return BoundedStore(within(STORE_S, lambda: meeting.connect(STORE_S)), STORE_S)
+
+
+def _connect(place: Place, timeout_s: float) -> BoundedStore:
+    def connect() -> Store:
+        if place.meeting is not None:
+            return place.meeting.connect(timeout_s)
+        return TCPStore(
+            place.host,
+            place.port,
+            place.world_size,
+            is_master=place.rank == 0 and not place.hosted,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+        )
+
+    try:  # a second more than it gives itself: what it has to say is better than that it hangs
+        store = within(timeout_s + 1, connect)
+        if place.meeting is not None:
+            return BoundedStore(store, timeout_s)
+        return watched(store, place.host, place.port, timeout_s)
+    except RuntimeError as error:
+        if "EADDRINUSE" in str(error):
+            raise ConfigError(
+                f"worker {place.rank} cannot hold the rendezvous: port {place.port} is in use. "
+                "Set another MASTER_PORT, for all workers."
+            ) from None
+        raise ConfigError(
+            f"worker {place.rank} cannot reach the rendezvous at {place.where} "
+            f"({str(error).splitlines()[0][:120]}). Check MASTER_ADDR and MASTER_PORT, and worker 0."
+        ) from None
+
+
+def address_for(host: str) -> str:
+    """The address of this machine from which a host is reached."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])

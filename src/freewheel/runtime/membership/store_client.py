@@ -1,0 +1,159 @@
+"""Calls of a store that end, also where the store hangs: each runs in a thread that can be left behind.
+
+A TCPStore waits for ever for a process that is stopped, or for a host that the network has lost; its own
+timeout is only about keys that are not there yet. Nor does it notice that its store has gone before it is
+asked, and then it complains at length. So a plain connection stands beside it, idle: its end tells quietly.
+"""
+
+from __future__ import annotations
+
+import atexit
+import concurrent.futures
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
+
+from freewheel.runtime.membership.entries import Store
+
+T = TypeVar("T")
+STORE_THREAD = "freewheel-store"
+LAST_S = 0.5
+
+
+class Hangs(DistNetworkError):
+    """A store did not answer in time. `thread` still waits for it."""
+
+    def __init__(self, timeout_s: float, thread: threading.Thread) -> None:
+        super().__init__(f"no answer within {timeout_s:.3g} s")
+        self.thread = thread
+
+
+def within(timeout_s: float, call: Callable[[], T]) -> T:
+    """What a call returns or raises; Hangs if that takes too long. Nobody waits for its thread then."""
+    future: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            future.set_result(call())
+        except BaseException as error:  # the caller's to handle
+            future.set_exception(error)
+
+    thread = threading.Thread(target=run, name=STORE_THREAD, daemon=True)
+    thread.start()
+    if not concurrent.futures.wait([future], timeout_s).done:
+        raise Hangs(timeout_s, thread)
+    return future.result()
+
+
+def left_behind() -> list[threading.Thread]:
+    """Calls that nobody waits for any more."""
+    return [thread for thread in threading.enumerate() if thread.name == STORE_THREAD]
+
+
+@atexit.register
+def _let_end() -> None:
+    """A call that is answered while the interpreter shuts down would end the process badly."""
+    for thread in left_behind():
+        thread.join(LAST_S)
+
+
+class BoundedStore:
+    """A store whose every call ends within `timeout_s`; one connection for as long as the store lives."""
+
+    def __init__(self, store: Store, timeout_s: float, line: int | None = None) -> None:
+        self._store, self._line, self.timeout_s = store, line, timeout_s
+        self._broken = False
+
+    def _within(self, call: Callable[[], T]) -> T:
+        if self._gone():  # its own way to find out is a long complaint
+            raise DistNetworkError("the store is gone")
+        try:
+            return within(self.timeout_s, call)
+        except (DistNetworkError, OSError):
+            self._broken = True
+            raise
+
+    def alive(self) -> bool:
+        """Whether this is still a connection with the store that it was made with."""
+        return not self._broken and not self._gone()
+
+    def _gone(self) -> bool:
+        """Whether the connection beside the store's has ended."""
+        if self._line is None:
+            return False
+        try:
+            return not os.read(self._line, 1)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def renew(self, connect: Callable[[], BoundedStore]) -> None:
+        """Connect again where the connection is over; OSError or RuntimeError if the store is not there."""
+        if not self.alive():
+            fresh = connect()
+            self.close()
+            self._store, self._line, self._broken = fresh._store, fresh._line, False
+            fresh._line = None
+
+    def close(self) -> None:
+        """Let go of the connection beside the store's; that one closes with the store."""
+        line, self._line = self._line, None
+        if line is not None:
+            os.close(line)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def check(self, keys: list[str]) -> bool:
+        """Whether all of them are there."""
+        return bool(self._within(lambda: self._store.check(keys)))
+
+    def get(self, key: str) -> bytes:
+        """What is there."""
+        return self._within(lambda: bytes(self._store.get(key)))
+
+    def set(self, key: str, text: str) -> None:
+        """Write."""
+        self._within(lambda: self._store.set(key, text))
+
+    def compare_set(self, key: str, expected: str, text: str) -> bytes:
+        """Write where this is there; what is there then."""
+        return self._within(lambda: bytes(self._store.compare_set(key, expected, text)))
+
+    def delete_key(self, key: str) -> None:
+        """Remove."""
+        self._within(lambda: self._store.delete_key(key))
+
+
+def watched(store: Store, host: str, port: int, timeout_s: float) -> BoundedStore:
+    """A store that has just been reached, with an idle connection beside it."""
+    with contextlib.suppress(OSError):
+        return BoundedStore(store, timeout_s, _idle(host, port, timeout_s))
+    return BoundedStore(store, timeout_s)
+
+
+def _idle(host: str, port: int, timeout_s: float) -> int:
+    """The handle of a connection on which nothing is said."""
+    with socket.create_connection((host, port), timeout=timeout_s) as sock:
+        sock.setblocking(False)
+        return sock.detach()
+
+
+def reach(host: str, port: int, timeout_s: float) -> BoundedStore:
+    """A new connection with a store that is there already; OSError or RuntimeError if it does not answer."""
+    # Tried with a plain socket first: the store's own way of trying is noisy and cannot be interrupted.
+    line = _idle(host, port, timeout_s)
+    try:
+        given_s = timedelta(seconds=timeout_s)
+        store = within(timeout_s, lambda: TCPStore(host, port, None, False, given_s, wait_for_workers=False))
+    except BaseException:
+        os.close(line)
+        raise
+    return BoundedStore(store, timeout_s, line)

@@ -1,0 +1,1 @@
+"""A worker: what `attach` gives, its two threads, the replica between them, its end."""

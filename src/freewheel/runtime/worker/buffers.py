@@ -1,0 +1,124 @@
+"""A model's buffers, and what those of all workers come to.
+
+BatchNorm's statistics are averages; masks, counters and tables are not. What all have alike stays as it is.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from freewheel.fabric import collectives
+from freewheel.fabric.base import Fabric, Tag
+from freewheel.runtime.worker import tensor_codec
+
+MOST = 1 << 14
+"""Digests of all workers' buffers that are compared one by one."""
+
+
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """BatchNorm's statistics, masks, counters: by name, those that lie in memory."""
+    return {name: one for name, one in model.named_buffers() if in_memory(one)}
+
+
+@torch.no_grad()
+def set_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
+    """Overwrite those that differ."""
+    for name, one in buffers_of(model).items():
+        if name not in buffers or alike([one, buffers[name]]):
+            continue
+        if one.shape == buffers[name].shape and one.dtype == buffers[name].dtype:
+            one.copy_(buffers[name])
+        else:  # it has grown on its way
+            owner, _, last = name.rpartition(".")
+            setattr(model.get_submodule(owner), last, buffers[name].to(one.device))
+
+
+class BufferMean:
+    """What all workers' buffers come to, one worker's after the other.
+
+    What they have alike stays as it is, to the bit. Of floating numbers the mean is taken, if all are finite;
+    of masks, counters and whatever else, the first one's.
+    """
+
+    def __init__(self) -> None:
+        self._first: dict[str, Tensor] = {}
+        self._count = 0
+        self._totals: dict[str, Tensor | None] = {}
+        """Of those that differ; None: there is no mean."""
+
+    def add(self, part: Mapping[str, Tensor]) -> None:
+        """One more."""
+        self._count += 1
+        if self._count == 1:
+            self._first = dict(part)
+            return
+        for name, first in self._first.items():
+            other = part.get(name, torch.empty(0))
+            total = self._totals.get(name)
+            if not first.is_floating_point() or (other.shape, other.dtype) != (first.shape, first.dtype):
+                self._totals[name] = None
+            elif total is not None:
+                self._totals[name] = total + other
+            elif name not in self._totals and not alike([first, other]):
+                self._totals[name] = first.double() * (self._count - 1) + other
+
+    def result(self) -> dict[str, Tensor]:
+        """What there is by now."""
+        found = dict(self._first)
+        for name, total in self._totals.items():
+            if total is not None and total.isfinite().all():
+                found[name] = (total / self._count).to(found[name].dtype)
+        return found
+
+
+def mean_buffers(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """The same of all at once."""
+    mean = BufferMean()
+    for part in parts:
+        mean.add(part)
+    return mean.result()
+
+
+def in_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has bytes that can be sent."""
+    return tensor.layout == torch.strided and not tensor.is_meta
+
+
+def alike(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors are the same to the bit."""
+    first = tensor_codec.raw(tensors[0])
+    return all(
+        one.dtype == tensors[0].dtype
+        and one.shape == tensors[0].shape
+        and torch.equal(tensor_codec.raw(one), first)
+        for one in tensors[1:]
+    )
+
+
+async def agree(
+    fabric: Fabric, members: Sequence[int], tag: Tag, mine: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The same buffers for all members, made by the first one of those in which they differ."""
+    first, *others = members
+    digests = tuple(float(zlib.crc32(tensor_codec.raw(one).numpy().data)) for one in mine.values())
+    if len(digests) * len(members) > MOST:  # more than a message has room for: of all of them together
+        digests = (float(zlib.crc32(repr(digests).encode())),)
+    notes = await collectives.gather(fabric, members, digests, (*tag, "alike"))
+    names = [name for k, name in enumerate(mine) if len({note[k : k + 1] for note in notes.values()}) > 1]
+    if len(digests) < len(mine) and names:
+        names = list(mine)
+    if not names:
+        return mine
+    differ = {name: mine[name] for name in names}
+    if fabric.rank != first:
+        tensor_codec.post(fabric, first, tag, tensor_codec.pack(differ))
+        return mine | await tensor_codec.receive(fabric, first, tag)
+    parts = [differ, *[await tensor_codec.receive(fabric, peer, tag) for peer in others]]
+    mean = mean_buffers(parts)
+    for peer in others:
+        tensor_codec.post(fabric, peer, tag, tensor_codec.pack(mean))
+    return mine | mean

@@ -1,0 +1,281 @@
+"""A worker whose training loop belongs to another library: a trainer that draws ahead, counts and schedules.
+
+The trainer's budget and schedule become those of the run: an epoch, a step, a scheduler's step is one of all
+workers together, as it would be if the script ran alone over the same samples.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import warnings
+from collections.abc import Callable, Generator, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+
+from freewheel.errors import ConfigError
+from freewheel.runtime.loading.leases import Leases
+from freewheel.runtime.loading.loader import SHOWN, Loader
+from freewheel.runtime.membership.place import local_rank
+from freewheel.runtime.worker.attach import Worker
+
+END = object()
+
+
+class Guest:
+    """A worker in somebody else's loop, and what that loop has done of the budget of all."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker, self.inside = worker, False
+        self.passes: Passes | None = None
+        self._per_step, self._base, self._first = 1, 0, 0
+
+    # -- life --
+
+    def enter(self) -> None:
+        """Begin the with-block."""
+        self.worker.start()
+        self.inside = True
+        self._first = self._own_steps()
+
+    def leave(self, model: nn.Module) -> None:
+        """End it well; the model then has the mean of all workers' weights."""
+        if not self.inside:
+            return
+        self._close()
+        answer = self.worker.finish()
+        with torch.no_grad():
+            for mine, mean in zip(_tensors(model), _tensors(answer), strict=True):
+                mine.copy_(mean)
+
+    def fail(
+        self, kind: type[BaseException], error: BaseException, where: TracebackType | None = None
+    ) -> None:
+        """End it with an exception of the loop."""
+        if self.inside:
+            with contextlib.suppress(Exception):  # what failed may be what is needed to say so
+                self._close()
+            self.worker.__exit__(kind, error, where)
+
+    def _close(self) -> None:
+        self.inside = False
+        if self.passes is not None:
+            self.passes.close()
+
+    # -- data --
+
+    def deal(
+        self,
+        given: Any,
+        *,
+        epochs: int | None,
+        seed: int,
+        ahead: int,
+        per_step: int,
+        bounded: bool = False,
+        position: Any = None,
+    ) -> Passes:
+        """Deal a DataLoader's samples to all workers; `ahead`: how many batches the loop draws too early.
+
+        `per_step` batches make one step of the plain loop. `position` is where an earlier run was.
+        """
+        self._per_step = per_step
+        loader = self.worker.loader(plain(given), seed=seed, epochs=epochs)
+        assert isinstance(loader, Loader)
+        self.passes = Passes(loader, given, ahead, bounded)
+        if position is not None:
+            loader.load_state_dict(position["loader"])
+            self._base = position["steps"]
+        return self.passes
+
+    def seek(self) -> int:
+        """Where a worker comes late: go to the pass the others are in; how many are over before it."""
+        if self.passes is None or not self.worker._agent.late:
+            return 0
+        over = self.passes.seek(lambda: self.worker.stopped)
+        self._base = self._dealt()
+        return over
+
+    # -- what all have done --
+
+    @property
+    def together(self) -> bool:
+        """Whether all workers step together: then each must count alike, from its own steps."""
+        return self.worker._strategy.merges()
+
+    def steps(self, after: bool = False) -> int:
+        """Steps of the plain loop that all workers together have made, as far as is known here.
+
+        `after`: the loop has just made one with the batches it was given last.
+        """
+        if self.together or self.passes is None:
+            return self._base + (self._own_steps() - self._first) * self.worker.world_size
+        return max(self._base, self._dealt(after))
+
+    def _own_steps(self) -> int:
+        return self.worker._agent.counters.steps
+
+    def _dealt(self, after: bool = False) -> int:
+        assert self.passes is not None
+        dealer, (part, whole) = self.passes.loader.dealer, math.modf(self.worker.progress)
+        batches = whole * dealer.count + part * dealer.length / dealer.batch_size
+        unused = self.passes.early - (self.passes.in_use() if after else 0)
+        return (int(batches + 1e-6) - unused) // self._per_step
+
+    def catch_up(self, scheduler: Any, frequency: int, step: Callable[[], Any], after: bool = False) -> None:
+        """Step a scheduler as often as the plain loop would have."""
+        made = getattr(scheduler, "last_epoch", None)
+        total = getattr(scheduler, "total_steps", None)  # OneCycleLR refuses more
+        if made is None:
+            return
+        due = self.steps(after) // frequency
+        due = due if total is None else min(due, total - (not after))
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # not yet, here
+            for _ in range(made, due):
+                step()
+
+    def position(self) -> dict[str, Any] | None:
+        """Where all workers are in the data, for a checkpoint after a step: plain numbers."""
+        if self.passes is None or not self.inside:
+            return None
+        loader = self.passes.loader
+        steps, known = self.worker._agent.call(self._moment(self.passes))
+        return {"steps": steps, "loader": {**loader.own_state(), "ledger": [known]}}
+
+    async def _moment(self, passes: Passes) -> tuple[int, list[float]]:
+        """How far all are and what is finished, of one moment: others say what they did at any other."""
+        known = _known(passes.loader.dealer, passes.in_use())
+        return self.steps(after=True), known
+
+
+class Passes:
+    """The batches dealt to this worker, a pass at each iteration, without a length; else the DataLoader.
+
+    The loop draws some batches before it has used those it has. So a batch counts as finished so many later,
+    or when the pass has no other: the loop cannot know that it is the last one before it asks.
+
+    A `bounded` loop makes no more steps in a pass than there are samples for, and a pass can have more: what
+    workers have left of earlier ones. It goes on with the pass when it asks for another.
+    """
+
+    def __init__(self, loader: Loader, given: Any, ahead: int, bounded: bool) -> None:
+        self.loader, self.given, self.ahead, self.bounded = loader, given, ahead, bounded
+        self.early = 0
+        """Batches that count as finished and which the loop may not have used yet: the last of the pass."""
+        self._drawn = 0
+        self._pass: Iterator[Any] | None = None
+        self._again: tuple[Any, ...] = ()
+        """What was drawn and is to be given again."""
+        self._newest: Any = None
+        dealer = loader.dealer
+        self._finish, self._more = dealer.finish, dealer.more
+        dealer.finish, dealer.more = self._finish_later, self._finish_rest  # type: ignore[method-assign]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["given"], name)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._pass is not None and self.loader.under_way and self.bounded:
+            self._again = self._again or (self._newest,)  # the loop has made enough steps, not seen its end
+        if not self._again:
+            self.close()
+            self._drawn = self.early = 0
+            self._pass = None if self.over else iter(self.loader)
+        return self._draw()
+
+    def _draw(self) -> Iterator[Any]:
+        again, self._again = self._again, ()
+        yield from again
+        while self._pass is not None and (batch := next(self._pass, END)) is not END:
+            self._newest = batch
+            yield batch
+
+    def close(self) -> None:
+        """Break off the pass under way, if there is one."""
+        if isinstance(self._pass, Generator):
+            self._pass.close()
+        self._pass, self._again, self._newest = None, (), None
+
+    @property
+    def over(self) -> bool:
+        """Whether the last pass has ended."""
+        loader = self.loader
+        next_pass = loader.epoch + (loader.begun and not loader.under_way)
+        return loader.epochs is not None and next_pass >= loader.epochs
+
+    def seek(self, stopped: Callable[[], bool]) -> int:
+        """Begin the first pass that has a batch for this worker; how many had none."""
+        over = 0
+        while not stopped() and not self.over:
+            first = next(iter(self), END)
+            if first is not END:
+                self._again = (first,)
+                break
+            over += 1
+        return over
+
+    def in_use(self) -> int:
+        """How many batches the loop has been given to use, and does not merely hold."""
+        return self.early or min(max(1, self.ahead), len(self.loader.dealer.drawn))
+
+    def _finish_later(self) -> int:
+        self._drawn, self.early = self._drawn + 1, 0
+        return self._finish() if self._drawn > self.ahead else 0
+
+    def _finish_rest(self) -> bool:
+        dealer = self.loader.dealer
+        self.early = len(dealer.drawn)
+        while dealer.drawn:
+            self.loader.agent().counters.samples += self._finish()
+        self._drawn = 0
+        return self._more()
+
+
+def _known(dealer: Leases, used: int) -> list[float]:
+    """All that is known to be finished by anybody, with what the loop has used of what it has drawn."""
+    hand = dealer.hand
+    hand.collect()
+    return dealer.finished(hand.stream.ledger, used)
+
+
+def plain(given: Any) -> DataLoader[Any]:
+    """A DataLoader whose samples can be dealt; one that Accelerate has made, as it was before."""
+    if not isinstance(given, DataLoader):
+        raise ConfigError(
+            f"training data come from a {type(given).__name__}, which cannot be dealt to workers. Give a "
+            "torch DataLoader, or deal=False and share them out yourself."
+        )
+    if isinstance(given.dataset, IterableDataset):
+        raise ConfigError(
+            f"a {type(given.dataset).__name__} has no samples by index, and a trainer's are dealt by them. "
+            "Give a dataset with a length, or deal=False and share it out yourself."
+        )
+    batches = given.batch_sampler
+    if given.batch_size is not None or type(batches) is not BatchSampler:
+        return given
+    options: dict[str, Any] = {name: getattr(given, name) for name in SHOWN if name != "pin_memory_device"}
+    if not given.num_workers:
+        del options["prefetch_factor"], options["multiprocessing_context"]
+    options |= {"batch_size": batches.batch_size, "drop_last": batches.drop_last, "sampler": batches.sampler}
+    return DataLoader(**options, in_order=given.in_order)
+
+
+def one_gpu() -> None:
+    """Let this process see one GPU alone, by its place on the host: trainers would use all there are."""
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = given.split(",") if given else [str(one) for one in range(torch.cuda.device_count())]
+    if len(names) > 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank() % len(names)]
+
+
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()

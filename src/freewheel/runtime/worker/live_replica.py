@@ -1,0 +1,356 @@
+"""A replica that two threads use: the training thread moves the weights, the communication thread looks on.
+
+It is a seqlock. `version` is odd while weights move (from the optimizer's step to the end of the boundary),
+even while they stand still. A snapshot is good if the same even version was there before anything was read,
+what is pending included, and after it was copied. No lock is held, and the training thread never waits for a
+copy. A correction is handed over through a slot, by pointer; the boundary adds it in one pass.
+
+This is the replica of a model on the CPU; cuda_replica.py has the same in the order of streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from freewheel.errors import ConfigError, Diverged
+from freewheel.replica import Block, Replica, flatten
+from freewheel.runtime.worker.gradients import Gradients
+
+POLL_S = 5e-5
+TRIES = 20
+"""Snapshots torn by a boundary before the training thread is asked to make one."""
+SPARE_S = 1.0
+"""How long a vector that is being added is waited for, before there is a third one."""
+SOON_S = 0.1
+"""How long one step may move the weights before an exchange is put off: it may be one that computes, too."""
+PATIENCE_S = 0.1
+"""How long weights may be found moving before it is asked: a step with a closure computes while they move."""
+PIECE = 1 << 18
+"""Numbers that are copied, and then looked at while they are in the cache."""
+
+
+@dataclass(slots=True)
+class Correction:
+    """What is pending."""
+
+    vector: Tensor
+    own: bool
+    """Whether nobody else holds the vector, so that it may be changed and used again."""
+    ready: torch.cuda.Event | None = None
+    """After which a device has it."""
+
+
+@dataclass(slots=True, eq=False)
+class Order:
+    """A snapshot the training thread is asked to make."""
+
+    into: Tensor
+    made: bool = False
+    changes: int = -1
+    """How often what is pending had changed when it was made."""
+
+
+class LiveReplica(Replica):
+    """Flat weights of a model that is being trained."""
+
+    side: torch.cuda.Stream | None = None
+    """Where a device works for communication."""
+
+    def __init__(self, model: nn.Module, blocks: list[Block]) -> None:
+        super().__init__(blocks)
+        self.version = 0
+        self.parked = False
+        """The training thread waits after its step: corrections may be added at once. Set by the other."""
+        self.make_vector: Callable[[int, torch.dtype], Tensor] = self.plain_vector
+        """Makes memory for snapshots, which other workers may be able to see."""
+        self.reusable: Callable[[Tensor], bool] = lambda vector: True
+        """Whether a vector is such memory."""
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._slot: deque[Correction] = deque()
+        self._spare: deque[Tensor] = deque(maxlen=2)
+        self._orders: deque[Order] = deque()
+        self._seen = self._changes = 0
+        self._standing: Order | None = None
+        """What is left for the training thread to copy, where exchanges are put off again and again."""
+        self._trained = [one for one in model.parameters() if one.requires_grad]
+        self.gradients = self.gradients_of(self._trained)
+        """Of the optimizer that steps."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights lie."""
+        return self.blocks[0].weights.device
+
+    def plain_vector(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """Memory where the weights lie."""
+        return torch.empty(numel, dtype=dtype, device=self.device)
+
+    # -- the training thread --
+
+    def begin_moving(self) -> None:
+        """The optimizer is about to move the weights."""
+        self.version += 1 - self.version % 2  # a step that raised has left it odd
+
+    def end_moving(self) -> None:
+        """The weights stand still; whatever moved them has been queued."""
+        self.version += self.version % 2
+        while self._orders:
+            with contextlib.suppress(IndexError):  # it may have been taken back
+                order, changes = self._orders.popleft(), self._changes
+                self._copy(order.into)
+                if changes % 2 or changes != self._changes:  # a correction came between: next time
+                    self._orders.append(order)
+                    break
+                order.changes, order.made = changes, True
+
+    def boundary(self) -> None:
+        """Add what is pending to the weights; call between begin_moving and end_moving."""
+        try:
+            correction = self._slot.popleft()
+        except IndexError:
+            return
+        self._add(correction)
+
+    def _add(self, correction: Correction) -> None:
+        with torch.no_grad():
+            for block in self.blocks:
+                block.weights.add_(correction.vector[block.start : block.stop])
+        if correction.own:
+            self._free(correction.vector)
+
+    def catch_up(self) -> None:
+        """The training thread is about to wait: what it has queued is done when this returns."""
+
+    # -- the communication thread --
+
+    def keep_close(self) -> None:
+        """Snapshots are wanted beside training: between any two steps, and soon."""
+
+    async def snapshot(self, keep: bool = False) -> Tensor:
+        """A copy of the weights, with what is pending, of one moment between two steps.
+
+        Other communication goes on while the weights move. Raises Diverged if a number is not finite.
+        """
+        taken = await self._snapshot(keep, math.inf)
+        assert taken is not None
+        return taken
+
+    async def snapshot_soon(self) -> Tensor | None:
+        """The same; None if the weights are seen to move for SOON_S on end.
+
+        Then the training thread makes a copy at the end of its step, for the next one who asks.
+        """
+        order = self._standing
+        if order is not None and order.made:
+            self._standing = None
+            if order.changes == self._changes:  # nothing was corrected since
+                await self._copied(order.into)
+                return order.into
+            self._free(order.into)
+        return await self._snapshot(False, SOON_S)
+
+    def unused(self, vector: Tensor) -> None:
+        """A snapshot that nobody has made anything of."""
+        self._free(vector)
+
+    async def _snapshot(self, keep: bool, patience_s: float) -> Tensor | None:
+        end_s, still_s, version = time.monotonic() + SPARE_S, time.monotonic(), self.version
+        while not keep and self.version % 2 and not self._spare and time.monotonic() < end_s:
+            await asyncio.sleep(POLL_S)  # after the boundary the vector it has added can be used again
+            if time.monotonic() - still_s > patience_s:
+                break
+        taken = self.plain_vector(self.size, self.dtype) if keep else self._take()
+        for _ in self._copying(taken):
+            await asyncio.sleep(POLL_S)
+            if version != self.version or not version % 2:
+                version, still_s = self.version, time.monotonic()
+            elif time.monotonic() - still_s > patience_s:
+                if self._standing is None:
+                    self._standing = Order(taken)
+                    self._orders.append(self._standing)
+                return None
+        await self._copied(taken)
+        return taken
+
+    async def _copied(self, vector: Tensor) -> None:
+        """The copy is complete; look at it."""
+        if not self._finite:
+            self._refuse(vector, "weights")
+
+    def _refuse(self, vector: Tensor, what: str) -> None:
+        for parameter, piece in self.pieces(vector):
+            if not piece.isfinite().all():
+                name = self._names.get(id(parameter), "?")
+                raise Diverged(f"{what} of {name} are not finite")
+        if self.size == vector.numel() and not vector.isfinite().all():
+            raise Diverged(f"{what} are not finite")
+
+    def still(self, into: Tensor) -> Tensor:
+        """The same at once, while the training thread waits."""
+        self._copy(into)
+        return into
+
+    def _copying(self, into: Tensor) -> Iterator[None]:
+        """Fill a vector with a snapshot; yields where it must wait for a moment."""
+        while True:
+            tries, end_s = 0, time.monotonic() + PATIENCE_S
+            while tries < TRIES and time.monotonic() < end_s:
+                if (version := self.version) % 2:
+                    yield
+                    continue
+                tries += 1
+                self._copy(into)
+                if version == self.version:
+                    return
+            # Weights move nearly all the time: let the training thread make the copy after its step.
+            order = Order(into)
+            self._orders.append(order)
+            try:
+                while not order.made:
+                    yield
+                    if self._stands_still():  # it computes, or waits for this very thread
+                        self._orders.remove(order)
+                        break
+                else:
+                    return
+            except ValueError:  # it is being copied
+                while not order.made:
+                    yield
+                return
+            except GeneratorExit:  # nobody wants it any more
+                with contextlib.suppress(ValueError):
+                    self._orders.remove(order)
+                raise
+
+    def _stands_still(self) -> bool:
+        """Whether no step was made since this was asked before."""
+        before, self._seen = self._seen, self.version
+        return before == self.version and not before % 2
+
+    def correct(self, vector: Tensor, own: bool = False) -> None:
+        """Let a vector be added at the next boundary."""
+        self._changes += 1  # odd while what is pending changes
+        self._correct(Correction(vector, own))
+        self._changes += 1
+
+    def _correct(self, correction: Correction) -> None:
+        if self._slot:
+            try:
+                before = self._slot.popleft()
+            except IndexError:  # the boundary was faster
+                pass
+            else:
+                correction = self._joined(before, correction)
+        if self.parked:
+            self._add(correction)
+        else:
+            correction.ready = self._ready()
+            self._slot.append(correction)
+
+    def _ready(self) -> torch.cuda.Event | None:
+        """After what has been computed so far."""
+        return None
+
+    async def take_over(self, vector: Tensor) -> None:
+        """Go on with these weights: at once where the training thread waits, else from the next boundary."""
+        if self.parked:
+            self.load(vector)
+        else:
+            self.correct(vector.to(self.device) - await self.snapshot(), own=True)
+
+    def load(self, vector: Tensor) -> None:
+        """Overwrite the weights and drop what is pending; the training thread must not be in a step."""
+        self._slot.clear()
+        with torch.no_grad():
+            for block in self.blocks:
+                block.weights.copy_(vector[block.start : block.stop])
+
+    def let_go(self) -> None:
+        """Keep no memory that was made for exchanges: there are none any more."""
+        self.make_vector = self.plain_vector
+        self._spare.clear()
+        self._standing = None
+        self.gradients.let_go()
+
+    @property
+    def gradient(self) -> Tensor:
+        """The gradients of the optimizer that steps as one vector, in `before_step`."""
+        return self.gradients.take()
+
+    def set_gradient(self, vector: Tensor) -> None:
+        """Let the optimizer use these gradients."""
+        self.gradients.put(vector)
+
+    def gradients_of(self, parameters: Iterable[nn.Parameter]) -> Gradients:
+        """Those of some of the parameters: what one of several optimizers trains."""
+        wanted = {id(one) for one in parameters}
+        return Gradients(
+            [one for one in self._trained if id(one) in wanted],
+            lambda size: self.make_vector(size, self.dtype),
+            lambda vector: self.reusable(vector),
+            lambda parameter: self._names.get(id(parameter), "?"),
+        )
+
+    # -- both --
+
+    def _copy(self, into: Tensor) -> None:
+        """Copy the weights and what is pending, and see whether all is finite."""
+        pending = None
+        with contextlib.suppress(IndexError):  # the boundary may take it at any moment
+            pending = self._slot[0].vector
+        total = 0.0
+        for block in self.blocks:
+            for at in range(0, block.weights.numel(), PIECE):
+                piece = block.weights[at : at + PIECE]
+                start = block.start + at
+                copied = into[start : start + piece.numel()]
+                if pending is None:
+                    copied.copy_(piece)
+                elif piece.dtype == copied.dtype:
+                    torch.add(piece, pending[start : start + piece.numel()], out=copied)
+                else:
+                    copied.copy_(piece).add_(pending[start : start + piece.numel()])
+                total += copied.sum().item()
+        self._finite = math.isfinite(total)  # a sum is finite only if all numbers are
+
+    def _joined(self, before: Correction, after: Correction) -> Correction:
+        if before.own:
+            before.vector.add_(after.vector)
+            if after.own:
+                self._free(after.vector)
+            return Correction(before.vector, True)
+        return Correction(before.vector + after.vector, True)
+
+    def _free(self, vector: Tensor) -> None:
+        if self.reusable(vector):
+            self._spare.append(vector)
+
+    def _take(self) -> Tensor:
+        """A vector to fill: one that was used before where there is one."""
+        try:
+            return self._spare.popleft()
+        except IndexError:
+            return self.make_vector(self.size, self.dtype)
+
+
+def live_replica(model: nn.Module) -> LiveReplica:
+    """The replica of a model, by where its parameters lie."""
+    blocks = flatten(model.named_parameters(), gradients=False)
+    devices = {block.weights.device for block in blocks}
+    if len(devices) > 1 and any(device.type == "cuda" for device in devices):
+        names = ", ".join(sorted(map(str, devices)))
+        raise ConfigError(f"the model's parameters lie on {names}; put all of them on one device.")
+    if blocks[0].weights.is_cuda:
+        from freewheel.runtime.worker.cuda_replica import CudaReplica
+
+        return CudaReplica(model, blocks)
+    return LiveReplica(model, blocks)

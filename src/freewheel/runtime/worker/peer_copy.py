@@ -1,0 +1,166 @@
+"""Copying a living worker: its weights, its buffers and its optimizer's state, for one that joins.
+
+The worker that is copied goes on training. Weights travel as vectors do; all else as bytes, in its own type.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from freewheel.errors import ConfigError, PeerLost
+from freewheel.fabric.base import RUNTIME, Tag
+from freewheel.fabric.tcp import TcpFabric
+from freewheel.runtime.membership.rendezvous import POLL_S
+from freewheel.runtime.worker import tensor_codec
+from freewheel.runtime.worker.buffers import alike, buffers_of, in_memory
+from freewheel.runtime.worker.inventory import Inventory
+from freewheel.runtime.worker.live_replica import LiveReplica
+
+COPY: Tag = (RUNTIME, "copy")
+TRIES = 5
+
+log = logging.getLogger("freewheel")
+
+
+class Rest:
+    """What a worker has beside the weights that train."""
+
+    def __init__(self, inventory: Inventory, optimizer: torch.optim.Optimizer) -> None:
+        self._inventory, self.optimizer = inventory, optimizer
+
+    def buffers(self) -> dict[str, Tensor]:
+        """A copy of BatchNorm's statistics and the like, where nobody changes it any more."""
+        found = buffers_of(self._inventory.model)
+        return {name: one.detach().to("cpu", copy=True) for name, one in found.items()}
+
+    def _fixed(self) -> dict[str, Tensor]:
+        return {name: one for name, one in self._inventory.still().items() if in_memory(one)}
+
+    def fixed(self) -> Tensor:
+        """Buffers and frozen parameters as bytes, each in its own type: what all begin with alike."""
+        return tensor_codec.pack(self._fixed())
+
+    @torch.no_grad()
+    def set_fixed(self, given: Mapping[str, Tensor]) -> None:
+        """The way back, once they are unpacked."""
+        mine = self._fixed()
+        for name in [*mine, *given]:
+            one, other = mine.get(name), given.get(name)
+            if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+                raise ConfigError(
+                    f"the buffer or frozen parameter {name} is {_kind(one)} here and {_kind(other)} at the "
+                    "worker this one begins with. Build the same model on all workers."
+                )
+        for name, one in mine.items():
+            if not alike([one, given[name]]):
+                one.copy_(given[name])
+
+
+def _kind(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "missing"
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+
+
+class Copies:
+    """One worker's side of both: copying another, and being copied."""
+
+    def __init__(self, fabric: TcpFabric, replica: LiveReplica, rest: Rest) -> None:
+        self._fabric, self._replica, self._rest = fabric, replica, rest
+        self._tries = 0
+
+    async def take(self, source: int | None = None) -> bool:
+        """Become a copy of a living worker; False: nobody has anything to copy, and others wait for this."""
+        while not await self.take_once(source):
+            if self._fabric.members[0] == self._fabric.rank:
+                return False
+            await asyncio.sleep(POLL_S)
+        return True
+
+    async def take_once(self, source: int | None = None) -> bool:
+        """Become a copy of a living worker, if one has begun."""
+        fabric = self._fabric
+        for peer in fabric.members if source not in fabric.members else (source, *fabric.members):
+            if peer != fabric.rank and await self._take_from(peer):
+                return True
+        return False
+
+    async def _take_from(self, peer: int) -> bool:
+        self._tries += 1
+        tag: Tag = (*COPY, self._tries)
+        try:
+            self._fabric.post(peer, COPY, note=(self._tries,))
+            weights = await self._fabric.receive((*tag, "weights"), peer)
+            if weights.vector is None:
+                return False
+            fixed = await tensor_codec.receive(self._fabric, peer, (*tag, "fixed"))
+            state, theirs, (has_state,) = None, weights.of(self._replica.size), weights.numbers(1, 1)
+            if has_state:
+                state = await tensor_codec.receive_packed(self._fabric, peer, (*tag, "state"))
+        except PeerLost:
+            return False
+        self._replica.load(theirs)
+        self._rest.set_fixed(fixed)
+        if state is not None:
+            groups = self._rest.optimizer.param_groups
+            rates = [group.get("lr") for group in groups]  # the script's: the other's may be of any moment
+            try:
+                self._rest.optimizer.load_state_dict(tensor_codec.unpack(state))
+                for group, rate in zip(self._rest.optimizer.param_groups, rates, strict=True):
+                    if rate is not None:
+                        group["lr"] = rate
+            except (
+                ArithmeticError,
+                AttributeError,
+                LookupError,
+                RuntimeError,
+                TypeError,
+                ValueError,
+            ) as error:  # it has another optimizer, or what it sent is no state
+                log.warning("the optimizer begins without worker %d's state: %s", peer, error)
+        return True
+
+    async def hand_out(
+        self,
+        handover: Callable[[], Awaitable[Tensor | None]],
+        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+    ) -> None:
+        """Answer those who want a copy, for ever; `handover` gives the weights, or None: not yet."""
+        while True:
+            request = await self._fabric.receive(COPY)
+            with contextlib.suppress(PeerLost):
+                (number,) = request.numbers(1, 1)
+                spawn(self._give(request.sender, number, handover))
+
+    async def _give(self, peer: int, number: int, handover: Callable[[], Awaitable[Tensor | None]]) -> None:
+        tag = (*COPY, number)
+        weights = await handover()
+        state = await self._state() if weights is not None else None
+        self._fabric.post(peer, (*tag, "weights"), weights, note=(float(state is not None),))
+        tensor_codec.post(self._fabric, peer, (*tag, "fixed"), self._rest.fixed())
+        if state is not None:
+            tensor_codec.post(self._fabric, peer, (*tag, "state"), state)
+
+    async def _state(self) -> Tensor | None:
+        """The optimizer's state, read beside training.
+
+        A step may fall into it, so some numbers may be one step older than others: that is less than what a
+        worker that joins differs by anyway, and training does not wait for it.
+        """
+        for _ in range(TRIES):
+            try:
+                state = self._rest.optimizer.state_dict()
+                return await asyncio.to_thread(tensor_codec.pack, state)
+            except ConfigError as error:
+                log.warning("%s It begins anew on the worker that joins.", error)
+                return None
+            except RuntimeError:  # the first step was just making it
+                await asyncio.sleep(POLL_S)
+        return None

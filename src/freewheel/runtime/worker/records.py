@@ -1,0 +1,260 @@
+"""What a worker writes down while it trains: its part of the run folder, TensorBoard, a line for the console.
+
+Watching can never stop a run: whatever goes wrong here costs records, with one warning. Everything is written
+by a thread of its own, which also takes what other threads have noticed.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from freewheel.errors import ConfigError
+from freewheel.numbers import share, short
+from freewheel.records.journal import Journal
+from freewheel.records.run_json import run_json
+from freewheel.records.schema import WorkerSample
+from freewheel.records.timeline import Timeline
+from freewheel.runtime.worker import optimizers
+from freewheel.strategy import Strategy
+
+SAMPLE_S = 0.5
+CONSOLE_S = 5.0
+CLOSE_S = 5.0
+"""How long the end of a run waits for the last sample to be written."""
+MOST = 1000
+"""So many events, and evaluations, are kept until they are written."""
+NO_SCALARS = ("time", "rank", "life", "began", "resumed_at", "last")
+
+log = logging.getLogger("freewheel")
+
+
+class Events:
+    """What this worker has noticed and nobody has written down yet. Any thread may `note`."""
+
+    def __init__(self) -> None:
+        self.begun = False
+        """Whether training has begun: who was there before has not joined."""
+        self.lives: Mapping[int, int] = {}
+        self.over = False
+        """Whether this worker leaves: who leaves with it has not died."""
+        self.muted = False
+        """Whether nothing is written any more: a later life of this worker writes."""
+        self._noted: deque[tuple[float, str, int | None, int | None, str]] = deque(maxlen=MOST)
+
+    def note(self, what: str, rank: int | None, text: str) -> None:
+        """Something happened to a worker, or to all (None)."""
+        late = self.over and what not in ("failed", "checkpoint")
+        if late or what == "finished" or (what == "joined" and not self.begun):
+            return
+        life = None if rank is None else self.lives.get(rank)
+        self._noted.append((time.time(), what, rank, life, text))
+
+    def take(self) -> list[tuple[float, str, int | None, int | None, str]]:
+        """What was noted since the last time."""
+        return [self._noted.popleft() for _ in range(len(self._noted))]
+
+
+class Recorder:
+    """Writes a sample every half second, and what was noted and evaluated; worker 0 also says how it goes."""
+
+    def __init__(
+        self,
+        sample: Callable[[], WorkerSample],
+        events: Events,
+        journal: Journal | None,
+        *,
+        timeline: Timeline | None = None,
+        console: bool = False,
+        board: Any = None,
+    ) -> None:
+        self._sample, self._events, self._journal = sample, events, journal
+        self._timeline = timeline
+        self._console, self._board = console, board
+        self._spoke_s = time.monotonic()
+        self._about: Mapping[str, Any] | None = None
+        self._evaluations: deque[dict[str, Any]] = deque(maxlen=MOST)
+        self._left_out = False
+        self._failed: set[str] = set()
+        self._well = False
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        if journal is not None or console or board is not None:
+            self._thread = threading.Thread(target=self._run, name="freewheel-records", daemon=True)
+            self._thread.start()
+
+    def about(self, head: Mapping[str, Any]) -> None:
+        """Let run.json be written."""
+        self._about = head
+
+    def evaluated(self, evaluation: dict[str, Any]) -> None:
+        """Write down what was measured of the answer."""
+        if self._journal is None:
+            return
+        if len(self._evaluations) == MOST and not self._left_out:
+            self._left_out = True
+            self._events.note(
+                "thinned", None, f"evaluations come faster than {MOST} in {SAMPLE_S:g} s: some are lost"
+            )
+        self._evaluations.append({"time_s": time.time(), **evaluation})
+        if self._ended.is_set():
+            self.write_rest()
+
+    def close(self, well: bool) -> None:
+        """Write the last sample; `well` says that it is the last there is to say."""
+        self._well = well
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join(CLOSE_S)
+
+    def write_rest(self) -> None:
+        """Write what was noted since the thread has ended."""
+        if self._thread is not None and not self._thread.is_alive():
+            self._guarded("records", self._write_notes)
+
+    def _run(self) -> None:
+        wait_s, over = 0.0, False
+        while not over:
+            over = self._ended.wait(wait_s)
+            self._guarded("records", self._write_notes)
+            self._guarded("records", functools.partial(self._write_sample, over))
+            wait_s = SAMPLE_S
+        if self._board is not None:
+            self._guarded("tensorboard", self._board.close)
+
+    def _guarded(self, what: str, act: Callable[[], None]) -> None:
+        """Do it; the first time that it fails is told, and training goes on without."""
+        if self._events.muted:
+            return
+        try:
+            act()
+        except Exception as error:
+            if what not in self._failed:
+                self._failed.add(what)
+                log.warning("%s: %s: %s. Training goes on without", what, type(error).__name__, error)
+
+    def _write_notes(self) -> None:
+        if self._about is not None and self._journal is not None:
+            head, self._about = self._about, None
+            self._journal.about(head)
+        for noted in self._events.take():
+            if self._journal is not None:
+                self._journal.event(*noted)
+        while self._evaluations:
+            evaluation = self._evaluations.popleft()
+            if self._journal is not None:
+                self._journal.evaluation(**evaluation)
+
+    def _write_sample(self, over: bool) -> None:
+        sample: WorkerSample = {"time": time.time(), **self._sample(), "last": over and self._well}
+        if self._journal is not None:
+            self._journal.sample(sample)
+            if self._timeline is not None:
+                self._journal.timeline(sample["rank"], self._timeline.take())
+        if self._board is not None and "tensorboard" not in self._failed:
+            self._guarded("tensorboard", lambda: self._show(sample))
+        training = sample["state"] == "training"
+        if self._console and training and time.monotonic() - self._spoke_s >= CONSOLE_S:
+            self._spoke_s = time.monotonic()
+            self._guarded("console", lambda: _say(line(sample)))
+
+    def _show(self, sample: WorkerSample) -> None:
+        for name, value in sample.items():
+            if isinstance(value, int | float) and name not in NO_SCALARS:
+                self._board.add_scalar(f"freewheel/{name}", value, sample["resumed_at"] + sample["steps"])
+
+
+def open_board(folder: str | Path, rank: int) -> Any:
+    """A writer for TensorBoard."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(
+            "tensorboard is not installed: pip install 'freewheel[tensorboard]', or leave the option away."
+        ) from None
+    return SummaryWriter(str(Path(folder) / f"worker-{rank}"))
+
+
+def evaluation(measured: Mapping[str, Any]) -> dict[str, float]:
+    """What `worker.record` was given, checked: numbers under names that records have."""
+    names = ("loss", "accuracy", "discrepancy", "consensus", "samples", "worker_steps")
+    if not measured:
+        raise ConfigError(f"record takes at least one of {', '.join(names)}, as in record(accuracy=0.9).")
+    checked: dict[str, float] = {}
+    for name, given in measured.items():
+        if name not in names:
+            raise ConfigError(f"record takes {', '.join(names)}; not {name!r}.")
+        try:
+            if isinstance(given, str | bytes):
+                raise TypeError
+            value = float(given.detach() if isinstance(given, Tensor) else given)
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigError(f"record: {name} must be one number, not {given!r}.") from None
+        if name == "accuracy" and math.isfinite(value) and not 0 <= value <= 1:
+            raise ConfigError(f"record: accuracy must lie between 0 and 1, not {value:g}.")
+        if name != "loss" and value < 0:
+            raise ConfigError(f"record: {name} must be at least 0, not {value:g}.")
+        checked[name] = int(value) if name in ("samples", "worker_steps") and value.is_integer() else value
+    return checked
+
+
+def describe(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Strategy,
+    about: Mapping[str, Any],
+    **more: Any,
+) -> dict[str, Any]:
+    """What run.json says of a run of real processes."""
+    group, target = optimizer.param_groups[0], about.get("target")
+    trained = [one for one in model.parameters() if one.requires_grad]
+    scenario = {key: value for key, value in about.items() if key not in ("name", "target")}
+    share = strategy.rate_share(more["workers"])
+    settings = {
+        "strategy": strategy.settings(),
+        "scenario": {"optimizer": optimizers.name(optimizer), **scenario},
+        "lr": float(group["lr"]) * share if "lr" in group else None,
+        "momentum": float(group.get("momentum", 0.0) or 0.0),
+        "model_bytes": sum(one.numel() * one.element_size() for one in trained),
+        "waits_for": strategy.waits_for,
+        "staleness": strategy.staleness,
+    }
+    return run_json(
+        torch=torch.__version__,
+        clock="wall",
+        name=about.get("name") or Path(sys.argv[0]).name or "python",
+        strategy=strategy.name,
+        settings=settings,
+        target=None if target is None else float(target),  # numpy's and torch's numbers too
+        **more,
+    )
+
+
+def line(sample: WorkerSample) -> str:
+    """A sample for people."""
+    parts = [
+        f"{sample['elapsed_s']:.0f} s",
+        f"step {sample['resumed_at'] + sample['steps']}",
+        f"{sample['steps_per_s']:.1f} steps/s",
+        f"blocked {share(sample['blocked_share'])}",
+        f"exchanges {sample['exchanges']['done'] + sample['merges']['done']}",
+        f"staleness {sample['staleness_mean']:.1f}",
+    ]
+    if sample["loss"] is not None and not math.isnan(sample["loss"]):
+        parts.append(f"loss {short(sample['loss'], 4)}")
+    return "  ".join(parts)
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(text + "\n")

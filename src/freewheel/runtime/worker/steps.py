@@ -1,0 +1,383 @@
+"""A worker's steps, in the training thread: the optimizer's step hooks, where training meets communication.
+
+before the step     strategies that must wait for others do it here
+the step            weights move; where a closure computes in it, they stand still until they have moved
+after the step      strategies that must wait do it here; then the boundary adds what is pending
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import logging
+import time
+import weakref
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
+from freewheel.moments import QuasiGlobal, momentum_buffers
+from freewheel.runtime.checkpoint.taker import Checkpoints
+from freewheel.runtime.worker import firsts, strangers
+from freewheel.runtime.worker.agent import Agent
+from freewheel.runtime.worker.gradients import Gradients
+from freewheel.runtime.worker.inventory import Inventory
+from freewheel.runtime.worker.optimizers import members, parameters
+from freewheel.runtime.worker.overwriting import Guard
+from freewheel.strategy import Strategy
+
+GRACE_S = 5.0
+"""How long a step may wait for a worker whose loop has ended."""
+LONG_ALONE = 100
+"""After so many steps of one optimizer without another something may be wrong."""
+
+log = logging.getLogger("freewheel")
+
+
+class Steps:
+    """The hooks of optimizers whose steps are a worker's, from `Steps(…)` to `end`.
+
+    Where there are several, a step is complete when all have stepped.
+    """
+
+    def __init__(
+        self, agent: Agent, optimizer: torch.optim.Optimizer, inventory: Inventory, checkpoints: Checkpoints
+    ) -> None:
+        self._agent, self._replica, self._optimizer = agent, agent.replica, optimizer
+        self._members = members(optimizer)
+        self._gradients: dict[int, tuple[int, Gradients]] = {}
+        """Of each optimizer, with how many parameters it had then: it may be given more."""
+        self._rates: list[tuple[dict[str, Any], Any]] = []
+        """The optimizer's learning rates, while it steps with a part of them."""
+        self._inventory, self._checkpoints = inventory, checkpoints
+        strategy = agent.strategy
+        self._before = strategy.before_step if strategy.defines("before_step") else None
+        self._after = strategy.after_step if strategy.defines("after_step") else None
+        self._wakes = strategy.defines("background")
+        # A strategy with a staleness of its own records it; for the others the node's measure is taken.
+        self._measured = type(strategy).staleness is not Strategy.staleness
+        self._stale = agent.node.unmerged_steps
+        self.first = agent.counters.steps
+        """How many steps were made before this life."""
+        self.made = dict.fromkeys(map(id, self._members), 0)
+        """How often each optimizer has stepped."""
+        self._stepped: set[int] = set()
+        """Which of them have, since the last step was complete."""
+        self.stepping = False
+        """Whether an optimizer steps just now, and nothing may interrupt it."""
+        self._work: concurrent.futures.Future[None] | None = None
+        """What the strategy did beside the last step that waited for it."""
+        self._harmless: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        """Other optimizers, which train nothing of this model."""
+        self._began_s = time.perf_counter()
+        self._computed_s = 0.0
+        """How long this step has computed."""
+        self._blocked_s = 0.0
+        """How long training had waited for data and checkpoints when it began to compute."""
+        self._quasi_global: QuasiGlobal | None = None
+        if strategy.quasi_global:
+            self._quasi_global = QuasiGlobal(momentum_buffers(optimizer)[0])
+        self._hooks = [
+            hook
+            for one in self._members
+            for hook in (
+                one.register_step_pre_hook(self._before_step),
+                one.register_step_post_hook(self._after_step),
+            )
+        ]
+        strangers.watch(self.refuse)
+        several = agent.me.world_size > 1
+        self._guard = Guard(inventory.model) if several else None
+        self._begins = several and not agent.late and not self.first
+        """Whether the first gradients are yet to be compared with the others'."""
+
+    def end(self, within_s: float) -> bool:
+        """Let the optimizers' steps be their own again; whether the strategy has done its part in the last.
+
+        A step may have been left while it waited: what it waited for has so long to end.
+        """
+        done = True
+        if self._work is not None:
+            concurrent.futures.wait([self._work], within_s)
+            self._work.cancel()
+            done = not self._work.cancelled() and self._work.exception() is None
+            while self._replica.parked and self._agent.alive:
+                time.sleep(1e-3)
+        strangers.unwatch(self.refuse)
+        for hook in self._hooks:
+            hook.remove()
+        if self._guard is not None:
+            self._guard.remove()
+        self._restore_rates()
+        for _, one in self._gradients.values():
+            one.let_go()
+        return done
+
+    def check_still(self) -> None:
+        """Warn if weights were changed between steps, where others may have averaged meanwhile."""
+        if self._guard is not None:
+            self._inventory.check_still()
+
+    def idle(self) -> str:
+        """Which optimizer has not made a step, in words; empty where all have."""
+        still = [type(one).__name__ for one in self._members if not self.made[id(one)]]
+        return ", ".join(still)
+
+    def say_idle(self, rank: int) -> None:
+        """Say so if nothing was merged because nothing has stepped, though there was something to do."""
+        dealt = [one.given for one in self._checkpoints.loaders]
+        if (idle := self.idle()) and (any(dealt) or not dealt):
+            log.warning(
+                "worker %d: %s made no step in the with-block, so nothing was merged. Give attach the "
+                "optimizer that the loop steps",
+                rank,
+                idle,
+            )
+
+    def refuse(self, optimizer: torch.optim.Optimizer) -> None:
+        """Another optimizer steps: ConfigError if it trains this model, unless one of ours has called it."""
+        if id(optimizer) in self.made or self.stepping or optimizer in self._harmless:
+            return
+        for one in parameters(optimizer):
+            if (name := self._inventory.name_of(one)) is not None:
+                raise ConfigError(
+                    f"an optimizer ({type(optimizer).__name__}) that attach was not given steps "
+                    f"the parameter {name}. "
+                    "Give attach all optimizers of the model: fw.attach(model, [a, b])."
+                )
+        self._harmless.add(optimizer)
+
+    def _share_rates(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer step with a part of its rates, where the updates of all workers add up."""
+        if (share := self._agent.node.rate_share) != 1:
+            groups = [group for group in optimizer.param_groups if "lr" in group]
+            self._rates = [(group, group["lr"]) for group in groups]
+            for group in groups:
+                group["lr"] = group["lr"] * share
+
+    def _restore_rates(self) -> None:
+        for group, rate in self._rates:
+            group["lr"] = rate
+        self._rates = []
+
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """An optimizer is about to step."""
+        replica = self._replica
+        replica.end_moving()  # the last step may have raised, and the communication thread may be waiting
+        self._inventory.look()
+        if self._agent.failure is not None:
+            check(self._agent)
+        counters = self._agent.node.counters
+        blocked = counters.blocked_s["data"] + counters.blocked_s["checkpoint"]
+        self._computed(time.perf_counter() - self._began_s, blocked - self._blocked_s)
+        if not self._stepped:
+            self.check_still()
+            if not self._measured:
+                counters.stale(self._stale)
+        if self._before is not None:
+            self._choose_gradients(optimizer)
+        given = closure_of(args, kwargs)
+        if given is None:
+            self._compare_first(optimizer)
+            self._merge_gradients(0.0)
+        self._restore_rates()  # the last step may have raised
+        self._share_rates(optimizer)
+        self.stepping = True
+        replica.begin_moving()
+        if self._quasi_global is not None:
+            self._quasi_global.begin(momentum_buffers(self._optimizer)[1])
+        return None if given is None else with_closure(args, kwargs, self._beside(optimizer, given))
+
+    def _choose_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the strategy see those of the optimizer that steps."""
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise ConfigError(
+                f"{self._agent.strategy.name} would average gradients that are still scaled: a "
+                f"{type(optimizer).__name__} with fused=True unscales them in its step. Leave fused out."
+            )
+        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        known = self._gradients.get(id(optimizer))
+        if known is None or known[0] != held:
+            known = self._gradients[id(optimizer)] = held, self._replica.gradients_of(parameters(optimizer))
+        self._replica.gradients = known[1]
+
+    def _compare_first(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let it be noticed where two workers begin with the same samples."""
+        if self._begins:
+            self._begins = False
+            if found := firsts.summed(parameters(optimizer)):
+                self._agent.begin(self._agent.firsts.tell(found))
+
+    def _computed(self, seconds: float, blocked_s: float = 0.0) -> None:
+        counters = self._agent.node.counters
+        counters.compute_s += seconds - blocked_s
+        if counters.timeline is not None:
+            counters.timeline.gradient(seconds - blocked_s)
+        self._computed_s += seconds
+
+    def _merge_gradients(self, loss: float) -> float:
+        """Let the strategy do what it does before a step; the loss, which it may have averaged."""
+        if self._before is not None:
+            self._replica.gradients.loss = loss
+            self._wait(functools.partial(self._parked, self._before))
+            return self._replica.gradients.loss
+        return loss
+
+    def _beside(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """A closure whose gradients are merged, and during which weights that have not moved stand still."""
+        replica, trained = self._replica, list(parameters(optimizer))
+        began = [one._version for one in trained]
+
+        def compute() -> Any:
+            if began == [one._version for one in trained]:
+                replica.end_moving()
+            began_s = time.perf_counter()
+            loss = closure()
+            self._compare_first(optimizer)
+            self._computed(time.perf_counter() - began_s)
+            if self._before is not None:
+                replica.end_moving()  # others may need a copy before they can merge
+                value = loss.detach() if isinstance(loss, Tensor) else loss
+                mean = self._merge_gradients(0.0 if loss is None else float(value))
+                if loss is not None and len(self._agent.fabric.members) > 1:
+                    loss = loss.new_tensor(mean) if isinstance(loss, Tensor) else mean
+            replica.begin_moving()
+            return loss
+
+        return compute
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        """An optimizer has stepped."""
+        self._restore_rates()
+        self._stepped.add(id(optimizer))
+        self.made[id(optimizer)] += 1
+        if len(self._stepped) == len(self._members):
+            self._complete()
+        else:
+            self._replica.end_moving()
+            if self.made[id(optimizer)] == LONG_ALONE and (idle := self.idle()):
+                log.warning("%s has not stepped: a step is complete, and merged, when all have", idle)
+        blocked = self._agent.node.counters.blocked_s
+        self._blocked_s = blocked["data"] + blocked["checkpoint"]
+        self._began_s = time.perf_counter()
+        self.stepping = False
+
+    def _complete(self) -> None:
+        """All have stepped."""
+        node, replica = self._agent.node, self._replica
+        self._stepped.clear()
+        node.computed(self._computed_s, node.counters.steps - self.first + 1)
+        self._computed_s = 0.0
+        node.counters.steps += 1
+        self._checkpoints.used()
+        if self._after is not None:
+            replica.end_moving()
+            self.stepping = False
+            self._wait(functools.partial(self._parked, self._after))
+            self.stepping = True
+            replica.begin_moving()
+        replica.boundary()
+        if self._quasi_global is not None:
+            self._quasi_global.end(momentum_buffers(self._optimizer)[2])
+        replica.end_moving()
+        if self._wakes:
+            self._agent.stepped()
+        self._inventory.stands()
+        self._stale = node.unmerged_steps
+        self._checkpoints.stepped(node.counters.steps)
+
+    async def _parked(self, act: Callable[[Any], Coroutine[Any, Any, None]], node: Any) -> None:
+        """Beside a step, while the training thread waits: corrections need not wait for the boundary."""
+        self._replica.parked = True
+        try:
+            await act(node)
+        finally:
+            self._replica.parked = False  # in this thread: nothing is added once the other has gone on
+
+    def _wait(self, act: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
+        """Let training wait for the strategy."""
+        agent, strategy = self._agent, self._agent.strategy
+        self._replica.catch_up()
+        agent.counters.wait("peers", time.perf_counter())
+        stepping, self.stepping = self.stepping, True
+        work = self._work = agent.begin(act(agent.node))
+        self.stepping = stepping
+        waited_s = 0.0
+        try:
+            while True:
+                try:
+                    work.result(timeout=1.0)
+                    return
+                except concurrent.futures.TimeoutError:
+                    ended = agent.call(agent.waits_for_finished())
+                    waited_s = waited_s + 1.0 if ended is not None else 0.0
+                    if waited_s >= GRACE_S and strategy.waits_for in ("all", "neighbours", "group"):
+                        work.cancel()
+                        raise RunStopped(
+                            f"{strategy.name} needs every worker in every step, and the loop of worker "
+                            f"{ended} has ended. Give all workers the same number of steps."
+                        ) from None
+        except PeerLost as error:
+            raise _explained(strategy, error) from error
+        finally:
+            agent.counters.go_on(time.perf_counter())
+
+
+def warn_outside(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+    """Say so once if an optimizer steps that was attached and has not come into its with-block.
+
+    What is returned ends it.
+    """
+    hooks: list[RemovableHandle] = []
+
+    def end() -> None:
+        while hooks:
+            hooks.pop().remove()
+
+    def warn(stepping: torch.optim.Optimizer, *_: Any) -> None:
+        end()
+        log.warning(
+            "%s steps outside of its with-block, where nothing is merged: train inside "
+            "`with fw.attach(…) as worker:`",
+            type(stepping).__name__,
+        )
+
+    hooks += [one.register_step_post_hook(warn) for one in members(optimizer)]
+    return end
+
+
+def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+    """What an optimizer's step was given to compute with; the first argument is the optimizer."""
+    found = kwargs.get("closure", args[1] if len(args) > 1 else None)
+    return found if callable(found) else None
+
+
+def with_closure(
+    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same with another one."""
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": closure}
+    return (args[0], closure, *args[2:]), kwargs
+
+
+def check(agent: Agent) -> None:
+    """Raise what failed beside training."""
+    failure = agent.failure
+    if isinstance(failure, PeerLost):
+        raise _explained(agent.strategy, failure) from failure
+    if failure is not None:
+        raise failure
+
+
+def _explained(strategy: Strategy, error: PeerLost) -> RunStopped:
+    return WorkerLost(
+        f"{strategy.name} stopped: it lost worker {error.peer} ({error.why}), which it cannot do "
+        "without: it held the server. Strategies without one go on, such as adpsgd or allreduce."
+    )
