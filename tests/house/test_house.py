@@ -159,15 +159,12 @@ def modules() -> dict[str, ast.Module]:
 
 TOO_LARGE = {
     "freewheel.api.attach",
-    "freewheel.data.dealing.Dealing",
     "freewheel.fabric.tcp.TcpFabric",
     "freewheel.fabric.views.Views",
     "freewheel.node.Node",
     "freewheel.ray.run.run",
     "freewheel.runtime.launch.launcher.join",
     "freewheel.runtime.launch.launcher.launch",
-    "freewheel.runtime.loading.loader.Loader.__init__",
-    "freewheel.runtime.loading.streams.StreamLoader.__init__",
     "freewheel.runtime.membership.rendezvous.Rendezvous",
     "freewheel.runtime.worker.agent.Agent",
     "freewheel.runtime.worker.attach.Worker",
@@ -200,7 +197,6 @@ def test_classes_and_functions_are_one_idea():
 
 
 CYCLES = {
-    ("freewheel.data.dealing", "freewheel.data.hand"),
     ("freewheel.fabric.tcp", "freewheel.fabric.together"),
     ("freewheel.node", "freewheel.strategy"),
     ("freewheel.runtime.worker.cuda_replica", "freewheel.runtime.worker.live_replica"),

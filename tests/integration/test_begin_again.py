@@ -111,7 +111,7 @@ class Lives:
                     optimizer.step()
                     worker._checkpoints.wait()
                     # What a lost worker left of a pass may be dealt in the next one, and belongs to its own.
-                    self.used[loader.dealer.drawn[0].number].update(which.tolist())
+                    self.used[loader.leases.drawn[0].number].update(which.tolist())
                     if dies and worker.metrics()["steps"] == began + LAST:
                         self._at_last.wait(DEADLINE_S)
                         if rank in self.dying:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from crew import next_life, places, together, worker
 from freewheel.data.ledger import Ledger, reader
 from freewheel.data.spans import size
-from freewheel.runtime.worker import guest as guests
+from freewheel.runtime.loading.sampler import LeaseSampler
 from freewheel.runtime.worker.guest import Guest
 
 pytestmark = pytest.mark.integration
@@ -130,22 +130,22 @@ def test_from_each_checkpoint_of_two_workers_one_does_exactly_the_rest(breaks, b
 
 def test_what_others_say_while_a_checkpoint_is_taken_is_in_all_of_it_or_in_nothing(monkeypatch):
     """The steps of a position and its samples are of one moment."""
-    known, heard = guests._known, []
+    known, heard = LeaseSampler.finished, []
 
-    def then_news(dealer, used):
-        encoded = known(dealer, used)
-        dealer.agent.loop.call_soon(_news, dealer)
+    def then_news(leases, ledger, used):
+        encoded = known(leases, ledger, used)
+        leases.agent.loop.call_soon(_news, leases)
         return encoded
 
-    def _news(dealer):
+    def _news(leases):
         heard.append(True)
-        ledger = dealer.hand.stream.ledger
+        ledger = leases.queue.data.ledger
         ledger.finish((1, 1), 1, 0, 10 * BATCH)
-        dealer.hand.collect()
+        leases.queue.data.collect()
 
     def after(guest):
         if guest.worker.metrics()["steps"] == 5:
-            monkeypatch.setattr(guests, "_known", then_news)
+            monkeypatch.setattr(LeaseSampler, "finished", then_news)
             taken.append(guest.position())
             monkeypatch.undo()
             guest.worker.stop()

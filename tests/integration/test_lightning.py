@@ -176,7 +176,7 @@ def test_notice_lets_it_leave_and_what_it_has_used_is_what_it_has_finished(at, s
     assert not left.value.code
     assert signal.getsignal(signal.SIGTERM) is before
     (loader,) = callback.worker._checkpoints.loaders
-    assert sum(size(spans) for spans in loader.dealer.hand.own.values()) == 8 * module.used
+    assert sum(size(spans) for spans in loader.leases.queue.data.own.values()) == 8 * module.used
     assert module.used in (at, at + 1)
     assert module.used % several == 0  # no gradient is left behind
 

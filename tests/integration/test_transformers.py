@@ -112,7 +112,7 @@ def test_notice_lets_it_leave_and_what_it_has_used_is_what_it_has_finished(at, t
         train(tmp_path, callback, notice)
     assert not left.value.code
     (loader,) = callback.worker._checkpoints.loaders
-    assert sum(size(spans) for spans in loader.dealer.hand.own.values()) == 8 * notice.steps
+    assert sum(size(spans) for spans in loader.leases.queue.data.own.values()) == 8 * notice.steps
     assert notice.steps in (at, at + 1)
 
 

@@ -11,8 +11,8 @@ import pytest
 import freewheel as fw
 import lab
 from freewheel.data.batches import Batch, Key
-from freewheel.data.dealing import ASK, BACK, DEALT, TELL, Dealing
-from freewheel.data.hand import Hand
+from freewheel.data.dealing import ASK, NOTE, TELL, Dealing
+from freewheel.data.leases import LeaseQueue
 from freewheel.data.ledger import Ledger, reader
 from freewheel.fabric.frames import NOTES
 from freewheel.records.counters import Counters
@@ -72,26 +72,26 @@ class Crew:
 
         dealing = self.dealings[rank] = Dealing(fabric, self.wire.life[rank], counters, spawn)
         key = Key(self.batches, 7, grid=self.batches * self.parts)
-        spawn(self.train(rank, dealing.hand(key, self.sizes.get(rank, 1), self.parts, self.drop)))
+        spawn(self.train(rank, LeaseQueue(dealing, key, self.sizes.get(rank, 1), self.parts, self.drop)))
 
-    async def train(self, rank: int, hand: Hand) -> None:
+    async def train(self, rank: int, leases: LeaseQueue) -> None:
         await asyncio.sleep(self.late.get(rank, 0.0))
         for number in range(self.passes):
-            hand.begin(number, last=number == self.passes - 1)
-            while (batch := await self.drawn(rank, hand)) is not None:
+            leases.begin(number, last=number == self.passes - 1)
+            while (batch := await self.drawn(rank, leases)) is not None:
                 await asyncio.sleep(0.01 * self.slow.get(rank, 1.0) * self.random.uniform(0.8, 1.2))
                 for place in range(batch.place, batch.stop):
                     self.used[batch.number, place] += 1
                     self.whose[batch.number, place] = rank
                 self.by[rank, number] += 1
-                self.short += batch.stop - batch.place < hand.size
-                hand.finish(batch)
-            await hand.settle()
+                self.short += batch.stop - batch.place < leases.size
+                leases.finish(batch)
+            await leases.settle()
         self.ended[rank] = self.loop.time()
 
-    async def drawn(self, rank: int, hand: Hand) -> Batch | None:
+    async def drawn(self, rank: int, leases: LeaseQueue) -> Batch | None:
         since_s = self.loop.time()
-        batch = await hand.draw()
+        batch = await leases.draw()
         if batch is not None:
             self.waited_s[rank] = max(self.waited_s[rank], self.loop.time() - since_s)
         return batch
@@ -239,22 +239,22 @@ def test_other_data_are_refused_by_name():
     crew = Crew(2, 40, passes=1)
     crew.run()
     with pytest.raises(fw.ConfigError, match=r"worker 1's loader have 41 samples, those of worker 0's 40"):
-        crew.dealings[1].hand(Key(41, 7))
+        LeaseQueue(crew.dealings[1], Key(41, 7))
     with pytest.raises(
         fw.ConfigError, match=r"worker 1's loader is shuffled with seed 3, worker 0's is in or"
     ):
-        crew.dealings[1].hand(Key(40, 7, 1, 3))
+        LeaseQueue(crew.dealings[1], Key(40, 7, 1, 3))
     with pytest.raises(fw.ConfigError, match=r"worker 1 cuts a pass into 10 batches, worker 0 into 0"):
-        crew.dealings[1].hand(Key(40, 7, grid=10))
+        LeaseQueue(crew.dealings[1], Key(40, 7, grid=10))
 
 
 def kept(dealing: Dealing) -> int:
     """How much a worker remembers of what others told it."""
     each = (
         one.ledger.entries() + one.news.entries() + len(one.orders) + len(one.counted) + len(one.shares.began)
-        for one in dealing.streams.values()
+        for one in dealing.datasets.values()
     )
-    return len(dealing.streams) + sum(each)
+    return len(dealing.datasets) + sum(each)
 
 
 def said(kind: str, k: int, key: Key) -> list[float]:
@@ -262,24 +262,23 @@ def said(kind: str, k: int, key: Key) -> list[float]:
     ledger = Ledger(key.length)
     for number in range(k, k + 3):
         ledger.finish((k, k), number, 2 * (k % 10), 2 * (k % 10) + 1)
-    if kind == "dealt":
-        return [*key, 1, k, k, 0, 3, 0, *ledger.encode()]
+    ledger.passes[k].held[1, k] = [(5, 7)]
     if kind == "tell":
-        return [k, *key]
-    if kind == "back":
-        return [k, *key, *ledger.encode()]
+        return [*key, k]
+    if kind in ("dealt", "back"):
+        return [*key, 1, k, *ledger.encode(held=kind == "dealt")]
     number = k if kind == "ask" else 10**9 - k
     flags = [k, number, 0, k % 2, 0, 1, 0, 1, 0, 0, 10**6]  # life, pass, since, wants, …, rate
-    return [*key, 10**6 + k, *flags, 1, k, 5, 7, *ledger.encode()]
+    return [*key, 10**6 + k, *flags, *ledger.encode(held=True)]
 
 
 @pytest.mark.parametrize("kind", ["ask", "ask backwards", "tell", "dealt", "back"])
 @pytest.mark.parametrize("streams", [True, False])
 def test_a_member_that_names_data_and_passes_without_end_fills_no_memory(kind, streams, monkeypatch):
     """And where it leaves the others' data alone, they are dealt as ever."""
-    monkeypatch.setattr("freewheel.data.dealing.MOST_STREAMS", 5)
+    monkeypatch.setattr("freewheel.data.dealing.MOST_DATASETS", 5)
     monkeypatch.setattr("freewheel.data.ledger.MOST_ENTRIES", 400)
-    tag = {"tell": TELL, "dealt": DEALT, "back": BACK}.get(kind, ASK)
+    tag = {"tell": TELL, "dealt": NOTE, "back": NOTE}.get(kind, ASK)
     found = []
     for messages in (500, 2000):
         crew = Crew(2, 300, passes=3)

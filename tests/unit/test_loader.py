@@ -15,21 +15,23 @@ import crew
 import freewheel as fw
 from freewheel.data.batches import Key
 from freewheel.data.order import Seeded, order
-from freewheel.runtime.loading.leases import Leases
+from freewheel.runtime.loading.base import Side
+from freewheel.runtime.loading.sampler import LeaseSampler
 
 sizes = {"length": st.integers(1, 200), "batch_size": st.integers(1, 20), "workers": st.integers(1, 9)}
 
 DEADLINE_S = 60.0
 
 
-def cut(length: int, batch_size: int, workers: int, **options) -> Leases:
+def cut(length: int, batch_size: int, workers: int, parts: bool = False, **options) -> LeaseSampler:
     """How the order is cut into batches; nobody is asked for any."""
-    return Leases(lambda: None, Seeded(length, True, 0), batch_size, workers, **options)
+    side = Side(lambda: None, world_size=workers, parts=parts)
+    return LeaseSampler(side, Seeded(length, True, 0), batch_size, **options)
 
 
-def counts(leases: Leases) -> list[int]:
+def counts(leases: LeaseSampler) -> list[int]:
     """How many samples the batches have, in order; each begins where the one before it ends."""
-    key = Key(leases.dealt, 0, grid=leases.count if leases.parts else 0)
+    key = Key(leases.dealt, 0, grid=leases.count if leases.side.parts else 0)
     places = key.cut(0, key.length, leases.batch_size)
     assert [start for start, _ in places] == [0, *(stop for _, stop in places)][: len(places)]
     found = [stop - start for start, stop in places]

@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -141,6 +141,10 @@ class Ledger:
                     return Lease(q, *span, again)
         return None
 
+    def held_by(self, owner: Owner) -> dict[int, Spans]:
+        """What a worker holds, by pass."""
+        return {q: one.held[owner] for q, one in self.passes.items() if one.held.get(owner)}
+
     def held(self, number: int, but: Owner) -> bool:
         """Whether anybody else holds samples of this pass or an earlier one."""
         return any(
@@ -165,12 +169,9 @@ class Ledger:
     def hold(self, owner: Owner, held: dict[int, Spans]) -> None:
         """A worker says what it holds: this and nothing else."""
         for number in {*self.passes, *held}:
-            one = self.open(number)
-            if one is None:
+            if (one := self.open(number)) is None:
                 continue
-            others = union(one.finished, *(spans for who, spans in one.held.items() if who != owner))
-            spans = minus(union(held.get(number, [])), others)
-            if spans:
+            if spans := minus(union(held.get(number, [])), one.finished):
                 one.held[owner] = spans
             else:
                 one.held.pop(owner, None)
@@ -202,6 +203,22 @@ class Ledger:
                 one.counts[owner] = max(count, one.counts.get(owner, 0))
             for owner, spans in one.held.items():
                 one.held[owner] = minus(spans, one.finished)
+
+    def holding(self, owner: Owner, ledger: Ledger) -> Ledger:
+        """The same finished samples, and what an owner holds by another ledger."""
+        told = Ledger(self.length)
+        told.merge(self)
+        told.hold(owner, ledger.held_by(owner))
+        return told
+
+    def account(self, owner: Owner, finished: Mapping[int, Spans]) -> list[float]:
+        """What a checkpoint keeps: these samples as an owner's, beside passes that are closed."""
+        kept = Ledger(self.length)
+        kept.floor, kept.past = self.floor, self.past
+        for number, spans in sorted(finished.items()):
+            if (one := kept.open(number)) is not None:
+                one.finished, one.counts = spans, {owner: size(spans)}
+        return kept.encode()
 
     def tidy(self) -> None:
         """Close passes that are long over, or were broken off or never begun."""

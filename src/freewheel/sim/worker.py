@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from freewheel.data.batches import Batch, Key
 from freewheel.data.dealing import Dealing
-from freewheel.data.hand import Hand
+from freewheel.data.leases import LeaseQueue
 from freewheel.errors import ConfigError, Diverged
 from freewheel.moments import MOMENTUM, QuasiGlobal
 from freewheel.node import Node
@@ -182,14 +182,15 @@ class SimulatedWorker:
             study.follow()
         self.fabric.counters = self.node.counters
         self.node.counters.measure = self.node.counters.measure_always = study is not None
-        self.hand: Hand | None = None
+        self.hand: LeaseQueue | None = None
         self.used: Counter[tuple[int, int]] = Counter()
         """Dealt batches it has used: pass and place of each."""
         self.dealing: Dealing | None = None
         if scenario.batches:
             dealing = self.dealing = Dealing(self.fabric, wire.life[rank], self.node.counters, self.spawn)
             parts = self.strategy.merges()
-            self.hand = dealing.hand(Key(scenario.batches, 0, grid=scenario.batches * parts), parts=parts)
+            key = Key(scenario.batches, 0, grid=scenario.batches * parts)
+            self.hand = LeaseQueue(dealing, key, parts=parts)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine in this worker's life; a failure of it is the run's."""
@@ -311,7 +312,7 @@ class SimulatedWorker:
             self.dealing.part()
         await self.node.farewells.goodbye()
 
-    async def _draw(self, hand: Hand) -> Batch:
+    async def _draw(self, hand: LeaseQueue) -> Batch:
         """The next batch dealt to this worker, of the next pass if this one is over."""
         while (batch := await hand.draw()) is None:
             await hand.settle()

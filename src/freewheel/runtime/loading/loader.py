@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -18,40 +17,20 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from freewheel.data.order import Blocked, Sampled, Seeded, number
 from freewheel.data.sameness import fingerprint
 from freewheel.errors import ConfigError, at_least
-from freewheel.runtime.loading.leases import Leases
+from freewheel.runtime.loading.base import END, SHOWN, BaseLoader, Side
+from freewheel.runtime.loading.sampler import LeaseSampler
 from freewheel.runtime.loading.streams import StreamLoader
 
-if TYPE_CHECKING:
-    from freewheel.records.counters import Counters
-    from freewheel.runtime.worker.agent import Agent
-
-T = TypeVar("T")
 log = logging.getLogger("freewheel")
-SHOWN = (
-    "dataset",
-    "collate_fn",
-    "num_workers",
-    "pin_memory",
-    "pin_memory_device",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-)
-"""What torch's DataLoader has and scripts look at: as the user has given it."""
 NAMES = {"parts": "number of workers", "kind": "shuffle or sampler", "batched": "batch_sampler"}
-END = object()
 
 
-class Loader:
-    """Passes over a dataset, by torch's DataLoader; iterate again for the next pass.
+class Loader(BaseLoader):
+    """Passes over a dataset.
 
-    `epoch` is the number of the pass under way, or of the first one; each new iteration adds one to it. The
-    same seed and epoch give the same order, and the same random numbers to the processes that DataLoader
-    starts for the pass; those of other workers get others. When `stopped` says so, a pass ends after the
-    batch in hand and no other one begins.
+    The same seed and epoch give the same order, and the same random numbers to the processes that DataLoader
+    starts for the pass; those of other workers get others. When the worker is told to stop, a pass ends after
+    the batch in hand and no other one begins.
 
     A batch counts as finished when the loop asks for the next one, or ends: what DataLoader's processes have
     loaded ahead does not.
@@ -67,9 +46,7 @@ class Loader:
         self,
         dataset: Any,
         batch_size: int,
-        agent: Callable[[], Agent],
-        rank: int = 0,
-        world_size: int = 1,
+        side: Side,
         *,
         shuffle: bool = True,
         seed: int = 0,
@@ -77,10 +54,6 @@ class Loader:
         epochs: int | None = None,
         sampler: Any = None,
         batch_sampler: Any = None,
-        stopped: Callable[[], bool] = lambda: False,
-        parts: bool = False,
-        check: Callable[[], None] = lambda: None,
-        first: bool = False,
         blocks: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
@@ -90,146 +63,105 @@ class Loader:
                 "Leave it out."
             )
         at_least("epochs", epochs, 1)
+        super().__init__(side)
         length, given = count(dataset), batch_sampler if batch_sampler is not None else sampler
         source: Seeded | Sampled | Blocked = Seeded(length, shuffle, seed)
         if blocks is not None and shuffle:
             source = Blocked(blocks, seed)
         if given is not None:
             source = Sampled(given, seed, batched=batch_sampler is not None)
-        self.stopped, self.rank, self.agent = stopped, rank, agent
-        self.dealer = Leases(
-            agent,
-            source,
-            1 if source.batched else batch_size,
-            world_size,
-            drop_last and not source.batched,
-            epochs,
-            check,
-            parts,
-            fingerprint(dataset),
-            first,
-        )
-        if parts and source.length > self.dealer.dealt and source.batched:
+        size, drops = (1, False) if source.batched else (batch_size, drop_last)
+        self.leases = LeaseSampler(side, source, size, drops, epochs, fingerprint(dataset))
+        if side.parts and source.length > self.leases.dealt and source.batched:
             log.warning(
                 "all workers step together, and %d batches cannot be divided among %d: the last %d of each "
                 "pass are left out",
                 source.length,
-                world_size,
-                source.length - self.dealer.dealt,
+                side.world_size,
+                source.length - self.leases.dealt,
             )
         self.batch_size = None if source.batched else batch_size
-        self.drop_last = drop_last
-        self.batch_sampler = batch_sampler if source.batched else self.dealer
+        self.drop_last, self.epochs = drop_last, epochs
+        self.batch_sampler = batch_sampler if source.batched else self.leases
         self.random = None if options.get("generator") is not None else torch.Generator()
-        self.options = {**options, "generator": options.get("generator") or self.random}
-        self.batches: DataLoader[Any] = DataLoader(dataset, batch_sampler=self.dealer, **self.options)
+        options["generator"] = options.get("generator") or self.random
+        self.batches = DataLoader(dataset, batch_sampler=self.leases, **options)
         self.sampler = sampler if sampler is not None else self.batches.sampler
-        self.begun = False
-        self.in_hand = self.under_way = False
-        self.given = 0
-        """How many batches of the pass the loop has been given."""
+        self.in_hand = False
+        """Whether the loop has a batch that does not count as finished."""
 
-    def __getattr__(self, name: str) -> Any:
-        """What else torch's DataLoader shows."""
-        if name in SHOWN and "batches" in self.__dict__:
-            return getattr(self.batches, name)
-        raise AttributeError(f"a worker's loader has no attribute {name!r}")
-
-    @property
-    def epochs(self) -> int | None:
-        """How many passes the run makes, if that was said."""
-        return self.dealer.epochs
+    def __len__(self) -> int:
+        return len(self.leases)
 
     @property
     def step(self) -> float:
         """Which part of a pass one step of every worker is."""
-        return self.dealer.batch_size * self.dealer.world_size / self.dealer.length
+        return self.leases.batch_size * self.side.world_size / self.leases.length
 
     @property
     def epoch(self) -> int:
         """The number of the pass under way, or of the first one."""
-        return self.dealer.epoch
+        return self.leases.epoch
 
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be this one."""
-        at_least("epoch", epoch, 0)
-        self.dealer.epoch = epoch
-        self.begun, self.given = False, 0
+    @epoch.setter
+    def epoch(self, epoch: int) -> None:
+        self.leases.epoch = epoch
 
     @property
     def progress(self) -> float:
         """Passes made by all workers together, as a fraction too."""
-        return self.dealer.progress()
+        return self.leases.progress()
+
+    @property
+    def samples(self) -> int:
+        """Samples that all workers together have finished, as far as is known here."""
+        return round(self.progress * self.leases.length)
 
     def goes_on(self, first: Loader) -> bool:
         """Whether this is another one's next pass: in use, over as many samples, dealt in the same way."""
         return self.begun and self._identity() == first._identity()
 
-    @property
-    def samples(self) -> int:
-        """Samples that all workers together have finished, as far as is known here."""
-        return round(self.progress * self.dealer.length)
-
-    def __len__(self) -> int:
-        return len(self.dealer)
-
     def __iter__(self) -> Iterator[Any]:
-        if self.stopped():
+        if self.side.stopped():
             return
-        dealer = self.dealer
-        if dealer.drawn:  # a worker that is to leave has broken a pass off, and comes for another
+        leases, self._counters = self.leases, self.side.agent().counters
+        if leases.drawn:  # a worker that is to leave has broken a pass off, and comes for another
             self._end(left=True)
         if self.begun:
             self.given = 0
-        dealer.begin(dealer.epoch + self.begun)
+        leases.begin(leases.epoch + self.begun)
         self.begun = self.under_way = True
         if self.random is not None:  # DataLoader seeds its processes from it
-            self.random.manual_seed(number(f"processes/{dealer.source.seed}/{dealer.epoch}/{self.rank}"))
-        left, counters = True, self.agent().counters
+            self.random.manual_seed(number(f"processes/{leases.source.seed}/{leases.epoch}/{self.side.rank}"))
+        left = True
         try:
             while True:
-                batches = self._timed(lambda: iter(self.batches))
-                while (batch := self._next(batches, counters)) is not END:
+                batches = self._timed(iter, self.batches)
+                while (batch := self._timed(next, batches, END)) is not END:
                     self.in_hand = True
                     self.given += 1
                     yield batch
                     self.use()
-                    if self.stopped():
+                    if self.side.stopped():
                         return
-                if not self._timed(dealer.more):
+                if not self._timed(leases.more):
                     break
             left = False
         finally:
             self.under_way = False
-            if not (left and dealer.agent.leaving):  # else the worker gives all back, and knows what is used
+            if not (left and leases.agent.leaving):  # else the worker gives all back, and knows what is used
                 self._end(left)
 
     def _end(self, left: bool) -> None:
         in_hand, self.in_hand = self.in_hand, False
         # Python drops what a pass raises that is being left; the next one raises it again.
         with contextlib.suppress(ConfigError) if left else contextlib.nullcontext():
-            self._timed(lambda: self.dealer.end(left, in_hand))
+            self._timed(self.leases.end, left, in_hand)
 
     def use(self) -> None:
         """The batch in hand counts as used, although the loop does not come for the next one."""
         self.in_hand = False
-        self.agent().counters.samples += self.dealer.finish()
-
-    def _next(self, batches: Iterator[Any], counters: Counters) -> Any:
-        """The next batch, or END; how long the loop waits for it is counted. Every step comes here."""
-        counters.wait("data", time.perf_counter())
-        try:
-            return next(batches, END)
-        finally:
-            counters.go_on(time.perf_counter())
-
-    def _timed(self, act: Callable[[], T]) -> T:
-        counters = self.dealer.agent.counters
-        counters.wait("data", time.perf_counter())
-        try:
-            return act()
-        finally:
-            counters.go_on(time.perf_counter())
+        self._counters.samples += self.leases.finish()
 
     def state_dict(self) -> dict[str, Any]:
         """Where all workers together are in the data: it loads at any number of them, on all of them.
@@ -237,15 +169,11 @@ class Loader:
         For after a step: the batch in hand counts as finished. The others are asked, and do not wait; what
         they have in hand is dealt again.
         """
-        return self._state(self.dealer.position(self.in_hand))
+        return {**self._identity(), **self._where(), **self.leases.position(int(self.in_hand))}
 
     def own_state(self) -> dict[str, Any]:
         """The same of what this worker has finished: all of them together make a checkpoint."""
-        return self._state(self.dealer.state(self.in_hand))
-
-    def _state(self, done: dict[str, Any]) -> dict[str, Any]:
-        where = {"begun": self.begun, "under_way": self.under_way, "given": self.given}
-        return {**self._identity(), **where, **done}
+        return {**self._identity(), **self._where(), **self.leases.state(int(self.in_hand))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: the next iteration begins with the batch after it.
@@ -260,7 +188,7 @@ class Loader:
                 f"{state.get('length', 'none')}. Give the same dataset, or begin anew."
             )
         other = [NAMES.get(name, name) for name, value in mine.items() if state.get(name) != value]
-        if not other and self.dealer.strange(state):
+        if not other and self.leases.strange(state):
             other = ["order of its sampler"]
         if other:
             log.warning(
@@ -270,19 +198,19 @@ class Loader:
             )
             self.set_epoch(state["epoch"])
             return
-        self.dealer.load(state)
+        self.leases.load(state)
         self.begun, self.given = False, state["given"]
         if state["begun"] and not state["under_way"]:  # that pass is over
             self.set_epoch(state["epoch"] + 1)
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a state to mean the same; where all step together, the batches too."""
-        dealer, source = self.dealer, self.dealer.source
-        same = {"length": dealer.length, "kind": source.kind, "seed": source.seed, "batched": source.batched}
-        if not dealer.parts:
+        leases, source = self.leases, self.leases.source
+        same = {"length": leases.length, "kind": source.kind, "seed": source.seed, "batched": source.batched}
+        if not self.side.parts:
             return {"parts": 0, **same}
-        parts = {"parts": dealer.world_size, "batch_size": dealer.batch_size, "drop_last": dealer.drop_last}
-        return {**parts, **same}
+        cut = {"batch_size": leases.batch_size, "drop_last": leases.drop_last}
+        return {"parts": self.side.world_size, **cut, **same}
 
 
 def count(dataset: Any) -> int:
@@ -298,48 +226,26 @@ def count(dataset: Any) -> int:
         ) from None
 
 
-def make(
-    given: Any,
-    asked: dict[str, Any],
-    agent: Callable[[], Agent],
-    rank: int,
-    world_size: int,
-    stopped: Callable[[], bool],
-    parts: bool,
-    check: Callable[[], None],
-    first: bool,
-) -> Loader | StreamLoader:
+def make(given: Any, asked: dict[str, Any], side: Side) -> Loader | StreamLoader:
     """A loader of a dataset, of a stream, or of what a DataLoader of torch's loads, as the user asked."""
     dataset, options = unpacked(given, asked)
-    dealt: dict[str, Any] = {"agent": agent, "rank": rank, "world_size": world_size, "stopped": stopped}
-    dealt |= {"parts": parts, "check": check, "first": first}
+    batch_size = options.pop("batch_size", 1)
     if type(dataset).__module__.startswith("ray.data."):
         from freewheel.ray.data import Rows
 
         rows = Rows(dataset, options)
-        made = Loader(rows, options.pop("batch_size", 1), blocks=rows.lengths, **dealt, **options)
-        rows.ahead = made.dealer.next_samples
+        made = Loader(rows, batch_size, side, blocks=rows.lengths, **options)
+        rows.ahead = made.leases.next_samples
         return made
-    batch_size, sharded = options.pop("batch_size", 1), options.pop("sharded", False)
-    for name in ("sampler", "batch_sampler", "shuffle"):
-        if isinstance(dataset, IterableDataset) and options.get(name):
-            raise ConfigError(f"a stream comes in its own order and takes no {name}. Leave it out.")
+    sharded = options.pop("sharded", False)
     if not isinstance(dataset, IterableDataset):
-        return Loader(dataset, batch_size, **dealt, **options)
+        return Loader(dataset, batch_size, side, **options)
+    for name in ("sampler", "batch_sampler", "shuffle"):
+        if options.get(name):
+            raise ConfigError(f"a stream comes in its own order and takes no {name}. Leave it out.")
     for name in ("shuffle", "seed", "in_order"):
         options.pop(name, None)
-    return StreamLoader(
-        dataset,
-        batch_size,
-        agent,
-        rank,
-        world_size,
-        sharded=sharded,
-        stopped=stopped,
-        parts=parts,
-        shown=SHOWN,
-        **options,
-    )
+    return StreamLoader(dataset, batch_size, side, sharded=sharded, **options)
 
 
 def unpacked(given: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
@@ -19,12 +18,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from freewheel.data.order import check_batch_size
 from freewheel.errors import ConfigError, at_least
-
-if TYPE_CHECKING:
-    from freewheel.runtime.worker.agent import Agent
+from freewheel.runtime.loading.base import END, BaseLoader, Side
 
 log = logging.getLogger("freewheel")
-END = object()
 
 
 class Every(IterableDataset[Any]):
@@ -41,30 +37,24 @@ class Every(IterableDataset[Any]):
             yield group[self.place]
 
 
-class StreamLoader:
-    """Passes over a stream, by torch's DataLoader; iterate again for the next pass.
-
-    `epoch` is the number of the pass under way, or of the first one. A dataset that has `set_epoch` is told.
-    """
+class StreamLoader(BaseLoader):
+    """Passes over a stream. A dataset that has `set_epoch` is told which one begins."""
 
     def __init__(
         self,
         dataset: Any,
         batch_size: int,
-        agent: Callable[[], Agent],
-        rank: int,
-        world_size: int,
+        side: Side,
         *,
         sharded: bool = False,
         drop_last: bool = False,
         epochs: int | None = None,
-        stopped: Callable[[], bool] = lambda: False,
-        parts: bool = False,
-        shown: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
         check_batch_size(batch_size)
         at_least("epochs", epochs, 1)
+        super().__init__(side)
+        rank, world_size = side.rank, side.world_size
         if rank >= world_size and not sharded:
             raise ConfigError(
                 f"worker {rank} has joined, and a stream is split among the {world_size} workers that began. "
@@ -76,25 +66,16 @@ class StreamLoader:
                 "had left is not seen. If streams differ by worker, give sharded=True",
                 world_size,
             )
-        kept = dataset if sharded or world_size == 1 else Every(dataset, rank, world_size, rest=not parts)
+        self._every = 1 if sharded else world_size
+        kept = dataset if self._every == 1 else Every(dataset, rank, world_size, rest=not side.parts)
         self.dataset, self.batch_size, self.drop_last, self.epochs = dataset, batch_size, drop_last, epochs
-        self.world_size, self.sharded = world_size, sharded
-        self.agent, self.stopped, self.shown = agent, stopped, shown
-        self.batches: DataLoader[Any] = DataLoader(kept, batch_size, drop_last=drop_last, **options)
-        self.epoch, self.begun, self.given, self.skip = 0, False, 0, 0
-        self.under_way = False
+        self.batches = DataLoader(kept, batch_size, drop_last=drop_last, **options)
+        self.epoch = self._skip = 0
         self.samples = 0
         """Given by this worker's stream."""
 
-    def __getattr__(self, name: str) -> Any:
-        """What else torch's DataLoader shows."""
-        if name in self.__dict__.get("shown", ()):
-            return getattr(self.batches, name)
-        raise AttributeError(f"a worker's loader has no attribute {name!r}")
-
     def __len__(self) -> int:
-        share = self.world_size if not self.sharded else 1
-        each = -(-len(self.dataset) // share)  # TypeError as torch's, where a stream has no length
+        each = -(-len(self.dataset) // self._every)  # TypeError as torch's, where a stream has no length
         return each // self.batch_size if self.drop_last else -(-each // self.batch_size)
 
     @property
@@ -109,62 +90,47 @@ class StreamLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this one."""
-        at_least("epoch", epoch, 0)
-        self.epoch, self.begun, self.skip = epoch, False, 0
+        super().set_epoch(epoch)
+        self._skip = 0
 
     def goes_on(self, first: Any) -> bool:
         """Whether this is another one's next pass."""
         return self.begun and isinstance(first, StreamLoader) and first.dataset is self.dataset
 
     def __iter__(self) -> Iterator[Any]:
-        if self.stopped():
+        if self.side.stopped():
             return
         self.epoch += self.begun
         self.begun = self.under_way = True
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
-        counters, skip = self.agent().counters, self.skip
-        self.given, self.skip = 0, 0
+        self._counters = self.side.agent().counters
+        skip, self.given, self._skip = self._skip, 0, 0
         batches = iter(self.batches)
         try:
-            while True:
-                counters.wait("data", time.perf_counter())
-                try:
-                    batch = next(batches, END)
-                finally:
-                    counters.go_on(time.perf_counter())
-                if batch is END:
-                    return
+            while (batch := self._timed(next, batches, END)) is not END:
                 self.given += 1
                 if self.given <= skip:  # used before the checkpoint
                     continue
                 yield batch
                 count = min(self.batch_size, _samples(batch, self.batch_size))
-                counters.samples += count
+                self._counters.samples += count
                 self.samples += count
-                if self.stopped():
+                if self.side.stopped():
                     return
         finally:
             self.under_way = False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the pass is: how many batches of it were given."""
-        return {
-            "epoch": self.epoch,
-            "begun": self.begun,
-            "under_way": self.under_way,
-            "given": self.given,
-            "ledger": [],
-        }
+        """Where the pass is: how many batches of it were given. Nobody knows of the others' streams."""
+        return {"epoch": self.epoch, **self._where(), "ledger": []}
 
-    def own_state(self) -> dict[str, Any]:
-        """The same: nobody knows of the others' streams."""
-        return self.state_dict()
+    own_state = state_dict
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there: what was given before is read again and left out."""
         self.epoch, self.begun = state["epoch"] + (state["begun"] and not state["under_way"]), False
-        self.skip = state["given"] if state["under_way"] else 0
+        self._skip = state["given"] if state["under_way"] else 0
 
 
 def _samples(batch: Any, usual: int) -> int:

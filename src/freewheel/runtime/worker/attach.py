@@ -133,20 +133,20 @@ class Worker:
 
         `dataset` may be a DataLoader of torch's, whose options then count where none are given here.
         """
+        from freewheel.runtime.loading.base import Side
         from freewheel.runtime.loading.loader import make
 
-        asked = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
-        loader = make(
-            dataset,
-            {**asked, "epochs": epochs, **options},
+        side = Side(
             lambda: self._agent_inside,
             self.rank,
             self._beginners,
-            self._checkpoints.watching(lambda: self.stopped),
-            parts=self._strategy.merges(),  # then all need as many batches each
-            check=self._check,
+            parts=self._strategy.merges(),
             first=not self._checkpoints.loaders,
+            stopped=self._checkpoints.watching(lambda: self.stopped),
+            check=self._check,
         )
+        asked = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
+        loader = make(dataset, {**asked, "epochs": epochs, **options}, side)
         self._checkpoints.made(loader)
         return loader
 

@@ -19,12 +19,10 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from freewheel.errors import ConfigError
-from freewheel.runtime.loading.leases import Leases
-from freewheel.runtime.loading.loader import SHOWN, Loader
+from freewheel.runtime.loading.base import END, SHOWN
+from freewheel.runtime.loading.loader import Loader
 from freewheel.runtime.membership.place import local_rank
 from freewheel.runtime.worker.attach import Worker
-
-END = object()
 
 
 class Guest:
@@ -122,8 +120,8 @@ class Guest:
 
     def _dealt(self, after: bool = False) -> int:
         assert self.passes is not None
-        dealer, (part, whole) = self.passes.loader.dealer, math.modf(self.worker.progress)
-        batches = whole * dealer.count + part * dealer.length / dealer.batch_size
+        leases, (part, whole) = self.passes.loader.leases, math.modf(self.worker.progress)
+        batches = whole * leases.count + part * leases.length / leases.batch_size
         unused = self.passes.early - (self.passes.in_use() if after else 0)
         return (int(batches + 1e-6) - unused) // self._per_step
 
@@ -150,8 +148,9 @@ class Guest:
 
     async def _moment(self, passes: Passes) -> tuple[int, list[float]]:
         """How far all are and what is finished, of one moment: others say what they did at any other."""
-        known = _known(passes.loader.dealer, passes.in_use())
-        return self.steps(after=True), known
+        leases = passes.loader.leases
+        leases.queue.data.collect()
+        return self.steps(after=True), leases.finished(leases.queue.data.ledger, passes.in_use())
 
 
 class Passes:
@@ -173,9 +172,9 @@ class Passes:
         self._again: tuple[Any, ...] = ()
         """What was drawn and is to be given again."""
         self._newest: Any = None
-        dealer = loader.dealer
-        self._finish, self._more = dealer.finish, dealer.more
-        dealer.finish, dealer.more = self._finish_later, self._finish_rest  # type: ignore[method-assign]
+        leases = loader.leases
+        self._finish, self._more = leases.finish, leases.more
+        leases.finish, leases.more = self._finish_later, self._finish_rest  # type: ignore[method-assign]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["given"], name)
@@ -222,26 +221,19 @@ class Passes:
 
     def in_use(self) -> int:
         """How many batches the loop has been given to use, and does not merely hold."""
-        return self.early or min(max(1, self.ahead), len(self.loader.dealer.drawn))
+        return self.early or min(max(1, self.ahead), len(self.loader.leases.drawn))
 
     def _finish_later(self) -> int:
         self._drawn, self.early = self._drawn + 1, 0
         return self._finish() if self._drawn > self.ahead else 0
 
     def _finish_rest(self) -> bool:
-        dealer = self.loader.dealer
-        self.early = len(dealer.drawn)
-        while dealer.drawn:
-            self.loader.agent().counters.samples += self._finish()
+        drawn, counters = self.loader.leases.drawn, self.loader.leases.agent.counters
+        self.early = len(drawn)
+        while drawn:
+            counters.samples += self._finish()
         self._drawn = 0
         return self._more()
-
-
-def _known(dealer: Leases, used: int) -> list[float]:
-    """All that is known to be finished by anybody, with what the loop has used of what it has drawn."""
-    hand = dealer.hand
-    hand.collect()
-    return dealer.finished(hand.stream.ledger, used)
 
 
 def plain(given: Any) -> DataLoader[Any]:

@@ -1,0 +1,251 @@
+"""One set of data: what a worker knows of it, what it has done of it itself, and how it deals from it."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from freewheel.data.batches import Batch, Key
+from freewheel.data.ledger import Lease, Ledger, Owner
+from freewheel.data.shares import Shares
+from freewheel.data.spans import Span, Spans, common, first, minus, size, union
+from freewheel.fabric.base import Fabric
+from freewheel.records.counters import Counters
+
+GIVEN, OVER, WAIT, REFUSED, SOON, DIFFERS = range(6)
+"""What a dealer may answer. SOON: what is left is others' turn. DIFFERS: these are other data."""
+
+log = logging.getLogger("freewheel")
+
+
+class Question(NamedTuple):
+    """What a worker wants and what it says of itself: whole numbers."""
+
+    life: int
+    number: int
+    """The pass it is in."""
+    since: int
+    """The first pass of which it takes what is left over."""
+    wants: bool
+    last: bool
+    """Whether no later pass will deal what is left over of this one."""
+    insists: bool
+    parts: bool
+    """Whether every worker keeps to a part of its own, because all step together."""
+    size: int
+    """Its batch size."""
+    order: int
+    """What the order of the pass sums up to, where a sampler makes it; else 0."""
+    content: int
+    """What its samples sum up to; 0: that cannot be said."""
+    rate: int
+    """Samples it finishes in a million seconds; 0: not known."""
+
+
+class DatasetLedger:
+    """What a worker knows of one set of data, its own part in it and the others'.
+
+    `finish` and `progress` may be called from another thread; all else belongs to the fabric's.
+    """
+
+    def __init__(self, key: Key, by: int, me: Owner, fabric: Fabric, counters: Counters) -> None:
+        self.key, self.ledger = key, Ledger(key.length)
+        self.news = Ledger(key.length)
+        """What was finished and no dealer has confirmed yet."""
+        self.by = by
+        """The lowest rank that has named these data."""
+        self.in_use = False
+        """Whether this worker uses them, or has only heard of them."""
+        self.finished = 0
+        """Samples that this worker has finished and entered into the ledger."""
+        self.dropped = 0
+        """Samples of batches that were too short."""
+        self.own: dict[int, Spans] = {}
+        """What this worker itself has finished in each pass, in earlier runs too: what a checkpoint keeps."""
+        self.shares = Shares()
+        self.orders: dict[int, tuple[int, int]] = {}
+        """Of the passes by a sampler: what its order sums up to, and who said so."""
+        self.heard: dict[int, int] = {}
+        """Who has told all it knows, each with the epoch in which it did."""
+        self.mute: set[int] = set()
+        """Who was asked for it and did not answer in time."""
+        self.lives: dict[int, int] = {}
+        self.counted: dict[int, int] = {}
+        """Of each pass, how many samples that were finished twice have been counted."""
+        self._prints: dict[int, int] = {}
+        """What each worker's samples sum up to, where that can be said."""
+        self._me, self._fabric, self._counters = me, fabric, counters
+        self._done: deque[Batch] = deque()
+        self._used = 0
+        self._made = (0.0, 0)
+
+    # -- this worker's own part --
+
+    def finish(self, batch: Batch) -> None:
+        """A batch has been used."""
+        self._done.append(batch)
+        self._used += batch.stop - batch.place
+
+    def drop(self, short: list[Batch]) -> None:
+        """Batches that nobody is to use count as finished."""
+        self._done.extend(batch._replace(again=False) for batch in short)
+        self.dropped += sum(batch.stop - batch.place for batch in short)
+
+    def collect(self) -> None:
+        """Enter what has been finished into the ledger."""
+        ledger, news, me = self.ledger, self.news, self._me
+        while self._done:
+            number, start, stop, again = self._done.popleft()
+            while self._done and self._done[0][:2] == (number, stop) and self._done[0].again == again:
+                stop = self._done.popleft().stop
+            self.finished += stop - start
+            if again or number < ledger.floor:
+                self._counters.samples_again += stop - start
+            self.own[number] = union(self.own.get(number, []), [(start, stop)])
+            if number >= ledger.floor:
+                ledger.finish(me, number, start, stop)
+                news.finish(me, number, start, stop)
+                news.passes[number].counts[me] = ledger.passes[number].counts[me]
+        for number in [q for q in self.own if q < ledger.floor]:
+            del self.own[number]
+        self.look()
+
+    def look(self) -> None:
+        """Remember how far all are, for `progress`."""
+        self._made = (self.ledger.progress(), self.finished)
+
+    def progress(self) -> float:
+        """Passes made by all workers together, as far as is known: what others do is heard with a lease."""
+        made, collected = self._made
+        return made + (self._used + self.dropped - collected) / self.key.length
+
+    def confirm(self, theirs: Ledger, lease: Lease | None) -> None:
+        """A dealer has answered with what it knows, and has dealt a lease."""
+        self.learn(theirs)
+        for q in theirs.passes.keys() & self.ledger.passes.keys():
+            self.counted[q] = max(theirs.passes[q].excess(), self.counted.get(q, 0))
+        for q, one in self.ledger.passes.items():
+            mine = one.held.get(self._me, [])
+            if lease is not None and q == lease.number:
+                mine = union(mine, [(lease.start, lease.stop)])
+            one.held = {**(theirs.passes[q].held if q in theirs.passes else {}), self._me: mine}
+
+    # -- what others say --
+
+    def learn(self, theirs: Ledger) -> None:
+        """Take in what another ledger knows; ValueError if that is more than workers make."""
+        self.ledger.room(theirs.entries())
+        self.ledger.merge(theirs)
+
+    def learn_from_all(self, told: dict[int, Ledger]) -> None:
+        """Workers have told all they know, and what they hold."""
+        for peer, theirs in told.items():
+            owner = (peer, self.lives[peer])
+            self.ledger.hold(owner, theirs.held_by(owner))
+        # What was dealt to those who cannot speak for themselves, as far as others know of it.
+        for theirs in told.values():
+            for q, other in theirs.passes.items():
+                if (one := self.ledger.open(q)) is not None:
+                    lost = [spans for owner, spans in other.held.items() if not self._alive(owner)]
+                    one.lost = minus(union(one.lost, *lost), one.finished)
+
+    def hears(self, peer: int) -> bool:
+        """Whether a worker has told what it knows since it came within reach."""
+        return peer in self._fabric.members and self.heard.get(peer) == self._fabric.epoch(peer)
+
+    def _alive(self, owner: Owner) -> bool:
+        """Whether a worker is within reach and in the life in which it got what it holds."""
+        peer, life = owner
+        return owner == self._me or (self.hears(peer) and self.lives.get(peer) == life)
+
+    def release_lost(self) -> None:
+        """What lost workers held may be dealt again."""
+        for owner in sorted({owner for one in self.ledger.passes.values() for owner in one.held}):
+            if not self._alive(owner):
+                self.ledger.lose(owner)
+
+    def count_doubles(self) -> None:
+        """Count samples that turn out to have been finished twice, as after a cut."""
+        for old in self.counted.keys() - self.ledger.passes.keys():
+            del self.counted[old]
+        for q, one in self.ledger.passes.items():
+            before = self.counted.get(q, 0)
+            if one.excess() > before:
+                self.counted[q] = one.excess()
+                self._counters.samples_again += one.excess() - before
+
+    # -- dealing --
+
+    def tell(self, owner: Owner, news: Ledger) -> None:
+        """Somebody says what it has finished, and what it holds: this and nothing else."""
+        late = sum(size(one.finished) for q, one in news.passes.items() if q < self.ledger.floor)
+        self.learn(news)
+        self.lives[owner[0]] = owner[1]
+        self._counters.samples_again += late
+        self.ledger.hold(owner, news.held_by(owner))
+
+    def lease(self, owner: Owner, question: Question, now_s: float) -> Lease | int:
+        """Deal; or say why not."""
+        ledger, shares, peer = self.ledger, self.shares, owner[0]
+        if not self._alike(peer, question):
+            return DIFFERS
+        shares.heard(peer, question.number, question.wants, question.rate / 1e6, question.size, now_s)
+        lease, most = None, question.size
+        if question.wants:
+            if not question.parts:
+                most = shares.grant(ledger, peer, question.number, self._fabric.members, now_s)
+            lease = ledger.deal(owner, question.number, self._cut(peer, question, most), question.since)
+            shares.dealt(peer, sum(map(size, ledger.held_by(owner).values())), now_s)
+        if lease is None and not most and ledger.free(question.number):
+            return SOON
+        # Where all step together, nobody can finish what it holds while this one waits.
+        waits = question.last and not question.parts and ledger.held(question.number, owner)
+        ledger.tidy()
+        return lease or (WAIT if waits else OVER)
+
+    def _alike(self, peer: int, question: Question) -> bool:
+        """Whether a worker's order is that of the others; a word of warning if its samples are not."""
+        others = self._prints.items() if question.content and peer not in self._prints else ()
+        self._prints[peer] = question.content
+        other = next((one for one, content in others if content not in (0, question.content)), None)
+        if other is not None:
+            log.warning(
+                "worker %d has other samples than worker %d, though as many: a sample of a pass is then not "
+                "the same for all. Make the data alike, with one seed and files in one order",
+                peer,
+                other,
+            )
+        known, _ = self.orders.get(question.number, (question.order, peer))
+        if question.wants:
+            self.orders.setdefault(question.number, (question.order, peer))
+        for old in [q for q in self.orders if q < self.ledger.floor]:
+            del self.orders[old]
+        return known == question.order
+
+    def _cut(self, peer: int, question: Question, most: int) -> Callable[[int, Spans], Span | None]:
+        """How much of what is left a worker is dealt, in whole batches of its own."""
+        key, batch, members = self.key, question.size, self._fabric.members
+        begin = self._me[0] * key.length // self._fabric.world_size // batch * batch
+
+        def anywhere(number: int, free: Spans) -> Span | None:
+            here = number == question.number
+            span = first(free, begin if here else 0, batch) if most or not here else None
+            if span is None:
+                return None
+            start, stop = span
+            count = min(stop - start, max(most, batch))
+            return start, start + (count if count <= batch else count // batch * batch)
+
+        def in_part(number: int, free: Spans) -> Span | None:
+            # They follow from the members alone, so that a run in which nobody is lost is the same every
+            # time, and go round from pass to pass.
+            turn = (members.index(peer) + number) % len(members)
+            span = first(common(free, [key.part(turn, len(members))]), 0)
+            if span is None:
+                return None
+            batches = max(1, int(self.shares.aim(peer, len(members))) // batch)
+            return span[0], min(span[1], key.edge(key.at(span[0]) + batches))
+
+        return in_part if question.parts else anywhere

@@ -1,0 +1,208 @@
+"""A worker's leases of one set of data, as batches in the order in which to use them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator
+
+from freewheel.data.batches import Batch, Key
+from freewheel.data.dataset import SOON, WAIT, Question
+from freewheel.data.dealing import RETRY_S, Dealing
+from freewheel.data.ledger import Lease
+from freewheel.data.shares import LEASE_S
+from freewheel.data.spans import union
+from freewheel.errors import PeerLost
+
+SOON_S, RARELY_S = 0.002, 0.05
+"""After which one asks again that is to wait for the others' turn: at first, and at most."""
+STOCK = 1.75
+"""A worker's batches last for so many times the silence after which a dealer counts as lost: that is noticed
+late, and the next dealer has to ask around."""
+RATE_S = 0.2
+"""Over how long at least a worker's rate is measured."""
+
+
+class Rate:
+    """How fast a worker is: samples a second, but for the time in which it waits for batches."""
+
+    def __init__(self) -> None:
+        self.now, self._measured = 0.0, 0
+        """Samples a second, and how often that was measured."""
+        self._since_s, self._since = 0.0, 0
+        self._worked_s, self._worked, self._before_s = 0.0, 0, 0.0
+        self._waited_s, self._waits_since_s = 0.0, 0.0
+
+    def begin(self) -> None:
+        """A pass begins: what was before it does not count."""
+        self._since_s = 0.0
+
+    @contextlib.contextmanager
+    def waiting(self, clock: Callable[[], float]) -> Iterator[None]:
+        """Training waits for batches."""
+        self._waits_since_s = clock()
+        try:
+            yield
+        finally:
+            since_s, self._waits_since_s = self._waits_since_s, 0.0
+            self._waited_s += clock() - since_s
+
+    def measure(self, finished: int, now_s: float) -> float:
+        """By what has been finished so far.
+
+        The first measurement, of first steps, is replaced by the next one; then it takes a while.
+        """
+        waited_s = self._waited_s + (now_s - since_s if (since_s := self._waits_since_s) else 0.0)
+        if self._since_s:
+            self._worked_s += max(0.0, now_s - self._since_s - (waited_s - self._before_s))
+            self._worked += finished - self._since
+        self._since_s, self._since, self._before_s = now_s, finished, waited_s
+        if self._worked and self._worked_s > (RATE_S if self._measured > 1 else 0.0):
+            self.now, self._measured = self._worked / self._worked_s, self._measured + 1
+            self._worked_s, self._worked = 0.0, 0
+        return self.now
+
+
+class LeaseQueue:
+    """The batches this worker holds of one set of data.
+
+    `parts`: each worker is to keep to a part of its own. `drop`: batches that are short are left out.
+    `ready` and `finish` may be used from another thread; coroutines belong to the fabric's.
+    """
+
+    def __init__(
+        self,
+        dealing: Dealing,
+        key: Key,
+        size: int = 1,
+        parts: bool = False,
+        drop: bool = False,
+        content: int = 0,
+    ) -> None:
+        self.dealing, self.data = dealing, dealing.use(key)
+        self.size, self.parts, self.drop = size, parts, drop
+        self.content = content
+        """What this worker's samples sum up to; 0: that cannot be said."""
+        self.order = 0
+        """The same of the order of this pass, where a sampler makes it."""
+        self.number, self.last = 0, False
+        self.since = 0
+        """What is left over of earlier passes is not wanted: this worker has broken one off."""
+        self.ready: deque[Batch] = deque()
+        self.over = False
+        """Whether nothing more comes in this pass."""
+        self.waits = False
+        """Whether that may change: others hold batches that may yet come back."""
+        self.rate = Rate()
+        self.finish, self.progress = self.data.finish, self.data.progress
+        self._few = 0
+        """When so few are left, it is time to ask for more."""
+        self._asking: asyncio.Task[None] | None = None
+        dealing.settling.append(self.settle)
+
+    def begin(self, number: int, last: bool = False, order: int = 0) -> None:
+        """Begin a pass; `last`: wait for what others hold before it is over."""
+        self.number, self.last, self.order = number, last, order
+        self.over = self.waits = False
+        self.rate.begin()
+
+    def due(self) -> bool:
+        """Whether it is time to `refill`."""
+        return not self.over and self._asking is None and len(self.ready) <= self._few
+
+    async def refill(self) -> None:
+        """Get more batches, or learn that there are none; two who call share one question."""
+        if self._asking is None:
+            if self.over and not self.waits:
+                return
+            self._asking = self.dealing.spawn(self._ask())
+            self._asking.add_done_callback(self._asked)
+        await asyncio.shield(self._asking)
+
+    async def fill(self, patient: bool) -> None:
+        """Wait for a batch; `patient`: once all before it are finished, also for what others hold."""
+        while not self.ready and (not self.over or (self.waits and patient)):
+            if self.over:
+                await asyncio.sleep(RETRY_S)
+            await self.refill()
+
+    async def draw(self) -> Batch | None:
+        """The next batch, once all before it are finished; None: the pass is over."""
+        with self.rate.waiting(asyncio.get_running_loop().time):
+            await self.fill(patient=True)
+        if not self.ready:
+            return None
+        batch = self.ready.popleft()
+        if self.due():
+            self.dealing.spawn(self.refill())
+        return batch
+
+    def _asked(self, _: asyncio.Task[None]) -> None:
+        self._asking = None
+
+    async def _ask(self) -> None:
+        pause_s = SOON_S
+        while (answer := await self._say(wants=True)) == SOON:
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, RARELY_S)
+        self.data.look()
+        if isinstance(answer, Lease):
+            number, start, stop, again = answer
+            cut = [Batch(number, *span, again) for span in self.data.key.cut(start, stop, self.size)]
+            self._few = self._enough(len(cut))
+            short = [one for one in cut if self.drop and one.stop - one.place < self.size]
+            self.data.drop(short)
+            self.ready.extend(one for one in cut if one not in short)
+            self.over = self.waits = False
+        else:
+            self.over, self.waits = True, answer == WAIT
+
+    def _enough(self, leased: int) -> int:
+        """How many batches to hold at least, after a lease of so many.
+
+        A whole lease says that there is plenty: then they are to last until a dealer that falls silent is
+        replaced. Towards the end of a pass leases shrink, and so does what a worker keeps others from.
+        """
+        rate = self.rate.now / self.size
+        if leased < int(rate * LEASE_S):
+            return leased // 2
+        return max(leased // 2, int(rate * STOCK * self.dealing.fabric.silence_s))
+
+    async def _say(self, wants: bool) -> Lease | int:
+        self.data.collect()
+        rate = self.rate.measure(self.data.finished, asyncio.get_running_loop().time())
+        question = Question(
+            life=self.dealing.me[1],
+            number=self.number,
+            since=self.since,
+            wants=wants,
+            last=self.last,
+            insists=False,
+            parts=self.parts,
+            size=self.size,
+            order=self.order,
+            content=self.content,
+            rate=int(rate * 1e6),
+        )
+        return await self.dealing.ask(self.data, question)
+
+    async def settle(self, left: bool = False, doubtful: Batch | None = None) -> None:
+        """The pass has ended here: say what is finished and give back the rest.
+
+        `left`: it was broken off, with a `doubtful` batch in hand that may have been used.
+        """
+        if self._asking is not None:
+            with contextlib.suppress(PeerLost):
+                await asyncio.shield(self._asking)
+        data = self.data
+        data.collect()
+        self.ready.clear()
+        data.ledger.hold(self.dealing.me, {})
+        if left:
+            self.since = self.number + 1
+        for ledger in (data.ledger, data.news) if left else ():
+            ledger.leave(self.number)
+            if doubtful is not None and (one := ledger.open(doubtful.number)) is not None:
+                one.lost = union(one.lost, [(doubtful.place, doubtful.stop)])
+        await self._say(wants=False)

@@ -1,0 +1,89 @@
+"""What all loaders have in common: torch's DataLoader inside, what they show of it, how they count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch.utils.data import DataLoader
+
+from freewheel.errors import at_least
+from freewheel.records.counters import Counters
+from freewheel.runtime.worker.agent import Agent
+
+T = TypeVar("T")
+SHOWN = (
+    "dataset",
+    "collate_fn",
+    "num_workers",
+    "pin_memory",
+    "pin_memory_device",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+)
+"""What torch's DataLoader has and scripts look at: as the user has given it."""
+END = object()
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a loader knows of its worker."""
+
+    agent: Callable[[], Agent]
+    """The communication thread; raises where there is none."""
+    rank: int = 0
+    world_size: int = 1
+    parts: bool = False
+    """Whether all workers step together: then all need as many batches each."""
+    first: bool = False
+    """Whether it is the worker's first loader, of the data that are trained on."""
+    stopped: Callable[[], bool] = lambda: False
+    """Whether there is to be no next batch. It is asked before each one."""
+    check: Callable[[], None] = lambda: None
+    """Raises what failed beside training."""
+
+
+class BaseLoader:
+    """Passes over data, by torch's DataLoader; iterate again for the next pass.
+
+    `epoch` is the number of the pass under way, or of the first one; each new iteration adds one to it.
+    """
+
+    batches: DataLoader[Any]
+    epoch: int
+    epochs: int | None
+    _counters: Counters
+
+    def __init__(self, side: Side) -> None:
+        self.side = side
+        self.begun = self.under_way = False
+        self.given = 0
+        """How many batches of the pass the loop has been given."""
+
+    def __getattr__(self, name: str) -> Any:
+        """What else torch's DataLoader shows."""
+        if name in SHOWN and "batches" in self.__dict__:
+            return getattr(self.batches, name)
+        raise AttributeError(f"a worker's loader has no attribute {name!r}")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be this one."""
+        at_least("epoch", epoch, 0)
+        self.epoch, self.begun, self.given = epoch, False, 0
+
+    def _timed(self, act: Callable[..., T], *given: Any) -> T:
+        """Do it; how long the loop waits for it is counted. Every step comes here."""
+        self._counters.wait("data", time.perf_counter())
+        try:
+            return act(*given)
+        finally:
+            self._counters.go_on(time.perf_counter())
+
+    def _where(self) -> dict[str, Any]:
+        return {"begun": self.begun, "under_way": self.under_way, "given": self.given}

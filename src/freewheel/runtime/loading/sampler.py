@@ -1,0 +1,266 @@
+"""Leases as torch's DataLoader draws them: the training thread's side of dealing (data/leases.py)."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch.utils.data import Sampler
+
+from freewheel.data.batches import Batch, Key
+from freewheel.data.leases import LeaseQueue
+from freewheel.data.ledger import BEHIND, Ledger, reader
+from freewheel.data.order import Blocked, Sampled, Seeded, check_batch_size, number
+from freewheel.data.spans import Spans, union
+from freewheel.errors import ConfigError
+from freewheel.runtime.loading.base import Side
+from freewheel.runtime.worker.agent import Agent
+
+log = logging.getLogger("freewheel")
+PAGE = 4096
+"""How many samples of an order are looked up at once: one by one costs more than the rest of a batch."""
+EARLIER = 0
+"""As which life of a worker that counts which it did in earlier runs."""
+
+
+class LeaseSampler(Sampler[list[int]]):
+    """The batches that are dealt to one worker in each pass: a batch sampler for torch's DataLoader.
+
+    Over all workers every sample of the order comes once in a pass. Which of them come here depends on the
+    speeds, and how many come in a batch on this worker's batch size. Where all have the same only the last
+    batch of the order may be short; with `drop_last` a short one is left out.
+
+    With `parts`, for strategies in which all step together, each worker has a part of its own, and as many
+    batches as any other: the order is cut into equal batches (but for one sample) instead. What a lost worker
+    leaves of its part is dealt to the others.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        source: Seeded | Sampled | Blocked,
+        batch_size: int,
+        drop_last: bool = False,
+        epochs: int | None = None,
+        content: int = 0,
+    ) -> None:
+        check_batch_size(batch_size)
+        self.side, self.source, self.content, self.length = side, source, content, source.length
+        self.batch_size, self.drop_last, self.epochs = batch_size, drop_last, epochs
+        self.count = self._count(side.parts, side.world_size)
+        """Batches of all workers in a pass."""
+        whole = side.parts and (drop_last or source.batched)
+        self.dealt = self.count * batch_size if whole else self.length
+        """Of how many samples a pass is over; of a batch sampler: batches."""
+        self.epoch = 0
+        self.drawn: deque[Batch] = deque()
+        """Batches that DataLoader has been given and the loop has not finished."""
+        self._orders: dict[int, Any] = {}
+        self._page: tuple[int, int, list[int]] = (-1, 0, [])
+        """A piece of a pass's order: the pass, where it begins, the samples."""
+        self._sum: tuple[int, int | None] = (-1, None)
+        """A pass, and what its order sums up to."""
+
+    def _count(self, parts: bool, world_size: int) -> int:
+        length, batch_size, drop_last = self.length, self.batch_size, self.drop_last
+        together = batch_size * world_size if parts else batch_size
+        batches = (length // together if drop_last else -(-length // together)) * (together // batch_size)
+        if self.source.batched and parts:
+            batches = length // world_size * world_size
+        if batches < world_size or length < world_size:
+            most = length // world_size if drop_last or parts else (length - 1) // max(1, world_size - 1)
+            cure = f"take a batch_size of {most} or less, or fewer workers" if most else "take fewer workers"
+            raise ConfigError(
+                f"{length} samples in batches of {batch_size} are less than a batch for each of {world_size} "
+                f"workers. Give more data, {cure}."
+            )
+        if batches > length:  # only with parts and a batch_size of 1
+            raise ConfigError(
+                f"{length} samples in batches of 1 are not the same number of batches for each of "
+                f"{world_size} workers. Take a batch_size of 2 or more, or drop_last=True."
+            )
+        return batches
+
+    @functools.cached_property
+    def agent(self) -> Agent:
+        """The communication thread, from the first use on."""
+        return self.side.agent()
+
+    @functools.cached_property
+    def queue(self) -> LeaseQueue:
+        """What this worker holds. Loaders that are alike are told apart by the order of their first use."""
+        parts = self.side.parts
+        return LeaseQueue(
+            self.agent.dealing, self.key, self.batch_size, parts, self.drop_last and not parts, self.content
+        )
+
+    @functools.cached_property
+    def key(self) -> Key:
+        """Which data these are, for all workers alike, from the first use on."""
+        agent, source = self.agent, self.source
+        alike = f"{self.length}/{source.kind}/{source.seed}/{source.batched}"
+        turn = agent.loaders[alike] = agent.loaders.get(alike, 0) + 1
+        if turn == 2 and source.shuffle and self.epoch == 0:
+            log.warning(
+                "a second loader of the same data begins with pass 0 again, in the same order as the first. "
+                "For further passes make one loader and iterate it again"
+            )
+        # The first loader has the data that are trained on: all must have the same.
+        mark = 0 if self.side.first else number(f"{alike}/{turn}") >> 14
+        seed = source.seed if 0 <= source.seed < 1 << 48 else number(f"seed/{source.seed}") >> 14
+        return Key(self.dealt, mark, source.kind, seed, self.count if self.side.parts else 0)
+
+    def __len__(self) -> int:
+        """Batches of this worker in a pass, if all were equally fast."""
+        return -(-self.count // self.side.world_size)
+
+    # -- a pass --
+
+    def begin(self, epoch: int) -> None:
+        """Begin a pass."""
+        self.epoch = epoch
+        self._sum = epoch, self.source.sum(self._order(epoch)) if self.source.kind >= 2 else 0
+        last = self.epochs is not None and epoch >= self.epochs - 1
+        self.queue.begin(epoch, last, order=self._sum[1])
+
+    def __iter__(self) -> Iterator[list[int]]:
+        queue = self.queue
+        while not self.agent.stopped and (queue.ready or self._filled(patient=False)):
+            batch = queue.ready.popleft()
+            if queue.due():
+                self.agent.begin(queue.refill())
+            self.drawn.append(batch)
+            yield self._samples(batch)
+
+    def finish(self) -> int:
+        """The oldest batch that was drawn has been used; how many samples it had."""
+        batch = self.drawn.popleft()
+        self.queue.finish(batch)
+        if self.source.batched:
+            return len(self._order(batch.number)[batch.place])
+        return batch.stop - batch.place
+
+    def more(self) -> bool:
+        """In the last pass: wait for what others hold; whether some of it has come back to be dealt here."""
+        return self._filled(patient=True) and not self.agent.stopped
+
+    def _filled(self, patient: bool) -> bool:
+        with self.queue.rate.waiting(time.monotonic):
+            self._wait(self.agent.begin(self.queue.fill(patient)))
+        return bool(self.queue.ready)
+
+    def end(self, left: bool, in_hand: bool) -> None:
+        """A pass has ended here: tell the others what is finished, give back the rest."""
+        doubtful = self.drawn[0] if in_hand else None
+        self.drawn.clear()
+        for old in [q for q in self._orders if self.source.kind != 2 or q <= self.epoch - BEHIND]:
+            del self._orders[old]
+        self._page = (-1, 0, [])
+        if not self.agent.alive:  # an exception ended the block, and nobody is there to be told
+            return
+        self._wait(self.agent.begin(self.queue.settle(left, doubtful)), patient=True)
+
+    def progress(self) -> float:
+        """Passes made by all workers together, as far as is known here."""
+        return self.queue.progress() if "queue" in self.__dict__ else float(self.epoch)
+
+    def next_samples(self) -> list[int]:
+        """Those of the batch that is drawn next; nothing, where that is not known."""
+        try:
+            return self._samples(self.queue.ready[0])
+        except IndexError:
+            return []
+
+    def _wait(self, asked: concurrent.futures.Future[None], patient: bool = False) -> None:
+        """Wait for the communication thread, but not if it has failed, or the run was stopped."""
+        while not asked.cancelled():
+            try:
+                return asked.result(timeout=0.2)
+            except concurrent.futures.TimeoutError:
+                self.side.check()
+                if self.agent.stopped and not patient:
+                    asked.cancel()
+        return None
+
+    def _samples(self, batch: Batch) -> list[int]:
+        """Which samples a batch has."""
+        start, stop = batch.place, batch.stop
+        if self.source.batched:
+            return list(self._order(batch.number)[start])
+        number, first, page = self._page
+        if number != batch.number or start < first or stop > first + len(page):
+            drawn = self._order(batch.number)[start : max(stop, start + PAGE)]
+            first, page = start, drawn if isinstance(drawn, list) else drawn.tolist()
+            self._page = batch.number, first, page
+        return page[start - first : stop - first]
+
+    def _order(self, epoch: int) -> Any:
+        if epoch not in self._orders:
+            self._orders[epoch] = self.source.draw(epoch)
+        return self._orders[epoch]
+
+    # -- where it is --
+
+    def strange(self, state: dict[str, Any]) -> bool:
+        """Whether a sampler gives another order of a pass than when its state was saved."""
+        epoch, known = state["epoch"], state["order"]
+        return known is not None and known != self.source.sum(self._order(epoch))
+
+    def state(self, used: int) -> dict[str, Any]:
+        """What this worker itself has finished, and so many of the batches it has drawn.
+
+        Not what it knows of the others: they may have finished it after their own last checkpoint. What they
+        say themselves is given to `load` as "others".
+        """
+        return self._state(self.agent.call(self._own(used)))
+
+    def position(self, used: int) -> dict[str, Any]:
+        """What all workers together have finished, as far as those within reach know."""
+        return {**self._state(self.agent.call(self._all(used))), "whole": True}
+
+    def _state(self, ledger: list[float]) -> dict[str, Any]:
+        order = self._sum[1] if self._sum[0] == self.epoch else None
+        return {"epoch": self.epoch, "since": self.queue.since, "order": order, "ledger": [ledger]}
+
+    async def _own(self, used: int) -> list[float]:
+        data = self.queue.data
+        data.collect()
+        return data.ledger.account((self.side.rank, EARLIER), self._with_drawn(data.own, used))
+
+    async def _all(self, used: int) -> list[float]:
+        return self.finished(await self.agent.dealing.known(self.queue.data), used)
+
+    def finished(self, known: Ledger, used: int) -> list[float]:
+        """What a ledger knows to be finished, and so many of the batches that were drawn; whoever did it."""
+        finished = {q: one.finished for q, one in known.passes.items()}
+        return known.account((0, EARLIER), self._with_drawn(finished, used))
+
+    def _with_drawn(self, finished: Mapping[int, Spans], used: int) -> dict[int, Spans]:
+        found = dict(finished)
+        for q, place, stop, _ in list(self.drawn)[:used]:
+            found[q] = union(found.get(q, []), [(place, stop)])
+        return found
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on there: what is finished there is finished here."""
+        self.epoch = state["epoch"]
+        self.agent.call(self._load(state))
+
+    async def _load(self, state: dict[str, Any]) -> None:
+        data, self.queue.since = self.queue.data, state["since"]
+        # Of what all have done one keeps account: a checkpoint of each says what it has done itself.
+        mine = not state.get("whole") or self.agent.me.rank == min(self.agent.first)
+        told = [(numbers, mine) for numbers in state["ledger"]]
+        told += [(numbers, False) for others in state.get("others", []) for numbers in others]
+        for numbers, own in told:
+            known = Ledger.decode(data.key.length, reader(numbers))
+            data.ledger.merge(known)
+            data.news.merge(known)
+            for q, one in known.passes.items() if own else ():
+                data.own[q] = union(data.own.get(q, []), one.finished)
+        data.collect()  # so that progress is known at once
