@@ -6,9 +6,8 @@ import os
 import threading
 
 from freewheel.fabric.secret import of_environment
-from freewheel.runtime.membership.entries import Entries
+from freewheel.runtime.membership.entries import OPTIONS, Entries
 from freewheel.runtime.membership.hosts import host_store
-from freewheel.runtime.membership.rendezvous import OPTIONS
 from freewheel_bench.parent import Parent, job
 
 

@@ -22,8 +22,7 @@ from freewheel.ray.cluster import connect, needs, room
 from freewheel.ray.records import Collector
 from freewheel.ray.worker import Gone, Worker
 from freewheel.records.journal import Journal
-from freewheel.runtime.membership.entries import Entries
-from freewheel.runtime.membership.rendezvous import OPTIONS
+from freewheel.runtime.membership.entries import OPTIONS, Entries
 
 FIRST = "freewheel/0/0/begun"
 """What lies in the book once a worker trains."""

@@ -24,9 +24,8 @@ from freewheel.errors import ConfigError
 from freewheel.fabric import secret
 from freewheel.ray.book import NAMESPACE, Book, Line, Meeting
 from freewheel.runtime.membership import place
-from freewheel.runtime.membership.entries import Entries
+from freewheel.runtime.membership.entries import OPTIONS, Entries
 from freewheel.runtime.membership.generation import STARTS
-from freewheel.runtime.membership.rendezvous import OPTIONS
 from freewheel.runtime.worker import checks
 from freewheel.runtime.worker.leaving import Left
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import torch
 from torch import Tensor
 
 from freewheel.errors import ConfigError
 from freewheel.replica import view
 from freewheel.runtime.checkpoint import shards
 from freewheel.runtime.checkpoint.shards import Damaged, Shard
-from freewheel.runtime.worker.buffers import BufferMean
+from freewheel.runtime.worker.buffers import TensorMean
 
 CENTRE = "centre"
 """The vector that a strategy with a server keeps: its model, which is the answer."""
@@ -59,29 +57,23 @@ def chosen(home: Path, step: int | None = None) -> list[Shard]:
 
 def state_dict(parts: Sequence[Shard]) -> dict[str, Tensor]:
     """The mean of the workers' weights and buffers, or the server's model, by the names of the model."""
-    total: dict[str, Tensor] = {}
-    first: dict[str, Any] | None = None
+    weights, buffers = TensorMean(), TensorMean(buffers=True)
     centre: Tensor | None = None
-    buffers = BufferMean()
     for shard in parts:
         try:
             state = shards.load(shard)
         except Damaged as error:
             raise ConfigError(f"{error} Give --step of another checkpoint.") from None
-        first = first or state
-        if centre is None and CENTRE in state["strategy"]:
-            centre = state["strategy"][CENTRE]
+        if centre is None:
+            centre = state["strategy"].get(CENTRE)
+        weights.add(state["weights"])
         buffers.add(state["buffers"])
-        for name, tensor in state["weights"].items():
-            value = tensor.to(torch.float64) / len(parts)
-            total[name] = total[name] + value if name in total else value
-    assert first is not None
-    merged = {**buffers.result(), **first["weights"]}
-    merged |= {name: value.to(merged[name].dtype) for name, value in total.items()}
+    mean = weights.result()
     if centre is not None:
         at = 0
-        for name, tensor in first["weights"].items():
-            merged[name] = view(centre, at, tensor).to(tensor.dtype)
+        for name, tensor in mean.items():
+            mean[name] = view(centre, at, tensor).to(tensor.dtype)
             at += tensor.numel()
+    merged = buffers.result() | mean
     names = parts[0].manifest.names or {name: name for name in merged}
     return {key: merged[name].clone() for key, name in names.items() if name in merged}

@@ -10,20 +10,19 @@ damaged, it says so, and they choose again without it.
 from __future__ import annotations
 
 import itertools
-import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from freewheel.errors import ConfigError
 from freewheel.runtime.checkpoint import shards
 from freewheel.runtime.checkpoint.shards import Damaged, Manifest, Shard
-from freewheel.runtime.worker.buffers import BufferMean
+from freewheel.runtime.worker.buffers import TensorMean
 from freewheel.runtime.worker.checks import first_difference
 from freewheel.runtime.worker.inventory import Inventory
 from freewheel.runtime.worker.live_replica import LiveReplica
@@ -48,33 +47,23 @@ class Resumed:
 class Meeting(Protocol):
     """How workers that start talk: the rendezvous."""
 
-    def say(self, key: str, text: str) -> None:
-        """Leave a word for the others."""
-
     def first(self, key: str, text: str) -> str:
-        """Leave it unless there is one; what was left first."""
+        """Leave a word unless there is one; what was left first."""
 
-    def hear(self, key: str, peer: int) -> str:
-        """Wait for a word of one of them."""
+    def agree(self, key: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """Say something; what the first worker decides by what all have said."""
 
 
 class Alone:
     """The meeting of a single worker."""
 
-    def __init__(self) -> None:
-        self._said: dict[str, str] = {}
-
-    def say(self, key: str, text: str) -> None:
-        """Remember it."""
-        self._said[key] = text
-
     def first(self, key: str, text: str) -> str:
         """Nobody was faster."""
         return text
 
-    def hear(self, key: str, peer: int) -> str:
-        """What was said."""
-        return self._said[key]
+    def agree(self, key: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """Nobody else says anything."""
+        return decide([mine])
 
 
 def resume(home: Path, me: Manifest, waits_for: str, meeting: Meeting) -> Resumed | None:
@@ -83,42 +72,35 @@ def resume(home: Path, me: Manifest, waits_for: str, meeting: Meeting) -> Resume
     for attempt in itertools.count():
         found, wrong = _look(home, damaged)
         offer = {"wrong": wrong, "shards": [_offer(one.manifest) for one in found]}
-        meeting.say(f"resume/{attempt}/{me.rank}", json.dumps(offer))
-        if me.rank == 0:
-            ranks = range(me.world_size)
-            offers = [json.loads(meeting.hear(f"resume/{attempt}/{rank}", rank)) for rank in ranks]
-            meeting.say(f"resume/{attempt}/plan", json.dumps(_plan(home, me, waits_for, offers, found)))
-        plan = json.loads(meeting.hear(f"resume/{attempt}/plan", 0))
+        plan = meeting.agree(f"resume/{attempt}", offer, partial(_plan, home, me, waits_for, found))
         if "error" in plan:
             raise ConfigError(plan["error"])
         if not plan["sets"]:
             if me.rank == 0:
                 log.warning("there is no checkpoint in %s yet: training begins anew", home)
             return None
-        resumed = None
+        resumed = finished = None
         by_place = {(one.manifest.set, one.manifest.rank): one for one in found}
         try:
             chosen = [by_place[name, rank] for rank, name in enumerate(plan["sets"]) if name is not None]
             resumed = _read(chosen, me)
+            finished = [one["ledger"] for one in resumed.state["loaders"]]
         except Damaged as error:
-            shard = error.args[1]
-            damaged[shard.path] = str(error.args[0])
-            log.warning("%s An older checkpoint is taken", error.args[0])
-        finished = "" if resumed is None else json.dumps([one["ledger"] for one in resumed.state["loaders"]])
-        meeting.say(f"resume/{attempt}/read/{me.rank}", finished)
-        if me.rank == 0:
-            read = [meeting.hear(f"resume/{attempt}/read/{rank}", rank) for rank in range(me.world_size)]
-            known = json.dumps([json.loads(one) for one in read]) if all(read) else ""
-            meeting.say(f"resume/{attempt}/all", known)
-        everybody = meeting.hear(f"resume/{attempt}/all", 0)
-        if everybody and resumed is not None:
-            # All know what all have finished before anybody deals.
-            for loader, *ledgers in zip(resumed.state["loaders"], *json.loads(everybody), strict=False):
+            damaged[error.shard.path] = str(error)
+            log.warning("%s An older checkpoint is taken", error)
+        # All know what all have finished before anybody deals.
+        everybody = meeting.agree(f"resume/{attempt}/read", finished, _unless_none)
+        if everybody is not None and resumed is not None:
+            for loader, *ledgers in zip(resumed.state["loaders"], *everybody, strict=False):
                 loader["others"] = ledgers
             resumed.step = plan["step"] if plan["step"] is not None else resumed.step
             log.info("resumes %s at step %d", home, resumed.step)
             return resumed
     raise AssertionError("unreachable")
+
+
+def _unless_none(said: list[Any]) -> list[Any] | None:
+    return None if None in said else said
 
 
 # -- choosing --
@@ -143,7 +125,7 @@ def _offer(manifest: Manifest) -> list[Any]:
 
 
 def _plan(
-    home: Path, me: Manifest, waits_for: str, offers: Sequence[dict[str, Any]], mine: Sequence[Shard]
+    home: Path, me: Manifest, waits_for: str, mine: Sequence[Shard], offers: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Worker 0's choice: the set of each old rank, and the step where all must have the same one."""
     wrong = list(dict.fromkeys(itertools.chain(*(offer["wrong"] for offer in offers))))
@@ -228,14 +210,13 @@ def _read(chosen: Sequence[Shard], me: Manifest) -> Resumed:
     """This worker's shard; with another number of workers the mean of all, and its own where it has one."""
     if len(chosen) == me.world_size:
         manifest = chosen[me.rank].manifest
-        return Resumed(manifest.step, manifest.origin, _load(chosen[me.rank]))
+        return Resumed(manifest.step, manifest.origin, shards.load(chosen[me.rank]))
     own: dict[str, Any] | None = None
     absent: list[dict[str, Any]] = []
-    weights, buffers = dict[str, Tensor](), BufferMean()
+    weights, buffers = TensorMean(), TensorMean(buffers=True)
     for shard in chosen:
-        state = _load(shard)
-        for name, tensor in state["weights"].items():
-            weights[name] = weights[name] + tensor if name in weights else tensor.clone()
+        state = shards.load(shard)
+        weights.add(state["weights"])
         buffers.add(state["buffers"])
         if shard.manifest.rank in (0, me.rank):
             own = state
@@ -245,22 +226,14 @@ def _read(chosen: Sequence[Shard], me: Manifest) -> Resumed:
     for state in absent:  # what they finished, worker 0 answers for from now on
         for loader, theirs in zip(own["loaders"], state["loaders"], strict=False):
             loader["ledger"] = loader["ledger"] + theirs["ledger"]
-    own["weights"] |= {name: tensor / len(chosen) for name, tensor in weights.items()}
+    own |= {"weights": weights.result(), "strategy": {}}
     own["buffers"] |= buffers.result()
-    own["strategy"] = {}
     if me.rank < len(chosen):
         return Resumed(chosen[me.rank].manifest.step, chosen[0].manifest.origin, own)
     own["optimizer"] = own["random"] = None
     for loader in own["loaders"]:
         loader["ledger"] = []
     return Resumed(min(one.manifest.step for one in chosen), chosen[0].manifest.origin, own)
-
-
-def _load(shard: Shard) -> dict[str, Any]:
-    try:
-        return shards.load(shard)
-    except Damaged as error:
-        raise Damaged(str(error), shard) from error
 
 
 def restore(

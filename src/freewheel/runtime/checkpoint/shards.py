@@ -35,6 +35,10 @@ PARTS = {"weights", "buffers", "optimizer", "random", "loaders", "strategy", "ex
 class Damaged(Exception):
     """A file is not what its manifest says."""
 
+    def __init__(self, shard: Shard, why: str) -> None:
+        super().__init__(f"{shard.file} {why}")
+        self.shard = shard
+
 
 @dataclass(frozen=True)
 class Manifest:
@@ -166,17 +170,17 @@ def load(shard: Shard) -> dict[str, Any]:
             while piece := file.read(PIECE):
                 digest.update(piece)
             if digest.hexdigest() != shard.manifest.sha256:
-                raise Damaged(f"{shard.file} was changed after it was written: its SHA-256 is another.")
+                raise Damaged(shard, "was changed after it was written: its SHA-256 is another.")
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
     except OSError as error:
-        raise Damaged(f"{shard.file} cannot be read: {error.strerror or error}.") from error
+        raise Damaged(shard, f"cannot be read: {error.strerror or error}.") from error
     except Damaged:
         raise
     except Exception as error:  # a file of unknown making: torch and pickle raise whatever they meet
-        raise Damaged(f"{shard.file} is not a shard of Freewheel: {_first_line(error)}") from error
+        raise Damaged(shard, f"is not a shard of Freewheel: {_first_line(error)}") from error
     if not isinstance(state, dict) or set(state) != PARTS:
-        raise Damaged(f"{shard.file} is not a shard of Freewheel: it holds other things.")
+        raise Damaged(shard, "is not a shard of Freewheel: it holds other things.")
     return state
 
 

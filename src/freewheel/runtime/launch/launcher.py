@@ -33,12 +33,11 @@ from freewheel.fabric import secret as secrets
 from freewheel.records.journal import Journal
 from freewheel.runtime.launch import keys
 from freewheel.runtime.launch.processes import Keeper, Output, Process, ending_signals, pump
-from freewheel.runtime.membership.entries import Entries
+from freewheel.runtime.membership.entries import OPTIONS, Entries
 from freewheel.runtime.membership.generation import STARTS
-from freewheel.runtime.membership.hosts import At, claim, host_store, listen, reach_store
+from freewheel.runtime.membership.hosts import claim, host_store, listen, reach_store
 from freewheel.runtime.membership.place import HIDES, KEYS, LAUNCHED, hide
-from freewheel.runtime.membership.rendezvous import OPTIONS, STORE_S
-from freewheel.runtime.membership.store_client import reach
+from freewheel.runtime.membership.store_client import STORE_S, reach
 from freewheel.runtime.worker.leaving import patience
 
 LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
@@ -173,7 +172,7 @@ def join(
     entries = base.of_run(given["run"])
     _make(options.get("folder"))
     with contextlib.ExitStack() as ends:
-        ranks = claim(entries, at, workers, given["workers"], given.get("most", 0), ends)
+        ranks = claim(entries, workers, given["workers"], given.get("most", 0), ends)
         for rank in ranks:
             base.set(f"{OPTIONS}/worker/{rank}", json.dumps(options))
         environment = _environment(given["most"], workers, at, secret, options.get("tls"), None)
@@ -196,7 +195,12 @@ def known_secret(secret: Path | None, tls: Path | None) -> bytes | None:
 
 
 def _environment(
-    world_size: int, here: int, at: At, secret: bytes, tls: str | None, more: Mapping[str, str] | None
+    world_size: int,
+    here: int,
+    at: tuple[str, int],
+    secret: bytes,
+    tls: str | None,
+    more: Mapping[str, str] | None,
 ) -> dict[str, str]:
     """What all workers of this host are told."""
     fair = max(1, len(os.sched_getaffinity(0)) // here)  # more threads than cores slow everybody down
@@ -223,7 +227,7 @@ def _start(
     output: Output,
     caught: list[int],
     store: Entries,
-    at: At,
+    at: tuple[str, int],
     notes: Notes,
 ) -> _Run:
     """Make the processes of this host; they are killed with the stack, if they have not ended before."""
@@ -281,7 +285,7 @@ class _Run:
         caught: list[int],
         selector: selectors.BaseSelector,
         store: Entries,
-        at: At,
+        at: tuple[str, int],
         notes: Notes,
     ) -> None:
         self._selector, self._store, self._at, self._notes = selector, store, at, notes

@@ -14,6 +14,9 @@ from typing import Protocol
 
 from freewheel.fabric.secret import Forged, derive, seal, unseal
 
+OPTIONS = "freewheel/options"
+"""What a launcher tells all workers of a run."""
+
 log = logging.getLogger("freewheel")
 
 

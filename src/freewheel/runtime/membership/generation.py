@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from freewheel.errors import RunStopped, WorkerLost
 from freewheel.runtime.membership.entries import Entries
@@ -63,8 +63,17 @@ class Beginning:
     number: int
     ranks: tuple[int, ...]
     why: str = ""
-    text: str = field(default="", compare=False)
-    """As the store has it; the first one is not written down."""
+
+    @classmethod
+    def read(cls, text: str) -> Beginning:
+        """What the store has."""
+        number, ranks, why = json.loads(text)
+        return cls(number, tuple(ranks), why)
+
+    @property
+    def text(self) -> str:
+        """As the store has it; the first one is not written down."""
+        return json.dumps([self.number, self.ranks, self.why]) if self.number else ""
 
     def names(self, prefix: str) -> str:
         """What its names in the store begin with."""
@@ -94,7 +103,6 @@ class Beginning:
 class Entry:
     """How a worker comes into a run."""
 
-    life: int
     beginning: Beginning
     late: bool
     """Whether the others train already."""
@@ -112,11 +120,24 @@ class Beginnings:
     def newest(self) -> Beginning:
         """The beginning that counts."""
         text = self._run.read(NEWEST)
-        return parse(text) if text is not None else Beginning(0, tuple(range(self._workers)))
+        return Beginning.read(text) if text is not None else Beginning(0, tuple(range(self._workers)))
 
     def store(self, beginning: Beginning) -> Entries:
         """Where a beginning has its names."""
         return self._base.under(beginning.names(self._prefix))
+
+    def count_life(self, rank: int, least: int) -> int:
+        """A new life of a rank, from 1 on.
+
+        Those that ended before they came this far count, too: who starts workers has counted them.
+        """
+        counted = max(started(self._base, rank) or 0, least)
+        life = self._run.add(f"life/{rank}", 1)
+        return life if counted <= life else self._run.add(f"life/{rank}", counted - life)
+
+    def raise_life(self, rank: int, life: int) -> None:
+        """Let the last life of a rank be this one, or a later one."""
+        self._run.raise_to(f"life/{rank}", life)
 
     def enter(self, rank: int, life: int, strategy: Strategy) -> Entry:
         """Come into the newest beginning, or into the next one where nobody of it is left."""
@@ -133,7 +154,7 @@ class Beginnings:
         back = store.read(f"here/{rank}") is not None
         if not late:
             store.set(f"here/{rank}", str(life))
-        return Entry(life, now, late, back)
+        return Entry(now, late, back)
 
     def marks(self, beginning: Beginning) -> dict[int, bool]:
         """Who has been in a beginning, and whether that life may still be."""
@@ -162,20 +183,12 @@ class Beginnings:
         ranks = [rank for rank in range(self._workers) if not given_up(self._base, rank)]
         if not ranks:
             raise RunStopped(f"{why}, and none of those it began with is started again. Start a new run.")
-        self._run.compare_set(NEWEST, now.text, json.dumps([now.number + 1, ranks, why]))
+        self._run.compare_set(NEWEST, now.text, Beginning(now.number + 1, tuple(ranks), why).text)
 
-
-def parse(text: str) -> Beginning:
-    """Read what the store has."""
-    number, ranks, why = json.loads(text)
-    return Beginning(number, tuple(ranks), why, text)
-
-
-def restore(run: Entries, mine: Beginning) -> None:
-    """Tell a store that was started anew which beginning it is, unless another knows a later one."""
-    known = run.compare_set(NEWEST, "", mine.text) if mine.text else ""
-    while known and parse(known).number < mine.number:
-        known = run.compare_set(NEWEST, known, mine.text)
+    def restore(self, mine: Beginning) -> None:
+        """Tell a store that was started anew which beginning it is, unless another knows a later one."""
+        while (known := self.newest()).number < mine.number:
+            self._run.compare_set(NEWEST, known.text, mine.text)
 
 
 def started(base: Entries, rank: int) -> int | None:

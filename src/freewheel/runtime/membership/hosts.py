@@ -14,12 +14,9 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError
-from freewheel.runtime.membership.entries import Entries
+from freewheel.runtime.membership.entries import OPTIONS, Entries
 from freewheel.runtime.membership.place import parse_address
-from freewheel.runtime.membership.store_client import within
-
-At = tuple[str, int]
-"""Where a store is."""
+from freewheel.runtime.membership.store_client import STORE_S, BoundedStore, reach
 
 FREE = "free"
 """What a place of the run says that a worker has had and has left."""
@@ -62,56 +59,41 @@ def host_store(master: str | None) -> tuple[TCPStore, str, int]:
     return store, host, port
 
 
-def reach_store(master: str, wait_s: float, say: Callable[[str], None]) -> tuple[TCPStore, str, int]:
+def reach_store(master: str, wait_s: float, say: Callable[[str], None]) -> tuple[BoundedStore, str, int]:
     """Reach the store of a run, which may come up later than we do; `say` is told what is waited for."""
     host, port = parse_address(master)
     until_s = time.monotonic() + wait_s
     hint = f"Start the run first, and let its port {port} be reached from here."
-    told = ""
+    store, why, told = None, "no answer", ""
 
-    def retry(what: Callable[[], bool]) -> None:
-        nonlocal told
-        why = "no answer"
-        while time.monotonic() < until_s:
-            try:
-                if what():
-                    return
-                why = "there is no run there"
-            except (OSError, RuntimeError) as error:
-                why = str(getattr(error, "strerror", None) or error).splitlines()[0]
-            if why != told:
-                told, left_s = why, max(0.0, until_s - time.monotonic())
-                say(
-                    f"waiting up to {left_s:.0f} s for a run at {master}: {why}. "
-                    "Is it up, is this the address it printed, does a firewall let its port through?"
-                )
-            time.sleep(0.1)
-        raise ConfigError(f"cannot reach the rendezvous at {master} within {wait_s:g} s ({why}). {hint}")
+    def waiting(why: str) -> None:
+        left_s = max(0.0, until_s - time.monotonic())
+        say(f"waiting up to {left_s:.0f} s for a run at {master}: {why}")
 
-    def reachable() -> bool:
-        # Tried with a plain socket: the store's own way of waiting cannot be interrupted and is noisy.
-        socket.create_connection((host, port), timeout=2).close()
-        return True
-
-    retry(reachable)
-    left_s = max(1.0, until_s - time.monotonic())
-    silent = f"waiting up to {left_s:.0f} s for a run at {master}: a connection is made, nobody answers yet"
-    slow = threading.Timer(SLOW_S, say, [silent])
-    slow.start()
-    try:
-        # A second more than the store gives itself: what it has to say is better than that it hangs.
-        store = within(left_s + 1, lambda: TCPStore(host, port, None, False, timedelta(seconds=left_s)))
-    except RuntimeError as error:
-        raise ConfigError(f"{master} is no rendezvous: {str(error).splitlines()[0]}. {hint}") from None
-    finally:
-        slow.cancel()
-    retry(lambda: bool(within(left_s, lambda: store.check(["freewheel/options"]))))
-    return store, host, port
+    while time.monotonic() < until_s:
+        slow = threading.Timer(SLOW_S, waiting, ["a connection is made, nobody answers yet"])
+        try:
+            socket.create_connection((host, port), timeout=2).close()
+            slow.start()
+            store = store or reach(host, port, max(1.0, until_s - time.monotonic()))
+            if store.check([OPTIONS]):
+                store.timeout_s = STORE_S
+                return store, host, port
+            why = "there is no run there"
+        except RuntimeError as error:
+            raise ConfigError(f"{master} is no rendezvous: {str(error).splitlines()[0]}. {hint}") from None
+        except OSError as error:
+            why = str(error.strerror or error)
+        finally:
+            slow.cancel()
+        if why != told:
+            told = why
+            waiting(f"{why}. Is it up, is this the address it printed, does a firewall let its port through?")
+        time.sleep(0.1)
+    raise ConfigError(f"cannot reach the rendezvous at {master} within {wait_s:g} s ({why}). {hint}")
 
 
-def claim(
-    store: Entries, at: At, workers: int, begun: int, most: int, ends: contextlib.ExitStack
-) -> list[int]:
+def claim(store: Entries, workers: int, begun: int, most: int, ends: contextlib.ExitStack) -> list[int]:
     """Take so many places of a run that may have up to `most` workers; they are free again at the end."""
     token = uuid.uuid4().hex
     found: list[int] = []
@@ -122,7 +104,7 @@ def claim(
         free = FREE if rank < begun or store.check(place) else ""  # the first ones have theirs already
         if store.compare_set(place, free, token) == token:
             found.append(rank)
-            ends.callback(_let_go, store, at, place)
+            ends.callback(_let_go, store, place)
     if len(found) < workers:
         raise ConfigError(
             f"the run takes up to {most} workers at once and has room for {len(found)}, not for {workers}. "
@@ -131,7 +113,6 @@ def claim(
     return found
 
 
-def _let_go(store: Entries, at: At, place: str) -> None:
+def _let_go(store: Entries, place: str) -> None:
     with contextlib.suppress(RuntimeError, OSError):  # the run may have ended before
-        socket.create_connection(at, timeout=1).close()
         store.set(place, FREE)

@@ -15,18 +15,17 @@ import math
 import secrets
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError, WorkerLost
 from freewheel.fabric.secret import Forged, derive
-from freewheel.runtime.membership import generation
-from freewheel.runtime.membership.entries import Entries, Store
+from freewheel.runtime.membership.entries import OPTIONS, Entries, Store
 from freewheel.runtime.membership.generation import (
     GIVEN_UP,
     Beginning,
@@ -38,22 +37,28 @@ from freewheel.runtime.membership.generation import (
     started,
 )
 from freewheel.runtime.membership.place import Place
-from freewheel.runtime.membership.store_client import BoundedStore, Hangs, reach, watched, within
+from freewheel.runtime.membership.store_client import (
+    STORE_S,
+    BoundedStore,
+    Hangs,
+    reach,
+    watched,
+    within,
+)
 from freewheel.runtime.worker.checks import first_difference, other_settings, signature
 from freewheel.strategy import Strategy
 
 POLL_S = 0.05
-OPTIONS = "freewheel/options"
 REGISTER_S = 1.0
 """Between two looks whether the store still knows this worker."""
 SAY_S = 10.0
 """How long others are waited for before it is said."""
-STORE_S = 5.0
-"""How long a store may take to answer once training has begun."""
 LISTENS_S = 1.0
 """How long a process that is there may take to accept a connection."""
 MISSES = 2
 """A store that did not answer so often one after the other is lost."""
+REFUSED = "it was refused: "
+"""How it begins what a worker that was not let in leaves for the others."""
 HANGS_S = 60.0
 """How long one that hangs is left alone, unless it answers before: each call leaves a thread behind."""
 
@@ -87,24 +92,24 @@ class Rendezvous:
 
     def __init__(self, place: Place, timeout_s: float) -> None:
         self.place, self.timeout_s, self.most = place, timeout_s, place.world_size
-        self._line, used = _stores.get(place) or (_connect(place, timeout_s), 0)
-        _stores[place] = self._line, used + 1
-        self._used = used
-        self._prefix = f"freewheel/{place.attempt}/{used}"
+        self._line, self._used = _stores.get(place) or (_connect(place, timeout_s), 0)
+        _stores[place] = self._line, self._used + 1
         self._line.timeout_s = timeout_s
+        self._prefix = f"freewheel/{place.attempt}/{self._used}"
         self._base = Entries(self._line, place.secret)
         self._of_run = self._base
         """What is sealed for this run alone."""
-        self._run = self._store = self._base.under(self._prefix)
-        self._workers, self._beginning, self._late = place.world_size, Beginning(0, ()), False
+        self._store = self._base.under(self._prefix)
+        """What belongs to the beginning this worker is in."""
+        self._beginning, self._late = Beginning(0, ()), False
         self._options = self._model = self._address = ""
         self._name = OPTIONS
         self.there = True
         """Whether the store has answered when it was last asked."""
         self._hangs: tuple[Hangs, float] | None = None
+        self._missed = 0
         self._probes: dict[int, socket.socket] = {}
         """Connections with the ports of workers that are out of reach."""
-        self._missed = 0
 
     def hurry(self) -> None:
         """From now on nobody waits long for the store."""
@@ -112,22 +117,23 @@ class Rendezvous:
 
     def options(self) -> Options:
         """The launcher's options; where there is no launcher of ours, the number of whoever came first."""
-        # Who joins from another host has an address of its own to listen on.
-        names = (f"{OPTIONS}/worker/{self.place.rank}", OPTIONS)
-        if self.place.launched and not self._base.check(OPTIONS):
-            self._await_others()
         if self.place.launched:
-            self._name = next((name for name in names if self._base.check(name)), OPTIONS)
+            if not self._base.check(OPTIONS):
+                self._await_others()
+            # Who joins from another host has an address of its own to listen on.
+            own = f"{OPTIONS}/worker/{self.place.rank}"
+            self._name = own if self._base.check(own) else OPTIONS
             self._options = self._base.get(self._name)
             options = _options(self._options)
         else:  # nothing else that lies there is a launcher's word
             ours = json.dumps({"run": secrets.token_hex(16)})
             self._options = self._store.compare_set(OPTIONS, "", ours)
             options = Options(str(json.loads(self._options)["run"]))
-        self._of_run = self._base.of_run(options.run)
-        self._store = self._run = self._of_run.under(self._prefix)
-        self._workers = options.workers or self.place.world_size
+        workers = options.workers or self.place.world_size
         self.most = max(options.most, options.workers, self.place.world_size)
+        self._of_run = self._base.of_run(options.run)
+        self._beginnings = Beginnings(self._of_run, self._prefix, workers, self.most)
+        self._store = self._of_run.under(self._prefix)
         # What is said in a process's second use of a run does not belong to its first.
         # Whoever has not the secret cannot know this number, which is the key of all connections.
         run = derive(self.place.secret, "run", options.run, str(self._used)).hex()
@@ -138,27 +144,18 @@ class Rendezvous:
 
         Without them this worker would take itself for the first one.
         """
-        place = self.place
-        log.warning("the rendezvous at %s was started anew; waiting for others", place.where)
-        end = time.monotonic() + self.timeout_s
-        while not self._base.check(OPTIONS):
-            if time.monotonic() > end:
-                raise WorkerLost(
-                    f"the rendezvous at {place.where} was started anew, and no worker of the run "
-                    f"came back to it within {self.timeout_s:g} s. If none is left, start a new run."
-                )
-            time.sleep(POLL_S)
-        time.sleep(2 * REGISTER_S)  # all of them
+        log.warning("the rendezvous at %s was started anew; waiting for others", self.place.where)
+        for _ in rounds(self.timeout_s):
+            if self._base.check(OPTIONS):
+                return time.sleep(2 * REGISTER_S)  # all of them
+        raise WorkerLost(
+            f"the rendezvous at {self.place.where} was started anew, and no worker of the run "
+            f"came back to it within {self.timeout_s:g} s. If none is left, start a new run."
+        )
 
     def incarnation(self) -> int:
-        """Which life of this rank this is, from 1 on.
-
-        Lives that ended before they came this far count, too: the launcher has counted them.
-        """
-        name = f"life/{self.place.rank}"
-        counted = max(started(self._of_run, self.place.rank) or 0, self.place.life)
-        life = self._run.add(name, 1)
-        return life if counted <= life else self._run.add(name, counted - life)
+        """Which life of this rank this is, from 1 on."""
+        return self._beginnings.count_life(self.place.rank, self.place.life)
 
     def enter(self, life: int, strategy: Strategy) -> Entry:
         """Come into the run; into its next beginning where all who could be copied are lost."""
@@ -180,10 +177,6 @@ class Rendezvous:
         after = self._base.under(f"freewheel/{self.place.attempt}/{self._used + 1}")
         goes_on = any(after.check(f"life/{peer}") for peer in range(self.most))
         return TooLate(rank, life > 1 and not had_it and not goes_on, had_it)
-
-    @property
-    def _beginnings(self) -> Beginnings:
-        return Beginnings(self._of_run, self._prefix, self._workers, self.most)
 
     def lost(self, strategy: Strategy) -> bool:
         """Whether nobody of this worker's beginning can go on, or another has begun."""
@@ -209,40 +202,32 @@ class Rendezvous:
         self._model = mine
         if self.place.rank == first and not self._late:
             self._store.set("model", mine)
-        elif (theirs := self._get("model", first)) != mine:
+        elif (theirs := self.hear("model", first)) != mine:
             (their_settings, their_model), (my_settings, my_model) = json.loads(theirs), json.loads(mine)
             if what := other_settings(their_settings, my_settings, f"worker {first}"):
-                self._refused(f"it has {what}")
-                raise ConfigError(
-                    f"worker {self.place.rank} was refused: it has {what}. "
-                    "Give all workers the same strategy and settings."
-                )
+                self._refuse(f"it has {what}.", "Give all workers the same strategy and settings.")
             why = first_difference(their_model, my_model, f"at worker {first}")
-            self._refused(f"its model differs from worker {first}'s. {why}")
-            raise ConfigError(
-                f"worker {self.place.rank} was refused: its model differs from worker {first}'s. {why} "
-                "Build the same model on every worker."
+            self._refuse(
+                f"its model differs from worker {first}'s. {why}", "Build the same model on every worker."
             )
         return hashlib.sha256(mine.encode()).hexdigest()[:32]
 
-    def _refused(self, why: str) -> None:
-        with contextlib.suppress(RuntimeError):
-            self._store.set(f"refused/{self.place.rank}", why)
-        self.leave(f"it was refused: {why}")
+    def _refuse(self, why: str, cure: str) -> NoReturn:
+        self.leave(REFUSED + why)
+        raise ConfigError(f"worker {self.place.rank} was refused: {why} {cure}")
 
     def refused(self, members: Collection[int]) -> dict[int, str]:
         """Who was not let in, beside those who are, and why."""
         found = {}
         with contextlib.suppress(RuntimeError, OSError, Forged):
             for rank in set(range(self.most)).difference(members) if self.there else ():
-                if why := self._store.read(f"refused/{rank}"):
-                    found[rank] = f"it was refused: {why}"
+                if (why := self._store.read(f"absent/{rank}") or "").startswith(REFUSED):
+                    found[rank] = why
         return found
 
     def publish(self, host: str, port: int, incarnation: int) -> None:
         """Enter this worker into the address book."""
-        for what in ("absent", "refused"):  # an earlier life may have said that it was
-            self._store.set(f"{what}/{self.place.rank}", "")
+        self._store.set(f"absent/{self.place.rank}", "")  # an earlier life may have said so
         self._address = json.dumps([host, port, incarnation])
         self._store.set(f"address/{self.place.rank}", self._address)
 
@@ -291,8 +276,8 @@ class Rendezvous:
         if store.read(f"address/{place.rank}") is not None:
             return
         for rank, life in lives.items():
-            self._run.raise_to(f"life/{rank}", life)
-        generation.restore(self._run, self._beginning)
+            self._beginnings.raise_life(rank, life)
+        self._beginnings.restore(self._beginning)
         store.compare_set("model", "", self._model)
         store.set(f"here/{place.rank}", str(lives.get(place.rank, 1)))
         store.set("begun", "yes")
@@ -323,11 +308,6 @@ class Rendezvous:
         if peer in self._probes:  # it was reset
             self._probes.pop(peer).close()
         return False
-
-    def known(self) -> list[int]:
-        """The workers that have an address."""
-        ranks = (rank for rank in range(self.most) if rank != self.place.rank)
-        return [rank for rank in ranks if self._store.read(f"address/{rank}") is not None]
 
     def coming(self, lives: Mapping[int, int]) -> list[int]:
         """Workers that our launcher has started again and that have not joined yet."""
@@ -372,41 +352,46 @@ class Rendezvous:
             return GIVEN_UP
         return self._store.read(f"absent/{peer}") or None
 
-    def say(self, key: str, text: str) -> None:
-        """Leave a word for the others."""
-        self._store.set(key, text)
-
     def first(self, key: str, text: str) -> str:
         """Say this unless somebody has said something under this name; what was said first."""
         return self._store.compare_set(key, "", text)
 
+    def say(self, key: str, text: str) -> None:
+        """Leave a word for the others."""
+        self._store.set(key, text)
+
     def hear(self, key: str, peer: int) -> str:
-        """Wait for a word of another worker, counted among those who begin; WorkerLost: it is not coming."""
-        peer = self._beginning.ranks[peer]
-        end = time.monotonic() + self.timeout_s
-        while not self._store.check(key):
+        """Wait for a word of another worker; WorkerLost: it is not coming."""
+        waiting = Waiting(self.place.rank, self.timeout_s)
+        for _ in rounds(self.timeout_s):
+            if self._store.check(key):
+                return self._store.get(key)
             why = self.absent(peer)
             if why is not None and not self._store.check(key):  # it may have said it and then left
                 raise WorkerLost(f"worker {peer} is not coming: {why.rstrip('.')}.")
-            if time.monotonic() > end:
-                raise WorkerLost(
-                    f"worker {peer} has said nothing of {key!r} for {self.timeout_s:g} s. "
-                    "Give all workers the same arguments, and look at its output."
-                )
-            time.sleep(POLL_S)
-        return self._store.get(key)
-
-    def _get(self, key: str, peer: int) -> str:
-        waiting = Waiting(self.place.rank, self.timeout_s)
-        end = time.monotonic() + self.timeout_s
-        while not self._store.check(key):
             waiting.say([peer])
-            if given_up(self._of_run, peer):
-                raise WorkerLost(f"worker {peer} is not coming: {GIVEN_UP}.")
-            if time.monotonic() > end:
-                raise WorkerLost(f"worker {peer} did not come to the rendezvous within {self.timeout_s:g} s.")
-            time.sleep(POLL_S)
-        return self._store.get(key)
+        raise WorkerLost(
+            f"worker {peer} has said nothing of {key!r} for {self.timeout_s:g} s. "
+            "Start it, give all workers the same arguments, and look at its output."
+        )
+
+    def agree(self, key: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """Say something; of what all say who begin, the first one makes a decision, and all hear it."""
+        ranks = self._beginning.ranks
+        self.say(f"{key}/{self.place.rank}", json.dumps(mine))
+        if self.place.rank == ranks[0]:
+            said = [json.loads(self.hear(f"{key}/{rank}", rank)) for rank in ranks]
+            self.say(key, json.dumps(decide(said)))
+        return json.loads(self.hear(key, ranks[0]))
+
+
+def rounds(timeout_s: float) -> Iterator[None]:
+    """Come round every POLL_S until the time is over, once at least."""
+    end_s = time.monotonic() + timeout_s
+    yield
+    while time.monotonic() < end_s:
+        time.sleep(POLL_S)
+        yield
 
 
 class Waiting:

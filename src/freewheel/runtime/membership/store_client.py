@@ -15,7 +15,7 @@ import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-defined]
 
@@ -23,6 +23,8 @@ from freewheel.runtime.membership.entries import Store
 
 T = TypeVar("T")
 STORE_THREAD = "freewheel-store"
+STORE_S = 5.0
+"""How long a store may take to answer once training has begun."""
 LAST_S = 0.5
 
 
@@ -63,12 +65,25 @@ def _let_end() -> None:
         thread.join(LAST_S)
 
 
+def _ends(call: str) -> Any:
+    """A call of a store, as one that ends in time."""
+
+    def bounded(self: BoundedStore, *words: object) -> Any:
+        return self._within(lambda: getattr(self._store, call)(*words))
+
+    return bounded
+
+
 class BoundedStore:
     """A store whose every call ends within `timeout_s`; one connection for as long as the store lives."""
 
     def __init__(self, store: Store, timeout_s: float, line: int | None = None) -> None:
         self._store, self._line, self.timeout_s = store, line, timeout_s
         self._broken = False
+
+    check, get, set, compare_set, delete_key = map(
+        _ends, ("check", "get", "set", "compare_set", "delete_key")
+    )
 
     def _within(self, call: Callable[[], T]) -> T:
         if self._gone():  # its own way to find out is a long complaint
@@ -110,26 +125,6 @@ class BoundedStore:
 
     def __del__(self) -> None:
         self.close()
-
-    def check(self, keys: list[str]) -> bool:
-        """Whether all of them are there."""
-        return bool(self._within(lambda: self._store.check(keys)))
-
-    def get(self, key: str) -> bytes:
-        """What is there."""
-        return self._within(lambda: bytes(self._store.get(key)))
-
-    def set(self, key: str, text: str) -> None:
-        """Write."""
-        self._within(lambda: self._store.set(key, text))
-
-    def compare_set(self, key: str, expected: str, text: str) -> bytes:
-        """Write where this is there; what is there then."""
-        return self._within(lambda: bytes(self._store.compare_set(key, expected, text)))
-
-    def delete_key(self, key: str) -> None:
-        """Remove."""
-        self._within(lambda: self._store.delete_key(key))
 
 
 def watched(store: Store, host: str, port: int, timeout_s: float) -> BoundedStore:

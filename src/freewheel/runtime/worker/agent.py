@@ -273,7 +273,7 @@ class Agent:
             living = await asyncio.to_thread(rendezvous.living)
             await self._call_all(rendezvous, living)
             if set(living).intersection(self.fabric.members) and needed.issubset(self.fabric.members):
-                await self._call_all(rendezvous, await asyncio.to_thread(rendezvous.known))
+                await self._call_all(rendezvous, range(rendezvous.most))
                 return
             if await asyncio.to_thread(rendezvous.lost, self.strategy):
                 raise Orphaned("nobody is left to go on from")
@@ -290,7 +290,7 @@ class Agent:
 
     async def _call_all(self, rendezvous: Rendezvous, peers: Sequence[int]) -> None:
         for peer in peers:
-            if peer not in self.fabric.members:
+            if peer not in self.fabric.members:  # this worker is one of them
                 await self._call(rendezvous, peer, {})
 
     async def _call(self, rendezvous: Rendezvous, peer: int, gone: dict[int, str]) -> None:

@@ -33,7 +33,7 @@ from freewheel.runtime.checkpoint.taker import Checkpoints
 from freewheel.runtime.launch import keys
 from freewheel.runtime.membership.generation import Beginning, Orphaned, TooLate
 from freewheel.runtime.membership.place import Place
-from freewheel.runtime.membership.registrar import Registrar
+from freewheel.runtime.membership.registrar import stay_registered
 from freewheel.runtime.membership.rendezvous import Options, Rendezvous, address_for, options_alone, patiently
 from freewheel.runtime.worker import checks, optimizers, steps, unfinished
 from freewheel.runtime.worker.agent import STOP, Agent
@@ -111,7 +111,6 @@ class Worker:
         self._recorder: Recorder | None = None
         self._events = Events()
         self._store: Rendezvous | None = None
-        self._registrar: Registrar | None = None
         self._inside = self._settled = False
         self._agents: Agent | None = None
         self._outside = steps.warn_outside(self._optimizer)
@@ -391,7 +390,8 @@ class Worker:
             self._agent.call(self._agent.start(vectors))
             if self._store is not None:
                 self._store.begin(life)
-                self._registrar = Registrar(self._store, self._agent)
+                agent = self._agent
+                agent.begin(stay_registered(self._store, agent.fabric, self._events, agent.lack))
         except Orphaned:
             self._agent.close("it was left alone")
             return False
@@ -457,8 +457,6 @@ class Worker:
             raise
         finally:
             self._leaving.unwatch()
-            if self._registrar is not None:
-                self._registrar.end()
             why = FINISHED if failure is None else f"it left with {type(failure).__name__}"
             if isinstance(failure, Diverged):
                 why = str(failure)

@@ -37,16 +37,16 @@ def set_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
             setattr(model.get_submodule(owner), last, buffers[name].to(one.device))
 
 
-class BufferMean:
-    """What all workers' buffers come to, one worker's after the other.
+class TensorMean:
+    """What all workers' tensors come to, by name, one worker's after the other: the mean.
 
-    What they have alike stays as it is, to the bit. Of floating numbers the mean is taken, if all are finite;
-    of masks, counters and whatever else, the first one's.
+    What they have alike stays as it is, to the bit. Of `buffers` only floating numbers have a mean, if all
+    are finite; of masks, counters and whatever else, the first worker's are taken.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, buffers: bool = False) -> None:
         self._first: dict[str, Tensor] = {}
-        self._count = 0
+        self._count, self._buffers = 0, buffers
         self._totals: dict[str, Tensor | None] = {}
         """Of those that differ; None: there is no mean."""
 
@@ -59,25 +59,27 @@ class BufferMean:
         for name, first in self._first.items():
             other = part.get(name, torch.empty(0))
             total = self._totals.get(name)
-            if not first.is_floating_point() or (other.shape, other.dtype) != (first.shape, first.dtype):
+            other_kind = (other.shape, other.dtype) != (first.shape, first.dtype)
+            if self._buffers and (other_kind or not first.is_floating_point()):
                 self._totals[name] = None
             elif total is not None:
                 self._totals[name] = total + other
             elif name not in self._totals and not alike([first, other]):
-                self._totals[name] = first.double() * (self._count - 1) + other
+                wide = torch.promote_types(first.dtype, torch.float64)
+                self._totals[name] = first.to(wide) * (self._count - 1) + other
 
     def result(self) -> dict[str, Tensor]:
         """What there is by now."""
         found = dict(self._first)
         for name, total in self._totals.items():
-            if total is not None and total.isfinite().all():
+            if total is not None and (not self._buffers or total.isfinite().all()):
                 found[name] = (total / self._count).to(found[name].dtype)
         return found
 
 
 def mean_buffers(parts: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The same of all at once."""
-    mean = BufferMean()
+    """What all workers' buffers come to."""
+    mean = TensorMean(buffers=True)
     for part in parts:
         mean.add(part)
     return mean.result()
