@@ -187,16 +187,3 @@ def test_a_container_s_share_of_the_cores_counts(quota, expected, tmp_path, monk
     (tmp_path / "cpu.max").write_text(quota)
     monkeypatch.setattr(looking, "QUOTA", Path(tmp_path / "cpu.max"))
     assert gather([], mb=0.1).cores == (expected or len(os.sched_getaffinity(0)))
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("torch<2.14,>=2.8", ("torch", "<2.14,>=2.8", None)),
-        ('cryptography>=43; extra == "tls"', ("cryptography", ">=43", "tls")),
-        ("uvicorn[standard] (>=0.30) ; extra == 'dashboard'", ("uvicorn", ">=0.30", "dashboard")),
-        ("rich", ("rich", "", None)),
-    ],
-)
-def test_requirements_are_read(line, expected):
-    assert looking._requirement(line) == expected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import sys
@@ -59,7 +60,7 @@ def doctor(
     if serve:
         if hosts or as_json:
             raise ConfigError("--serve stands alone: measure from another host, with freewheel doctor HOST.")
-        _serve(bind, bandwidth.PORT if port is None else port, tls)
+        asyncio.run(_serve(bind, bandwidth.PORT if port is None else port, tls))
         return
     at_least("workers", workers, 1)
     at_least("model-mb", model_mb, 0)
@@ -82,16 +83,16 @@ def doctor(
     raise typer.Exit(1 if states["problem"] else 0)
 
 
-def _serve(bind: str, port: int, tls: Path | None) -> None:
+async def _serve(bind: str, port: int, tls: Path | None) -> None:
     def say(text: str) -> None:
         print(f"freewheel: {text}", flush=True)
 
-    with bandwidth.serve(bind, port, tls, say) as server:
+    async with bandwidth.serving(bind, port, tls, say) as found:
         keys = f" --tls {tls}" if tls else ""
-        say(f"on the other host: freewheel doctor {bind}:{server.port}{keys}")
+        say(f"on the other host: freewheel doctor {bind}:{found}{keys}")
         if is_loopback(bind):
             say("listening on loopback: no other host gets here; give --bind this host's address")
-        server.wait()
+        await asyncio.Event().wait()
 
 
 def _address(host: str) -> tuple[str, int]:

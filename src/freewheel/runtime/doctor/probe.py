@@ -1,7 +1,8 @@
-"""What this host is like, as plain values: `diagnosis.py` judges them, and a test can make them up."""
+"""What this host is like, as plain values: `rules.py` judges them, and a test can make them up."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib.metadata
 import ipaddress
 import mmap
@@ -18,11 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from packaging.requirements import Requirement
 
 from freewheel.errors import ConfigError
 from freewheel.fabric.windows import Cuda as CudaLibrary
 from freewheel.fabric.windows import DeviceWindow, HostWindow
-from freewheel.runtime.doctor.bandwidth import LinkFigure, measure, serve
+from freewheel.runtime.doctor.bandwidth import LinkFigure, loopback, measure
 from freewheel.runtime.membership.hosts import listen
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -102,7 +104,7 @@ def gather(
     if platform.system() != "Linux":
         raise ConfigError(f"Freewheel runs on Linux, not on {platform.system()}: use a Linux host, or WSL.")
     progress("looking at torch and CUDA")
-    ranges, extras = _requirements()
+    python_range, torch_range, extras = _requirements()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     no_limit = 1 << 30
     cuda = _cuda()
@@ -110,9 +112,9 @@ def gather(
     progress("looking at ports, memory and disk")
     return Facts(
         python=tuple(sys.version_info[:3]),
-        python_range=ranges["python"],
+        python_range=python_range,
         torch=torch.__version__,
-        torch_range=ranges["torch"],
+        torch_range=torch_range,
         threads=torch.get_num_threads(),
         cores=_cores(),
         omp=os.environ.get("OMP_NUM_THREADS"),
@@ -143,8 +145,7 @@ def _links(
     hosts: list[tuple[str, int]], mb: float, tls: Path | None, progress: Callable[[str], None]
 ) -> dict[str, LinkFigure | str]:
     if not hosts:
-        with serve("127.0.0.1", 0, tls) as server:
-            return {LOOPBACK: measure("127.0.0.1", server.port, mb, tls)}
+        return {LOOPBACK: asyncio.run(loopback(mb, tls))}
     found: dict[str, LinkFigure | str] = {}
     for host, port in hosts:
         progress(f"measuring the link to {host}:{port}")
@@ -155,28 +156,21 @@ def _links(
     return found
 
 
-def _requirements() -> tuple[dict[str, str], dict[str, tuple[str, ...]]]:
+def _requirements() -> tuple[str, str, dict[str, tuple[str, ...]]]:
     """The ranges of Python and torch that the package asks for, and what each extra lacks."""
     about = importlib.metadata.metadata("freewheel")
-    ranges = {"python": about["Requires-Python"] or "", "torch": ""}
-    lacking: dict[str, list[str]] = {extra: [] for extra in about.get_all("Provides-Extra") or ()}
-    for line in about.get_all("Requires-Dist") or ():
-        package, bounds, extra = _requirement(line)
-        if extra is None:
-            ranges |= {package: bounds} if package in ranges else {}
-        elif not _installed(package):
-            lacking[extra].append(package)
-    return ranges, {extra: tuple(names) for extra, names in lacking.items() if extra != "dev"}
+    needed = [Requirement(line) for line in about.get_all("Requires-Dist") or ()]
+    lacking = {
+        extra: tuple(one.name for one in needed if _brings(extra, one) and not _installed(one.name))
+        for extra in about.get_all("Provides-Extra") or ()
+        if extra != "dev"
+    }
+    of_torch = next((str(one.specifier) for one in needed if one.name == "torch"), "")
+    return about["Requires-Python"] or "", of_torch, lacking
 
 
-def _requirement(line: str) -> tuple[str, str, str | None]:
-    """Read ``name<2,>=1; extra == "tls"``."""
-    wanted, _, condition = line.partition(";")
-    parts = re.match(r"\s*([\w.-]+)(?:\[[^]]*\])?\s*\(?([^)]*)\)?", wanted)
-    extra = re.search(r"extra\s*==\s*['\"]([\w-]+)['\"]", condition)
-    if parts is None:
-        raise ValueError(f"cannot read the requirement {line!r}")
-    return parts[1], parts[2].strip(), extra[1] if extra else None
+def _brings(extra: str, needed: Requirement) -> bool:
+    return needed.marker is not None and needed.marker.evaluate({"extra": extra})
 
 
 def _installed(package: str) -> bool:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import operator
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
+
+from packaging.specifiers import SpecifierSet
 
 from freewheel.numbers import count, short, speed
 from freewheel.runtime.doctor.bandwidth import LinkFigure
 from freewheel.runtime.doctor.probe import LOOPBACK, Facts, is_loopback
 
 State = Literal["ok", "warning", "problem"]
+Verdict = tuple[State, str, str]
+"""A state, what was found, and what to do."""
 
 FILES, FILES_A_PEER = 64, 8  # handles of a process, and more for each peer: a socket, windows, pipes
 RECORDS_MB = 50.0  # of one worker, at most
@@ -22,10 +23,7 @@ SKEW_MS, KEYS_SKEW_MS = 1000.0, 300_000.0  # records are compared by time; keys 
 SMALL_SHARED_MB = 512.0
 NO_DEVICES = "No CUDA GPUs are available"  # as torch says it
 VECTORS = 4  # of the model's size, beside the optimizer's: weights, gradients, two windows
-OPERATORS = {
-    ">=": operator.ge, "<=": operator.le, "==": operator.eq, "!=": operator.ne, ">": operator.gt,
-    "<": operator.lt,
-}  # fmt: skip
+CLOCKS = "Let both keep time by NTP: timedatectl set-ntp true"
 
 
 @dataclass(frozen=True)
@@ -41,182 +39,163 @@ class Finding:
 def diagnose(facts: Facts, workers: int, model_mb: float | None = None, tls: bool = False) -> list[Finding]:
     """All findings for so many workers on this host, and as many on each host measured."""
     hosts = 1 + len([host for host in facts.links if host != LOOPBACK])
-    return [
-        _python(facts),
-        _torch(facts),
-        _cuda(facts),
-        _cores(facts, workers),
-        _threads(facts, workers),
-        *_ports(facts, hosts),
-        *(_link(host, link, model_mb, tls) for host, link in facts.links.items()),
-        _files(facts, workers * hosts),
-        _windows(facts),
-        _shared(facts),
-        _memory(facts, workers, model_mb),
-        _disk(facts, workers),
-        _extras(facts),
-    ]
+    afar = hosts > 1 or not is_loopback(facts.bind)
+    rows: dict[str, Verdict | None] = {
+        "python": _python(facts),
+        "torch": _torch(facts),
+        "cuda": _cuda(facts),
+        "cores": _cores(facts, workers),
+        "threads": _threads(facts, workers),
+        "listening": _listening(facts, hosts),
+        "port": _port(facts) if facts.port is not None else None,
+        "firewall": _firewall(facts) if afar else None,
+        "host name": _host_name(facts) if afar else None,
+    }
+    for host, link in facts.links.items():
+        name = "loopback" if host == LOOPBACK else f"link to {host}"
+        rows[name] = _link(link, model_mb, tls)
+    rows |= {
+        "open files": _files(facts, workers * hosts),
+        "windows": _windows(facts),
+        "/dev/shm": _shared(facts),
+        "memory": _memory(facts, workers, model_mb),
+        "disk": _disk(facts, workers),
+        "extras": _extras(facts),
+    }
+    return [Finding(what, row[1], row[0], row[2]) for what, row in rows.items() if row is not None]
+
+
+def _ok(value: str) -> Verdict:
+    return "ok", value, ""
+
+
+def _warning(value: str, advice: str) -> Verdict:
+    return "warning", value, advice
+
+
+def _problem(value: str, advice: str) -> Verdict:
+    return "problem", value, advice
 
 
 def fits(version: str, bounds: str) -> bool:
-    """Whether a version lies in a range such as ``>=2.8,<2.14``; what follows its numbers does not count."""
-    found = _numbers(version)
-    for bound in filter(None, bounds.replace(" ", "").split(",")):
-        sign, limit = re.match(r"([<>=!~]+)(.*)", bound).groups()  # type: ignore[union-attr]
-        wanted = _numbers(limit)
-        length = max(len(found), len(wanted))
-        mine, theirs = (numbers + (0,) * (length - len(numbers)) for numbers in (found, wanted))
-        if sign in OPERATORS and not OPERATORS[sign](mine, theirs):
-            return False
-    return True
+    """Whether a version lies in a range such as ``>=2.8,<2.14``."""
+    return SpecifierSet(bounds).contains(version, prereleases=True)
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    start = re.match(r"\d+(\.\d+)*", version)
-    return tuple(int(part) for part in start[0].split(".")) if start else ()
-
-
-def _python(facts: Facts) -> Finding:
+def _python(facts: Facts) -> Verdict:
     version = ".".join(map(str, facts.python))
     if fits(version, facts.python_range):
-        return Finding("python", version)
-    return Finding(
-        "python",
-        version,
-        "problem",
-        f"Freewheel needs {facts.python_range}: make a new virtual environment with such a Python.",
-    )
+        return _ok(version)
+    advice = f"Freewheel needs {facts.python_range}: make a new virtual environment with such a Python."
+    return _problem(version, advice)
 
 
-def _torch(facts: Facts) -> Finding:
+def _torch(facts: Facts) -> Verdict:
     if fits(facts.torch, facts.torch_range):
-        return Finding("torch", facts.torch)
-    return Finding(
-        "torch",
-        facts.torch,
-        "problem",
-        f"Freewheel is tested with torch {facts.torch_range}: pip install 'torch{facts.torch_range}'",
-    )
+        return _ok(facts.torch)
+    wanted = facts.torch_range
+    return _problem(facts.torch, f"Freewheel is tested with torch {wanted}: pip install 'torch{wanted}'")
 
 
-def _cuda(facts: Facts) -> Finding:
+def _cuda(facts: Facts) -> Verdict:
     cuda = facts.cuda
     if cuda.devices and cuda.problem is None:
-        return Finding("cuda", f"{cuda.built}: {', '.join(cuda.devices)}")
+        return _ok(f"{cuda.built}: {', '.join(cuda.devices)}")
     if cuda.built is None:
-        if cuda.driver:
-            return Finding(
-                "cuda",
-                "there is a driver, but this torch is built without CUDA",
-                "warning",
-                "Training runs on the CPU. Install a build of torch with CUDA; pytorch.org has the command.",
-            )
-        return Finding("cuda", "none: training runs on the CPU")
+        if not cuda.driver:
+            return _ok("none: training runs on the CPU")
+        return _warning(
+            "there is a driver, but this torch is built without CUDA",
+            "Training runs on the CPU. Install a build of torch with CUDA; pytorch.org has the command.",
+        )
     if not cuda.driver:
-        return Finding("cuda", f"torch is built for {cuda.built}; no driver here, training runs on the CPU")
+        return _ok(f"torch is built for {cuda.built}; no driver here, training runs on the CPU")
     why = cuda.problem or NO_DEVICES
     if NO_DEVICES in why:  # they may be hidden on purpose
-        return Finding(
-            "cuda",
+        return _warning(
             "there is a driver, but no device for this process",
-            "warning",
             "Training runs on the CPU. Is CUDA_VISIBLE_DEVICES right? In a container: is --gpus all given?",
         )
-    old = "too old" in why
-    return Finding(
-        "cuda",
-        why if not old else "the NVIDIA driver is too old for this torch",
-        "problem",
-        f"Update the driver, or install a torch for its CUDA (this one is built for {cuda.built})."
-        if old
-        else "Is a device lost, or used by others alone? nvidia-smi shows what the driver sees; "
+    if "too old" in why:
+        return _problem(
+            "the NVIDIA driver is too old for this torch",
+            f"Update the driver, or install a torch for its CUDA (this one is built for {cuda.built}).",
+        )
+    return _problem(
+        why,
+        "Is a device lost, or used by others alone? nvidia-smi shows what the driver sees; "
         "CUDA_VISIBLE_DEVICES leaves one out.",
     )
 
 
-def _cores(facts: Facts, workers: int) -> Finding:
+def _cores(facts: Facts, workers: int) -> Verdict:
     value = f"{count(facts.cores, 'core')} for {count(workers, 'worker')}"
     if workers <= facts.cores:
-        return Finding("cores", value)
-    return Finding(
-        "cores",
+        return _ok(value)
+    return _warning(
         value,
-        "warning",
         "Workers take turns, so rates say little. Use a smaller -n or more hosts; --compute-ms of `freewheel "
         "compare` lets workers that share cores behave as if each had its own.",
     )
 
 
-def _threads(facts: Facts, workers: int) -> Finding:
+def _threads(facts: Facts, workers: int) -> Verdict:
     fair = max(1, facts.cores // workers)
     if facts.omp is None:
-        return Finding("threads", f"{fair} for each worker (OMP_NUM_THREADS is not set)")
+        return _ok(f"{fair} for each worker (OMP_NUM_THREADS is not set)")
     value = f"OMP_NUM_THREADS is {facts.omp}"
     if not facts.omp.isdecimal() or int(facts.omp) == 0:
-        return Finding("threads", value, "problem", "Unset it, or set it to a whole number above 0.")
+        return _problem(value, "Unset it, or set it to a whole number above 0.")
     if int(facts.omp) * workers > facts.cores and int(facts.omp) > 1:
-        return Finding(
-            "threads",
+        return _warning(
             f"{value}, with {count(workers, 'worker')} on {count(facts.cores, 'core')}",
-            "warning",
             f"Threads take cores from each other. Unset it, or set it to {fair}; freewheel run does so.",
         )
-    return Finding("threads", value)
+    return _ok(value)
 
 
-def _ports(facts: Facts, hosts: int) -> Iterator[Finding]:
+def _listening(facts: Facts, hosts: int) -> Verdict:
     if facts.bind_problem:
-        yield Finding("listening", f"not on {facts.bind}", "problem", facts.bind_problem)
-    elif hosts > 1 and is_loopback(facts.bind):
-        yield Finding(
-            "listening",
+        return _problem(f"not on {facts.bind}", facts.bind_problem)
+    if hosts > 1 and is_loopback(facts.bind):
+        return _warning(
             f"on {facts.bind}, where no other host gets to",
-            "warning",
             "Give --bind this host's own address, here and to freewheel run.",
         )
-    else:
-        yield Finding("listening", f"possible on {facts.bind}")
-    if facts.port is not None:
-        yield Finding(
-            "port",
-            f"{facts.port} is {'not free' if facts.port_problem else 'free'}",
-            "problem" if facts.port_problem else "ok",
-            facts.port_problem or "",
-        )
-    if hosts > 1 or not is_loopback(facts.bind):
-        yield _firewall(facts)
-        if facts.name_address is not None and is_loopback(facts.name_address):
-            yield Finding(
-                "host name",
-                f"means {facts.name_address} on this host itself",
-                "warning",
-                "As --master or MASTER_ADDR give this host's address, not its name.",
-            )
+    return _ok(f"possible on {facts.bind}")
 
 
-def _firewall(facts: Facts) -> Finding:
-    first, last = facts.ports
+def _port(facts: Facts) -> Verdict:
+    if facts.port_problem:
+        return _problem(f"{facts.port} is not free", facts.port_problem)
+    return _ok(f"{facts.port} is free")
+
+
+def _firewall(facts: Facts) -> Verdict:
     if not facts.firewalls:
-        return Finding("firewall", "none seen (one may be elsewhere)")
-    return Finding(
-        "firewall",
+        return _ok("none seen (one may be elsewhere)")
+    first, last = facts.ports
+    rule = f"sudo firewall-cmd --add-port={first}-{last}/tcp"
+    if facts.firewalls[0] == "ufw":
+        rule = f"sudo ufw allow proto tcp from OTHER_HOST to any port {first}:{last}"
+    return _warning(
         f"seen: {', '.join(facts.firewalls)}",
-        "warning",
-        f"Workers listen on ports the system chooses, {first} to {last}. Let the other hosts in: "
-        f"{_rule(facts.firewalls[0], first, last)}",
+        f"Workers listen on ports the system chooses, {first} to {last}. Let the other hosts in: {rule}",
     )
 
 
-def _rule(firewall: str, first: int, last: int) -> str:
-    if firewall == "ufw":
-        return f"sudo ufw allow proto tcp from OTHER_HOST to any port {first}:{last}"
-    return f"sudo firewall-cmd --add-port={first}-{last}/tcp"
+def _host_name(facts: Facts) -> Verdict | None:
+    if facts.name_address is None or not is_loopback(facts.name_address):
+        return None
+    return _warning(
+        f"means {facts.name_address} on this host itself",
+        "As --master or MASTER_ADDR give this host's address, not its name.",
+    )
 
 
-def _link(host: str, link: LinkFigure | str, model_mb: float | None, tls: bool) -> Finding:
-    what = "loopback" if host == LOOPBACK else f"link to {host}"
+def _link(link: LinkFigure | str, model_mb: float | None, tls: bool) -> Verdict:
     if isinstance(link, str):
-        return Finding(what, "could not be measured", "problem", link)
+        return _problem("could not be measured", link)
     slower = min(link.mbit_out, link.mbit_in)
     value = (
         f"{speed(link.mbit_out)} out, {speed(link.mbit_in)} in, {short(link.latency_ms, 2)} ms, "
@@ -226,132 +205,101 @@ def _link(host: str, link: LinkFigure | str, model_mb: float | None, tls: bool) 
         value += f"; {_size(model_mb)} take {short(8 * model_mb / slower, 2)} s"
     skew_ms = abs(link.clock_skew_ms)
     if tls and skew_ms > KEYS_SKEW_MS:
-        return Finding(what, value, "problem", f"Keys may not be valid on both clocks. {_CLOCKS}")
+        return _problem(value, f"Keys may not be valid on both clocks. {CLOCKS}")
     advice = []
     if skew_ms > SKEW_MS + link.latency_ms:
-        advice.append(f"Times in records of the two hosts cannot be compared. {_CLOCKS}")
+        advice.append(f"Times in records of the two hosts cannot be compared. {CLOCKS}")
     if slower < THIN_MBIT:
         advice.append("A thin link: exchange rarely (sasgd, nodelay_free) or with wire=bf16 (adpsgd).")
     if link.latency_ms > LATE_MS:
         advice.append("A long way: avoid strategies that wait for all or for a server in every step.")
-    return Finding(what, value, "warning" if advice else "ok", " ".join(advice))
+    return _warning(value, " ".join(advice)) if advice else _ok(value)
 
 
-_CLOCKS = "Let both keep time by NTP: timedatectl set-ntp true"
-
-
-def _files(facts: Facts, workers: int) -> Finding:
+def _files(facts: Facts, workers: int) -> Verdict:
     needed = FILES + FILES_A_PEER * workers
     value = f"{facts.soft_files:,} in a process, about {needed:,} needed"
     if facts.soft_files >= 1 << 30:
-        return Finding("open files", "no limit")
+        return _ok("no limit")
     if facts.soft_files >= needed:
-        return Finding("open files", value)
+        return _ok(value)
     if facts.hard_files >= needed:
-        return Finding("open files", value, "problem", f"In this shell, before the run: ulimit -n {needed}")
-    return Finding(
-        "open files",
+        return _problem(value, f"In this shell, before the run: ulimit -n {needed}")
+    return _problem(
         value,
-        "problem",
         f"The hard limit is {facts.hard_files:,}. Have it raised (nofile in /etc/security/limits.conf, "
         "LimitNOFILE= of a service, --ulimit nofile= of a container), or use fewer workers.",
     )
 
 
-def _windows(facts: Facts) -> Finding:
+def _windows(facts: Facts) -> Verdict:
     if facts.make_problem:
-        return Finding(
-            "windows",
+        return _problem(
             f"memfd_create fails: {facts.make_problem}",
-            "problem",
             "Exchanges keep snapshots in such memory. Allow that call; a seccomp profile may forbid it.",
         )
     if facts.open_problem:
-        return Finding(
-            "windows",
+        return _warning(
             f"processes cannot open each other's: {facts.open_problem}",
-            "warning",
             "Workers of one host then exchange through sockets, which is slower. /proc must be mounted.",
         )
     if facts.device_problem:
-        return Finding(
-            "windows",
+        return _warning(
             f"GPU memory cannot be shared: {facts.device_problem}",
-            "warning",
             "Vectors of workers of this host then go through host memory, which is slower.",
         )
     shared = "memory of the host and of the GPU" if facts.cuda.devices else "memory"
-    return Finding("windows", f"workers of this host can share {shared}")
+    return _ok(f"workers of this host can share {shared}")
 
 
-def _shared(facts: Facts) -> Finding:
+def _shared(facts: Facts) -> Verdict:
     if facts.shared_free_mb is None:
-        return Finding(
-            "/dev/shm",
-            "is not there",
-            "warning",
-            "DataLoader needs it with num_workers: mount a tmpfs there.",
-        )
+        return _warning("is not there", "DataLoader needs it with num_workers: mount a tmpfs there.")
     value = f"{_size(facts.shared_free_mb)} free"
-    if facts.shared_free_mb < SMALL_SHARED_MB:
-        return Finding(
-            "/dev/shm",
-            value,
-            "warning",
-            "DataLoader passes batches through it with num_workers. For a container: --shm-size 2g",
-        )
-    return Finding("/dev/shm", value)
+    if facts.shared_free_mb >= SMALL_SHARED_MB:
+        return _ok(value)
+    advice = "DataLoader passes batches through it with num_workers. For a container: --shm-size 2g"
+    return _warning(value, advice)
 
 
-def _memory(facts: Facts, workers: int, model_mb: float | None) -> Finding:
+def _memory(facts: Facts, workers: int, model_mb: float | None) -> Verdict:
     if facts.memory_free_mb is None:
-        return Finding("memory", "unknown")
+        return _ok("unknown")
     value = f"{_size(facts.memory_free_mb)} free"
     if model_mb is None:
-        return Finding("memory", value)
+        return _ok(value)
     needed = VECTORS * model_mb * workers
     value += f", at least {_size(needed)} needed"
     if facts.memory_free_mb >= needed:
-        return Finding("memory", value)
-    return Finding(
-        "memory",
+        return _ok(value)
+    return _problem(
         value,
-        "problem",
         f"Each worker holds weights, gradients and two windows of {_size(model_mb)}, beside its optimizer's "
         "state. Use fewer workers on this host.",
     )
 
 
-def _disk(facts: Facts, workers: int) -> Finding:
-    what = "disk"
+def _disk(facts: Facts, workers: int) -> Verdict:
     if facts.folder_problem:
-        return Finding(
-            what,
-            facts.folder_problem,
-            "problem",
-            "Give --folder one that can be written to, here and to a run.",
-        )
+        return _problem(facts.folder_problem, "Give --folder one that can be written to, here and to a run.")
     value = f"{_size(facts.disk_free_mb)} free for {facts.folder}"
-    if facts.disk_free_mb < RECORDS_MB * workers:
-        return Finding(
-            what,
-            value,
-            "warning",
-            f"Records may take {_size(RECORDS_MB * workers)}, and checkpoints more. A full disk costs those, "
-            "never training. Make room, or give --folder another place.",
-        )
-    return Finding(what, value)
+    if facts.disk_free_mb >= RECORDS_MB * workers:
+        return _ok(value)
+    return _warning(
+        value,
+        f"Records may take {_size(RECORDS_MB * workers)}, and checkpoints more. A full disk costs those, "
+        "never training. Make room, or give --folder another place.",
+    )
 
 
-def _extras(facts: Facts) -> Finding:
+def _extras(facts: Facts) -> Verdict:
     there = sorted(extra for extra, missing in facts.extras.items() if not missing)
     missing = sorted(extra for extra, missing in facts.extras.items() if missing)
     value = f"installed: {', '.join(there) or 'none'}"
     if missing:
-        value += (
-            f"; not installed: {', '.join(missing)} (pip install 'freewheel[{missing[0]}]' if you need it)"
-        )
-    return Finding("extras", value)
+        first = f"pip install 'freewheel[{missing[0]}]' if you need it"
+        value += f"; not installed: {', '.join(missing)} ({first})"
+    return _ok(value)
 
 
 def _size(mb: float) -> str:
