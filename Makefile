@@ -4,13 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TOOLS := $(VENV)/.tools
-REPORT ?= runs/demo/report.html
 
 .PHONY: demo test check docs format clean
 
 demo: $(INSTALLED)
-	$(BIN)/freewheel compare --task digits:apart=true --workers 4 --steps 150 --compute-ms 10 --slow 0:5 \
-		--target 0.8 --folder runs/demo --force --report $(REPORT)
+	$(BIN)/freewheel demo
 
 test: demo check
 	$(BIN)/pytest -n 2
@@ -32,6 +30,7 @@ format: $(TOOLS)
 	$(BIN)/ruff format .
 
 $(INSTALLED): pyproject.toml
+	@echo "Installing into $(VENV): about a minute."
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
 	touch $@

@@ -16,6 +16,7 @@ from freewheel import strategies, tasks, topology
 from freewheel.cli.chaos import chaos
 from freewheel.cli.console import output
 from freewheel.cli.dashboard import dashboard
+from freewheel.cli.demo import demo
 from freewheel.cli.doctor import doctor
 from freewheel.cli.export import export
 from freewheel.cli.keys import keys
@@ -39,6 +40,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+app.command(name="demo")(demo)
 app.command(name="simulate")(simulate)
 app.command(name="run", context_settings={"allow_interspersed_args": False})(run)
 app.command(name="join")(join)

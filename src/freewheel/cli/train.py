@@ -110,7 +110,7 @@ def _train(
         check_writable(path)
     folder = folder or Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     check_unused([folder, *(folder / name(number, one) for number, one in enumerate(jobs))], force)
-    outcomes = _run_all(jobs, folder.resolve(), board)
+    outcomes = run_all(jobs, folder.resolve(), board)
     results = [one for one in outcomes if isinstance(one, Result)]
     stopped = [str(one) for one in outcomes if not isinstance(one, Result)]
     if not results:
@@ -146,7 +146,8 @@ def _chosen(spec: str) -> list[str]:
     return chosen
 
 
-def _run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Result | RunStopped]:
+def run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Result | RunStopped]:
+    """Run jobs one after the other, with a bar."""
     errors = Console(stderr=True)
     watch = f"Watch: freewheel watch {shlex.quote(str(folder))}"
     errors.print(watch, highlight=False, soft_wrap=True, markup=False)
