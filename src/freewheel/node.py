@@ -18,9 +18,10 @@ from torch import Tensor
 
 from freewheel.errors import Diverged
 from freewheel.fabric import server
-from freewheel.fabric.base import REDUCTION, Fabric, Meet, Message, Note, Tag
+from freewheel.fabric.base import Fabric, Meet, Message, Note, Tag, hear
 from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.farewell import Farewells
+from freewheel.fabric.free_merges import FreeMerges
 from freewheel.fabric.lineage import View
 from freewheel.fabric.merges import Group, Merge, Merges
 from freewheel.fabric.views import Views
@@ -233,24 +234,9 @@ class Node:
         """Send a vector, a few numbers, or both; wait until the last byte has left."""
         await self._fabric.send(peer, tag, vector, note)
 
-    def post(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> None:
-        """Send without waiting; what cannot be delivered is dropped and counted."""
-        self._fabric.post(peer, tag, vector, note)
-
-    async def receive(self, tag: Tag, peer: int | None = None, among: Sequence[int] = ()) -> Message:
-        """Wait for the next message with this tag: from one peer, from anybody, or from anybody `among`.
-
-        Raises PeerLost when the peer, or one of those among whom it is awaited, is gone.
-        """
-        return await self._fabric.receive(tag, peer, among)
-
-    def forget(self, tag: Tag) -> None:
-        """Drop messages with this tag that nobody received, and those that still arrive."""
-        self._fabric.forget(tag)
-
-    async def members_change(self) -> None:
-        """Wait until a worker comes within reach or is lost."""
-        await self._fabric.changed()
+    def hear(self, tag: Tag, act: Callable[[Message], Awaitable[None] | None]) -> Coroutine[Any, Any, None]:
+        """Hand every message with a tag to `act`, for ever."""
+        return hear(self._fabric, tag, act)
 
     async def merge(
         self, act: Callable[[Merge], Awaitable[T]], group: Callable[[View], Group] | None = None
@@ -275,17 +261,15 @@ class Node:
         """Wait until there is another view."""
         await self._views.changed()
 
-    async def offset(self, vector: Tensor, members: Sequence[int], tag: Tag) -> Tensor:
-        """How far the mean of the members' vectors is from this one, which is used up.
+    def free_merges(self, act: Callable[[Merge], Awaitable[Tensor]]) -> FreeMerges:
+        """Merges that anybody may ask for, with all, wherever they are; `act` gives a correction."""
 
-        Outside of views: raises PeerLost when a member is lost.
-        """
-        shares = [1 / len(members)] * len(members)
-        try:
-            return await self._fabric.reduce(members, ("offset", *tag), vector, shares, offset=True)
-        finally:
-            for end in REDUCTION:
-                self._fabric.forget(("offset", *tag, *end))
+        def decided(merge: Merge, outcome: str) -> None:
+            self.count_merge(outcome, merge.members)
+            if outcome == "done":
+                self.correct(merge.result, own=True)
+
+        return FreeMerges(self._fabric, self._spawn, act, decided, self.random)
 
     @property
     def exchanges(self) -> int:
@@ -353,12 +337,12 @@ class Node:
 
         Who leaves waits for it where all begin, and does without it where it joins them.
         """
-        self._exchanges.partner, self.farewells.away = self.rank, joins
+        self._exchanges.partner, self.farewells.calls.away = self.rank, joins
 
     def release(self) -> None:
         """Be free for exchanges again."""
         self._exchanges.free()
-        self.farewells.away = False
+        self.farewells.calls.away = False
 
     async def pause(self) -> None:
         """Take part in no exchange any more; return when none is under way."""

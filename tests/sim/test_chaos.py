@@ -10,6 +10,7 @@ import pytest
 from freewheel import strategies, tasks
 from freewheel.cli.chaos import STRATEGIES
 from freewheel.data.ledger import Ledger
+from freewheel.fabric.merges import Merge
 from freewheel.names import split
 from freewheel.node import Node
 from freewheel.records.counters import Counters
@@ -51,23 +52,25 @@ def _twice(node, peer, correction):
     MET(node, peer, correction)
 
 
-async def _without_the_last(node, vector, members, tag):
-    shares = [1 / (len(members) - 1)] * (len(members) - 1) + [0.0]
-    return await node._fabric.reduce(members, ("offset", *tag), vector, shares, offset=True)
+async def _without_the_last(merge, vector):
+    count = len(merge.members) - 1
+    return await merge.reduce(vector, [1 / count] * count + [0.0], offset=True)
 
 
 MET = Node.met
 MUTANTS = [
-    ("adpsgd", "met", lambda node, *met: (_twice if node.rank == 0 else MET)(node, *met)),
-    ("adpsgd", "met", lambda node, *met: None if node.rank == 0 else MET(node, *met)),
-    ("nodelay_free", "offset", _without_the_last),
+    ("adpsgd", Node, "met", lambda node, *met: (_twice if node.rank == 0 else MET)(node, *met)),
+    ("adpsgd", Node, "met", lambda node, *met: None if node.rank == 0 else MET(node, *met)),
+    ("nodelay_free", Merge, "offset", _without_the_last),
 ]
 
 
-@pytest.mark.parametrize(("name", "method", "mutant"), MUTANTS, ids=["twice", "one side", "left out"])
-def test_a_law_of_the_mean_that_is_broken_on_purpose_is_found(name, method, mutant, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "whose", "method", "mutant"), MUTANTS, ids=["twice", "one side", "left out"]
+)
+def test_a_law_of_the_mean_that_is_broken_on_purpose_is_found(name, whose, method, mutant, monkeypatch):
     """A sample dealt twice: below. A wrong weight in `meet`: in the battery, for it keeps the mean."""
-    monkeypatch.setattr(Node, method, mutant)
+    monkeypatch.setattr(whose, method, mutant)
     monkeypatch.setattr(chaos, "draw", lambda *_: ([], chaos.Counter()))  # a half exchange excuses a run
     assert any(broken.startswith("mean") for broken in run(name, 0).broken)
 

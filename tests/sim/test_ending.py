@@ -44,7 +44,11 @@ class Crew:
             total = await fabric.reduce(members, (*tag, "weights"), weights)
             return total / len(members), {"buffer": torch.zeros(1)}
 
-        ending = Ending(fabric, self.wire.life[rank], lambda: (1.0, 0.0, 0.0), mean, self.size)
+        def spawn(work):
+            self.lives[rank].append(self.loop.create_task(work))
+            return self.lives[rank][-1]
+
+        ending = Ending(fabric, spawn, self.wire.life[rank], lambda: (1.0, 0.0, 0.0), mean, self.size)
 
         async def nobody() -> bool:
             return False
@@ -56,7 +60,8 @@ class Crew:
             await asyncio.sleep(0.01)
             self.leave(rank)
 
-        self.lives[rank] += [self.loop.create_task(ending.listen()), self.loop.create_task(end())]
+        ending.listen()
+        spawn(end())
 
     def leave(self, rank: int) -> None:
         for task in self.lives.pop(rank, []):

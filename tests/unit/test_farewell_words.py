@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from freewheel.fabric import farewell
-from freewheel.fabric.base import Message
+from freewheel.fabric.base import Fabric, Message
+from freewheel.fabric.calls import DROP, HAVE
 from freewheel.fabric.farewell import CALL, Farewells
-from freewheel.fabric.mailbox import Mailbox
 
 
 class Party:
@@ -39,7 +39,7 @@ class Desk:
     """Worker 0 with workers 1 and 2 within reach: what it says, and what it is told."""
 
     def __init__(self) -> None:
-        self.box, self.party = Mailbox(0), Party()
+        self.box, self.party = Fabric(0), Party()
         self.said: list[tuple[Any, ...]] = []
         self.offences: list[int] = []
         self.tasks: list[asyncio.Task[Any]] = []
@@ -78,14 +78,14 @@ def at_desk(act: Callable[[Desk], Coroutine[Any, Any, None]]) -> None:
 def test_a_call_over_a_connection_that_has_broken_since_is_not_answered():
     async def act(desk: Desk) -> None:
         desk.party.free.clear()
-        await desk.tell(1, CALL, 7)
-        assert desk.farewells.in_farewell
+        await desk.tell(1, CALL, 7, 0, 1)
+        assert desk.farewells.calls.busy
         desk.box.lose(1, "cut")
         desk.box.gain(1)
         desk.party.free.set()
         await settle()
         assert not desk.said
-        assert not desk.farewells.in_farewell
+        assert not desk.farewells.calls.busy
         assert desk.party.resumed == 1
 
     at_desk(act)
@@ -95,13 +95,11 @@ def test_an_answer_counts_once_and_for_who_gave_it():
     async def act(desk: Desk) -> None:
         leaving = desk.spawn(desk.farewells.hand_over())
         await settle()
-        (_, _, (serial,)), *_ = desk.said
-        tag = (*CALL, 0, serial)
+        number = desk.farewells.calls.number
         for _ in range(2):
-            await desk.tell(1, (*tag, "ready"), farewell.YES)
+            await desk.tell(1, (*CALL, "have", 0, number), HAVE, -1)
         assert desk.offences == [1]
-        assert (2, tag, (farewell.DROP,)) in desk.said
-        assert not any(note[:1] == (farewell.BEGIN,) for _, told, note in desk.said if told == tag)
+        assert (2, (*CALL, 0, number), (DROP,)) in desk.said
         leaving.cancel()
 
     at_desk(act)
@@ -111,8 +109,9 @@ def test_a_farewell_that_does_not_end_is_left(monkeypatch):
     monkeypatch.setattr(farewell, "LONGEST_S", 0.01)
 
     async def act(desk: Desk) -> None:
-        await desk.tell(1, CALL, 7)
-        while desk.farewells.in_farewell:
+        await desk.tell(1, CALL, 7, 0, 1)
+        assert desk.farewells.calls.busy
+        while desk.farewells.calls.busy:
             await asyncio.sleep(0.01)
         assert desk.offences == [1]
         assert (desk.party.resumed, desk.party.corrected) == (1, 0)

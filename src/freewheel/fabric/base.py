@@ -12,9 +12,11 @@ What a fabric guarantees:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+import contextlib
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -24,14 +26,16 @@ Tag: TypeAlias = tuple[str | int, ...]
 Note: TypeAlias = tuple[float, ...]
 EXCHANGE = "exchange"
 """The first word of tags of exchanges, whose vectors may travel in a coarser format."""
-REDUCTION: tuple[Tag, ...] = ((), ("ready",), ("go",), ("ring",), ("done",))
-"""What follows the tag of a reduction in the tags of its messages."""
 RUNTIME = "run"
 """The first word of tags that are not a strategy's."""
 BYTES = "bytes"
 """The last word of those whose vector is bytes: they are not looked at, and travel as they are."""
 BYTES_PIECE = 1 << 22
 """How many of them one message may have."""
+MESSAGE_BYTES = 1024
+"""About how much memory a message takes beside its vector and numbers."""
+AGAIN = "it connected again"
+"""A connection that took the place of another, of the same life: nobody was lost."""
 LARGEST = 2**53
 """Whole numbers beyond it are not exact in a note."""
 Notice: TypeAlias = Callable[[str, int | None, str], None]
@@ -110,58 +114,95 @@ class NotNow(Exception):
     """One of two that were to swap has weights that move for too long."""
 
 
-class Fabric(Protocol):
-    """One worker's end of the network."""
+class Fabric:
+    """One worker's end of the network: who is within reach, what has arrived, who waits for whom.
 
-    rank: int
+    A form of it delivers messages into it and tells it when peers come and go; it wakes the right coroutine.
+    """
+
     world_size: int
-    notice: Notice
-    """Hears of what happens to peers, and in views."""
+    silence_s: float
+    """How long a peer may give no sign of life before it counts as lost."""
 
-    @property
-    def silence_s(self) -> float:
-        """How long a peer may give no sign of life before it counts as lost."""
-
-    @property
-    def members(self) -> tuple[int, ...]:
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self.members: tuple[int, ...] = (rank,)
         """The workers within reach now, this one included, in ascending order."""
+        self._reach = frozenset((rank,))  # the same, for looking up
+        self._lost: dict[int, str] = {}
+        self.left: set[int] = set()
+        """Who has said goodbye, and is not coming back in this life."""
+        self._boxes: dict[Tag, deque[Message]] = {}
+        self._unread: Counter[int] = Counter()
+        """About how much memory is held by what each has sent and nobody has received."""
+        self._waiters: dict[Tag, list[tuple[int | None, Sequence[int], asyncio.Future[Message]]]] = {}
+        self._forgotten: dict[Tag, None] = {}
+        self._leaving: dict[int, list[asyncio.Future[None]]] = {}
+        self._epochs: dict[int, int] = {}
+        self._change: asyncio.Future[None] | None = None
+        self.notice: Notice = lambda what, peer, text: None
+        """Hears of what happens to peers, and in views."""
 
-    def send(
-        self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()
-    ) -> asyncio.Future[None]:
-        """Begin to send; await what is returned to know that the last byte has left.
-
-        Raises PeerLost, here or there, when the peer is known to be gone.
-        """
-
-    def post(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> None:
-        """Send without waiting; a message to a peer that is gone is dropped and counted."""
+    # -- for those who want messages --
 
     async def receive(self, tag: Tag, peer: int | None = None, among: Sequence[int] = ()) -> Message:
         """Wait for the next message with this tag: from one peer, from anybody, or from anybody `among`.
 
         Raises PeerLost when the peer, or one of those among whom it is awaited, is gone.
         """
+        box = self._boxes.get(tag)
+        if box:
+            for at, message in enumerate(box):
+                if peer is None or message.sender == peer:
+                    del box[at]
+                    if not box:
+                        del self._boxes[tag]
+                    self._unread[message.sender] -= _size(message)
+                    return message
+        for needed in (peer,) if peer is not None else among:
+            self.need(needed)
+        future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        waiter = (peer, among, future)
+        self._waiters.setdefault(tag, []).append(waiter)
+        try:
+            return await future
+        finally:
+            waiters = self._waiters[tag]
+            waiters.remove(waiter)
+            if not waiters:
+                del self._waiters[tag]
 
     async def swap(
         self, peer: int, tag: Tag, mine: Tensor | None, meet: Meet, told: Callable[[], None]
     ) -> Tensor:
         """Exchange vectors with a peer, which calls it too: meet(mine, theirs), and its negative there.
 
-        NotNow, if either side has None to give.
-
-        `told` is called once the peer has all it needs. A real fabric lets each side combine one half for
-        both, piece by piece, and writes the result over mine.
+        NotNow, if either side has None to give. `told` is called once the peer has all it needs. Here all of
+        theirs is received, then combined. A real fabric lets each side combine one half for both, piece by
+        piece, and writes the result over mine.
         """
-
-    def laid(self, peer: int, mine: Tensor) -> Note:
-        """Where a caller may combine a short vector with its own for both; nothing, if both must swap."""
-
-    async def combine(self, peer: int, where: Note, mine: Tensor, meet: Meet) -> Tensor:
-        """What `swap` does, by one side alone, with a vector the peer has laid."""
+        assert mine is not None, "weights stand still in virtual time"
+        sending = self.send(peer, tag, mine)
+        try:
+            theirs = (await self.receive(tag, peer)).payload
+            await sending
+        finally:
+            if sending.done() and not sending.exception():
+                told()
+            sending.cancel()
+        return meet(mine, theirs.clone())  # it is also the peer's
 
     def short(self, peer: int) -> bool:
         """Whether vectors are so short, and so near, that laying one beats a swap."""
+        return False
+
+    def laid(self, peer: int, mine: Tensor) -> Note:
+        """Where a caller may combine a short vector with its own for both; nothing, if both must swap."""
+        return ()
+
+    async def combine(self, peer: int, where: Note, mine: Tensor, meet: Meet) -> Tensor:
+        """What `swap` does, by one side alone, with a vector the peer has laid."""
+        raise NotImplementedError
 
     async def reduce(
         self,
@@ -175,21 +216,156 @@ class Fabric(Protocol):
 
         All members call it alike. PeerLost if one is lost.
         """
+        raise NotImplementedError
 
     async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
         """Wait for a vector and take it piece by piece, or straight into a tensor."""
+        vector = (await self.receive(tag, peer)).payload
+        if isinstance(each, Tensor):
+            each.copy_(vector)
+        else:
+            each(0, vector)
 
     def lend(self, vector: Tensor) -> Tensor:
-        """A vector that may be changed once it has left, as it is to be sent."""
+        """A vector that may be changed once it has left, as it is to be sent: here a copy."""
+        return vector.clone()
+
+    def send(
+        self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()
+    ) -> asyncio.Future[None]:
+        """Begin to send; await what is returned to know that the last byte has left.
+
+        Raises PeerLost, here or there, when the peer is known to be gone.
+        """
+        raise NotImplementedError
+
+    def post(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> None:
+        """Send without waiting; a message to a peer that is gone is dropped and counted."""
+        raise NotImplementedError
 
     def forget(self, tag: Tag) -> None:
-        """Drop what has arrived with this tag and nobody received, and what still arrives."""
+        """Drop what has arrived with tags that begin so and nobody received, and what still arrives."""
+        for one in [one for one in self._boxes if one[: len(tag)] == tag]:
+            for message in self._boxes.pop(one):
+                self._unread[message.sender] -= _size(message)
+        self._forgotten[tag] = None
+        if len(self._forgotten) > 1024:
+            del self._forgotten[next(iter(self._forgotten))]
+
+    def clear(self) -> None:
+        """Drop everything that has arrived and nobody received."""
+        self._boxes.clear()
+        self._unread.clear()
 
     async def changed(self) -> None:
         """Wait until a peer comes or goes."""
+        if self._change is None:
+            self._change = asyncio.get_running_loop().create_future()
+        await asyncio.shield(self._change)
+
+    def epoch(self, peer: int) -> int:
+        """How often a peer has been lost: what was said in one epoch means nothing in the next."""
+        return self._epochs.get(peer, 0)
+
+    def waits(self) -> list[tuple[int | None, Tag]]:
+        """Whom this worker waits for, and for what."""
+        return [
+            (whom, tag)
+            for tag, waiters in self._waiters.items()
+            for peer, among, _ in waiters
+            for whom in (among or (peer,))
+        ]
+
+    # -- for the fabric --
 
     def reaches(self, peer: int) -> bool:
         """Whether a peer is within reach."""
+        return peer in self._reach
 
-    def epoch(self, peer: int) -> int:
-        """How often a peer has been lost."""
+    def why_lost(self, peer: int) -> str:
+        """Why a peer is out of reach."""
+        return self._lost.get(peer, "not there")
+
+    def need(self, peer: int) -> None:
+        """Raise PeerLost unless a peer is within reach."""
+        if peer not in self._reach:
+            raise PeerLost(peer, self.why_lost(peer))
+
+    def deliver(self, message: Message) -> None:
+        """Hand a message to who waits for it, or keep it."""
+        for peer, _, future in self._waiters.get(message.tag, ()):
+            if (peer is None or peer == message.sender) and not future.done():
+                future.set_result(message)
+                return
+        if any(message.tag[:end] in self._forgotten for end in range(1, len(message.tag) + 1)):
+            return
+        self._boxes.setdefault(message.tag, deque()).append(message)
+        self._unread[message.sender] += _size(message)
+
+    def gain(self, peer: int) -> None:
+        """A peer is within reach."""
+        if peer not in self._reach and self._lost.get(peer) != AGAIN:
+            self.notice("joined", peer, "is within reach" + " again" * (peer in self._lost))
+        self._lost.pop(peer, None)
+        self.left.discard(peer)
+        self._reach |= {peer}
+        self._members_changed()
+
+    def lose(self, peer: int, why: str, what: str = "died") -> None:
+        """A peer is gone: whoever waits for it, or is sending to it, is told; what it said is void.
+
+        `what` says how it looks from here: it died, it was cut off, it left.
+        """
+        if peer not in self._reach:
+            return
+        if why != AGAIN:
+            self.notice(what, peer, why)
+        self._lost[peer] = why
+        if what in ("left", "finished"):
+            self.left.add(peer)
+        self._epochs[peer] = self.epoch(peer) + 1
+        self._reach -= {peer}
+        self._members_changed()
+        del self._unread[peer]
+        for tag in list(self._boxes):
+            kept = deque(message for message in self._boxes[tag] if message.sender != peer)
+            if kept:
+                self._boxes[tag] = kept
+            else:
+                del self._boxes[tag]
+        for left in self._leaving.pop(peer, ()):
+            if not left.done():
+                left.set_exception(PeerLost(peer, why))
+                left.exception()  # whoever awaits it hears of it; nobody has to
+        for waiters in list(self._waiters.values()):
+            for awaited, among, future in waiters:
+                if (peer == awaited or peer in among) and not future.done():
+                    future.set_exception(PeerLost(peer, why))
+
+    def leaving(self, peer: int, left: asyncio.Future[None]) -> None:
+        """Remember a message on its way out, to fail it when its receiver is lost."""
+        ways = self._leaving.setdefault(peer, [])
+        ways.append(left)
+        if len(ways) > 16:
+            self._leaving[peer] = [one for one in ways if not one.done()]
+
+    def _members_changed(self) -> None:
+        self.members = tuple(sorted(self._reach))
+        if self._change is not None:
+            self._change.set_result(None)
+            self._change = None
+
+
+async def hear(fabric: Fabric, tag: Tag, act: Callable[[Message], Awaitable[None] | None]) -> None:
+    """Hand every message with a tag to `act`, for ever; one that makes no sense costs its sender the line."""
+    while True:
+        message = await fabric.receive(tag)
+        with contextlib.suppress(PeerLost):
+            if (work := act(message)) is not None:
+                await work
+
+
+def _size(message: Message) -> int:
+    return (
+        MESSAGE_BYTES + 32 * len(message.note) + (message.vector.nbytes if message.vector is not None else 0)
+    )

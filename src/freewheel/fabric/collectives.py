@@ -6,36 +6,18 @@ function is called by all members with the same tag; a lost member raises PeerLo
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
 
 from torch import Tensor
 
 from freewheel.fabric.base import Each, Fabric, Message, Note, Tag
 
-
-class Hops(Protocol):
-    """What a ring needs of a fabric."""
-
-    rank: int
-
-    def send(self, peer: int, tag: Tag, vector: Tensor | None = None) -> asyncio.Future[None]:
-        """See Fabric.send."""
-
-    async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
-        """See Fabric.land."""
-
-    def lend(self, vector: Tensor) -> Tensor:
-        """See Fabric.lend."""
-
-
 CHUNK = 1 << 23
 """How many numbers go round a ring at once: what is under way needs little memory with any model."""
 
 
-async def ring(fabric: Hops, members: Sequence[int], total: Tensor, tag: Tag) -> None:
+async def ring(fabric: Fabric, members: Sequence[int], total: Tensor, tag: Tag) -> None:
     """Replace a vector by the sum of the members' vectors; each sends 2(n-1)/n of a vector."""
     n = len(members)
     if n == 1:

@@ -37,7 +37,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import EXCHANGE, Fabric, Meet, Note, NotNow, Tag
+from freewheel.fabric.base import EXCHANGE, Fabric, Meet, Message, Note, NotNow, Tag, hear
 
 CALL: Tag = ("call",)
 YES, BUSY = (1.0,), (0.0,)
@@ -140,31 +140,24 @@ class Exchanges:
             self.calling = False
             self._release(tag)
 
-    async def serve(self) -> None:
+    def serve(self) -> Coroutine[Any, Any, None]:
         """Answer calls for ever."""
-        while True:
-            request = await self.fabric.receive(CALL)
-            try:
-                (serial,) = request.numbers(1, 1)
-            except PeerLost:
-                continue
-            peer, tag = request.sender, (EXCHANGE, request.sender, serial)
-            if self.paused:
-                self._refuse(peer, tag)
-            elif self.partner is None and self._turn(peer):
-                self._accept(peer, tag)
-            elif (
-                self.calling
-                and peer > self.fabric.rank
-                and self._now() - self.called_at <= self._patience_s()
-            ):
-                self.waiting = deque(one for one in self.waiting if one[0] != peer)  # of each the last call
-                self.waiting.append((peer, tag, self.fabric.epoch(peer)))
-                if self.patience is None:
-                    loop = asyncio.get_running_loop()
-                    self.patience = loop.call_later(self._patience_s(), self._send_away)
-            else:
-                self._refuse(peer, tag)
+        return hear(self.fabric, CALL, self._called)
+
+    def _called(self, request: Message) -> None:
+        peer, (serial,) = request.sender, request.numbers(1, 1)
+        tag = (EXCHANGE, peer, serial)
+        waits = peer > self.fabric.rank and self._now() - self.called_at <= self._patience_s()
+        if not self.paused and self.partner is None and self._turn(peer):
+            self._accept(peer, tag)
+        elif not self.paused and self.calling and waits:
+            self.waiting = deque(one for one in self.waiting if one[0] != peer)  # of each the last call
+            self.waiting.append((peer, tag, self.fabric.epoch(peer)))
+            if self.patience is None:
+                loop = asyncio.get_running_loop()
+                self.patience = loop.call_later(self._patience_s(), self._send_away)
+        else:
+            self._refuse(peer, tag)
 
     async def pause(self) -> None:
         """Take part in no further exchange; return when the one under way is over."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeAlias, TypeVar
 
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import REDUCTION, Fabric, Message, Note, Tag
+from freewheel.fabric.base import Fabric, Message, Note, Tag
 from freewheel.fabric.lineage import View
 from freewheel.fabric.views import Views
 
@@ -35,36 +36,43 @@ EVERYBODY = 0
 class Merge:
     """One try at a merge, in one view. Its collectives run among its members, or `among` some of them."""
 
-    def __init__(self, fabric: Fabric, view: View, group: Group, number: int, stamp: int) -> None:
-        self.view, self.members, self.number = view, tuple(group[1]), number
+    def __init__(self, fabric: Fabric, view: View, group: Group, number: int, tag: Tag) -> None:
+        self.view, self.members, self.number, self.tag = view, tuple(group[1]), number, tag
         self.group, self._fabric = group[0], fabric
-        self.tag: Tag = ("merge", stamp, self.group, number)
         self.done = self.counts = False
         """Whether this worker has the result; whether it counts."""
         self.result: Any = None
-        self._reductions: list[Tag] = []
+        self.caller = -1
+        """Who has called it, if somebody has."""
+        self._reductions: Counter[Tag] = Counter()
 
     async def sum(self, vector: Tensor, among: Sequence[int] = ()) -> Tensor:
         """The sum of the members' vectors, each of which is used up."""
-        members = among or self.members
-        return await self._fabric.reduce(members, self._next(members), vector)
+        return await self.reduce(vector, None, among=among)
 
     async def mean(self, vector: Tensor) -> Tensor:
         """The mean of the members' vectors, each of which is used up."""
-        return await self._fabric.reduce(self.members, self._next(self.members), vector, self._shares())
+        return await self.reduce(vector, self._shares())
 
     async def offset(self, vector: Tensor) -> Tensor:
         """How far the mean of the members' vectors is from this one, which is used up."""
-        return await self._fabric.reduce(self.members, self._next(self.members), vector, self._shares(), True)
+        return await self.reduce(vector, self._shares(), offset=True)
 
     def _shares(self) -> list[float]:
         return [1 / len(self.members)] * len(self.members)
 
-    def _next(self, members: Sequence[int]) -> Tag:
-        """A tag for one reduction, counted among those of the same members."""
+    async def reduce(
+        self,
+        vector: Tensor,
+        weights: Sequence[float] | None,
+        offset: bool = False,
+        among: Sequence[int] = (),
+    ) -> Tensor:
+        """See Fabric.reduce; each has a tag of its own, counted among those of the same members."""
+        members = among or self.members
         tag = (*self.tag, zlib.crc32(repr(tuple(members)).encode()))
-        self._reductions.append((*tag, sum(one[:-1] == tag for one in self._reductions)))
-        return self._reductions[-1]
+        self._reductions[tag] += 1
+        return await self._fabric.reduce(members, (*tag, self._reductions[tag]), vector, weights, offset)
 
     async def gather(self, note: Note) -> dict[int, Note]:
         """Every member's note, known to every member."""
@@ -91,11 +99,7 @@ class Merge:
 
     def forget(self) -> None:
         """Drop what still arrives."""
-        for word in ((), ("in",), ("out",), ("have",), ("commit",)):
-            self._fabric.forget((*self.tag, *word))
-        for tag in self._reductions:
-            for end in REDUCTION:
-                self._fabric.forget((*tag, *end))
+        self._fabric.forget(self.tag)
 
 
 class Merges:
@@ -135,7 +139,8 @@ class Merges:
         if whose is None:
             return None
         number = views.record.counted.get(whose[0], 0) + 1
-        merge = Merge(self.fabric, views.view, whose, number, views.record.line)
+        tag: Tag = ("merge", views.record.line, whose[0], number)
+        merge = Merge(self.fabric, views.view, whose, number, tag)
         if self._line != views.record.line:
             self._line, self.called = views.record.line, {}
         self.called[merge.group] = number

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from freewheel.errors import PeerLost
-from freewheel.fabric.base import Fabric, Tag
+from freewheel.fabric.base import Fabric, Message, Tag, hear
 
 REQUEST: Tag = ("server", "request")
 ANSWER: Tag = ("server", "answer")
@@ -35,19 +34,19 @@ async def serve(fabric: Fabric, centre: Tensor, apply: Apply) -> None:
     A request without a vector only reads the centre.
     """
     version = 0
-    while True:
-        request = await fabric.receive(REQUEST)
-        try:
-            known, number = request.numbers(2, 2)
-            update = None if request.vector is None else request.of(centre.numel())
-        except PeerLost:
-            continue
+
+    def answer(request: Message) -> None:
+        nonlocal version
+        known, number = request.numbers(2, 2)
         to: Tag = (*ANSWER, number)
-        if update is None:
+        if request.vector is None:
             fabric.post(request.sender, to, centre.clone(), note=(0, version))
-            continue
-        fabric.post(request.sender, to, apply(centre, update), note=(version - known, version + 1))
-        version += 1
+        else:
+            update = apply(centre, request.of(centre.numel()))
+            fabric.post(request.sender, to, update, note=(version - known, version + 1))
+            version += 1
+
+    await hear(fabric, REQUEST, answer)
 
 
 class Client:

@@ -22,11 +22,10 @@ import torch
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import BYTES, EXCHANGE, RUNTIME, Each, Meet, Message, Note, Tag
+from freewheel.fabric.base import AGAIN, BYTES, EXCHANGE, RUNTIME, Each, Message, Note, Tag
 from freewheel.fabric.connection import Connection
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
 from freewheel.fabric.handshake import EARLIER, REFUSED, Greeted, Identity, Listener, read_head, words
-from freewheel.fabric.mailbox import AGAIN, Mailbox
 from freewheel.fabric.together import Together
 from freewheel.fabric.transfers import INLINE, LONG, Landing, Outgoing, Transfers
 from freewheel.fabric.transport import Transport
@@ -47,7 +46,7 @@ LEFT = "it was told to leave"
 log = logging.getLogger("freewheel")
 
 
-class TcpFabric(Mailbox):
+class TcpFabric(Together):
     """One worker's end of the real network. Lives in the communication thread's event loop."""
 
     def __init__(
@@ -60,11 +59,12 @@ class TcpFabric(Mailbox):
         silence_s: float = 2.0,
         side: torch.cuda.Stream | None = None,
     ) -> None:
-        super().__init__(me.rank)
         self.home = side.device if side is not None else torch.device("cpu")
         """Where the strategy's vectors lie; on a device, `side` is the stream they are worked on in."""
+        transfers = Transfers(counters, dtype, me.world_size, side)
+        super().__init__(me.rank, Windows(self.home), transfers, wire or dtype)
         self.me, self.world_size, self.counters = me, me.world_size, counters
-        self.dtype, self.wire, self.silence_s = dtype, wire or dtype, silence_s
+        self.dtype, self.silence_s = dtype, silence_s
         self.book: dict[int, tuple[str, int]] = {}
         """Where each peer was last known to listen."""
         self._encrypted = tls is not None
@@ -76,9 +76,6 @@ class TcpFabric(Mailbox):
         self._connections: dict[int, Connection] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
-        self.windows = Windows(self.home)
-        self.transfers = Transfers(counters, dtype, me.world_size, side)
-        self._together = Together(self)
         self._pids: dict[int, int] = {}
         """The process of each peer that shares windows, or did."""
         self._unshared: set[int] = set()
@@ -145,10 +142,7 @@ class TcpFabric(Mailbox):
         stream: bool = False,
         negated: bool = False,
     ) -> Outgoing:
-        """Begin to send; the future is done when the last byte has left, or the peer has read the window.
-
-        `stream` sends the vector itself even where windows are shared.
-        """
+        """See Together.send."""
         self.need(peer)
         if peer == self.rank:
             left = Outgoing(b"", vector, self.dtype, self._loop)
@@ -174,38 +168,12 @@ class TcpFabric(Mailbox):
             return torch.uint8
         return self.wire if tag[:1] == (EXCHANGE,) else self.dtype
 
-    async def swap(
-        self, peer: int, tag: Tag, mine: Tensor | None, meet: Meet, told: Callable[[], None]
-    ) -> Tensor:
-        """Each side combines one half for both; see Fabric.swap."""
-        self.need(peer)
-        return await self._together.swap(peer, tag, mine, meet, told)
-
     def short(self, peer: int) -> bool:
         """Where the event loop itself combines: messages take longer than the work."""
         return self.me.longest <= INLINE and self.kind(peer) == HOST
 
-    def laid(self, peer: int, mine: Tensor) -> Note:
-        """See Fabric.laid."""
-        return self._together.laid(peer, mine)
-
-    async def combine(self, peer: int, where: Note, mine: Tensor, meet: Meet) -> Tensor:
-        """See Fabric.combine."""
-        return await self._together.combine(peer, where, mine, meet)
-
-    async def reduce(
-        self,
-        members: Sequence[int],
-        tag: Tag,
-        vector: Tensor,
-        weights: Sequence[float] | None = None,
-        offset: bool = False,
-    ) -> Tensor:
-        """Each member adds up a share for all; see Fabric.reduce."""
-        return await self._together.reduce(members, tag, vector, weights, offset)
-
     async def opened(self, peer: int, locator: Note, numel: int) -> Tensor:
-        """A peer's vector where it lies; a peer whose window cannot be opened is cut off, then streams."""
+        """See Together.opened."""
         self.need(peer)
         link = self._connections[peer]
         try:
@@ -466,7 +434,7 @@ class TcpFabric(Mailbox):
         vector, tag = sending.vector, sending.tag
         assert vector is not None
         assert tag is not None
-        shown = await self._together.published(vector, link.kind)
+        shown = await self.published(vector, link.kind)
         sending.borrowed = shown is not vector
         window = self.windows.of(shown)
         assert window is not None
@@ -543,7 +511,7 @@ class TcpFabric(Mailbox):
         self.deliver(self._message(link, tag, vector, note))
 
     def deliver(self, message: Message) -> None:
-        """See Mailbox.deliver; who sends what nobody takes may fill so much memory with it, and no more."""
+        """See Fabric.deliver; who sends what nobody takes may fill so much memory with it, and no more."""
         super().deliver(message)
         if self._unread[message.sender] > self._most_unread and message.sender != self.rank:
             message.bad("more than anybody reads")

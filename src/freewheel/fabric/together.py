@@ -15,41 +15,69 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Meet, Message, Note, NotNow, Pull, Tag
+from freewheel.fabric.base import Fabric, Meet, Message, Note, NotNow, Pull, Tag
 from freewheel.fabric.transfers import (
     LONG,
     Outgoing,
+    Transfers,
     add_up,
     combine_all,
     combine_two,
     shares,
     spread,
 )
-from freewheel.fabric.windows import DEVICE, HOST, KINDS, STREAM
-
-if TYPE_CHECKING:
-    from freewheel.fabric.tcp import TcpFabric
+from freewheel.fabric.windows import DEVICE, HOST, KINDS, STREAM, Windows
 
 Shown: TypeAlias = tuple[int, Note]
 """A member, and where its vector lies: the locator of a window, or nothing."""
 
 
-class Together:
-    """One worker's part in what several do together."""
+class Together(Fabric):
+    """A fabric of workers that see each other's windows, or send each other streams."""
 
-    def __init__(self, fabric: TcpFabric) -> None:
-        self._fabric, self._windows, self._work = fabric, fabric.windows, fabric.transfers.work
-        self._counters = fabric.transfers.counters
+    def __init__(self, rank: int, windows: Windows, transfers: Transfers, wire: torch.dtype) -> None:
+        super().__init__(rank)
+        self.windows, self.transfers, self.wire = windows, transfers, wire
+        self._work = transfers.work
+
+    def kind(self, peer: int) -> str:
+        """How vectors travel to a peer."""
+        raise NotImplementedError
+
+    async def opened(self, peer: int, locator: Note, numel: int) -> Tensor:
+        """A peer's vector where it lies; a peer whose window cannot be opened is cut off, then streams."""
+        raise NotImplementedError
+
+    def send(
+        self,
+        peer: int,
+        tag: Tag,
+        vector: Tensor | None = None,
+        note: Note = (),
+        *,
+        stream: bool = False,
+        negated: bool = False,
+    ) -> Outgoing:
+        """See Fabric.send; done when the last byte has left, or the peer has read the window.
+
+        `stream` sends the vector itself even where windows are shared.
+        """
+        raise NotImplementedError
+
+    def _moved(self, nbytes: int) -> None:
+        """So many bytes came through windows, and as many went."""
+        self.transfers.counters.bytes_out += nbytes
+        self.transfers.counters.bytes_in += nbytes
 
     def in_window(self, vector: Tensor, kind: str) -> bool:
         """Whether a vector fills a window of this kind: then it can be shown as it is."""
-        window = self._windows.of(vector)
+        window = self.windows.of(vector)
         whole = vector.nbytes == vector.untyped_storage().nbytes()
         return window is not None and window.kind == kind and whole
 
@@ -59,7 +87,7 @@ class Together:
             if vector.is_cuda:  # the device may still be writing it
                 await self._work(vector.numel(), lambda: None)
             return vector
-        shown = self._windows.borrow(vector, HOST if kind == STREAM else kind)
+        shown = self.windows.borrow(vector, HOST if kind == STREAM else kind)
         await self._work(vector.numel(), lambda: shown.copy_(vector))
         return shown
 
@@ -67,22 +95,22 @@ class Together:
     async def _lent(self, vector: Tensor, kind: str, peers: Sequence[int]) -> AsyncIterator[Tensor]:
         """The same, for peers that write the result over it."""
         shown = await self.published(vector, kind)
-        writers = [peer for peer in peers if kind != STREAM and self._fabric.kind(peer) == kind]
+        writers = [peer for peer in peers if kind != STREAM and self.kind(peer) == kind]
         try:
             yield shown
         except NotNow:
             if shown is not vector:
-                self._windows.give_back(shown)
+                self.windows.give_back(shown)
             raise
         except BaseException:
-            self._windows.retire(shown, writers)  # they may still be writing
+            self.windows.retire(shown, writers)  # they may still be writing
             raise
         if shown is not vector:
             await self._work(vector.numel(), lambda: vector.copy_(shown))
-            self._windows.give_back(shown)
+            self.windows.give_back(shown)
 
     def _locator(self, shown: Tensor, kind: str) -> Note:
-        window = self._windows.of(shown)
+        window = self.windows.of(shown)
         return window.locator if window is not None and kind != STREAM else ()
 
     # -- two --
@@ -91,46 +119,45 @@ class Together:
         self, peer: int, tag: Tag, mine: Tensor | None, meet: Meet, told: Callable[[], None]
     ) -> Tensor:
         """See Fabric.swap; both begin by saying whether they have a vector, and where it lies."""
-        fabric, kind = self._fabric, self._fabric.kind(peer)
+        self.need(peer)
+        kind = self.kind(peer)
         if mine is None:
-            fabric.post(peer, tag)
+            self.post(peer, tag)
             raise NotNow
         halves = shares(mine.numel(), 2)
-        own, other = halves if fabric.rank < peer else reversed(halves)
+        own, other = halves if self.rank < peer else reversed(halves)
         async with self._lent(mine, kind, (peer,)) as shown:
             if kind == STREAM:
                 await self._swap_streams(peer, tag, shown[own], shown[other], meet, told)
                 return mine
-            fabric.post(peer, tag, note=self._locator(shown, kind))
-            if not (where := (await fabric.receive(tag, peer)).note):
+            self.post(peer, tag, note=self._locator(shown, kind))
+            if not (where := (await self.receive(tag, peer)).note):
                 raise NotNow
-            theirs = await fabric.opened(peer, where, mine.numel())
+            theirs = await self.opened(peer, where, mine.numel())
             await self._work(mine.numel() // 2, lambda: combine_two(shown[own], theirs[own], meet))
-            fabric.post(peer, tag)
+            self.post(peer, tag)
             told()
-            await fabric.receive(tag, peer)
-            self._counters.bytes_out += mine.nbytes
-            self._counters.bytes_in += mine.nbytes
+            await self.receive(tag, peer)
+            self._moved(mine.nbytes)
         return mine
 
     def laid(self, peer: int, mine: Tensor) -> Note:
         """See Fabric.laid."""
-        kind = self._fabric.kind(peer)
+        kind = self.kind(peer)
         return self._locator(mine, kind) if self.in_window(mine, kind) else ()
 
     async def combine(self, peer: int, where: Note, mine: Tensor, meet: Meet) -> Tensor:
         """See Fabric.combine."""
-        theirs = await self._fabric.opened(peer, where, mine.numel())
+        theirs = await self.opened(peer, where, mine.numel())
         await self._work(mine.numel(), lambda: combine_two(mine, theirs, meet))
-        self._counters.bytes_out += mine.nbytes
-        self._counters.bytes_in += mine.nbytes
+        self._moved(mine.nbytes)
         return mine
 
     async def _swap_streams(
         self, peer: int, tag: Tag, own: Tensor, other: Tensor, meet: Meet, told: Callable[[], None]
     ) -> None:
         """Send one half, combine the other as it comes, send its corrections back, get those of the first."""
-        fabric, wire = self._fabric, self._fabric.wire
+        wire = self.wire
 
         def combine(at: int, theirs: Tensor) -> None:
             mine = own[at : at + theirs.numel()]
@@ -142,15 +169,15 @@ class Together:
                 rounded = mine.to(wire).to(mine.dtype)
                 mine.copy_(meet(rounded, theirs).to(wire))
 
-        fabric.post(peer, tag, note=(1.0,))
-        out = fabric.send(peer, tag, other, stream=True)
+        self.post(peer, tag, note=(1.0,))
+        out = self.send(peer, tag, other, stream=True)
         back: Outgoing | None = None
         try:
-            if not (await fabric.receive(tag, peer)).note:
+            if not (await self.receive(tag, peer)).note:
                 raise NotNow
-            await fabric.land(peer, tag, own.numel(), combine)
-            back = fabric.send(peer, tag, own, stream=True, negated=True)
-            await fabric.land(peer, tag, other.numel(), other)
+            await self.land(peer, tag, own.numel(), combine)
+            back = self.send(peer, tag, own, stream=True, negated=True)
+            await self.land(peer, tag, other.numel(), other)
             await out
             await back
         finally:
@@ -172,38 +199,38 @@ class Together:
     ) -> Tensor:
         """See Fabric.reduce; the result is written over the vector."""
         weight = dict(zip(members, weights or [1.0] * len(members), strict=True))
-        others = [peer for peer in members if peer != self._fabric.rank]
+        others = [peer for peer in members if peer != self.rank]
         kind = self._kind(others, vector)
         async with self._lent(vector, kind, others) as shown:
             groups = await self._groups(members, tag, kind, shown)
-            group = next(group for group in groups if any(rank == self._fabric.rank for rank, _ in group))
+            group = next(group for group in groups if any(rank == self.rank for rank, _ in group))
             await self._share(groups, group, tag, shown, weight, offset)
         return vector
 
     def _kind(self, others: Sequence[int], vector: Tensor) -> str:
         """How this worker shows a vector to the others of a merge."""
-        kinds = {self._fabric.kind(peer) for peer in others}
+        kinds = {self.kind(peer) for peer in others}
         where = {DEVICE} if vector.is_cuda else set()
-        where |= {HOST} if vector.is_cuda or self._windows.native == HOST else set()
+        where |= {HOST} if vector.is_cuda or self.windows.native == HOST else set()
         usable = [kind for kind in KINDS if kind in kinds & where]
         return usable[-1] if usable and vector.numel() >= LONG else STREAM
 
     async def _groups(self, members: Sequence[int], tag: Tag, kind: str, shown: Tensor) -> list[list[Shown]]:
         """Who sees whose windows: found out by the first member, once all have published their vectors."""
-        fabric, (first, *others) = self._fabric, members
-        sees = [peer for peer in members if peer != fabric.rank and fabric.kind(peer) == kind]
+        first, *others = members
+        sees = [peer for peer in members if peer != self.rank and self.kind(peer) == kind]
         mine = (KINDS.index(kind), len(sees), *sees, *self._locator(shown, kind))
         if kind == STREAM:
             mine = (KINDS.index(kind), 0)
-        if fabric.rank != first:
-            fabric.post(first, (*tag, "ready"), note=mine)
-            return _unpack(await fabric.receive((*tag, "go"), first), members)
+        if self.rank != first:
+            self.post(first, (*tag, "ready"), note=mine)
+            return _unpack(await self.receive((*tag, "go"), first), members)
         ready = {first: _read_ready(Message(first, tag, None, mine))}
         for peer in others:
-            ready[peer] = _read_ready(await fabric.receive((*tag, "ready"), peer))
+            ready[peer] = _read_ready(await self.receive((*tag, "ready"), peer))
         groups = _cliques(ready)
         for peer in others:
-            fabric.post(peer, (*tag, "go"), note=_pack(groups))
+            self.post(peer, (*tag, "go"), note=_pack(groups))
         return groups
 
     async def _share(
@@ -216,29 +243,27 @@ class Together:
         offset: bool,
     ) -> None:
         """Do this worker's share for its group, and wait until all shares of its group are done."""
-        fabric, ranks = self._fabric, [rank for rank, _ in group]
-        lanes, lane = min(map(len, groups)), ranks.index(fabric.rank)
-        mates = [rank for rank in ranks if rank != fabric.rank]
+        ranks = [rank for rank, _ in group]
+        lanes, lane = min(map(len, groups)), ranks.index(self.rank)
+        mates = [rank for rank in ranks if rank != self.rank]
         if lane < lanes:
             share = shares(shown.numel(), lanes)[lane]
             parts = [shown[share]]  # one's own first: it lies where the work is done
             for rank, locator in group:
-                if rank != fabric.rank:
-                    parts.append((await fabric.opened(rank, locator, shown.numel()))[share])
-            weights = [weight[rank] for rank in (fabric.rank, *mates)]
+                if rank != self.rank:
+                    parts.append((await self.opened(rank, locator, shown.numel()))[share])
+            weights = [weight[rank] for rank in (self.rank, *mates)]
             if len(groups) == 1:
                 await self._work(shown.numel(), lambda: combine_all(parts, weights, offset))
             else:
                 ring = [one[lane][0] for one in groups]
                 await self._ring(ring, (*tag, "ring"), parts, weights, offset)
-            moved = len(mates) * parts[0].nbytes
-            self._counters.bytes_in += moved
-            self._counters.bytes_out += moved
+            self._moved(len(mates) * parts[0].nbytes)
             for rank in mates:
-                fabric.post(rank, (*tag, "done"))
+                self.post(rank, (*tag, "done"))
         for rank in ranks[:lanes]:
-            if rank != fabric.rank:
-                await fabric.receive((*tag, "done"), rank)
+            if rank != self.rank:
+                await self.receive((*tag, "done"), rank)
 
     async def _ring(
         self, ring: Sequence[int], tag: Tag, parts: list[Tensor], weights: list[float], offset: bool
@@ -258,7 +283,7 @@ class Together:
                 spread(total[:size].copy_(travels[:size]), pieces, offset)
 
             await self._work(size, gather)
-            await collectives.ring(self._fabric, ring, travels[:size], tag)
+            await collectives.ring(self, ring, travels[:size], tag)
             await self._work(size, hand_out)
 
 

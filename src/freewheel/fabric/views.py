@@ -23,14 +23,12 @@ each other, though the leader reaches both, one is left out; it goes on by itsel
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from freewheel.errors import PeerLost
-from freewheel.fabric.base import Fabric, Note, Tag
+from freewheel.fabric.base import Fabric, Message, Note, Tag, hear
 from freewheel.fabric.lineage import Record, View, flat, main_line, pack, pairs, unpack
 
 VIEW: Tag = ("view",)
@@ -113,7 +111,7 @@ class Views:
             self._open.set()
             told = self._news()
             self._told = {peer: (self.fabric.epoch(peer), told) for peer in self.fabric.members}
-        self._spawn(self._listen())
+        self._spawn(hear(self.fabric, VIEW, self._listen))
         self._spawn(self._watch())
 
     async def installed(self) -> None:
@@ -257,15 +255,13 @@ class Views:
 
     # -- what is said --
 
-    async def _listen(self) -> None:
-        while True:
-            message = await self.fabric.receive(VIEW)
-            with contextlib.suppress(PeerLost):  # it said what makes no sense, and is cut off
-                kind, *words = message.numbers(1)
-                try:
-                    self._hear(message.sender, kind, tuple(words))
-                except (ValueError, IndexError):
-                    raise message.bad("what makes no sense") from None
+    def _listen(self, message: Message) -> None:
+        try:
+            kind, *words = message.numbers(1)
+            self._hear(message.sender, kind, tuple(words))
+        except (ValueError, IndexError):
+            raise message.bad("what makes no sense") from None
+        finally:
             self.look()
 
     def _hear(self, sender: int, kind: int, words: tuple[int, ...]) -> None:

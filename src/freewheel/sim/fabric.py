@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
-from freewheel.fabric.base import Message, Note, Tag
-from freewheel.fabric.mailbox import Mailbox
+from freewheel.fabric import collectives
+from freewheel.fabric.base import Fabric, Message, Note, Tag
 from freewheel.records.counters import Counters
 from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.links import PACKET_BYTES, Network, Port
@@ -127,7 +128,7 @@ class Flight:
     """How many ports it is still passing, where they are shared."""
 
 
-class VirtualFabric(Mailbox):
+class VirtualFabric(Fabric):
     """One worker's end of the virtual network, for one life."""
 
     def __init__(self, wire: Wire, rank: int) -> None:
@@ -142,7 +143,7 @@ class VirtualFabric(Mailbox):
         """Where ports are shared: what is to go to each peer, in order; the first one is under way."""
 
     @property
-    def silence_s(self) -> float:
+    def silence_s(self) -> float:  # type: ignore[override]
         """How long after a cut the two ends notice it."""
         return self.wire.silence_s
 
@@ -167,6 +168,21 @@ class VirtualFabric(Mailbox):
             self.counters.messages_dropped += 1
             return
         self._transmit(peer, tag, vector, note, None)
+
+    async def reduce(
+        self,
+        members: Sequence[int],
+        tag: Tag,
+        vector: Tensor,
+        weights: Sequence[float] | None = None,
+        offset: bool = False,
+    ) -> Tensor:
+        """A ring of all members; see Fabric.reduce."""
+        weight = weights[members.index(self.rank)] if weights is not None else 1.0
+        total = vector.clone() if weight == 1 else vector * weight
+        for at in range(0, total.numel(), collectives.CHUNK):
+            await collectives.ring(self, members, total[at : at + collectives.CHUNK], tag)
+        return total.sub_(vector) if offset else total
 
     def queued_bytes(self) -> int:
         """Where ports are shared: what has not passed them."""

@@ -12,6 +12,7 @@ from freewheel.errors import ConfigError, PeerLost, at_least
 from freewheel.strategy import Machines, Strategy
 
 if TYPE_CHECKING:
+    from freewheel.fabric.base import Message
     from freewheel.node import Node
 
 UPDATE = ("update",)
@@ -138,15 +139,13 @@ class DASGD(Strategy):
 
     async def listen(self, node: Node) -> None:
         """Add what arrives; the base moves along, so that own updates stay s - base."""
-        while True:
-            message = await node.receive(UPDATE)
-            sender = message.sender
-            try:
-                counts = message.numbers(node.world_size, node.world_size)
-                update = message.of(self.base.numel())
-            except PeerLost:
-                continue  # it sent what is no update, and is cut off
+
+        async def add(message: Message) -> None:
+            counts = message.numbers(node.world_size, node.world_size)
+            update, sender = message.of(self.base.numel()), message.sender
             self.applied[sender], self.theirs[sender] = counts[sender], counts[node.rank]
             async with self.still:
                 self.base = self.base + update
                 node.correct(update)
+
+        await node.hear(UPDATE, add)

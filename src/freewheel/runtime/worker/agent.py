@@ -180,7 +180,9 @@ class Agent:
         self.node.counters = self.counters
         self.node.momentum = float(self._rest.optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
-        self.ending = Ending(self.fabric, self.me.incarnation, self._under_way, self._mean, self.replica.size)
+        self.ending = Ending(
+            self.fabric, self.spawn, self.me.incarnation, self._under_way, self._mean, self.replica.size
+        )
         self.firsts = Firsts(self.fabric)
         self.means = Means(self.fabric, self.me.longest, self.replica.dtype, self.ending.has_ended)
 
@@ -320,7 +322,7 @@ class Agent:
         """
         strategy, node = self.strategy, self.node
         self.spawn(self.copies.hand_out(self._handover, self.spawn))
-        self.spawn(self.ending.listen())
+        self.ending.listen()
         self.spawn(self._hear(STOP, self._note_stop))
         self.spawn(self._hand_out_parts())
         self.spawn(self.means.serve())

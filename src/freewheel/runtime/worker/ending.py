@@ -1,17 +1,11 @@
 """The end of a run: all take one mean and leave together, whoever is lost meanwhile.
 
-The lowest rank within reach leads. When all have said that their loops have ended, it calls an attempt, with
-who takes part:
+The lowest rank within reach leads. When all have said that their loops have ended, it calls them all
+(fabric/calls.py). Does anybody have the mean already? Then it hands it round. Else they wait until every
+message that was sent has arrived, and take the mean. When all have it, all leave.
 
-    leader                        the others
-      call(number, members) --->  together: does anybody have the mean already? Then it hands it round. Else
-                                  wait until every message that was sent has arrived, and take the mean
-                            <---  have it; or: failed, a member is gone
-      bye                   --->  leave
-
-A worker does what the newest call says and nothing else, so after a loss all are in the same attempt again.
 Two that do not reach each other while others reach both get a moment (GRACE_S) to find each other again.
-Whoever has the mean keeps it: if the leader is lost before it said bye, the next one hands round the same.
+Whoever has the mean keeps it: if the leader is lost before it said so, the next one hands round the same.
 """
 
 from __future__ import annotations
@@ -26,13 +20,14 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import RUNTIME, Fabric, Message, Note, Tag
+from freewheel.fabric.base import RUNTIME, Fabric, Message, Note, NotNow, Tag, hear
+from freewheel.fabric.calls import Calls, Spawn
+from freewheel.fabric.merges import Merge
 from freewheel.runtime.worker import tensor_codec
 
 Answer: TypeAlias = tuple[Tensor, dict[str, Tensor]]
 """The mean weights, and the mean buffers."""
 END: Tag = (RUNTIME, "end")
-CALL, FAILED, ENDED = range(3)
 POLL_S = 0.05
 DRAIN_S = 10.0
 """How long messages that are still under way are waited for."""
@@ -48,12 +43,13 @@ class Ending:
     def __init__(
         self,
         fabric: Fabric,
+        spawn: Spawn,
         life: int,
         under_way: Callable[[], Note],
         mean: Callable[[Sequence[int], Tag], Awaitable[Answer]],
         size: int,
     ) -> None:
-        self.fabric, self._size = fabric, size
+        self.fabric, self._spawn, self._size = fabric, spawn, size
         self._under_way, self._mean = under_way, mean
         """Whether this worker is idle (1 or 0), messages it sent and got; the mean of some workers."""
         self.answer: Answer | None = None
@@ -62,35 +58,22 @@ class Ending:
         self._ended: dict[int, tuple[int, frozenset[int]]] = {}
         """Whose loop has ended: in which epoch it said so, and whom it reached then."""
         self._apart_since_s: float | None = None
-        self._call: Message | None = None
-        self._news = asyncio.Event()
-        self._number = life << 20
-        """Of the last attempt this worker called: what an earlier life of it called has other numbers."""
-        self._over = False
+        # What an earlier life of this worker called has other numbers.
+        self._calls = Calls(fabric, spawn, (*END, "call"), self._agree, self._decided, number=life << 20)
+        self._over: asyncio.Future[None] | None = None
+        """From the end of this worker's loop on: done when all have the answer, or with why there is none."""
 
     def has_ended(self, peer: int) -> bool:
         """Whether a worker has said that its loop has ended."""
         return peer in self._ended and self._ended[peer][0] == self.fabric.epoch(peer)
 
-    async def listen(self) -> None:
+    def listen(self) -> None:
         """Hear the others, from the beginning of the run on."""
-        while True:
-            message = await self.fabric.receive(END)
-            with contextlib.suppress(PeerLost):  # it said what makes no sense, and is cut off
-                self._hear(message, *message.numbers(2))
+        self._spawn(hear(self.fabric, END, self._hear))
+        self._calls.serve()
 
-    def _hear(self, message: Message, kind: int, number: int, *members: int) -> None:
-        sender = message.sender
-        if kind == ENDED:
-            self._ended[sender] = self.fabric.epoch(sender), frozenset((number, *members))
-        elif kind == CALL and {sender, self.fabric.rank} <= set(members):
-            if sender < self.fabric.rank:
-                self._call = message
-                self._news.set()
-        elif kind != FAILED:
-            raise message.bad("what makes no sense")
-        elif number == self._number:
-            self._news.set()
+    def _hear(self, message: Message) -> None:
+        self._ended[message.sender] = self.fabric.epoch(message.sender), frozenset(message.numbers(1))
 
     async def run(self, somebody_comes: Callable[[], Awaitable[bool]]) -> Answer | None:
         """This worker's loop has ended: the mean of all, when all have it; None: they do not get together.
@@ -98,23 +81,19 @@ class Ending:
         A worker of which `somebody_comes` knows is waited for.
         """
         loop, end_s = asyncio.get_running_loop(), math.inf
-        while loop.time() < end_s:
+        self._over = loop.create_future()
+        while not self._over.done() and loop.time() < end_s:
             for peer in self.fabric.members:
                 if peer != self.fabric.rank:
-                    self.fabric.post(peer, END, note=(ENDED, *self.fabric.members))
-            self._news.clear()
-            call, self._call = self._call, None
-            if call is not None and call.sender == self.fabric.members[0]:
-                await self._unless_news(self._follow(call))
-            elif self.fabric.members[0] != self.fabric.rank:
-                await self._unless_news(self.fabric.changed())
-            elif self._all_there() and not await somebody_comes():
-                await self._unless_news(self._lead())
+                    self.fabric.post(peer, END, note=self.fabric.members)
+            leads = self.fabric.members[0] == self.fabric.rank
+            if leads and self._all_there() and not await somebody_comes():
+                await self._calls.call(self.fabric.members)
                 end_s = min(end_s, loop.time() + TRY_S)
-            if self._over:
-                return self.answer
             with contextlib.suppress(TimeoutError):  # who came back must be told again
-                await asyncio.wait_for(self._news.wait(), POLL_S)
+                await asyncio.wait_for(asyncio.shield(self._over), POLL_S)
+        if self._over.done():
+            self._over.result()
         return self.answer
 
     def _all_there(self) -> bool:
@@ -130,67 +109,25 @@ class Ending:
         self._apart_since_s = self._apart_since_s or now_s
         return now_s > self._apart_since_s + GRACE_S
 
-    async def _unless_news(self, work: Awaitable[None]) -> None:
-        """Do it unless there is something newer to do; a failure means that there will be."""
-        doing, news = asyncio.ensure_future(work), asyncio.ensure_future(self._news.wait())
+    def _decided(self, merge: Merge, outcome: str) -> None:
+        if outcome == "done" and self._over is not None and not self._over.done():
+            self._over.set_result(None)
+
+    async def _agree(self, merge: Merge) -> None:
+        if self._over is None:
+            raise NotNow  # it was called before it had ended, by one that takes it for an earlier life
         try:
-            await asyncio.wait({doing, news}, return_when=asyncio.FIRST_COMPLETED)
-            if doing.done():
-                with contextlib.suppress(PeerLost, TimeoutError):
-                    doing.result()
-        finally:
-            for task in (doing, news):
-                task.cancel()
-            await asyncio.gather(doing, news, return_exceptions=True)
-
-    async def _while_all_are_there(self, members: Sequence[int], work: Awaitable[None]) -> None:
-        """Do it; PeerLost as soon as one of them is lost, also if this worker waits for another one."""
-        epochs = {peer: self.fabric.epoch(peer) for peer in members if peer != self.fabric.rank}
-
-        async def one_is_lost() -> None:
-            while True:
-                for peer, epoch in epochs.items():
-                    if peer not in self.fabric.members or self.fabric.epoch(peer) != epoch:
-                        raise PeerLost(peer, "it was lost while the run ended")
-                await self.fabric.changed()
-
-        tasks = [asyncio.ensure_future(one) for one in (work, one_is_lost())]
-        try:
-            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            next(task for task in tasks if task.done()).result()
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _lead(self) -> None:
-        members = self.fabric.members
-        self._number += 1
-        attempt = (*END, self.fabric.rank, self._number)
-        for peer in members[1:]:
-            self.fabric.post(peer, END, note=(CALL, self._number, *members))
-        await self._while_all_are_there(members, self._agree(members, attempt))
-        for peer in members[1:]:
-            with contextlib.suppress(PeerLost):
-                await self.fabric.receive((*attempt, "have"), peer)
-        self._over = True
-        for peer in members[1:]:
-            with contextlib.suppress(PeerLost):
-                await self.fabric.send(peer, (*attempt, "bye"))
-
-    async def _follow(self, call: Message) -> None:
-        leader, (_, number, *members) = call.sender, map(int, call.note)
-        attempt = (*END, leader, number)
-        try:
-            await self._while_all_are_there(members, self._agree(tuple(members), attempt))
-        except (PeerLost, TimeoutError):
-            self.fabric.post(leader, END, note=(FAILED, number))
+            await self._take_answer(merge.members, merge.tag)
+        except PeerLost:
             raise
-        self.fabric.post(leader, (*attempt, "have"))
-        await self.fabric.receive((*attempt, "bye"), leader)
-        self._over = True
+        except TimeoutError:
+            raise NotNow from None
+        except Exception as error:
+            if not self._over.done():
+                self._over.set_exception(error)
+            raise NotNow from None
 
-    async def _agree(self, members: tuple[int, ...], attempt: Tag) -> None:
+    async def _take_answer(self, members: tuple[int, ...], attempt: Tag) -> None:
         mine = (float(self.answer is not None),)
         who = collectives.gather(self.fabric, members, mine, (*attempt, "who"))
         have = [peer for peer, note in (await asyncio.wait_for(who, DRAIN_S)).items() if note[0]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from freewheel.data.order import number
 from freewheel.errors import ConfigError, PeerLost
-from freewheel.fabric.base import RUNTIME, Fabric, Message, Tag
+from freewheel.fabric.base import RUNTIME, Fabric, Message, Tag, hear
 
 ASK: Tag = (RUNTIME, "mean")
 FEW = 64
@@ -40,12 +40,9 @@ class Means:
         """By the number of a name: how often something was said, and the last two times what."""
         self._serial = 0
 
-    async def serve(self) -> None:
+    def serve(self) -> Coroutine[Any, Any, None]:
         """Answer those who ask."""
-        while True:
-            message = await self.fabric.receive(ASK)
-            with contextlib.suppress(PeerLost):  # nonsense costs its sender the connection
-                self._answer(message)
+        return hear(self.fabric, ASK, self._answer)
 
     def _answer(self, message: Message) -> None:
         serial, name, turn, piece = message.numbers(4, 4)

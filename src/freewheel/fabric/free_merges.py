@@ -1,0 +1,118 @@
+"""Merges that run freely: any worker asks for one, and all take part wherever they are in their step.
+
+    who has something to merge         the worker of lowest rank
+      want(last merge it knows)   --->   calls all (fabric/calls.py), unless there was a merge since
+                                  <---   over: the number of the last one, and whether who asked was in it
+
+Of two workers that were found not to reach each other only the first is called, until one of them says that
+it reaches others than before; nor is one whose weights were found moving for long, until it asks again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from freewheel.errors import PeerLost
+from freewheel.fabric.base import Fabric, Message, Tag, hear
+from freewheel.fabric.calls import LOST, MOVING, Calls, Spawn
+from freewheel.fabric.merges import Merge
+
+WANT: Tag = ("merge", "want")
+REACH: Tag = ("merge", "reach")
+FORGIVE = 8
+"""After so many calls all are tried again: word that a link has healed may come before that it was cut."""
+
+
+class FreeMerges:
+    """One worker's part in merges that anybody may ask for."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        spawn: Spawn,
+        act: Callable[[Merge], Awaitable[Any]],
+        decided: Callable[[Merge, str], None],
+        rng: random.Random,
+    ) -> None:
+        self.fabric, self._spawn, self._tell = fabric, spawn, decided
+        self._calls = Calls(fabric, spawn, ("merge", "call"), act, self._decided, number=rng)
+        self._asked, self._known = 0, self._calls.number
+        self._news = asyncio.Event()
+        """A merge counted here, or a worker came or went."""
+        self._apart: set[tuple[int, int]] = set()
+        """As leader: pairs that were found not to reach each other, though both are within reach."""
+        self._moving: set[int] = set()
+        """As leader: workers whose weights were found moving for long, until they ask again."""
+
+    def serve(self) -> None:
+        """Take part from now on, and lead where this worker has the lowest rank."""
+        self._calls.serve()
+        self._spawn(hear(self.fabric, WANT, self._wanted))
+        self._spawn(hear(self.fabric, REACH, self._forgive))
+        self._spawn(self._watch())
+
+    async def ask(self) -> bool:
+        """Ask for a merge after the last one known here; return when it is over.
+
+        False: there was none with this worker in it, and will be none until workers come or go.
+        """
+        self._asked += 1
+        leader = self.fabric.members[0]
+        try:
+            await self.fabric.send(leader, WANT, note=(self._asked, self._known))
+            answer = await self.fabric.receive(("merge", "over", self._asked), leader)
+            self._known, useful = answer.numbers(2, 2)
+        except PeerLost:
+            return True  # there is another leader to ask
+        return bool(useful)
+
+    async def ask_until(self, enough: Callable[[], bool]) -> None:
+        """Ask until that is so; where asking again changes nothing, wait for news first."""
+        while not enough():
+            self._news.clear()
+            if not await self.ask() and not enough():
+                await self._news.wait()
+
+    def _decided(self, merge: Merge, outcome: str) -> None:
+        self._tell(merge, outcome)
+        if outcome == "done":
+            self._news.set()
+
+    async def _watch(self) -> None:
+        while True:
+            await self.fabric.changed()
+            self._news.set()
+            self.fabric.post(self.fabric.members[0], REACH)
+
+    # -- as the worker of lowest rank --
+
+    async def _wanted(self, want: Message) -> None:
+        asked, known = want.numbers(2, 2)
+        self._moving.discard(want.sender)
+        useful = leads = self.fabric.members[0] == self.fabric.rank
+        # Who asks without knowing of the last merge may be in it: it looks again first.
+        if leads and known == self._calls.number:
+            if self._calls.number % FORGIVE == 0:
+                self._apart.clear()
+            members = self._choose()
+            useful = want.sender in members
+            refusal = await self._calls.call(members)
+            if refusal is not None and refusal.why == MOVING:
+                self._moving.add(refusal.who)
+            elif refusal is not None and refusal.why == LOST and self.fabric.reaches(refusal.lost):
+                self._apart.add((min(refusal.who, refusal.lost), max(refusal.who, refusal.lost)))
+        self.fabric.post(want.sender, ("merge", "over", asked), note=(self._calls.number, useful))
+
+    def _forgive(self, message: Message) -> None:
+        self._apart = {pair for pair in self._apart if message.sender not in pair}
+
+    def _choose(self) -> list[int]:
+        """All within reach, and of a pair that is apart only the first."""
+        members: list[int] = []
+        for rank in self.fabric.members:
+            if rank not in self._moving and not any((other, rank) in self._apart for other in members):
+                members.append(rank)
+        return members
