@@ -439,5 +439,5 @@ def test_simulated_workers_draw_what_they_are_dealt(strategy):
     newest = max(number for number, _ in used)
     assert newest >= 4
     assert {(p, b) for p in range(newest - 1) for b in range(100)} <= set(used)
-    counted = sum(counters.samples_again for _, counters in simulation._lives())
+    counted = sum(one.samples_again for one in simulation.counters())
     assert 0 < sum(used.values()) - len(used) <= counted

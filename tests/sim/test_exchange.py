@@ -74,7 +74,7 @@ def test_a_replica_takes_part_in_one_exchange_at_a_time(monkeypatch):
         inner_met(node, peer, correction)
 
     simulation = make("adpsgd", workers=6, steps=20, links=fw.Links(mbit=0.1), evaluations=0)
-    monkeypatch.setattr(simulation, "_answer", lambda: torch.zeros(16, dtype=torch.float64))
+    monkeypatch.setattr(simulation._answer, "weights", lambda _: torch.zeros(16, dtype=torch.float64))
     monkeypatch.setattr(fw.Node, "snapshot_soon", snapshot)
     monkeypatch.setattr(fw.Node, "met", met)
     simulation.run()

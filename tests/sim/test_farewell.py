@@ -59,7 +59,7 @@ def used_once(simulation: Simulation) -> None:
         over -= 1  # in parts, what is left of somebody's is dealt in the next pass
     assert max(used.values()) == 1
     assert all(used[number, place] == 1 for number in range(over) for place in range(BATCHES))
-    assert sum(counters.samples_again for _, counters in simulation._lives()) == 0
+    assert sum(one.samples_again for one in simulation.counters()) == 0
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -72,13 +72,13 @@ def test_the_mean_of_those_who_stay_is_the_mean_of_all(seed):
 @pytest.fixture
 def linger(monkeypatch):
     """Let who has said goodbye stay for a while, as processes do that write records and close."""
-    depart = SimulatedWorker._depart
+    depart = SimulatedWorker.depart
 
     async def slowly(worker):
         await depart(worker)
         await asyncio.sleep(random.Random(f"linger/{worker.rank}").uniform(0.0, 0.3))
 
-    monkeypatch.setattr(SimulatedWorker, "_depart", slowly)
+    monkeypatch.setattr(SimulatedWorker, "depart", slowly)
 
 
 @pytest.mark.parametrize("every", [1, 10**6])
@@ -124,7 +124,7 @@ def test_who_hands_over_while_another_dies_leaves_everybody_with_it_or_nobody(se
     assert not any(worker.node.farewells.calls.busy for worker in simulation.workers.values())
     used = simulation.all_used()
     twice = sum(count - 1 for count in used.values() if count > 1)
-    assert twice <= sum(counters.samples_again for _, counters in simulation._lives())
+    assert twice <= sum(one.samples_again for one in simulation.counters())
 
 
 def test_where_all_leave_nobody_hands_over_and_the_last_one_goes():

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import freewheel as fw
-from freewheel.sim.driver import Simulation, _circle
+from freewheel.sim.deadlock import _circle
+from freewheel.sim.driver import Simulation
 from lab import JITTER, largest_distance, make, replicas, run
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from freewheel.sim.worker import AdamStudy, Study
+from freewheel.sim.study import AdamStudy, Study
 from freewheel.tasks import Digits
 
 

@@ -115,8 +115,7 @@ def test_whose_loop_goes_on_longer_ends_it_alone(spec):
     """The others had left before it began its next merge: the next view, of itself, began at once."""
     simulation = make(spec, workers=3, steps=20, gradients=False)
     for rank in (0, 1):
-        launch = simulation.workers[rank].launch
-        simulation.workers[rank].launch = lambda _, *more, launch=launch: launch(6, *more)
+        simulation.workers[rank].limit = 6
     simulation.run()
     assert {rank: worker.node.steps for rank, worker in simulation.workers.items()} == {0: 6, 1: 6, 2: 20}
 

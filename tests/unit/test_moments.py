@@ -116,7 +116,7 @@ def test_adamw_has_a_higher_rate_where_each_worker_divides_by_its_own_noise(stra
     assert adam_rate(0.1, resolve(strategy), 4) == pytest.approx(rate)
     assert adam_rate(0.1, None, 4) == 0.1  # DDP
     simulation = make(strategy, workers=4, steps=2, optimizer="adamw", lr=0.1)
-    assert simulation.lr == pytest.approx(rate)
+    assert simulation.school.lr == pytest.approx(rate)
 
 
 def test_quasi_global_momentum_follows_the_way_the_weights_went():

@@ -267,15 +267,15 @@ def test_the_table_has_all_figures_to_read() -> None:
         "waits for": "all",
         "seconds": "1.25",
         "steps/s": "320",
-        "share of\xa0ideal": "80.0 %",
+        "of\xa0ideal": "80.0 %",
         "idle": "20.0 %",
-        "staleness mean": "1.50",
-        "staleness max": "3",
-        "discrepancy": "1.23 × 10⁻⁷",
         "kB/step": "1,235",
+        "stale mean": "1.50",
+        "stale max": "3",
+        "discrepancy": "1.23 × 10⁻⁷",
         "loss": "0.000123",
         "accuracy": "91.0 %",
-        "s to target": "0.750",
+        "s to 90.0 %": "0.750",
     }
 
 
@@ -350,6 +350,24 @@ def test_the_first_to_the_target_is_named_and_compared() -> None:
     assert "3.20 times as many as allreduce, whose workers are idle for 75.0 % of the time." in said
     assert "No run reaches the target accuracy of 90 %" in page_of([made("adpsgd", target_s=None)]).said
     assert "target" not in page_of([made("adpsgd", target=None, target_s=None)]).said.split("Settings")[0]
+
+
+def test_ddp_is_the_reference_where_it_was_run_and_its_last_accuracy_the_target() -> None:
+    def run(strategy: str, *points: tuple[float, int, float], **figures: Any) -> Result:
+        curve = tuple(Sample(at, steps, 1.0, accuracy, 0.0, 0.0) for at, steps, accuracy in points)
+        return made(strategy, target=None, target_s=None, curve=curve, **figures)
+
+    runs = [
+        run("allreduce", (0.0, 0, 0.1), (3.0, 400, 0.9), steps_per_s=100.0),
+        run("ddp", (0.0, 0, 0.1), (4.0, 400, 0.9), steps_per_s=80.0),
+        run("adpsgd", (0.0, 0, 0.1), (1.0, 400, 0.91)),
+    ]
+    said = page_of(runs).said
+    first = (
+        "adpsgd reaches 89.5 % accuracy, about what ddp ended with, first, after 1 s, 4 times as fast as ddp."
+    )
+    assert first in said
+    assert "4 times as many as ddp, whose workers are idle" in said
 
 
 def test_the_scenario_is_told_in_words() -> None:

@@ -71,9 +71,9 @@ def test_the_page_has_the_figures_of_the_result(tmp_path: Path, page_of: Any) ->
     row = page.row("adpsgd", 12)
     assert row["seconds"] == number(result.virtual_s) == "19.5"
     assert row["steps/s"] == number(result.steps_per_s)
-    assert row["share of\xa0ideal"] == share(result.ideal_share) == "97.0 %"
+    assert row["of\xa0ideal"] == share(result.ideal_share) == "97.0 %"
     assert row["idle"] == share(result.idle_share)
-    assert row["staleness max"] == number(result.staleness_max)
+    assert row["stale max"] == number(result.staleness_max)
     assert row["discrepancy"] == number(result.discrepancy_max)
     assert row["kB/step"] == number(result.bytes_per_step / 1e3)
     assert row["loss"] == number(result.loss)

@@ -14,7 +14,7 @@ from freewheel.records.files import write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.show.report import write
-from freewheel.show.results_table import results_tables
+from freewheel.show.tables import results_tables
 from freewheel.show.versus import versus
 
 Json = Annotated[Path | None, option("--json", meaning="Write the figures here.", rare=True)]

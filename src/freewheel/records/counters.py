@@ -17,7 +17,6 @@ class Counters:
 
     steps: int = 0
     compute_s: float = 0.0
-    alive_s: float = 0.0
     blocked_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(CAUSES, 0.0))
     bytes_out: int = 0
     bytes_in: int = 0

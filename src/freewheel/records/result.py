@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
+
+Lives = Iterable[Mapping[str, Any]]
+"""The last sample of each life of each worker; see `schema.WorkerSample`."""
 
 
 @dataclass(frozen=True)
@@ -83,3 +87,64 @@ class Result:
 JSON_KEYS = tuple(one.name for one in fields(Result) if one.name not in ("curve", "by_worker", "settings"))
 JSON_KEYS += ("clock",)
 """What a file of results holds of each run."""
+
+
+def result(
+    lives: Sequence[Mapping[str, Any]],
+    curve: Sequence[Sample],
+    took_s: float,
+    ideal_per_s: float | None,
+    *,
+    apart: float,
+    loss: float | None = None,
+    trace_sha256: str = "",
+    target: float | None,
+    **about: Any,
+) -> Result:
+    """The figures of a run, real or simulated, from the last sample of each life and what was evaluated.
+
+    `loss` counts where none was evaluated; `apart` is the largest distance that was measured of all replicas.
+    """
+
+    def total(name: str) -> float:
+        return sum(life.get(name) or 0.0 for life in lives)
+
+    def last(name: str) -> float | None:
+        return next((value for one in reversed(curve) if (value := getattr(one, name)) is not None), None)
+
+    steps, lived_s = int(total("steps")), total("elapsed_s")
+    reached = (one.virtual_s for one in curve if target and (one.accuracy or 0.0) >= target)
+    return Result(
+        virtual_s=took_s,
+        worker_steps=steps,
+        steps_per_s=steps / took_s if took_s else 0.0,
+        ideal_share=steps / took_s / ideal_per_s if took_s and ideal_per_s else 1.0,
+        idle_share=max(0.0, 1 - total("compute_s") / lived_s) if lived_s else 0.0,
+        staleness_mean=staleness_mean(lives) or 0.0,
+        staleness_max=float(max(life["staleness_max"] for life in lives)),
+        discrepancy_max=max([apart, *(life.get("discrepancy_max") or 0.0 for life in lives)]),
+        bytes_per_step=total("bytes_out") / steps,
+        loss=loss if (evaluated := last("loss")) is None else evaluated,
+        accuracy=last("accuracy"),
+        trace_sha256=trace_sha256,
+        target=target,
+        target_s=next(reached, None),
+        curve=tuple(curve),
+        by_worker=tuple(dict(life) for life in lives),
+        **about,
+    )
+
+
+def staleness_mean(lives: Lives) -> float | None:
+    """The mean over all that was noted in these lives: who notes more weighs more. None: nobody says it.
+
+    A strategy that is never stale by its own measure notes nothing, and is 0.
+    """
+    told = []
+    for life in lives:
+        mean, counts = life.get("staleness_mean"), life.get("staleness_counts") or {}
+        if mean is not None:  # a life that does not say how often it noted has noted every step
+            told.append((sum(counts.values()) if counts or not mean else life["steps"], mean))
+    return (
+        sum(noted * mean for noted, mean in told) / (sum(noted for noted, _ in told) or 1) if told else None
+    )

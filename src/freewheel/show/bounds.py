@@ -8,7 +8,7 @@ staleness counts an update as known once it has arrived, before it is in the wei
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from freewheel.show.rates import step_times_s
 
 Kind = Literal["at most", "at least", "about"]
 
+PAPER = "Talyansky et al., ICLR 2019 submission"
 ABOUT = 0.15
 """How far from its value, in parts of it, a figure may lie that a theory gives as "about"."""
 SHORT_BYTES = 64
@@ -56,39 +57,31 @@ class Bound:
         return abs(over) <= ABOUT * abs(self.bound) + rounding
 
 
-def bounds(result: Result) -> list[Bound]:
-    """The rows for one run; none where nothing is known about its strategy or its scenario."""
-    run = _Run(result)
-    rows: list[Bound] = []
-    if result.strategy in _OWN:
-        rows += _OWN[result.strategy](run)
-    rows += _speed(run)
-    if result.settings.get("clock") == "wall":  # the theories' machines do nothing else meanwhile
-        return [row for row in rows if row.name == "largest staleness"] + list(_real_speed(run))
-    return rows
-
-
-class _Run:
-    """A result, and what the theories ask about its settings."""
+class Facts:
+    """A result, and what the theories ask about its settings; None: not known, so that nothing follows."""
 
     def __init__(self, result: Result) -> None:
         settings, scenario = result.settings, result.scenario
         self.result, self.n = result, result.workers
-        self.strategy: dict[str, Any] = settings.get("strategy", {})
-        self.waits_for = settings.get("waits_for")
+        strategy: dict[str, Any] = settings.get("strategy", {})
+        self.tau: Any = strategy.get("tau")
+        self.interval: Any = strategy.get("interval")
+        self.scale, self.global_every = strategy.get("scale"), strategy.get("global_every")
+        self.lockstep = settings.get("waits_for") in LOCKSTEP
+        self.free = settings.get("waits_for") == "nobody" and self.tau is None
+        self.real = settings.get("clock") == "wall"
         self.steps = result.worker_steps / result.workers
         """Steps per worker."""
         self.undisturbed = not scenario.get("faults") and not scenario.get("compute", {}).get("pauses")
-        self.times_s = self._times_s(scenario)
+        self.times_s = self._measured_s() if self.real else self._times_s(scenario)
         self.ring_s = self._ring_s(scenario)
 
-        self.update: tuple[float, float] | None = None
-        """The largest gradient norm seen and the learning rate; None without gradients or with momentum."""
-        norm = max((worker.get("gradient_norm_max", 0.0) for worker in result.by_worker), default=0.0)
         # With momentum or AdamW an update is no longer the learning rate times one gradient.
         plain = settings.get("momentum") == 0 and scenario.get("optimizer", "sgd") == "sgd"
-        if "lr" in settings and plain and result.loss is not None and norm > 0:
-            self.update = (norm, settings["lr"])
+        norm = max((worker.get("gradient_norm_max", 0.0) for worker in result.by_worker), default=0.0)
+        known = "lr" in settings and plain and result.loss is not None and norm > 0
+        self.update = norm * settings["lr"] if known else None
+        """The largest step of the weights: the largest gradient norm seen times the learning rate."""
 
     def _times_s(self, scenario: dict[str, Any]) -> list[float] | None:
         """What a gradient takes each worker, where that is one number for the whole run."""
@@ -97,6 +90,14 @@ class _Run:
             return None
         slow = {int(rank): factor for rank, factor in compute.get("slow", {}).items()}
         return [compute["ms"] / 1e3 * slow.get(rank, 1.0) for rank in range(self.n)]
+
+    def _measured_s(self) -> list[float] | None:
+        """The same of real machines: what their steps took while they did not wait."""
+        workers = self.result.by_worker
+        steps = {worker["steps"] for worker in workers}
+        if self.lockstep and (len(workers) != self.n or len(steps) > 1):  # somebody came, went or fell behind
+            return None
+        return list(step_times_s(workers).values()) or None
 
     def _ring_s(self, scenario: dict[str, Any]) -> float | None:
         """What a merge of all workers takes, where all links are equal; only where nothing else is sent."""
@@ -116,122 +117,116 @@ class _Run:
         ring_s = theory.ring_allreduce_s(self.n, self.n * hop_bytes, latency_s, bytes_per_s)
         return ring_s + 2 * latency_s if messages else ring_s
 
-    def whole(self, interval: int) -> bool:
+    @property
+    def slowest_s(self) -> float | None:
+        """What a step takes the slowest worker."""
+        return max(self.times_s) if self.times_s else None
+
+    @property
+    def ideal_per_s(self) -> float | None:
+        """Σ 1/t_i: steps in a second if nobody ever waits."""
+        return sum(1 / t for t in self.times_s) if self.times_s else None
+
+    def nodelay_idle(self) -> float | None:
+        """While a merge outlasts the gradients beside it; where all workers are equal."""
+        if (
+            not self.times_s
+            or self.ring_s is None
+            or len(set(self.times_s)) > 1
+            or not self._whole(self.tau // 2)
+        ):
+            return None
+        return theory.nodelay_idle_share(self.tau, self.ring_s, self.times_s[0])
+
+    def step_ms(self, interval: int) -> float | None:
+        """A gradient of the slowest, and its part of a merge in every interval."""
+        if self.slowest_s is None or self.ring_s is None or not self._whole(interval):
+            return None
+        return 1e3 * theory.sasgd_step_s(self.slowest_s, self.ring_s, interval)
+
+    def _whole(self, interval: int) -> bool:
         """Whether whole intervals make up nearly all of the run: then a mean over one is a mean over it."""
         return self.steps // interval * interval >= 0.9 * self.steps
 
-    def discrepancy(self, bound: float, source: str) -> Bound:
-        return Bound("largest discrepancy", self.result.discrepancy_max, bound, "", source, "at most")
+    def drift(self, steps: int) -> float | None:
+        """How far two workers get from each other in so many steps of their own."""
+        return None if self.update is None else theory.sasgd_drift(1.0, steps, self.update)
 
-    def staleness(self, bound: float, source: str) -> Bound:
-        return Bound("largest staleness", self.result.staleness_max, bound, "steps", source, "at most")
+    def one_update(self) -> float | None:
+        """Replicas are equal after equally many steps.
 
-    def step_s(self, bound: float, source: str) -> Bound:
-        measured = self.result.virtual_s / self.steps
-        return Bound("time per step", 1e3 * measured, 1e3 * bound, "ms", source, "about")
+        A sample taken when only some have made their next step sees one update of difference.
+        """
+        if self.result.loss is None:
+            return None  # nothing was trained, so nothing can differ
+        even = all(sample.worker_steps % self.n == 0 for sample in self.result.curve)
+        return 0.0 if even else self.update
 
-    def rate(self, bound: float, source: str, kind: Kind) -> Bound:
-        return Bound("worker-steps per second", self.result.steps_per_s, bound, "per s", source, kind)
+    def mean_delay(self) -> float | None:
+        """Each worker's delays add up to the updates of others before its own last one.
 
-    def idle(self, bound: float, source: str, kind: Kind) -> Bound:
-        return Bound("idle share", self.result.idle_share, bound, "", source, kind)
-
-
-def _nodelay(run: _Run) -> Iterator[Bound]:
-    paper = "Talyansky et al., ICLR 2019 submission"
-    tau = run.strategy["tau"]
-    if run.update:
-        norm, eta = run.update
-        yield run.discrepancy(theory.nodelay_discrepancy(norm, tau, eta), f"2·L·τ·η: {paper}")
-    yield run.staleness(tau, f"τ: {paper}")
-    if run.times_s and run.ring_s is not None and len(set(run.times_s)) == 1 and run.whole(tau // 2):
-        idle = theory.nodelay_idle_share(tau, run.ring_s, run.times_s[0])
-        source = f"a merge beside every τ/2 gradients: {paper}"
-        yield run.idle(idle, source, "about" if idle else "at most")
+        Those after it are missing: n times the largest delay at worst, which a long run does not feel.
+        """
+        missing = self.n * self.result.staleness_max / self.result.worker_steps
+        expected = theory.asgd_mean_delay(self.n)
+        return expected if self.undisturbed and missing <= ABOUT * expected else None
 
 
-def _nodelay_free(run: _Run) -> Iterator[Bound]:
-    if run.strategy.get("tau") is not None:
-        yield run.staleness(run.strategy["tau"], "τ: Talyansky et al., ICLR 2019 submission")
-
-
-def _sasgd(run: _Run) -> Iterator[Bound]:
-    interval = run.strategy["interval"]
-    if run.update and run.strategy.get("scale") is None:
-        norm, gamma = run.update
-        drift = theory.sasgd_drift(gamma, interval, norm)
-        yield run.discrepancy(drift, "2·γ·T·G: triangle inequality")
-    if run.times_s and run.ring_s is not None and run.whole(interval):
-        step_s = theory.sasgd_step_s(max(run.times_s), run.ring_s, interval)
-        yield run.step_s(step_s, "t_grad + t_allreduce/T: Cong et al., ICPP 2017")
-
-
-def _hierarchical_sasgd(run: _Run) -> Iterator[Bound]:
-    if run.update:
-        norm, gamma = run.update
-        # A mean inside a node takes no worker further from the last common model than its members were.
-        interval = run.strategy["interval"] * run.strategy["global_every"]
-        yield run.discrepancy(theory.sasgd_drift(gamma, interval, norm), "2·γ·k·T1·G: triangle inequality")
-
-
-def _allreduce(run: _Run) -> Iterator[Bound]:
-    # Replicas are equal after equally many steps. A sample taken while some workers have made a step that
-    # the others are about to make sees one update of difference.
-    if run.result.loss is None:
-        pass  # nothing was trained, so nothing can differ
-    elif all(sample.worker_steps % run.n == 0 for sample in run.result.curve):
-        yield run.discrepancy(0.0, "identical replicas: synchronous SGD")
-    elif run.update:
-        norm, eta = run.update
-        yield run.discrepancy(norm * eta, "one update, L·η: synchronous SGD")
-    yield run.staleness(0.0, "no gradient is late: synchronous SGD")
-    if run.times_s and run.ring_s is not None:
-        yield run.step_s(
-            max(run.times_s) + run.ring_s, "max t_i + 2(n-1) hops and 2 short messages: alpha-beta model"
-        )
-
-
-def _asgd(run: _Run) -> Iterator[Bound]:
-    # Each worker's delays add up to the updates of others before its own last one. Those after it are
-    # missing: n times the largest delay at worst, which a long run does not feel.
-    missing = run.n * run.result.staleness_max / run.result.worker_steps
-    expected = theory.asgd_mean_delay(run.n)
-    if run.undisturbed and missing <= ABOUT * expected:
-        source = "n - 1 at any speeds: counting at the server"
-        yield Bound("mean gradient delay", run.result.staleness_mean, expected, "updates", source, "about")
-
-
-_OWN = {
-    "allreduce": _allreduce,
-    "sasgd": _sasgd,
-    "hierarchical_sasgd": _hierarchical_sasgd,
-    "nodelay": _nodelay,
-    "nodelay_free": _nodelay_free,
-    "asgd": _asgd,
+FIGURES: dict[str, tuple[str, Callable[[Facts], float]]] = {
+    "largest discrepancy": ("", lambda f: f.result.discrepancy_max),
+    "largest staleness": ("steps", lambda f: f.result.staleness_max),
+    "mean gradient delay": ("updates", lambda f: f.result.staleness_mean),
+    "time per step": ("ms", lambda f: 1e3 * f.result.virtual_s / f.steps),
+    "idle share": ("", lambda f: f.result.idle_share),
+    "worker-steps per second": ("per s", lambda f: f.result.steps_per_s),
 }
+"""What is measured: its unit, and how."""
+
+Law = tuple[str, str, Kind, str, Callable[[Facts], float | None]]
+"""Whose (nothing: anybody's), what, which kind of bound, where from, and how much; None: nothing."""
+
+LAWS: tuple[Law, ...] = (
+    ("nodelay", "largest discrepancy", "at most", f"2·L·τ·η: {PAPER}", lambda f: f.drift(f.tau)),
+    ("nodelay", "largest staleness", "at most", f"τ: {PAPER}", lambda f: f.tau),
+    ("nodelay", "idle share", "about", f"a merge beside every τ/2 gradients: {PAPER}", Facts.nodelay_idle),
+    ("nodelay_free", "largest staleness", "at most", f"τ: {PAPER}", lambda f: f.tau),
+    ("sasgd", "largest discrepancy", "at most", "2·γ·T·G: triangle inequality",
+     lambda f: f.drift(f.interval) if f.scale is None else None),
+    ("sasgd", "time per step", "about", "t_grad + t_allreduce/T: Cong et al., ICPP 2017",
+     lambda f: f.step_ms(f.interval)),
+    # A mean inside a node takes no worker further from the last common model than its members were.
+    ("hierarchical_sasgd", "largest discrepancy", "at most", "2·γ·k·T1·G: triangle inequality",
+     lambda f: f.drift(f.interval * f.global_every)),
+    ("allreduce", "largest discrepancy", "at most", "equal after equal steps: synchronous SGD",
+     Facts.one_update),
+    ("allreduce", "largest staleness", "at most", "no gradient is late: synchronous SGD", lambda _: 0.0),
+    ("allreduce", "time per step", "about", "max t_i + 2(n-1) hops and 2 short messages: alpha-beta model",
+     lambda f: f.step_ms(1)),
+    ("asgd", "mean gradient delay", "about", "n - 1 at any speeds: counting at the server", Facts.mean_delay),
+    # What waiting for all, or for nobody, means for the speed of any strategy. The gradients under way at the
+    # end are at most one step per worker.
+    ("", "idle share", "at most", "nobody waits", lambda f: 0.0 if f.free and f.undisturbed else None),
+    ("", "worker-steps per second", "about", "Σ 1/t_i, where nobody waits",
+     lambda f: f.ideal_per_s if f.free and f.steps >= 10 else None),
+    ("", "worker-steps per second", "at most", "n / max t_i, where all wait for the slowest",
+     lambda f: f.n / max(f.times_s) if f.lockstep and f.times_s and len(set(f.times_s)) > 1 else None),
+)  # fmt: skip
+
+REAL_LAWS: tuple[Law, ...] = (
+    *(law for law in LAWS if law[1] == "largest staleness"),
+    ("", "worker-steps per second", "at most", "Σ 1/t_i, t_i as measured: none ever waits",
+     lambda f: None if f.lockstep else f.ideal_per_s),
+    ("", "worker-steps per second", "at most", "n / max t_i, t_i as measured: all wait for the slowest",
+     lambda f: f.n / max(f.times_s) if f.lockstep and f.times_s else None),
+)  # fmt: skip
+"""Of real machines, which do other things meanwhile."""
 
 
-def _speed(run: _Run) -> Iterator[Bound]:
-    """What waiting for all, or for nobody, means for the speed of any strategy."""
-    free = run.waits_for == "nobody" and run.strategy.get("tau") is None
-    if free and run.undisturbed:
-        yield run.idle(0.0, "nobody waits", "at most")
-    if not run.times_s:
-        return
-    if free and run.steps >= 10:  # the gradients under way at the end are at most one step per worker
-        yield run.rate(sum(1 / t for t in run.times_s), "Σ 1/t_i, where nobody waits", "about")
-    if run.waits_for in LOCKSTEP and len(set(run.times_s)) > 1:
-        yield run.rate(run.n / max(run.times_s), "n / max t_i, where all wait for the slowest", "at most")
-
-
-def _real_speed(run: _Run) -> Iterator[Bound]:
-    """The same for real machines, with the time their steps took while they did not wait."""
-    times_s = step_times_s(run.result.by_worker).values()
-    if not times_s:
-        return
-    steps = {worker["steps"] for worker in run.result.by_worker}
-    if run.waits_for not in LOCKSTEP:
-        yield run.rate(sum(1 / t for t in times_s), "Σ 1/t_i, t_i as measured: none ever waits", "at most")
-    elif len(run.result.by_worker) == run.n and len(steps) == 1:  # nobody came, went or fell behind
-        source = "n / max t_i, t_i as measured: all wait for the slowest"
-        yield run.rate(run.n / max(times_s), source, "at most")
+def bounds(result: Result) -> list[Bound]:
+    """The rows for one run; none where nothing is known about its strategy or its scenario."""
+    facts, found = Facts(result), []
+    for whose, what, kind, source, bound_of in REAL_LAWS if facts.real else LAWS:
+        if whose in ("", result.strategy) and (bound := bound_of(facts)) is not None:
+            unit, measured = FIGURES[what]
+            found.append(Bound(what, measured(facts), bound, unit, source, kind if bound else "at most"))
+    return found

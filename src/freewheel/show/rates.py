@@ -6,18 +6,16 @@ import itertools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
 from freewheel.records.counters import CAUSES
+from freewheel.records.result import Lives
 from freewheel.records.run import Run
 from freewheel.records.track import Floats, Track
 
 LATELY_S = 5.0
 """The last seconds, of which rates of a live run are."""
-
-Lives = Iterable[dict[str, Any]]
 
 
 # -- of one worker --
@@ -79,10 +77,15 @@ def rates(run: Run) -> tuple[float | None, float | None]:
     steps, took_s = dict(run.totals())["steps"], run.ended_s - run.began_s
     if not steps or took_s <= 0:
         return None, None
-    settings = run.about.get("settings") or {}
-    ideal = settings.get("ideal_per_s") or sum(1 / t for t in step_times_s(run.lives).values())
+    ideal = ideal_per_s(run)
     # Steps may vary by so much that a run beats what its usual steps would make.
     return steps / took_s, min(1.0, steps / took_s / ideal) if ideal else None
+
+
+def ideal_per_s(run: Run) -> float:
+    """Steps of all workers in a second if none ever waited; 0: nobody knows."""
+    settings = run.about.get("settings") or {}
+    return settings.get("ideal_per_s") or sum(1 / t for t in step_times_s(run.lives).values())
 
 
 def step_times_s(lives: Lives) -> dict[int, float]:
@@ -92,21 +95,6 @@ def step_times_s(lives: Lives) -> dict[int, float]:
         steps[life["rank"]] += life["steps"]
         computing[life["rank"]] += life.get("compute_s") or 0.0
     return {rank: computing[rank] / steps[rank] for rank in steps if steps[rank] and computing[rank]}
-
-
-def staleness_mean(lives: Lives) -> float | None:
-    """The mean over all that was noted in these lives: who notes more weighs more. None: nobody says it.
-
-    A strategy that is never stale by its own measure notes nothing, and is 0.
-    """
-    told = []
-    for life in lives:
-        mean, counts = life.get("staleness_mean"), life.get("staleness_counts") or {}
-        if mean is not None:  # a life that does not say how often it noted has noted every step
-            told.append((sum(counts.values()) if counts or not mean else life["steps"], mean))
-    return (
-        sum(noted * mean for noted, mean in told) / (sum(noted for noted, _ in told) or 1) if told else None
-    )
 
 
 def staleness(run: Run) -> dict[int, int]:

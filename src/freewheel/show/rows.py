@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from freewheel.records.counters import CAUSES
+from freewheel.records.result import staleness_mean
 from freewheel.records.run import Run
 from freewheel.records.track import Floats, Track
 from freewheel.show import rates
@@ -107,7 +108,7 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
         steps=sum(row.steps for row in all_rows),
         steps_per_s=per_s,
         blocked_share=waited,
-        staleness=rates.staleness_mean(run.lives),
+        staleness=staleness_mean(run.lives),
         discrepancy=max((row.discrepancy for row in all_rows if row.discrepancy is not None), default=None),
         exchanges=sum(row.exchanges for row in all_rows),
         merges=sum(row.merges for row in all_rows),

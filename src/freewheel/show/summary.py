@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from freewheel.errors import ConfigError
-from freewheel.records.result import Result, Sample
+from freewheel.records.result import Result, Sample, result
 from freewheel.records.run import Run
-from freewheel.show.rates import mean, rates, reached_s, staleness_mean
+from freewheel.show.rates import ideal_per_s, mean
 
 
 def result_of(run: Run) -> Result:
@@ -35,46 +34,31 @@ def result_of(run: Run) -> Result:
 
 
 def _result(run: Run, about: dict[str, Any], lives: list[dict[str, Any]]) -> Result:
-    sums = dict(run.totals())
-    steps_per_s, ideal_share = rates(run)
     last = {life["rank"]: life["loss"] for life in lives if life.get("loss") is not None}
     # What a dead worker said last is of another time.
     losses = {rank: of for rank, of in last.items() if run.state(rank) not in ("dead", "silent")} or last
-    loss = _last(one.loss for one in run.evaluations)
-    apart = [max(one.discrepancy or 0.0, one.discrepancy_max or 0.0) for one in run.evaluations]
-    return Result(
+    curve = [
+        Sample(
+            virtual_s=max(0.0, one.time - run.began_s),
+            worker_steps=one.worker_steps or 0,
+            loss=one.loss,
+            accuracy=one.accuracy,
+            discrepancy=one.discrepancy or 0.0,
+            consensus=one.consensus or 0.0,
+        )
+        for one in run.evaluations
+    ]
+    apart = (max(one.discrepancy or 0.0, one.discrepancy_max or 0.0) for one in run.evaluations)
+    return result(
+        lives,
+        curve,
+        run.ended_s - run.began_s,
+        ideal_per_s(run),
         strategy=about["strategy"].partition(":")[0],
         workers=about["workers"],
         seed=about["seed"],
-        virtual_s=run.ended_s - run.began_s,
-        worker_steps=int(sums["steps"]),
-        steps_per_s=steps_per_s or 0.0,
-        ideal_share=1.0 if ideal_share is None else ideal_share,
-        idle_share=max(0.0, 1 - sums["compute_s"] / sums["elapsed_s"]) if sums["elapsed_s"] else 0.0,
-        staleness_mean=staleness_mean(lives) or 0.0,
-        staleness_max=float(max(life["staleness_max"] for life in lives)),
-        discrepancy_max=max([*apart, *(life.get("discrepancy_max") or 0.0 for life in lives)]),
-        bytes_per_step=sums["bytes_out"] / sums["steps"],
-        loss=mean(losses.values()) if loss is None else loss,
-        accuracy=_last(one.accuracy for one in run.evaluations),
-        trace_sha256="",
+        apart=max(apart, default=0.0),
+        loss=mean(losses.values()),
         target=about.get("target"),
-        target_s=reached_s(run),
-        curve=tuple(
-            Sample(
-                virtual_s=max(0.0, one.time - run.began_s),
-                worker_steps=one.worker_steps or 0,
-                loss=one.loss,
-                accuracy=one.accuracy,
-                discrepancy=one.discrepancy or 0.0,
-                consensus=one.consensus or 0.0,
-            )
-            for one in run.evaluations
-        ),
-        by_worker=tuple(lives),
         settings={**({"clock": "wall"} if about["clock"] == "wall" else {}), **about["settings"]},
     )
-
-
-def _last(values: Iterable[float | None]) -> float | None:
-    return next((value for value in reversed(list(values)) if value is not None), None)

@@ -161,8 +161,7 @@ class Chaos(Simulation):
 
     def counted(self, what: str, outcome: str) -> int:
         """How often something ended in some way, in all lives."""
-        lives = [counters for _, counters in self._lives()]
-        return sum(getattr(counters, what)[outcome] for counters in lives)
+        return sum(getattr(one, what)[outcome] for one in self.counters())
 
 
 def run(strategy: Strategy, name: str, task: Task, seed: int, workers: int) -> Outcome:
@@ -217,7 +216,7 @@ def _samples(chaos: Chaos, kinds: Counter[str]) -> str:
         if missing:
             return f"samples: {len(missing)} batches of pass {number} were never used"
     twice = sum(count - 1 for count in used.values() if count > 1)
-    again = sum(counters.samples_again for _, counters in chaos._lives())
+    again = sum(one.samples_again for one in chaos.counters())
     apart = kinds["cut"] + kinds["link"] + kinds["pause"]
     if twice > again and not (apart and kinds["crash"]):
         return f"samples: {twice} batches were used twice, {again} were counted"

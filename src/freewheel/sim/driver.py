@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from freewheel.errors import ConfigError, Deadlock, Diverged, PeerLost, RunStopped, WorkerLost
-from freewheel.moments import adam_rate, check_optimizer
+from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
 from freewheel.records.counters import Counters
-from freewheel.records.result import Result, Sample
+from freewheel.records.result import Result, Sample, result
+from freewheel.records.schema import WorkerSample
+from freewheel.sim.answer import Answer
 from freewheel.sim.clock import VirtualLoop, at_once
+from freewheel.sim.deadlock import standstill
 from freewheel.sim.fabric import Wire
 from freewheel.sim.faults import Fault
 from freewheel.sim.gradients import Alone, Together
 from freewheel.sim.links import Network
 from freewheel.sim.records import SimulatedRecords
 from freewheel.sim.scenario import Scenario
+from freewheel.sim.study import School
 from freewheel.sim.trace import Trace
-from freewheel.sim.worker import AdamStudy, SimulatedWorker, Study
+from freewheel.sim.worker import SimulatedWorker
 from freewheel.strategy import Strategy
 from freewheel.task import Task
 
@@ -62,49 +64,22 @@ class Simulation:
         """What had left the workers when training ended; what was under way is delivered after that."""
         self.failure: BaseException | None = None
         self.samples: list[Sample] = []
-        self.discrepancy_max = 0.0
         self.slower: dict[int, float] = {}
         """How many times slower faults have made each worker."""
-        self.past_lives: list[tuple[int, Counters]] = []
+        self._past: list[tuple[Counters, WorkerSample]] = []
+        """Of lives that have ended: what they counted, and their last sample."""
         self.used: Counter[tuple[int, int]] = Counter()
         """Dealt batches (pass, place) that workers now dead have used; `all_used` has everybody's."""
-        check_optimizer(scenario.optimizer, scenario.momentum, strategy)
-        self.momentum = strategy.momentum if scenario.momentum is None else scenario.momentum
-        # Momentum adds up 1/(1 - momentum) steps.
-        adam = scenario.optimizer == "adamw"
-        usual = task.adam_lr if adam else task.lr * (1 - self.momentum)
-        self.lr = usual if scenario.lr is None else scenario.lr
-        if adam:
-            self.lr = adam_rate(self.lr, strategy, scenario.workers)
-        self.rates = scenario.rates
-
-        self.device = torch.device(scenario.device if scenario.gradients else "cpu")
-        task.prepare(scenario.workers, scenario.seed)
-        if self.device.type != "cpu":
-            gc.collect()  # an earlier run's replicas
-            torch.cuda.empty_cache()
-            task.to(self.device)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(scenario.seed)
-            self.start_model = task.model().to(self.device)
-        weights = [p for p in self.start_model.parameters() if p.requires_grad]
-        size = sum(p.numel() for p in weights)
-        model_bytes = sum(p.numel() * p.element_size() for p in weights)
-        if scenario.model_mb is not None:
-            model_bytes = round(scenario.model_mb * 1e6)
-        if not scenario.gradients:  # a short vector stands for the model; a ring cuts it into equal parts
-            size = scenario.workers * -(-1024 // scenario.workers)
-        self.model_bytes, self.blank_size = model_bytes, size
-
+        self.school = School(task, strategy, scenario)
         self.loop = VirtualLoop()  # type: ignore[abstract]
         self.trace = Trace(trace_file)
         network = Network(scenario.links, scenario.workers)
-        self.wire = Wire(self.loop, network, self.trace, scenario.workers, model_bytes / size)
+        self.wire = Wire(self.loop, network, self.trace, scenario.workers, self.school.value_bytes)
         self.gradients: Alone | Together = Alone()
         if scenario.gradients and (
             scenario.device != "cpu" if scenario.batched is None else scenario.batched
         ):
-            self.gradients = Together(task, self.start_model)
+            self.gradients = Together(task, self.school.model)
         self.workers: dict[int, SimulatedWorker] = {}
         for rank in range(scenario.workers):
             try:
@@ -115,9 +90,7 @@ class Simulation:
                     f"take at most {rank // 2}, which leaves some for gradients."
                 ) from None
         self.last = self.workers[0]
-        self.judge = self._study(0) if scenario.gradients else None
-        if self.judge is not None:
-            self.judge.model.eval()
+        self._answer = Answer(strategy, scenario, self.school.study(0, self.wire.life[0]))
 
     # -- running --
 
@@ -143,12 +116,12 @@ class Simulation:
         if self.records is not None:
             self.records.begin(self)
         for worker in self.workers.values():
-            worker.launch(self.steps, None, self._stepped, self._finish_if_done, self._left)
+            worker.launch(self._train(worker, None))
         faults = [self.loop.call_at(fault.at_s, self._strike, fault) for fault in self.scenario.faults]
         try:
             self._advance()
             if self.finished_s is None:
-                raise self._standstill()
+                raise standstill(self.workers, self.loop.time())
             for timer in faults:
                 timer.cancel()
             for worker in self.workers.values():
@@ -178,6 +151,20 @@ class Simulation:
             failure, self.failure = self.failure, None
             raise failure
 
+    async def _train(self, worker: SimulatedWorker, join: Coroutine[Any, Any, None] | None) -> None:
+        """One life of a worker, until it has made its steps or was told to leave."""
+        await worker.begin(join)
+        while worker.limit is None or worker.node.steps < worker.limit:
+            await worker.step(self._rate)
+            self._stepped(worker)
+            if worker.leaving and worker.strategy.settled(worker.node):
+                await worker.depart()
+                self.loop.call_soon(self._left, worker)
+                return
+        worker.ended = True
+        worker.node.leave()
+        self._finish_if_done()
+
     def _stepped(self, worker: SimulatedWorker) -> None:
         """A worker has completed a step."""
         self.last = worker
@@ -186,7 +173,7 @@ class Simulation:
         if self.every and done % self.every == 0 and done < self.budget:
             self._take_sample()
         elif done % self.scenario.workers == 0:  # a sample measures it too
-            self._measure_discrepancy()
+            self._answer.apart(self._trained())
         if self.records is not None:
             self.records.stepped()
         if done % 64 == 0:
@@ -201,7 +188,7 @@ class Simulation:
             ended = self.completed == self.budget
         if ended:
             self.finished_s = self.loop.time()
-            self.sent_bytes = sum(c.bytes_out for _, c in self._lives()) - self.wire.unsent_bytes()
+            self.sent_bytes = sum(one.bytes_out for one in self.counters()) - self.wire.unsent_bytes()
             self.loop.stop()
 
     def _fail(self, error: BaseException) -> None:
@@ -218,51 +205,20 @@ class Simulation:
             "without a server: adpsgd, nodelay_free or dasgd."
         )
 
-    def _standstill(self) -> RunStopped:
-        """Nothing is left to happen before the budget is used up: say who waits for whom."""
-        if not self.workers:
-            return WorkerLost(f"no worker is left at {self.loop.time():.3f} s: every one has crashed.")
-        waits = {rank: worker.fabric.waits() for rank, worker in self.workers.items()}
-        needs = {
-            rank: [(peer, tag) for peer, tag in waiting if peer is not None]
-            for rank, waiting in waits.items()
-        }
-        circle = _circle({rank: [peer for peer, _ in waiting] for rank, waiting in needs.items()})
-        told = [
-            f"worker {rank} waits for worker {peer} ({'/'.join(map(str, tag))})"
-            for rank in circle or sorted(needs)
-            for peer, tag in needs[rank]
-            if not circle or peer in circle
-        ]
-        return Deadlock(f"deadlock at {self.loop.time():.3f} s: {', '.join(told) or 'all workers wait'}.")
-
     # -- workers and faults --
-
-    def _study(self, rank: int) -> Study:
-        seed = f"data/{self.scenario.seed}/{rank}/{self.wire.life[rank]}"
-        decay = self.scenario.weight_decay
-        kind = AdamStudy if self.scenario.optimizer == "adamw" else Study
-        return kind(self.task, self.start_model, rank, seed, self.momentum, decay)
 
     def _rate(self, worker: SimulatedWorker) -> float:
         """The learning rate of a worker's next step, by what all have done."""
         done = worker.node.steps if self.steps is not None else self.completed / self.scenario.workers
-        return self.lr * self.rates.factor(done) * worker.node.rate_share
+        return self.school.lr * self.scenario.rates.factor(done) * worker.node.rate_share
 
     def _worker(self, rank: int) -> SimulatedWorker:
-        study = self._study(rank) if self.scenario.gradients else None
+        school, life = self.school, self.wire.life[rank]
+        model = (school.study(rank, life), school.blank_size)
         worker = SimulatedWorker(
-            rank,
-            self.strategy,
-            self.scenario,
-            self.wire,
-            study,
-            self.blank_size,
-            self._fail,
-            self._rate,
-            self.gradients,
+            rank, self.strategy, self.scenario, self.wire, *model, self._fail, self.gradients
         )
-        worker.node.momentum = self.momentum
+        worker.node.momentum, worker.limit = school.momentum, self.steps
         if self.records is not None:
             self.records.watch(worker)
         return worker
@@ -301,7 +257,7 @@ class Simulation:
         if worker.study is not None:
             self.gradients.drop(worker.study)
         self.used += worker.used
-        self.past_lives.append((rank, worker.node.counters))
+        self._past.append((worker.node.counters, worker.sample(self.loop.time())))
 
     def _left(self, worker: SimulatedWorker) -> None:
         """A worker that was told to leave has said goodbye."""
@@ -321,7 +277,7 @@ class Simulation:
         worker.clockwork.factor *= self.slower.get(rank, 1.0)
         self.workers[rank] = worker
         join = worker.node.join() if self.strategy.merges() else self._copy(worker)
-        worker.launch(self.steps, join, self._stepped, self._finish_if_done, self._left)
+        worker.launch(self._train(worker, join))
 
     async def _copy(self, worker: SimulatedWorker) -> None:
         """Load a living worker's weights; where nobody has any, begin anew."""
@@ -345,103 +301,41 @@ class Simulation:
 
     # -- measuring --
 
-    def _answer(self) -> Tensor:
-        """The model the strategy would ship: the mean of the workers' parts."""
-        answers = (at_once(worker.strategy.answer(worker.node)) for worker in self._trained())
-        parts = [part for part in answers if part is not None]
-        if not parts and self.strategy.merges():  # its holder is lost, and its heir about to take over
-            parts = [at_once(worker.node.weights()) for worker in self._trained()]
-        if not parts:
-            raise WorkerLost(f"no worker that holds the answer is left at {self.loop.time():.3f} s.")
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        return total.div_(len(parts))
+    def answer(self) -> Tensor:
+        """The model the strategy would ship."""
+        return self._answer.weights(self._trained())
 
-    def _measure_discrepancy(self) -> tuple[float, float]:
-        """The largest distance between two replicas, and the mean squared distance to their mean."""
-        if self.judge is None:
-            return 0.0, 0.0
-        vectors = [worker.replica.weights for worker in self._trained()]
-        if not vectors:
-            return 0.0, 0.0
-        discrepancy, consensus = spread(vectors)
-        self.discrepancy_max = max(self.discrepancy_max, discrepancy)
-        return discrepancy, consensus
-
-    def _average_buffers(self, model: nn.Module) -> None:
-        """Give the answer the mean of the workers' buffers (BatchNorm's statistics)."""
-        studies = [worker.study for worker in self._trained() if worker.study is not None]
-        for name, buffer in model.named_buffers():
-            if buffer.is_floating_point() and studies:
-                buffer.copy_(torch.stack([study.model.get_buffer(name) for study in studies]).mean(0))
-
-    def _sample(self) -> Sample:
-        loss = accuracy = None
-        if self.judge is not None:
-            self.judge.replica.load(self._answer())
-            self._average_buffers(self.judge.model)
-            self.task.recalibrate(self.judge.model, self.scenario.workers, self.scenario.seed)
-            loss, accuracy = self.task.evaluate(self.judge.model)
-            if not math.isfinite(loss):
-                # Who has stepped last, unless somebody's weights are already worse than its loss.
-                first = next(
-                    (w for w in self.workers.values() if not w.replica.weights.isfinite().all()), self.last
-                )
-                raise Diverged(
-                    f"{self.strategy.name} diverged: the answer's loss is {loss:g}, first seen after worker "
-                    f"{first.rank} made its step {first.node.steps} at {self.loop.time():.3f} s. "
-                    "Lower the learning rate."
-                )
-        discrepancy, consensus = self._measure_discrepancy()
+    def _take_sample(self) -> None:
+        trained = self._trained()
+        loss, accuracy = self._answer.evaluate(trained, self.last)
         now = self.loop.time() if self.finished_s is None else self.finished_s
-        return Sample(now, self.completed, loss, accuracy, discrepancy, consensus)
-
-    def _take_sample(self) -> Sample:
-        sample = self._sample()
+        sample = Sample(now, self.completed, loss, accuracy, *self._answer.apart(trained))
         self.samples.append(sample)
         if self.records is not None:
-            self.records.evaluated(sample)
-        return sample
+            self.records.evaluated(sample, self._answer.apart_max)
 
-    def _lives(self) -> Iterator[tuple[int, Counters]]:
-        yield from self.past_lives
-        for rank, worker in self.workers.items():
-            yield rank, worker.node.counters
+    def counters(self) -> Iterator[Counters]:
+        """What was counted in all lives."""
+        yield from (counters for counters, _ in self._past)
+        yield from (worker.node.counters for worker in self.workers.values())
 
     def _result(self) -> Result:
-        scenario, virtual_s = self.scenario, self.finished_s
-        assert virtual_s is not None
-        last = self._take_sample()
-        lives = list(self._lives())
-        counters = [c for _, c in lives]
-        alive_s = sum(c.alive_s for c in counters)
-        stale = sum(c.staleness_count for c in counters)
-        steps_per_s = self.completed / virtual_s
-        reached = [
-            s.virtual_s for s in self.samples if scenario.target and (s.accuracy or 0.0) >= scenario.target
-        ]
+        scenario, took_s = self.scenario, self.finished_s
+        assert took_s is not None
+        self._take_sample()
         self.progress(self.completed, self.budget)
-        return Result(
+        present = [worker.sample(took_s, last=True) for worker in self.workers.values()]
+        return result(
+            [*(life for _, life in self._past), *present],
+            self.samples,
+            took_s,
+            scenario.compute.ideal_rate(scenario.workers),
             strategy=self.strategy.name,
             workers=scenario.workers,
             seed=scenario.seed,
-            virtual_s=virtual_s,
-            worker_steps=self.completed,
-            steps_per_s=steps_per_s,
-            ideal_share=steps_per_s / scenario.compute.ideal_rate(scenario.workers),
-            idle_share=max(0.0, 1 - sum(c.compute_s for c in counters) / alive_s),
-            staleness_mean=sum(c.staleness_sum for c in counters) / stale if stale else 0.0,
-            staleness_max=float(max(c.staleness_max for c in counters)),
-            discrepancy_max=max(self.discrepancy_max, *(c.discrepancy_max for c in counters)),
-            bytes_per_step=sum(c.bytes_out for c in counters) / self.completed,
-            loss=last.loss,
-            accuracy=last.accuracy,
+            apart=self._answer.apart_max,
             trace_sha256=self.trace.sha256(),
             target=scenario.target,
-            target_s=reached[0] if reached else None,
-            curve=tuple(self.samples),
-            by_worker=tuple({"rank": rank, **dataclasses.asdict(c)} for rank, c in lives),
             settings=self.settings(),
         )
 
@@ -450,44 +344,10 @@ class Simulation:
         return {
             "strategy": self.strategy.settings(),
             "scenario": dataclasses.asdict(self.scenario),
-            "lr": self.lr * self.strategy.rate_share(self.scenario.workers),
-            "momentum": self.momentum,
-            "model_bytes": self.model_bytes,
+            "lr": self.school.lr * self.strategy.rate_share(self.scenario.workers),
+            "momentum": self.school.momentum,
+            "model_bytes": self.school.model_bytes,
             "waits_for": self.strategy.waits_for,
             "staleness": self.strategy.staleness,
             "ideal_per_s": self.scenario.compute.ideal_rate(self.scenario.workers),
         }
-
-
-def spread(vectors: list[Tensor]) -> tuple[float, float]:
-    """The largest distance between two of the vectors, and their mean squared distance to their mean."""
-    n, size = len(vectors), vectors[0].numel()
-    if n < 2:
-        return 0.0, 0.0
-    gram = vectors[0].new_zeros(n, n)
-    for at in range(0, size, 65536):  # in pieces, so that no second copy of all replicas is made
-        rows = torch.stack([vector[at : at + 65536] for vector in vectors])
-        rows -= rows.mean(0)  # distances stay; small differences of large numbers do not cancel
-        gram.addmm_(rows, rows.T)
-    norms = gram.diagonal()
-    squares = norms.unsqueeze(0) + norms.unsqueeze(1) - 2 * gram
-    largest = float(squares.max().clamp_(min=0).sqrt())
-    return largest, float(norms.mean()) if largest else 0.0
-
-
-def _circle(graph: dict[int, list[int]]) -> list[int]:
-    """A circle in a graph of who waits for whom, or nothing."""
-    done: set[int] = set()
-
-    def walk(path: list[int]) -> list[int]:
-        for after in graph.get(path[-1], ()):
-            if after in path[:-1]:
-                return path[path.index(after) :]
-            if after not in done and after != path[-1]:
-                found = walk([*path, after])
-                if found:
-                    return found
-        done.add(path[-1])
-        return []
-
-    return next((circle for start in sorted(graph) if (circle := walk([start]))), [])

@@ -11,7 +11,7 @@ import copy
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,8 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.utils import _pytree as pytree
 
 from freewheel.errors import ConfigError, FreewheelError
+from freewheel.sim.study import Study
 from freewheel.task import Task
-
-if TYPE_CHECKING:
-    from freewheel.sim.worker import Study
 
 log = logging.getLogger("freewheel")
 

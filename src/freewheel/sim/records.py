@@ -16,7 +16,6 @@ from freewheel.records.files import fresh
 from freewheel.records.journal import Journal
 from freewheel.records.result import Sample
 from freewheel.records.run_json import run_json
-from freewheel.records.schema import worker_sample
 from freewheel.records.timeline import Timeline
 from freewheel.sim.faults import Fault
 from freewheel.sim.worker import SimulatedWorker
@@ -89,7 +88,7 @@ class SimulatedRecords:
         if self._run.loop.time() >= self._next_s:
             self._sample_all()
 
-    def evaluated(self, sample: Sample) -> None:
+    def evaluated(self, sample: Sample, apart_max: float) -> None:
         """The answer was measured."""
         timing = sample.loss is None
         self._journal.evaluation(
@@ -99,7 +98,7 @@ class SimulatedRecords:
             accuracy=sample.accuracy,
             discrepancy=None if timing else sample.discrepancy,
             consensus=None if timing else sample.consensus,
-            discrepancy_max=None if timing else self._run.discrepancy_max,
+            discrepancy_max=None if timing else apart_max,
         )
 
     def struck(self, fault: Fault) -> None:
@@ -134,32 +133,11 @@ class SimulatedRecords:
         self._next_s = now_s + max(now_s, self._likely_s) / self._most
 
     def _sample(self, worker: SimulatedWorker, now_s: float, last: bool = False) -> None:
-        node = worker.node
-        counters, elapsed_s = node.counters, now_s - worker.born_s
+        counters = worker.node.counters
         counters.measure = True  # for the next sample
-        computing_s = 0.0 if worker.computing_since is None else now_s - worker.computing_since
-        sample = worker_sample(
-            counters,
-            time=now_s,
-            rank=worker.rank,
-            life=self._run.wire.life[worker.rank],
-            state="finished" if last or worker.ended else "training" if worker.ready else "joining",
-            began=worker.born_s,
-            steps=worker.completed,
-            elapsed_s=elapsed_s,
-            compute_s=counters.compute_s + computing_s,
-            blocked_s=counters.blocked(now_s),
-            progress=worker.hand.progress() if worker.hand is not None else 0.0,
-            members=list(node.members),
-            view=node.view.number,
-            loss=node.loss if worker.study is not None and counters.steps else None,
-            last=last,
-        )
+        sample = worker.sample(now_s, last)
         if not self._peers:
             sample["peers"] = {}
-        if worker.study is None:  # vectors stand for a model, and say nothing about it
-            sample["discrepancy"] = None
-            sample["peers"] = {peer: (met, None) for peer, (met, _) in sample["peers"].items()}
         self._journal.sample(sample)
         if counters.timeline is not None:
             self._journal.timeline(worker.rank, counters.timeline.take())

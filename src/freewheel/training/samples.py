@@ -13,7 +13,7 @@ from freewheel.records.journal import Journal
 from freewheel.replica import Replica, flatten
 from freewheel.runtime.worker.attach import Worker
 from freewheel.runtime.worker.buffers import mean_buffers, set_buffers
-from freewheel.sim.driver import spread
+from freewheel.sim.answer import spread
 from freewheel.task import Task
 from freewheel.training.job import Job
 

@@ -6,18 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from freewheel.show.report.findings import clock, findings, same_budget, still_running, unlike
+from freewheel.show.report.findings import clock, findings, still_running
 from freewheel.show.report.scenario import scenario_in_words
 from freewheel.show.report.tables import (
-    Table,
     events_table,
     records_table,
-    results_table,
     settings_tables,
     theory_table,
     workers_table,
 )
 from freewheel.show.shown import Shown
+from freewheel.show.tables import Table, results_table, same_budget, unlike
 
 
 @dataclass(frozen=True)

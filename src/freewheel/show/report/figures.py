@@ -10,8 +10,8 @@ from freewheel.show.figures import charts
 from freewheel.show.figures.common import Figure, axis, figure, line
 from freewheel.show.figures.graph import graph
 from freewheel.show.figures.palette import FAINT
-from freewheel.show.report.findings import unlike
 from freewheel.show.shown import Shown, timed
+from freewheel.show.tables import unlike
 
 MAX_GRAPHS = 6
 """With more runs than this their graphs are left out: one would not find them among each other."""

@@ -11,9 +11,9 @@ from freewheel.records.result import Result
 from freewheel.records.run import DEATHS, Run
 from freewheel.show.rates import standing
 from freewheel.show.shown import Shown
+from freewheel.show.tables import unlike
+from freewheel.show.versus import BASELINES, versus
 
-ALIKE = 1.05
-"""Runs whose steps differ by no more than this have had the same budget: lost workers may cost some."""
 TOLD = 5
 """The most things that are told of one kind."""
 VERBS = {
@@ -26,19 +26,6 @@ VERBS = {
     "resumed": "resumed",
 }
 """The events that are told in words; the others are in the table only."""
-
-
-def unlike(runs: Sequence[Shown]) -> str:
-    """Why these runs cannot be ranked against each other; nothing where they can."""
-    if len({run.result.clock for run in runs}) > 1:
-        return "Some of these runs are simulated, in virtual seconds, and some real: they are not ranked."
-    return ""
-
-
-def same_budget(runs: Sequence[Shown]) -> bool:
-    """Whether all have made as many steps, near enough."""
-    steps = [run.result.worker_steps for run in runs]
-    return max(steps) <= ALIKE * min(steps)
 
 
 def clock(results: Sequence[Result]) -> str:
@@ -109,9 +96,19 @@ def findings(runs: Sequence[Shown]) -> list[str]:
 
 
 def _ranking(runs: Sequence[Shown]) -> Iterator[str]:
-    reference = next((run for run in runs if run.result.strategy == "allreduce"), None)
-    if any(run.result.target for run in runs):
-        yield _first_to_target(runs, reference)
+    """Who reaches the target how much sooner than DDP, or else AllReduce; then who makes how many steps."""
+    reference = next((run for name in BASELINES for run in runs if run.result.strategy == name), None)
+    beside = versus([run.result for run in runs])
+    if chosen := next((run.result.target for run in runs if run.result.target), None):
+        reached = [run.result.target_s for run in runs]
+        trying = [run for run in runs if run.result.target and run is not reference]
+        yield _first_to_target(
+            runs, f"the target accuracy of {given(100 * chosen)} %", reached, reference, trying
+        )
+    elif beside is not None and beside.target is not None:
+        reached = [row.target_s for row in beside.rows]
+        as_good = f"{share(beside.target)} accuracy, about what {beside.baseline} ended with,"
+        yield _first_to_target(runs, as_good, reached, reference, runs)
     top = max(run.result.steps_per_s for run in runs)
     best = [run for run in runs if run.result.steps_per_s >= 0.999 * top]
     ideal = share(best[0].result.ideal_share)
@@ -130,22 +127,28 @@ def _ranking(runs: Sequence[Shown]) -> Iterator[str]:
     yield f"{said}."
 
 
-def _first_to_target(runs: Sequence[Shown], reference: Shown | None) -> str:
-    target = f"{given(100 * next(run.result.target for run in runs if run.result.target))} %"
-    reached = [(run.result.target_s, run) for run in runs if run.result.target_s is not None]
-    if not reached:
-        return f"No run reaches the target accuracy of {target}."
-    first_s, first = min(reached, key=lambda pair: pair[0])
-    said = f"{first.label} reaches the target accuracy of {target} "
-    said += f"{'first, ' if len(runs) > 1 else ''}after {number(first_s)} s"
+def _first_to_target(
+    runs: Sequence[Shown],
+    target: str,
+    reached: Sequence[float | None],
+    reference: Shown | None,
+    trying: Sequence[Shown],
+) -> str:
+    """Who is first, how much sooner than the reference, and who of those that try does not get there."""
+    after_s = {id(run): at_s for run, at_s in zip(runs, reached, strict=True)}
+    those = [run for run in runs if after_s[id(run)] is not None]
+    if not those:
+        return f"No run reaches {target}."
+    first = min(those, key=lambda run: after_s[id(run)] or 0.0)
+    first_s = after_s[id(first)]
+    said = f"{first.label} reaches {target} {'first, ' if len(runs) > 1 else ''}after {number(first_s)} s"
     if reference is not None and reference is not first:
-        slow_s = reference.result.target_s
+        slow_s = after_s[id(reference)]
         if slow_s is None:
             said += f"; {reference.label} does not reach it"
         elif first_s:
             said += f", {number(slow_s / first_s)} times as fast as {reference.label}"
-    trying = [run for run in runs if run.result.target and run is not reference]
-    late = [run.label for run in trying if run.result.target_s is None]
+    late = [run.label for run in trying if after_s[id(run)] is None]
     if late:
         said += f"; {listed(late)} {'does' if len(late) == 1 else 'do'} not reach it in this run"
     return f"{said}."

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from freewheel.show.report.content import Section
-from freewheel.show.report.tables import Table
+from freewheel.show.tables import Table
 from freewheel.show.terminal import printable
 
 ROWS = 32

@@ -1,10 +1,9 @@
-"""The tables of a report, as plain text cells: a page and a markdown text show the same ones."""
+"""The tables of a report beside the one of all results: runs, workers, events, theory, settings."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Any
 
@@ -14,103 +13,9 @@ from freewheel.numbers import UNKNOWN, number, share
 from freewheel.records.counters import CAUSES
 from freewheel.records.result import Result
 from freewheel.show.bounds import bounds
-from freewheel.show.report.findings import how_it_stands, same_budget, unlike
+from freewheel.show.report.findings import how_it_stands
 from freewheel.show.shown import Shown, flatten
-from freewheel.show.versus import versus
-
-
-@dataclass(frozen=True)
-class Table:
-    """Rows of cells under heads. The first cell of a row says what it is about."""
-
-    name: str
-    heads: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    left: frozenset[int] = frozenset({0})
-    """The columns that are words; numbers stand on the right."""
-    marks: frozenset[tuple[int, int]] = frozenset()
-    """Row and column of the best figures."""
-    whose: Sequence[Shown] = ()
-    """The run each row is about, where rows are about runs."""
-
-    def cut(self, most: int) -> Table:
-        """Only the first rows of it."""
-        return self if len(self.rows) <= most else replace(self, rows=self.rows[:most]).without_empty()
-
-    def without_empty(self) -> Table:
-        """Without the columns nobody has a value for."""
-        kept = [at for at in range(len(self.heads)) if not at or any(row[at] != UNKNOWN for row in self.rows)]
-        left = frozenset(place for place, at in enumerate(kept) if at in self.left)
-        rows = [[row[at] for at in kept] for row in self.rows]
-        return Table(self.name, [self.heads[at] for at in kept], rows, left, whose=self.whose)
-
-
-# -- figures of runs --
-
-
-@dataclass(frozen=True)
-class Column:
-    """A figure of every run, how it is written, and which of its values is the best."""
-
-    head: str
-    value: Callable[[Result], float | None]
-    text: Callable[[float | None], str] = number
-    best: Callable[[Iterable[float]], float] | None = None
-    of_budget: bool = False
-    """Whether it can be compared only between runs of as many steps."""
-
-
-COLUMNS = (
-    Column("seconds", lambda r: r.virtual_s, best=min, of_budget=True),
-    Column("steps/s", lambda r: r.steps_per_s, best=max),
-    Column("share of\xa0ideal", lambda r: r.ideal_share, share, max),
-    Column("idle", lambda r: r.idle_share, share, min),
-    Column("staleness mean", lambda r: r.staleness_mean),
-    Column("staleness max", lambda r: r.staleness_max),
-    Column("discrepancy", lambda r: None if r.loss is None else r.discrepancy_max, best=min),
-    Column("kB/step", lambda r: r.bytes_per_step / 1e3, best=min),
-    Column("loss", lambda r: r.loss, best=min, of_budget=True),
-    Column("accuracy", lambda r: r.accuracy, share, max, of_budget=True),
-    Column("s to target", lambda r: r.target_s, best=min),
-)
-
-
-def results_table(runs: Sequence[Shown]) -> Table:
-    """All figures of all runs; the best of each column is marked, where they can be compared."""
-    clocks = len({run.result.clock for run in runs}) > 1
-    unranked, same = bool(unlike(runs)), same_budget(runs)
-    heads = ["strategy", "waits for", *(["clock"] if clocks else [])]
-    left = frozenset(range(len(heads)))
-    rows = [[run.label, str(run.result.settings.get("waits_for", UNKNOWN)), run.result.clock] for run in runs]
-    rows = [row[: len(heads)] for row in rows]
-    marks: set[tuple[int, int]] = set()
-    columns = [c for c in COLUMNS if c.head != "s to target" or any(run.result.target for run in runs)]
-    for at, column in enumerate([*columns, *_beside(runs)], start=len(heads)):
-        values = [column.value(run.result) for run in runs]
-        texts, known = list(map(column.text, values)), [value for value in values if value is not None]
-        ranked = known and not unranked and (same or not column.of_budget)
-        # What reads the same is as good; where all read the same there is no best.
-        if column.best and ranked and len(set(texts)) > 1:
-            best = column.text(column.best(known))
-            marks |= {(place, at) for place, text in enumerate(texts) if text == best}
-        rows = [[*row, text] for row, text in zip(rows, texts, strict=True)]
-        heads.append(column.head)
-    return Table("figures of all runs", heads, rows, left, frozenset(marks), runs)
-
-
-def _beside(runs: Sequence[Shown]) -> list[Column]:
-    """Figures that are a run's among the others."""
-    beside = versus([run.result for run in runs])
-    if beside is None or beside.what != "accuracy":
-        return []
-    rows = {id(run.result): row for run, row in zip(runs, beside.rows, strict=True)}
-    found = [
-        Column("accuracy at equal\xa0samples", lambda r: rows[id(r)].equal_samples, share, max),
-        Column("accuracy at equal\xa0time", lambda r: rows[id(r)].equal_time, share, max),
-    ]
-    if beside.baseline is not None and not any(row.at_least for row in beside.rows):
-        found.append(Column(f"speed-up over {beside.baseline}", lambda r: rows[id(r)].speedup, best=max))
-    return found
+from freewheel.show.tables import Table
 
 
 def records_table(runs: Sequence[Shown]) -> list[Table]:
@@ -150,12 +55,9 @@ def workers_table(run: Shown) -> Table:
 
 
 def _worker(life: dict[str, Any]) -> dict[str, str]:
-    """The cells of a life under their heads; of a simulation's result it has other names than in records."""
-    alive_s = life.get("elapsed_s") or life.get("alive_s") or 0.0
+    """The cells of a life under their heads."""
+    alive_s = life.get("elapsed_s") or 0.0
     blocked, exchanges = life.get("blocked_s") or {}, life.get("exchanges") or {}
-    mean = life.get("staleness_mean")
-    if mean is None and life.get("staleness_count"):
-        mean = life["staleness_sum"] / life["staleness_count"]
 
     def part(value: float | None) -> str:
         return share(value / alive_s) if alive_s and value is not None else UNKNOWN
@@ -168,7 +70,7 @@ def _worker(life: dict[str, Any]) -> dict[str, str]:
             f"blocked by {cause}{'s' * (cause == 'checkpoint')}": part(blocked.get(cause) or None)
             for cause in CAUSES
         },
-        "staleness mean": number(mean),
+        "staleness mean": number(life.get("staleness_mean")),
         "staleness max": number(life.get("staleness_max")),
         "discrepancy max": number(life.get("discrepancy_max") or None),
         "exchanges": number(exchanges.get("done") or None),

@@ -1,0 +1,200 @@
+"""Tables as plain text cells, and the one of all results: the terminal, a page and markdown show the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import rich.table
+
+from freewheel.numbers import UNKNOWN, number, share, short
+from freewheel.records.result import Result
+from freewheel.show.shown import Shown, ranked
+from freewheel.show.versus import Versus, versus
+
+ALIKE = 1.05
+"""Runs whose steps differ by no more than this have had the same budget: lost workers may cost some."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells under heads. The first cell of a row says what it is about."""
+
+    name: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    left: frozenset[int] = frozenset({0})
+    """The columns that are words; numbers stand on the right."""
+    marks: frozenset[tuple[int, int]] = frozenset()
+    """Row and column of the best figures."""
+    whose: Sequence[Shown] = ()
+    """The run each row is about, where rows are about runs."""
+
+    def cut(self, most: int) -> Table:
+        """Only the first rows of it."""
+        return self if len(self.rows) <= most else replace(self, rows=self.rows[:most]).without_empty()
+
+    def without_empty(self) -> Table:
+        """Without the columns nobody has a value for."""
+        kept = [at for at in range(len(self.heads)) if not at or any(row[at] != UNKNOWN for row in self.rows)]
+        left = frozenset(place for place, at in enumerate(kept) if at in self.left)
+        rows = [[row[at] for at in kept] for row in self.rows]
+        return Table(self.name, [self.heads[at] for at in kept], rows, left, whose=self.whose)
+
+
+# -- figures of runs --
+
+
+@dataclass(frozen=True)
+class Column:
+    """A figure of every run as text, and which of its values is the best."""
+
+    head: str
+    texts: Sequence[str]
+    values: Sequence[float | None] = ()
+    best: Callable[[Iterable[float]], float] | None = None
+    of_budget: bool = False
+    """Whether it can be compared only between runs of as many steps."""
+    group: int = 0
+    """Where there is no room for all columns: how fast, how well, and what that is worth."""
+
+    @property
+    def width(self) -> int:
+        """What it takes in a terminal."""
+        return max(map(len, (self.head, *self.texts))) + 2
+
+    def marked(self) -> set[int]:
+        """The rows of the best. What reads the same is as good; where all read the same there is no best."""
+        known = [value for value in self.values if value is not None]
+        if not self.best or not known or len(set(self.texts)) == 1:
+            return set()
+        best = self.texts[self.values.index(self.best(known))]
+        return {place for place, text in enumerate(self.texts) if text == best}
+
+
+def _columns(runs: Sequence[Shown]) -> list[Column]:
+    results = [run.result for run in runs]
+    beside = versus(results)
+
+    def words(head: str, value: Callable[[Result], object], group: int = 0) -> Column:
+        return Column(head, [str(value(one)) for one in results], group=group)
+
+    def figure(
+        head: str,
+        value: Callable[[Result], float | None],
+        text: Callable[[float | None], str] = number,
+        best: Callable[[Iterable[float]], float] | None = None,
+        *,
+        of_budget: bool = False,
+        group: int = 0,
+    ) -> Column:
+        values = [value(one) for one in results]
+        return Column(head, list(map(text, values)), values, best, of_budget, group)
+
+    clocks = {one.clock for one in results}
+    found = [
+        Column("strategy", [run.label for run in runs]),
+        words("waits for", lambda r: r.settings.get("waits_for", UNKNOWN)),
+        *([words("clock", lambda r: r.clock)] if len(clocks) > 1 else []),
+        figure("seconds", lambda r: r.virtual_s, best=min, of_budget=True),
+        figure("steps/s", lambda r: r.steps_per_s, best=max),
+        figure("of\xa0ideal", lambda r: r.ideal_share, share, max),
+        figure("idle", lambda r: r.idle_share, share, min),
+        figure("kB/step", lambda r: r.bytes_per_step / 1e3, best=min),
+        words("trace", lambda r: r.trace_sha256[:10] or UNKNOWN),
+        figure("lr", lambda r: r.settings.get("lr"), short, group=1),
+        figure("stale mean", lambda r: r.staleness_mean, group=1),
+        figure("stale max", lambda r: r.staleness_max, group=1),
+        figure("discrepancy", lambda r: None if r.loss is None else r.discrepancy_max, best=min, group=1),
+        figure("loss", lambda r: r.loss, best=min, of_budget=True, group=1),
+        figure("accuracy", lambda r: r.accuracy, share, max, of_budget=True, group=1),
+    ]
+    target = next((one.target for one in results if one.target is not None), None)
+    if beside is None and target is not None:
+        reached = [one.target_s for one in results]
+        texts = [number(at) if at is not None else "never" for at in reached]
+        found.append(Column(f"s to {share(target)}", texts, reached, min, group=1))
+    return found if beside is None else [*found, *_beside(beside)]
+
+
+def _beside(beside: Versus) -> list[Column]:
+    """What they learned, with equally many samples and in equal time, and how much sooner."""
+    text, best = (share, max) if beside.what == "accuracy" else (number, min)
+
+    def column(head: str, values: list[float | None], best: Callable[[Iterable[float]], float]) -> Column:
+        return Column(head, list(map(text, values)), values, best, group=2)
+
+    rows = beside.rows
+    found = [
+        column(f"{beside.what} at equal\xa0samples", [row.equal_samples for row in rows], best),
+        column("at equal\xa0time", [row.equal_time for row in rows], best),
+    ]
+    if beside.target is not None and beside.what == "accuracy":
+        texts = [number(row.target_s) if row.target_s is not None else "never" for row in rows]
+        found.append(
+            Column(f"s to {share(beside.target)}", texts, [row.target_s for row in rows], min, group=2)
+        )
+    if beside.baseline is not None:
+        texts = [f"{'> ' if row.at_least else ''}{number(row.speedup)}" for row in rows]
+        times = [row.speedup for row in rows]
+        found.append(Column(f"speed-up over {beside.baseline}", texts, times, max, group=2))
+    return found
+
+
+def unlike(runs: Sequence[Shown]) -> str:
+    """Why these runs cannot be ranked against each other; nothing where they can."""
+    if len({run.result.clock for run in runs}) > 1:
+        return "Some of these runs are simulated, in virtual seconds, and some real: they are not ranked."
+    return ""
+
+
+def same_budget(runs: Sequence[Shown]) -> bool:
+    """Whether all have made as many steps, near enough."""
+    steps = [run.result.worker_steps for run in runs]
+    return max(steps) <= ALIKE * min(steps)
+
+
+def results_table(runs: Sequence[Shown]) -> Table:
+    """All figures of all runs; the best of each column is marked, where they can be compared."""
+    found = [one for one in _columns(runs) if one.head not in ("lr", "trace")]
+    # What is first seen: what it is worth, before how fast and how well.
+    columns = sorted(found, key=lambda one: (bool(one.values), -(one.group // 2)))
+    unranked, same = bool(unlike(runs)), same_budget(runs)
+    ranked_ = [not unranked and (same or not one.of_budget) for one in columns]
+    marks = {(row, at) for at, one in enumerate(columns) if ranked_[at] for row in one.marked()}
+    left = frozenset(at for at, one in enumerate(columns) if not one.values)
+    rows = [list(row) for row in zip(*(one.texts for one in columns), strict=True)]
+    return Table("figures of all runs", [one.head for one in columns], rows, left, frozenset(marks), runs)
+
+
+def results_tables(results: Sequence[Result], width: int) -> list[rich.table.Table | str]:
+    """The same for a terminal: one table, or where that is too wide three; words explain the last."""
+    first, *rest = _columns(ranked(results))
+    shown = [one for one in rest if any(text != UNKNOWN for text in one.texts)]
+    if first.width + sum(one.width for one in shown) <= width:
+        groups = [shown]
+    else:
+        groups = [list(some) for _, some in groupby(shown, key=lambda one: one.group)]
+    found: list[rich.table.Table | str] = [_printed([first, *some], width) for some in groups]
+    if beside := versus(results):
+        said = [
+            f"Equal samples: the first {beside.worker_steps:,.0f} steps of all workers together.",
+            f"Equal time: the first {short(beside.time_s, 4)} s.",
+        ]
+        if beside.target is not None and not beside.own_target:
+            said.append(f"{share(beside.target)}: what {beside.baseline} ended with, less half a point.")
+        found.append("\n".join(said))
+    return found
+
+
+def _printed(columns: list[Column], width: int) -> rich.table.Table:
+    """As many columns as there is room for."""
+    while len(columns) > 2 and sum(one.width for one in columns) > width + 2:
+        columns = columns[:-1]
+    table = rich.table.Table(box=None, pad_edge=False, header_style="bold")
+    for one in columns:
+        table.add_column(one.head, justify="right" if one.values else "left", no_wrap=True)
+    for row in zip(*(one.texts for one in columns), strict=True):
+        table.add_row(*row)
+    return table

@@ -1,0 +1,93 @@
+"""What the workers' model is worth: the answer they would ship, evaluated, and how far apart they are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from freewheel.errors import Diverged, WorkerLost
+from freewheel.sim.clock import at_once
+from freewheel.sim.scenario import Scenario
+from freewheel.sim.study import Study
+from freewheel.sim.worker import SimulatedWorker
+from freewheel.strategy import Strategy
+
+
+class Answer:
+    """Measures workers that have weights, with a model of its own: `study`; None: nothing is trained."""
+
+    def __init__(self, strategy: Strategy, scenario: Scenario, study: Study | None) -> None:
+        self._strategy, self._scenario, self._study = strategy, scenario, study
+        self.apart_max = 0.0
+        """The largest distance between two replicas that was ever measured."""
+        if study is not None:
+            study.model.eval()
+
+    def weights(self, workers: Sequence[SimulatedWorker]) -> Tensor:
+        """The model the strategy would ship: the mean of the workers' parts."""
+        answers = (at_once(worker.strategy.answer(worker.node)) for worker in workers)
+        parts = [part for part in answers if part is not None]
+        if not parts and workers and self._strategy.merges():  # its holder is lost, its heir takes over
+            parts = [at_once(worker.node.weights()) for worker in workers]
+        if not parts:
+            raise WorkerLost("no worker that holds the answer is left.")
+        total = parts[0].clone()
+        for part in parts[1:]:
+            total += part
+        return total.div_(len(parts))
+
+    def apart(self, workers: Sequence[SimulatedWorker]) -> tuple[float, float]:
+        """The largest distance between two replicas, and the mean squared distance to their mean."""
+        if self._study is None or not workers:
+            return 0.0, 0.0
+        discrepancy, consensus = spread([worker.replica.weights for worker in workers])
+        self.apart_max = max(self.apart_max, discrepancy)
+        return discrepancy, consensus
+
+    def evaluate(
+        self, workers: Sequence[SimulatedWorker], last: SimulatedWorker
+    ) -> tuple[float | None, float | None]:
+        """Loss and accuracy of the answer; `last` has stepped last."""
+        if self._study is None:
+            return None, None
+        study, task = self._study, self._study.task
+        study.replica.load(self.weights(workers))
+        self._average_buffers(study.model, workers)
+        task.recalibrate(study.model, self._scenario.workers, self._scenario.seed)
+        loss, accuracy = task.evaluate(study.model)
+        if not math.isfinite(loss):
+            # Who has stepped last, unless somebody's weights are already worse than its loss.
+            first = next((w for w in workers if not w.replica.weights.isfinite().all()), last)
+            raise Diverged(
+                f"{self._strategy.name} diverged: the answer's loss is {loss:g}, first seen after worker "
+                f"{first.rank} made its step {first.node.steps} at {last.loop.time():.3f} s. "
+                "Lower the learning rate."
+            )
+        return loss, accuracy
+
+    @staticmethod
+    def _average_buffers(model: nn.Module, workers: Sequence[SimulatedWorker]) -> None:
+        """Give the answer the mean of the workers' buffers (BatchNorm's statistics)."""
+        studies = [worker.study for worker in workers if worker.study is not None]
+        for name, buffer in model.named_buffers():
+            if buffer.is_floating_point() and studies:
+                buffer.copy_(torch.stack([study.model.get_buffer(name) for study in studies]).mean(0))
+
+
+def spread(vectors: list[Tensor]) -> tuple[float, float]:
+    """The largest distance between two of the vectors, and their mean squared distance to their mean."""
+    n, size = len(vectors), vectors[0].numel()
+    if n < 2:
+        return 0.0, 0.0
+    gram = vectors[0].new_zeros(n, n)
+    for at in range(0, size, 65536):  # in pieces, so that no second copy of all replicas is made
+        rows = torch.stack([vector[at : at + 65536] for vector in vectors])
+        rows -= rows.mean(0)  # distances stay; small differences of large numbers do not cancel
+        gram.addmm_(rows, rows.T)
+    norms = gram.diagonal()
+    squares = norms.unsqueeze(0) + norms.unsqueeze(1) - 2 * gram
+    largest = float(squares.max().clamp_(min=0).sqrt())
+    return largest, float(norms.mean()) if largest else 0.0
