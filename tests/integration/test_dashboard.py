@@ -212,6 +212,18 @@ def test_the_newest_run_is_shown_unless_others_are_picked(server):
     assert len({trace["legendgroup"] for trace in both["figures"]["loss-time"]["data"]}) == 2
 
 
+def test_runs_of_one_command_open_as_a_comparison_and_many_as_a_list(tmp_path):
+    for number in range(8):
+        made.run(tmp_path / f"{number}-adpsgd", workers=2, samples=3)
+    told = Board(tmp_path).answer((), None)["document"]
+    assert told["picked"] == list(range(8))
+    made.run(tmp_path / "8-ddp", workers=2, samples=3, strategy="ddp")
+    told = Board(tmp_path).answer((), None)["document"]
+    assert (told["picked"], told["shown"], told["figures"]) == ([], [], {})
+    assert len(told["runs"]) == 9
+    assert Board(tmp_path).answer((8,), None)["document"]["picked"] == [8]
+
+
 def test_a_run_of_another_version_says_so_in_the_list_and_when_it_is_picked(server):
     told = data(server, "?runs=2")["document"]
     assert "freewheel 9.9" in told["notes"][0]

@@ -86,6 +86,7 @@ def test_a_run_of_two_can_be_read(strategy, tmp_path, quick):
                 one.record(loss=torch.tensor(0.25, requires_grad=True), accuracy=0.75)
         if place.rank == 0:
             one.record(accuracy=float("nan"), discrepancy=1)
+            one.record(perplexity=torch.tensor(12.5), temperature=-3)
 
     together(2, work)
     run = Run(tmp_path)
@@ -100,7 +101,9 @@ def test_a_run_of_two_can_be_read(strategy, tmp_path, quick):
     assert [(e.loss, e.accuracy, e.discrepancy) for e in run.evaluations] == [
         (0.25, 0.75, None),
         (None, None, 1.0),
+        (None, None, None),
     ]
+    assert run.evaluations[-1].metrics == {"perplexity": 12.5, "temperature": -3.0}
     assert run.events == []  # all began and ended together
     last = run.workers[0].latest
     if strategy == "adpsgd":
@@ -281,8 +284,10 @@ def test_training_goes_on_with_one_warning(broken, tmp_path, quick, alone, monke
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({}, "at least one of loss, accuracy"),
-        ({"acc": 0.5}, "not 'acc'"),
+        ({}, "at least one number under a name"),
+        ({"top 5": 0.5}, "'top 5' is no name"),
+        ({"time": 0.5}, "'time' is no name"),
+        ({"perplexity": "low"}, "perplexity must be one number"),
         ({"accuracy": 91.5}, "between 0 and 1, not 91.5"),
         ({"loss": "low"}, "loss must be one number, not 'low'"),
         ({"loss": torch.ones(2)}, "loss must be one number"),

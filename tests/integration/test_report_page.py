@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -59,5 +60,19 @@ def test_all_figures_are_drawn_and_fit_and_nothing_is_asked_for(
     # Hiding a run hides it in every figure that shows it.
     page.run("document.querySelector('.legend button').click()")
     page.until("document.getElementById('figure-speed').data.some((trace) => trace.visible === false)")
+    # A figure's own buttons: a linear axis instead of a logarithmic one, smooth lines, and back.
+    loss = "document.getElementById('figure-loss-time')"
+    press = f"{loss}.parentNode.querySelector('[title^=\"{{}}\"]').click()"
+    before = page.run(f"{loss}.data.map((trace) => trace.y)")
+    assert page.run(f"{loss}.layout.yaxis.type") == "log"
+    page.run(press.format("A linear"))
+    page.run(press.format("Smooth"))
+    page.until(f"{loss}.layout.yaxis.type === 'linear'")
+    page.until(f"JSON.stringify({loss}.data.map((trace) => trace.y)) !== {json.dumps(json.dumps(before))}")
+    assert page.run(f"{loss}.data.some((trace) => trace.visible === false)")  # what was hidden stays so
+    page.run(press.format("A linear"))
+    page.run(press.format("Smooth"))
+    page.until(f"{loss}.layout.yaxis.type === 'log'")
+    page.run(press.format("Save the numbers"))
     assert page.requests == [path.as_uri()]
     assert page.problems == []

@@ -257,3 +257,53 @@ def test_long_runs_count_minutes_and_hours(tmp_path):
         made.append(folder / "worker-0.jsonl", made.sample(0, 0), made.sample(0, int(7200 * hours)))
         figure = charts.throughput(shown([Run(folder)]))
         assert figure["layout"]["xaxis"]["title"]["text"] == f"time, {unit}"
+
+
+def test_what_a_script_has_named_itself_is_drawn(tmp_path):
+    made.append(
+        tmp_path / "evaluations-0.jsonl",
+        {"time": 1001.0, "samples": 64, "perplexity": 20.0, "no word": 1.0, "note": "text"},
+        {"time": 1002.0, "samples": 128, "perplexity": 12.5},
+    )
+    run = read(tmp_path)
+    assert [one.metrics for one in run.evaluations if one.metrics] == [
+        {"perplexity": 20.0},
+        {"perplexity": 12.5},
+    ]
+    figures = charts.figures(shown([run]))
+    names = list(figures)
+    assert names[1:7] == [
+        f"{what}-{over}" for what in ("loss", "accuracy", "perplexity") for over in ("time", "samples")
+    ]
+    (curve,) = figures["perplexity-time"]["data"]
+    assert (curve["x"], curve["y"]) == ([1.0, 2.0], [20.0, 12.5])
+    assert figures["perplexity-samples"]["data"][0]["x"] == [64.0, 128.0]
+    assert figures["perplexity-time"]["title"] == "Perplexity over time"
+
+
+def test_who_is_slow_is_written_beside_its_node(tmp_path):
+    run = read(tmp_path, workers=3, samples=20)  # 20, 10 and 20/3 steps a second
+    (rates,) = [trace for trace in graph(run)["data"] if trace["mode"] == "text"]
+    assert rates["text"] == ["20/s", "10/s", "6.63/s"]
+
+
+def test_the_colours_of_edges_mean_the_same_all_the_time(tmp_path):
+    def scale(number):
+        folder = tmp_path / str(number)
+        for at in range(number):
+            apart = 0.5 * 0.9**at
+            sample = made.sample(0, at, 2, peers={"1": [at, apart]}, discrepancy_max=0.5)
+            made.append(folder / "worker-0.jsonl", sample)
+        bars = [t["marker"] for t in graph(Run(folder))["data"] if t.get("marker", {}).get("showscale")]
+        return [(bar["cmin"], bar["cmax"]) for bar in bars]
+
+    assert scale(5) == scale(40) == [(math.log10(0.5) - 2, math.log10(0.5))]
+
+
+def test_deaths_and_returns_are_marked_on_loss_and_throughput(tmp_path):
+    figures = charts.figures(shown([read(tmp_path)]))  # worker 3 died at 2 s and joined at 3 s
+    for name in ("loss-time", "accuracy-time", "throughput"):
+        marks = [one["x0"] for one in figures[name]["layout"]["shapes"] if one.get("yref") == "paper"]
+        assert marks == [2.0, 3.0], name
+    assert not figures["loss-samples"]["layout"]["shapes"]
+    assert "AllReduce here: at most" in figures["throughput"]["said"]

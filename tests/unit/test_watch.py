@@ -225,6 +225,7 @@ def test_what_is_drawn_is_steps_per_second_over_time(tmp_path, now):
     assert spark([None, 0, 5, 10, 10, None]) == " ▁▅██ "
     assert spark([90, 5, 10, 90]) == "█▅██"
     assert spark([]) == ""
+    assert spark([5, 5, 5], top=20.0) == "▃▃▃"  # beside one that is four times as fast
     assert spark([0.0, None]) == "▁ "
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from freewheel.records.run_json import read_run_json
 
 STARTING_S = 120.0
 """A folder as `freewheel run` makes them that is no older than this may yet become a run."""
+NUMBERED = re.compile(r"\d+-")
 STAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
 
 
@@ -67,6 +68,11 @@ def find_runs(folder: Path) -> list[Path]:
             f"{str(folder)!r} is no run: it has neither run.json nor records in it. {_known(folder)}"
         )
     return found
+
+
+def compared(folder: Path, runs: Sequence[Path]) -> bool:
+    """Whether these runs belong together: `compare` and `simulate` number those of one command."""
+    return len(runs) > 1 and all(run.parent == folder and NUMBERED.match(run.name) for run in runs)
 
 
 def written_s(run: Path) -> float:

@@ -20,7 +20,7 @@ from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.records.files import write_whole
-from freewheel.records.schema import Evaluation
+from freewheel.records.schema import MEASURED
 from freewheel.records.tail import life
 
 THIN_BYTES = 24_000_000
@@ -105,7 +105,8 @@ class Journal:
 
     def evaluation(self, time_s: float, **measured: float | None) -> None:
         """What was measured of the answer."""
-        self._put_besides(f"evaluations-{self.by}.jsonl", vars(Evaluation(time_s, **measured)))  # type: ignore[arg-type]
+        known = dict.fromkeys(MEASURED)
+        self._put_besides(f"evaluations-{self.by}.jsonl", {**known, "time": time_s, **measured})
 
     def close(self) -> None:
         """Write what was kept back; a file that `begin` has left and nobody has written to is removed."""

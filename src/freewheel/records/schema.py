@@ -7,7 +7,7 @@ during a life of the worker, `LEVELS` are what they are at one moment.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict, Unpack, get_type_hints
 
 from freewheel.records.counters import CAUSES, Counters
@@ -119,21 +119,33 @@ class Evaluation:
     discrepancy: Number = None
     consensus: Number = None
     discrepancy_max: Number = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What else was measured, by a name that the script has given it."""
 
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> Evaluation:
         """The evaluation in a line; raises TypeError where there is none."""
-        known = {field.name: line[field.name] for field in fields(cls) if line.get(field.name) is not None}
+        told = {name: value for name, value in line.items() if value is not None and name != "metrics"}
+        known = {name: value for name, value in told.items() if name in MEASURED}
         if not all(isinstance(value, int | float) for value in known.values()):
             raise TypeError("what was measured must be numbers")
-        return cls(**known)
+        others = {name: value for name, value in told.items() if name not in MEASURED and name.isidentifier()}
+        metrics = {name: float(value) for name, value in others.items() if isinstance(value, int | float)}
+        return cls(**known, metrics=metrics)
+
+    def told(self) -> dict[str, Any]:
+        """All that was measured, by name."""
+        flat = {**vars(self), **self.metrics}
+        return {name: value for name, value in flat.items() if value is not None and name != "metrics"}
 
     def join(self, other: Evaluation) -> bool:
         """Take in what another line says of the same moment; False where both measured the same thing."""
-        mine, new = (
-            {name for name, value in vars(one).items() if value is not None} for one in (self, other)
-        )
-        if not mine & new <= {"time", "worker_steps", "samples"}:
+        new = other.told()
+        if not self.told().keys() & new.keys() <= {"time", "worker_steps", "samples"}:
             return False
-        vars(self).update({name: getattr(other, name) for name in new})
+        vars(self).update({name: value for name, value in new.items() if name in MEASURED})
+        self.metrics |= other.metrics
         return True
+
+
+MEASURED = tuple(one.name for one in fields(Evaluation) if one.name != "metrics")

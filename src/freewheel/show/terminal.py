@@ -149,22 +149,25 @@ def _counts(values: Sequence[float]) -> list[str]:
 
 
 def _draw(run: Run, one: Column, ranks: list[int | None], cells: int) -> None:
-    """Fill in what is drawn: steps per second over time, each row from 0 to its own greatest."""
+    """Fill in what is drawn: steps per second over time, all workers on one scale: who is slow is low."""
     last_s = window_s(run)
     span, least = ("whole run", "run") if last_s is None else (f"last {last_s:.0f} s", f"{last_s:.0f} s")
     words = (f"steps/s, {span}", span, least)
     one.heading = next((word for word in words if len(word) <= cells), least)
     drawn = history(run, cells)
-    one.cells = [spark(drawn.get(rank, [])) for rank in [*ranks, None]]
+    top = max((_peak(drawn.get(rank, [])) for rank in ranks), default=0.0)
+    one.cells = [*(spark(drawn.get(rank, []), top) for rank in ranks), spark(drawn.get(None, []))]
 
 
-def spark(values: Sequence[float | None]) -> str:
-    """A small drawing, from 0 to the greatest; blank where nothing is known.
-
-    The first and the last part may hold a step and hardly any time: they do not say how high it is drawn.
-    """
+def _peak(values: Sequence[float | None]) -> float:
+    """The greatest; the first and the last part may hold a step and hardly any time, and do not count."""
     inner = [value for value in values[1:-1] if value]
-    most = max(inner or [value for value in values if value is not None], default=0.0)
+    return max(inner or [value for value in values if value is not None], default=0.0)
+
+
+def spark(values: Sequence[float | None], top: float | None = None) -> str:
+    """A small drawing, from 0 to `top`, or to the greatest; blank where nothing is known."""
+    most = _peak(values) if top is None else top
     return "".join(
         " " if value is None or not math.isfinite(value)
         else BLOCKS[min(7, max(0, round(7 * value / most))) if most > 0 else 0]

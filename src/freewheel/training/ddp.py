@@ -54,6 +54,7 @@ class DdpBooks:
     def __init__(self, job: Job, folder: Path, rank: int, step_s: float, model_bytes: int) -> None:
         self.steps, self.loss = 0, torch.tensor(float("nan"))
         self._job, self._rank, self._step_s, self._model_bytes = job, rank, step_s, model_bytes
+        self._others = tuple(one for one in range(job.workers) if one != rank)
         self._ended_s: float | None = None
         self._began_s, self._began, self._state = time.perf_counter(), time.time(), "training"
         self._events = Events()
@@ -66,7 +67,7 @@ class DdpBooks:
         before_s, self._stepped_s = self._stepped_s, time.perf_counter()
         waited_s = max(0.0, self._stepped_s - before_s - self._step_s)
         self._timeline.gradient(self._stepped_s - before_s - waited_s, waited_s)
-        self._timeline.merge([rank for rank in range(self._job.workers) if rank != self._rank], waited_s)
+        self._timeline.merge(self._others, waited_s)
 
     def about(self, lr: float, optimizer: torch.optim.Optimizer) -> None:
         """Let run.json be written."""
@@ -116,6 +117,7 @@ class DdpBooks:
         compute_s = min(elapsed_s, self.steps * self._step_s)
         counters = Counters(steps=self.steps, bytes_out=self.bytes_out(), bytes_in=self.bytes_out())
         counters.merges["done"] = self.steps
+        counters.merged = {self._others: self.steps}
         return worker_sample(
             counters,
             rank=self._rank,

@@ -234,9 +234,10 @@ class Worker:
         self._about |= settings | {"name": name, "target": target}
 
     def record(self, **measured: Tensor | float) -> None:
-        """Write down what was measured of the answer: loss, accuracy, discrepancy, consensus.
+        """Write down what was measured of the answer: loss, accuracy, and any other number by its name.
 
-        In the with-block or after it. What is no number at all is refused; nan is written as unknown.
+        In the with-block or after it. Reports and the dashboard draw each of them, as in
+        `record(perplexity=12.5)`. What is no number at all is refused; nan is written as unknown.
         """
         checked = evaluation(measured)
         if self._recorder is None:

@@ -24,7 +24,7 @@ from freewheel.errors import ConfigError
 from freewheel.numbers import share, short
 from freewheel.records.journal import Journal
 from freewheel.records.run_json import run_json
-from freewheel.records.schema import WorkerSample
+from freewheel.records.schema import MEASURED, WorkerSample
 from freewheel.records.timeline import Timeline
 from freewheel.runtime.worker import optimizers
 from freewheel.strategy import Strategy
@@ -187,14 +187,13 @@ def open_board(folder: str | Path, rank: int) -> Any:
 
 
 def evaluation(measured: Mapping[str, Any]) -> dict[str, float]:
-    """What `worker.record` was given, checked: numbers under names that records have."""
-    names = ("loss", "accuracy", "discrepancy", "consensus", "samples", "worker_steps")
+    """What `worker.record` was given, checked: numbers under names."""
     if not measured:
-        raise ConfigError(f"record takes at least one of {', '.join(names)}, as in record(accuracy=0.9).")
+        raise ConfigError("record takes at least one number under a name, as in record(accuracy=0.9).")
     checked: dict[str, float] = {}
     for name, given in measured.items():
-        if name not in names:
-            raise ConfigError(f"record takes {', '.join(names)}; not {name!r}.")
+        if not name.isidentifier() or name in ("time", "time_s", "metrics"):
+            raise ConfigError(f"record: {name!r} is no name; give a word, as in record(perplexity=12.5).")
         try:
             if isinstance(given, str | bytes):
                 raise TypeError
@@ -203,7 +202,7 @@ def evaluation(measured: Mapping[str, Any]) -> dict[str, float]:
             raise ConfigError(f"record: {name} must be one number, not {given!r}.") from None
         if name == "accuracy" and math.isfinite(value) and not 0 <= value <= 1:
             raise ConfigError(f"record: accuracy must lie between 0 and 1, not {value:g}.")
-        if name != "loss" and value < 0:
+        if name in MEASURED and name != "loss" and value < 0:
             raise ConfigError(f"record: {name} must be at least 0, not {value:g}.")
         checked[name] = int(value) if name in ("samples", "worker_steps") and value.is_integer() else value
     return checked

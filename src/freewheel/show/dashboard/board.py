@@ -16,7 +16,7 @@ from typing import Any
 
 from freewheel.errors import ConfigError, FreewheelError
 from freewheel.numbers import count
-from freewheel.records.find_run import find_runs, written_s
+from freewheel.records.find_run import compared, find_runs, written_s
 from freewheel.records.run import DEATHS, SILENT_S, Run
 from freewheel.records.run_json import read_run_json
 from freewheel.show import rates
@@ -104,13 +104,16 @@ class Board:
         self.answer((), None)
 
     def answer(self, numbers: Sequence[int], since: int | None) -> Document:
-        """What to show of these runs (none: the newest); no document where the page has this version."""
+        """What to show of these runs; no document where the page has this version.
+
+        Of none: the newest; where all are of one command, all, or a list of more than can be told apart.
+        """
         with self._lock:
             self._scan()
             entries = self._picked(numbers)
             for entry in entries:
                 entry.poll()
-            key, of = zip(*((entry.number, entry.news) for entry in entries), strict=True)
+            key, of = tuple(one.number for one in entries), tuple(one.news for one in entries)
             pick = self._picks.pop(key, Pick())
             self._picks[key] = pick  # the last that was asked for is the last to go
             while len(self._picks) > MAX_PICKS:
@@ -142,6 +145,8 @@ class Board:
 
     def _picked(self, numbers: Sequence[int]) -> list[Entry]:
         entries = list(self._entries.values())
+        if not numbers and compared(self._folder, [entry.folder for entry in entries]):
+            return entries if len(entries) <= MAX_RUNS_COMPARED else []
         if not numbers:
             return [max(entries, key=lambda entry: (_started(entry.folder), entry.number))]
         wanted = list(dict.fromkeys(numbers))

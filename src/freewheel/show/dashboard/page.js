@@ -39,8 +39,9 @@
   const config = { displaylogo: false, displayModeBar: mouse ? "hover" : false, responsive: false,
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
     showSendToCloud: false, plotlyServerURL: "" };  // plotly's own button would upload the figure
-  const boxes = new Map([...document.querySelectorAll("figure[id^=box-]")].map((box) =>
-    [box.id.slice(4), { box, place: box.querySelector(".plot"), seen: false, due: true, drawn: false, at: 0 }]));
+  const boxed = (box) =>
+    [box.id.slice(4), { box, place: box.querySelector(".plot"), seen: false, due: true, drawn: false, at: 0 }];
+  const boxes = new Map([...document.querySelectorAll("figure[id^=box-]")].map(boxed));
   let looks = null;
   const look = () => looks ||= { font: getComputedStyle(document.body).fontFamily, ink: css("--ink"),
     soft: css("--soft"), grid: css("--grid"), line: css("--line"), card: css("--card") };
@@ -63,7 +64,7 @@
   };
   // A figure's words and its room are there at once, so that nothing moves when it is drawn.
   const caption = (one, figure) => {
-    const [title, said] = one.box.querySelectorAll("figcaption > *");
+    const [title, said] = one.box.querySelectorAll("figcaption > b, figcaption > span");
     title.textContent = figure.title;
     said.textContent = figure.said;
     if (!one.place.style.height) one.place.style.height = figure.height + "px";
@@ -99,7 +100,8 @@
     if (!one.drawn) one.place.replaceChildren();  // the sketch
     // Plotly writes into what it is given, and we need it unwritten to tell what has changed.
     const data = figure.data.map((trace) => ({ ...trace }));
-    Plotly.react(one.place, data, layoutOf(figure, width, height), config);
+    figureTools.offer(one.place, figure, () => { one.due = true; later(); });
+    Plotly.react(one.place, ...figureTools.dress(one.place, data, layoutOf(figure, width, height)), config);
     one.drawn = true;
   };
   // Plotly takes a second to start, in which the page stands still: it comes when the sketches have been painted.
@@ -130,17 +132,40 @@
   };
   const later = () => { if (!framed) { framed = true; requestAnimationFrame(frame); } };
   const onScreen = new IntersectionObserver((changes) => {
-    for (const { target, isIntersecting } of changes) boxes.get(target.id.slice(4)).seen = isIntersecting;
+    for (const { target, isIntersecting } of changes) {
+      const one = boxes.get(target.id.slice(4));
+      if (one) one.seen = isIntersecting;
+    }
     later();
   }, { rootMargin: "200px" });
   const sized = new ResizeObserver((changes) => {
     for (const { target } of changes) {
-      const one = boxes.get(target.parentNode.id.slice(4));
-      if (one.drawn && target.clientWidth && target.layout.width !== target.clientWidth) one.due = true;
+      const one = target.parentNode && boxes.get(target.parentNode.id.slice(4));
+      if (one && one.drawn && target.clientWidth && target.layout.width !== target.clientWidth) one.due = true;
     }
     later();
   });
-  for (const { box, place } of boxes.values()) { onScreen.observe(box); sized.observe(place); }
+  const observe = ({ box, place }) => { onScreen.observe(box); sized.observe(place); };
+  boxes.forEach(observe);
+  // What a script has named itself stands beside loss and accuracy; it goes where the next run has none.
+  const others = (names) => {
+    for (const name of names.filter((each) => !boxes.has(each))) {
+      const box = make("figure", { id: "box-" + name }, make("figcaption", {}, make("b"), make("span")),
+        make("div", { className: "plot" }));
+      box.dataset.over = name.endsWith("-time") ? "time" : "samples";
+      box.dataset.own = "own";
+      box.hidden = !document.querySelector(`.switch [data-over=${box.dataset.over}][aria-pressed=true]`);
+      byId("learned").append(box);
+      boxes.set(...boxed(box));
+      observe(boxes.get(name));
+    }
+    for (const [name, { box }] of [...boxes]) {
+      if (!box.dataset.own || names.includes(name)) continue;
+      onScreen.unobserve(box);
+      box.remove();
+      boxes.delete(name);
+    }
+  };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
     looks = null;
     for (const one of boxes.values()) one.due = true;
@@ -193,17 +218,40 @@
         make("th", { scope: "row" }, swatch(one.colour), " ", one.label), make("td", {}, state(one)),
         ...rows[place].map((text) => make("td", { textContent: text })))))));
   };
+  // Where more runs belong together than can be told apart: a table of them, to pick some.
+  const home = () => {
+    const ticks = document_.runs.map((run) => {
+      const tick = make("input", { type: "checkbox", value: run.number });
+      tick.setAttribute("aria-label", `compare ${run.name}`);
+      return tick;
+    });
+    const compare = make("button", { type: "button", className: "go", textContent: "Compare those ticked",
+      onclick: () => pick(ticks.filter((tick) => tick.checked).map((tick) => tick.value)) });
+    const row = (run, place) => make("tr", {},
+      make("th", { scope: "row" }, ticks[place], " ", make("button", { type: "button", className: "name",
+        textContent: run.name, onclick: () => pick([run.number]) })),
+      ...[run.strategy, run.workers, run.started && new Date(1000 * run.started).toLocaleString(),
+        run.error || (run.live ? "live" : "ended")].map((text) => make("td", { textContent: text || "–" })));
+    return make("div", { className: "scroll compared", tabIndex: 0 }, make("table", {}, make("thead", {},
+      make("tr", {}, ...["run", "strategy", "workers", "started", "state"].map((head) =>
+        make("th", { textContent: head })))), make("tbody", {}, ...document_.runs.map(row))), compare);
+  };
+  let housed = "";
   const words = () => {
-    const { shown, notes } = document_;
+    const { shown, notes, picked } = document_;
     const [one] = shown;
     byId("title").textContent = shown.length > 1 ? `${shown.length} runs compared`
-      : one ? one.name : "Nothing to show";
+      : one ? one.name : picked.length ? "Nothing to show" : `${document_.runs.length} runs`;
     document.title = `${byId("title").textContent} – Freewheel`;
     const said = shown.length !== 1 ? [] : [state(one), " · ", one.strategy || "strategy not known",
       one.waits_for ? `, waits for ${one.waits_for}` : "", one.clock === "virtual" ? " · simulated" : ""];
     byId("lead").replaceChildren(...said);
     warn(notes);
-    byId("headline").replaceChildren(...shown.length > 1 ? [compared()] : one && one.elapsed_s !== null ? [tiles(one)] : []);
+    const said_of = picked.length ? "" : JSON.stringify(document_.runs);
+    if (!said_of) byId("headline").replaceChildren(...shown.length > 1 ? [compared()]
+      : one && one.elapsed_s !== null ? [tiles(one)] : []);
+    else if (said_of !== housed) byId("headline").replaceChildren(home());  // ticks stay while nothing changes
+    housed = said_of;
     byId("shown").hidden = !Object.keys(document_.figures).length;
     byId("legend").hidden = shown.length < 2;
     byId("legend").replaceChildren(...shown.map((each) => make("span", {}, swatch(each.colour), each.label)));
@@ -266,7 +314,7 @@
     const find = byId("picker-find");
     find.hidden = runs.length < 9;
     const wanted = find.value.toLowerCase();
-    byId("picker-said").textContent = chosen.size > 1 ? `${chosen.size} of ${runs.length} runs`
+    byId("picker-said").textContent = chosen.size !== 1 ? `${chosen.size} of ${runs.length} runs`
       : `${runs.find((run) => chosen.has(run.number)).name}${runs.length > 1 ? `, 1 of ${runs.length} runs` : ""}`;
     const focus = document.activeElement && document.activeElement.dataset ? document.activeElement.dataset.pick : null;
     byId("picker-runs").replaceChildren(...[...runs].reverse()
@@ -311,6 +359,7 @@
     if (fresh("workers") || fresh("shown")) table();
     if (fresh("about")) about();
     if (fresh("runs") || fresh("picked")) list();
+    others(Object.keys(document_.figures));
     for (const [name, one] of boxes) {
       const figure = document_.figures[name];
       if (old && same(old.figures[name], figure)) continue;

@@ -21,6 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from freewheel.errors import ConfigError
 from freewheel.show.dashboard.board import Board
+from freewheel.show.figures.common import tools
 
 PORT = 8765
 HOST = "127.0.0.1"
@@ -90,7 +91,7 @@ def _files() -> dict[str, tuple[str, bytes]]:
         "": ("text/html", here.joinpath("page.html").read_bytes()),
         "page.css": ("text/css", css),
         "sketch.js": ("text/javascript", here.joinpath("sketch.js").read_bytes()),
-        "page.js": ("text/javascript", here.joinpath("page.js").read_bytes()),
+        "page.js": ("text/javascript", tools().encode() + here.joinpath("page.js").read_bytes()),
         "plotly.js": ("text/javascript", bare(script)),
     }
 

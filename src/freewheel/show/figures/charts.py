@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from freewheel.numbers import given
+from freewheel.numbers import given, short
 from freewheel.records.schema import Evaluation
 from freewheel.records.track import Floats
 from freewheel.show.figures.common import (
@@ -28,19 +28,21 @@ from freewheel.show.figures.common import (
 )
 from freewheel.show.figures.graph import graph
 from freewheel.show.figures.palette import CAUSES, GREY
-from freewheel.show.figures.timeline import faults
-from freewheel.show.rates import blocked, staleness
+from freewheel.show.figures.timeline import event_marks, faults
+from freewheel.show.rates import blocked, staleness, step_times_s
 from freewheel.show.shown import Shown
+
+MOST_METRICS = 24
+"""Of what a script has named itself so many are drawn."""
 
 
 def figures(runs: Sequence[Shown]) -> dict[str, Figure]:
     """All figures of some runs, by name."""
+    own = dict.fromkeys(name for one in runs for each in one.run.evaluations for name in each.metrics)
+    learned = ("loss", "accuracy", *list(own)[:MOST_METRICS])
     return {
         "graph": graph(runs[0].run, runs[0].label if len(runs) > 1 else ""),
-        "loss-time": curves(runs, "loss", "time"),
-        "loss-samples": curves(runs, "loss", "samples"),
-        "accuracy-time": curves(runs, "accuracy", "time"),
-        "accuracy-samples": curves(runs, "accuracy", "samples"),
+        **{f"{what}-{over}": curves(runs, what, over) for what in learned for over in ("time", "samples")},
         "throughput": throughput(runs),
         "blocked": blocked_shares(runs),
         "staleness": staleness_counts(runs),
@@ -53,18 +55,18 @@ def figures(runs: Sequence[Shown]) -> dict[str, Figure]:
 
 
 def curves(runs: Sequence[Shown], what: str, over: str) -> Figure:
-    """Loss or accuracy over time or over samples."""
+    """Loss, accuracy or what a script has named itself, over time or over samples."""
     in_steps = over == "samples" and not all(_counts_samples(one, what) for one in runs)
     counted = "worker-steps" if in_steps else "samples"
     across = f"%{{x:,.4~r}} {UNITS[runs[0].unit_s]}" if over == "time" else f"%{{x:,.4~s}} {counted}"
-    hover = f"{across}<br>" + ("accuracy %{y:.1%}" if what == "accuracy" else "loss %{y:.4~g}")
+    hover = f"{across}<br>{what} %{{y:{'.1%' if what == 'accuracy' else '.4~g'}}}"
     data: list[Figure] = []
     for one in runs:
         curve = _training_loss(one, over, in_steps, hover, len(runs) == 1) if what == "loss" else []
         points = [
             (at, value)
             for evaluation in one.run.evaluations
-            if (value := getattr(evaluation, what)) is not None
+            if (value := evaluation.told().get(what)) is not None
             and (at := _where(one, evaluation, over, in_steps)) is not None
         ]
         data += curve
@@ -74,23 +76,29 @@ def curves(runs: Sequence[Shown], what: str, over: str) -> Figure:
             dots |= {"x": drawn(at for at, _ in points), "y": drawn(value for _, value in points)}
             data.append(dots | {"marker": {"color": one.colour, "size": 6 if len(points) < 60 else 4}})
     layout: dict[str, Any] = {
-        "xaxis": time_axis(runs) if over == "time" else axis(f"{counted} of all workers", ",~s")
+        "xaxis": time_axis(runs) if over == "time" else axis(f"{counted} of all workers", ",~s"),
+        "shapes": event_marks(runs) if over == "time" else [],
     }
     if what == "loss":
         band = ", shaded: from the least to the largest" if len(runs) == 1 else ""
         said = f"Line: mean of the workers’ training losses{band}; dots: measured of the answer."
         empty = "No worker has reported a loss: worker.record(loss=…) does."
         layout["yaxis"] = log_axis("loss", data)
+    elif what != "accuracy":
+        said, empty = f"worker.record({what}=…).", ""
+        layout["yaxis"] = {"title": {"text": what}, "tickformat": ",~r"}
     else:
         said = "Measured of the answer. Higher is better, further left is sooner."
         empty = "Not measured yet: worker.record(accuracy=…) does it; train and compare do it at the end."
-        layout |= {"yaxis": {"title": {"text": "accuracy"}, "tickformat": ".0%"}, **_targets(runs)}
-    title = f"{what.capitalize()} over {'time' if over == 'time' else counted}"
+        targets = _targets(runs)
+        layout["shapes"] = [*targets.pop("shapes", []), *layout["shapes"]]
+        layout |= {"yaxis": {"title": {"text": "accuracy"}, "tickformat": ".0%"}, **targets}
+    title = f"{what[0].upper()}{what[1:]} over {'time' if over == 'time' else counted}"
     return figure(title, said, 320, data, empty, **layout)
 
 
 def _counts_samples(one: Shown, what: str) -> bool:
-    measured = (each for each in one.run.evaluations if getattr(each, what) is not None)
+    measured = (each for each in one.run.evaluations if what in each.told())
     return float(one.series.samples[-1]) > 0 and all(each.samples is not None for each in measured)
 
 
@@ -156,7 +164,10 @@ def throughput(runs: Sequence[Shown]) -> Figure:
         data.append(line(one, "ideal", f"{hover} ideal", x=x, y=drawn(one.series.ideal), line=dotted))
         data.append(line(one, "", hover, x=x, y=drawn(one.series.rate)))
     said = "Steps of all workers in a second. Dotted: if those there did nothing but compute."
-    axes = {"xaxis": time_axis(runs), "yaxis": axis("worker-steps/s")}
+    times_s = step_times_s(runs[0].run.lives).values()
+    if len(runs) == 1 and len(times_s) > 1 and runs[0].setting("waits_for") == "nobody":
+        said += f" AllReduce here: at most {short(len(times_s) / max(times_s))} steps/s."
+    axes = {"xaxis": time_axis(runs), "yaxis": axis("worker-steps/s"), "shapes": event_marks(runs)}
     return figure("Throughput", said, 430, data, "No worker has made a step.", **axes)
 
 

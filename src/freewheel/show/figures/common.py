@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from html import escape
+from importlib import resources
 from typing import Any
 
 from freewheel.records.track import Floats
@@ -20,6 +21,11 @@ LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorde
 def figure(title: str, said: str, height: int, data: list[Figure], empty: str = "", **layout: Any) -> Figure:
     """A figure; `said`: what it shows, in a sentence; `empty`: what to say where there is nothing to draw."""
     return {"title": title, "said": said, "height": height, "data": data, "layout": layout, "empty": empty}
+
+
+def tools() -> str:
+    """The script of the buttons that a figure has on every page."""
+    return resources.files(__package__).joinpath("tools.js").read_text(encoding="utf-8")
 
 
 def axis(title: str, form: str = ",~r", **rest: Any) -> Figure:

@@ -13,6 +13,10 @@ from freewheel.show.figures.common import Figure, figure
 from freewheel.show.figures.palette import DISTANCES, GREY, STATES
 from freewheel.show.rates import LATELY_S, every_s, rate
 
+DECADES = 2.0
+"""From the largest distance down to a hundredth of it edges have colours of their own."""
+MAX_RATES = 24
+"""Of more workers than this no rates are written beside the nodes."""
 MAX_EDGES, EDGES_EACH = 256, 2
 """More edges than this are thinned out: so many of each worker are left."""
 
@@ -73,9 +77,9 @@ def graph(run: Run, label: str = "") -> Figure:
         rank: (round(radius * math.sin(place * turn), 4), round(radius * math.cos(place * turn), 4))
         for place, rank in enumerate(ranks)
     }
-    data = _edges(found, places) + ([_nodes(run, places)] if ranks else [])
+    data = _edges(run, found, places) + ([*_rates(run, places), _nodes(run, places)] if ranks else [])
     title = f"Who met in the last {short(max(span_s, 0.01), 2)} s" if found else "Workers"
-    bare = {"visible": False, "range": [-1.22, 1.22], "fixedrange": True, "constrain": "domain"}
+    bare = {"visible": False, "range": [-1.34, 1.34], "fixedrange": True, "constrain": "domain"}
     return figure(
         title + (f" of {label}" if label else ""),
         _said(found, len(met)),
@@ -110,12 +114,15 @@ def _said(found: list[Edge], met: int) -> str:
     return f"{who}; {'colour: how far apart they were' if known else 'how far apart they were is not known'}."
 
 
-def _edges(found: list[Edge], places: dict[int, tuple[float, float]]) -> list[Figure]:
-    """One trace for every shade, which draws faster than one for every edge; hovers; the scale of colours."""
-    logs = [math.log10(edge.distance) for edge in found if edge.distance]
-    least, most = min(logs, default=0.0), max(logs, default=1.0)
-    if most - least <= 0.05:  # distances within a tenth of each other look the same
-        least, most = least - 0.15, most + 0.15
+def _edges(run: Run, found: list[Edge], places: dict[int, tuple[float, float]]) -> list[Figure]:
+    """One trace for every shade, which draws faster than one for every edge; hovers; the scale of colours.
+
+    The scale ends at the largest distance of the whole run: a colour means the same from first to last.
+    """
+    known = [edge.distance for edge in found if edge.distance]
+    ever = [life.get("discrepancy_max") or 0.0 for life in run.lives]
+    most = math.log10(max([*known, *ever], default=1.0) or 1.0)
+    least = most - DECADES
     shades = defaultdict[int, list[Edge]](list)
     for edge in found:
         height = (math.log10(edge.distance) - least) / (most - least) if edge.distance else -1.0
@@ -135,7 +142,7 @@ def _edges(found: list[Edge], places: dict[int, tuple[float, float]]) -> list[Fi
     ]
     if found:
         data.append(_hovers(found, places))
-    return data + ([_scale(least, most)] if logs else [])
+    return data + ([_scale(least, most)] if known else [])
 
 
 def _hovers(found: list[Edge], places: dict[int, tuple[float, float]]) -> Figure:
@@ -172,6 +179,29 @@ def _scale(least: float, most: float) -> Figure:
     marker = {"color": [least], "colorscale": steps, "cmin": least, "cmax": most, "showscale": True}
     nothing = {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "hoverinfo": "skip"}
     return nothing | {"marker": marker | {"colorbar": bar}}
+
+
+def _rates(run: Run, places: dict[int, tuple[float, float]]) -> list[Figure]:
+    """How fast each worker steps, outside the circle: who is slow can be seen."""
+    tracks = {rank: track for rank in places if (track := run.workers.get(rank)) is not None}
+    if len(tracks) > MAX_RATES:
+        return []
+    over_s = LATELY_S if run.live and run.clock == "wall" else math.inf
+    per_s = {rank: rate(track, "steps", over_s) for rank, track in tracks.items()}
+    known = {rank: value for rank, value in per_s.items() if value is not None}
+    far = 1.24 if len(places) > 1 else 0.0
+    return [
+        {
+            "type": "scatter",
+            "mode": "text",
+            "hoverinfo": "skip",
+            "x": [round(far * places[rank][0], 4) for rank in known],
+            "y": [round(far * places[rank][1] - (0.2 if far == 0 else 0.0), 4) for rank in known],
+            "text": [f"{short(value)}/s" for value in known.values()],
+            "textfont": {"size": 10, "color": GREY},
+            "marker": {"size": 1, "opacity": 0},
+        }
+    ]
 
 
 def _nodes(run: Run, places: dict[int, tuple[float, float]]) -> Figure:

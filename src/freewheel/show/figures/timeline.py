@@ -10,6 +10,10 @@ from freewheel.show.figures.common import LEGEND, Figure, drawn, figure, rounded
 from freewheel.show.figures.palette import EVENTS, FAINT, GREY
 from freewheel.show.shown import Shown
 
+MARKED = ("died", "failed", "cut", "left", "joined", "restarted")
+MOST_MARKS = 100
+"""More lines than this would hide the curves."""
+
 
 def faults(runs: Sequence[Shown]) -> Figure:
     """Who died, came, left and was cut off, when; a row for each worker, or for each run."""
@@ -53,6 +57,21 @@ def faults(runs: Sequence[Shown]) -> Figure:
         xaxis=time_axis(runs, range=[0, 1.02 * (rounded(max(ends, default=1.0)) or 1.0)]),
         yaxis={**yaxis, "range": [len(ordered) - 0.4, -0.6]},
     )
+
+
+def event_marks(runs: Sequence[Shown]) -> list[Figure]:
+    """A thin line at every death, departure and return, for figures over time; of several runs in colours."""
+    marks = [
+        (rounded(one.at(event.time)), EVENTS[event.what][1] if len(runs) == 1 else one.colour)
+        for one in runs
+        for event in one.run.events
+        if event.what in MARKED and event.rank is not None
+    ]
+    line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below", "opacity": 0.45}
+    dotted = {"width": 1, "dash": "dot"}
+    return [
+        line | {"x0": at, "x1": at, "line": {**dotted, "color": colour}} for at, colour in marks[:MOST_MARKS]
+    ]
 
 
 def _away(one: Shown) -> list[tuple[float, float, str]]:

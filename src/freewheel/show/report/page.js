@@ -19,9 +19,8 @@
   const config = { displaylogo: false, displayModeBar: mouse ? "hover" : false,
     modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
     showSendToCloud: false, plotlyServerURL: "" };  // plotly's own button would upload the figure
-  const places = [];
-  const drawn = Object.entries(figures).map(([name, figure]) => {
-    const place = document.getElementById("figure-" + name);
+  const draw = (place) => {
+    const figure = figures[place.id.slice(7)];
     const layout = Object.assign({ showlegend: false, hovermode: "closest", dragmode: mouse ? "zoom" : false,
       paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)" }, figure.layout);
     layout.font = { family: getComputedStyle(document.body).fontFamily, size: 12 };
@@ -29,13 +28,15 @@
     for (const axis of ["xaxis", "yaxis"]) {
       layout[axis] = Object.assign({ automargin: true, zeroline: false }, layout[axis]);
     }
-    places.push(place);
-    return Plotly.newPlot(place, figure.data, layout, config);
-  });
+    const again = (one) => draw(one).then(() => Plotly.relayout(one, look())).then(show);
+    figureTools.offer(place, figure, again);
+    return Plotly.react(place, ...figureTools.dress(place, figure.data, layout), config);
+  };
+  const places = Object.keys(figures).map((name) => document.getElementById("figure-" + name));
   // Plotly itself follows the window only; a figure's place also changes when the layout does.
   const watch = new ResizeObserver((seen) => seen.forEach(({ target }) => Plotly.Plots.resize(target)));
   const paint = () => places.forEach((place) => Plotly.relayout(place, look()));
-  Promise.all(drawn).then(paint).then(() => places.forEach((place) => watch.observe(place)));
+  Promise.all(places.map(draw)).then(paint).then(() => places.forEach((place) => watch.observe(place)));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paint);
 
   const chips = [...document.querySelectorAll(".legend button")];

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from html import escape
 from importlib import resources
 
-from freewheel.show.figures.common import Figure
+from freewheel.show.figures.common import Figure, tools
 from freewheel.show.figures.palette import SVG_DASHES
 from freewheel.show.report.content import Section
 from freewheel.show.report.figures import all_figures
-from freewheel.show.report.tables import Table
 from freewheel.show.shown import Shown
+from freewheel.show.tables import Table
 
 OPEN = 16
 """A single run's table of so many workers is shown at once; a longer one is folded."""
@@ -41,7 +41,7 @@ def page(runs: Sequence[Shown], sections: Sequence[Section], title: str, command
         "body": "\n".join(body),
         # Inside a script the browser escapes nothing, so no "<" may stand there.
         "data": json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-        "script": _part("page.js"),
+        "script": tools() + _part("page.js"),
     }
     return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], _part("page.html"))
 

@@ -1,0 +1,52 @@
+// Buttons beside a figure's title: a logarithmic axis, smooth lines, the numbers as a file.
+const figureTools = (() => {
+  "use strict";
+  const WEIGHT = 0.85;  // of what was before, in a line that is smoothed
+  const smooth = (values) => {
+    let mean = null;
+    return values.map((value) => value === null ? null
+      : (mean = mean === null ? value : WEIGHT * mean + (1 - WEIGHT) * value));
+  };
+  const isLine = ({ type, mode = "", fill, y }) => type === "scatter" && mode.includes("lines") && !fill && y.length > 2;
+  const suits = ({ xaxis = {}, yaxis = {} }) => xaxis.visible !== false && yaxis.type !== "category";
+  const cell = (text) => /[",\n]/.test(text) ? `"${String(text).replaceAll('"', '""')}"` : String(text ?? "");
+  const csv = ({ data, layout }) => [["curve", layout.xaxis.title?.text || "x", layout.yaxis.title?.text || "y"],
+    ...data.flatMap(({ name, x, y }) => x.map((at, place) => [name, at, y[place]]))
+  ].map((row) => row.map(cell).join(",")).join("\n") + "\n";
+  const save = (place) => {
+    const url = URL.createObjectURL(new Blob([csv(place)], { type: "text/csv" }));
+    Object.assign(document.createElement("a"), { href: url, download: `${place.id || place.parentNode.id}.csv` }).click();
+    setTimeout(() => URL.revokeObjectURL(url), 1000);
+  };
+  // A figure as the buttons ask for it.
+  const dress = (place, data, layout) => {
+    if (place.dataset.log && suits(layout)) {
+      const { tickformat, dtick, rangemode, range, ...axis } = layout.yaxis;
+      layout.yaxis = { ...axis, type: axis.type === "log" ? "linear" : "log" };
+    }
+    if (place.dataset.smooth) data = data.map((trace) => isLine(trace) ? { ...trace, y: smooth(trace.y) } : trace);
+    return [data, layout];
+  };
+  const offer = (place, figure, redraw) => {
+    const caption = place.parentNode.querySelector("figcaption");
+    if (caption.querySelector(".tools") || !suits(figure.layout)) return;
+    const button = (name, title, onclick) =>
+      Object.assign(document.createElement("button"), { type: "button", textContent: name, title, onclick });
+    const toggle = (what, name, title) => {
+      const made = button(name, title, () => {
+        place.dataset[what] = place.dataset[what] ? "" : "on";
+        made.setAttribute("aria-pressed", String(Boolean(place.dataset[what])));
+        redraw(place);
+      });
+      made.setAttribute("aria-pressed", "false");
+      return made;
+    };
+    const log = figure.layout.yaxis?.type === "log" ? "linear" : "log";
+    const tools = Object.assign(document.createElement("div"), { className: "tools" });
+    if (figure.data.some(isLine)) tools.append(toggle("log", log, `A ${log === "log" ? "logarithmic" : "linear"} axis`),
+      toggle("smooth", "smooth", "Smooth the lines"));
+    tools.append(button("CSV", "Save the numbers", () => save(place)));
+    caption.prepend(tools);
+  };
+  return { dress, offer };
+})();
