@@ -2,7 +2,8 @@
 
     python benchmarks/pictures.py        # into docs/pictures
 
-Needs Chromium. Fonts are the machine's, so a picture may differ from another machine's in its letters.
+Needs Chromium, and Pillow for the animated one. Fonts are the machine's, so a picture may differ from another
+machine's in its letters. Figures that are drawn and not photographed are by docs/figures.py.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+
+from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
@@ -32,6 +35,8 @@ RACE = (
 )
 REPLAY = "replay race -o replay.html"
 MOMENT_S = 2.68
+FILM_S, FRAMES, FRAME_MS, LAST_MS = 2.8, 34, 150, 2500
+FILM_WIDTH, FILM_HEIGHT, FILM_CUT, FILM_SHRINKS = 1100, 900, 640, 0.75
 # name: which runs, width, height, dark
 PICTURES = {
     "dashboard": ("0", 1280, 1210, False),
@@ -54,6 +59,29 @@ def take(page: Page, address: str, name: str, ready: str = DRAWN) -> None:
     print(f"{name}.png: {(FOLDER / f'{name}.png').stat().st_size / 1e3:.0f} kB")
 
 
+def film(page: Page, address: str, name: str) -> None:
+    """What a replay shows, as a picture that moves."""
+    page.open(address)
+    frames = []
+    with tempfile.TemporaryDirectory() as spare:
+        one = Path(spare) / "frame.png"
+        for number in range(FRAMES + 1):
+            page.until(f"go({FILM_S * number / FRAMES}), true")
+            page.run("new Promise((then) => requestAnimationFrame(() => requestAnimationFrame(then)))")
+            page.picture(one)
+            with Image.open(one) as taken:
+                cut = taken.convert("RGB").crop((0, 0, FILM_WIDTH, FILM_CUT))  # no buttons, no race
+                size = (int(FILM_WIDTH * FILM_SHRINKS), int(FILM_CUT * FILM_SHRINKS))
+                small = cut.resize(size, Image.Resampling.LANCZOS)
+            frames.append(small)
+    page.close()
+    first, *others = frames
+    times = [FRAME_MS] * FRAMES + [LAST_MS]
+    path = FOLDER / f"{name}.webp"
+    first.save(path, save_all=True, append_images=others, duration=times, loop=0, quality=60, method=6)
+    print(f"{path.name}: {path.stat().st_size / 1e3:.0f} kB")
+
+
 def main() -> None:
     """Simulate, serve, look."""
     FOLDER.mkdir(exist_ok=True)
@@ -69,6 +97,7 @@ def main() -> None:
             take(browser.page(1280, 1190), (Path(spare) / "report.html").as_uri(), "report")
             replay = (Path(spare) / "replay.html").as_uri()
             take(browser.page(1160, 960), replay, "replay", f"go({MOMENT_S}), true")
+            film(browser.page(FILM_WIDTH, FILM_HEIGHT), replay, "replay")
         finally:
             browser.close()
             server.shutdown()

@@ -47,7 +47,7 @@ def costs(name: str) -> str:
 
 
 def facts(name: str) -> str:
-    """What a strategy's class says of it."""
+    """A figure by docs/figures.py, and what a strategy's class says of it."""
     strategy = ALL[name]
     share = strategy().rate_share(8)
     rate = (
@@ -63,18 +63,19 @@ def facts(name: str) -> str:
         "staleness counts": strategy.staleness,
         "from": strategy.reference,
     }
-    return (
-        "\n".join(["| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows.items())]) + "\n"
-    )
+    figure = f"![{name}: six workers, one of them five times slower](../pictures/strategies/{name}.svg)"
+    lines = [figure, "", "| | |", "|---|---|", *(f"| {what} | {value} |" for what, value in rows.items())]
+    return "\n".join(lines) + "\n"
 
 
 def overview() -> str:
     """All strategies beside each other."""
-    heads = ["strategy", "a step waits for", *CASES, "sent a step"]
+    heads = ["strategy", "what it does", "a step waits for", *CASES]
     rows = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     for name, strategy in ALL.items():
         shares = [percent(result.ideal_share) for result in results(name)]
-        cells = [f"[{name}]({name}.md)", strategy.waits_for, *shares, megabytes(results(name)[0])]
+        what = strategy.summary().removesuffix(".")
+        cells = [f"[`{name}`]({name}.md)", what, strategy.waits_for, *shares]
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows) + "\n"
 

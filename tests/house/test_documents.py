@@ -14,6 +14,7 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer.main
@@ -180,25 +181,43 @@ def test_every_strategy_has_a_page_that_says_its_settings():
             assert f"## {part}\n" in text, f"{name}: no {part}"
 
 
+def script(name: str) -> ModuleType:
+    """A program of docs/, imported."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 def test_computed_tables_are_up_to_date():
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "docs" / "tables.py")
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+    tables = script("tables")
     for path in sorted(tables.PAGES.glob("*.md")):
         assert len(tables.PART.findall(path.read_text())) == (1 if path.stem == "index" else 2), path
         assert path.read_text() == tables.filled(path), f"{path}: run python docs/tables.py"
 
 
-def test_readme_and_docs_say_the_same_of_whom_a_step_waits_for():
-    rows = re.findall(
-        r"^\| (`\w+`(?:, `\w+`)*) \| [^|]+ \| (\w+) \|", (ROOT / "README.md").read_text(), flags=re.M
+def test_every_picture_is_made_by_a_command_and_shown():
+    figures = script("figures")
+    made = {figures.FOLDER / f"{name}.svg" for name in figures.FIGURES}
+    photographed = (ROOT / "benchmarks" / "pictures.py").read_text()
+    text = "".join(page.read_text() for page in PAGES)
+    found = {path for path in figures.FOLDER.rglob("*") if path.is_file()}
+    for path in found | made:
+        assert path in made or f'"{path.stem}"' in photographed, f"no command makes {path}"
+        assert path in found, f"{path}: run python docs/figures.py"
+        assert f"pictures/{path.relative_to(figures.FOLDER)}" in text, f"no page shows {path}"
+
+
+def test_the_chart_is_drawn_from_the_tables():
+    figures = script("figures")
+    assert (figures.FOLDER / "straggler.svg").read_text() == figures.straggler().svg(), (
+        "run python docs/figures.py"
     )
-    said = {name.strip("`"): waits for names, waits in rows for name in names.split(", ")}
-    assert said == {name: strategy.waits_for for name, strategy in ALL.items()}
 
 
 def test_the_site_has_every_page_and_needs_no_other_host(tmp_path):
     build = pytest.importorskip("mkdocs.commands.build", reason="mkdocs-material comes with the extra dev")
+    pytest.importorskip("mkdocstrings_handlers.python", reason="mkdocstrings comes with the extra dev")
     from mkdocs.config import load_config
 
     build.build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True))
