@@ -36,11 +36,12 @@ from torch import nn
 
 from freewheel import strategies
 from freewheel.fabric import frames, secret
-from freewheel.fabric.connection import Connection
+from freewheel.fabric.connection import Connection, Goodbye
 from freewheel.fabric.frames import BadFrame, Kind
-from freewheel.fabric.handshake import CHALLENGE, Identity, prove
+from freewheel.fabric.handshake import CHALLENGE, Greeted, Identity, prove
 from freewheel.fabric.secret import Seals
-from freewheel.fabric.tcp import TcpFabric, _Left
+from freewheel.fabric.tcp import TcpFabric
+from freewheel.fabric.windows import HOST, STREAM
 from freewheel.records.counters import Counters
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.worker.agent import Agent
@@ -214,6 +215,11 @@ def on_the_line(corpus: list[Said], rng: random.Random) -> bytes:
     return bytes(data) if not data.startswith(first) else second + first
 
 
+def connection(fabric: TcpFabric, transport: Bytes, greeted: Greeted) -> Connection:
+    """With the peer that the fuzzer plays."""
+    return Connection(fabric, transport, greeted, "fuzz", PEER, fabric._offended)
+
+
 async def the_line(count: int, corpus: list[Said], rng: random.Random) -> Counter[str]:
     """Frames that somebody has changed on the way to a worker."""
     found = Counter[str]()
@@ -221,13 +227,14 @@ async def the_line(count: int, corpus: list[Said], rng: random.Random) -> Counte
     delivered: list[object] = []
     fabric.deliver = delivered.append  # type: ignore[method-assign, assignment]
     for _ in range(count):
-        link = Connection(Bytes(on_the_line(corpus, rng)), PEER, 1, "fuzz", PEER, (Seals(KEY), Seals(KEY)))
+        greeted = Greeted(PEER, 1, STREAM, 0, (Seals(KEY), Seals(KEY)))
+        link = connection(fabric, Bytes(on_the_line(corpus, rng)), greeted)
         fabric._connections[PEER] = link
         try:
-            await fabric._read(link)
+            await link.read()
         except (BadFrame, EOFError, OSError) as error:
             found["refused" if isinstance(error, BadFrame) else "cut off"] += 1
-        except _Left:
+        except Goodbye:
             found["APPLIED"] += 1
         except Exception as error:
             found[f"CRASHED: {type(error).__name__}: {error}"] += 1
@@ -314,22 +321,22 @@ class Victim:
         link = self.link
         if link is None or self.fabric._connections.get(PEER) is not link:
             self._ours = Seals(KEY)
-            link = self.link = Connection(Bytes(), PEER, 1, "fuzz", PEER, (Seals(KEY), Seals(KEY)))
-            link.kind, link.pid = "host", 1
+            greeted = Greeted(PEER, 1, HOST, 1, (Seals(KEY), Seals(KEY)))
+            link = self.link = connection(self.fabric, Bytes(), greeted)
             self.fabric._connections[PEER] = link
-            link.task = self.fabric._spawn(self.fabric._write(link))
+            link.task = self.fabric._spawn(link.write())
             self.fabric.gain(PEER)
         return link
 
     async def _read(self, link: Connection) -> str:
         how = "taken"
         try:
-            await self.fabric._read(link)
+            await link.read()
         except EOFError:
             pass  # all of it was read
-        except (BadFrame, OSError, _Left) as error:
+        except (BadFrame, OSError, Goodbye) as error:
             self.fabric._unlink(link, *self.fabric._ended(link, error))
-            how = "left" if isinstance(error, _Left) else "refused"
+            how = "left" if isinstance(error, Goodbye) else "refused"
         except Exception as error:
             self.fabric._unlink(link, "crashed", "died")
             how = f"CRASHED: {type(error).__name__}: {error}"

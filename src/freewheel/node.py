@@ -18,16 +18,14 @@ from torch import Tensor
 
 from freewheel.errors import Diverged
 from freewheel.fabric import server
-from freewheel.fabric.base import Fabric, Meet, Message, Note, Tag, hear
+from freewheel.fabric.base import Fabric, Message, Note, Spawn, Tag, hear
 from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.farewell import Farewells
 from freewheel.fabric.free_merges import FreeMerges
 from freewheel.fabric.lineage import View
 from freewheel.fabric.merges import Group, Merge, Merges
 from freewheel.fabric.views import Views
-from freewheel.records.counters import Counters
 from freewheel.replica import Replica
-from freewheel.strategy import Strategy
 from freewheel.topology import Topology
 
 T = TypeVar("T")
@@ -49,22 +47,22 @@ class Memory(Protocol):
 
 
 class Node:
-    """One worker, as its strategy sees it."""
+    """One worker, as its strategy sees it. Whoever drives it has a NodeDriver (freewheel/node_driver.py)."""
+
+    _exchanges: Exchanges
+    farewells: Farewells
+    _views: Views
+    _merges: Merges
 
     def __init__(
         self,
         fabric: Fabric,
         replica: Replica,
         random: random.Random,
-        *,
-        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
-        strategy: Strategy,
-        score: Callable[[], float] | None = None,
-        moments: Memory | None = None,
+        spawn: Spawn,
     ) -> None:
-        self.rank, self.world_size = fabric.rank, fabric.world_size
+        self.rank, self.world_size, self.counters = fabric.rank, fabric.world_size, fabric.counters
         self.random = random
-        self.counters = Counters()
         self.loss = 0.0
         """The training loss of the last step."""
         self.momentum = 0.0
@@ -77,25 +75,21 @@ class Node:
         """When `next_step` last returned."""
         self.rejoined = False
         """Whether this worker came back into a run that went on without it."""
-        self._fabric, self._replica, self._spawn, self._score = fabric, replica, spawn, score
-        self._strategy = strategy
-        self.moments = moments
+        self._fabric, self._replica, self._spawn = fabric, replica, spawn
+        self.judge: Callable[[], float] | None = None
+        """The loss of this worker's model on data common to all."""
+        self.moments: Memory | None = None
         """The optimizer's moments, while training waits for the strategy; None: it has none."""
         self._client: server.Client | None = None
-        self._exchanges = Exchanges(fabric, self, spawn, random)
-        self.farewells = Farewells(fabric, self, spawn, random)
         self._seen_steps = self._awaited_step = 0
         self._snapshot_steps = 0
         self._merged_steps = 0
         self._stepped: asyncio.Future[None] | None = None
         self._ahead = 0
-        self._joining = False
         self._merged = False
         """Whether what is corrected next comes of a merge."""
         self._called_step = 0
         """At which step the merge under way was called; it may run beside further ones."""
-        self._views = Views(fabric, spawn, self._donor)
-        self._merges = Merges(self._views, self._give, self._take, self.count_merge)
 
     # -- who is there --
 
@@ -129,14 +123,9 @@ class Node:
             if self._fabric.reaches(peer):
                 yield peer
 
-    @property
-    def rate_share(self) -> float:
-        """The part of the learning rate this worker's optimizer steps with."""
-        return self._strategy.rate_share(len(self.members))
-
     def score(self) -> float:
         """The loss workers compare themselves by: on common data where the run has some, else their own."""
-        return self._score() if self._score else self.loss
+        return self.judge() if self.judge else self.loss
 
     # -- the replica --
 
@@ -152,10 +141,6 @@ class Node:
         """The same for an exchange; None while the weights move for long."""
         self._snapshot_steps = self.steps
         return await self._diverging(self._replica.snapshot_soon())
-
-    def unused(self, snapshot: Tensor) -> None:
-        """An exchange has come to nothing before anybody wrote over the snapshot."""
-        self._replica.unused(snapshot)
 
     async def weights(self) -> Tensor:
         """The same for looking at: a copy that is not going to be merged."""
@@ -265,7 +250,7 @@ class Node:
         """Merges that anybody may ask for, with all, wherever they are; `act` gives a correction."""
 
         def decided(merge: Merge, outcome: str) -> None:
-            self.count_merge(outcome, merge.members)
+            self._count_merge(outcome, merge.members)
             if outcome == "done":
                 self.correct(merge.result, own=True)
 
@@ -304,129 +289,7 @@ class Node:
         """Record a staleness in the strategy's own measure (then `Strategy.staleness` says which)."""
         self.counters.stale(value)
 
-    # -- for those who drive the node --
-
-    def computed(self, seconds: float, number: int) -> None:
-        """A gradient is there, the first or a later one of this life."""
-        self.step_s += (seconds - self.step_s) / number
-        self._recent_s.append(seconds)
-
-    def due(self) -> bool:
-        """Whether somebody waits for the step that was just made."""
-        return self._stepped is not None and self.steps >= self._awaited_step
-
-    def stepped(self) -> None:
-        """A step is complete: wake what waits for it."""
-        if not self.due():
-            return
-        waiter, self._stepped = self._stepped, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-
-    @property
-    def idle(self) -> bool:
-        """Whether no exchange is under way."""
-        return self._exchanges.partner is None
-
-    def begin_at(self, steps: int) -> None:
-        """Go on counting where an earlier run ended."""
-        self.counters.steps = self._seen_steps = self._snapshot_steps = self._merged_steps = steps
-
-    def hold(self, joins: bool) -> None:
-        """Be busy for exchanges until `release`: this worker has no weights yet.
-
-        Who leaves waits for it where all begin, and does without it where it joins them.
-        """
-        self._exchanges.partner, self.farewells.calls.away = self.rank, joins
-
-    def release(self) -> None:
-        """Be free for exchanges again."""
-        self._exchanges.free()
-        self.farewells.calls.away = False
-
-    async def pause(self) -> None:
-        """Take part in no exchange any more; return when none is under way."""
-        await self._exchanges.pause()
-
-    def resume(self) -> None:
-        """Take part in exchanges again."""
-        self._exchanges.paused = False
-
-    def end_calls(self) -> None:
-        """Begin no exchange any more: this worker's loop has ended. It still answers those whose has not."""
-        self._exchanges.ended = True
-
-    def answer_calls(self) -> Coroutine[Any, Any, None]:
-        """Answer the others' exchanges for ever."""
-        return self._exchanges.serve()
-
-    @property
-    def meet(self) -> Meet:
-        """What the strategy makes of the two snapshots of an exchange."""
-        return self._strategy.meet
-
-    def met(self, peer: int, correction: Tensor) -> None:
-        """An exchange is complete. Two that average are twice as far apart as each of them moves."""
-        measure = self.counters.measure
-        apart = 2 * self._norm(correction) if measure else None
-        self.counters.met(peer, apart, self._exchanges.took_s)
-        self._merged_steps = self._snapshot_steps
-        self._replica.correct(correction, own=True)
-
-    def _norm(self, vector: Tensor) -> float:
-        """A pass over a vector, so only when somebody asks."""
-        self.counters.measure = self.counters.measure_always
-        return float(torch.linalg.vector_norm(vector))
-
-    def count(self, outcome: str) -> None:
-        """Count an exchange by its outcome."""
-        self.counters.exchanges[outcome] += 1
-
-    # -- views --
-
-    def begin_views(self, members: Sequence[int]) -> None:
-        """Be ready for merges: these workers begin together."""
-        self._views.begin(members)
-
-    @property
-    def source(self) -> int | None:
-        """Whose weights this worker has copied to come into its view."""
-        return None if self._views.source < 0 else self._views.source
-
-    async def join(self) -> None:
-        """Come into a run that went on without this worker: into its view, with a member's weights."""
-        self.rejoined = self._joining = True
-        self._views.begin((self.rank,), newborn=True)
-        await self._merges.enter()
-        self._joining = False
-
-    def leave(self) -> None:
-        """This worker's loop has ended: the others go on without it."""
-        if self._views.begun:
-            self._spawn(self._leave())  # after a merge that the last step has begun
-
-    async def _leave(self) -> None:
-        self._views.leave(self._merges.called)
-
-    def _donor(self, joiner: int, among: Sequence[int]) -> int:
-        return self._strategy.donor(joiner, among, self.world_size)
-
-    async def _give(self) -> tuple[Tensor, Note]:
-        return await self._strategy.handover(self), (self._called_step,)
-
-    async def _take(self, message: Message) -> None:
-        """Go on with another worker's weights, from its step."""
-        vector, (step,) = message.of(self._replica.size), message.numbers(1, 1)
-        more = step - self._called_step
-        self._ahead += more
-        self._called_step += more
-        self._seen_steps, self._awaited_step = self._seen_steps + more, self._awaited_step + more
-        self._snapshot_steps = self._merged_steps = self.steps
-        await self._replica.take_over(vector)
-        if not self._joining:
-            self._strategy.entered(self, vector)
-
-    def count_merge(self, outcome: str, members: Sequence[int]) -> None:
+    def _count_merge(self, outcome: str, members: Sequence[int]) -> None:
         """Count a merge by its outcome."""
         self.counters.merges[outcome] += 1
         if outcome == "done":
@@ -435,3 +298,8 @@ class Node:
             self.counters.met_all(others, asyncio.get_running_loop().time())
         elif outcome == "half":
             self._fabric.notice("half", self.rank, "a merge may have counted for others only")
+
+    def _norm(self, vector: Tensor) -> float:
+        """A pass over a vector, so only when somebody asks."""
+        self.counters.measure = self.counters.measure_always
+        return float(torch.linalg.vector_norm(vector))

@@ -37,16 +37,12 @@ class Block:
 
 
 class Replica:
-    """Flat weights with pending corrections. `blocks` is empty for a replica that only has a size."""
+    """Flat weights with pending corrections."""
 
-    def __init__(self, blocks: list[Block], blank: Tensor | None = None) -> None:
+    def __init__(self, blocks: list[Block]) -> None:
         self.blocks = blocks
-        self._blank = blank
-        if blank is not None:
-            self.size, self.dtype = blank.numel(), blank.dtype
-        else:
-            self.size = blocks[-1].stop
-            self.dtype = functools.reduce(torch.promote_types, (block.weights.dtype for block in blocks))
+        self.size = blocks[-1].stop
+        self.dtype = functools.reduce(torch.promote_types, (block.weights.dtype for block in blocks))
         self._pending: Tensor | None = None
         self.loads = 0
         """How often the weights were overwritten."""
@@ -59,20 +55,16 @@ class Replica:
     @classmethod
     def blank(cls, size: int) -> Replica:
         """A replica of zeros without a model, for simulations of timing only."""
-        return cls([], torch.zeros(size))
+        return cls([Block(torch.zeros(size), torch.zeros(size), 0, [])])
 
     @property
     def weights(self) -> Tensor:
         """The weights as one vector, without what is pending; a view where there is one block."""
-        if self._blank is not None:
-            return self._blank
         return self._join([block.weights for block in self.blocks])
 
     @property
     def gradient(self) -> Tensor:
         """The gradients as one vector; a view where there is one block."""
-        if self._blank is not None:
-            return self._blank
         return self._join([block.gradient for block in self.blocks])
 
     def set_gradient(self, vector: Tensor) -> None:
@@ -111,8 +103,6 @@ class Replica:
         """Add what is pending to the weights."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            if self._blank is not None:
-                self._blank += pending
             for block in self.blocks:
                 block.weights += pending[block.start : block.stop]
 
@@ -120,8 +110,6 @@ class Replica:
         """Overwrite the weights and drop what is pending."""
         self._pending = None
         self.loads += 1
-        if self._blank is not None:
-            self._blank.copy_(vector)
         for block in self.blocks:
             block.weights.copy_(vector[block.start : block.stop])
 

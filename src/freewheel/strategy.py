@@ -23,12 +23,11 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
+from typing import ClassVar, Literal, Protocol, Self
 
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from freewheel.node import Node
+from freewheel.node import Node
 
 LONGEST = 64
 """No interval or τ is chosen longer than this, where a strategy chooses it."""

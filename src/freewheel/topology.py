@@ -156,7 +156,7 @@ def torus(n: int, rows: int | None = None) -> Topology:
     One row is a ring; it is all that a prime ``n`` allows.
     """
     _check_size(n)
-    divisors = _divisors(n)
+    divisors = [d for d in range(1, n + 1) if n % d == 0]
     if rows is None:
         rows = max(d for d in divisors if d * d <= n)
     if rows not in divisors:
@@ -220,11 +220,16 @@ def deal(n: int, nodes: int) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(range(start, stop)) for start, stop in itertools.pairwise(starts))
 
 
+def mates(rank: int, n: int, nodes: int) -> tuple[int, ...]:
+    """The workers of one worker's node, itself included, as they are dealt."""
+    return next(group for group in deal(n, nodes) if rank in group)
+
+
 def hierarchical(n: int, nodes: int = 2) -> Topology:
     """``n`` workers in ``nodes`` nodes: complete inside each, and between the nodes' first workers."""
     groups = deal(n, nodes)
-    edges = [edge for group in groups for edge in _complete_edges(group)]
-    edges += _complete_edges([group[0] for group in groups])
+    complete_in = [*groups, [group[0] for group in groups]]
+    edges = [edge for group in complete_in for edge in itertools.combinations(group, 2)]
     return _undirected("hierarchical", n, edges, groups=groups)
 
 
@@ -383,18 +388,9 @@ def _ring_edges(n: int) -> list[tuple[int, int]]:
     return [(i, (i + 1) % n) for i in range(n)]
 
 
-def _complete_edges(ranks: Iterable[int]) -> list[tuple[int, int]]:
-    order = list(ranks)
-    return [(i, j) for at, i in enumerate(order) for j in order[at + 1 :]]
-
-
 def _hops(n: int) -> list[int]:
     """The powers of two below ``n``."""
     return [1 << k for k in range((n - 1).bit_length())]
-
-
-def _divisors(n: int) -> list[int]:
-    return [d for d in range(1, n + 1) if n % d == 0]
 
 
 def _listed(numbers: list[int]) -> str:

@@ -435,7 +435,7 @@ def test_one_that_says_why_it_goes_is_heard_though_the_line_is_broken_too(run, l
 
     def leave() -> None:
         """In one go of worker 0's loop."""
-        fabric._queue(fabric._connections[2], Kind.PING)
+        fabric._connections[2].send(Kind.PING)
         client.send(pack(Kind.BYE, 2, run.me.incarnation, ("by zero",)))
         sock.close()
 
@@ -517,8 +517,8 @@ LIARS: dict[str, tuple[Callable[[Identity], tuple[bytes, bytes]], str]] = {
     "a copy of nothing": (lambda me: message(me, ("run", "copy"), note=(1, 2)), "a note of 2 numbers"),
     "an end of no kind": (lambda me: message(me, ("run", "end"), note=(9, 9)), "what makes no sense"),
     "an end without those who end": (
-        lambda me: message(me, ("run", "end"), note=(0, 1, 7)),
-        "what makes no sense",
+        lambda me: message(me, ("run", "end", "call"), note=(0, 1, 7)),
+        "members that cannot be",
     ),
     "a window on another machine": (lambda me: near(me, 1, 7, 1, 40, 3), "a window this worker cannot see"),
 }

@@ -12,7 +12,7 @@ from freewheel.cli.chaos import STRATEGIES
 from freewheel.data.ledger import Ledger
 from freewheel.fabric.merges import Merge
 from freewheel.names import split
-from freewheel.node import Node
+from freewheel.node_driver import NodeDriver
 from freewheel.records.counters import Counters
 from freewheel.sim import chaos
 
@@ -36,12 +36,12 @@ def test_one_seed_one_run_of_faults():
 
 
 def test_a_mean_that_is_not_kept_is_found(monkeypatch):
-    inner = Node.met
+    inner = NodeDriver.met
 
     def met(node, peer, correction, *apart):
         inner(node, peer, correction * 1.5 if node.rank == 0 else correction, *apart)
 
-    monkeypatch.setattr(Node, "met", met)
+    monkeypatch.setattr(NodeDriver, "met", met)
     monkeypatch.setattr(chaos.Chaos, "counted", lambda *_: 0)
     monkeypatch.setattr(chaos, "draw", lambda *_: ([], chaos.Counter()))
     assert {broken.partition(":")[0] for broken in run("adpsgd", 0).broken} == {"mean"}
@@ -57,10 +57,10 @@ async def _without_the_last(merge, vector):
     return await merge.reduce(vector, [1 / count] * count + [0.0], offset=True)
 
 
-MET = Node.met
+MET = NodeDriver.met
 MUTANTS = [
-    ("adpsgd", Node, "met", lambda node, *met: (_twice if node.rank == 0 else MET)(node, *met)),
-    ("adpsgd", Node, "met", lambda node, *met: None if node.rank == 0 else MET(node, *met)),
+    ("adpsgd", NodeDriver, "met", lambda node, *met: (_twice if node.rank == 0 else MET)(node, *met)),
+    ("adpsgd", NodeDriver, "met", lambda node, *met: None if node.rank == 0 else MET(node, *met)),
     ("nodelay_free", Merge, "offset", _without_the_last),
 ]
 
@@ -114,14 +114,14 @@ def test_a_bound_that_is_not_kept_is_told_when_it_happens(monkeypatch):
 
 
 def test_members_that_do_not_agree_on_their_view_are_found(monkeypatch):
-    inner = Node.view.fget
+    inner = NodeDriver.view.fget
 
     def view(node):
         found = inner(node)
         members = tuple(peer for peer in found.members if peer != 2) if node.rank == 3 else found.members
         return dataclasses.replace(found, members=members)
 
-    monkeypatch.setattr(Node, "view", property(view))
+    monkeypatch.setattr(NodeDriver, "view", property(view))
     assert "views: " in run("allreduce", 0).broken[0]
 
 

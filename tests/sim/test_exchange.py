@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 import freewheel as fw
 from freewheel.fabric.exchange import Exchanges
+from freewheel.node_driver import NodeDriver
 from freewheel.tasks import Quadratic
 from freewheel.topology import resolve
 from lab import make, record_updates, replicas, run
@@ -61,7 +62,7 @@ def test_the_mean_moves_only_by_updates_whatever_interleaves(scenario, topology,
 def test_a_replica_takes_part_in_one_exchange_at_a_time(monkeypatch):
     """Between a worker's snapshot and its correction no other exchange may touch it."""
     busy: dict[int, int] = {}
-    inner, inner_met = fw.Node.snapshot_soon, fw.Node.met
+    inner, inner_met = fw.Node.snapshot_soon, NodeDriver.met
 
     async def snapshot(node):
         assert node._exchanges.partner is not None
@@ -76,7 +77,7 @@ def test_a_replica_takes_part_in_one_exchange_at_a_time(monkeypatch):
     simulation = make("adpsgd", workers=6, steps=20, links=fw.Links(mbit=0.1), evaluations=0)
     monkeypatch.setattr(simulation._answer, "weights", lambda _: torch.zeros(16, dtype=torch.float64))
     monkeypatch.setattr(fw.Node, "snapshot_soon", snapshot)
-    monkeypatch.setattr(fw.Node, "met", met)
+    monkeypatch.setattr(NodeDriver, "met", met)
     simulation.run()
     assert set(busy) == set(range(6))
 

@@ -14,13 +14,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from freewheel.errors import PeerLost
+from freewheel.records.counters import Counters
 
 Tag: TypeAlias = tuple[str | int, ...]
 Note: TypeAlias = tuple[float, ...]
@@ -59,6 +60,8 @@ class Pull:
         mine.sub_(theirs).mul_(-self.share)
 
 
+Spawn: TypeAlias = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
+"""Runs a coroutine in this worker's life."""
 Each: TypeAlias = Callable[[int, Tensor], None]
 """Is handed each piece of a vector that arrives, with its place; may run in another thread."""
 
@@ -121,6 +124,7 @@ class Fabric:
     """
 
     world_size: int
+    counters: Counters
     silence_s: float
     """How long a peer may give no sign of life before it counts as lost."""
 
@@ -241,7 +245,10 @@ class Fabric:
 
     def post(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> None:
         """Send without waiting; a message to a peer that is gone is dropped and counted."""
-        raise NotImplementedError
+        if self.reaches(peer):
+            self.send(peer, tag, vector, note)
+        else:
+            self.counters.messages_dropped += 1
 
     def forget(self, tag: Tag) -> None:
         """Drop what has arrived with tags that begin so and nobody received, and what still arrives."""

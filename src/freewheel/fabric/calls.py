@@ -15,18 +15,17 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import Fabric, Message, NotNow, Tag, hear
+from freewheel.fabric.base import Fabric, Message, NotNow, Spawn, Tag, hear
 from freewheel.fabric.lineage import View
 from freewheel.fabric.merges import EVERYBODY, Merge
 
 HAVE, LOST, BUSY, MOVING, AWAY = range(5)
 DROP, COMMIT = range(2)
-Spawn = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,29 @@
-"""A connection in use: with whom, how vectors travel over it, and what waits to leave."""
+"""A connection in use: with whom, how vectors travel over it, what waits to leave, and what comes."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 
+import torch
 from torch import Tensor
 
-from freewheel.fabric.secret import Seals
-from freewheel.fabric.transfers import Landing, Outgoing
+from freewheel.fabric.base import RUNTIME, Each, Message, Note, Tag
+from freewheel.fabric.frames import BadFrame, Kind
+from freewheel.fabric.handshake import Greeted, read_head
+from freewheel.fabric.together import Together
+from freewheel.fabric.transfers import LONG, Landing, Outgoing
 from freewheel.fabric.transport import Transport
-from freewheel.fabric.windows import STREAM
+from freewheel.fabric.windows import DEVICE, STREAM, is_locator
+
+LAST_WORDS_S = 0.5
+"""How long a line that broke is still read: a peer may have said why it goes."""
+
+
+class Goodbye(Exception):
+    """The peer said goodbye."""
 
 
 class Connection:
@@ -18,19 +31,19 @@ class Connection:
 
     def __init__(
         self,
+        fabric: Together,
         transport: Transport,
-        peer: int,
-        incarnation: int,
+        greeted: Greeted,
         address: str,
         caller: int,
-        seals: tuple[Seals, Seals],
+        offended: Callable[[Connection, str], None],
     ) -> None:
-        self.ours, self.theirs = seals
-        self.transport, self.peer, self.incarnation, self.address = transport, peer, incarnation, address
-        self.caller = caller
-        self.kind = STREAM
+        self.fabric, self.transport, self.address, self.caller = fabric, transport, address, caller
+        self.peer, self.incarnation = greeted.sender, greeted.incarnation
+        self.ours, self.theirs = greeted.seals
+        self.kind = greeted.kind
         """How vectors travel: through windows of the device or the host, or as a stream of bytes."""
-        self.pid = 0
+        self.pid = greeted.pid
         """The peer's process, where windows are shared."""
         self.queue: deque[Outgoing] = deque()
         self.wake = asyncio.Event()
@@ -38,14 +51,67 @@ class Connection:
         self.spoke_s = 0.0
         self.sent = self.got = 0
         """Messages of the strategy, for telling whether any is still under way."""
-        self.landings: dict[tuple[str | int, ...], Landing] = {}
+        self.landings: dict[Tag, Landing] = {}
         """Vectors that are awaited in place, by their tag."""
         self.shown: dict[int, tuple[Outgoing, Tensor]] = {}
         """Windows the peer has not read yet, by number: the message, and the vector."""
         self.task: asyncio.Task[None] | None = None
+        self.over = False
+        """Whether it was given up: what the peer has sent and nobody has read is void."""
+        self.blind = False
+        """Whether a window of the peer's could not be opened, although it could be tried."""
+        self._offended = offended
 
-    def put(self, outgoing: Outgoing) -> None:
-        """Let a message leave after those before it; a short one leaves at once if nothing is before it."""
+    async def run(self) -> BaseException | None:
+        """Read and write until either ends; what ended it."""
+        reading, writing = both = asyncio.create_task(self.read()), asyncio.create_task(self.write())
+        try:
+            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+            if reading not in done and isinstance(writing.exception(), OSError):
+                await asyncio.wait([reading], timeout=LAST_WORDS_S)
+            # What the peer said counts, then what broke.
+            return (reading if reading.done() else writing).exception()
+        finally:
+            for task in both:
+                task.cancel()
+            await asyncio.gather(*both, return_exceptions=True)
+
+    # -- writing --
+
+    def send(
+        self,
+        kind: Kind,
+        tag: Tag = (),
+        vector: Tensor | None = None,
+        note: Note = (),
+        *,
+        stream: bool = False,
+        negated: bool = False,
+    ) -> Outgoing:
+        """Let a frame leave after those before it."""
+        fabric, counted = self.fabric, kind is Kind.MESSAGE and tag[0] != RUNTIME
+        near = vector is not None and not stream and self._near(tag, vector)
+        wire = fabric.wire_of(tag)
+        of_vector = (None, 0) if vector is None else (wire, vector.numel())
+        head = b"" if near else fabric.me.frame(kind, tag, note, *of_vector)
+        loop = asyncio.get_running_loop()
+        outgoing = Outgoing(head, vector, wire, loop, negated=negated, counted=counted)
+        if near:
+            outgoing.tag, outgoing.note = tag, note
+        fabric.counters.messages_out += kind is Kind.MESSAGE
+        self.sent += counted
+        self._put(outgoing)
+        return outgoing
+
+    def _near(self, tag: Tag, vector: Tensor) -> bool:
+        """Whether the peer can read a vector from a window."""
+        if self.kind == STREAM or vector.dtype == torch.uint8:
+            return False
+        once = tag[0] == RUNTIME and self.kind != DEVICE  # a window would stay mapped
+        return not once and vector.numel() >= LONG and vector.is_cuda == (self.kind == DEVICE)
+
+    def _put(self, outgoing: Outgoing) -> None:
+        """A short message leaves at once if nothing is before it."""
         if not self.queue and not self.writing and outgoing.vector is None:
             whole = outgoing.head + self.ours.next(outgoing.head)
             if written := self.transport.write_now(whole):
@@ -57,8 +123,149 @@ class Connection:
         self.queue.append(outgoing)
         self.wake.set()
 
-    def sealed(self, head: bytes) -> bytes:
+    def _sealed(self, head: bytes) -> bytes:
         """A frame that leaves now."""
         whole = head + self.ours.next(head)
         self.ours.advance()
         return whole
+
+    async def write(self) -> None:
+        """Write what is queued, for ever."""
+        fabric = self.fabric
+        while True:
+            self.writing = False
+            while not self.queue:
+                self.wake.clear()
+                await self.wake.wait()
+            self.writing = True
+            outgoing = self.queue.popleft()
+            if outgoing.cancelled() and not outgoing.begun:
+                self.sent -= outgoing.counted
+                continue  # nobody wants it any more, and it has not begun
+            self.spoke_s = asyncio.get_running_loop().time()
+            if outgoing.tag is not None:
+                await self._show(outgoing, outgoing.tag)
+                continue
+            head = outgoing.head if outgoing.begun else self._sealed(outgoing.head)
+            await self.transport.write(head)
+            fabric.counters.bytes_out += len(head)
+            if outgoing.vector is not None:
+                if outgoing.vector.is_cuda:
+                    outgoing.vector = await fabric.transfers.work(0, outgoing.vector.cpu)
+                await fabric.transfers.write(self.transport, outgoing)
+                outgoing.vector = None  # others may keep the future
+            if not outgoing.done():
+                outgoing.set_result(None)
+
+    async def _show(self, outgoing: Outgoing, tag: Tag) -> None:
+        """Let the peer read a vector from a window; it says when it has."""
+        vector, fabric = outgoing.vector, self.fabric
+        assert vector is not None
+        shown = await fabric.published(vector, self.kind)
+        outgoing.borrowed = shown is not vector
+        window = fabric.windows.of(shown)
+        assert window is not None
+        self.shown[window.number] = outgoing, shown
+        note = (*outgoing.note, *window.locator, len(window.locator))
+        head = self._sealed(fabric.me.frame(Kind.NEAR, tag, note))
+        await self.transport.write(head)
+        fabric.counters.bytes_out += len(head) + vector.nbytes
+        outgoing.vector = None
+
+    def _was_read(self, note: Note) -> None:
+        number = int(note[0]) if note and 0 <= note[0] < 2**53 else -1
+        outgoing, shown = self.shown.pop(number, (None, None))
+        if outgoing is None or shown is None:
+            raise BadFrame("it has read a window it was not shown")
+        if outgoing.borrowed:
+            self.fabric.windows.give_back(shown)
+        if not outgoing.done():
+            outgoing.set_result(None)
+
+    # -- reading --
+
+    async def read(self) -> None:
+        """Read what comes, until the peer leaves."""
+        fabric = self.fabric
+        while not self.over:
+            frame, tag, note = await read_head(self.transport, self.theirs, fabric.me, fabric.counters)
+            if frame.sender != self.peer or frame.incarnation != self.incarnation:
+                raise BadFrame(f"it is worker {self.peer} and says to be worker {frame.sender}")
+            if frame.kind is Kind.BYE:
+                raise Goodbye(str(tag[0]) if tag else "it has left")
+            if frame.kind is Kind.PING:
+                continue
+            if frame.kind is Kind.READ:
+                self._was_read(note)
+                continue
+            if frame.kind not in (Kind.MESSAGE, Kind.NEAR) or not tag:
+                raise BadFrame("it says hello twice")
+            self.got += tag[0] != RUNTIME
+            if frame.kind is Kind.NEAR:
+                await self._read_near(tag, note)
+                continue
+            if frame.dtype is None:
+                fabric.deliver(self._message(tag, None, note))
+                await asyncio.sleep(0)  # who was waiting runs before the next frame: it may await it in place
+                continue
+            if frame.dtype != (wire := fabric.wire_of(tag)):
+                raise BadFrame(f"it sends {frame.dtype}, not {wire}: give all the same wire")
+            if (landing := self.landings.get(tag)) is not None:
+                await fabric.transfers.land(self.transport, frame.dtype, frame.numel, landing)
+                self.landings.pop(tag, None)
+                continue
+            # No name for the vector here: it would be kept until the next one comes.
+            self._arrived(tag, note, await fabric.transfers.read(self.transport, frame.dtype, frame.numel))
+
+    async def land(self, tag: Tag, numel: int, each: Each | Tensor) -> None:
+        """Take a vector where it is awaited, as it comes."""
+        landing = self.landings[tag] = Landing(numel, each, asyncio.get_running_loop().create_future())
+        try:
+            await landing.done
+        finally:
+            landing.done.cancel()
+            self.landings.pop(tag, None)
+
+    async def _read_near(self, tag: Tag, note: Note) -> None:
+        """A vector that lies in a window of the peer's: copy it, and say so."""
+        length = int(note[-1]) if note and 0 < note[-1] < len(note) else 0
+        locator, rest = note[-1 - length : -1], note[: -1 - length]
+        theirs = await self.open(locator)
+        vector = await self.fabric.transfers.work(theirs.numel(), theirs.clone)
+        self.fabric.counters.bytes_in += vector.nbytes
+        self.send(Kind.READ, note=(locator[1],))
+        self._arrived(tag, rest, vector)
+
+    async def open(self, locator: Note, numel: int | None = None) -> Tensor:
+        """A vector in a window of the peer's, where it lies."""
+        fabric = self.fabric
+        if self.kind == STREAM or not is_locator(locator) or locator[2] != self.pid:
+            raise BadFrame("it shows a window this worker cannot see")
+        shown = int(locator[3]) // fabric.dtype.itemsize
+        if shown > fabric.me.longest or (numel is not None and shown != max(1, numel)):
+            raise BadFrame(f"it shows {shown} numbers, where the longest vector has {fabric.me.longest}")
+        window = fabric.windows.known(locator)
+        try:
+            if window is None:  # the first time may take a while
+                window = await asyncio.to_thread(fabric.windows.open, locator)
+                fabric.windows.keep(locator, window)
+            if window.nbytes != locator[3]:
+                raise OSError("it has another size")
+            return window.memory().view(fabric.dtype)[:numel]
+        except (OSError, RuntimeError) as error:
+            self.blind = True
+            raise BadFrame(f"its window cannot be opened: {error}") from None
+
+    def _arrived(self, tag: Tag, note: Note, vector: Tensor) -> None:
+        if (landing := self.landings.get(tag)) is None:
+            self.fabric.deliver(self._message(tag, vector, note))
+            return
+        if vector.numel() != landing.numel:  # it was awaited while it arrived
+            raise BadFrame(f"it sent {vector.numel()} numbers where {landing.numel} are awaited")
+        landing.take(0, vector)
+        landing.finish()
+        del self.landings[tag]
+        self.fabric.transfers.give_back(vector)
+
+    def _message(self, tag: Tag, vector: Tensor | None, note: Note) -> Message:
+        return Message(self.peer, tag, vector, note, partial(self._offended, self))

@@ -31,13 +31,13 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Coroutine
 from typing import Any, Protocol
 
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import EXCHANGE, Fabric, Meet, Message, Note, NotNow, Tag, hear
+from freewheel.fabric.base import EXCHANGE, Fabric, Meet, Message, Note, NotNow, Spawn, Tag, hear
 
 CALL: Tag = ("call",)
 YES, BUSY = (1.0,), (0.0,)
@@ -66,13 +66,7 @@ class Party(Protocol):
 class Exchanges:
     """One worker's exchanges: `call` starts one, `serve` answers the others' calls."""
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        party: Party,
-        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
-        rng: random.Random,
-    ) -> None:
+    def __init__(self, fabric: Fabric, party: Party, spawn: Spawn, rng: random.Random) -> None:
         self.fabric, self.party, self.spawn, self.random = fabric, party, spawn, rng
         self.partner: int | None = None
         self._freed = asyncio.Event()

@@ -20,8 +20,8 @@ from typing import Protocol
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import RUNTIME, Fabric, Message, Tag, hear
-from freewheel.fabric.calls import AWAY, Calls, Spawn
+from freewheel.fabric.base import RUNTIME, Fabric, Message, Spawn, Tag, hear
+from freewheel.fabric.calls import AWAY, Calls
 from freewheel.fabric.merges import Merge
 
 CALL: Tag = (RUNTIME, "farewell")

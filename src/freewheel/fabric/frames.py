@@ -4,7 +4,7 @@
     tag      JSON, a list of words and whole numbers
     note     numbers (doubles)
     seal     of all before it and of how many frames went before; see fabric/secret.py
-    vector   raw numbers, in pieces; see fabric/tcp.py
+    vector   raw numbers, in pieces; see fabric/transfers.py
 
 A header that does not belong to this sender or this model ends the connection before a byte of the rest is
 read; a frame whose seal does not fit, before anything is made of it.

@@ -16,8 +16,8 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import Fabric, Message, Tag, hear
-from freewheel.fabric.calls import LOST, MOVING, Calls, Spawn
+from freewheel.fabric.base import Fabric, Message, Spawn, Tag, hear
+from freewheel.fabric.calls import LOST, MOVING, Calls
 from freewheel.fabric.merges import Merge
 
 WANT: Tag = ("merge", "want")

@@ -9,6 +9,8 @@ from freewheel.fabric.base import Note
 
 LISTS = 5
 """Of a record, and of the word that a view is installed."""
+STAMPS, GROUPS = 2**40, 4096
+"""Views of a run, and groups that merge, of which there are never so many."""
 
 
 @dataclass(frozen=True)
@@ -17,6 +19,11 @@ class View:
 
     number: int
     members: tuple[int, ...]
+
+    def __str__(self) -> str:
+        few = len(self.members) <= 16
+        who = ", ".join(map(str, self.members)) if few else f"{len(self.members)} workers"
+        return f"view {self.number}: {who}"
 
 
 @dataclass
@@ -39,10 +46,36 @@ class Record:
         return pack((self.line,), self.parents, self.heirs, self.members, flat(self.counted))
 
     @classmethod
-    def unpack(cls, note: Note) -> Record:
-        """The way back."""
+    def unpack(cls, note: Note, world_size: int) -> Record:
+        """The way back; ValueError if it cannot be one."""
         (line,), parents, heirs, members, counted = unpack(note)
-        return cls(line, parents, heirs, members, pairs(counted))
+        return cls(line, parents, ranks(heirs, world_size), ranks(members, world_size), pairs(counted))
+
+
+@dataclass(frozen=True)
+class Install:
+    """What a leader says of a view that all have promised."""
+
+    members: tuple[int, ...]
+    heirs: tuple[int, ...]
+    parents: tuple[int, ...]
+    counted: dict[int, int]
+    copies: dict[int, int]
+    """Who copies whose weights: all members but the heirs."""
+
+    def pack(self) -> Note:
+        """As numbers."""
+        return pack(self.members, self.heirs, self.parents, flat(self.counted), flat(self.copies))
+
+    @classmethod
+    def unpack(cls, note: Note, world_size: int) -> Install:
+        """The way back; ValueError if it cannot be one."""
+        members, heirs, parents, counted, copies = unpack(note)
+        donors, everybody = pairs(copies), set(ranks(members, world_size))
+        heir = set(ranks(heirs, world_size))
+        if not heir <= everybody or set(donors) != everybody - heir or not set(donors.values()) <= heir:
+            raise ValueError("a view that cannot be, or copies that nobody needs, or can give")
+        return cls(members, heirs, parents, pairs(counted), donors)
 
 
 def main_line(answers: dict[int, Record]) -> tuple[int, ...]:
@@ -90,4 +123,20 @@ def flat(counts: dict[int, int]) -> tuple[int, ...]:
 
 def pairs(numbers: Sequence[int]) -> dict[int, int]:
     """The way back."""
+    if len(numbers) > 2 * GROUPS:
+        raise ValueError("more groups than there can be")
     return dict(zip(numbers[::2], numbers[1::2], strict=True))
+
+
+def ranks(given: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Ranks of a run, in order and each once; ValueError if they are not."""
+    if list(given) != sorted(set(given)) or any(not 0 <= k < world_size for k in given):
+        raise ValueError("workers that cannot be")
+    return tuple(given)
+
+
+def check_stamp(stamp: int, leader: int, world_size: int) -> None:
+    """ValueError unless it is one of this leader's."""
+    number, whose = divmod(stamp, world_size)
+    if whose != leader or not 0 <= number < STAMPS:
+        raise ValueError("the stamp of another")

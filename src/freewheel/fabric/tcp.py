@@ -15,27 +15,24 @@ import logging
 import os
 import ssl
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import AGAIN, BYTES, EXCHANGE, RUNTIME, Each, Message, Note, Tag
-from freewheel.fabric.connection import Connection
+from freewheel.fabric.base import AGAIN, RUNTIME, Each, Message, Note, Tag
+from freewheel.fabric.connection import Connection, Goodbye
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
-from freewheel.fabric.handshake import EARLIER, REFUSED, Greeted, Identity, Listener, read_head, words
+from freewheel.fabric.handshake import EARLIER, REFUSED, Greeted, Identity, Listener, words
 from freewheel.fabric.together import Together
-from freewheel.fabric.transfers import INLINE, LONG, Landing, Outgoing, Transfers
+from freewheel.fabric.transfers import INLINE, Landing, Outgoing, Transfers
 from freewheel.fabric.transport import Transport
-from freewheel.fabric.windows import DEVICE, HOST, STREAM, Windows, is_locator
+from freewheel.fabric.windows import HOST, STREAM, Windows
 from freewheel.records.counters import Counters
 
 PINGS = 4
 """Signs of life in the time after which silence is a loss."""
-LAST_WORDS_S = 0.5
-"""How long a line that broke is still read: a peer may have said why it goes."""
 CALL_AGAIN_S = 0.25
 UNREAD_BYTES, UNREAD = 1 << 26, 64
 """How much of what a peer has sent may lie here unread: so many bytes, and so many of the longest vectors."""
@@ -62,9 +59,8 @@ class TcpFabric(Together):
         self.home = side.device if side is not None else torch.device("cpu")
         """Where the strategy's vectors lie; on a device, `side` is the stream they are worked on in."""
         transfers = Transfers(counters, dtype, me.world_size, side)
-        super().__init__(me.rank, Windows(self.home), transfers, wire or dtype)
-        self.me, self.world_size, self.counters = me, me.world_size, counters
-        self.dtype, self.silence_s = dtype, silence_s
+        super().__init__(me, Windows(self.home), transfers, wire or dtype)
+        self.silence_s = silence_s
         self.book: dict[int, tuple[str, int]] = {}
         """Where each peer was last known to listen."""
         self._encrypted = tls is not None
@@ -88,7 +84,7 @@ class TcpFabric(Together):
             windows=self.windows,
             shares=self._shares,
             check=self._check_life,
-            admit=self._admit,
+            admit=self._install,
             spawn=self._spawn,
         )
 
@@ -109,14 +105,14 @@ class TcpFabric(Together):
                 self.book.clear()  # nobody is called again
                 self.outlived()
             raise
-        self._install(transport, greeted, f"{host}:{port}", self.rank)
+        self._install(transport, greeted, f"{host}:{port}", called=True)
 
     async def close(self, why: str = FINISHED) -> None:
         """Say goodbye, then close everything."""
         self._closing = True
         links = self._connections.values()
         leaving: list[asyncio.Future[None]] = [out for link in links for out, _ in link.shown.values()]
-        leaving += [self._queue(link, Kind.BYE, tag=(why[:200],)) for link in links]
+        leaving += [link.send(Kind.BYE, (why[:200],)) for link in links]
         if leaving:
             await asyncio.wait(leaving, timeout=1.0)
         tasks = [*self._tasks]
@@ -149,24 +145,10 @@ class TcpFabric(Together):
             left.set_result(None)
             self._loop.call_soon(self.deliver, Message(peer, tag, vector, note))
             return left
-        sending = self._queue(
-            self._connections[peer], Kind.MESSAGE, tag, vector, note, stream=stream, negated=negated
-        )
+        connection = self._connections[peer]
+        sending = connection.send(Kind.MESSAGE, tag, vector, note, stream=stream, negated=negated)
         self.leaving(peer, sending)
         return sending
-
-    def post(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> None:
-        """Send without waiting; a message to a peer that is gone is dropped and counted."""
-        if self.reaches(peer):
-            self.send(peer, tag, vector, note)
-        else:
-            self.counters.messages_dropped += 1
-
-    def _wire(self, tag: Tag) -> torch.dtype:
-        """Only exchanges may be rounded: both sides then correct by the same rounded numbers."""
-        if tag[:1] == (RUNTIME,) and tag[-1] == BYTES:
-            return torch.uint8
-        return self.wire if tag[:1] == (EXCHANGE,) else self.dtype
 
     def short(self, peer: int) -> bool:
         """Where the event loop itself combines: messages take longer than the work."""
@@ -177,28 +159,10 @@ class TcpFabric(Together):
         self.need(peer)
         link = self._connections[peer]
         try:
-            return await self._open(link, locator, numel)
+            return await link.open(locator, numel)
         except BadFrame as error:
             self._unlink(link, *self._ended(link, error))
             raise PeerLost(peer, str(error)) from None
-
-    async def _open(self, link: Connection, locator: Note, numel: int | None = None) -> Tensor:
-        if link.kind == STREAM or not is_locator(locator) or locator[2] != link.pid:
-            raise BadFrame("it shows a window this worker cannot see")
-        shown = int(locator[3]) // self.dtype.itemsize
-        if shown > self.me.longest or (numel is not None and shown != max(1, numel)):
-            raise BadFrame(f"it shows {shown} numbers, where the longest vector has {self.me.longest}")
-        window = self.windows.known(locator)
-        try:
-            if window is None:  # the first time may take a while
-                window = await asyncio.to_thread(self.windows.open, locator)
-                self.windows.keep(locator, window)
-            if window.nbytes != locator[3]:
-                raise OSError("it has another size")
-            return window.memory().view(self.dtype)[:numel]
-        except (OSError, RuntimeError) as error:
-            self._unshared.add(link.peer)
-            raise BadFrame(f"its window cannot be opened: {error}") from None
 
     async def receive(self, tag: Tag, peer: int | None = None, among: Sequence[int] = ()) -> Message:
         """Wait for the next message with this tag; a strategy gets vectors where its own are."""
@@ -218,13 +182,7 @@ class TcpFabric(Together):
             await landing.done
             return
         self.need(peer)
-        connection = self._connections[peer]
-        landing = connection.landings[tag] = Landing(numel, each, self._loop.create_future())
-        try:
-            await landing.done
-        finally:
-            landing.done.cancel()
-            connection.landings.pop(tag, None)
+        await self._connections[peer].land(tag, numel, each)
 
     def lend(self, vector: Tensor) -> Tensor:
         """What is sent is read before the sending is done."""
@@ -263,12 +221,9 @@ class TcpFabric(Together):
         if known.caller == self.rank > frame.sender:
             raise Crossed("this worker has called already")
 
-    def _admit(self, transport: Transport, greeted: Greeted, address: str) -> None:
-        self._install(transport, greeted, address, greeted.sender)
-
-    def _install(self, transport: Transport, greeted: Greeted, address: str, caller: int) -> None:
-        link = Connection(transport, greeted.sender, greeted.incarnation, address, caller, greeted.seals)
-        link.kind, link.pid = greeted.kind, greeted.pid
+    def _install(self, transport: Transport, greeted: Greeted, address: str, called: bool = False) -> None:
+        caller = self.rank if called else greeted.sender
+        link = Connection(self, transport, greeted, address, caller, self._offended)
         known = self._connections.get(link.peer)
         if known is not None:
             why, what = (
@@ -285,28 +240,17 @@ class TcpFabric(Together):
     # -- connections --
 
     async def _keep(self, link: Connection) -> None:
-        """Read and write until either ends."""
-        reading, writing = asyncio.create_task(self._read(link)), asyncio.create_task(self._write(link))
-        both = (reading, writing)
+        """Use a connection until it ends."""
         why, what = "closed", "died"
         try:
-            done, _ = await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-            if reading not in done and isinstance(writing.exception(), OSError):
-                await asyncio.wait([reading], timeout=LAST_WORDS_S)
-            last = reading if reading.done() else writing  # what the peer said counts, then what broke
-            why, what = self._ended(link, last.exception())
+            why, what = self._ended(link, await link.run())
         finally:
-            for task in both:
-                task.cancel()
-            try:
-                await asyncio.gather(*both, return_exceptions=True)
-            finally:
-                link.transport.close()
-                self._unlink(link, why, what)
+            link.transport.close()
+            self._unlink(link, why, what)
 
     def _ended(self, link: Connection, error: BaseException | None) -> tuple[str, str]:
         """Why a connection has ended, and what that means for the peer."""
-        if isinstance(error, _Left):
+        if isinstance(error, Goodbye):
             self.book.pop(link.peer, None)  # do not call again
             first = next((peer for peer in self.members if peer != link.peer), self.rank)
             if str(error) != FINISHED and (str(error) != LEFT or first == self.rank):
@@ -323,6 +267,9 @@ class TcpFabric(Together):
         if self._connections.get(link.peer) is not link:
             return
         del self._connections[link.peer]
+        link.over = True
+        if link.blind:
+            self._unshared.add(link.peer)
         if link.task is not None and link.task is not asyncio.current_task():
             link.task.cancel()
         self.lose(link.peer, why, what)
@@ -359,7 +306,7 @@ class TcpFabric(Together):
                 if silent_s > self.silence_s:
                     self._unlink(link, f"it has been silent for {silent_s:.0f} s", "cut")
                 elif not link.queue and now - link.spoke_s >= ping_s:
-                    self._queue(link, Kind.PING)
+                    link.send(Kind.PING)
 
     def _harmless(self, peer: int) -> bool:
         """Whether a peer writes nothing any more that it was shown before: it is here and well, or dead."""
@@ -368,156 +315,13 @@ class TcpFabric(Together):
         pid = self._pids.get(peer, 0)
         return bool(pid) and not os.path.exists(f"/proc/{pid}")
 
-    # -- writing --
-
-    def _frame(self, kind: Kind, tag: Tag = (), note: Note = (), vector: Tensor | None = None) -> bytes:
-        dtype, numel = (None, 0) if vector is None else (self._wire(tag), vector.numel())
-        return self.me.frame(kind, tag, note, dtype, numel)
-
-    def _queue(
-        self,
-        link: Connection,
-        kind: Kind,
-        tag: Tag = (),
-        vector: Tensor | None = None,
-        note: Note = (),
-        *,
-        stream: bool = False,
-        negated: bool = False,
-    ) -> Outgoing:
-        counted = kind is Kind.MESSAGE and tag[0] != RUNTIME
-        near = vector is not None and self._near(link, vector) and not stream
-        near = near and (tag[0] != RUNTIME or link.kind == DEVICE)  # once: a window would stay mapped
-        head = b"" if near else self._frame(kind, tag, note, vector)
-        sending = Outgoing(head, vector, self._wire(tag), self._loop, negated=negated, counted=counted)
-        if near:
-            sending.tag, sending.note = tag, note
-        self.counters.messages_out += kind is Kind.MESSAGE
-        link.sent += counted
-        link.put(sending)
-        return sending
-
-    def _near(self, link: Connection, vector: Tensor) -> bool:
-        """Whether a peer can read a vector from a window."""
-        if link.kind == STREAM or vector.dtype == torch.uint8:
-            return False
-        return vector.numel() >= LONG and vector.is_cuda == (link.kind == DEVICE)
-
-    async def _write(self, link: Connection) -> None:
-        while True:
-            link.writing = False
-            while not link.queue:
-                link.wake.clear()
-                await link.wake.wait()
-            link.writing = True
-            sending = link.queue.popleft()
-            if sending.cancelled() and not sending.begun:
-                link.sent -= sending.counted
-                continue  # nobody wants it any more, and it has not begun
-            link.spoke_s = self._loop.time()
-            if sending.tag is not None:
-                await self._show(link, sending)
-                continue
-            head = sending.head if sending.begun else link.sealed(sending.head)
-            await link.transport.write(head)
-            self.counters.bytes_out += len(head)
-            if sending.vector is not None:
-                if sending.vector.is_cuda:
-                    sending.vector = await self.transfers.work(0, sending.vector.cpu)
-                await self.transfers.write(link.transport, sending)
-                sending.vector = None  # others may keep the future
-            if not sending.done():
-                sending.set_result(None)
-
-    async def _show(self, link: Connection, sending: Outgoing) -> None:
-        """Let the peer read a vector from a window; it says when it has."""
-        vector, tag = sending.vector, sending.tag
-        assert vector is not None
-        assert tag is not None
-        shown = await self.published(vector, link.kind)
-        sending.borrowed = shown is not vector
-        window = self.windows.of(shown)
-        assert window is not None
-        link.shown[window.number] = sending, shown
-        head = link.sealed(self._frame(Kind.NEAR, tag, (*sending.note, *window.locator, len(window.locator))))
-        await link.transport.write(head)
-        self.counters.bytes_out += len(head) + vector.nbytes
-        sending.vector = None
-
-    def _was_read(self, link: Connection, note: Note) -> None:
-        number = int(note[0]) if note and 0 <= note[0] < 2**53 else -1
-        sending, shown = link.shown.pop(number, (None, None))
-        if sending is None or shown is None:
-            raise BadFrame("it has read a window it was not shown")
-        if sending.borrowed:
-            self.windows.give_back(shown)
-        if not sending.done():
-            sending.set_result(None)
-
-    # -- reading --
-
-    async def _read(self, link: Connection) -> None:
-        while self._connections.get(link.peer) is link:  # what it sent before it was cut off is void
-            frame, tag, note = await read_head(link.transport, link.theirs, self.me, self.counters)
-            if frame.sender != link.peer or frame.incarnation != link.incarnation:
-                raise BadFrame(f"it is worker {link.peer} and says to be worker {frame.sender}")
-            if frame.kind is Kind.BYE:
-                raise _Left(str(tag[0]) if tag else "it has left")
-            if frame.kind is Kind.PING:
-                continue
-            if frame.kind is Kind.READ:
-                self._was_read(link, note)
-                continue
-            if frame.kind not in (Kind.MESSAGE, Kind.NEAR) or not tag:
-                raise BadFrame("it says hello twice")
-            link.got += tag[0] != RUNTIME
-            if frame.kind is Kind.NEAR:
-                await self._read_near(link, tag, note)
-                continue
-            if frame.dtype is None:
-                self.deliver(self._message(link, tag, None, note))
-                await asyncio.sleep(0)  # who was waiting runs before the next frame: it may await it in place
-                continue
-            if frame.dtype != self._wire(tag):
-                raise BadFrame(f"it sends {frame.dtype}, not {self._wire(tag)}: give all the same wire")
-            if (landing := link.landings.get(tag)) is not None:
-                await self.transfers.land(link.transport, frame.dtype, frame.numel, landing)
-                link.landings.pop(tag, None)
-                continue
-            # No name for the vector here: it would be kept until the next one comes.
-            self._arrived(
-                link, tag, note, await self.transfers.read(link.transport, frame.dtype, frame.numel)
-            )
-
-    async def _read_near(self, link: Connection, tag: Tag, note: Note) -> None:
-        """A vector that lies in a window of the peer's: copy it, and say so."""
-        length = int(note[-1]) if note and 0 < note[-1] < len(note) else 0
-        locator, rest = note[-1 - length : -1], note[: -1 - length]
-        theirs = await self._open(link, locator)
-        vector = await self.transfers.work(theirs.numel(), theirs.clone)
-        self.counters.bytes_in += vector.nbytes
-        self._queue(link, Kind.READ, note=(locator[1],))
-        self._arrived(link, tag, rest, vector)
-
-    def _arrived(self, link: Connection, tag: Tag, note: Note, vector: Tensor) -> None:
-        if (landing := link.landings.get(tag)) is not None:  # it was awaited while it arrived
-            if vector.numel() != landing.numel:
-                raise BadFrame(f"it sent {vector.numel()} numbers where {landing.numel} are awaited")
-            landing.take(0, vector)
-            landing.finish()
-            link.landings.pop(tag, None)
-            self.transfers.give_back(vector)
-            return
-        self.deliver(self._message(link, tag, vector, note))
+    # -- messages --
 
     def deliver(self, message: Message) -> None:
         """See Fabric.deliver; who sends what nobody takes may fill so much memory with it, and no more."""
         super().deliver(message)
         if self._unread[message.sender] > self._most_unread and message.sender != self.rank:
             message.bad("more than anybody reads")
-
-    def _message(self, link: Connection, tag: Tag, vector: Tensor | None, note: Note) -> Message:
-        return Message(link.peer, tag, vector, note, partial(self._offended, link))
 
     def _offended(self, link: Connection, why: str) -> None:
         """A member sent what cannot be used."""
@@ -536,7 +340,3 @@ class TcpFabric(Together):
         self._tasks.discard(task)
         if not task.cancelled() and task.exception() is not None:
             log.error("the network of worker %d failed", self.rank, exc_info=task.exception())
-
-
-class _Left(Exception):
-    """The peer said goodbye."""

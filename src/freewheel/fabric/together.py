@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Fabric, Meet, Message, Note, NotNow, Pull, Tag
+from freewheel.fabric.base import BYTES, EXCHANGE, RUNTIME, Fabric, Meet, Message, Note, NotNow, Pull, Tag
+from freewheel.fabric.handshake import Identity
 from freewheel.fabric.transfers import (
     LONG,
     Outgoing,
@@ -41,10 +42,17 @@ Shown: TypeAlias = tuple[int, Note]
 class Together(Fabric):
     """A fabric of workers that see each other's windows, or send each other streams."""
 
-    def __init__(self, rank: int, windows: Windows, transfers: Transfers, wire: torch.dtype) -> None:
-        super().__init__(rank)
-        self.windows, self.transfers, self.wire = windows, transfers, wire
+    def __init__(self, me: Identity, windows: Windows, transfers: Transfers, wire: torch.dtype) -> None:
+        super().__init__(me.rank)
+        self.me, self.world_size, self.counters = me, me.world_size, transfers.counters
+        self.windows, self.transfers, self.dtype, self.wire = windows, transfers, transfers.dtype, wire
         self._work = transfers.work
+
+    def wire_of(self, tag: Tag) -> torch.dtype:
+        """Only exchanges may be rounded: both sides then correct by the same rounded numbers."""
+        if tag[:1] == (RUNTIME,) and tag[-1] == BYTES:
+            return torch.uint8
+        return self.wire if tag[:1] == (EXCHANGE,) else self.dtype
 
     def kind(self, peer: int) -> str:
         """How vectors travel to a peer."""
@@ -72,8 +80,8 @@ class Together(Fabric):
 
     def _moved(self, nbytes: int) -> None:
         """So many bytes came through windows, and as many went."""
-        self.transfers.counters.bytes_out += nbytes
-        self.transfers.counters.bytes_in += nbytes
+        self.counters.bytes_out += nbytes
+        self.counters.bytes_in += nbytes
 
     def in_window(self, vector: Tensor, kind: str) -> bool:
         """Whether a vector fills a window of this kind: then it can be shown as it is."""

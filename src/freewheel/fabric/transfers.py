@@ -25,7 +25,7 @@ from torch import Tensor
 from freewheel.fabric import kernels
 from freewheel.fabric.base import Each, Meet, Note, Pull, Tag
 from freewheel.fabric.frames import BadFrame
-from freewheel.fabric.transport import Transport
+from freewheel.fabric.transport import Bytes, Transport
 from freewheel.records.counters import Counters
 
 T = TypeVar("T")
@@ -168,7 +168,7 @@ class Transfers:
         landing.finish()
 
     async def _move(
-        self, transport: Transport, numel: int, work: Callable[[Transport], Coroutine[Any, Any, None]]
+        self, transport: Transport, numel: int, work: Callable[[Bytes], Coroutine[Any, Any, None]]
     ) -> None:
         blocking = transport.blocking() if numel >= LONG else None
         if blocking is None:
@@ -183,7 +183,7 @@ class Transfers:
 
         await asyncio.get_running_loop().run_in_executor(self._threads, run)
 
-    async def _write(self, outgoing: Outgoing, transport: Transport) -> None:
+    async def _write(self, outgoing: Outgoing, transport: Bytes) -> None:
         assert outgoing.vector is not None
         vector = outgoing.vector.contiguous()
         as_it_is = vector.dtype == outgoing.wire and not outgoing.negated
@@ -199,7 +199,7 @@ class Transfers:
             await transport.write(data)
             self.counters.bytes_out += len(data)
 
-    async def _read(self, dtype: torch.dtype, landing: Landing, transport: Transport) -> None:
+    async def _read(self, dtype: torch.dtype, landing: Landing, transport: Bytes) -> None:
         into = landing.each if isinstance(landing.each, Tensor) and landing.each.dtype == dtype else None
         for at in range(0, landing.numel, PIECE):
             size = min(PIECE, landing.numel - at)

@@ -21,7 +21,17 @@ STREAM_BYTES = 4 << 20
 """How much of a TLS connection may wait to be read."""
 
 
-class Transport(Protocol):
+class Bytes(Protocol):
+    """What moves them."""
+
+    async def read(self, into: memoryview) -> None:
+        """Fill the memory; EOFError when the other side has closed."""
+
+    async def write(self, data: memoryview | bytes) -> None:
+        """Hand all bytes to the system."""
+
+
+class Transport(Bytes, Protocol):
     """A connection, opened by either side."""
 
     heard_s: float
@@ -31,16 +41,10 @@ class Transport(Protocol):
     def local(self) -> bool:
         """Whether both ends have the same address: they are on one machine."""
 
-    async def read(self, into: memoryview) -> None:
-        """Fill the memory; EOFError when the other side has closed."""
-
-    async def write(self, data: memoryview | bytes) -> None:
-        """Hand all bytes to the system."""
-
     def write_now(self, data: bytes) -> int:
         """Hand over what the system takes at once; how many bytes that was."""
 
-    def blocking(self) -> contextlib.AbstractContextManager[Transport] | None:
+    def blocking(self) -> contextlib.AbstractContextManager[Bytes] | None:
         """The same for a thread that may wait in system calls; None: there is none."""
 
     def close(self) -> None:
@@ -120,7 +124,7 @@ class PlainTransport:
         return got
 
     @contextlib.contextmanager
-    def blocking(self) -> Iterator[Transport]:
+    def blocking(self) -> Iterator[Bytes]:
         """The same for a thread."""
         with self._lock:
             if self.closed:
@@ -155,18 +159,6 @@ class _BlockingTransport:
     def __init__(self, transport: PlainTransport, sock: socket.socket) -> None:
         self._transport, self._socket = transport, sock
 
-    @property
-    def local(self) -> bool:
-        return self._transport.local
-
-    @property
-    def heard_s(self) -> float:
-        return self._transport.heard_s
-
-    @heard_s.setter
-    def heard_s(self, value: float) -> None:
-        self._transport.heard_s = value
-
     async def read(self, into: memoryview) -> None:
         while len(into):
             try:
@@ -177,15 +169,6 @@ class _BlockingTransport:
 
     async def write(self, data: memoryview | bytes) -> None:
         self._socket.sendall(data)
-
-    def write_now(self, data: bytes) -> int:
-        return 0
-
-    def blocking(self) -> None:
-        return None
-
-    def close(self) -> None:
-        self._transport.close()
 
 
 class TlsTransport:

@@ -24,19 +24,16 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from freewheel.fabric.base import Fabric, Message, Note, Tag, hear
-from freewheel.fabric.lineage import Record, View, flat, main_line, pack, pairs, unpack
+from freewheel.fabric.base import Fabric, Message, Note, Spawn, Tag, hear
+from freewheel.fabric.lineage import Install, Record, View, check_stamp, flat, main_line, pairs, ranks
 
 VIEW: Tag = ("view",)
 SEE, PROPOSE, ANSWER, INSTALL, REFUSE, LEFT = range(6)
 YES, LATE, ELSEWHERE, GONE = range(4)
 NOTHING, BROKEN, HOMELESS = range(3)
-STAMPS, GROUPS = 2**40, 4096
-"""Views of a run, and groups that merge, of which there are never so many."""
 GRACE_S = 0.5
 """How long workers may differ about who is there before it is believed."""
 
@@ -51,16 +48,89 @@ class Forming:
     answers: dict[int, Record] = field(default_factory=dict)
 
 
+class Reach:
+    """Who is there, takes part, and may be with this worker, by what each has said since it came."""
+
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric, self.rank = fabric, fabric.rank
+        self.heard: dict[int, int] = {}
+        """Who takes part; here and below each with the epoch in which it said so."""
+        self.refused: dict[int, int] = {}
+        """Who cannot be with this worker."""
+        self.left: dict[int, tuple[int, int, dict[int, int]]] = {}
+        """Whose loop has ended: in which epoch, in which line, after which merge of each group."""
+        self.sees: dict[int, tuple[int, frozenset[int]]] = {}
+        """Whom each reaches."""
+        self.told: dict[int, tuple[int, Note]] = {}
+        """What each was told last, and in which epoch."""
+        self._apart_since: dict[tuple[int, int], float] = {}
+
+    def others(self) -> list[int]:
+        """All within reach but this worker."""
+        return [peer for peer in self.fabric.members if peer != self.rank]
+
+    def note(self, record: dict[int, int], peer: int) -> None:
+        """Remember it in this epoch."""
+        record[peer] = self.fabric.epoch(peer)
+
+    def has_left(self, peer: int) -> bool:
+        """Whether its loop has ended."""
+        return peer in self.left and self.left[peer][0] == self.fabric.epoch(peer)
+
+    def candidates(self) -> list[int]:
+        """This worker and those within reach that take part and may be with it."""
+        found = []
+        for peer in self.fabric.members:
+            epoch = self.fabric.epoch(peer)
+            takes_part = self.heard.get(peer) == epoch != self.refused.get(peer) and not self.has_left(peer)
+            if peer == self.rank or takes_part:
+                found.append(peer)
+        return found
+
+    def lead(self) -> int:
+        """Who leads, as this worker sees it."""
+        return self.candidates()[0]
+
+    def tell(self, lead: int, news: Note) -> None:
+        """Tell the leader what this worker sees, when that has changed; greet who is new."""
+        for peer in self.others():
+            epoch, told = self.told.get(peer, (-1, ()))
+            if epoch != self.fabric.epoch(peer) or (peer == lead and told != news):
+                self.told[peer] = (self.fabric.epoch(peer), news)
+                self.fabric.post(peer, VIEW, note=news)
+
+    def choose(self, together: Sequence[int], look: Callable[[], None]) -> tuple[int, ...]:
+        """Whom to propose as members: of two that cannot reach each other only one.
+
+        Where both are `together` now, one of them may be lost, and this worker about to notice it: they get a
+        moment, and `look` is called after it.
+        """
+        chosen = self.candidates()
+        now, apart = asyncio.get_running_loop().time(), set()
+        for peer in chosen:
+            epoch, sees = self.sees.get(peer, (-1, frozenset()))
+            if epoch == self.fabric.epoch(peer):
+                apart |= {(min(peer, q), max(peer, q)) for q in chosen if q not in sees}
+        self._apart_since = {pair: self._apart_since.get(pair, now) for pair in apart}
+        for pair in list(apart):
+            if set(pair) <= set(together) and now < self._apart_since[pair] + GRACE_S:
+                apart.discard(pair)
+                if self._apart_since[pair] == now:
+                    asyncio.get_running_loop().call_later(GRACE_S, look)
+        while apart:
+            count = Counter(peer for pair in apart for peer in pair if peer != self.rank)
+            out = max(count, key=lambda peer: (count[peer], peer))
+            chosen.remove(out)
+            apart = {pair for pair in apart if out not in pair}
+        return tuple(chosen)
+
+
 class Views:
     """One worker's part in the agreement. Everything happens in answer to a message or a change."""
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
-        donor: Callable[[int, Sequence[int]], int],
-    ) -> None:
+    def __init__(self, fabric: Fabric, spawn: Spawn, donor: Callable[[int, Sequence[int]], int]) -> None:
         self.fabric, self.rank, self._spawn, self._donor = fabric, fabric.rank, spawn, donor
+        self.reach = Reach(fabric)
         self.view = View(0, (self.rank,))
         self.record = Record(0, (), (self.rank,), (self.rank,), {})
         self.whole = True
@@ -77,14 +147,7 @@ class Views:
         self._number, self._promised = 0, 0
         self._epochs: dict[int, int] = {}
         """The members of the view that was promised last, each with the epoch it was in."""
-        self._heard: dict[int, int] = {}
-        self._refused: dict[int, int] = {}
-        self._left: dict[int, tuple[int, int, dict[int, int]]] = {}
-        """Whose loop has ended: in which epoch, in which line, after which merge of each group."""
-        self._sees: dict[int, tuple[int, frozenset[int]]] = {}
-        self._told: dict[int, tuple[int, Note]] = {}
         self._held: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._apart_since: dict[tuple[int, int], float] = {}
         self._forming: Forming | None = None
         self._wanted = False
         self._goodbye: Note = ()
@@ -107,10 +170,11 @@ class Views:
             self.over.set_result(None)
         else:
             self._epochs = {peer: self.fabric.epoch(peer) for peer in self.view.members}
-            self._heard = {peer: epoch for peer, epoch in self._epochs.items() if peer in self.fabric.members}
+            there = [peer for peer in self.view.members if self.fabric.reaches(peer)]
+            self.reach.heard = {peer: self._epochs[peer] for peer in there}
             self._open.set()
             told = self._news()
-            self._told = {peer: (self.fabric.epoch(peer), told) for peer in self.fabric.members}
+            self.reach.told = {peer: (self.fabric.epoch(peer), told) for peer in self.fabric.members}
         self._spawn(hear(self.fabric, VIEW, self._listen))
         self._spawn(self._watch())
 
@@ -132,7 +196,7 @@ class Views:
         """Take part in no further view: this worker's loop has ended after so many merges of each group."""
         self.gone, self._forming = True, None
         self._goodbye = (LEFT, self.record.line, *flat(called))
-        for peer in self._others():
+        for peer in self.reach.others():
             self.fabric.post(peer, VIEW, note=self._goodbye)
 
     def look(self) -> None:
@@ -141,12 +205,12 @@ class Views:
             self._halt()
         if self.gone:
             return
-        lead = self._lead()
+        lead = self.reach.lead()
         if lead in self._held:
             self._accept(lead, *self._held.pop(lead))
         if lead == self.rank:
             self._form()
-        self._tell(lead)
+        self.reach.tell(lead, self._news())
 
     def intact(self) -> bool:
         """Whether all who were promised a view together are there, and will do what is under way."""
@@ -154,8 +218,8 @@ class Views:
         for peer, epoch in self._epochs.items():
             if peer not in self.fabric.members or self.fabric.epoch(peer) != epoch:
                 return False
-            if self._has_left(peer):
-                _, line, called = self._left[peer]
+            if self.reach.has_left(peer):
+                _, line, called = self.reach.left[peer]
                 lacks = peer in members and (line != self.record.line or called.get(group, 0) < number)
                 if lacks or (peer == self.source and not self.whole):
                     return False
@@ -163,64 +227,18 @@ class Views:
 
     # -- who leads --
 
-    def _others(self) -> list[int]:
-        return [peer for peer in self.fabric.members if peer != self.rank]
-
-    def _in_epoch(self, record: dict[int, int], peer: int) -> bool:
-        return record.get(peer) == self.fabric.epoch(peer)
-
-    def _has_left(self, peer: int) -> bool:
-        return peer in self._left and self._left[peer][0] == self.fabric.epoch(peer)
-
-    def _candidates(self) -> list[int]:
-        """This worker and those within reach that take part and may be with it."""
-        return [
-            peer
-            for peer in self.fabric.members
-            if peer == self.rank
-            or (
-                self._in_epoch(self._heard, peer)
-                and not self._in_epoch(self._refused, peer)
-                and not self._has_left(peer)
-            )
-        ]
-
-    def _lead(self) -> int:
-        return self._candidates()[0]
-
-    def _choose(self) -> tuple[int, ...]:
-        """Whom to propose as members: of two that cannot reach each other only one."""
-        chosen = self._candidates()
-        now, apart = asyncio.get_running_loop().time(), set()
-        for peer in chosen:
-            epoch, sees = self._sees.get(peer, (-1, frozenset()))
-            if epoch == self.fabric.epoch(peer):
-                apart |= {(min(peer, q), max(peer, q)) for q in chosen if q not in sees}
-        self._apart_since = {pair: self._apart_since.get(pair, now) for pair in apart}
-        for pair in list(apart):
-            if set(pair) <= set(self.view.members) and now < self._apart_since[pair] + GRACE_S:
-                apart.discard(pair)  # one of them may be lost, and this worker about to notice it
-                if self._apart_since[pair] == now:
-                    asyncio.get_running_loop().call_later(GRACE_S, self.look)
-        while apart:
-            count = Counter(peer for pair in apart for peer in pair if peer != self.rank)
-            out = max(count, key=lambda peer: (count[peer], peer))
-            chosen.remove(out)
-            apart = {pair for pair in apart if out not in pair}
-        return tuple(chosen)
-
     def _form(self) -> None:
         """Propose a view, if one is due that is not being formed already."""
-        unheard = [peer for peer in self._others() if peer not in self._heard and peer not in self._left]
-        if self.record.line < 0 and unheard:
+        known = self.reach.heard.keys() | self.reach.left.keys()
+        if self.record.line < 0 and not known.issuperset(self.reach.others()):
             return  # a newborn leads nobody before it has heard who has weights
-        want = self._choose()
+        want = self.reach.choose(self.view.members, self.look)
         epochs = {peer: self.fabric.epoch(peer) for peer in want}
         if self._forming is not None:
             if (self._forming.members, self._forming.epochs) == (want, epochs):
                 return
         elif not self.over.done() and not self._wanted:
-            stay = {peer for peer in self.view.members if not self._has_left(peer)}
+            stay = {peer for peer in self.view.members if not self.reach.has_left(peer)}
             if stay == set(want):
                 return
         self._wanted = False
@@ -228,7 +246,7 @@ class Views:
         stamp = self._number * self.fabric.world_size + self.rank
         self._forming = Forming(stamp, want, epochs, {self.rank: self.record})
         self._promise(stamp, want)
-        for peer in self._candidates():
+        for peer in self.reach.candidates():
             if peer not in want:
                 self.fabric.post(peer, VIEW, note=(REFUSE,))
             elif peer != self.rank:
@@ -246,12 +264,12 @@ class Views:
         for peer in heirs:
             counted |= Counter(answers[peer].counted)
         parents = sorted({answers[peer].line for peer in heirs})
-        copies = [(peer, self._donor(peer, heirs)) for peer in forming.members if peer not in heirs]
-        note = pack(forming.members, heirs, parents, flat(counted), [k for pair in copies for k in pair])
+        copies = {peer: self._donor(peer, heirs) for peer in forming.members if peer not in heirs}
+        install = Install(forming.members, heirs, tuple(parents), dict(counted), copies)
         for peer in forming.members:
             if peer != self.rank:
-                self.fabric.post(peer, VIEW, note=(INSTALL, forming.stamp, *note))
-        self._install(forming.stamp, note)
+                self.fabric.post(peer, VIEW, note=(INSTALL, forming.stamp, *install.pack()))
+        self._install(forming.stamp, install)
 
     # -- what is said --
 
@@ -266,68 +284,40 @@ class Views:
 
     def _hear(self, sender: int, kind: int, words: tuple[int, ...]) -> None:
         """What another says; ValueError or IndexError if it cannot be so."""
+        world_size = self.fabric.world_size
         if kind == INSTALL:
-            self._check_stamp(words[0], sender)
-            self._check_install(words[1:])
-            self._install(words[0], words[1:])
+            check_stamp(words[0], sender, world_size)
+            self._install(words[0], Install.unpack(words[1:], world_size))
         elif kind == ANSWER:
             stamp, code, number, *record = words
-            self._check_stamp(number * self.fabric.world_size + sender, sender)
-            self._check_record(tuple(record))
+            check_stamp(number * world_size + sender, sender, world_size)
             if code not in (YES, LATE, ELSEWHERE, GONE):
                 raise ValueError(f"an answer {code}")
-            self._answered(sender, stamp, code, number, tuple(record))
+            self._answered(sender, stamp, code, number, Record.unpack(tuple(record), world_size))
         elif kind == SEE:
             need, promised, *reach = words
-            self._seen(sender, need, promised, self._ranks(reach))
+            self._seen(sender, need, promised, ranks(reach, world_size))
         elif kind == PROPOSE:
-            self._check_stamp(words[0], sender)
-            members = self._ranks(words[1:])
+            check_stamp(words[0], sender, world_size)
+            members = ranks(words[1:], world_size)
             if self.rank not in members or sender not in members:
                 raise ValueError("a view without those who speak of it")
             self._proposed(sender, words[0], members)
         elif kind == REFUSE:
-            self._sent_off(sender)
+            if self.over.done() or sender not in self.view.members:
+                self.reach.note(self.reach.refused, sender)
         elif kind == LEFT:
-            self._left[sender] = (self.fabric.epoch(sender), words[0], pairs(words[1:]))
+            self.reach.left[sender] = (self.fabric.epoch(sender), words[0], pairs(words[1:]))
         else:
             raise ValueError(f"a word of kind {kind}")
-
-    def _ranks(self, given: Sequence[int]) -> tuple[int, ...]:
-        """Ranks of this run, in order and each once."""
-        if list(given) != sorted(set(given)) or any(not 0 <= k < self.fabric.world_size for k in given):
-            raise ValueError("workers that cannot be")
-        return tuple(given)
-
-    def _check_stamp(self, stamp: int, leader: int) -> None:
-        number, whose = divmod(stamp, self.fabric.world_size)
-        if whose != leader or not 0 <= number < STAMPS:
-            raise ValueError("the stamp of another")
-
-    def _check_record(self, note: Note) -> None:
-        record = Record.unpack(note)
-        self._ranks(record.heirs)
-        self._ranks(record.members)
-        if len(record.counted) > GROUPS:
-            raise ValueError("more groups than there can be")
-
-    def _check_install(self, note: Note) -> None:
-        members, heirs, _, counted, copies = unpack(note)
-        self._ranks(members)
-        self._ranks(heirs)
-        joiners = pairs(copies)
-        if self.rank not in members or not set(heirs) <= set(members) or len(counted) > 2 * GROUPS:
-            raise ValueError("a view that cannot be")
-        if set(joiners) != set(members) - set(heirs) or not set(joiners.values()) <= set(heirs):
-            raise ValueError("copies that nobody needs, or can give")
 
     async def _watch(self) -> None:
         while True:
             self.look()
             await self.fabric.changed()
-            for peer in self._refused:  # whoever could not be with us may be able to now
-                self._told.pop(peer, None)
-            self._refused.clear()
+            for peer in self.reach.refused:  # whoever could not be with us may be able to now
+                self.reach.told.pop(peer, None)
+            self.reach.refused.clear()
 
     def _news(self) -> Note:
         over = self.over.done()
@@ -335,43 +325,30 @@ class Views:
         need = BROKEN if broken else HOMELESS if over else NOTHING
         return (SEE, need, self._promised, *self.fabric.members)
 
-    def _tell(self, lead: int) -> None:
-        """Tell the leader what this worker sees, when that has changed; greet who is new."""
-        news = self._news()
-        for peer in self._others():
-            epoch, told = self._told.get(peer, (-1, ()))
-            if epoch != self.fabric.epoch(peer) or (peer == lead and told != news):
-                self._told[peer] = (self.fabric.epoch(peer), news)
-                self.fabric.post(peer, VIEW, note=news)
-
     def _seen(self, sender: int, need: int, promised: int, reach: tuple[int, ...]) -> None:
-        self._heard[sender] = epoch = self.fabric.epoch(sender)
-        self._sees[sender] = (epoch, frozenset(reach))
-        self._refused.pop(sender, None)
+        self.reach.heard[sender] = epoch = self.fabric.epoch(sender)
+        self.reach.sees[sender] = (epoch, frozenset(reach))
+        self.reach.refused.pop(sender, None)
         if self.gone:
             self.fabric.post(sender, VIEW, note=self._goodbye)
         elif need != NOTHING:
             asyncio.get_running_loop().call_later(GRACE_S, self._send_off, sender, epoch)
-            if need == BROKEN and promised == self._promised and set(self._candidates()) <= set(reach):
+            if need == BROKEN and promised == self._promised and set(self.reach.candidates()) <= set(reach):
                 self._wanted = True  # else the view is about to change, or the two it names are apart
 
     def _send_off(self, peer: int, epoch: int) -> None:
         """Let a worker not wait for this one, unless they will be in one view."""
-        apart = self._lead() != self.rank or peer not in self._choose()
+        apart = self.reach.lead() != self.rank or peer not in self.reach.choose(self.view.members, self.look)
         if apart and epoch == self.fabric.epoch(peer) and peer not in self._epochs:
             self.fabric.post(peer, VIEW, note=(REFUSE,))
 
-    def _sent_off(self, sender: int) -> None:
-        if self.over.done() or sender not in self.view.members:
-            self._refused[sender] = self.fabric.epoch(sender)
-
     def _proposed(self, sender: int, stamp: int, members: tuple[int, ...]) -> None:
-        self._heard[sender] = self.fabric.epoch(sender)
-        self._refused.pop(sender, None)
+        self.reach.note(self.reach.heard, sender)
+        self.reach.refused.pop(sender, None)
         self._number = max(self._number, stamp // self.fabric.world_size)
         if self.gone:
             self._answer(sender, stamp, GONE)
-        elif self._lead() == sender:
+        elif self.reach.lead() == sender:
             self._held.pop(sender, None)
             self._accept(sender, stamp, members)
         else:
@@ -395,22 +372,22 @@ class Views:
         note = (ANSWER, stamp, code, self._number, *self.record.pack())
         self.fabric.post(peer, VIEW, note=note)
 
-    def _answered(self, sender: int, stamp: int, code: int, number: int, record: Note) -> None:
+    def _answered(self, sender: int, stamp: int, code: int, number: int, answer: Record) -> None:
         if self._forming is None or self._forming.stamp != stamp:
             return
         self._number = max(self._number, number)
         if code == YES:
-            answer = self._forming.answers[sender] = Record.unpack(record)
+            self._forming.answers[sender] = answer
             for peer in answer.members:  # who was with it is asked too
-                self._heard.setdefault(peer, self.fabric.epoch(peer))
+                self.reach.heard.setdefault(peer, self.fabric.epoch(peer))
             self._form()
             self._decide()
             return
         self._forming = None
         if code == ELSEWHERE:
-            self._refused[sender] = self.fabric.epoch(sender)
+            self.reach.note(self.reach.refused, sender)
         elif code == GONE:
-            self._left[sender] = (self.fabric.epoch(sender), -1, {})
+            self.reach.left[sender] = (self.fabric.epoch(sender), -1, {})
 
     # -- from view to view --
 
@@ -426,21 +403,21 @@ class Views:
         self._epochs = {peer: self.fabric.epoch(peer) for peer in members}
         self._halt()
 
-    def _install(self, stamp: int, note: Note) -> None:
+    def _install(self, stamp: int, new: Install) -> None:
+        if self.rank not in new.members:
+            raise ValueError("a view without who is told of it")
         if stamp != self._promised or self.gone:
             return
-        members, heirs, parents, counted, copies = unpack(note)
-        self.view = View(stamp, members)
-        self.coming = Record(stamp, parents, heirs, members, pairs(counted))
-        self.record.members = members
-        self.owed = [joiner for joiner, donor in pairs(copies).items() if donor == self.rank]
-        self.whole = self.rank in heirs
+        self.view = View(stamp, new.members)
+        self.coming = Record(stamp, new.parents, new.heirs, new.members, dict(new.counted))
+        self.record.members = new.members
+        self.owed = [joiner for joiner, donor in new.copies.items() if donor == self.rank]
+        self.whole = self.rank in new.heirs
         if self.whole:
             self.record = self.coming
         else:
-            self.source = pairs(copies)[self.rank]
+            self.source = new.copies[self.rank]
         self._wanted = False
         self.over = asyncio.get_running_loop().create_future()
         self._open.set()
-        who = ", ".join(map(str, members)) if len(members) <= 16 else f"{len(members)} workers"
-        self.fabric.notice("view", None, f"view {self.view.number}: {who}")
+        self.fabric.notice("view", None, str(self.view))

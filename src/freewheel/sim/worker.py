@@ -13,7 +13,7 @@ from freewheel.data.batches import Batch, Key
 from freewheel.data.dealing import Dealing
 from freewheel.data.leases import LeaseQueue
 from freewheel.errors import Diverged
-from freewheel.node import Node
+from freewheel.node_driver import NodeDriver
 from freewheel.records.schema import WorkerSample, worker_sample
 from freewheel.replica import Replica
 from freewheel.sim.compute import Clockwork
@@ -62,20 +62,18 @@ class SimulatedWorker:
         self.training: asyncio.Task[Any] | None = None
         self.born_s = self.loop.time()
         self.computing_since: float | None = None
-        # The fabric counts bytes for the node; the node is made of the fabric.
         self.fabric: VirtualFabric = wire.attach(rank)
-        self.node = Node(
+        self.node = NodeDriver(
             self.fabric,
             self.replica,
             random.Random(f"node/{seed}"),
-            spawn=self.spawn,
-            strategy=self.strategy,
-            score=study.score if study else None,
-            moments=study,
+            self.spawn,
+            self.strategy,
         )
+        if study is not None:
+            self.node.judge, self.node.moments = study.score, study
         if study is not None and self.strategy.quasi_global:
             study.follow()
-        self.fabric.counters = self.node.counters
         self.node.counters.measure = self.node.counters.measure_always = study is not None
         self.hand: LeaseQueue | None = None
         self.used: Counter[tuple[int, int]] = Counter()
@@ -101,9 +99,7 @@ class SimulatedWorker:
 
     def launch(self, training: Coroutine[Any, Any, None]) -> None:
         """Start to train, and to answer others."""
-        if self.strategy.defines("meet"):
-            self.spawn(self.node.answer_calls())
-        self.node.farewells.serve()
+        self.node.listen()
         self.training = self.spawn(training)
 
     # -- training --

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from freewheel import topology
 from freewheel.errors import at_least
 from freewheel.fabric.base import Pull
+from freewheel.node import Node
 from freewheel.strategy import Machines, Strategy
 from freewheel.topology import Topology
-
-if TYPE_CHECKING:
-    from freewheel.node import Node
 
 
 @dataclass

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from freewheel.node import Node
 from freewheel.strategy import Strategy
-
-if TYPE_CHECKING:
-    from freewheel.node import Node
 
 
 @dataclass

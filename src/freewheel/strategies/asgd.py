@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
+from freewheel.node import Node
 from freewheel.strategy import Strategy, Waits
-
-if TYPE_CHECKING:
-    from freewheel.node import Node
 
 SERVER = 0
 """The rank whose communication thread is the server."""

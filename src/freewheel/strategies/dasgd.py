@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from freewheel.errors import ConfigError, PeerLost, at_least
+from freewheel.fabric.base import Message
+from freewheel.node import Node
 from freewheel.strategy import Machines, Strategy
-
-if TYPE_CHECKING:
-    from freewheel.fabric.base import Message
-    from freewheel.node import Node
 
 UPDATE = ("update",)
 

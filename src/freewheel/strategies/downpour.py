@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from freewheel.errors import at_least
+from freewheel.node import Node
 from freewheel.strategies.asgd import ASGD
-
-if TYPE_CHECKING:
-    from freewheel.node import Node
 
 
 @dataclass

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from freewheel import topology
 from freewheel.errors import ConfigError
+from freewheel.fabric.merges import Merge
+from freewheel.node import Node
 from freewheel.strategy import Strategy
 from freewheel.topology import Topology
-
-if TYPE_CHECKING:
-    from freewheel.fabric.merges import Merge
-    from freewheel.node import Node
 
 
 @dataclass

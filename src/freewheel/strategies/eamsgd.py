@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from freewheel.errors import ConfigError
+from freewheel.node import Node
 from freewheel.strategies.easgd import EASGD
-
-if TYPE_CHECKING:
-    from freewheel.node import Node
 
 
 @dataclass

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from freewheel.errors import ConfigError, at_least
+from freewheel.node import Node
 from freewheel.strategies.asgd import SERVER
 from freewheel.strategy import Strategy
-
-if TYPE_CHECKING:
-    from freewheel.node import Node
 
 
 @dataclass

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from freewheel.errors import ConfigError, at_least
-from freewheel.fabric.merges import EVERYBODY
+from freewheel.fabric.base import Note
+from freewheel.fabric.lineage import View
+from freewheel.fabric.merges import EVERYBODY, Group, Merge
+from freewheel.node import Node
 from freewheel.strategies.asgd import ASGD, SERVER, add
-
-if TYPE_CHECKING:
-    from freewheel.fabric.base import Note
-    from freewheel.fabric.lineage import View
-    from freewheel.fabric.merges import Group, Merge
-    from freewheel.node import Node
 
 
 def by_speed(step_s: Mapping[int, float], ratio: float) -> list[tuple[int, ...]]:

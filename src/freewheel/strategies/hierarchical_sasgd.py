@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from freewheel import topology
 from freewheel.errors import at_least
-from freewheel.fabric.merges import EVERYBODY
+from freewheel.fabric.lineage import View
+from freewheel.fabric.merges import EVERYBODY, Group, Merge
+from freewheel.node import Node
 from freewheel.strategies.sasgd import check_state, mean_moments, set_moments
 from freewheel.strategy import Machines, Strategy
-
-if TYPE_CHECKING:
-    from freewheel.fabric.lineage import View
-    from freewheel.fabric.merges import Group, Merge
-    from freewheel.node import Node
 
 
 @dataclass
@@ -89,7 +86,7 @@ class HierarchicalSASGD(Strategy):
         """Who merges at this step: all, or the workers of one node."""
         if node.steps % (self.interval * self.global_every) == 0:
             return EVERYBODY, view.members
-        group = self.group(node.rank, node.world_size)
+        group = topology.mates(node.rank, node.world_size, self.nodes)
         return 1 + group[0], [rank for rank in group if rank in view.members]
 
     async def average(self, node: Node, merge: Merge) -> tuple[Tensor, dict[str, Tensor]]:
@@ -97,7 +94,8 @@ class HierarchicalSASGD(Strategy):
         if merge.group != EVERYBODY:
             return await merge.offset(await node.snapshot()), {}
         s = await node.snapshot(keep=True)
-        every = [[rank for rank in group if rank in merge.members] for group in self.groups(node.world_size)]
+        dealt = topology.deal(node.world_size, self.nodes)  # who is lost does not move the others
+        every = [[rank for rank in group if rank in merge.members] for group in dealt]
         groups = [group for group in every if group]
         group = next(group for group in groups if node.rank in group)
         total = await merge.sum(s.clone(), group)
@@ -110,15 +108,7 @@ class HierarchicalSASGD(Strategy):
         means = await mean_moments(node, merge) if due else {}
         return total.div(len(merge.members)).sub_(s), means
 
-    def groups(self, world_size: int) -> Sequence[Sequence[int]]:
-        """The workers of each node, the lost ones too: who is lost does not move the others."""
-        return topology.deal(world_size, self.nodes)
-
-    def group(self, rank: int, world_size: int) -> Sequence[int]:
-        """The workers of one worker's node."""
-        return next(group for group in self.groups(world_size) if rank in group)
-
     def donor(self, joiner: int, among: Sequence[int], world_size: int) -> int:
         """One of the same node, so that both are at the same step."""
-        group = self.group(joiner, world_size)
+        group = topology.mates(joiner, world_size, self.nodes)
         return next((rank for rank in among if rank in group), among[0])

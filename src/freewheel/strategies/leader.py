@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from freewheel import topology
 from freewheel.errors import ConfigError, at_least
-from freewheel.fabric.merges import EVERYBODY
+from freewheel.fabric.lineage import View
+from freewheel.fabric.merges import EVERYBODY, Group, Merge
+from freewheel.node import Node
 from freewheel.strategy import Strategy
-
-if TYPE_CHECKING:
-    from freewheel.fabric.lineage import View
-    from freewheel.fabric.merges import Group, Merge
-    from freewheel.node import Node
 
 
 @dataclass
@@ -96,7 +92,7 @@ class Leader(Strategy):
         """Who compares at this step."""
         if self.groups == 1 or self.all_due(node):
             return EVERYBODY, view.members
-        group = self.group(node.rank, node.world_size)
+        group = topology.mates(node.rank, node.world_size, self.groups)
         return 1 + group[0], [rank for rank in group if rank in view.members]
 
     async def follow(self, node: Node, merge: Merge) -> Tensor | None:
@@ -105,7 +101,7 @@ class Leader(Strategy):
         s = x = await node.snapshot(keep=True)
         levels = []
         if node.steps % self.interval == 0:
-            group = self.group(node.rank, node.world_size)
+            group = topology.mates(node.rank, node.world_size, self.groups)
             levels.append(([rank for rank in group if rank in merge.members], self.pull))
         if self.all_due(node):
             levels.append((list(merge.members), self.global_pull))
@@ -116,11 +112,7 @@ class Leader(Strategy):
                 x = x + pull * (x_leader - x)
         return None if x is s else x - s
 
-    def group(self, rank: int, world_size: int) -> Sequence[int]:
-        """One worker's group, the lost ones too."""
-        return next(group for group in topology.deal(world_size, self.groups) if rank in group)
-
     def donor(self, joiner: int, among: Sequence[int], world_size: int) -> int:
         """One of the same group, so that both are at the same step."""
-        group = self.group(joiner, world_size)
+        group = topology.mates(joiner, world_size, self.groups)
         return next((rank for rank in among if rank in group), among[0])

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from freewheel import theory
 from freewheel.errors import ConfigError, at_least
+from freewheel.fabric.merges import Merge
+from freewheel.node import Node
 from freewheel.strategy import LONGEST, Machines, Strategy
-
-if TYPE_CHECKING:
-    from freewheel.fabric.merges import Merge
-    from freewheel.node import Node
 
 
 @dataclass

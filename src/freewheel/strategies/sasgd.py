@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from freewheel.errors import ConfigError, at_least
+from freewheel.fabric.merges import Merge
+from freewheel.node import Node
 from freewheel.strategy import LONGEST, Machines, Strategy
-
-if TYPE_CHECKING:
-    from freewheel.fabric.merges import Merge
-    from freewheel.node import Node
 
 
 def check_state(name: str, state: str, every: int) -> None:

@@ -21,11 +21,11 @@ from torch import Tensor
 from freewheel.data.dealing import Dealing
 from freewheel.errors import ConfigError, PeerLost, WorkerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import RUNTIME, Note, Tag
+from freewheel.fabric.base import RUNTIME, Message, Note, Tag, hear
 from freewheel.fabric.handshake import OTHER_KEYS, Identity
 from freewheel.fabric.tcp import LEFT, TcpFabric
 from freewheel.moments import Moments
-from freewheel.node import Node
+from freewheel.node_driver import NodeDriver
 from freewheel.records.counters import Counters
 from freewheel.runtime.membership.generation import Entry, Orphaned, Outlived
 from freewheel.runtime.membership.rendezvous import POLL_S, Rendezvous, Waiting
@@ -168,16 +168,14 @@ class Agent:
             self.replica.keep_close()
         self.replica.make_vector = windows.make
         self.replica.reusable = lambda vector: windows.of(vector) is not None
-        self.node = Node(
+        self.node = NodeDriver(
             self.fabric,
             self.replica,
             random.Random(f"node/{self._seed}/{self.me.rank}/{self.me.incarnation}"),
-            spawn=self.spawn,
-            strategy=self.strategy,
-            score=self._score,
-            moments=Moments(self._rest.optimizer, self.replica),
+            self.spawn,
+            self.strategy,
         )
-        self.node.counters = self.counters
+        self.node.judge, self.node.moments = self._score, Moments(self._rest.optimizer, self.replica)
         self.node.momentum = float(self._rest.optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
         self.ending = Ending(
@@ -323,13 +321,11 @@ class Agent:
         strategy, node = self.strategy, self.node
         self.spawn(self.copies.hand_out(self._handover, self.spawn))
         self.ending.listen()
-        self.spawn(self._hear(STOP, self._note_stop))
-        self.spawn(self._hand_out_parts())
+        self.spawn(hear(self.fabric, STOP, self._note_stop))
+        self.spawn(hear(self.fabric, (RUNTIME, "part"), self._hand_out_part))
         self.spawn(self.means.serve())
         self.spawn(self.firsts.serve())
-        if strategy.defines("meet"):
-            self.spawn(node.answer_calls())
-        node.farewells.serve()
+        node.listen()
         node.hold(joins=self.late)
         if self.late and strategy.merges():
             copied = await self._enter()
@@ -402,11 +398,7 @@ class Agent:
 
     # -- what workers tell each other beside the strategy --
 
-    async def _hear(self, tag: Tag, act: Callable[[int], None]) -> None:
-        while True:
-            act((await self.fabric.receive(tag)).sender)
-
-    def _note_stop(self, _peer: int) -> None:
+    def _note_stop(self, _message: Message) -> None:
         self.stopped = True
 
     async def tell_all(self, tag: Tag) -> None:
@@ -572,16 +564,10 @@ class Agent:
     async def _part(self, own: bool) -> Tensor | None:
         return await (self.node.weights() if own else self.strategy.answer(self.node))
 
-    async def _hand_out_parts(self) -> None:
-        while True:
-            request = await self.fabric.receive((RUNTIME, "part"))
-            try:
-                number, own = request.numbers(2, 2)
-            except PeerLost:
-                continue
-            tag: Tag = (RUNTIME, "part", number)
-            part = await self._part(bool(own)) if self.ready else None
-            self.fabric.post(request.sender, (*tag, "weights"), part, note=(self.counters.steps,))
-            tensor_codec.post(
-                self.fabric, request.sender, (*tag, "buffers"), tensor_codec.pack(self._rest.buffers())
-            )
+    async def _hand_out_part(self, request: Message) -> None:
+        number, own = request.numbers(2, 2)
+        tag: Tag = (RUNTIME, "part", number)
+        part = await self._part(bool(own)) if self.ready else None
+        self.fabric.post(request.sender, (*tag, "weights"), part, note=(self.counters.steps,))
+        buffers = tensor_codec.pack(self._rest.buffers())
+        tensor_codec.post(self.fabric, request.sender, (*tag, "buffers"), buffers)

@@ -20,8 +20,8 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import RUNTIME, Fabric, Message, Note, NotNow, Tag, hear
-from freewheel.fabric.calls import Calls, Spawn
+from freewheel.fabric.base import RUNTIME, Fabric, Message, Note, NotNow, Spawn, Tag, hear
+from freewheel.fabric.calls import Calls
 from freewheel.fabric.merges import Merge
 from freewheel.runtime.worker import tensor_codec
 
@@ -73,7 +73,10 @@ class Ending:
         self._calls.serve()
 
     def _hear(self, message: Message) -> None:
-        self._ended[message.sender] = self.fabric.epoch(message.sender), frozenset(message.numbers(1))
+        reached = frozenset(message.numbers(1))
+        if not reached <= set(range(self.fabric.world_size)):
+            raise message.bad("what makes no sense")
+        self._ended[message.sender] = self.fabric.epoch(message.sender), reached
 
     async def run(self, somebody_comes: Callable[[], Awaitable[bool]]) -> Answer | None:
         """This worker's loop has ended: the mean of all, when all have it; None: they do not get together.

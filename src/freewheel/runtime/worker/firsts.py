@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from freewheel.errors import PeerLost
-from freewheel.fabric.base import RUNTIME, Fabric, Tag
+from freewheel.fabric.base import RUNTIME, Fabric, Tag, hear
 
 FIRST: Tag = (RUNTIME, "first")
 
@@ -54,15 +54,9 @@ class Firsts:
         else:
             self._fabric.post(root, FIRST, note=(mine,))
 
-    async def serve(self) -> None:
+    def serve(self) -> Coroutine[Any, Any, None]:
         """Hear the others."""
-        while True:
-            message = await self._fabric.receive(FIRST)
-            try:
-                (theirs,) = message.numbers(1, 1)
-            except PeerLost:
-                continue
-            self._note(message.sender, theirs)
+        return hear(self._fabric, FIRST, lambda message: self._note(message.sender, *message.numbers(1, 1)))
 
     def _note(self, rank: int, mine: int) -> None:
         self._known[rank] = mine

@@ -6,7 +6,6 @@ The worker that is copied goes on training. Weights travel as vectors do; all el
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 from torch import Tensor
 
 from freewheel.errors import ConfigError, PeerLost
-from freewheel.fabric.base import RUNTIME, Tag
+from freewheel.fabric.base import RUNTIME, Message, Spawn, Tag, hear
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.runtime.membership.rendezvous import POLL_S
 from freewheel.runtime.worker import tensor_codec
@@ -127,17 +126,16 @@ class Copies:
                 log.warning("the optimizer begins without worker %d's state: %s", peer, error)
         return True
 
-    async def hand_out(
-        self,
-        handover: Callable[[], Awaitable[Tensor | None]],
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
-    ) -> None:
+    def hand_out(
+        self, handover: Callable[[], Awaitable[Tensor | None]], spawn: Spawn
+    ) -> Coroutine[Any, Any, None]:
         """Answer those who want a copy, for ever; `handover` gives the weights, or None: not yet."""
-        while True:
-            request = await self._fabric.receive(COPY)
-            with contextlib.suppress(PeerLost):
-                (number,) = request.numbers(1, 1)
-                spawn(self._give(request.sender, number, handover))
+
+        def answer(request: Message) -> None:
+            (number,) = request.numbers(1, 1)
+            spawn(self._give(request.sender, number, handover))
+
+        return hear(self._fabric, COPY, answer)
 
     async def _give(self, peer: int, number: int, handover: Callable[[], Awaitable[Tensor | None]]) -> None:
         tag = (*COPY, number)

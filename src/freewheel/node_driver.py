@@ -1,0 +1,167 @@
+"""A node as those see it who drive it: the simulator, and a worker's communication thread.
+
+They say when a step is made and when an exchange may begin, and bring the node into views and out of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from freewheel.fabric.base import Fabric, Meet, Message, Note, Spawn
+from freewheel.fabric.exchange import Exchanges
+from freewheel.fabric.farewell import Farewells
+from freewheel.fabric.merges import Merges
+from freewheel.fabric.views import Views
+from freewheel.node import Node
+from freewheel.replica import Replica
+from freewheel.strategy import Strategy
+
+
+class NodeDriver(Node):
+    """A node with what a strategy does not see; a party of exchanges, farewells and views."""
+
+    def __init__(
+        self,
+        fabric: Fabric,
+        replica: Replica,
+        random: random.Random,
+        spawn: Spawn,
+        strategy: Strategy,
+    ) -> None:
+        super().__init__(fabric, replica, random, spawn)
+        self._strategy = strategy
+        self._exchanges = Exchanges(fabric, self, spawn, random)
+        self.farewells = Farewells(fabric, self, spawn, random)
+        self._views = Views(fabric, spawn, self._donor)
+        self._merges = Merges(self._views, self._give, self._take, self._count_merge)
+        self._joining = False
+
+    @property
+    def rate_share(self) -> float:
+        """The part of the learning rate this worker's optimizer steps with."""
+        return self._strategy.rate_share(len(self.members))
+
+    def computed(self, seconds: float, number: int) -> None:
+        """A gradient is there, the first or a later one of this life."""
+        self.step_s += (seconds - self.step_s) / number
+        self._recent_s.append(seconds)
+
+    def due(self) -> bool:
+        """Whether somebody waits for the step that was just made."""
+        return self._stepped is not None and self.steps >= self._awaited_step
+
+    def stepped(self) -> None:
+        """A step is complete: wake what waits for it."""
+        if not self.due():
+            return
+        waiter, self._stepped = self._stepped, None
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no exchange is under way."""
+        return self._exchanges.partner is None
+
+    def begin_at(self, steps: int) -> None:
+        """Go on counting where an earlier run ended."""
+        self.counters.steps = self._seen_steps = self._snapshot_steps = self._merged_steps = steps
+
+    def hold(self, joins: bool) -> None:
+        """Be busy for exchanges until `release`: this worker has no weights yet.
+
+        Who leaves waits for it where all begin, and does without it where it joins them.
+        """
+        self._exchanges.partner, self.farewells.calls.away = self.rank, joins
+
+    def release(self) -> None:
+        """Be free for exchanges again."""
+        self._exchanges.free()
+        self.farewells.calls.away = False
+
+    async def pause(self) -> None:
+        """Take part in no exchange any more; return when none is under way."""
+        await self._exchanges.pause()
+
+    def resume(self) -> None:
+        """Take part in exchanges again."""
+        self._exchanges.paused = False
+
+    def end_calls(self) -> None:
+        """Begin no exchange any more: this worker's loop has ended. It still answers those whose has not."""
+        self._exchanges.ended = True
+
+    def listen(self) -> None:
+        """Take part in the others' exchanges and farewells, from now on."""
+        if self._strategy.defines("meet"):
+            self._spawn(self._exchanges.serve())
+        self.farewells.serve()
+
+    @property
+    def meet(self) -> Meet:
+        """What the strategy makes of the two snapshots of an exchange."""
+        return self._strategy.meet
+
+    def met(self, peer: int, correction: Tensor) -> None:
+        """An exchange is complete. Two that average are twice as far apart as each of them moves."""
+        measure = self.counters.measure
+        apart = 2 * self._norm(correction) if measure else None
+        self.counters.met(peer, apart, self._exchanges.took_s)
+        self._merged_steps = self._snapshot_steps
+        self._replica.correct(correction, own=True)
+
+    def unused(self, snapshot: Tensor) -> None:
+        """An exchange has come to nothing before anybody wrote over the snapshot."""
+        self._replica.unused(snapshot)
+
+    def count(self, outcome: str) -> None:
+        """Count an exchange by its outcome."""
+        self.counters.exchanges[outcome] += 1
+
+    # -- views --
+
+    def begin_views(self, members: Sequence[int]) -> None:
+        """Be ready for merges: these workers begin together."""
+        self._views.begin(members)
+
+    @property
+    def source(self) -> int | None:
+        """Whose weights this worker has copied to come into its view."""
+        return None if self._views.source < 0 else self._views.source
+
+    async def join(self) -> None:
+        """Come into a run that went on without this worker: into its view, with a member's weights."""
+        self.rejoined = self._joining = True
+        self._views.begin((self.rank,), newborn=True)
+        await self._merges.enter()
+        self._joining = False
+
+    def leave(self) -> None:
+        """This worker's loop has ended: the others go on without it."""
+
+        async def leave() -> None:
+            self._views.leave(self._merges.called)
+
+        if self._views.begun:
+            self._spawn(leave())  # after a merge that the last step has begun
+
+    def _donor(self, joiner: int, among: Sequence[int]) -> int:
+        return self._strategy.donor(joiner, among, self.world_size)
+
+    async def _give(self) -> tuple[Tensor, Note]:
+        return await self._strategy.handover(self), (self._called_step,)
+
+    async def _take(self, message: Message) -> None:
+        """Go on with another worker's weights, from its step."""
+        vector, (step,) = message.of(self._replica.size), message.numbers(1, 1)
+        more = step - self._called_step
+        self._ahead += more
+        self._called_step += more
+        self._seen_steps, self._awaited_step = self._seen_steps + more, self._awaited_step + more
+        self._snapshot_steps = self._merged_steps = self.steps
+        await self._replica.take_over(vector)
+        if not self._joining:
+            self._strategy.entered(self, vector)
