@@ -1,34 +1,31 @@
 """Freewheel: train one model on many workers of which none has to wait for another."""
 
+import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from freewheel import strategies
-from freewheel.api import attach, plan, simulate
-from freewheel.batchnorm import recalibrate
-from freewheel.errors import (
-    ConfigError,
-    Deadlock,
-    Diverged,
-    FreewheelError,
-    PeerLost,
-    RunStopped,
-    UnknownName,
-    WorkerLost,
-)
-from freewheel.node import Node
-from freewheel.planning.plan import Plan
-from freewheel.records.result import Result
-from freewheel.replica import Replica
-from freewheel.runtime.worker.attach import Worker
-from freewheel.sim.compute import Compute
-from freewheel.sim.faults import Fault
-from freewheel.sim.links import Links
-from freewheel.sim.scenario import Scenario
-from freewheel.strategy import Strategy
-from freewheel.task import Task
-from freewheel.topology import Topology
-
-if TYPE_CHECKING:  # at run time `__getattr__` finds them, and those that others add
+if TYPE_CHECKING:
+    from freewheel.api import attach as attach
+    from freewheel.api import plan as plan
+    from freewheel.api import simulate as simulate
+    from freewheel.batchnorm import recalibrate as recalibrate
+    from freewheel.errors import ConfigError as ConfigError
+    from freewheel.errors import Deadlock as Deadlock
+    from freewheel.errors import Diverged as Diverged
+    from freewheel.errors import FreewheelError as FreewheelError
+    from freewheel.errors import PeerLost as PeerLost
+    from freewheel.errors import RunStopped as RunStopped
+    from freewheel.errors import UnknownName as UnknownName
+    from freewheel.errors import WorkerLost as WorkerLost
+    from freewheel.node import Node as Node
+    from freewheel.planning.plan import Plan as Plan
+    from freewheel.records.result import Result as Result
+    from freewheel.replica import Replica as Replica
+    from freewheel.runtime.worker.attach import Worker as Worker
+    from freewheel.sim.compute import Compute as Compute
+    from freewheel.sim.faults import Fault as Fault
+    from freewheel.sim.links import Links as Links
+    from freewheel.sim.scenario import Scenario as Scenario
     from freewheel.strategies.adpsgd import ADPSGD as ADPSGD
     from freewheel.strategies.allreduce import AllReduce as AllReduce
     from freewheel.strategies.asgd import ASGD as ASGD
@@ -44,41 +41,47 @@ if TYPE_CHECKING:  # at run time `__getattr__` finds them, and those that others
     from freewheel.strategies.nodelay_free import FreeNoDelay as FreeNoDelay
     from freewheel.strategies.none import NoCommunication as NoCommunication
     from freewheel.strategies.sasgd import SASGD as SASGD
+    from freewheel.strategy import Strategy as Strategy
+    from freewheel.task import Task as Task
+    from freewheel.topology import Topology as Topology
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Compute",
-    "ConfigError",
-    "Deadlock",
-    "Diverged",
-    "Fault",
-    "FreewheelError",
-    "Links",
-    "Node",
-    "PeerLost",
-    "Plan",
-    "Replica",
-    "Result",
-    "RunStopped",
-    "Scenario",
-    "Strategy",
-    "Task",
-    "Topology",
-    "UnknownName",
-    "Worker",
-    "WorkerLost",
-    "attach",
-    "plan",
-    "recalibrate",
-    "simulate",
-    *(strategy.__name__ for strategy in strategies.ALL.values()),
-]
+HOMES = {
+    "api": ("attach", "plan", "simulate"),
+    "batchnorm": ("recalibrate",),
+    "errors": (
+        "ConfigError", "Deadlock", "Diverged", "FreewheelError", "PeerLost", "RunStopped", "UnknownName",
+        "WorkerLost",
+    ),
+    "node": ("Node",),
+    "planning.plan": ("Plan",),
+    "records.result": ("Result",),
+    "replica": ("Replica",),
+    "runtime.worker.attach": ("Worker",),
+    "sim.compute": ("Compute",),
+    "sim.faults": ("Fault",),
+    "sim.links": ("Links",),
+    "sim.scenario": ("Scenario",),
+    "strategy": ("Strategy",),
+    "task": ("Task",),
+    "topology": ("Topology",),
+}  # fmt: skip
+"""Where each name is: it is imported when it is used, for torch takes seconds and not all need it."""
 
 
 def __getattr__(name: str) -> Any:
-    """The classes of strategies: fw.ADPSGD."""
-    for strategy in strategies.ALL.values():
-        if strategy.__name__ == name:
-            return strategy
+    """A name from where it is, a module of this package, or the class of a strategy: fw.ADPSGD."""
+    if name == "__all__":
+        strategies = [one.__name__ for one in __getattr__("strategies").ALL.values()]
+        return [*(one for names in HOMES.values() for one in names), *strategies]
+    for home, names in HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"freewheel.{home}"), name)
+    if not name.startswith("_"):
+        if importlib.util.find_spec(f"freewheel.{name}") is not None:
+            return importlib.import_module(f"freewheel.{name}")
+        for strategy in __getattr__("strategies").ALL.values():
+            if strategy.__name__ == name:
+                return strategy
     raise AttributeError(f"module 'freewheel' has no attribute {name!r}")

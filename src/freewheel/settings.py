@@ -6,11 +6,12 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from freewheel.errors import ConfigError, at_least
-from freewheel.schedule import Schedule
-from freewheel.task import check_device
+
+if TYPE_CHECKING:  # torch takes seconds, and help on the options needs none
+    from freewheel.schedule import Schedule
 
 
 def setting(default: Any, meaning: str, *, flag: str = "", rare: bool = False) -> Any:
@@ -59,9 +60,13 @@ class Training:
         if self.target is not None and not 0 < self.target <= 1:
             raise ConfigError(f"the target accuracy must lie between 0 and 1, not {self.target:g}.")
         self.rates  # noqa: B018  # refuses what cannot be
+        from freewheel.task import check_device
+
         check_device(self.device)
 
     @cached_property
     def rates(self) -> Schedule:
         """How the learning rate goes."""
+        from freewheel.schedule import Schedule
+
         return Schedule(self.steps, self.schedule, self.warmup)

@@ -17,11 +17,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import typer.main
 
-from freewheel.cli.main import app, main
+from freewheel.cli.main import GROUPS, load, main
 from freewheel.strategies import ALL
-from freewheel_bench.cli import app as benchmarks
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -105,11 +103,9 @@ def parse(words: list[str]) -> None:
     words = words[: next((at for at, word in enumerate(words) if word in (">", "|")), None)]
     if words[0] != "freewheel":
         return
-    if words[1] == "bench":
-        words, known = words[1:], benchmarks
-    else:
-        known = app
-    command, name, rest = typer.main.get_command(known), "freewheel", words[1:]
+    name, *rest = words[1:]
+    assert any(name in commands for commands in GROUPS.values()), f"there is no command {name}"
+    command = load(name)
     while hasattr(command, "commands"):
         name, *rest = rest
         assert name in command.commands, f"there is no command {name}"

@@ -17,7 +17,7 @@ import pytest
 
 from crew import free_port
 from freewheel.cli.main import main
-from freewheel.cli.run import Prefixed
+from freewheel.cli.run import prefixed
 from freewheel.errors import ConfigError
 from freewheel.records.find_run import find_runs
 from freewheel.records.run import Run
@@ -193,7 +193,7 @@ def test_a_rank_has_a_colour_on_a_terminal_only(monkeypatch, terminal, line):
     stream = io.StringIO()
     monkeypatch.setattr(stream, "isatty", lambda: terminal, raising=False)
     monkeypatch.setattr(sys, "stdout", stream)
-    Prefixed()(2, "×", False)
+    prefixed(2, "×", False)
     assert stream.getvalue() == line
 
 

@@ -19,7 +19,8 @@ from freewheel.show.figures.graph import edges
 from freewheel.show.summary import result_of
 from freewheel.show.versus import versus
 from freewheel.training import budget, process
-from freewheel.training.job import Job, train_all
+from freewheel.training.job import Job
+from freewheel.training.jobs import train_all
 
 pytestmark = pytest.mark.integration
 

@@ -14,7 +14,8 @@ from unittest import mock
 
 import pytest
 
-from freewheel.cli.main import main
+from freewheel.cli import options
+from freewheel.cli.main import GROUPS, main
 from freewheel.cli.train import _chosen
 from freewheel.records.result import JSON_KEYS
 from freewheel.strategies import ALL
@@ -46,7 +47,7 @@ def freewheel(*arguments, cwd="."):
 def test_simulate_prints_a_table_and_writes_json_and_report(tmp_path):
     out, report = tmp_path / "out.json", tmp_path / "new" / "report.html"
     files = ["--json", str(out), "--report", str(report)]
-    done = freewheel("simulate", "--strategy", "adpsgd,allreduce", *SMALL, "--slow", "0:10", *files)
+    done = freewheel("simulate", "--strategy", "adpsgd,allreduce", *SMALL, "--slow", "0:10", "--wide", *files)
     assert done.returncode == 0, done.stderr
     assert not done.stderr.strip()
     results = json.loads(out.read_text())
@@ -107,18 +108,65 @@ def test_strategies_lists_all():
 
 
 def test_help_and_version():
-    assert "simulate" in freewheel("--help").stdout
+    said = freewheel("--help").stdout
+    for group, commands in GROUPS.items():
+        assert f"─ {group} ─" in said
+        for name, (_, summary) in commands.items():  # whole, in 80 columns
+            assert re.search(rf"^│ {name} +{re.escape(summary)} +│$", said, re.MULTILINE), name
     assert freewheel("--version").stdout.startswith("freewheel 0.")
     assert "--link-mbit" in freewheel("simulate", "--help").stdout
+    assert "Missing option" in freewheel("run", "train.py").stderr
+    assert not freewheel().stderr.strip()  # the help on stdout says it all
+
+
+def test_help_needs_no_torch_and_names_values_instead_of_types():
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from freewheel.cli.main import GROUPS, load, app\n"
+        "import typer\n"
+        "typer.main.get_command(app)(['--help'], standalone_mode=False)\n"
+        "for name in (one for of in GROUPS.values() for one in of if one not in ('bench', 'strategies')):\n"
+        "    load(name)(['--help'], prog_name=name, standalone_mode=False)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not re.search(r"<(int|float|str|path|file|bool|list)\b", done.stdout)
+    assert max(map(len, done.stdout.splitlines())) <= 80
+
+
+def test_a_shell_completes_strategies_and_runs(tmp_path):
+    assert options.strategies_like("ad") == ["adpsgd"]
+    assert options.strategies_like("ddp,sas") == ["ddp,sasgd"]
+    assert set(ALL) < set(options.strategies_like(""))
+    for name in ("one", "two/0-ddp"):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").write_text("{}")
+    with contextlib.chdir(tmp_path):
+        assert options.runs_like("runs/") == ["runs/two/0-ddp", "runs/two", "runs/one"]
+    asked = {
+        "_FREEWHEEL_COMPLETE": "complete_bash",
+        "COMP_WORDS": "freewheel watch runs/o",
+        "COMP_CWORD": "2",
+    }
+    with mock.patch.dict(os.environ, asked):
+        assert freewheel("watch", cwd=tmp_path).stdout.split() == ["runs/one"]
+
+
+def test_tables_have_six_columns_unless_all_are_wanted():
+    few, wide = (
+        freewheel("simulate", "--strategy", "adpsgd,allreduce", *SMALL, *more).stdout.splitlines()[0]
+        for more in ([], ["--wide"])
+    )
+    assert 4 <= len(re.split(r"  +", few.strip())) <= 6 < len(re.split(r"  +", wide.strip()))
 
 
 @pytest.mark.parametrize("command", ["simulate", "train", "compare", "plan"])
 def test_the_first_help_screen_is_short_and_the_whole_one_complete(command):
     few, all_of_them = (
-        set(re.findall(r"^  (--[\w-]+)", freewheel(command, how).stdout, re.MULTILINE))
+        set(re.findall(r"^│[ *]+(--[\w-]+)", freewheel(command, how).stdout, re.MULTILINE))
         for how in ("--help", "--help-all")
     )
-    assert len(few) <= 14
+    assert 5 < len(few) <= 16
     assert few < all_of_them
     assert {"--seed", "--slow"} <= all_of_them
 
@@ -199,7 +247,7 @@ def test_records_are_not_overwritten_unless_that_is_meant(tmp_path):
 def test_ctrl_c_while_torch_is_imported_is_quiet(tmp_path):
     (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)\nx = 1\n" * 9)
     path = os.pathsep.join([str(tmp_path), *sys.path])
-    command = [sys.executable, "-c", "import freewheel_start; freewheel_start.main()", "--version"]
+    command = [sys.executable, "-c", "import freewheel_start; freewheel_start.main()", "strategies"]
     done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
@@ -242,7 +290,7 @@ def test_train_says_what_is_wrong_with_checkpoints(arguments, message, tmp_path)
 
 
 def test_train_tells_its_workers_of_checkpoints(tmp_path):
-    with mock.patch("freewheel.cli.train.train_all", side_effect=KeyboardInterrupt) as train_all:
+    with mock.patch("freewheel.training.jobs.train_all", side_effect=KeyboardInterrupt) as train_all:
         freewheel("train", "--checkpoint", "saved", "--every", "7", "--resume", cwd=tmp_path)
     (job,) = train_all.call_args.args[0]
     assert (job.checkpoint, job.every, job.resume) == (str(tmp_path / "saved"), 7, True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import re
@@ -11,16 +12,16 @@ from pathlib import Path
 
 import pytest
 import torch
-import typer.main
 
 import freewheel as fw
-from freewheel.cli.main import app
+from freewheel.cli.main import load
 from freewheel.planning import candidates, choice, cost, plan, words
 from freewheel.planning.forecast import Forecast, forecast
 from freewheel.planning.measure import measure_links, measure_script
 from freewheel.planning.setting import Setting
 from freewheel.planning.shorter import shorter
 from freewheel.planning.stopwatch import Stopwatch
+from freewheel.runtime.doctor import bandwidth
 from freewheel.strategies import ALL, resolve
 
 ROOT = Path(__file__).parents[2]
@@ -218,7 +219,7 @@ def test_the_recommended_command_and_strategy_can_be_used(more):
     line = next(text.strip() for text in said if text.startswith("    freewheel run"))
     program, command, *arguments = shlex.split(line)
     assert (program, command) == ("freewheel", "run")
-    run = typer.main.get_command(app).commands["run"]
+    run = load("run")
     context = run.make_context("run", arguments)
     assert context.params["command"] == ["train.py", "--lr", "0.1"]
     assert context.params["workers"] == 4
@@ -413,9 +414,11 @@ def test_scale_draws_a_table_and_a_page(tmp_path, capsys, monkeypatch):
 
 
 def test_links_to_hosts_are_measured_and_the_slowest_counts():
-    links = pytest.importorskip("freewheel.runtime.doctor.bandwidth")
-    with links.serve("127.0.0.1", 0) as server:
-        found = measure_links([f"127.0.0.1:{server.port}"])
+    async def measured():
+        async with bandwidth.serving(port=0) as port:
+            return await asyncio.to_thread(measure_links, [f"127.0.0.1:{port}"])
+
+    found = asyncio.run(measured())
     assert found[0].mbit > 0
     assert found[0].latency_ms > 0
 

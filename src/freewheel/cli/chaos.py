@@ -5,17 +5,18 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections import Counter
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from freewheel import names, strategies, tasks
 from freewheel.cli.console import output
 from freewheel.errors import at_least
-from freewheel.sim import chaos as laws
+
+if TYPE_CHECKING:
+    from freewheel.sim import chaos as laws
 
 STRATEGIES = (
     "adpsgd,adpsgd:topology=ring,nodelay_free,nodelay_free:tau=6,dasgd:interval=4,allreduce,sasgd:interval=4,"
@@ -33,6 +34,9 @@ def chaos(
     jobs: Annotated[int | None, typer.Option(help="How many runs at once; default: one a core.")] = None,
 ) -> None:
     """Let random faults strike simulated runs, and check the laws; a failure is named with its seed."""
+    from freewheel import names, strategies
+    from freewheel.sim import chaos as laws
+
     at_least("--seeds", seeds, 1)
     at_least("--first", first, 0)
     at_least("--workers", workers, 4)
@@ -52,6 +56,9 @@ def chaos(
 
 
 def _one(work: tuple[str, int, int]) -> laws.Outcome:
+    from freewheel import strategies, tasks
+    from freewheel.sim import chaos as laws
+
     name, seed, workers = work
     return laws.run(strategies.resolve(name), name, tasks.resolve("quadratic"), seed, workers)
 

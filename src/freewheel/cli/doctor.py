@@ -11,17 +11,16 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
 from freewheel.errors import ConfigError, at_least
-from freewheel.runtime.doctor import bandwidth
-from freewheel.runtime.doctor.probe import gather, is_loopback
-from freewheel.runtime.doctor.rules import Finding, diagnose
-from freewheel.runtime.membership.place import parse_address
+
+if TYPE_CHECKING:
+    from freewheel.runtime.doctor.rules import Finding
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 WIDEST = 100
@@ -34,8 +33,7 @@ def doctor(
         typer.Argument(metavar="[HOST[:PORT]]...", help="Hosts on which freewheel doctor --serve runs."),
     ] = None,
     workers: Annotated[
-        int | None,
-        typer.Option("-n", "--workers", help="Workers on each host; default: one for each core."),
+        int | None, typer.Option("-n", "--workers", help="Workers on each host; default: one for each core.")
     ] = None,
     model_mb: Annotated[float | None, typer.Option(help="The model's weights, for memory and links.")] = None,
     bind: Annotated[str, typer.Option(help="The address that workers, or --serve, listen on.")] = "127.0.0.1",
@@ -57,6 +55,10 @@ def doctor(
 
     Ends with 0 when a run is possible, with 1 when something is in its way.
     """
+    from freewheel.runtime.doctor import bandwidth
+    from freewheel.runtime.doctor.probe import gather
+    from freewheel.runtime.doctor.rules import diagnose
+
     if serve:
         if hosts or as_json:
             raise ConfigError("--serve stands alone: measure from another host, with freewheel doctor HOST.")
@@ -84,6 +86,9 @@ def doctor(
 
 
 async def _serve(bind: str, port: int, tls: Path | None) -> None:
+    from freewheel.runtime.doctor import bandwidth
+    from freewheel.runtime.doctor.probe import is_loopback
+
     def say(text: str) -> None:
         print(f"freewheel: {text}", flush=True)
 
@@ -97,6 +102,9 @@ async def _serve(bind: str, port: int, tls: Path | None) -> None:
 
 def _address(host: str) -> tuple[str, int]:
     """HOST or HOST:PORT; an IPv6 address stands in brackets."""
+    from freewheel.runtime.doctor import bandwidth
+    from freewheel.runtime.membership.place import parse_address
+
     bare = ":" not in host or host.endswith("]") or (host.count(":") > 1 and host[0] != "[")
     return (host.strip("[]"), bandwidth.PORT) if bare and host else parse_address(host)
 

@@ -1,74 +1,95 @@
-"""``freewheel``: the command line."""
+"""``freewheel``: the command line. A command is imported when it is called: torch takes seconds."""
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import importlib.util
-import inspect
 import os
+import signal
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import typer
-from rich.table import Table
+from typer.core import TyperGroup
 
 import freewheel
-from freewheel import strategies, tasks, topology
-from freewheel.cli.chaos import chaos
-from freewheel.cli.console import output
-from freewheel.cli.dashboard import dashboard
-from freewheel.cli.demo import demo
-from freewheel.cli.doctor import doctor
-from freewheel.cli.export import export
-from freewheel.cli.keys import keys
-from freewheel.cli.plan import plan
-from freewheel.cli.replay import replay
-from freewheel.cli.report import report
-from freewheel.cli.run import join, run
-from freewheel.cli.simulate import simulate
-from freewheel.cli.store import store
-from freewheel.cli.train import compare, train
-from freewheel.cli.watch import watch
+from freewheel.cli.options import Command, Plain, arrange
 from freewheel.errors import ConfigError, FreewheelError
-from freewheel.runtime.membership.store_client import left_behind
+
+GROUPS: dict[str, dict[str, tuple[str, str]]] = {
+    "Train": {
+        "demo": ("demo:demo", "Show in a minute what a slow worker costs"),
+        "run": ("run:run", "Train with your script on several workers"),
+        "join": ("run:join", "Add workers to a run that goes on"),
+        "train": ("train:train", "Train a built-in task on this machine"),
+        "compare": ("train:compare", "Train a task with several strategies, and DDP"),
+        "export": ("export:export", "Turn a checkpoint into one state_dict"),
+    },
+    "See": {
+        "watch": ("watch:watch", "Follow a run in the terminal"),
+        "dashboard": ("dashboard:dashboard", "Follow runs in the browser, and compare them"),
+        "report": ("report:report", "Write one page on what runs measured"),
+        "replay": ("replay:replay", "Write a page that plays runs"),
+    },
+    "Decide": {
+        "plan": ("plan:plan", "Say which strategy suits your machines"),
+        "simulate": ("simulate:simulate", "Train in virtual time, with faults and slow links"),
+        "strategies": ("strategies:list_strategies", "List the strategies, or explain one"),
+        "bench": ("", "Measure Freewheel beside DDP and gloo here"),
+        "chaos": ("chaos:chaos", "Check the laws under random faults"),
+    },
+    "Set up": {
+        "doctor": ("doctor:doctor", "Check this host, and the links to others"),
+        "keys": ("keys:keys", "Make TLS keys for a run"),
+        "store": ("store:store", "Hold the rendezvous for torchrun or Slurm"),
+    },
+}
+"""By group and name: where a command is, and what it does in a line."""
+BEFORE_A_SCRIPT = ("run", "plan")
+"""What follows the script of these commands is the script's own."""
+LOOKS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": "rich"}
+
+
+class Commands(Plain, TyperGroup):
+    """Shows all commands from the table, and imports the one that was typed."""
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """The command itself, instead of its line in the table."""
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, load(str(name)), rest
+
 
 app = typer.Typer(
     name="freewheel",
-    help="Train one model on many workers of which none has to wait for another.",
+    cls=Commands,
+    help="Train one PyTorch model on many workers of which none waits for another.",
     no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
+    **LOOKS,
 )
-app.command(name="demo")(demo)
-app.command(name="simulate")(simulate)
-app.command(name="run", context_settings={"allow_interspersed_args": False})(run)
-app.command(name="join")(join)
-app.command(name="watch")(watch)
-app.command(name="chaos")(chaos)
-app.command(name="plan", context_settings={"allow_interspersed_args": False})(plan)
-app.command(name="train")(train)
-app.command(name="compare")(compare)
-app.command(name="dashboard")(dashboard)
-app.command(name="report")(report)
-app.command(name="replay")(replay)
-app.command(name="keys")(keys)
-app.command(name="doctor")(doctor)
-app.command(name="export")(export)
-app.command(name="store")(store)
+for _group, _commands in GROUPS.items():
+    for _name, (_, _summary) in _commands.items():
+        app.command(_name, help=_summary, rich_help_panel=_group)(lambda: None)
 
 
-@app.command(
-    name="bench",
-    context_settings={
-        "allow_extra_args": True,
-        "allow_interspersed_args": False,
-        "ignore_unknown_options": True,
-    },
-    add_help_option=False,
-)
-def bench(context: typer.Context) -> int | None:
-    """Measure Freewheel beside others on this machine, in one run."""
+def load(name: str) -> Any:
+    """Import a command."""
+    if name == "bench":
+        return typer.main.get_command(_benchmarks())
+    where = next(commands[name][0] for commands in GROUPS.values() if name in commands)
+    module, _, function = where.partition(":")
+    with _interruptible():
+        command = getattr(importlib.import_module(f"freewheel.cli.{module}"), function)
+    arrange(command)
+    alone = typer.Typer(add_completion=False, **LOOKS)
+    how = {"allow_interspersed_args": name not in BEFORE_A_SCRIPT}
+    alone.command(name, cls=Command, context_settings=how)(command)
+    return typer.main.get_command(alone)
+
+
+def _benchmarks() -> typer.Typer:
     if importlib.util.find_spec("freewheel_bench") is None:
         raise ConfigError(
             "freewheel bench needs freewheel-bench, which is not installed here. Install it from "
@@ -76,35 +97,19 @@ def bench(context: typer.Context) -> int | None:
         )
     from freewheel_bench.cli import app as benchmarks
 
-    code: int | None = benchmarks(context.args, prog_name="freewheel bench", standalone_mode=False)
-    return code
+    return benchmarks
 
 
-@app.command(name="strategies")
-def list_strategies(
-    name: Annotated[
-        str | None, typer.Argument(help="Explain this one: its rule, settings and reference.")
-    ] = None,
-) -> None:
-    """List the strategies and where each comes from; or explain one."""
-    if name is not None:
-        strategy = type(strategies.resolve(name))
-        settings = " ".join(f"{key}={value}" for key, value in vars(strategy()).items())
-        print(f"{name}: {inspect.getdoc(strategy)}\n\nWaits for: {strategy.waits_for}.")
-        print(f"Staleness counts: {strategy.staleness}.\nDefaults: {settings or 'no settings'}")
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """While torch is imported Ctrl-C ends the process: an import that is broken off says much."""
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:  # ignored, as in the background of a script
+        yield
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("strategy", "waits for", "what it does", "reference"):
-        table.add_column(heading, overflow="fold", no_wrap=heading in ("strategy", "waits for"))
-    for name, strategy in strategies.ALL.items():
-        table.add_row(name, strategy.waits_for, strategy.summary(), strategy.reference)
-    console = output()
-    console.print(table)
-    known = f"Topologies: {', '.join(topology.NAMES)}. Tasks: {', '.join(tasks.ALL)}."
-    console.print(
-        "\nfreewheel strategies NAME explains one. Settings: NAME:key=value:key=value.", highlight=False
-    )
-    console.print(known, highlight=False)
+    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def _version(wanted: bool) -> None:
@@ -125,7 +130,7 @@ def _root(
 def main() -> None:
     """Run a command; a mistake of the user's is one line and exit code 2."""
     try:
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(standalone_mode=False, prog_name="freewheel"))
     except FreewheelError as error:
         _complain(str(error))
     except KeyboardInterrupt:
@@ -139,7 +144,9 @@ def main() -> None:
 
 
 def _complain(message: str) -> NoReturn:
-    print(message if message.startswith("Usage:") else f"freewheel: {message}", file=sys.stderr, flush=True)
-    if left_behind():
+    if message:  # a command without arguments has shown its help
+        print(f"freewheel: {message}", file=sys.stderr, flush=True)
+    store = sys.modules.get("freewheel.runtime.membership.store_client")
+    if store is not None and store.left_behind():
         os._exit(2)  # one that is answered while Python shuts down would abort it
     sys.exit(2)

@@ -4,15 +4,40 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import pkgutil
 import shlex
 import sys
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperArgument, TyperCommand
+from typer.models import OptionInfo
 
 from freewheel.errors import ConfigError
+
+PANELS = {
+    "Machines": "compute_ms compute slow pause fault device workers_per_node jitter memory_gb",
+    "Network": "mbit link_mbit out_mbit latency_ms slow_link backbone_mbit message_ms wire hosts",
+    "Optimizer": "optimizer lr momentum weight_decay schedule warmup",
+    "Checkpoints": "checkpoint every resume",
+    "Results": "target report json_path json folder force wide tensorboard trace",
+    "Several hosts": "most bind master tls secret",
+    "Ray": "ray address gpus cpus",
+}
+"""Under which heading options stand, by their names; the others under Options."""
+VALUES = {
+    "MS": "ms", "S": "s seconds", "MBIT": "mbit", "MB": "mb", "GB": "gb", "MIN": "minutes",
+    "FOLDER": "folder tls checkpoint tensorboard", "FILE": "out path report trace secret",
+    "NAME,…": "strategy", "NAME": "task", "ADDRESS": "bind address", "HOST:PORT": "master",
+    "HOST,…": "hosts", "N,N,…": "scale", "MODEL": "compute", "RANK:AT:FOR": "pause",
+    "RANK:FACTOR": "slow link", "KIND:RANK@S": "fault",
+}  # fmt: skip
+"""What stands for an option's value, by the last word of its name."""
+KINDS = {int: "N", float: "X", Path: "PATH"}
+"""The same, by its type."""
 
 
 def option(*names: str, meaning: str, rare: bool = False, **how: Any) -> Any:
@@ -23,12 +48,9 @@ def option(*names: str, meaning: str, rare: bool = False, **how: Any) -> Any:
 def _help_all(context: typer.Context, wanted: bool) -> None:
     """Show the rare options, too."""
     if wanted:
-        rare = [one for one in context.command.params if getattr(one, "hidden", False)]
-        for one in rare:
+        for one in context.command.params:
             one.hidden = False  # type: ignore[attr-defined]
         print(context.get_help())
-        for one in rare:
-            one.hidden = True  # type: ignore[attr-defined]
         raise typer.Exit
 
 
@@ -89,7 +111,6 @@ def _options(cls: type, defaults: Mapping[str, Any]) -> list[_Option]:
         read: Callable[[Any], Any] = _as_it_is
         if typing.get_origin(kind) in (dict, Mapping):
             kind, default, read = list[str] | None, None, _factors(flag)
-            how |= {"metavar": "RANK:FACTOR"}
         elif default is True:  # the option takes it away
             default, read = False, lambda given: not given
         if default is None and one.default is not None and one.name in defaults:
@@ -101,6 +122,70 @@ def _options(cls: type, defaults: Mapping[str, Any]) -> list[_Option]:
         )
         found.append(_Option(one.name, parameter, read))
     return found
+
+
+class Plain:
+    """Lets help show no types: a flag needs none, and an argument has a name."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        """All parameters, that of --help included."""
+        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for one in found:
+            if isinstance(one, TyperArgument):
+                one.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
+            elif getattr(one, "is_flag", False):
+                one.metavar = ""
+        return found
+
+
+class Command(Plain, TyperCommand):
+    """A command."""
+
+
+def arrange(command: Callable[..., Any]) -> None:
+    """Put options under headings, name their values instead of types, and let shells complete them."""
+    signature = inspect.signature(command, eval_str=True)
+    command.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
+    for name, one in signature.parameters.items():
+        kind, *infos = typing.get_args(one.annotation) or (one.annotation,)
+        kinds = {kind, *typing.get_args(kind)}
+        for info in infos:
+            if name in ("strategy", "name"):
+                info.autocompletion = strategies_like
+            if "RUN" in (getattr(info, "metavar", None) or ""):
+                info.autocompletion = runs_like
+            if isinstance(info, OptionInfo):
+                info.rich_help_panel = next((head for head, of in PANELS.items() if name in of.split()), None)
+                if info.metavar is None and bool not in kinds:
+                    last = name.rpartition("_")[2]
+                    known = [value for value, of in VALUES.items() if last in of.split()]
+                    info.metavar = [*known, *(KINDS[one] for one in KINDS if one in kinds), "TEXT"][0]
+
+
+# -- what a shell completes --
+
+
+def strategies_like(incomplete: str) -> list[str]:
+    """Names of strategies, also behind a comma; found by their files, for importing them takes seconds."""
+    before, comma, begun = incomplete.rpartition(",")
+    folder = Path(__file__).parents[1] / "strategies"
+    names = sorted(one.name for one in pkgutil.iter_modules([str(folder)]))
+    return [f"{before}{comma}{name}" for name in [*names, "all"] if name.startswith(begun)]
+
+
+def runs_like(incomplete: str) -> Iterable[str]:
+    """Folders with records in runs, the newest first."""
+    found = [one.parent for one in Path("runs").glob("*/**/run.json")]
+    folders = dict.fromkeys(str(one) for run in found for one in (run, *run.parents[:-2]))
+    return sorted((one for one in folders if one.startswith(incomplete)), reverse=True)
+
+
+Runs = Annotated[
+    list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders with runs in them.")
+]
+
+
+# -- what is typed --
 
 
 def _as_it_is(given: Any) -> Any:

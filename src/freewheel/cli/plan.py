@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import json
 import os
-import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 
 from freewheel import names
 from freewheel.cli.console import bars, output
-from freewheel.cli.options import option, takes
-from freewheel.cli.run import _module, _script
-from freewheel.errors import ConfigError
+from freewheel.cli.options import command_line, option, takes
+from freewheel.cli.run import python
+from freewheel.errors import ConfigError, at_least
 from freewheel.numbers import short, speed
-from freewheel.planning import plan as planner
-from freewheel.planning import tables, words
-from freewheel.planning.choice import Progress
-from freewheel.planning.measure import LinkTo, Measurement, measure_links, measure_script
 from freewheel.planning.setting import Setting
 from freewheel.records.files import check_writable, write_whole
+
+if TYPE_CHECKING:  # torch takes seconds, and help on the options needs none
+    from freewheel.planning.choice import Progress
+    from freewheel.planning.measure import LinkTo, Measurement
+    from freewheel.planning.plan import Plan
 
 MEASURED = ("link_mbit", "latency_ms", "jitter")
 
@@ -76,6 +76,9 @@ def plan(
     json_path: Annotated[Path | None, option("--json", meaning="Write the plan here.", rare=True)] = None,
 ) -> None:
     """Say which strategy to use: all of them in virtual time, ranked by what their steps are worth."""
+    from freewheel.planning import plan as planner
+    from freewheel.planning.measure import measure_links, measure_script
+
     _check_order(context, command or [])
     sizes = _sizes(scale)
     if workers is None:
@@ -86,8 +89,7 @@ def plan(
         raise ConfigError(
             f"--workers {workers} is not among --scale {scale}: leave --workers away, or add it."
         )
-    if steps is not None and steps < 2:
-        raise ConfigError(f"--steps must be at least 2, not {steps}.")
+    at_least("--steps", steps, 2)
     if report is not None and sizes is None:
         raise ConfigError("--report draws how costs grow: give --scale, as in --scale 4,16,64.")
     for path in (report, json_path):
@@ -103,8 +105,9 @@ def plan(
         missing = "--model-mb" if model_mb is None else "--compute-ms"
         raise ConfigError(f"{missing} is missing: give it, or let it be measured: --measure train.py.")
     with _bars() as progress:
-        measured = _measured(script, progress) if measure else None
-        links = _links(names.split(hosts), tls, progress) if hosts else []
+        progress("measuring", 0.0)
+        measured = measure_script(script) if measure else None
+        links = measure_links(names.split(hosts), tls) if hosts else []
         found = (asdict(measured) if measured else {}) | _worst(links)
         wanted = ("model_mb", "compute_ms", "jitter", "optimizer_mb", "link_mbit", "latency_ms")
         numbers = {key: found[key] for key in wanted if key in found} | known
@@ -130,7 +133,9 @@ def plan(
         write_whole(json_path, json.dumps(result, indent=2) + "\n")
 
 
-def _show(console: Console, made: planner.Plan, script: Sequence[str]) -> None:
+def _show(console: Console, made: Plan, script: Sequence[str]) -> None:
+    from freewheel.planning import tables, words
+
     _say(console, words.setting_in_words(made.setting), "")
     console.print(tables.speeds(made.forecasts))
     console.print()
@@ -144,17 +149,16 @@ def _show(console: Console, made: planner.Plan, script: Sequence[str]) -> None:
 
 
 def _show_growth(console: Console, grown: dict[int, Any], setting: Setting, report: Path | None) -> None:
+    from freewheel.planning import tables
+
     title = "Useful steps as a share of the ideal, by number of workers"
     _say(console, f"{title}; none: all steps.", "")
     console.print(tables.growth(grown))
     if report is not None:
         from freewheel.planning.chart import html  # plotly is slow to import
 
-        command = shlex.join(["freewheel", *sys.argv[1:]])
-        write_whole(
-            report,
-            html(grown, f"Freewheel: {short(setting.model_mb)} MB on {speed(setting.link_mbit)}", command),
-        )
+        heading = f"Freewheel: {short(setting.model_mb)} MB on {speed(setting.link_mbit)}"
+        write_whole(report, html(grown, heading, command_line()))
         _say(console, "", f"Drawn: {report.resolve()}")
 
 
@@ -178,15 +182,6 @@ def _findings(measured: Measurement | None, links: Sequence[LinkTo]) -> Iterator
         yield "The slowest of them is planned with; links between the other hosts are taken to be like it."
 
 
-def _measured(script: list[str], progress: Progress) -> Measurement:
-    progress("measuring the script", 0.0)
-    return measure_script(script)
-
-
-def _links(hosts: list[str], tls: Path | None, progress: Progress) -> list[LinkTo]:
-    return measure_links(hosts, tls, lambda host: progress(f"measuring {host}", 0.0))
-
-
 def _worst(links: Sequence[LinkTo]) -> dict[str, float]:
     """The slowest link stands for all."""
     if not links:
@@ -201,7 +196,7 @@ def _command(command: list[str] | None, measure: bool, module: bool) -> list[str
             raise ConfigError("--measure needs a script: freewheel plan --workers 4 --measure train.py.")
         return []
     if measure:
-        (_module if module else _script)(command)
+        python(command, module)
         if not module and Path(command[0]).is_file() and not os.access(command[0], os.R_OK):
             raise ConfigError(f"cannot read the script {command[0]!r}: permission denied.")
     return ["-m", *command] if module else command

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from freewheel.cli.options import Runs
 from freewheel.errors import ConfigError
 from freewheel.records.files import check_writable, write_whole
 from freewheel.records.find_run import find_runs
@@ -16,9 +17,7 @@ from freewheel.show.versus import BASELINES
 
 
 def replay(
-    folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or a folder with runs in it.")
-    ],
+    folders: Runs,
     out: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")] = Path("replay.html"),
 ) -> None:
     """Write a page that plays runs: who computes, who waits, who meets whom, and what they have learned."""

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from freewheel.cli.options import Runs
 from freewheel.errors import ConfigError
 from freewheel.records.files import check_writable, write_whole
 from freewheel.records.find_run import find_runs
@@ -23,9 +24,7 @@ PAGE = Path("report.html")
 
 
 def report(
-    folders: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders with runs in them.")
-    ],
+    folders: Runs,
     out: Annotated[
         Path | None,
         typer.Option(

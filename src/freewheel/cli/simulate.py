@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from freewheel import api, strategies, tasks
 from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, option, ranks_and_numbers, takes
-from freewheel.cli.results import Force, Json, Report, save, show
+from freewheel.cli.results import Force, Json, Report, Wide, save, show
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.records.files import check_unused, check_writable, open_whole
 from freewheel.records.result import Result
-from freewheel.show.report import recorded
 from freewheel.sim.compute import Compute
 from freewheel.sim.faults import Fault
 from freewheel.sim.links import Links
 from freewheel.sim.scenario import Scenario
-from freewheel.strategy import Strategy
+
+if TYPE_CHECKING:
+    from freewheel.strategy import Strategy
 
 
 @takes(Scenario, Links)
@@ -39,12 +40,8 @@ def simulate(
             rare=True,
         ),
     ] = None,
-    slow: Annotated[
-        list[str] | None, option(meaning="RANK:FACTOR, this worker computes slower; repeatable.")
-    ] = None,
-    pause: Annotated[
-        list[str] | None, option(meaning="RANK:AT_S:FOR_S, this worker stops for a while.", rare=True)
-    ] = None,
+    slow: Annotated[list[str] | None, option(meaning="This worker computes slower; repeatable.")] = None,
+    pause: Annotated[list[str] | None, option(meaning="This worker stops for a while.", rare=True)] = None,
     fault: Annotated[
         list[str] | None,
         option(
@@ -65,12 +62,16 @@ def simulate(
         option(meaning="Write records here, as a real run does; one folder for each of several strategies."),
     ] = None,
     force: Force = False,
+    wide: Wide = False,
     keep_going: Annotated[
         bool,
         option("--keep-going", meaning="When a strategy cannot go on (a crash), show the others.", rare=True),
     ] = False,
 ) -> None:
     """Train a task with one or several strategies in virtual time and compare them."""
+    from freewheel import api, strategies, tasks
+    from freewheel.show.report import recorded
+
     asked = Scenario(
         compute=_compute(compute or [], compute_ms, slow, pause),
         links=Links(**links),
@@ -88,18 +89,29 @@ def simulate(
         raise ConfigError("--json, --report and --trace must be different files.")
     for path in (json_path, report, trace):
         check_writable(path)
+    done: list[tuple[Result, Path | None]] = []
+    stopped: list[str] = []
     with tempfile.TemporaryDirectory() as passing:
         # A report shows what happened on the way, too: it needs records, kept or not.
         records = Path(passing) / chosen[0].name if folder is None and report is not None else folder
         homes = _homes(records, chosen)
         if folder is not None:
             check_unused(dict.fromkeys([folder, *(home for home in homes if home is not None)]), force)
-        done, stopped = _run_all(chosen, problem, asked, trace, keep_going, homes, task)
+        with contextlib.nullcontext() if trace is None else open_whole(trace) as file:
+            for one, home, progress in _with_bars(chosen, homes):
+                how: dict[str, Any] = {"progress": progress, "trace_file": file, "folder": home, "name": task}
+                try:
+                    result = api.simulate(one, problem, asked, command=command_line(), **how)
+                    done.append((result, home))
+                except RunStopped as error:
+                    if not keep_going:
+                        raise
+                    stopped.append(str(error))
         runs = [recorded(home) for _, home in done if home is not None]
     results = [result for result, _ in done]
     console = output()
     if results:
-        show(console, results)
+        show(console, results, wide)
         for result in results:
             if trouble := _trouble(result):
                 console.print(f"{result.strategy}: {trouble}", highlight=False, soft_wrap=True)
@@ -111,6 +123,17 @@ def simulate(
         console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
     if stopped:
         raise RunStopped("; ".join(stopped))
+
+
+def _with_bars(
+    chosen: list[Strategy], homes: list[Path | None]
+) -> Iterator[tuple[Strategy, Path | None, Callable[[int, int], None]]]:
+    """Each strategy and its folder, with a bar while it is simulated."""
+    with bars() as shown:
+        for one, home in zip(chosen, homes, strict=True):
+            bar = shown.add_task(one.name, total=None)
+            yield one, home, lambda steps, total, bar=bar: shown.update(bar, completed=steps, total=total)  # type: ignore[misc]
+            shown.remove_task(bar)
 
 
 def _homes(folder: Path | None, chosen: list[Strategy]) -> list[Path | None]:
@@ -142,48 +165,6 @@ def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[s
         pauses=[(rank, *numbers) for rank, numbers in ranks_and_numbers("--pause", pause, 2)],
         of=own,
     )
-
-
-def _run_all(
-    chosen: list[Strategy],
-    task: tasks.Task,
-    scenario: Scenario,
-    trace: Path | None,
-    keep_going: bool,
-    homes: list[Path | None],
-    name: str,
-) -> tuple[list[tuple[Result, Path | None]], list[str]]:
-    done: list[tuple[Result, Path | None]] = []
-    stopped: list[str] = []
-    file = contextlib.nullcontext() if trace is None else open_whole(trace)
-    with (
-        bars() as shown,
-        file as trace_file,
-    ):
-        for one, home in zip(chosen, homes, strict=True):
-            bar = shown.add_task(one.name, total=scenario.workers * scenario.steps)
-
-            def tell(steps: int, total: int, bar: object = bar) -> None:
-                shown.update(bar, completed=steps, total=total)  # type: ignore[arg-type]
-
-            try:
-                result = api.simulate(
-                    one,
-                    task,
-                    scenario,
-                    progress=tell,
-                    trace_file=trace_file,
-                    folder=home,
-                    name=name,
-                    command=command_line(),
-                )
-                done.append((result, home))
-            except RunStopped as error:
-                if not keep_going:
-                    raise
-                stopped.append(str(error))
-            shown.remove_task(bar)
-    return done, stopped
 
 
 def _trouble(result: Result) -> str:

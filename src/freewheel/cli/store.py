@@ -7,18 +7,16 @@ from typing import Annotated
 
 import typer
 
-from freewheel.runtime.membership.hosts import host_store
-from freewheel.runtime.membership.place import STORE
 
-
-def store(
-    address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where to listen.")],
-) -> None:
+def store(address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where to listen.")]) -> None:
     """Hold the place where workers meet, for torchrun, Slurm or Kubernetes; Ctrl-C or SIGTERM ends it.
 
     Without it worker 0 holds the store: started again, it would begin a second run. Training goes on when
     the store is lost; nobody can join until it is back.
     """
+    from freewheel.runtime.membership.hosts import host_store
+    from freewheel.runtime.membership.place import STORE
+
     held, host, port = host_store(address)
     print(f"Workers: {STORE}={host}:{port}, RANK, WORLD_SIZE and the same FREEWHEEL_SECRET_FILE", flush=True)
     wanted = {signal.SIGINT, signal.SIGTERM}

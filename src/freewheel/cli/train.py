@@ -11,15 +11,13 @@ from typing import Annotated, Any
 
 from rich.console import Console
 
-from freewheel import names, strategies
 from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, option, takes
-from freewheel.cli.results import Force, Json, Report, save, show
+from freewheel.cli.results import Force, Json, Report, Wide, save, show
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.records.files import check_unused, check_writable
 from freewheel.records.result import Result
-from freewheel.show.report import recorded
-from freewheel.training.job import DDP, Job, name, train_all
+from freewheel.training.job import DDP, Job, name
 
 SIDE_BY_SIDE = "ddp,allreduce,sasgd,nodelay,nodelay_free,adpsgd,dasgd,asgd,easgd"
 
@@ -34,34 +32,36 @@ Board = Annotated[
 @takes(Job, steps=None)
 def train(
     job: dict[str, Any],
-    strategy: Annotated[str, option(meaning="One strategy, with settings: adpsgd:topology=ring.")] = "adpsgd",
+    strategy: Annotated[
+        str, option(meaning="One strategy, with settings: adpsgd:topology=ring.", metavar="NAME")
+    ] = "adpsgd",
     data: Data = None,
     json_path: Json = None,
     report: Report = None,
     folder: Folder = None,
     tensorboard: Board = None,
     force: Force = False,
+    wide: Wide = False,
     checkpoint: Annotated[Path | None, option(meaning="Write checkpoints to this folder.")] = None,
     every: Annotated[
-        int | None,
-        option(meaning="Steps between two checkpoints; default: 100.", show_default=False, rare=True),
+        int | None, option(meaning="Steps between two; default: 100.", show_default=False, rare=True)
     ] = None,
     resume: Annotated[
-        bool,
-        option("--resume", meaning="Go on from the checkpoint, if there is one.", rare=True),
+        bool, option("--resume", meaning="Go on from the checkpoint, if there is one.", rare=True)
     ] = False,
 ) -> None:
     """Train a built-in task with real processes on this machine."""
-    if "," in strategy:
-        raise ConfigError("train takes one strategy; `freewheel compare` takes several.")
+    chosen = _chosen(strategy)
+    if len(chosen) != 1:
+        raise ConfigError(f"train takes one strategy, not {strategy!r}; `freewheel compare` takes several.")
     if every is not None and checkpoint is None:
         raise ConfigError("--every is about checkpoints: give --checkpoint PATH, where they are to go.")
     if checkpoint is not None:
-        job |= {"checkpoint": str(checkpoint.resolve())}
+        job["checkpoint"] = str(checkpoint.resolve())
     if every is not None:
-        job |= {"every": every}
-    one = Job(strategy=_one(strategy), resume=resume, **_checked(job, data))
-    _train([one], json_path, report, folder, tensorboard, force)
+        job["every"] = every
+    one = Job(strategy=chosen[0], resume=resume, **_checked(job, data))
+    _train([one], json_path, report, folder, tensorboard, force, wide)
 
 
 @takes(Job, steps=None)
@@ -77,11 +77,12 @@ def compare(
     folder: Folder = None,
     tensorboard: Board = None,
     force: Force = False,
+    wide: Wide = False,
 ) -> None:
     """Train the same task with several strategies, one after the other, and print one table."""
     job = _checked(job, data)
     jobs = [Job(strategy=one, **job) for one in _chosen(strategy)]
-    _train(jobs, json_path, report, folder, tensorboard, force)
+    _train(jobs, json_path, report, folder, tensorboard, force, wide)
 
 
 def _checked(job: dict[str, Any], data: Path | None) -> dict[str, Any]:
@@ -104,8 +105,11 @@ def _train(
     folder: Path | None,
     board: Path | None,
     force: bool,
+    wide: bool,
 ) -> None:
     """Run the jobs and show what came of them."""
+    from freewheel.show.report import recorded
+
     for path in (json_path, report):
         check_writable(path)
     folder = folder or Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
@@ -116,7 +120,7 @@ def _train(
     if not results:
         raise RunStopped(" ".join(stopped))
     console = output()
-    show(console, results)
+    show(console, results, wide)
     console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
     runs = [
         recorded(folder / name(number, job))
@@ -129,14 +133,9 @@ def _train(
         raise RunStopped(" ".join(stopped))
 
 
-def _one(spec: str) -> str:
-    chosen = _chosen(spec)
-    if len(chosen) != 1:
-        raise ConfigError(f"train takes one strategy, not {spec!r}; compare takes several.")
-    return chosen[0]
-
-
 def _chosen(spec: str) -> list[str]:
+    from freewheel import names, strategies
+
     everything = [DDP, *strategies.ALL]
     parts = (everything if part == "all" else [part] for part in names.split(spec))
     chosen = list(dict.fromkeys(itertools.chain.from_iterable(parts)))
@@ -148,6 +147,8 @@ def _chosen(spec: str) -> list[str]:
 
 def run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Result | RunStopped]:
     """Run jobs one after the other, with a bar."""
+    from freewheel.training.jobs import train_all
+
     errors = Console(stderr=True)
     watch = f"Watch: freewheel watch {shlex.quote(str(folder))}"
     errors.print(watch, highlight=False, soft_wrap=True, markup=False)

@@ -1,25 +1,20 @@
-"""One training run on real processes: what it is asked to do, and how it is started."""
+"""One training run on real processes: what it is asked to do."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
-import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from freewheel import strategies, tasks
-from freewheel.errors import ConfigError, RunStopped, at_least
-from freewheel.moments import check_optimizer
-from freewheel.records.result import Result
-from freewheel.runtime.launch.launcher import Captured, launch
-from freewheel.schedule import Schedule
+from freewheel.errors import ConfigError, at_least
 from freewheel.settings import Training, setting
-from freewheel.training.outcome import read_outcome
+
+if TYPE_CHECKING:  # torch takes seconds, and help on the options needs none
+    from freewheel.schedule import Schedule
 
 DDP = "ddp"
 """PyTorch's DistributedDataParallel on gloo: not a strategy of ours, but what they are compared with."""
@@ -64,6 +59,9 @@ class Job(Training):
             at_least(f"the factor of worker {rank}", factor, 1)
         if self.seconds is not None and self.resume:
             raise ConfigError("--resume goes on by steps: give --steps instead of --seconds.")
+        from freewheel import strategies, tasks
+        from freewheel.moments import check_optimizer
+
         tasks.resolve(self.task)
         chosen = None if self.strategy == DDP else strategies.resolve(self.strategy)
         if chosen is not None:
@@ -73,6 +71,8 @@ class Job(Training):
     @cached_property
     def rates(self) -> Schedule:
         """How the learning rate goes."""
+        from freewheel.schedule import Schedule
+
         if self.seconds is not None:  # how long a step takes is not known yet
             return Schedule(self.seconds, self.schedule, self.warmup, step=self.seconds / 1000)
         return super().rates
@@ -95,81 +95,6 @@ class Job(Training):
         return cls(**given)
 
 
-def train_all(
-    jobs: Sequence[Job],
-    folder: Path,
-    progress: Callable[[int, int], None] = lambda number, done: None,
-    tensorboard: Path | None = None,
-    typed: str | None = None,
-) -> list[Result | RunStopped]:
-    """Run jobs one after the other in one set of processes; progress hears which one, and its worker-steps.
-
-    A job that fails leaves its reason in the place of its result; the next one is run all the same.
-    """
-    homes = [folder / name(number, job) for number, job in enumerate(jobs)]
-    for job, home in zip(jobs, homes, strict=True):
-        home.mkdir(parents=True, exist_ok=True)
-        for old in home.glob("*.json*"):
-            old.unlink()
-        job.save(home / "job.json")
-    output = Captured(folder)
-    workers = jobs[0].workers
-
-    def begun() -> list[int]:
-        return [number for number, home in enumerate(homes) if (home / "worker-0.jsonl").exists()]
-
-    def tick() -> None:
-        if numbers := begun():
-            progress(numbers[-1], steps_made(homes[numbers[-1]], workers))
-
-    code = launch(
-        [sys.executable, "-m", "freewheel.training.process", *map(str, homes)],
-        workers,
-        output=output,
-        folder=folder,
-        console=False,
-        tensorboard=tensorboard,
-        tick=tick,
-        typed=typed,
-        events=lambda: homes[max(begun(), default=0)],
-    )
-    if code in (130, 143):
-        raise KeyboardInterrupt
-    results: list[Result | RunStopped] = []
-    for job, home in zip(jobs, homes, strict=True):
-        try:
-            results.append(read_outcome(home, job.workers))
-        except RunStopped as error:
-            why = str(error) or _last_words(output, workers)
-            results.append(RunStopped(f"{job.strategy}: {why} Its logs are in {folder}."))
-    return results
-
-
 def name(number: int, job: Job) -> str:
     """The folder of a job among others."""
     return f"{number}-{job.strategy.replace(':', '-').replace('/', '-')}"
-
-
-def steps_made(folder: Path, workers: int) -> int:
-    """What the workers' records say so far."""
-    made = 0
-    for rank in range(workers):
-        path = folder / f"worker-{rank}.jsonl"
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - (1 << 16)))
-                lines = file.read().splitlines()
-            sample = json.loads(lines[-1])
-            made += int(sample["steps"]) + int(sample["resumed_at"])
-        except (OSError, IndexError, ValueError, KeyError):
-            continue  # not there yet, or being written
-    return made
-
-
-def _last_words(output: Captured, workers: int) -> str:
-    """The line that says most about a failure: the first worker's last error."""
-    for rank in range(workers):
-        lines = [line for line in output.lines[rank] if line.strip()]
-        if lines and ("Error" in lines[-1] or "freewheel" in lines[-1]):
-            return lines[-1].removeprefix("freewheel.errors.")
-    return "a worker ended without a word"

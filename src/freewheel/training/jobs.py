@@ -1,0 +1,108 @@
+"""Jobs one after the other in one set of processes, and what came of each."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from freewheel.errors import ConfigError, RunStopped
+from freewheel.records.result import Result
+from freewheel.records.run import Run
+from freewheel.runtime.launch.launcher import Captured, launch
+from freewheel.show.summary import result_of
+from freewheel.training.job import Job, name
+
+
+def train_all(
+    jobs: Sequence[Job],
+    folder: Path,
+    progress: Callable[[int, int], None] = lambda number, done: None,
+    tensorboard: Path | None = None,
+    typed: str | None = None,
+) -> list[Result | RunStopped]:
+    """Run jobs one after the other in one set of processes; progress hears which one, and its worker-steps.
+
+    A job that fails leaves its reason in the place of its result; the next one is run all the same.
+    """
+    homes = [folder / name(number, job) for number, job in enumerate(jobs)]
+    for job, home in zip(jobs, homes, strict=True):
+        home.mkdir(parents=True, exist_ok=True)
+        for old in home.glob("*.json*"):
+            old.unlink()
+        job.save(home / "job.json")
+    output = Captured(folder)
+    workers = jobs[0].workers
+
+    def begun() -> list[int]:
+        return [number for number, home in enumerate(homes) if (home / "worker-0.jsonl").exists()]
+
+    def tick() -> None:
+        if numbers := begun():
+            progress(numbers[-1], steps_made(homes[numbers[-1]], workers))
+
+    code = launch(
+        [sys.executable, "-m", "freewheel.training.process", *map(str, homes)],
+        workers,
+        output=output,
+        folder=folder,
+        console=False,
+        tensorboard=tensorboard,
+        tick=tick,
+        typed=typed,
+        events=lambda: homes[max(begun(), default=0)],
+    )
+    if code in (130, 143):
+        raise KeyboardInterrupt
+    results: list[Result | RunStopped] = []
+    for job, home in zip(jobs, homes, strict=True):
+        try:
+            results.append(read_outcome(home, job.workers))
+        except RunStopped as error:
+            why = str(error) or _last_words(output, workers)
+            results.append(RunStopped(f"{job.strategy}: {why} Its logs are in {folder}."))
+    return results
+
+
+def steps_made(folder: Path, workers: int) -> int:
+    """What the workers' records say so far."""
+    made = 0
+    for rank in range(workers):
+        path = folder / f"worker-{rank}.jsonl"
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - (1 << 16)))
+                lines = file.read().splitlines()
+            sample = json.loads(lines[-1])
+            made += int(sample["steps"]) + int(sample["resumed_at"])
+        except (OSError, IndexError, ValueError, KeyError):
+            continue  # not there yet, or being written
+    return made
+
+
+def _last_words(output: Captured, workers: int) -> str:
+    """The line that says most about a failure: the first worker's last error."""
+    for rank in range(workers):
+        lines = [line for line in output.lines[rank] if line.strip()]
+        if lines and ("Error" in lines[-1] or "freewheel" in lines[-1]):
+            return lines[-1].removeprefix("freewheel.errors.")
+    return "a worker ended without a word"
+
+
+def read_outcome(folder: Path, workers: int) -> Result:
+    """The figures of a run on real processes, the same that `freewheel report` reads."""
+    for failed in [_failed(folder / f"outcome-{rank}.json") for rank in range(workers)]:
+        if failed:
+            raise RunStopped(failed)
+    try:
+        return result_of(Run(folder))
+    except ConfigError as error:  # a full disk
+        raise RunStopped(f"it ended, but its records cannot be read: {error}") from None
+
+
+def _failed(path: Path) -> str:
+    try:
+        return str(json.loads(path.read_text())["failed"])
+    except (OSError, ValueError):
+        raise RunStopped("") from None  # the worker's last words are in its log
