@@ -408,8 +408,8 @@ def test_scale_draws_a_table_and_a_page(tmp_path, capsys, monkeypatch):
     text = page.read_text()
     data = json.loads(re.search(r'id="figure-data">(.*?)</script>', text).group(1))
     assert len(data) == 6
-    assert data[0]["data"][0]["x"] == [2, 8]
-    assert all(value > 0 for value in data[0]["data"][0]["y"])
+    assert data["0"]["data"][0]["x"] == [2, 8]
+    assert all(value > 0 for value in data["0"]["data"][0]["y"])
     assert "://" not in re.sub(r"<script>.*?</script>", "", text, flags=re.S)
 
 

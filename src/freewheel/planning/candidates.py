@@ -61,10 +61,10 @@ LONG = 30_000
 """Worker-steps that may be simulated where one exchange outlasts hundreds of steps."""
 
 
-def too_large(specs: Sequence[str], setting: Setting) -> list[str]:
-    """Those that need more memory than there is; if even training alone does, there is no plan."""
+def too_large(specs: Sequence[str], setting: Setting) -> dict[str, float]:
+    """Those that need more memory than there is, and how many GB; training alone must fit."""
     if setting.memory_gb is None:
-        return []
+        return {}
     alone_gb = needed_gb("none", setting)
     if alone_gb > setting.memory_gb:
         raise ConfigError(
@@ -72,8 +72,8 @@ def too_large(specs: Sequence[str], setting: Setting) -> list[str]:
             f"gradients, without activations), and there are {setting.memory_gb:g} GB. Take a smaller model, "
             "or workers with more memory: Freewheel does not split a model."
         )
-    name = {spec: spec.partition(":")[0] for spec in specs}
-    return [spec for spec in specs if needed_gb(name[spec], setting) > setting.memory_gb]
+    needed = {spec: needed_gb(spec.partition(":")[0], setting) for spec in specs}
+    return {spec: gb for spec, gb in needed.items() if gb > setting.memory_gb}
 
 
 def steps(strategy: Strategy, setting: Setting) -> int:

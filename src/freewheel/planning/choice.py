@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -65,12 +66,14 @@ def forecasts(
     """One forecast for each strategy, ranked."""
     found = []
     for at, spec in enumerate(specs):
-
-        def show(share: float, at: int = at, spec: str = spec) -> None:
-            progress(spec, (at + share) / len(specs))
-
-        found.append(forecast(spec, setting, steps, show))
+        show = part(progress, at / len(specs), (at + 1) / len(specs))
+        found.append(forecast(spec, setting, steps, functools.partial(show, spec)))
     return ranked(found)
+
+
+def part(progress: Progress, begin: float, end: float, prefix: str = "") -> Progress:
+    """Progress of what is a part of the whole."""
+    return lambda what, share: progress(f"{prefix}{what}", begin + (end - begin) * share)
 
 
 def changed(setting: Setting) -> list[tuple[str, Setting]]:
@@ -105,10 +108,7 @@ def what_ifs(
     changes = changed(setting)
     answers = []
     for at, (words, other) in enumerate(changes):
-
-        def show(_: str, share: float, at: int = at, words: str = words) -> None:
-            progress(f"if {words}", (at + share) / len(changes))
-
+        show = part(progress, at / len(changes), (at + 1) / len(changes), f"if {words}: ")
         kept = [one for one in specs if one.partition(":")[0] in again]
         refit = candidates.chosen(kept or again, other)
         answers.append((words, best(forecasts(refit, other, steps, show))))

@@ -60,13 +60,12 @@ def make(
 ) -> Plan:
     """Simulate the strategies (none named: all), rank them, choose, and look at what would change it."""
     specs, left_out = _specs(setting, strategies)
-    part = 0.5 if what_if else 1.0
-    found = choice.forecasts(specs, setting, steps, lambda what, share: progress(what, part * share))
+    first = choice.part(progress, 0.0, 0.5 if what_if else 1.0)
+    found = choice.forecasts(specs, setting, steps, first)
     answers: list[WhatIf] = []
     if what_if:
-        answers = choice.what_ifs(
-            found, setting, strategies, steps, lambda what, share: progress(what, part + part * share)
-        )
+        second = choice.part(progress, 0.5, 1.0)
+        answers = choice.what_ifs(found, setting, strategies, steps, second)
     return Plan(setting, tuple(found), choice.best(found), tuple(answers), left_out)
 
 
@@ -83,10 +82,7 @@ def scale(
     total, done = sum(sizes), 0
     grown: dict[int, list[Forecast]] = {}
     for size, one in settings.items():
-
-        def show(what: str, share: float, size: int = size, done: int = done) -> None:
-            progress(f"{size} workers: {what}", (done + size * share) / total)
-
+        show = choice.part(progress, done / total, (done + size) / total, f"{size} workers: ")
         grown[size] = choice.forecasts(_specs(one, strategies)[0], one, steps, show)
         done += size
     return grown
@@ -103,14 +99,13 @@ def _specs(setting: Setting, strategies: Sequence[str]) -> tuple[list[str], dict
         raise ConfigError("a plan is for 2 workers or more; one trains alone: python train.py.")
     specs = candidates.chosen(strategies, setting) if strategies else candidates.fitting(setting)
     large = candidates.too_large(specs, setting)
-    why = f"needs more than {setting.memory_gb or 0:g} GB"
     kept = [spec for spec in specs if spec not in large]
-    if not [spec for spec in kept if spec != choice.CEILING]:
-        needed = min(candidates.needed_gb(spec.partition(":")[0], setting) for spec in large) if large else 0
+    if set(kept) <= {choice.CEILING}:
+        if not large:
+            raise ConfigError("name at least one strategy that communicates.")
         raise ConfigError(
             f"no strategy fits into {setting.memory_gb or 0:g} GB on each worker: a model of "
-            f"{setting.model_mb:g} MB with its gradients and what is exchanged needs {needed:g} GB."
-            if large
-            else "name at least one strategy that communicates."
+            f"{setting.model_mb:g} MB with its gradients and what is exchanged needs "
+            f"{min(large.values()):g} GB."
         )
-    return kept, dict.fromkeys(large, why)
+    return kept, dict.fromkeys(large, f"needs more than {setting.memory_gb or 0:g} GB")

@@ -21,24 +21,29 @@ OPEN = 16
 
 def page(runs: Sequence[Shown], sections: Sequence[Section], title: str, command: str) -> str:
     """The sections as HTML, with the figures that a page can draw."""
-    # Plotly is imported when a report is made, not with the package: it is large.
-    from plotly.offline import get_plotlyjs
-
     figures, omitted = all_figures(runs)
-    drawn = {name: {key: figure[key] for key in ("data", "layout")} for name, figure in figures.items()}
     body = []
     for section in sections:
         if section.kind == "see" and command:
             body.append(f'<pre class="command"><code>{escape(command)}</code></pre>')
         if section.kind == "figures":
-            body.append(_figures(section.title, runs, figures, omitted))
+            body.append(places(section.title, runs, figures, omitted))
         else:
             body.append(_section(section, len(runs) == 1))
+    return document(title, "\n".join(body), figures)
+
+
+def document(title: str, body: str, figures: dict[str, Figure]) -> str:
+    """A page that draws figures into the `places` of its body."""
+    # Plotly is imported when a report is made, not with the package: it is large.
+    from plotly.offline import get_plotlyjs
+
+    drawn = {name: {key: figure[key] for key in ("data", "layout")} for name, figure in figures.items()}
     parts = {
         "title": escape(title),
         "css": _part("page.css"),
         "plotly": get_plotlyjs(),
-        "body": "\n".join(body),
+        "body": body,
         # Inside a script the browser escapes nothing, so no "<" may stand there.
         "data": json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
         "script": tools() + _part("page.js"),
@@ -101,7 +106,7 @@ def _table(table: Table, kind: str = "") -> str:
     )
 
 
-def _figures(title: str, runs: Sequence[Shown], figures: dict[str, Figure], omitted: str) -> str:
+def places(title: str, runs: Sequence[Shown], figures: dict[str, Figure], omitted: str = "") -> str:
     """The places that figures are drawn into, under one legend for all of them."""
     boxes = "".join(
         f"<figure><figcaption><b>{escape(figure['title'])}</b><span>{escape(figure['said'])}</span></figcaption>"
