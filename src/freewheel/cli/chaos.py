@@ -5,7 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 from collections import Counter
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
@@ -13,6 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from freewheel.cli.console import output
+from freewheel.cli.options import option
 from freewheel.errors import at_least
 
 if TYPE_CHECKING:
@@ -25,13 +26,11 @@ STRATEGIES = (
 
 
 def chaos(
-    seeds: Annotated[int, typer.Option(help="How many runs; the strategies take turns.")] = 100,
-    first: Annotated[int, typer.Option(help="The first seed: --first 17 --seeds 1 repeats run 17.")] = 0,
-    strategy: Annotated[
-        str, typer.Option(help="One or several, separated by commas.", show_default=False)
-    ] = STRATEGIES,
-    workers: Annotated[int, typer.Option(help="How many workers.")] = 8,
-    jobs: Annotated[int | None, typer.Option(help="How many runs at once; default: one a core.")] = None,
+    seeds: int = option(100, "How many runs; the strategies take turns."),
+    first: int = option(0, "The first seed: --first 17 --seeds 1 repeats run 17."),
+    strategy: str = option(STRATEGIES, "One or several, separated by commas.", show_default=False),
+    workers: int = option(8, "How many workers."),
+    jobs: int | None = option(None, "How many runs at once; default: one a core."),
 ) -> None:
     """Let random faults strike simulated runs, and check the laws; a failure is named with its seed."""
     from freewheel import names, strategies

@@ -7,27 +7,21 @@ import sys
 import threading
 import webbrowser
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from freewheel.cli.options import argument, option
 from freewheel.show.dashboard import Board, Dashboard
 from freewheel.show.dashboard.server import PORT
 
 
 def dashboard(
-    folder: Annotated[
-        Path,
-        typer.Argument(
-            metavar="[RUN]",
-            help="The folder of a run, or one with runs in it; default: runs.",
-            show_default=False,
-        ),
-    ] = Path("runs"),
-    port: Annotated[
-        int | None, typer.Option(help=f"Which port; default: {PORT}, or a free one.", show_default=False)
-    ] = None,
-    browser: Annotated[bool, typer.Option(help="Open the page in a browser.")] = True,
+    folder: Path = argument(
+        Path("runs"),
+        "The folder of a run, or one with runs in it; default: runs.",
+        metavar="[RUN]",
+        show_default=False,
+    ),
+    port: int | None = option(None, f"Which port; default: {PORT}, or a free one.", show_default=False),
+    browser: bool = option(True, "Open the page in a browser."),
 ) -> None:
     """Show runs on a page of this machine, live or ended, and compare them; Ctrl-C ends it."""
     server = Dashboard(Board(folder), port)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 from rich.table import Table
 
@@ -35,8 +34,8 @@ WAITS = 0.1
 
 
 def demo(
-    seconds: Annotated[float, option(meaning="For each of the three.")] = 15.0,
-    folder: Annotated[Path, option(meaning="Where records, report and replay go.")] = Path("runs/demo"),
+    seconds: float = option(15.0, "For each of the three."),
+    folder: Path = option(Path("runs/demo"), "Where records, report and replay go."),
 ) -> None:
     """Show in a minute what a slow worker costs with DDP, AD-PSGD and nodelay_free, in equal time."""
     jobs = [_job(strategy, seconds) for strategy in STRATEGIES]

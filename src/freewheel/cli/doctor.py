@@ -11,12 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from freewheel.cli.options import argument, option
 from freewheel.errors import ConfigError, at_least
 
 if TYPE_CHECKING:
@@ -28,28 +29,22 @@ INDENT = 9  # before what was looked at: the width of a state
 
 
 def doctor(
-    hosts: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[HOST[:PORT]]...", help="Hosts on which freewheel doctor --serve runs."),
-    ] = None,
-    workers: Annotated[
-        int | None, typer.Option("-n", "--workers", help="Workers on each host; default: one for each core.")
-    ] = None,
-    model_mb: Annotated[float | None, typer.Option(help="The model's weights, for memory and links.")] = None,
-    bind: Annotated[str, typer.Option(help="The address that workers, or --serve, listen on.")] = "127.0.0.1",
-    port: Annotated[
-        int | None,
-        typer.Option(
-            help="Is this port free? With --serve: the one to serve on, default 29600.", min=0, max=65535
-        ),
-    ] = None,
-    folder: Annotated[Path, typer.Option(help="Where records would go.")] = Path("runs"),
-    mb: Annotated[float, typer.Option(help="At most so much is sent each way to measure a link.")] = 64.0,
-    tls: Annotated[Path | None, typer.Option(help="Keys, as freewheel keys makes them.")] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Let doctors on other hosts measure; Ctrl-C ends it.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, not a table.")] = False,
+    hosts: list[str] | None = argument(
+        None, "Hosts on which freewheel doctor --serve runs.", metavar="[HOST[:PORT]]..."
+    ),
+    workers: int | None = option(
+        None, "Workers on each host; default: one for each core.", "-n", "--workers"
+    ),
+    model_mb: float | None = option(None, "The model's weights, for memory and links."),
+    bind: str = option("127.0.0.1", "The address that workers, or --serve, listen on."),
+    port: int | None = option(
+        None, "Is this port free? With --serve: the one to serve on, default 29600.", min=0, max=65535
+    ),
+    folder: Path = option(Path("runs"), "Where records would go."),
+    mb: float = option(64.0, "At most so much is sent each way to measure a link."),
+    tls: Path | None = option(None, "Keys, as freewheel keys makes them."),
+    serve: bool = option(False, "Let doctors on other hosts measure; Ctrl-C ends it.", "--serve"),
+    as_json: bool = option(False, "Print JSON, not a table.", "--json"),
 ) -> None:
     """Check this host and the links to others, and say what to do about each problem.
 

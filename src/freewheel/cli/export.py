@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
+from freewheel.cli.options import argument, option
 from freewheel.errors import ConfigError
 from freewheel.records.files import check_writable
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="What worker.checkpoint was given.")],
-    out: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write the state_dict.")],
-    step: Annotated[
-        int | None, typer.Option(help="Take the checkpoint of this step; default: the newest.")
-    ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Write over a file that is there.")] = False,
+    folder: Path = argument(..., "What worker.checkpoint was given.", metavar="FOLDER"),
+    out: Path = argument(..., "Where to write the state_dict.", metavar="FILE"),
+    step: int | None = option(None, "Take the checkpoint of this step; default: the newest."),
+    force: bool = option(False, "Write over a file that is there.", "--force"),
 ) -> None:
     """Turn a checkpoint folder into one state_dict: the mean of all workers, for model.load_state_dict."""
     import torch

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
+from freewheel.cli.options import argument, option
 
 
 def keys(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write the set.")],
-    days: Annotated[int, typer.Option(help="How long it is valid.")] = 30,
+    folder: Path = argument(..., "Where to write the set.", metavar="DIR"),
+    days: int = option(30, "How long it is valid."),
 ) -> None:
     """Make the keys of a run: workers that have them talk to each other, encrypted, and to nobody else."""
     from freewheel.runtime.launch.keys import FILES, make

@@ -10,7 +10,7 @@ import sys
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
 from typer.core import TyperArgument, TyperCommand
@@ -40,9 +40,14 @@ KINDS = {int: "N", float: "X", Path: "PATH"}
 """The same, by its type."""
 
 
-def option(*names: str, meaning: str, rare: bool = False, **how: Any) -> Any:
+def option(default: Any, meaning: str, *names: str, rare: bool = False, **how: Any) -> Any:
     """An option; a rare one is shown by --help-all alone."""
-    return typer.Option(*names, help=meaning, hidden=rare, **how)
+    return typer.Option(default, *names, help=meaning, hidden=rare, **how)
+
+
+def argument(default: Any, meaning: str, **how: Any) -> Any:
+    """What is given without a name; ...: it must be."""
+    return typer.Argument(default, help=meaning, **how)
 
 
 def _help_all(context: typer.Context, wanted: bool) -> None:
@@ -57,10 +62,8 @@ def _help_all(context: typer.Context, wanted: bool) -> None:
 HELP_ALL = inspect.Parameter(
     "help_all",
     inspect.Parameter.KEYWORD_ONLY,
-    default=False,
-    annotation=Annotated[
-        bool, option("--help-all", meaning="Show all options.", is_eager=True, callback=_help_all)
-    ],
+    default=option(False, "Show all options.", "--help-all", is_eager=True, callback=_help_all),
+    annotation=bool,
 )
 
 
@@ -107,7 +110,7 @@ def _options(cls: type, defaults: Mapping[str, Any]) -> list[_Option]:
             continue
         kind, default = hints[one.name], defaults.get(one.name, one.default)
         flag = one.metadata["flag"] or f"--{one.name.replace('_', '-')}"
-        meaning, how = one.metadata["meaning"], {"rare": one.metadata["rare"]}
+        meaning = one.metadata["meaning"]
         read: Callable[[Any], Any] = _as_it_is
         if typing.get_origin(kind) in (dict, Mapping):
             kind, default, read = list[str] | None, None, _factors(flag)
@@ -115,10 +118,11 @@ def _options(cls: type, defaults: Mapping[str, Any]) -> list[_Option]:
             default, read = False, lambda given: not given
         if default is None and one.default is not None and one.name in defaults:
             meaning = f"{meaning.removesuffix('.')}; default: {one.default}."
-        shown = option(flag, meaning=meaning, **how)
-        name = flag.removeprefix("--").replace("-", "_")
         parameter = inspect.Parameter(
-            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, shown]
+            flag.removeprefix("--").replace("-", "_"),
+            inspect.Parameter.KEYWORD_ONLY,
+            default=option(default, meaning, flag, rare=one.metadata["rare"]),
+            annotation=kind,
         )
         found.append(_Option(one.name, parameter, read))
     return found
@@ -144,22 +148,18 @@ class Command(Plain, TyperCommand):
 
 def arrange(command: Callable[..., Any]) -> None:
     """Put options under headings, name their values instead of types, and let shells complete them."""
-    signature = inspect.signature(command, eval_str=True)
-    command.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
-    for name, one in signature.parameters.items():
-        kind, *infos = typing.get_args(one.annotation) or (one.annotation,)
-        kinds = {kind, *typing.get_args(kind)}
-        for info in infos:
-            if name in ("strategy", "name"):
-                info.autocompletion = strategies_like
-            if "RUN" in (getattr(info, "metavar", None) or ""):
-                info.autocompletion = runs_like
-            if isinstance(info, OptionInfo):
-                info.rich_help_panel = next((head for head, of in PANELS.items() if name in of.split()), None)
-                if info.metavar is None and bool not in kinds:
-                    last = name.rpartition("_")[2]
-                    known = [value for value, of in VALUES.items() if last in of.split()]
-                    info.metavar = [*known, *(KINDS[one] for one in KINDS if one in kinds), "TEXT"][0]
+    for name, one in inspect.signature(command, eval_str=True).parameters.items():
+        info, kinds = one.default, {one.annotation, *typing.get_args(one.annotation)}
+        if name in ("strategy", "name"):
+            info.autocompletion = strategies_like
+        if "RUN" in (getattr(info, "metavar", None) or ""):
+            info.autocompletion = runs_like
+        if isinstance(info, OptionInfo):
+            info.rich_help_panel = next((head for head, of in PANELS.items() if name in of.split()), None)
+            if info.metavar is None and bool not in kinds:
+                last = name.rpartition("_")[2]
+                known = [value for value, of in VALUES.items() if last in of.split()]
+                info.metavar = [*known, *(KINDS[one] for one in KINDS if one in kinds), "TEXT"][0]
 
 
 # -- what a shell completes --
@@ -180,9 +180,7 @@ def runs_like(incomplete: str) -> Iterable[str]:
     return sorted((one for one in folders if one.startswith(incomplete)), reverse=True)
 
 
-Runs = Annotated[
-    list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders with runs in them.")
-]
+RUNS = argument(..., "Folders of runs, or folders with runs in them.", metavar="RUN...")
 
 
 # -- what is typed --

@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.console import Console
 
 from freewheel import names
 from freewheel.cli.console import bars, output
-from freewheel.cli.options import command_line, option, takes
+from freewheel.cli.options import argument, command_line, option, takes
 from freewheel.cli.run import python
 from freewheel.errors import ConfigError, at_least
 from freewheel.numbers import short, speed
@@ -35,45 +35,31 @@ MEASURED = ("link_mbit", "latency_ms", "jitter")
 def plan(
     machines: dict[str, Any],
     context: typer.Context,
-    workers: Annotated[
-        int | None, option(meaning="How many workers; --scale says it, too.", show_default=False)
-    ] = None,
-    command: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[SCRIPT]",
-            help="The training script, after all options of plan: what follows it is the script's. Where "
-            "that has options of the same names, write -- before SCRIPT.",
-            show_default=False,
-        ),
-    ] = None,
-    measure: Annotated[
-        bool, option("--measure", meaning="Run SCRIPT alone for a few steps to get model, time and jitter.")
-    ] = False,
-    module: Annotated[bool, option("-m", meaning="SCRIPT is a module, as in python -m.", rare=True)] = False,
-    hosts: Annotated[
-        str | None,
-        option(meaning="HOST[:PORT],…: time the links to these; each runs `freewheel doctor --serve`."),
-    ] = None,
-    tls: Annotated[
-        Path | None, option(meaning="Keys for --hosts, as freewheel keys makes them.", rare=True)
-    ] = None,
-    model_mb: Annotated[float | None, option(meaning="What the weights weigh; or --measure.")] = None,
-    compute_ms: Annotated[float | None, option(meaning="Mean time of a step; or --measure.")] = None,
-    strategy: Annotated[
-        str, option(meaning="Only these, separated by commas; with settings: sasgd:interval=8.")
-    ] = "all",
-    steps: Annotated[
-        int | None,
-        option(meaning="Simulated steps of each worker; default: what each strategy needs.", rare=True),
-    ] = None,
-    scale: Annotated[
-        str | None, option(meaning="Numbers of workers, as in 4,16,64: how costs grow, instead of a plan.")
-    ] = None,
-    report: Annotated[
-        Path | None, option(meaning="With --scale: draw it into this HTML file.", rare=True)
-    ] = None,
-    json_path: Annotated[Path | None, option("--json", meaning="Write the plan here.", rare=True)] = None,
+    workers: int | None = option(None, "How many workers; --scale says it, too.", show_default=False),
+    command: list[str] | None = argument(
+        None,
+        "The training script, after all options of plan: what follows it is the script's. Where "
+        "that has options of the same names, write -- before SCRIPT.",
+        metavar="[SCRIPT]",
+        show_default=False,
+    ),
+    measure: bool = option(
+        False, "Run SCRIPT alone for a few steps to get model, time and jitter.", "--measure"
+    ),
+    module: bool = option(False, "SCRIPT is a module, as in python -m.", "-m", rare=True),
+    hosts: str | None = option(
+        None, "HOST[:PORT],…: time the links to these; each runs `freewheel doctor --serve`."
+    ),
+    tls: Path | None = option(None, "Keys for --hosts, as freewheel keys makes them.", rare=True),
+    model_mb: float | None = option(None, "What the weights weigh; or --measure."),
+    compute_ms: float | None = option(None, "Mean time of a step; or --measure."),
+    strategy: str = option("all", "Only these, separated by commas; with settings: sasgd:interval=8."),
+    steps: int | None = option(
+        None, "Simulated steps of each worker; default: what each strategy needs.", rare=True
+    ),
+    scale: str | None = option(None, "Numbers of workers, as in 4,16,64: how costs grow, instead of a plan."),
+    report: Path | None = option(None, "With --scale: draw it into this HTML file.", rare=True),
+    json_path: Path | None = option(None, "Write the plan here.", "--json", rare=True),
 ) -> None:
     """Say which strategy to use: all of them in virtual time, ranked by what their steps are worth."""
     from freewheel.planning import plan as planner

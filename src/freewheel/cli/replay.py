@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
 
-import typer
-
-from freewheel.cli.options import Runs
+from freewheel.cli.options import RUNS, option
 from freewheel.errors import ConfigError
 from freewheel.records.files import check_writable, write_whole
 from freewheel.records.find_run import find_runs
@@ -17,8 +14,7 @@ from freewheel.show.versus import BASELINES
 
 
 def replay(
-    folders: Runs,
-    out: Annotated[Path, typer.Option("--output", "-o", help="Where to write.")] = Path("replay.html"),
+    folders: list[Path] = RUNS, out: Path = option(Path("replay.html"), "Where to write.", "--output", "-o")
 ) -> None:
     """Write a page that plays runs: who computes, who waits, who meets whom, and what they have learned."""
     check_writable(out)

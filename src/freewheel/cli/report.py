@@ -6,12 +6,10 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
-from freewheel.cli.options import Runs
+from freewheel.cli.options import RUNS, option
 from freewheel.errors import ConfigError
 from freewheel.records.files import check_writable, write_whole
 from freewheel.records.find_run import find_runs
@@ -24,16 +22,11 @@ PAGE = Path("report.html")
 
 
 def report(
-    folders: Runs,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--output", "-o", help="Where to write; default: report.html, and the terminal for markdown."
-        ),
-    ] = None,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Tables and words for a README or an issue, no figures.")
-    ] = False,
+    folders: list[Path] = RUNS,
+    out: Path | None = option(
+        None, "Where to write; default: report.html, and the terminal for markdown.", "--output", "-o"
+    ),
+    as_markdown: bool = option(False, "Tables and words for a README or an issue, no figures.", "--markdown"),
 ) -> None:
     """Write one page on what runs measured, or markdown: figures, workers, events, settings, theory."""
     path = out if out is not None or as_markdown else PAGE

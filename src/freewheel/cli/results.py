@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 from rich.console import Console
 from rich.table import Table
@@ -20,10 +19,10 @@ from freewheel.show.shown import ranked
 from freewheel.show.tables import results_tables
 from freewheel.show.versus import versus
 
-Json = Annotated[Path | None, option("--json", meaning="Write the figures here.", rare=True)]
-Report = Annotated[Path | None, option(meaning="Write an HTML report here.")]
-Force = Annotated[bool, option("--force", meaning="Overwrite records in --folder.", rare=True)]
-Wide = Annotated[bool, option("--wide", meaning="Print all figures, not the six that matter most.")]
+JSON = option(None, "Write the figures here.", "--json", rare=True)
+REPORT = option(None, "Write an HTML report here.")
+FORCE = option(False, "Overwrite records in --folder.", "--force", rare=True)
+WIDE = option(False, "Print all figures, not the six that matter most.", "--wide")
 
 
 def show(console: Console, results: Sequence[Result], wide: bool = False) -> None:

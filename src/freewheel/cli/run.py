@@ -11,11 +11,10 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
-from freewheel.cli.options import command_line, option
+from freewheel.cli.options import argument, command_line, option
 from freewheel.cli.tracebacks import Tracebacks
 from freewheel.errors import ConfigError, at_least
 
@@ -23,48 +22,32 @@ RAY_ALONE = ("address", "gpus", "cpus")
 NOT_RAY = ("bind", "tls", "secret", "master", "tensorboard", "hide_ranks")
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
-Module = Annotated[bool, option("-m", meaning="SCRIPT is a module, as in python -m.")]
-Restarts = Annotated[int, option(meaning="How often each worker that dies is started again.")]
+MODULE = option(False, "SCRIPT is a module, as in python -m.", "-m")
+RESTARTS = option(0, "How often each worker that dies is started again.")
 
 
 def run(
     context: typer.Context,
-    command: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT", help="What to run; the rest is the script's.")
-    ],
-    workers: Annotated[int, option("-n", "--workers", meaning="How many workers on this host.")],
-    module: Module = False,
-    restarts: Restarts = 0,
-    folder: Annotated[
-        Path | None, option(meaning="Where records go; default: runs/DATE_TIME.", show_default=False)
-    ] = None,
-    tensorboard: Annotated[
-        Path | None, option(meaning="Write the records here for TensorBoard, too (an extra).")
-    ] = None,
-    hide_ranks: Annotated[
-        bool,
-        option("--hide-ranks", meaning="Let the script not see RANK and the like: Accelerate starts DDP."),
-    ] = False,
-    most: Annotated[
-        int | None,
-        option("--max", meaning="How many workers there may be at once; others come with freewheel join."),
-    ] = None,
-    bind: Annotated[str | None, option(meaning="The address workers listen on; default: loopback.")] = None,
-    master: Annotated[
-        str | None, option(meaning="Where others join, on this host; default: loopback.")
-    ] = None,
-    tls: Annotated[
-        Path | None, option(meaning="Keys, as freewheel keys makes them: encrypt, admit members only.")
-    ] = None,
-    secret: Annotated[
-        Path | None, option(meaning="A file with the run's secret; default: a new one.")
-    ] = None,
-    ray: Annotated[
-        bool, option("--ray", meaning="As actors of a Ray cluster, up to --max (an extra).")
-    ] = False,
-    address: Annotated[str | None, option(meaning="The cluster's; default: Ray's own.")] = None,
-    gpus: Annotated[float, option(meaning="GPUs of each worker.")] = 0,
-    cpus: Annotated[float, option(meaning="CPUs of each worker.")] = 1,
+    command: list[str] = argument(..., "What to run; the rest is the script's.", metavar="SCRIPT"),
+    workers: int = option(..., "How many workers on this host.", "-n", "--workers"),
+    module: bool = MODULE,
+    restarts: int = RESTARTS,
+    folder: Path | None = option(None, "Where records go; default: runs/DATE_TIME.", show_default=False),
+    tensorboard: Path | None = option(None, "Write the records here for TensorBoard, too (an extra)."),
+    hide_ranks: bool = option(
+        False, "Let the script not see RANK and the like: Accelerate starts DDP.", "--hide-ranks"
+    ),
+    most: int | None = option(
+        None, "How many workers there may be at once; others come with freewheel join.", "--max"
+    ),
+    bind: str | None = option(None, "The address workers listen on; default: loopback."),
+    master: str | None = option(None, "Where others join, on this host; default: loopback."),
+    tls: Path | None = option(None, "Keys, as freewheel keys makes them: encrypt, admit members only."),
+    secret: Path | None = option(None, "A file with the run's secret; default: a new one."),
+    ray: bool = option(False, "As actors of a Ray cluster, up to --max (an extra).", "--ray"),
+    address: str | None = option(None, "The cluster's; default: Ray's own."),
+    gpus: float = option(0, "GPUs of each worker."),
+    cpus: float = option(1, "CPUs of each worker."),
 ) -> None:
     """Run a training script as several workers, on this host or on a Ray cluster."""
     _check_options(context, ray)
@@ -115,23 +98,18 @@ def run(
 
 
 def join(
-    at: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where the run can be met.")],
-    command: Annotated[
-        list[str], typer.Argument(metavar="SCRIPT", help="After --: what to run; the rest is the script's.")
-    ],
-    workers: Annotated[int, option("-n", "--workers", meaning="How many workers come.")] = 1,
-    module: Module = False,
-    restarts: Restarts = 0,
-    secret: Annotated[
-        Path | None,
-        option(meaning="The file with the run's secret; default: that of the keys, or it is asked for."),
-    ] = None,
-    folder: Annotated[
-        Path | None, option(meaning="Where records go; default: the run's.", show_default=False)
-    ] = None,
-    bind: Annotated[str | None, option(meaning="The address workers listen on; default: the run's.")] = None,
-    tls: Annotated[Path | None, option(meaning="Keys of the run; default: where the run has them.")] = None,
-    wait_s: Annotated[float, option(meaning="How long to wait for the run.")] = 60.0,
+    at: str = argument(..., "Where the run can be met.", metavar="HOST:PORT"),
+    command: list[str] = argument(..., "After --: what to run; the rest is the script's.", metavar="SCRIPT"),
+    workers: int = option(1, "How many workers come.", "-n", "--workers"),
+    module: bool = MODULE,
+    restarts: int = RESTARTS,
+    secret: Path | None = option(
+        None, "The file with the run's secret; default: that of the keys, or it is asked for."
+    ),
+    folder: Path | None = option(None, "Where records go; default: the run's.", show_default=False),
+    bind: str | None = option(None, "The address workers listen on; default: the run's."),
+    tls: Path | None = option(None, "Keys of the run; default: where the run has them."),
+    wait_s: float = option(60.0, "How long to wait for the run."),
 ) -> None:
     """Add workers to a run that goes on; it must have been started with --max."""
     from freewheel.runtime.launch.launcher import join as add_workers

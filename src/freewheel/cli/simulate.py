@@ -6,11 +6,11 @@ import contextlib
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, option, ranks_and_numbers, takes
-from freewheel.cli.results import Force, Json, Report, Wide, save, show
+from freewheel.cli.results import FORCE, JSON, REPORT, WIDE, save, show
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.records.files import check_unused, check_writable, open_whole
 from freewheel.records.result import Result
@@ -27,46 +27,34 @@ if TYPE_CHECKING:
 def simulate(
     scenario: dict[str, Any],
     links: dict[str, Any],
-    strategy: Annotated[
-        str, option(meaning="One or several, with settings: sasgd:interval=8,adpsgd; or all.")
-    ] = "adpsgd",
-    task: Annotated[str, option(meaning="digits, digits:net=cnn, quadratic, cifar10 or chars.")] = "digits",
-    compute_ms: Annotated[float, option(meaning="Mean time of a gradient.")] = 10.0,
-    compute: Annotated[
-        list[str] | None,
-        option(
-            meaning="constant, uniform:0.3, exponential, lognormal:0.3 or trace:FILE (ms per step); "
-            "RANK=MODEL for one worker; repeatable.",
-            rare=True,
-        ),
-    ] = None,
-    slow: Annotated[list[str] | None, option(meaning="This worker computes slower; repeatable.")] = None,
-    pause: Annotated[list[str] | None, option(meaning="This worker stops for a while.", rare=True)] = None,
-    fault: Annotated[
-        list[str] | None,
-        option(
-            meaning="crash:3@0.5, restart:3@1, leave:3@0.5, cut:3@0.5, cut:3-5@0.5, heal:3@2, slow:3x9@0.5, "
-            "throttle:3x9@0.5."
-        ),
-    ] = None,
-    topology: Annotated[
-        str | None, option(meaning="ring, torus:rows=4, … for the strategies that have one.", rare=True)
-    ] = None,
-    json_path: Json = None,
-    report: Report = None,
-    trace: Annotated[
-        Path | None, option(meaning="Write every event here (one strategy only).", rare=True)
-    ] = None,
-    folder: Annotated[
-        Path | None,
-        option(meaning="Write records here, as a real run does; one folder for each of several strategies."),
-    ] = None,
-    force: Force = False,
-    wide: Wide = False,
-    keep_going: Annotated[
-        bool,
-        option("--keep-going", meaning="When a strategy cannot go on (a crash), show the others.", rare=True),
-    ] = False,
+    strategy: str = option("adpsgd", "One or several, with settings: sasgd:interval=8,adpsgd; or all."),
+    task: str = option("digits", "digits, digits:net=cnn, quadratic, cifar10 or chars."),
+    compute_ms: float = option(10.0, "Mean time of a gradient."),
+    compute: list[str] | None = option(
+        None,
+        "constant, uniform:0.3, exponential, lognormal:0.3 or trace:FILE (ms per step); "
+        "RANK=MODEL for one worker; repeatable.",
+        rare=True,
+    ),
+    slow: list[str] | None = option(None, "This worker computes slower; repeatable."),
+    pause: list[str] | None = option(None, "This worker stops for a while.", rare=True),
+    fault: list[str] | None = option(
+        None,
+        "crash:3@0.5, restart:3@1, leave:3@0.5, cut:3@0.5, cut:3-5@0.5, heal:3@2, slow:3x9@0.5, "
+        "throttle:3x9@0.5.",
+    ),
+    topology: str | None = option(None, "ring, torus:rows=4, … for the strategies that have one.", rare=True),
+    json_path: Path | None = JSON,
+    report: Path | None = REPORT,
+    trace: Path | None = option(None, "Write every event here (one strategy only).", rare=True),
+    folder: Path | None = option(
+        None, "Write records here, as a real run does; one folder for each of several strategies."
+    ),
+    force: bool = FORCE,
+    wide: bool = WIDE,
+    keep_going: bool = option(
+        False, "When a strategy cannot go on (a crash), show the others.", "--keep-going", rare=True
+    ),
 ) -> None:
     """Train a task with one or several strategies in virtual time and compare them."""
     from freewheel import api, strategies, tasks

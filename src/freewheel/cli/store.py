@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import signal
-from typing import Annotated
 
-import typer
+from freewheel.cli.options import argument
 
 
-def store(address: Annotated[str, typer.Argument(metavar="HOST:PORT", help="Where to listen.")]) -> None:
+def store(address: str = argument(..., "Where to listen.", metavar="HOST:PORT")) -> None:
     """Hold the place where workers meet, for torchrun, Slurm or Kubernetes; Ctrl-C or SIGTERM ends it.
 
     Without it worker 0 holds the store: started again, it would begin a second run. Training goes on when

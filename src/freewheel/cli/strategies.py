@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from typing import Annotated
 
-import typer
 from rich.table import Table
 
 from freewheel import strategies, tasks, topology
 from freewheel.cli.console import output
+from freewheel.cli.options import argument
 
 
 def list_strategies(
-    name: Annotated[
-        str | None, typer.Argument(help="Explain this one: its rule, settings and reference.")
-    ] = None,
+    name: str | None = argument(None, "Explain this one: its rule, settings and reference."),
 ) -> None:
     """List the strategies and where each comes from; or explain one."""
     if name is not None:

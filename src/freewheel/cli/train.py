@@ -7,13 +7,13 @@ import shlex
 import time
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from rich.console import Console
 
 from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, option, takes
-from freewheel.cli.results import Force, Json, Report, Wide, save, show
+from freewheel.cli.results import FORCE, JSON, REPORT, WIDE, save, show
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.records.files import check_unused, check_writable
 from freewheel.records.result import Result
@@ -21,34 +21,25 @@ from freewheel.training.job import DDP, Job, name
 
 SIDE_BY_SIDE = "ddp,allreduce,sasgd,nodelay,nodelay_free,adpsgd,dasgd,asgd,easgd"
 
-Data = Annotated[Path | None, option(meaning="The task's data: cifar10's file or folder, chars' text.")]
-Folder = Annotated[Path | None, option(meaning="Where records and logs go; default: runs/DATE_TIME.")]
-Board = Annotated[
-    Path | None,
-    option("--tensorboard", meaning="Write the records here for TensorBoard, too (an extra).", rare=True),
-]
+DATA = option(None, "The task's data: cifar10's file or folder, chars' text.")
+FOLDER = option(None, "Where records and logs go; default: runs/DATE_TIME.")
+BOARD = option(None, "Write the records here for TensorBoard, too (an extra).", "--tensorboard", rare=True)
 
 
 @takes(Job, steps=None)
 def train(
     job: dict[str, Any],
-    strategy: Annotated[
-        str, option(meaning="One strategy, with settings: adpsgd:topology=ring.", metavar="NAME")
-    ] = "adpsgd",
-    data: Data = None,
-    json_path: Json = None,
-    report: Report = None,
-    folder: Folder = None,
-    tensorboard: Board = None,
-    force: Force = False,
-    wide: Wide = False,
-    checkpoint: Annotated[Path | None, option(meaning="Write checkpoints to this folder.")] = None,
-    every: Annotated[
-        int | None, option(meaning="Steps between two; default: 100.", show_default=False, rare=True)
-    ] = None,
-    resume: Annotated[
-        bool, option("--resume", meaning="Go on from the checkpoint, if there is one.", rare=True)
-    ] = False,
+    strategy: str = option("adpsgd", "One strategy, with settings: adpsgd:topology=ring.", metavar="NAME"),
+    data: Path | None = DATA,
+    json_path: Path | None = JSON,
+    report: Path | None = REPORT,
+    folder: Path | None = FOLDER,
+    tensorboard: Path | None = BOARD,
+    force: bool = FORCE,
+    wide: bool = WIDE,
+    checkpoint: Path | None = option(None, "Write checkpoints to this folder."),
+    every: int | None = option(None, "Steps between two; default: 100.", show_default=False, rare=True),
+    resume: bool = option(False, "Go on from the checkpoint, if there is one.", "--resume", rare=True),
 ) -> None:
     """Train a built-in task with real processes on this machine."""
     chosen = _chosen(strategy)
@@ -67,17 +58,16 @@ def train(
 @takes(Job, steps=None)
 def compare(
     job: dict[str, Any],
-    strategy: Annotated[
-        str,
-        option(meaning="Several, separated by commas; all; ddp is PyTorch's own DistributedDataParallel."),
-    ] = SIDE_BY_SIDE,
-    data: Data = None,
-    json_path: Json = None,
-    report: Report = None,
-    folder: Folder = None,
-    tensorboard: Board = None,
-    force: Force = False,
-    wide: Wide = False,
+    strategy: str = option(
+        SIDE_BY_SIDE, "Several, separated by commas; all; ddp is PyTorch's own DistributedDataParallel."
+    ),
+    data: Path | None = DATA,
+    json_path: Path | None = JSON,
+    report: Path | None = REPORT,
+    folder: Path | None = FOLDER,
+    tensorboard: Path | None = BOARD,
+    force: bool = FORCE,
+    wide: bool = WIDE,
 ) -> None:
     """Train the same task with several strategies, one after the other, and print one table."""
     job = _checked(job, data)

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Annotated
 
 import typer
 from rich.console import Console, Group
@@ -17,6 +16,7 @@ from rich.live import Live
 from rich.text import Text
 
 from freewheel.cli.console import output
+from freewheel.cli.options import argument, option
 from freewheel.errors import ConfigError, at_least
 from freewheel.records.find_run import STARTING_S, Choice, find_run, written_s
 from freewheel.records.run import Run
@@ -31,16 +31,14 @@ STALLED_S = 60.0
 
 
 def watch(
-    folder: Annotated[
-        Path | None,
-        typer.Argument(
-            metavar="[RUN]",
-            help="The folder of a run, or of several; default: the newest in runs.",
-            show_default=False,
-        ),
-    ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print how it stands now, and end.")] = False,
-    wait_s: Annotated[float, typer.Option(help="How long to wait for a run that is starting.")] = 300.0,
+    folder: Path | None = argument(
+        None,
+        "The folder of a run, or of several; default: the newest in runs.",
+        metavar="[RUN]",
+        show_default=False,
+    ),
+    once: bool = option(False, "Print how it stands now, and end.", "--once"),
+    wait_s: float = option(300.0, "How long to wait for a run that is starting."),
 ) -> None:
     """Watch a run: who trains, how fast, how far apart they are, and what happens to them."""
     at_least("wait-s", wait_s, 0)
