@@ -7,13 +7,15 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import typer
 from rich.table import Table
 
 from freewheel import names, strategies
 from freewheel.cli.console import bars, output
+from freewheel.cli.options import Command, arrange, option, takes
+from freewheel.cli.results import WIDE
 from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
 from freewheel.numbers import given, share, short
 from freewheel.records.files import check_writable, write_whole
@@ -27,24 +29,16 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write the figures and all raw numbers here.")]
-Quick = Annotated[bool, typer.Option("--quick", help="One short round: whether it works, not how well.")]
-Workers = Annotated[int, typer.Option(help="How many workers.")]
-ComputeMs = Annotated[float, typer.Option(help="Time of a gradient; workers sleep through it.")]
-Seconds = Annotated[float, typer.Option(help="How long each contestant steps in each round.")]
-Rounds = Annotated[int, typer.Option(help="How often the contestants take turns.")]
-ModelMb = Annotated[float, typer.Option(help="What the model weighs, in MB of fp32.")]
-Strategies = Annotated[str, typer.Option(help="One or several, separated by commas.")]
-Slow = Annotated[
-    list[str] | None,
-    typer.Option(help="RANK:FACTOR, this worker computes slower; repeatable; none: all are equal."),
-]
-Wire = Annotated[str, typer.Option(help="fp32, or bf16 for half the bytes.")]
+JSON = option(None, "Write the figures and all raw numbers here.", "--json")
+QUICK = option(False, "One short round: whether it works, not how well.", "--quick")
+BOTH = option("adpsgd,nodelay_free", "One or several, separated by commas.")
+HERE = "Rates of all workers together, as shares of the same workers' without communication."
 
+FEW = 6
+"""Columns of a table, unless all are wanted."""
 Column = tuple[str, Callable[[Figure], str]]
 """A heading, and what stands below it."""
 
@@ -53,86 +47,83 @@ COMMUNICATION: list[Column] = [
     ("freewheel", lambda f: share(f.freewheel)),
     ("DDP", lambda f: share(f.theirs)),
     ("ratio", lambda f: short(f.ratio)),
+    ("blocked", lambda f: share(f.raw["blocked_share"], 2)),
+    ("exchanges/step", lambda f: short(f.raw["exchanges_per_step"])),
     ("alone steps/s", lambda f: short(f.raw["alone_steps_per_s"], 4)),
     ("freewheel", lambda f: short(f.raw["freewheel_steps_per_s"], 4)),
     ("DDP", lambda f: short(f.raw["ddp_steps_per_s"], 4)),
-    ("blocked", lambda f: share(f.raw["blocked_share"], 2)),
     ("waiting (alone)", lambda f: f"{share(f.raw['waiting_share'])} ({share(f.raw['alone_waiting_share'])})"),
-    ("exchanges/step", lambda f: short(f.raw["exchanges_per_step"])),
+]
+LINKS: list[Column] = [
+    ("links used", lambda f: share(f.raw["freewheel_link_used"])),
+    ("DDP", lambda f: share(f.raw["ddp_link_used"])),
+    ("MB a merge and host", lambda f: short(f.raw["sent_mb_per_merge"])),
 ]
 
 
-@app.command()
+def command(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One of the benchmarks."""
+    arrange(function)
+    app.command(function.__name__, cls=Command)(function)
+    return function
+
+
+@command
+@takes(Load, Span, slow={0: 10.0})
 def straggler(
-    workers: Workers = 4,
-    model_mb: ModelMb = 4.0,
-    compute_ms: ComputeMs = 50.0,
-    slow: Slow = None,
-    strategy: Strategies = "adpsgd,nodelay_free",
-    seconds: Seconds = 10.0,
-    rounds: Rounds = 3,
-    wire: Wire = "fp32",
-    quick: Quick = False,
-    json_path: Json = None,
+    load: dict[str, Any],
+    span: dict[str, Any],
+    strategy: str = BOTH,
+    quick: bool = QUICK,
+    wide: bool = WIDE,
+    json_path: Path | None = JSON,
 ) -> None:
     """Step rates with one worker ten times slower, as shares of the rate without communication."""
     from freewheel_bench.straggler import straggler
 
-    load = Load(workers, model_mb, compute_ms, _slow(slow or ["0:10"]), _wire(wire))
-    chosen, span = _strategies(strategy, workers), _span(seconds, rounds, quick)
-    found = _measured(lambda show: straggler(load, chosen, span, show), json_path)
-    _print(
-        COMMUNICATION,
-        found,
-        "Rates of all workers together, as shares of the same workers' without communication.",
-    )
+    what, chosen = Load(**load), _strategies(strategy, load["workers"])
+    found = _measured(lambda show: straggler(what, chosen, _span(span, quick), show), json_path)
+    _print(COMMUNICATION, found, HERE, wide)
 
 
-@app.command()
+@command
+@takes(Load, Span, model_mb=10.0, seconds=20.0, rounds=2)
 def network(
-    link_mbit: Annotated[float, typer.Option(help="Bandwidth of each worker's link, in and out.")] = 100.0,
-    workers: Workers = 4,
-    hosts: Annotated[int | None, typer.Option(help="Hosts that share the workers; else one each.")] = None,
-    model_mb: ModelMb = 10.0,
-    compute_ms: ComputeMs = 50.0,
-    slow: Slow = None,
-    strategy: Strategies = "adpsgd,nodelay_free",
-    seconds: Seconds = 20.0,
-    rounds: Rounds = 2,
-    wire: Wire = "fp32",
-    quick: Quick = False,
-    json_path: Json = None,
+    load: dict[str, Any],
+    span: dict[str, Any],
+    link_mbit: float = option(100.0, "Bandwidth of each worker's link, in and out."),
+    hosts: int | None = option(None, "Hosts that share the workers; else one each.", metavar="N"),
+    strategy: str = BOTH,
+    quick: bool = QUICK,
+    wide: bool = WIDE,
+    json_path: Path | None = JSON,
 ) -> None:
     """Step rates on narrow links (network namespaces behind a bridge): needs root and iproute2."""
     from freewheel_bench.namespaces import check_possible
     from freewheel_bench.network import network
 
-    load = Load(workers, model_mb, compute_ms, _slow(slow or ["none"]), _wire(wire))
-    chosen, span = _strategies(strategy, workers), _span(seconds, rounds, quick)
+    what, chosen = Load(**load), _strategies(strategy, load["workers"])
+    long = _span(span, quick)
     check_possible()
-    found = _measured(lambda show: network(load, link_mbit, chosen, span, show, hosts), json_path)
-    columns: list[Column] = [
-        *COMMUNICATION,
-        ("links used", lambda f: share(f.raw["freewheel_link_used"])),
-        ("DDP", lambda f: share(f.raw["ddp_link_used"])),
-        ("MB a merge and host", lambda f: short(f.raw["sent_mb_per_merge"])),
-    ]
-    _print(columns, found, f"Links of {given(link_mbit)} Mbit/s; shares as in freewheel bench straggler.")
+    found = _measured(lambda show: network(what, link_mbit, chosen, long, show, hosts), json_path)
+    note = f"Links of {given(link_mbit)} Mbit/s; shares as in freewheel bench straggler."
+    _print([*COMMUNICATION[:4], *LINKS, *COMMUNICATION[4:]], found, note, wide)
 
 
-@app.command()
+@command
+@takes(Span, seconds=8.0, rounds=1)
 def gpu(
-    workers: Workers = 4,
-    layers: Annotated[int, typer.Option(help="Layers of the GPT.")] = 12,
-    width: Annotated[int, typer.Option(help="Its width, a multiple of 64.")] = 768,
-    context: Annotated[int, typer.Option(help="Tokens of a sequence.")] = 512,
-    batch: Annotated[int, typer.Option(help="Sequences of a batch.")] = 8,
-    strategy: Strategies = "adpsgd,nodelay_free,sasgd:interval=8,allreduce",
-    seconds: Seconds = 8.0,
-    rounds: Rounds = 1,
-    wire: Wire = "fp32",
-    quick: Quick = False,
-    json_path: Json = None,
+    span: dict[str, Any],
+    workers: int = option(4, "How many workers."),
+    layers: int = option(12, "Layers of the GPT."),
+    width: int = option(768, "Its width, a multiple of 64."),
+    context: int = option(512, "Tokens of a sequence."),
+    batch: int = option(8, "Sequences of a batch."),
+    strategy: str = option("adpsgd,nodelay_free,sasgd:interval=8,allreduce", "One or several."),
+    wire: str = option("fp32", "fp32, or bf16 for half the bytes."),
+    quick: bool = QUICK,
+    wide: bool = WIDE,
+    json_path: Path | None = JSON,
 ) -> None:
     """Step rates of a GPT whose workers share one GPU, as shares of the rate without communication."""
     from freewheel_bench.straggler import straggler
@@ -142,22 +133,19 @@ def gpu(
         at_least(f"--{name}", value, 1)
     if width % 64:
         raise ConfigError(f"--width must be a multiple of 64, the width of a head, not {width}.")
-    load = Load(workers, wire=_wire(wire), gpt=sizes)
-    chosen, span = _strategies(strategy, workers), _span(seconds, rounds, quick)
-    found = _measured(lambda show: straggler(load, chosen, span, show), json_path)
+    load, chosen = Load(workers, wire=wire, gpt=sizes), _strategies(strategy, workers)
+    found = _measured(lambda show: straggler(load, chosen, _span(span, quick), show), json_path)
     weights = 12 * layers * width**2 / 1e6
-    _print(COMMUNICATION, found, f"A GPT of {weights:.0f} million weights; DDP on gloo.")
+    _print(COMMUNICATION, found, f"A GPT of {weights:.0f} million weights; DDP on gloo.", wide)
 
 
-@app.command()
+@command
 def swap(
-    mb: Annotated[str, typer.Option(help="Sizes, separated by commas.")] = "1,45,400",
-    rounds: Rounds = 5,
-    apart: Annotated[
-        bool, typer.Option("--apart", help="Each in a network namespace: over TCP alone; needs root.")
-    ] = False,
-    quick: Quick = False,
-    json_path: Json = None,
+    mb: str = option("1,45,400", "Sizes, separated by commas."),
+    rounds: int = option(5, "How often the contestants take turns."),
+    apart: bool = option(False, "Each in a network namespace: over TCP alone; needs root.", "--apart"),
+    quick: bool = QUICK,
+    json_path: Path | None = JSON,
 ) -> None:
     """Two processes swap snapshots, both directions at once, beside gloo's isend and irecv."""
     from freewheel_bench.swap import swap
@@ -175,20 +163,16 @@ def swap(
         ("gloo CPU ms", lambda f: short(f.raw["gloo_cpu_ms"])),
         ("CPU ratio", lambda f: short(f.raw["cpu_ratio"])),
     ]
-    _print(
-        columns,
-        found,
-        "swap: each has what the other had; exchange: each has (theirs - mine)/2.",
-    )
+    _print(columns, found, "swap: each has what the other had; exchange: each has (theirs - mine)/2.")
 
 
-@app.command()
+@command
 def overhead(
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    slices: Annotated[int, typer.Option(help="Slices of 0.1 s of each loop in each round.")] = 40,
-    rounds: Annotated[int, typer.Option(help="How often it is done in new processes.")] = 3,
-    quick: Quick = False,
-    json_path: Json = None,
+    device: str = option("auto", "auto, cpu or cuda."),
+    slices: int = option(40, "Slices of 0.1 s of each loop in each round."),
+    rounds: int = option(3, "How often it is done in new processes."),
+    quick: bool = QUICK,
+    json_path: Path | None = JSON,
 ) -> None:
     """Step time attached with adpsgd and an idle network, beside the plain loop."""
     from freewheel_bench.overhead import devices_named, overhead
@@ -208,19 +192,20 @@ def overhead(
     _print(columns, found, "Medians; noise: a second plain loop beside the first.")
 
 
-@app.command()
+@command
+@takes(Load)
 def faults(
-    kinds: Annotated[
-        str, typer.Option("--kind", help="kill, restart, rendezvous, cut (needs root); separated by commas.")
-    ] = "kill,restart,rendezvous",
-    workers: Workers = 4,
-    model_mb: ModelMb = 4.0,
-    compute_ms: ComputeMs = 50.0,
-    strategy: Strategies = "adpsgd,dasgd,nodelay_free",
-    kills: Annotated[int, typer.Option(help="How many workers are killed, one after the other.")] = 4,
-    away_s: Annotated[float, typer.Option(help="How long the store is gone, or a link is cut.")] = 20.0,
-    quick: Quick = False,
-    json_path: Json = None,
+    load: dict[str, Any],
+    kinds: str = option(
+        "kill,restart,rendezvous",
+        "kill, restart, rendezvous, cut (needs root); separated by commas.",
+        "--kind",
+    ),
+    strategy: str = option("adpsgd,dasgd,nodelay_free", "One or several."),
+    kills: int = option(4, "How many workers are killed, one after the other."),
+    away_s: float = option(20.0, "How long the store is gone, or a link is cut."),
+    quick: bool = QUICK,
+    json_path: Path | None = JSON,
 ) -> None:
     """Longest pause of those who are left when a worker, the rendezvous or a link fails."""
     from freewheel_bench import faults as bench
@@ -234,9 +219,9 @@ def faults(
     at_least("--away-s", away_s, 0.1)
     if bench.CUT in chosen:
         check_possible()
-    load, which = Load(workers, model_mb, compute_ms), _strategies(strategy, workers)
+    what, which = Load(**load), _strategies(strategy, load["workers"])
     spans = (1, 3.0) if quick else (kills, away_s)
-    found = _measured(lambda show: bench.faults(chosen, load, which, *spans, show), json_path)
+    found = _measured(lambda show: bench.faults(chosen, what, which, *spans, show), json_path)
     columns: list[Column] = [
         ("fault", lambda f: f.name),
         ("strategy", lambda f: f.of),
@@ -252,36 +237,25 @@ def faults(
     )
 
 
-@app.command()
+@command
 def soak(
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            help="How long the run would take if nobody were missing; default: what the faults take, else 3."
-        ),
-    ] = None,
-    kinds: Annotated[
-        str | None,
-        typer.Option(
-            "--kind",
-            help="kill, store, cut (needs root); separated by commas. Default: all that are possible here.",
-        ),
-    ] = None,
-    faults: Annotated[int | None, typer.Option(help="How many; default: one every 4 s.")] = None,
-    every: Annotated[
-        float | None, typer.Option(help="Seconds between two faults; default: at random moments.")
-    ] = None,
-    spare: Annotated[
-        int | None, typer.Option(help="Rank of a worker that no fault strikes: does it grow?")
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Draws the faults.")] = 0,
-    workers: Workers = 4,
-    strategy: Annotated[str, typer.Option(help="One whose loader deals by leases.")] = "adpsgd",
-    step_ms: Annotated[float, typer.Option(help="Time of a step; workers sleep through it.")] = 50.0,
-    beside: Annotated[
-        bool, typer.Option("--beside", help="The same run without faults first, to compare the answers.")
-    ] = False,
-    json_path: Json = None,
+    minutes: float | None = option(
+        None, "How long the run would take if nobody were missing; default: what the faults take, else 3."
+    ),
+    kinds: str | None = option(
+        None,
+        "kill, store, cut (needs root); separated by commas. Default: all that are possible here.",
+        "--kind",
+    ),
+    faults: int | None = option(None, "How many; default: one every 4 s."),
+    every: float | None = option(None, "Seconds between two faults; default: at random moments."),
+    spare: int | None = option(None, "Rank of a worker that no fault strikes: does it grow?"),
+    seed: int = option(0, "Draws the faults."),
+    workers: int = option(4, "How many workers."),
+    strategy: str = option("adpsgd", "One whose loader deals by leases."),
+    step_ms: float = option(50.0, "Time of a step; workers sleep through it."),
+    beside: bool = option(False, "The same run without faults first, to compare the answers.", "--beside"),
+    json_path: Path | None = JSON,
 ) -> None:
     """Kill random processes, the store included, cut links, and check the laws: digits, learned for real."""
     from freewheel_bench import soak as bench
@@ -337,7 +311,8 @@ def _measured(work: Callable[[Show], list[Figure]], json_path: Path | None) -> l
     return found
 
 
-def _print(columns: Sequence[Column], found: Sequence[Figure], note: str) -> None:
+def _print(columns: Sequence[Column], found: Sequence[Figure], note: str, wide: bool = True) -> None:
+    columns = columns if wide else columns[:FEW]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for at, (heading, _) in enumerate(columns):
         table.add_column(heading, justify="right" if at else "left", no_wrap=True)
@@ -348,8 +323,9 @@ def _print(columns: Sequence[Column], found: Sequence[Figure], note: str) -> Non
     console.print(note, highlight=False, soft_wrap=True)
 
 
-def _span(seconds: float, rounds: int, quick: bool) -> Span:
-    return Span(min(seconds, 1.0), 1) if quick else Span(seconds, rounds)
+def _span(asked: dict[str, Any], quick: bool) -> Span:
+    span = Span(**asked)
+    return Span(min(span.seconds, 1.0), 1) if quick else span
 
 
 def _strategies(text: str, workers: int) -> list[str]:
@@ -359,29 +335,8 @@ def _strategies(text: str, workers: int) -> list[str]:
     return [one for part in names.split(text) for one in (strategies.ALL if part == "all" else [part])]
 
 
-def _slow(texts: Sequence[str]) -> dict[int, float]:
-    """Read RANK:FACTOR, or none for nobody."""
-    if list(texts) == ["none"]:
-        return {}
-    slow: dict[int, float] = {}
-    for text in texts:
-        rank, _, factor = text.partition(":")
-        if not rank.isdecimal():
-            raise ConfigError(f"cannot read --slow {text!r}: write RANK:FACTOR, as in 0:10, or none.")
-        if int(rank) in slow:
-            raise ConfigError(f"--slow is given twice for worker {rank}; give it once.")
-        slow[int(rank)] = _number("--slow", factor)
-    return slow
-
-
 def _number(option: str, text: str) -> float:
     try:
         return float(text)
     except ValueError:
         raise ConfigError(f"cannot read {option}: {text!r} is not a number.") from None
-
-
-def _wire(text: str) -> str:
-    if text not in ("fp32", "bf16"):
-        raise ConfigError(f"--wire must be fp32 or bf16, not {text!r}.")
-    return text

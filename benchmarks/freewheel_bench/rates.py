@@ -9,10 +9,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from freewheel.errors import ConfigError, at_least
+from freewheel.settings import setting
 from freewheel_bench.contestants import ALONE, DDP, in_step
 from freewheel_bench.workers import START_S, Place, Show, Workers
 
@@ -29,11 +30,11 @@ MARGIN_S = 0.2
 class Load:
     """What every worker does between two communications."""
 
-    workers: int = 4
-    model_mb: float = 4.0
-    compute_ms: float = 50.0
-    slow: Mapping[int, float] = field(default_factory=dict)
-    wire: str = "fp32"
+    workers: int = setting(4, "How many workers.")
+    model_mb: float = setting(4.0, "What the model weighs, in MB of fp32.")
+    compute_ms: float = setting(50.0, "Time of a gradient; workers sleep through it.")
+    slow: Mapping[int, float] = setting(dict, "This worker computes slower; repeatable; none: all are equal.")
+    wire: str = setting("fp32", "fp32, or bf16 for half the bytes.")
     gpt: Mapping[str, int] | None = None
     """A real GPT on a GPU instead: its layers, width, context, batch."""
 
@@ -41,6 +42,8 @@ class Load:
         at_least("--workers", self.workers, 2)
         at_least("--model-mb", self.model_mb, 0.001)
         at_least("--compute-ms", self.compute_ms, 0.1)
+        if self.wire not in ("fp32", "bf16"):
+            raise ConfigError(f"--wire must be fp32 or bf16, not {self.wire!r}.")
         for rank, factor in self.slow.items():
             if not 0 <= rank < self.workers:
                 raise ConfigError(
@@ -54,8 +57,8 @@ class Load:
 class Span:
     """How long to measure: seconds for each contestant in each round."""
 
-    seconds: float = 10.0
-    rounds: int = 3
+    seconds: float = setting(10.0, "How long each contestant steps in each round.")
+    rounds: int = setting(3, "How often the contestants take turns.")
 
     def __post_init__(self) -> None:
         at_least("--seconds", self.seconds, 0.1)

@@ -295,7 +295,7 @@ def test_without_root_or_tools_the_network_says_what_is_missing(monkeypatch):
         (["straggler", "--workers", "1"], "--workers must be at least 2, not 1"),
         (["straggler", "--slow", "9:5"], "--slow: worker 9 does not exist; there are workers 0 to 3"),
         (["straggler", "--slow", "fast"], "cannot read --slow 'fast': write RANK:FACTOR"),
-        (["straggler", "--slow", "0:ten"], "cannot read --slow: 'ten' is not a number"),
+        (["straggler", "--slow", "0:ten"], "cannot read --slow '0:ten': write RANK:FACTOR"),
         (["straggler", "--slow", "0:0"], "a factor must be in 0.01 to 1000, not 0"),
         (["straggler", "--slow", "0:2", "--slow", "0:3"], "--slow is given twice for worker 0"),
         (["straggler", "--strategy", "adspgd"], "Did you mean 'adpsgd'?"),

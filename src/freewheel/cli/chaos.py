@@ -31,6 +31,7 @@ def chaos(
     strategy: str = option(STRATEGIES, "One or several, separated by commas.", show_default=False),
     workers: int = option(8, "How many workers."),
     jobs: int | None = option(None, "How many runs at once; default: one a core."),
+    wide: bool = option(False, "Count each kind of fault.", "--wide"),
 ) -> None:
     """Let random faults strike simulated runs, and check the laws; a failure is named with its seed."""
     from freewheel import names, strategies
@@ -49,7 +50,7 @@ def chaos(
         done = pool.imap_unordered(_one, work)
         bar = track(done, "runs", len(work), console=errors, transient=True, disable=not errors.is_terminal)
         outcomes = list(bar)
-    _show(outcomes, workers)
+    _show(outcomes, workers, wide)
     if any(outcome.broken for outcome in outcomes):
         raise typer.Exit(1)
 
@@ -62,14 +63,15 @@ def _one(work: tuple[str, int, int]) -> laws.Outcome:
     return laws.run(strategies.resolve(name), name, tasks.resolve("quadratic"), seed, workers)
 
 
-def _show(outcomes: list[laws.Outcome], workers: int) -> None:
-    kinds = sorted({kind for outcome in outcomes for kind in outcome.faults})
+def _show(outcomes: list[laws.Outcome], workers: int, wide: bool) -> None:
+    kinds = sorted({kind for outcome in outcomes for kind in outcome.faults}) if wide else ["faults"]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for at, heading in enumerate(["strategy", "runs", *kinds, "violations"]):
         table.add_column(heading, justify="right" if at else "left", no_wrap=True)
     for name in dict.fromkeys(outcome.strategy for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.strategy == name]
         total = sum((outcome.faults for outcome in mine), Counter[str]())
+        total["faults"] = total.total()
         violations = sum(bool(outcome.broken) for outcome in mine)
         table.add_row(name, str(len(mine)), *(str(total[kind]) for kind in kinds), str(violations))
     console = output()

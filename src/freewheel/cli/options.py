@@ -113,7 +113,7 @@ def _options(cls: type, defaults: Mapping[str, Any]) -> list[_Option]:
         meaning = one.metadata["meaning"]
         read: Callable[[Any], Any] = _as_it_is
         if typing.get_origin(kind) in (dict, Mapping):
-            kind, default, read = list[str] | None, None, _factors(flag)
+            kind, default, read = list[str] | None, None, _factors(flag, defaults.get(one.name, {}))
         elif default is True:  # the option takes it away
             default, read = False, lambda given: not given
         if default is None and one.default is not None and one.name in defaults:
@@ -190,8 +190,14 @@ def _as_it_is(given: Any) -> Any:
     return given
 
 
-def _factors(flag: str) -> Callable[[list[str] | None], dict[int, float]]:
-    return lambda texts: {rank: factor for rank, (factor,) in ranks_and_numbers(flag, texts, 1)}
+def _factors(flag: str, default: dict[int, float]) -> Callable[[list[str] | None], dict[int, float]]:
+    def read(texts: list[str] | None) -> dict[int, float]:
+        if texts == ["none"]:
+            return {}
+        given = {rank: factor for rank, (factor,) in ranks_and_numbers(flag, texts, 1)}
+        return given if texts else default
+
+    return read
 
 
 def command_line() -> str:

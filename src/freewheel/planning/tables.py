@@ -15,7 +15,7 @@ BARS = " ▁▂▃▄▅▆▇█"
 
 def speeds(forecasts: Sequence[Forecast]) -> Table:
     """What each strategy reaches."""
-    table = _table("strategy", "useful/s", "steps/s", "of ideal", "idle", "stale", "MB/step")
+    table = _table("strategy", "useful/s", "steps/s", "of ideal", "idle", "MB/step")
     for one in forecasts:
         table.add_row(
             one.strategy,
@@ -23,7 +23,6 @@ def speeds(forecasts: Sequence[Forecast]) -> Table:
             short(one.steps_per_s, 4),
             share(one.ideal_share),
             share(one.idle_share),
-            short(one.staleness_mean),
             short(one.bytes_per_step / 1e6),
         )
     return table
@@ -31,12 +30,13 @@ def speeds(forecasts: Sequence[Forecast]) -> Table:
 
 def costs(forecasts: Sequence[Forecast]) -> Table:
     """What its steps are worth, and why."""
-    table = _table("strategy", "discrep.", "needs")
+    table = _table("strategy", "stale", "discrep.", "needs")
     table.add_column("cost in convergence", overflow="fold")
     for one in forecasts:
         ceiling = name(one) == CEILING
         apart = short(one.discrepancy, 2) + ("↑" if one.grows else " ")
-        table.add_row(name(one), apart, "–" if ceiling else f"×{one.steps_needed:.2f}", one.why)
+        needs = "–" if ceiling else f"×{one.steps_needed:.2f}"
+        table.add_row(name(one), short(one.staleness_mean), apart, needs, one.why)
     return table
 
 
