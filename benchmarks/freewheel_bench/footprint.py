@@ -69,17 +69,23 @@ def shared_memory() -> set[str]:
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
-def left_behind(lives: Sequence[Life], before: set[str]) -> list[str]:
+def mark() -> str:
+    """Put into the environment of all that is started from now on: the numbers of processes return."""
+    os.environ["FREEWHEEL_BENCH"] = str(os.getpid())
+    return f"FREEWHEEL_BENCH={os.getpid()}"
+
+
+def left_behind(lives: Sequence[Life], before: set[str], mark: str) -> list[str]:
     """Processes and shared memory that should have gone with their workers."""
-    found = []
-    for life in lives:
-        try:
-            os.killpg(life.process.pid, 0)
-            found.append(f"process group {life.process.pid}")
-        except ProcessLookupError:
-            pass
-    pids = {str(life.process.pid) for life in lives}
-    new = (name for name in shared_memory() - before if pids & set(name.replace("-", "_").split("_")))
+    groups, found = {life.process.pid for life in lives}, []
+    for folder in PROCESSES.glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            ours = (
+                os.getpgid(int(folder.name)) in groups and mark.encode() in (folder / "environ").read_bytes()
+            )
+            found += [f"process {folder.name}"] if ours else []
+    names = set(map(str, groups))
+    new = (name for name in shared_memory() - before if names & set(name.replace("-", "_").split("_")))
     return found + [f"shared memory {name}" for name in new]
 
 

@@ -27,7 +27,7 @@ from typing import Any
 
 from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
 from freewheel_bench import laws
-from freewheel_bench.footprint import family, footprint, left_behind, left_standing, shared_memory
+from freewheel_bench.footprint import family, footprint, left_behind, left_standing, mark, shared_memory
 from freewheel_bench.namespaces import Network, check_possible
 from freewheel_bench.rates import Progress
 from freewheel_bench.workers import Life, Place, Run, Show
@@ -188,14 +188,14 @@ def _run(asked: Soak, faults: Sequence[Fault], show: Show) -> laws.Found:
             "passes": passes,
             **{key: getattr(asked, key) for key in ("strategy", "seed", "step_ms", "batch_size", "lr")},
         }
-        shared = shared_memory()
+        shared, ours = shared_memory(), mark()
         with (
             _places(asked) as (places, network),
             Run("freewheel_bench.soak_worker", job, places, forked=True, keep=1) as run,
         ):
             trial = _Trial(asked, run, network, list(faults), passes, show)
             trial.until_over()
-            left = left_behind([life for lives in run.lives for life in lives], shared)
+            left = left_behind([life for lives in run.lives for life in lives], shared, ours)
         left += left_standing(network)
         uses = laws.uses(folder, length, asked.batch_size, asked.seed, passes)
     assert trial.before is not None

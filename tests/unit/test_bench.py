@@ -10,13 +10,14 @@ import socket
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from freewheel.cli.main import main
 from freewheel.errors import ConfigError, RunStopped
-from freewheel_bench import contestants, namespaces, rates, soak
+from freewheel_bench import contestants, footprint, namespaces, rates, soak
 from freewheel_bench.cli import app
 from freewheel_bench.contestants import ALONE, DDP
 from freewheel_bench.figure import Figure
@@ -423,3 +424,18 @@ def test_swapping_small_vectors_for_real(tmp_path):
         assert one["ratio"] == pytest.approx(one["gloo"] / one["freewheel"])
         assert one["freewheel_cpu_ms"] > 0
     assert "swap 0.2 MB" in result.stdout
+
+
+def test_what_is_left_behind_is_ours_and_not_a_number_that_returned(monkeypatch):
+    monkeypatch.setenv("FREEWHEEL_BENCH", "")
+    ours = footprint.mark()
+    started = [subprocess.Popen(["sleep", "60"], start_new_session=True, env=env) for env in (None, {})]
+    lives = [SimpleNamespace(process=process) for process in started]
+    try:
+        found = footprint.left_behind(lives, footprint.shared_memory(), ours)
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert found == [f"process {started[0].pid}"]
+    assert footprint.left_behind(lives, footprint.shared_memory(), ours) == []
