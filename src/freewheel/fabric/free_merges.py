@@ -59,11 +59,11 @@ class FreeMerges:
 
         False: there was none with this worker in it, and will be none until workers come or go.
         """
-        self._asked += 1
+        self._asked = asked = self._asked + 1  # a step at τ and the background may ask at the same time
         leader = self.fabric.members[0]
         try:
-            await self.fabric.send(leader, WANT, note=(self._asked, self._known))
-            answer = await self.fabric.receive(("merge", "over", self._asked), leader)
+            await self.fabric.send(leader, WANT, note=(asked, self._known))
+            answer = await self.fabric.receive(("merge", "over", asked), leader)
             self._known, useful = answer.numbers(2, 2)
         except PeerLost:
             return True  # there is another leader to ask
