@@ -14,7 +14,7 @@ from torch import nn
 
 import freewheel as fw
 from crew import outcomes, together, worker
-from freewheel.cli.export import export
+from freewheel.runtime.checkpoint.export import export
 
 pytestmark = pytest.mark.integration
 

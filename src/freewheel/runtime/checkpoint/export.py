@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from freewheel.errors import ConfigError
+from freewheel.records.files import check_writable
 from freewheel.replica import view
 from freewheel.runtime.checkpoint import shards
 from freewheel.runtime.checkpoint.shards import Damaged, Shard
@@ -15,6 +18,21 @@ from freewheel.runtime.worker.buffers import TensorMean
 
 CENTRE = "centre"
 """The vector that a strategy with a server keeps: its model, which is the answer."""
+
+
+def export(folder: Path, out: Path, step: int | None = None, force: bool = False) -> str:
+    """Write the state_dict of a checkpoint folder to a file; what was written, in words."""
+    if out.exists() and not force:
+        raise ConfigError(f"{out} is there already: give another file, or --force.")
+    check_writable(out)
+    parts = chosen(folder, step)
+    state = state_dict(parts)
+    temporary = out.with_name(f"{out.name}.tmp")
+    torch.save(state, temporary)
+    os.replace(temporary, out)
+    steps = sorted({one.manifest.step for one in parts})
+    made = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
+    return f"Wrote {out}: {len(state)} tensors of {len(parts)} worker{'s' * (len(parts) > 1)} at {made}."
 
 
 def chosen(home: Path, step: int | None = None) -> list[Shard]:
