@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 from collections import Counter
@@ -11,7 +12,7 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor
 
-from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
+from freewheel.errors import ConfigError, PeerLost, WorkerLost
 from freewheel.records.counters import Counters
 from freewheel.records.result import Result, Sample, result
 from freewheel.records.schema import WorkerSample
@@ -22,7 +23,7 @@ from freewheel.sim.fabric import Wire
 from freewheel.sim.faults import Fault
 from freewheel.sim.gradients import Alone, Together
 from freewheel.sim.links import Network
-from freewheel.sim.records import SimulatedRecords
+from freewheel.sim.records import Records
 from freewheel.sim.scenario import Scenario
 from freewheel.sim.study import School
 from freewheel.sim.trace import Trace
@@ -33,6 +34,26 @@ from freewheel.task import Task
 COPY = ("copy",)
 LARGE = 256
 """From so many workers on Python's search for garbage takes as long as the run."""
+
+
+@contextlib.contextmanager
+def _alone(scenario: Scenario) -> Iterator[None]:
+    """One thread, no search for garbage in a large run, and a seed for what draws from torch's generator."""
+    # The models are small: a second thread costs more than it gives, and with one thread the result
+    # does not depend on how many cores a machine has.
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    if large := scenario.workers >= LARGE:  # many objects, and none of them is garbage
+        gc.collect()
+        gc.freeze()
+    try:
+        with torch.random.fork_rng(devices=[]):  # dropout draws from it
+            torch.manual_seed(scenario.seed)
+            yield
+    finally:
+        if large:
+            gc.unfreeze()
+        torch.set_num_threads(threads)
 
 
 class Simulation:
@@ -46,9 +67,9 @@ class Simulation:
         *,
         progress: Callable[[int, int], None] | None = None,
         trace_file: TextIO | None = None,
-        records: SimulatedRecords | None = None,
+        records: Records | None = None,
     ) -> None:
-        self.records = records
+        self.records = records or Records()
         strategy.check(scenario.workers)
         self.strategy, self.task, self.scenario = strategy, task, scenario
         self.progress = progress or (lambda _done, _all: None)
@@ -96,25 +117,15 @@ class Simulation:
 
     def run(self) -> Result:
         """Run to the end of the budget; deliver what is under way; measure."""
-        # The models are small: a second thread costs more than it gives, and with one thread the result
-        # does not depend on how many cores a machine has.
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        if large := self.scenario.workers >= LARGE:  # many objects, and none of them is garbage
-            gc.collect()
-            gc.freeze()
-        try:
-            with torch.random.fork_rng(devices=[]):  # dropout draws from torch's own generator
-                torch.manual_seed(self.scenario.seed)
-                return self._run()
-        finally:
-            if large:
-                gc.unfreeze()
-            torch.set_num_threads(threads)
+        with _alone(self.scenario):
+            return self._run()
 
     def _run(self) -> Result:
-        if self.records is not None:
-            self.records.begin(self)
+        likely_s = self.budget / self.scenario.compute.ideal_rate(self.scenario.workers)
+        if self.steps is not None:
+            likely_s = self.steps * max(self.scenario.compute.mean_s(rank) for rank in self.workers)
+        about = self.scenario, self.strategy.name, self.settings()
+        self.records.begin(self.workers, self.wire, *about, likely_s)
         for worker in self.workers.values():
             worker.launch(self._train(worker, None))
         faults = [self.loop.call_at(fault.at_s, self._strike, fault) for fault in self.scenario.faults]
@@ -130,12 +141,10 @@ class Simulation:
             for worker in self.workers.values():
                 worker.replica.boundary()
             result = self._result()
-            if self.records is not None:
-                self.records.end(None)
+            self.records.end(self._now_s)
             return result
         except BaseException as error:
-            if self.records is not None:
-                self.records.end(error)
+            self.records.end(self._now_s, error)
             raise
         finally:
             for timer in faults:
@@ -174,8 +183,7 @@ class Simulation:
             self._take_sample()
         elif done % self.scenario.workers == 0:  # a sample measures it too
             self._answer.apart(self._trained())
-        if self.records is not None:
-            self.records.stepped()
+        self.records.stepped()
         if done % 64 == 0:
             self.progress(done, self.budget)
         self._finish_if_done()
@@ -193,17 +201,15 @@ class Simulation:
 
     def _fail(self, error: BaseException) -> None:
         if self.failure is None:
-            self.failure = self._explain(error) if isinstance(error, PeerLost) else error
+            self.failure = error
             if isinstance(error, PeerLost):
+                self.failure = WorkerLost(
+                    f"{self.strategy.name} stopped at {self.loop.time():.3f} s: it lost worker {error.peer} "
+                    f"({error.why}), which held the parameter server. Let another worker crash, or use a "
+                    "strategy without a server: adpsgd, nodelay_free or dasgd."
+                )
                 self.failure.__cause__ = error
         self.loop.stop()
-
-    def _explain(self, error: PeerLost) -> RunStopped:
-        return WorkerLost(
-            f"{self.strategy.name} stopped at {self.loop.time():.3f} s: it lost worker {error.peer} "
-            f"({error.why}), which held the parameter server. Let another worker crash, or use a strategy "
-            "without a server: adpsgd, nodelay_free or dasgd."
-        )
 
     # -- workers and faults --
 
@@ -219,22 +225,16 @@ class Simulation:
             rank, self.strategy, self.scenario, self.wire, *model, self._fail, self.gradients
         )
         worker.node.momentum, worker.limit = school.momentum, self.steps
-        if self.records is not None:
-            self.records.watch(worker)
+        self.records.watch(worker)
         return worker
 
     def _strike(self, fault: Fault) -> None:
         """Let a fault happen."""
         rank, wire = fault.rank, self.wire
         self.trace.add((self.loop.time(), "fault", str(fault)))
-        if self.records is not None:
-            self.records.struck(fault)
+        self.records.struck(fault)
         if fault.kind == "crash" and rank in self.workers:
-            self._end_life(rank)
-            wire.crash(rank)
-            if self.strategy.needs(rank):
-                self._fail(PeerLost(rank, "crashed"))
-            self._finish_if_done()
+            self._end_life(rank, "crashed", "died")
         elif fault.kind == "leave" and rank in self.workers:
             self.workers[rank].leave()
         elif fault.kind == "restart" and rank not in self.workers:
@@ -251,25 +251,24 @@ class Simulation:
                 if peer != rank:
                     act(rank, peer)
 
-    def _end_life(self, rank: int) -> None:
+    def _end_life(self, rank: int, why: str, what: str) -> None:
         worker = self.workers.pop(rank)
         worker.die()
         if worker.study is not None:
             self.gradients.drop(worker.study)
         self.used += worker.used
         self._past.append((worker.node.counters, worker.sample(self.loop.time())))
+        self.wire.crash(rank, why, what)
+        if self.strategy.needs(rank):
+            self._fail(PeerLost(rank, why))
+        self._finish_if_done()
 
     def _left(self, worker: SimulatedWorker) -> None:
         """A worker that was told to leave has said goodbye."""
         if self.workers.get(worker.rank) is worker:
             self.trace.add((self.loop.time(), "left", worker.rank))
-            if self.records is not None:
-                self.records.left(worker)
-            self._end_life(worker.rank)
-            self.wire.crash(worker.rank, "it was told to leave", "left")
-            if self.strategy.needs(worker.rank):
-                self._fail(PeerLost(worker.rank, "it was told to leave"))
-            self._finish_if_done()
+            self.records.left(worker)
+            self._end_life(worker.rank, "it was told to leave", "left")
 
     def _restart(self, rank: int) -> None:
         """Bring a worker back: it copies a living one's weights over the network before it trains."""
@@ -301,6 +300,11 @@ class Simulation:
 
     # -- measuring --
 
+    @property
+    def _now_s(self) -> float:
+        """The end of training, once it is known: what is delivered after it takes none of its time."""
+        return self.loop.time() if self.finished_s is None else self.finished_s
+
     def answer(self) -> Tensor:
         """The model the strategy would ship."""
         return self._answer.weights(self._trained())
@@ -308,11 +312,9 @@ class Simulation:
     def _take_sample(self) -> None:
         trained = self._trained()
         loss, accuracy = self._answer.evaluate(trained, self.last)
-        now = self.loop.time() if self.finished_s is None else self.finished_s
-        sample = Sample(now, self.completed, loss, accuracy, *self._answer.apart(trained))
+        sample = Sample(self._now_s, self.completed, loss, accuracy, *self._answer.apart(trained))
         self.samples.append(sample)
-        if self.records is not None:
-            self.records.evaluated(sample, self._answer.apart_max)
+        self.records.evaluated(sample, self._answer.apart_max)
 
     def counters(self) -> Iterator[Counters]:
         """What was counted in all lives."""

@@ -7,8 +7,9 @@ run is the same with and without.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
@@ -17,11 +18,10 @@ from freewheel.records.journal import Journal
 from freewheel.records.result import Sample
 from freewheel.records.run_json import run_json
 from freewheel.records.timeline import Timeline
+from freewheel.sim.fabric import Wire
 from freewheel.sim.faults import Fault
+from freewheel.sim.scenario import Scenario
 from freewheel.sim.worker import SimulatedWorker
-
-if TYPE_CHECKING:
-    from freewheel.sim.driver import Simulation
 
 SAMPLES = 400
 """So many samples a worker gets if the run lasts as long as if nobody waited; a few more if it does not."""
@@ -34,7 +34,40 @@ MOST_TIMELINES = 64
 WORDS = {"crash": "died", "restart": "restarted", "cut": "cut", "heal": "joined"}
 
 
-class SimulatedRecords:
+class Records:
+    """Hears what happens in a simulation, and writes nothing."""
+
+    def begin(
+        self,
+        workers: Mapping[int, SimulatedWorker],
+        wire: Wire,
+        scenario: Scenario,
+        strategy: str,
+        settings: dict[str, Any],
+        likely_s: float,
+    ) -> None:
+        """The workers are there, and nothing has happened yet; `likely_s`: how long, if nobody waits."""
+
+    def watch(self, worker: SimulatedWorker) -> None:
+        """A worker begins a life."""
+
+    def stepped(self) -> None:
+        """Somebody has completed a step."""
+
+    def evaluated(self, sample: Sample, apart_max: float) -> None:
+        """The answer was measured."""
+
+    def struck(self, fault: Fault) -> None:
+        """A fault is about to happen."""
+
+    def left(self, worker: SimulatedWorker) -> None:
+        """A worker has said goodbye."""
+
+    def end(self, now_s: float, failure: BaseException | None = None) -> None:
+        """Nothing more happens."""
+
+
+class SimulatedRecords(Records):
     """Writes the folder of one simulation; records of an earlier run in it are removed."""
 
     def __init__(self, folder: Path, *, version: str, name: str, command: str) -> None:
@@ -43,16 +76,20 @@ class SimulatedRecords:
         self._version, self._name, self._command = version, name, command
         self._begun = False
 
-    def begin(self, run: Simulation) -> None:
-        """The workers are there, and nothing has happened yet."""
-        self._run, scenario = run, run.scenario
-        workers = scenario.workers
-        self._peers = workers <= MOST_PEERS
-        size = SAMPLE_BYTES + PEER_BYTES * workers * self._peers
-        self._most = max(20, min(SAMPLES, BYTES // (workers * size)))
-        likely_s = run.budget / scenario.compute.ideal_rate(workers)
-        if run.steps is not None:
-            likely_s = run.steps * max(scenario.compute.mean_s(rank) for rank in range(workers))
+    def begin(
+        self,
+        workers: Mapping[int, SimulatedWorker],
+        wire: Wire,
+        scenario: Scenario,
+        strategy: str,
+        settings: dict[str, Any],
+        likely_s: float,
+    ) -> None:
+        """See Records."""
+        self._workers, self._wire = workers, wire
+        self._peers = len(workers) <= MOST_PEERS
+        size = SAMPLE_BYTES + PEER_BYTES * len(workers) * self._peers
+        self._most = max(20, min(SAMPLES, BYTES // (len(workers) * size)))
         self._likely_s = likely_s
         self._journal.about(
             run_json(
@@ -61,10 +98,10 @@ class SimulatedRecords:
                 clock="virtual",
                 name=self._name,
                 command=self._command,
-                strategy=run.strategy.name,
-                workers=workers,
+                strategy=strategy,
+                workers=scenario.workers,
                 seed=scenario.seed,
-                settings=run.settings(),
+                settings=settings,
                 target=scenario.target,
             )
         )
@@ -72,24 +109,24 @@ class SimulatedRecords:
         self._sample_all()
 
     def watch(self, worker: SimulatedWorker) -> None:
-        """Write down what a worker notices in this life."""
+        """See Records."""
 
         def note(what: str, rank: int | None, text: str) -> None:
             if self._begun:
-                life = None if rank is None else self._run.wire.life[rank]
-                self._journal.event(self._run.loop.time(), what, rank, life, text, by=worker.rank)
+                life = None if rank is None else self._wire.life[rank]
+                self._journal.event(self._wire.loop.time(), what, rank, life, text, by=worker.rank)
 
         worker.fabric.notice = note
         if worker.node.world_size <= MOST_TIMELINES:
             worker.node.counters.timeline = Timeline(worker.loop.time, worker.life)
 
     def stepped(self) -> None:
-        """Somebody has completed a step."""
-        if self._run.loop.time() >= self._next_s:
+        """See Records."""
+        if self._wire.loop.time() >= self._next_s:
             self._sample_all()
 
     def evaluated(self, sample: Sample, apart_max: float) -> None:
-        """The answer was measured."""
+        """See Records."""
         timing = sample.loss is None
         self._journal.evaluation(
             sample.virtual_s,
@@ -102,32 +139,30 @@ class SimulatedRecords:
         )
 
     def struck(self, fault: Fault) -> None:
-        """A fault is about to happen."""
-        if fault.kind == "crash" and fault.rank in self._run.workers:
-            self._sample(self._run.workers[fault.rank], self._run.loop.time())
+        """See Records."""
+        if fault.kind == "crash" and fault.rank in self._workers:
+            self._sample(self._workers[fault.rank], self._wire.loop.time())
         if fault.kind == "leave":  # it goes later, and the others notice it
             return
         what = WORDS.get(fault.kind, "slowed")
-        life = self._run.wire.life[fault.rank] + (fault.kind == "restart")
-        self._journal.event(self._run.loop.time(), what, fault.rank, life, str(fault), peer=fault.peer)
+        life = self._wire.life[fault.rank] + (fault.kind == "restart")
+        self._journal.event(self._wire.loop.time(), what, fault.rank, life, str(fault), peer=fault.peer)
 
     def left(self, worker: SimulatedWorker) -> None:
-        """A worker has said goodbye."""
-        self._sample(worker, self._run.loop.time(), last=True)
+        """See Records."""
+        self._sample(worker, self._wire.loop.time(), last=True)
 
-    def end(self, failure: BaseException | None) -> None:
-        """Nothing more happens."""
-        run = self._run
-        now_s = run.loop.time() if run.finished_s is None else run.finished_s
-        for worker in run.workers.values():
+    def end(self, now_s: float, failure: BaseException | None = None) -> None:
+        """See Records."""
+        for worker in self._workers.values():
             self._sample(worker, now_s, last=failure is None)
         if failure is not None:
             self._journal.event(now_s, "failed", None, None, f"{type(failure).__name__}: {failure}")
         self._journal.close()
 
     def _sample_all(self) -> None:
-        now_s = self._run.loop.time()
-        for worker in self._run.workers.values():
+        now_s = self._wire.loop.time()
+        for worker in self._workers.values():
             self._sample(worker, now_s)
         # A run that lasts longer than was likely is sampled ever more rarely.
         self._next_s = now_s + max(now_s, self._likely_s) / self._most
