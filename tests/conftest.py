@@ -1,8 +1,15 @@
+import os
 import signal
+import sys
+from typing import Any
 
-import hypothesis
-import pytest
-import torch
+# Whatever the environment says, bytecode is kept: else each process that a test starts compiles all anew.
+sys.dont_write_bytecode = False
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+import hypothesis  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
 
 # Two test processes with two threads each get in each other's way on a machine with two cores.
 torch.set_num_threads(1)
@@ -15,6 +22,20 @@ hypothesis.settings.load_profile("freewheel")
 # The background job of a script ignores interrupts, and so would every process that a test interrupts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file is one process's, so that what it starts for all its tests (a cluster, a browser) starts once.
+
+    Files stay in order: the many short ones of `unit` come last, and leave nobody without work for long.
+    """
+    if config.getvalue("dist") != "load":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -21,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 
+import forked
 import freewheel as fw
 import resumable
 from crew import outcomes, together
@@ -69,11 +70,14 @@ def assert_same(got: dict[str, Any], want: dict[str, Any]) -> None:
     assert (got["lr"], got["random"], got["steps"]) == (want["lr"], want["random"], want["steps"])
 
 
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
+
+
 @contextlib.contextmanager
 def child(program: list[str]) -> Iterator[subprocess.Popen[str]]:
     pipe = subprocess.PIPE
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(program, stdin=pipe, stdout=pipe, text=True, env=environment)
+    process = subprocess.Popen(program, stdin=pipe, stdout=pipe, text=True, env=environment())
     try:
         yield process
     finally:
@@ -114,10 +118,13 @@ train(home / "sgd", at_step=adam)
 def killed(tmp_path_factory):
     """What a process leaves that is killed in the middle of three trainings, and of a checkpoint of one."""
     home = tmp_path_factory.mktemp("killed")
-    with child([sys.executable, "-c", KILLED, str(home)]) as process:
+    process = forked.start("-c", KILLED, str(home), stdin=forked.PIPE, stderr=2, env=environment())
+    try:
         assert process.stdout.readline() == "writing\n"
-        process.send_signal(signal.SIGKILL)
-        assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    finally:
+        process.kill()
+    assert process.wait(DEADLINE_S) == -signal.SIGKILL
+    process.communicate()
     return home
 
 

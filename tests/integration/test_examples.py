@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+import forked
 
 pytestmark = pytest.mark.integration
 
@@ -18,15 +18,7 @@ MARK = "  # Freewheel"
 
 
 def ran(*command: str | Path, cwd: Path) -> str:
-    done = subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=200,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
+    done = forked.run(*command, cwd=cwd, timeout=200, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -45,9 +37,9 @@ def test_a_plain_script_runs_on_three_workers_with_four_lines_more(tmp_path):
     said = ran("plain.py", "--epochs", "1", cwd=tmp_path)
     assert "epoch 1 [0/1437 (0 %)]" in said
     assert len(accuracies(said)) == 2
-    launcher = "from freewheel.cli.main import main; main()"
     script = str(EXAMPLES / "images.py")
-    said = ran("-c", launcher, "run", "-n", "3", "--folder", "run", script, "--epochs", "3", cwd=tmp_path)
+    options = ["run", "-n", "3", "--folder", "run", script, "--epochs", "3"]
+    said = ran(*forked.FREEWHEEL, *options, cwd=tmp_path)
     lines = [[line for line in said.splitlines() if line.startswith(f"[{rank}]")] for rank in range(3)]
     found = [accuracies("\n".join(one)) for one in lines]
     assert [len(one) for one in found] == [4, 4, 4]  # after each pass, and of the consensus

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import math
-import subprocess
-import sys
 import threading
 
 import pytest
 import torch
 from torch import nn
 
+import forked
 import freewheel as fw
 from crew import outcomes, together, worker
 from freewheel.runtime.checkpoint.export import export
@@ -219,8 +218,7 @@ if sys.argv[1] == "finish":
 def test_a_script_that_forgets_finish_is_told_so_and_exits_with_an_error(how, code, tmp_path):
     """All else ends as ever: what was printed is printed, files are written."""
     (tmp_path / "flat.py").write_text(FLAT)
-    command = [sys.executable, "flat.py", how]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = forked.run("flat.py", how, cwd=tmp_path, timeout=60)
     assert done.returncode == code
     assert done.stdout == "last words\n"
     assert (tmp_path / "left").read_text() == "written"

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 from typing import IO
 
 import pytest
 from torch.distributed import TCPStore
 
+import forked
 from crew import free_port
 from freewheel.fabric import secret
 
@@ -35,12 +34,8 @@ print("ended", *sys.argv[1:])
 """
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", "from freewheel.cli.main import main; main()", *words]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(
-        command, cwd=folder, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True
-    )
+def start(folder: Path, *words: str) -> forked.Forked:
+    return forked.start(*forked.FREEWHEEL, *words, cwd=folder)
 
 
 def until(stream: IO[str] | None, words: str) -> str:

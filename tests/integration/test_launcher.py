@@ -10,11 +10,11 @@ import re
 import select
 import signal
 import socket
-import subprocess
 import sys
 
 import pytest
 
+import forked
 from crew import free_port
 from freewheel.cli.main import main
 from freewheel.cli.run import prefixed
@@ -321,9 +321,7 @@ def gone(pid: int) -> bool:
 @contextlib.contextmanager
 def running(cwd, *arguments):
     """Start ``freewheel run``, end it with everything it may have left."""
-    command = [sys.executable, "-c", "from freewheel.cli.main import main; main()", "run", *arguments]
-    pipe = subprocess.PIPE
-    launcher = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=cwd)
+    launcher = forked.start(*forked.FREEWHEEL, "run", *arguments, cwd=cwd, stderr=forked.STDOUT)
     try:
         yield launcher
     finally:

@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import torch
 from torch import nn
 
 import crew
+import forked
 import freewheel as fw
 from freewheel.runtime.checkpoint.writer import Writer
 from freewheel.runtime.launch.launcher import Captured, launch
@@ -102,10 +102,8 @@ def test_who_is_told_to_leave_goes_and_every_sample_is_used_once(tmp_path, monke
 
 def test_where_all_leave_a_resumed_run_goes_on_from_there(tmp_path):
     """As Slurm and Kubernetes do it: notice to the launcher, and the same command again."""
-    command = [sys.executable, "-c", "from freewheel.cli.main import main; main()", "run", "-n", "2"]
-    command += [*script(tmp_path)[1:]]
-    pipe = subprocess.PIPE
-    first = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True, cwd=tmp_path)
+    command = [*forked.FREEWHEEL, "run", "-n", "2", *script(tmp_path)[1:]]
+    first = forked.start(*command, cwd=tmp_path, stderr=forked.STDOUT)
     try:
         while len(seen(tmp_path)) < SAMPLES // 5:
             assert first.poll() is None
@@ -118,9 +116,7 @@ def test_where_all_leave_a_resumed_run_goes_on_from_there(tmp_path):
     assert "SIGTERM: all workers leave" in said
     assert "Traceback" not in said
     assert len(seen(tmp_path)) < SAMPLES
-    again = subprocess.run(
-        command, capture_output=True, text=True, cwd=tmp_path, timeout=DEADLINE_S, check=False
-    )
+    again = forked.run(*command, cwd=tmp_path, timeout=DEADLINE_S)
     assert again.returncode == 0, again.stderr
     used = seen(tmp_path)
     assert sorted(used) == list(range(SAMPLES))

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import forked
 from crew import free_port
 from freewheel.fabric import secret
 
@@ -41,18 +42,9 @@ print("answer", hashlib.sha256(answer.detach().numpy().tobytes()).hexdigest(), f
 PROCID, TASKS = "SLURM_PROCID", "SLURM_NTASKS"
 
 
-def start(folder: Path, *words: str, **environment: str) -> subprocess.Popen[str]:
-    pipe = subprocess.PIPE
+def start(folder: Path, *words: str, **environment: str) -> forked.Forked:
     inherited = {name: text for name, text in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
-        [sys.executable, *words],
-        cwd=folder,
-        env={**inherited, **environment},
-        stdin=subprocess.DEVNULL,
-        stdout=pipe,
-        stderr=pipe,
-        text=True,
-    )
+    return forked.start(*words, cwd=folder, env={**inherited, **environment})
 
 
 def test_tasks_of_slurm_meet_in_a_store_of_their_own_and_a_lost_one_comes_back(tmp_path):
@@ -60,7 +52,7 @@ def test_tasks_of_slurm_meet_in_a_store_of_their_own_and_a_lost_one_comes_back(t
     (tmp_path / "train.py").write_text(SCRIPT)
     secret.write(tmp_path / "secret", secret.make())
     at = f"127.0.0.1:{free_port()}"
-    store = start(tmp_path, "-c", "from freewheel.cli.main import main; main()", "store", at)
+    store = start(tmp_path, *forked.FREEWHEEL, "store", at)
     words = {TASKS: "3", "FREEWHEEL_STORE": at, "FREEWHEEL_SECRET_FILE": "secret", "FREEWHEEL_RUN": "7.0"}
     everybody = [store]
     try:

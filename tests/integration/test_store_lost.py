@@ -8,17 +8,17 @@ import json
 import os
 import secrets
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch.distributed import DistNetworkError
 
 import crew
+import forked
 from crew import Launcher
 from freewheel.errors import ConfigError, WorkerLost
 from freewheel.fabric.secret import Forged
@@ -380,8 +380,7 @@ class Stoppable:
 
     def __init__(self) -> None:
         options = json.dumps({"run": secrets.token_hex(16), "workers": 2})
-        command = [sys.executable, "-c", HOSTED, options]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.process = forked.start("-c", HOSTED, options, stderr=2)
         assert self.process.stdout is not None
         self.port = int(self.process.stdout.readline())
         self.tests = 0
@@ -395,7 +394,11 @@ class Stoppable:
 
     def stop(self) -> None:
         os.kill(self.process.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.process.pid, os.WSTOPPED)  # from now on it does nothing
+        wait_until(lambda: self.state() == "T")  # from now on it does nothing
+
+    def state(self) -> str:
+        """What the system says of the process."""
+        return Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2][0]
 
     def go_on(self) -> None:
         os.kill(self.process.pid, signal.SIGCONT)
