@@ -18,6 +18,7 @@ import torch
 
 from freewheel import strategies
 from freewheel.fabric import secret
+from freewheel.fabric.tcp import TcpFabric
 from freewheel.runtime.membership import rendezvous
 from freewheel.runtime.membership.entries import Entries
 from freewheel.runtime.membership.generation import STARTS
@@ -88,6 +89,11 @@ def next_life(place: Place) -> Place:
     """The same place for a worker that comes back, as a new process would see it."""
     rendezvous._stores.pop(place, None)
     return place
+
+
+def cut(fabric: TcpFabric, peer: int) -> None:
+    """Break the connection with a peer, as the network between them would: both sides hear of it."""
+    fabric._connections[peer].transport._socket.shutdown(socket.SHUT_RDWR)
 
 
 class Launcher:

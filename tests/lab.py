@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 import freewheel as fw
@@ -18,6 +19,11 @@ FAST = fw.Links(mbit=1e6, latency_ms=1e-4)
 
 JITTER = fw.Compute(kind="uniform", spread=0.2)
 """Compute times that keep workers from walking in step."""
+
+
+def seeds(count: int, quick: int) -> list[Any]:
+    """Cases that differ by chance alone: the first few in every run, all of them among the slow tests."""
+    return [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= quick)) for seed in range(count)]
 
 
 def make(strategy: str | fw.Strategy, task: str | fw.Task = "quadratic", **settings: Any) -> Simulation:

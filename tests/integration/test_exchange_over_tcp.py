@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from crew import cut
 from freewheel.fabric import windows
 from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.handshake import Identity
@@ -130,7 +131,7 @@ def test_a_connection_that_breaks_and_comes_back_while_a_side_is_not_ready(slow)
             call = asyncio.ensure_future(caller.exchanges.call(0))
             while waits.exchanges.partner is None or waits.exchanges.calling:
                 await asyncio.sleep(0)
-            callee.fabric._connections[1].transport.close()
+            cut(callee.fabric, 1)
             while caller.fabric.epoch(0) == 0 or 0 not in caller.fabric.members:
                 await caller.fabric.changed()
             while callee.fabric.epoch(1) == 0 or 1 not in callee.fabric.members:
@@ -178,7 +179,7 @@ def test_the_caller_combines_short_vectors_of_one_host_by_itself():
 def test_a_callee_whose_caller_is_gone_corrects_nothing_and_says_what_may_have_happened(size):
     async def main() -> None:
         async with pair(near=True, size=size) as (callee, caller):
-            caller.met = lambda peer, correction: caller.fabric._connections[0].transport.close()
+            caller.met = lambda peer, correction: cut(caller.fabric, 0)
             await caller.exchanges.call(0)
             while not callee.outcomes:
                 await asyncio.sleep(0.001)

@@ -183,7 +183,7 @@ def test_a_connection_with_one_that_had_come_back_is_made_again():
             assert back.wait(DEADLINE_S)
             fabric = worker._agent.fabric
             epoch = fabric.epoch(0)
-            worker._agent.loop.call_soon_threadsafe(fabric._connections[0].transport.close)
+            worker._agent.loop.call_soon_threadsafe(crew.cut, fabric, 0)
             wait_until(lambda: fabric.epoch(0) > epoch)
             stay(worker)
 

@@ -221,7 +221,7 @@ def crash_at_random(crew: Crew, seed: int, times: int, *, workers: int, within_s
         crew.at(moment + dice.uniform(0.001, 0.5), crew.restart, rank)
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", lab.seeds(8, quick=4))
 def test_different_batch_sizes_and_crashes(seed):
     crew = Crew(4, 900, passes=3, sizes={0: 5, 1: 8, 2: 3, 3: 16}, seed=seed)
     crash_at_random(crew, seed, 8, workers=4, within_s=2.0)
@@ -348,7 +348,7 @@ def test_nobody_waits_for_a_dealer_whose_link_is_cut(moment):
     assert max(crew.waited_s.values()) < 0.02
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", lab.seeds(25, quick=8))
 def test_random_crashes_and_restarts(seed):
     workers = 2 + seed % 5
     crew = Crew(workers, 400, passes=3, slow={workers - 1: 3.0}, seed=seed)
@@ -356,7 +356,7 @@ def test_random_crashes_and_restarts(seed):
     crew.run().check()
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", lab.seeds(10, quick=3))
 def test_a_hundred_random_kills_in_one_run(seed):
     crew = Crew(8, 4000, passes=3, seed=seed)
     crash_at_random(crew, seed, 100, workers=8, within_s=15.0)
@@ -364,7 +364,7 @@ def test_a_hundred_random_kills_in_one_run(seed):
     assert crew.again < 100 * 150
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", lab.seeds(10, quick=3))
 def test_cuts_that_heal(seed):
     crew = Crew(5, 600, passes=3, seed=seed)
     dice = random.Random(seed)

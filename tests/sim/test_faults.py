@@ -10,7 +10,7 @@ import torch
 import freewheel as fw
 from freewheel.sim.deadlock import _circle
 from freewheel.sim.driver import Simulation
-from lab import JITTER, largest_distance, make, replicas, run
+from lab import JITTER, largest_distance, make, replicas, run, seeds
 
 
 def faulty(strategy: str, *faults: str, silent_s: float = 2.0, **settings) -> Simulation:
@@ -226,7 +226,7 @@ def random_faults(rng: random.Random, workers: int) -> list[fw.Fault]:
 
 
 @pytest.mark.parametrize("spec", ["adpsgd", "nodelay_free", "nodelay_free:tau=6", "dasgd:interval=2"])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5, quick=2))
 def test_after_any_faults_everybody_takes_part_again(spec, seed):
     rng = random.Random(f"{spec}/{seed}")
     workers = rng.randrange(3, 8)

@@ -18,7 +18,7 @@ COMPUTE_S = 0.01
 # -- the straggler curve (AD-PSGD's experiment with one slow worker) --
 
 
-@pytest.mark.parametrize("s", [1, 2, 10, 100])
+@pytest.mark.parametrize("s", [1, pytest.param(2, marks=pytest.mark.slow), 10, 100])
 @pytest.mark.parametrize("strategy", ["adpsgd", "nodelay_free", "dasgd"])
 def test_one_slow_worker_slows_only_itself(strategy, s):
     result = timing(strategy, workers=16, steps=100, compute=fw.Compute(slow={0: s}))

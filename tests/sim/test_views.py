@@ -15,7 +15,7 @@ import freewheel as fw
 from freewheel.fabric.lineage import Record, main_line
 from freewheel.sim.driver import Simulation
 from freewheel.sim.fabric import VirtualFabric
-from lab import JITTER, largest_distance, make, replicas
+from lab import JITTER, largest_distance, make, replicas, seeds
 
 SPECS = [
     "allreduce",
@@ -55,7 +55,7 @@ def without(*ranks: int) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(2, quick=1))
 def test_survivors_go_on(spec, seed):
     rng = random.Random(f"{spec}/{seed}")
     one, other = rng.sample(range(4), 2)
@@ -67,7 +67,7 @@ def test_survivors_go_on(spec, seed):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(2, quick=1))
 def test_who_comes_back_is_taken_in(spec, seed):
     rng = random.Random(f"{spec}/{seed}")
     for victim in (0, rng.randrange(1, 4)):
@@ -84,7 +84,7 @@ def test_a_last_worker_goes_on_alone(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(2, quick=1))
 def test_two_sides_of_a_cut_each_go_on_and_become_one_again(spec, seed):
     rng = random.Random(f"{spec}/{seed}")
     side = rng.choice([(0,), (2,), (0, 1), (1, 2)])
@@ -202,7 +202,7 @@ def test_the_corrections_of_a_merge_sum_to_zero_in_every_view(spec, victim):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", seeds(2, quick=1))
 def test_after_any_faults_all_are_together_again(spec, seed):
     rng = random.Random(f"{spec}/{seed}")
     faults: list[fw.Fault] = []

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
+import forked
 from freewheel.cli.main import main
 from freewheel.errors import ConfigError, RunStopped
 from freewheel_bench import contestants, footprint, namespaces, rates, soak
@@ -183,7 +184,7 @@ def test_workers_do_not_outlive_the_benchmark(monkeypatch, tmp_path, number):
             f"with Workers('waits', {{'port': {server.getsockname()[1]}}}, [Place()] * 2) as w:\n"
             "    w.collect('never', 600)\n"
         )
-        benchmark = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.DEVNULL)
+        benchmark = forked.start("-c", code, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         lines = [server.accept()[0] for _ in range(2)]
         for line in lines:
             line.settimeout(DEADLINE_S)
@@ -266,12 +267,10 @@ def test_a_network_goes_when_the_benchmark_is_told_to_end(network):
         "    print(network.bridge, flush=True)\n"
         "    sys.stdin.read()\n"
     )
-    told = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    told = forked.start("-c", code, stdin=forked.PIPE, stderr=2)
     network.bridge = told.stdout.readline().strip()
     assert standing(network)
-    told.terminate()
+    told.send_signal(signal.SIGTERM)
     told.communicate(timeout=DEADLINE_S)
     assert told.returncode == 128 + signal.SIGTERM
     assert standing(network) == []

@@ -6,18 +6,16 @@ import json
 import os
 import re
 import signal
-import subprocess
 import sys
 
 import pytest
 
+import forked
 from freewheel.cli import doctor as command
 from freewheel.cli.main import main
 from freewheel.errors import ConfigError
 from freewheel.runtime.doctor import bandwidth
 from freewheel.runtime.doctor.rules import Finding
-
-START = [sys.executable, "-c", "from freewheel.cli.main import main; main()", "doctor"]
 
 
 @pytest.fixture
@@ -36,16 +34,15 @@ def doctor(monkeypatch, capsys, tmp_path):
 
 
 def test_one_host_serves_and_another_measures(doctor):
-    ask = [*START, "--serve", "--port", "0"]
-    with subprocess.Popen(ask, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as serving:
-        try:
-            address = re.search(r"freewheel doctor (127\.0\.0\.1:\d+)", serving.stdout.readline())[1]
-            assert "--bind" in serving.stdout.readline()
-            code, out, err = doctor(address, "-n", "1", "--json")
-            assert "another host has measured" in serving.stdout.readline()
-        finally:
-            serving.send_signal(signal.SIGINT)
-            _, complaints = serving.communicate(timeout=60)
+    serving = forked.start(*forked.FREEWHEEL, "doctor", "--serve", "--port", "0")
+    try:
+        address = re.search(r"freewheel doctor (127\.0\.0\.1:\d+)", serving.stdout.readline())[1]
+        assert "--bind" in serving.stdout.readline()
+        code, out, err = doctor(address, "-n", "1", "--json")
+        assert "another host has measured" in serving.stdout.readline()
+    finally:
+        serving.send_signal(signal.SIGINT)
+        _, complaints = serving.communicate(timeout=60)
     assert serving.returncode == 130
     assert "Traceback" not in complaints
     assert f"measuring the link to {address}" in err
@@ -125,13 +122,8 @@ def test_long_rows_wrap_and_keep_their_column(capsys):
 
 
 def test_without_a_terminal_nothing_turns():
-    done = subprocess.run(
-        [*START, "-n", "1", "--mb", "0.1"],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = forked.run(*forked.FREEWHEEL, "doctor", "-n", "1", "--mb", "0.1", timeout=100, env=one_thread)
     assert done.returncode == 0, done.stdout
     assert not done.stderr
 
