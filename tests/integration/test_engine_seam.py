@@ -183,6 +183,12 @@ def test_the_words_of_schedulers_are_understood(environment):
     assert (place.rank, place.world_size, place.where, place.hosted) == (2, 4, "10.0.0.1:29500", True)
 
 
+@pytest.mark.parametrize("given", ["JOB_COMPLETION_INDEX", "FREEWHEEL_STORE"])
+def test_an_index_or_a_store_without_the_number_of_workers_is_not_alone(given):
+    with pytest.raises(fw.ConfigError, match=r"has no (RANK, )?WORLD_SIZE"):
+        Place.read({given: INDEXED_JOB[given]})
+
+
 def test_a_single_task_of_slurm_trains_alone():
     assert Place.read({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == Place()
 

@@ -214,6 +214,37 @@ if sys.argv[1] == "finish":
 """
 
 
+OUTSIDE = """
+import os
+import torch
+import freewheel as fw
+os.environ |= {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+net = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+worker = fw.attach(net, optimizer)
+optimizer.step()
+print("trained")
+"""
+
+
+def test_a_script_that_trains_and_never_begins_its_worker_exits_with_an_error(tmp_path):
+    (tmp_path / "outside.py").write_text(OUTSIDE)
+    done = forked.run("outside.py", cwd=tmp_path, timeout=60)
+    assert (done.returncode, done.stdout) == (120, "trained\n")
+    assert "the script trained outside of `with fw.attach(…)`" in done.stderr
+
+
+def test_a_scheduler_with_too_few_steps_is_explained():
+    net = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=2)
+    with pytest.raises(ValueError, match="Tried to step") as raised, fw.attach(net, optimizer):  # noqa: PT012
+        for _ in range(3):
+            optimizer.step()
+            scheduler.step()
+    assert "fast workers take more batches" in raised.value.__notes__[0]
+
+
 @pytest.mark.parametrize(("how", "code"), [("forget", 120), ("raise", 1), ("finish", 0)])
 def test_a_script_that_forgets_finish_is_told_so_and_exits_with_an_error(how, code, tmp_path):
     """All else ends as ever: what was printed is printed, files are written."""

@@ -206,6 +206,29 @@ def test_one_alone_leaves_and_sigterm_is_the_scripts_again():
         signal.signal(signal.SIGTERM, before)
 
 
+def test_the_end_of_a_process_that_loads_data_does_not_interrupt_who_leaves(monkeypatch):
+    """Notice goes to all processes of a group; DataLoader raises wherever the main thread is."""
+
+    def raises(*_: object) -> None:
+        raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
+
+    def outcome(leaving: Leaving, lacks: str) -> str:
+        os.kill(os.getpid(), signal.SIGCHLD)
+        return said(leaving, lacks)
+
+    said = Leaving.outcome
+    monkeypatch.setattr(Leaving, "outcome", outcome)
+    before = signal.signal(signal.SIGCHLD, raises)
+    try:
+        with pytest.raises(Left), alone() as worker:  # noqa: PT012
+            for (x,) in batches(worker):
+                step(worker, x)
+                notice()
+        assert signal.getsignal(signal.SIGCHLD) is raises
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
 def test_gradients_that_are_added_up_are_not_left_behind():
     """Between two batches of one step nothing is left."""
     model = nn.Linear(1, 1)

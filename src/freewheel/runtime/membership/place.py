@@ -77,7 +77,7 @@ class Place:
         if _given is not None and environment is os.environ:
             return _given
         environment = _in_our_words(shown(environment))
-        if "RANK" not in environment and "WORLD_SIZE" not in environment:
+        if not {"RANK", "WORLD_SIZE", STORE, "JOB_COMPLETION_INDEX"} & environment.keys():
             return cls()
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if not environment.get(name)]

@@ -205,7 +205,7 @@ class Rendezvous:
         elif (theirs := self.hear("model", first)) != mine:
             (their_settings, their_model), (my_settings, my_model) = json.loads(theirs), json.loads(mine)
             if what := other_settings(their_settings, my_settings, f"worker {first}"):
-                self._refuse(f"it has {what}.", "Give all workers the same strategy and settings.")
+                self._refuse(f"it has {what}.", "Give all workers the same strategy, settings and optimizer.")
             why = first_difference(their_model, my_model, f"at worker {first}")
             self._refuse(
                 f"its model differs from worker {first}'s. {why}", "Build the same model on every worker."

@@ -113,7 +113,8 @@ class Worker:
         self._store: Rendezvous | None = None
         self._inside = self._settled = False
         self._agents: Agent | None = None
-        self._outside = steps.warn_outside(self._optimizer)
+        outside = unfinished.watch_outside if place is None and self.world_size > 1 else lambda _: None
+        self._outside = steps.warn_outside(self._optimizer, lambda: outside(self.rank))
 
     # -- for the user --
 
@@ -330,6 +331,7 @@ class Worker:
         if self._agents is not None:
             raise RunStopped("this worker has had its with-block; call attach again for another one.")
         self._outside()
+        unfinished.begun = True
         checks.enter(self._model)
         try:
             patiently(self._join, self._place, self._timeout_s)
@@ -435,13 +437,15 @@ class Worker:
     ) -> None:
         if not self._inside:  # it has left before
             return
-        self._leaving.going = True
+        self._leaving.go()
         self._settled = self._steps.end(self._leaving.left_s / 2 if self._leaving.asked else 0.0)
         self._inside, self._members = False, list(self._agent.fabric.members)
         self._windows = self._agent.fabric.kinds()
         checks.leave(self._model)
         self._replica.end_moving()  # a step may have raised
         failure, left = error, False
+        if error is not None and "number of total steps" in str(error):  # OneCycleLR
+            error.add_note(checks.TOO_MANY_STEPS)
         try:
             if error is None:
                 self._end_well()

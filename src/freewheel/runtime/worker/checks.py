@@ -80,6 +80,13 @@ def model_itself(model: object) -> None:
             )
 
 
+TOO_MANY_STEPS = (
+    "Of a worker's steps nobody knows the number: fast workers take more batches than len(loader) says. "
+    'worker.scheduler("cosine") goes by what all workers have done.'
+)
+"""What a scheduler that ends at a step does not know."""
+
+
 def finite(weights: Tensor, rank: int) -> None:
     """Refuse an answer that is none."""
     if not weights.isfinite().all():

@@ -60,6 +60,7 @@ class Leaving:
         self._timer: threading.Timer | None = None
         self._poked = False
         self._before: object = None
+        self._children: object = None
         self._watching = False
         self._pid = os.getpid()
 
@@ -100,8 +101,21 @@ class Leaving:
             signal.signal(signal.SIGTERM, self._noticed)
             self._watching = True
 
+    def go(self) -> None:
+        """Nothing interrupts a worker on its way out, nor do processes that load its data and were told, too.
+
+        DataLoader raises the end of such a process wherever the main thread is.
+        """
+        self.going = True
+        if threading.current_thread() is threading.main_thread():
+            self._children = signal.getsignal(signal.SIGCHLD)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
     def unwatch(self) -> None:
-        """Let SIGTERM mean what it meant before."""
+        """Let signals mean what they meant before."""
+        if self._children is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, self._children)  # type: ignore[arg-type]
+            self._children = None
         if self._timer is not None:
             self._timer.cancel()
         if self._watching and os.getpid() == self._pid:

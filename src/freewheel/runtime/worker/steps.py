@@ -329,10 +329,10 @@ class Steps:
             agent.counters.go_on(time.perf_counter())
 
 
-def warn_outside(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+def warn_outside(optimizer: torch.optim.Optimizer, stepped: Callable[[], None]) -> Callable[[], None]:
     """Say so once if an optimizer steps that was attached and has not come into its with-block.
 
-    What is returned ends it.
+    `stepped` hears of it. What is returned ends it.
     """
     hooks: list[RemovableHandle] = []
 
@@ -342,6 +342,7 @@ def warn_outside(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
 
     def warn(stepping: torch.optim.Optimizer, *_: Any) -> None:
         end()
+        stepped()
         log.warning(
             "%s steps outside of its with-block, where nothing is merged: train inside "
             "`with fw.attach(…) as worker:`",

@@ -1,4 +1,6 @@
-"""A flat script that ends without `worker.finish()`: it is told so, and its exit code is not 0.
+"""A script that ends without the run's answer though it trained: it is told so, and its exit code is not 0.
+
+It has not called `worker.finish()`, or has trained and never begun its worker.
 
 It is not finished for it: what such a script has saved is one worker's own weights, not the run's answer.
 """
@@ -15,24 +17,32 @@ from typing import Any
 from freewheel.errors import RunStopped
 
 ENDED = "the script ended without worker.finish()"
+begun = False
+"""Whether any worker of this process has begun."""
+OUTSIDE = "the script trained outside of `with fw.attach(…)`, where nothing is merged"
 
 
-def watch(rank: int, leave: Callable[[RunStopped], bool]) -> None:
-    """When the script ends, let the worker leave; `leave` says whether it was still in the run."""
+def watch(rank: int, leave: Callable[[RunStopped], bool], why: str = ENDED) -> None:
+    """When the script ends, let the worker leave; `leave` says whether it has no answer."""
     process = os.getpid()
 
     def end() -> None:
-        if os.getpid() != process or not leave(RunStopped(ENDED)):
+        if os.getpid() != process or not leave(RunStopped(why)):
             return
         if getattr(sys, "last_value", None) is None:  # else Python has said why, and exits with 1
             with contextlib.suppress(OSError, AttributeError):
                 sys.stderr.write(
-                    f"freewheel: {ENDED}: worker {rank} has left the run and has no consensus; what it saved "
-                    "is one worker's weights. Call worker.finish() at its end.\n"
+                    f"freewheel: {why}: worker {rank} has no consensus; what it saved is one worker's "
+                    f"weights. {'Call worker.finish() at its end.' if why is ENDED else 'Train inside.'}\n"
                 )
             sys.stdout = Refusing(sys.stdout)
 
     atexit.register(end)
+
+
+def watch_outside(rank: int) -> None:
+    """A script has trained outside of its with-block: see at its end whether there was one at all."""
+    watch(rank, lambda _: not begun, OUTSIDE)
 
 
 class Refusing:
