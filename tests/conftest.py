@@ -46,3 +46,10 @@ def signals_as_before():
     for number, handler in before.items():
         if handler is not None:
             signal.signal(number, handler)
+
+
+@pytest.fixture
+def no_environment(monkeypatch):
+    """Nobody has launched this process."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
