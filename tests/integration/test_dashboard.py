@@ -80,7 +80,7 @@ def test_the_page_and_all_it_needs_come_from_here(server):
     assert headers["Referrer-Policy"] == "no-referrer"
     assert "http://" not in page.replace("http://www.w3.org/2000/svg", "")
     assert "https://" not in page
-    for name in ("page.css", "sketch.js", "page.js", "plotly.js"):
+    for name in ("page.css", "page.js", "plotly.js"):
         assert name in page
         assert get(server, f"/{server.token}/{name}")[0] == 200
 

@@ -51,16 +51,15 @@ CONTRAST = """(() => {
   const inside = all(".xtick text, .ytick text, .g-xtitle text, .legendtext");
   return [ground, Math.min(...texts.map((one) => ratio(one.color)), ...inside.map((one) => ratio(one.fill)))];
 })()"""
-# The same of sketches: how many marks with data each has, and which stand out of their box.
-SKETCHED = """Object.fromEntries([...document.querySelectorAll("figure")].filter((box) => !box.hidden).map(
-  (box) => {
-    const at = (one) => one.getBoundingClientRect();
-    const { left, right, top, bottom } = at(box);
-    const marks = [...box.querySelectorAll(".sketch .trace *, .sketch rect, .sketch text")];
-    const out = marks.filter((one) => at(one).left < left || at(one).right > right || at(one).top < top
-      || at(one).bottom > bottom || /NaN|undefined/.test(one.outerHTML));
-    return [box.id.slice(4), [marks.filter((one) => one.tagName !== "text").length, out.length]];
-  }))"""
+# The same of the sketch: how many workers and shades of edges it has, and how many marks stand out of its box.
+SKETCHED = """(() => {
+  const at = (one) => one.getBoundingClientRect();
+  const box = document.getElementById("box-graph"), { left, right, top, bottom } = at(box);
+  const marks = [...box.querySelectorAll(".sketch *")];
+  const out = marks.filter((one) => at(one).left < left || at(one).right > right || at(one).top < top
+    || at(one).bottom > bottom || /NaN|undefined/.test(one.outerHTML));
+  return [...["circle", "path"].map((name) => box.querySelectorAll(".sketch " + name).length), out.length];
+})()"""
 ALL_DRAWN = f"Object.values({DRAWN}).every((points) => points > 0)"
 
 
@@ -141,21 +140,18 @@ def test_all_figures_are_drawn_and_the_page_can_be_read_wide_and_narrow_light_an
         assert (page.run(CONTRAST)[0] < 0.2) == dark
 
 
-def test_before_plotly_has_started_all_figures_are_sketched(look, tmp_path):
+def test_before_plotly_has_started_the_graph_is_sketched_and_the_numbers_are_there(look, tmp_path):
     began = live(tmp_path / "one")
     made.run(tmp_path / "two", samples=40, started=2000.0, strategy="<b>&", name="other.py")
     for width, picked in ((1280, "#runs=0"), (400, "#runs=0"), (1280, "#runs=0,1")):
         page = look(tmp_path, width, picked=picked, plotly=False)
-        page.until(f"Object.values({SKETCHED}).every(([marks]) => marks > 0)")
-        found = page.run(SKETCHED)
-        assert list(found) == FIGURES
-        assert {name: out for name, (_, out) in found.items()} == dict.fromkeys(FIGURES, 0)
-    assert "<b>&" in page.run("document.querySelector('#box-blocked .sketch').textContent")
-    marks = "document.querySelectorAll('#box-accuracy-time .sketch circle').length"
-    before = page.run(marks)
-    told = {"time": began + 20.0, "worker_steps": 9, "samples": 90, "loss": 1.0, "accuracy": 0.9}
-    made.append(tmp_path / "one" / "evaluations.jsonl", told)
-    page.until(f"{marks} > {before}")
+        page.until(f"({SKETCHED})[0] > 0")
+        workers, edges, out = page.run(SKETCHED)
+        assert (workers, out) == (4, 0)
+        assert edges > 0
+        assert page.run("document.querySelectorAll('.tile, .compared tbody tr').length") > 1
+    made.append(tmp_path / "one" / "worker-4.jsonl", made.sample(4, 30, 5, time=began + 15.0))
+    page.until(f"({SKETCHED})[0] === 5")
 
 
 def test_the_page_follows_a_run(look, tmp_path):

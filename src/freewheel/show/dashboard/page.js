@@ -1,7 +1,6 @@
 "use strict";
 (() => {
   const byId = (id) => document.getElementById(id);
-  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const make = (tag, props = {}, ...inside) => {
     const made = Object.assign(document.createElement(tag), props);
     made.append(...inside.filter((one) => one !== null && one !== undefined));
@@ -33,35 +32,37 @@
     return seconds < 3600 ? minutes.replace(/^0/, "") : `${Math.floor(seconds / 3600)}:${minutes}`;
   };
 
-  // -- figures: only those that can be seen are drawn, by plotly one in each frame --
+  // -- figures: only those that can be seen are drawn, one in each frame --
 
-  const mouse = matchMedia("(hover: hover)").matches;
-  const config = { displaylogo: false, displayModeBar: mouse ? "hover" : false, responsive: false,
-    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
-    showSendToCloud: false, plotlyServerURL: "" };  // plotly's own button would upload the figure
-  const boxed = (box) =>
-    [box.id.slice(4), { box, place: box.querySelector(".plot"), seen: false, due: true, drawn: false, at: 0 }];
-  const boxes = new Map([...document.querySelectorAll("figure[id^=box-]")].map(boxed));
-  let looks = null;
-  const look = () => looks ||= { font: getComputedStyle(document.body).fontFamily, ink: css("--ink"),
-    soft: css("--soft"), grid: css("--grid"), line: css("--line"), card: css("--card") };
-  const layoutOf = (figure, width, height) => {
-    const { font, ink, soft, grid, line, card } = look();
-    const layout = { showlegend: false, hovermode: "closest", dragmode: mouse ? "zoom" : false,
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", uirevision: document_.picked.join(),
-      ...structuredClone(figure.layout), width, height };
-    layout.font = { family: font, size: 12, color: ink };
-    layout.margin = { l: 12, r: 14, t: 14, b: 12, ...layout.margin };
-    layout.hoverlabel = { bgcolor: card, bordercolor: soft, font: { color: ink }, align: "left" };
-    layout.modebar = { color: soft, activecolor: ink, bgcolor: card };
-    if (layout.legend) layout.legend = { ...layout.legend, font: { color: soft } };
-    for (const axis of ["xaxis", "yaxis"]) {
-      const own = layout[axis] || {};
-      layout[axis] = { automargin: true, zeroline: false, gridcolor: grid, linecolor: line, ...own };
-      if (own.title) layout[axis].title = { ...own.title, font: { color: soft } };
+  const boxes = new Map();
+  const onScreen = new IntersectionObserver((changes) => {
+    for (const { target, isIntersecting } of changes) {
+      const one = boxes.get(target.id.slice(4));
+      if (one) one.seen = isIntersecting;
     }
-    return layout;
+    later();
+  }, { rootMargin: "200px" });
+  const sized = new ResizeObserver((changes) => {
+    for (const { target } of changes) {
+      const one = target.parentNode && boxes.get(target.parentNode.id.slice(4));
+      if (one && one.drawn && target.clientWidth && target.layout.width !== target.clientWidth) one.due = true;
+    }
+    later();
+  });
+  const boxed = (name, data = {}) => {
+    const place = make("div", { className: "plot" });
+    const box = make("figure", { id: "box-" + name }, make("figcaption", {}, make("b"), make("span")), place);
+    Object.assign(box.dataset, data);
+    if (data.over) box.hidden = !document.querySelector(`.switch [data-over=${data.over}][aria-pressed=true]`);
+    boxes.set(name, { box, place, seen: false, due: true, drawn: false, at: 0 });
+    onScreen.observe(box);
+    sized.observe(place);
+    return box;
   };
+  const over = (name) => name.endsWith("-time") ? { over: "time" } : name.endsWith("-samples") ? { over: "samples" } : {};
+  for (const row of document.querySelectorAll("[data-figures]")) {
+    row.append(...row.dataset.figures.split(" ").map((name) => boxed(name, over(name))));
+  }
   // A figure's words and its room are there at once, so that nothing moves when it is drawn.
   const caption = (one, figure) => {
     const [title, said] = one.box.querySelectorAll("figcaption > b, figcaption > span");
@@ -93,71 +94,55 @@
     const height = name === "graph" ? Math.min(figure.height, width + 80)
       : figure.height + (figure.layout.showlegend && width < 480 ? 50 : 0);
     one.place.style.height = height + "px";
-    if (!window.Plotly) {
-      one.place.replaceChildren(sketch(figure, width, height, look()));
-      return;
-    }
     if (!one.drawn) one.place.replaceChildren();  // the sketch
-    // Plotly writes into what it is given, and we need it unwritten to tell what has changed.
-    const data = figure.data.map((trace) => ({ ...trace }));
-    figureTools.offer(one.place, figure, () => { one.due = true; later(); });
-    Plotly.react(one.place, ...figureTools.dress(one.place, data, layoutOf(figure, width, height)), config);
+    const again = () => { one.due = true; later(); };
+    figureTools.draw(one.place, figure, again, { width, height, uirevision: document_.picked.join() });
     one.drawn = true;
   };
-  // Plotly takes a second to start, in which the page stands still: it comes when the sketches have been painted.
+  // Plotly takes a second to start, in which the page stands still: before it comes, the graph is there as plain SVG.
   let started = false;
+  const svg = (tag, props, ...inside) => {
+    const made = document.createElementNS("http://www.w3.org/2000/svg", tag);
+    for (const [name, value] of Object.entries(props)) made.setAttribute(name, value);
+    made.append(...inside);
+    return made;
+  };
+  const sketch = ({ data }) => data.flatMap(({ mode, x, y, line, marker = {}, opacity }) => {
+    const go = (at, k) => at === null ? "" : `${k % 3 ? "L" : "M"}${at} ${-y[k]}`;
+    if (mode === "lines") return [svg("path", { d: x.map(go).join(""), stroke: line.color, opacity })];
+    return marker.opacity ? x.map((cx, k) => svg("circle", { cx, cy: -y[k], r: 0.09, fill: marker.color[k] })) : [];
+  });
   const start = () => {
+    const { place } = boxes.get("graph"), graph = document_.figures.graph;
+    if (graph) place.replaceChildren(svg("svg", { class: "sketch", viewBox: "-1.4 -1.4 2.8 2.8" }, ...sketch(graph)));
+    if (!graph || started) return;
     started = true;
-    const redraw = () => {
-      for (const one of boxes.values()) one.due = true;
-      later();
-    };
-    const script = make("script", { src: "plotly.js", onload: redraw });
+    const script = make("script", { src: "plotly.js", onload: all });
     requestAnimationFrame(() => setTimeout(() => document.head.append(script)));
+  };
+  const all = () => {
+    for (const one of boxes.values()) one.due = true;
+    later();
   };
   let framed = false, drawings = 0;
   const frame = () => {
     framed = false;
     if (!document_) return;
+    if (!window.Plotly) { start(); return; }
     // The one that has waited longest first: on a busy machine all get their turn.
     const due = [...boxes].filter(([name, one]) =>
       one.due && one.seen && !one.box.hidden && document_.figures[name]).sort(([, a], [, b]) => a.at - b.at);
-    const now = window.Plotly ? due.slice(0, 1) : due;  // sketches take no time
-    for (const [name, one] of now) {
-      draw(name);
-      one.at = ++drawings;
-    }
-    if (now.length && !started) start();
-    if (now.length < due.length) later();
+    if (!due.length) return;
+    const [name, one] = due[0];
+    draw(name);
+    one.at = ++drawings;
+    if (due.length > 1) later();
   };
   const later = () => { if (!framed) { framed = true; requestAnimationFrame(frame); } };
-  const onScreen = new IntersectionObserver((changes) => {
-    for (const { target, isIntersecting } of changes) {
-      const one = boxes.get(target.id.slice(4));
-      if (one) one.seen = isIntersecting;
-    }
-    later();
-  }, { rootMargin: "200px" });
-  const sized = new ResizeObserver((changes) => {
-    for (const { target } of changes) {
-      const one = target.parentNode && boxes.get(target.parentNode.id.slice(4));
-      if (one && one.drawn && target.clientWidth && target.layout.width !== target.clientWidth) one.due = true;
-    }
-    later();
-  });
-  const observe = ({ box, place }) => { onScreen.observe(box); sized.observe(place); };
-  boxes.forEach(observe);
   // What a script has named itself stands beside loss and accuracy; it goes where the next run has none.
   const others = (names) => {
     for (const name of names.filter((each) => !boxes.has(each))) {
-      const box = make("figure", { id: "box-" + name }, make("figcaption", {}, make("b"), make("span")),
-        make("div", { className: "plot" }));
-      box.dataset.over = name.endsWith("-time") ? "time" : "samples";
-      box.dataset.own = "own";
-      box.hidden = !document.querySelector(`.switch [data-over=${box.dataset.over}][aria-pressed=true]`);
-      byId("learned").append(box);
-      boxes.set(...boxed(box));
-      observe(boxes.get(name));
+      byId("learned").append(boxed(name, { ...over(name), own: "own" }));
     }
     for (const [name, { box }] of [...boxes]) {
       if (!box.dataset.own || names.includes(name)) continue;
@@ -166,11 +151,7 @@
       boxes.delete(name);
     }
   };
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => {
-    looks = null;
-    for (const one of boxes.values()) one.due = true;
-    later();
-  });
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", all);
   for (const button of document.querySelectorAll(".switch button")) {
     button.addEventListener("click", () => {
       for (const other of document.querySelectorAll(".switch button")) {

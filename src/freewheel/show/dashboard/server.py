@@ -3,7 +3,7 @@
 Python's own server does: a handful of requests a second from one browser, no uploads, no sessions. What a
 stranger could try is turned away before anything else is looked at: other methods, other hosts' names (a page
 of another site that has its name point to 127.0.0.1), other tokens. No path of a request is used as a path of
-a file: the six things there are have names, and runs have numbers.
+a file: the five things there are have names, and runs have numbers.
 """
 
 from __future__ import annotations
@@ -90,7 +90,6 @@ def _files() -> dict[str, tuple[str, bytes]]:
     return {
         "": ("text/html", here.joinpath("page.html").read_bytes()),
         "page.css": ("text/css", css),
-        "sketch.js": ("text/javascript", here.joinpath("sketch.js").read_bytes()),
         "page.js": ("text/javascript", tools().encode() + here.joinpath("page.js").read_bytes()),
         "plotly.js": ("text/javascript", bare(script)),
     }

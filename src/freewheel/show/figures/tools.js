@@ -1,6 +1,28 @@
-// Buttons beside a figure's title: a logarithmic axis, smooth lines, the numbers as a file.
+// How every page draws a figure: in its own colours, with buttons beside the title for a logarithmic axis, smooth
+// lines, and the numbers as a file.
 const figureTools = (() => {
   "use strict";
+  const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  const mouse = matchMedia("(hover: hover)").matches;
+  const config = { displaylogo: false, displayModeBar: mouse ? "hover" : false, responsive: false,
+    modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+    showSendToCloud: false, plotlyServerURL: "" };  // plotly's own button would upload the figure
+  const layoutOf = (figure, own) => {
+    const [ink, soft, grid, line, card] = ["--ink", "--soft", "--grid", "--line", "--card"].map(css);
+    const layout = { showlegend: false, hovermode: "closest", dragmode: mouse ? "zoom" : false,
+      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", ...structuredClone(figure.layout), ...own };
+    layout.font = { family: getComputedStyle(document.body).fontFamily, size: 12, color: ink };
+    layout.margin = { l: 12, r: 14, t: 14, b: 12, ...layout.margin };
+    layout.hoverlabel = { bgcolor: card, bordercolor: soft, font: { color: ink }, align: "left" };
+    layout.modebar = { color: soft, activecolor: ink, bgcolor: card };
+    if (layout.legend) layout.legend = { ...layout.legend, font: { color: soft } };
+    for (const axis of ["xaxis", "yaxis"]) {
+      const of = layout[axis] || {};
+      layout[axis] = { automargin: true, zeroline: false, gridcolor: grid, linecolor: line, ...of };
+      if (of.title) layout[axis].title = { ...of.title, font: { color: soft } };
+    }
+    return layout;
+  };
   const WEIGHT = 0.85;  // of what was before, in a line that is smoothed
   const smooth = (values) => {
     let mean = null;
@@ -48,5 +70,11 @@ const figureTools = (() => {
     tools.append(button("CSV", "Save the numbers", () => save(place)));
     caption.prepend(tools);
   };
-  return { dress, offer };
+  // Plotly writes into what it is given, and the pages need it unwritten.
+  const draw = (place, figure, redraw, own = {}) => {
+    offer(place, figure, redraw);
+    const data = figure.data.map((trace) => ({ ...trace }));
+    return Plotly.react(place, ...dress(place, data, layoutOf(figure, own)), config);
+  };
+  return { draw };
 })();
