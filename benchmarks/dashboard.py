@@ -26,8 +26,8 @@ from browser import Browser, Page
 
 STEPS_PER_S = 100_000 / 1700
 COMMAND = "from freewheel.cli.main import main; main()"
-# Looked at in every frame, from before the page's own scripts on: since when the numbers are there, the sketch
-# of the graph, the first figure of plotly's and all on the screen. And how often the page stood still, for how long.
+# Looked at in every frame, from before the page's own scripts on: since when the numbers are there, the
+# sketch of the graph, the first figure of plotly's and all on the screen. And how long the page stood still.
 OPENING = """(() => {
   window.opened = {};
   window.still = [];
@@ -38,7 +38,8 @@ OPENING = """(() => {
     const by = (names) => boxes.filter((box) => box.querySelector(names));
     const plotly = by(".plot-container .trace, .plot-container .point");
     const all = (some) => some.length && some.length === boxes.length;
-    const known = { numbers: document.querySelector(".tile"), graph: by(".sketch path").length, plotly: plotly.length, "all plotly": all(plotly) };
+    const known = { numbers: document.querySelector(".tile"), graph: by(".sketch path").length,
+      plotly: plotly.length, "all plotly": all(plotly) };
     for (const what in known) if (known[what] && !(what in opened)) painted(what);
     if (!opened["all plotly"]) requestAnimationFrame(look);
   };

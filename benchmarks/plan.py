@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.errors import RunStopped
-from freewheel.planning import choice
+from freewheel.planning import plan
 from freewheel.planning.forecast import Forecast, forecast
 from freewheel.planning.setting import Setting
 from freewheel.training.job import Job
@@ -188,8 +188,8 @@ def compared(name: str, asked: argparse.Namespace, machine: dict[str, Any]) -> d
         )
         for one in predicted
     ]
-    best, best_real = choice.best(predicted), choice.best(real)
-    rows = [row(name, one, measured[one.strategy]) for one in choice.ranked(predicted)]
+    best, best_real = plan.best(predicted), plan.best(real)
+    rows = [row(name, one, measured[one.strategy]) for one in plan.ranked(predicted)]
     return {
         "rows": rows,
         "best_predicted": best.strategy,

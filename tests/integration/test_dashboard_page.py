@@ -51,7 +51,7 @@ CONTRAST = """(() => {
   const inside = all(".xtick text, .ytick text, .g-xtitle text, .legendtext");
   return [ground, Math.min(...texts.map((one) => ratio(one.color)), ...inside.map((one) => ratio(one.fill)))];
 })()"""
-# The same of the sketch: how many workers and shades of edges it has, and how many marks stand out of its box.
+# The same of the sketch: how many workers and shades of edges it has, and how many marks stand out of it.
 SKETCHED = """(() => {
   const at = (one) => one.getBoundingClientRect();
   const box = document.getElementById("box-graph"), { left, right, top, bottom } = at(box);

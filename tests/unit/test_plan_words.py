@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freewheel.planning import choice, words
+from freewheel.planning import plan, words
 from freewheel.planning.forecast import Forecast
 from freewheel.planning.plan import Plan
 from freewheel.planning.setting import Setting
@@ -19,8 +19,8 @@ def forecast(strategy: str, useful: float, **changes: object) -> Forecast:
 
 
 def said(*forecasts: Forecast) -> str:
-    found = choice.ranked(forecasts)
-    return " ".join(words.recommendation(Plan(SETTING, tuple(found), choice.best(found), (), {}), ["t.py"]))
+    found = plan.ranked(forecasts)
+    return " ".join(words.recommendation(Plan(SETTING, tuple(found), plan.best(found), (), {}), ["t.py"]))
 
 
 @pytest.mark.parametrize(
@@ -52,4 +52,4 @@ def test_large_numbers_are_written_out():
     assert "920 times as fast as allreduce" in text
     assert "links of 2,000 Gbit/s" in words.setting_in_words(SETTING)
     assert "a model of 10,000 MB" in words.setting_in_words(SETTING)
-    assert "a model of 1,000 MB" in [what for what, _ in choice.changed(SETTING)]
+    assert "a model of 1,000 MB" in [what for what, _ in plan.changed(SETTING)]

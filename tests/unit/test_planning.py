@@ -15,11 +15,11 @@ import torch
 
 import freewheel as fw
 from freewheel.cli.main import load
-from freewheel.planning import candidates, choice, cost, plan, words
-from freewheel.planning.forecast import Forecast, forecast
+from freewheel.planning import candidates, plan, words
+from freewheel.planning import forecast as one_forecast
+from freewheel.planning.forecast import Forecast, forecast, shorter
 from freewheel.planning.measure import measure_links, measure_script
 from freewheel.planning.setting import Setting
-from freewheel.planning.shorter import shorter
 from freewheel.planning.stopwatch import Stopwatch
 from freewheel.runtime.doctor import bandwidth
 from freewheel.strategies import ALL, resolve
@@ -33,7 +33,7 @@ def planned(*strategies, what_if=False, **settings):
 
 
 def by_name(found):
-    return {choice.name(one): one for one in found.forecasts}
+    return {one.name: one for one in found.forecasts}
 
 
 # -- what is recommended --
@@ -73,8 +73,8 @@ def test_among_those_that_are_alike_the_one_that_asks_least_is_taken():
         dataclasses.replace(one, strategy="right", useful_steps_per_s=100.0),
         dataclasses.replace(one, strategy="exact", discrepancy=0.0, useful_steps_per_s=90.0),
     ]
-    assert choice.best(alike).strategy == "right"
-    assert [f.strategy for f in choice.ranked(alike)] == ["fast", "waits", "heavy", "right", "exact"]
+    assert plan.best(alike).strategy == "right"
+    assert [f.strategy for f in plan.ranked(alike)] == ["fast", "waits", "heavy", "right", "exact"]
 
 
 def test_the_same_seed_gives_the_same_plan():
@@ -119,8 +119,8 @@ def test_workers_that_never_talk_drift_apart_for_good():
 
 
 def test_sensitivity_scales_what_drift_costs():
-    assert cost.steps_needed(8, 2.0, 0.0, 1.0, 10.0) - 1 == pytest.approx(
-        10 * (cost.steps_needed(8, 2.0, 0.0, 1.0, 1.0) - 1)
+    assert one_forecast.steps_needed(8, 2.0, 0.0, 1.0, 10.0) - 1 == pytest.approx(
+        10 * (one_forecast.steps_needed(8, 2.0, 0.0, 1.0, 1.0) - 1)
     )
 
 
@@ -162,7 +162,7 @@ def test_a_simulated_run_is_whole_intervals_and_not_endless(name, workers):
 def test_a_shorter_ring_takes_as_long(name, monkeypatch):
     setting = Setting(24, 10, 50, slow={20: 2.0})
     whole = forecast(name, setting, steps=12)
-    monkeypatch.setattr("freewheel.planning.shorter.MOST", 12)
+    monkeypatch.setattr("freewheel.planning.forecast.MOST", 12)
     short = forecast(name, setting, steps=12)
     assert short.steps_per_s == pytest.approx(whole.steps_per_s, rel=0.03)
     assert short.ideal_share == pytest.approx(whole.ideal_share, rel=0.03)

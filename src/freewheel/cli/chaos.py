@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from freewheel.cli.console import output
 from freewheel.cli.options import option
 from freewheel.errors import at_least
+from freewheel.show.tables import printed
 
 if TYPE_CHECKING:
     from freewheel.sim import chaos as laws
@@ -65,17 +65,15 @@ def _one(work: tuple[str, int, int]) -> laws.Outcome:
 
 def _show(outcomes: list[laws.Outcome], workers: int, wide: bool) -> None:
     kinds = sorted({kind for outcome in outcomes for kind in outcome.faults}) if wide else ["faults"]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for at, heading in enumerate(["strategy", "runs", *kinds, "violations"]):
-        table.add_column(heading, justify="right" if at else "left", no_wrap=True)
+    rows = []
     for name in dict.fromkeys(outcome.strategy for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.strategy == name]
         total = sum((outcome.faults for outcome in mine), Counter[str]())
         total["faults"] = total.total()
         violations = sum(bool(outcome.broken) for outcome in mine)
-        table.add_row(name, str(len(mine)), *(str(total[kind]) for kind in kinds), str(violations))
+        rows.append([name, str(len(mine)), *(str(total[kind]) for kind in kinds), str(violations)])
     console = output()
-    console.print(table)
+    console.print(printed(["strategy", "runs", *kinds, "violations"], rows))
     for outcome in sorted(outcomes, key=lambda one: one.seed):
         for broken in outcome.broken:
             again = f"--strategy {outcome.strategy} --first {outcome.seed} --seeds 1 --workers {workers}"

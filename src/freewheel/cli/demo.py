@@ -18,6 +18,7 @@ from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.show.replay import LABELS, html
 from freewheel.show.report import recorded, write
+from freewheel.show.tables import printed
 from freewheel.show.versus import Row, versus
 from freewheel.training.job import Job, name
 
@@ -81,12 +82,9 @@ def _label(strategy: str) -> str:
 def table(results: Sequence[Result]) -> Table:
     """What they reached, and when."""
     base = _label(results[0].strategy)
-    shown = Table(box=None, pad_edge=False, header_style="bold")
     heads = ("", f"s to {GOAL}", f"speed-up over {base}", "time waiting", "steps/s", "final accuracy")
-    for head in heads:
-        shown.add_column(head, justify="right" if head else "left", no_wrap=True)
-    for result, row in zip(results, _rows(results), strict=True):
-        shown.add_row(
+    rows = [
+        (
             _label(result.strategy),
             "never" if row.target_s is None else short(row.target_s),
             f"{'> ' if row.at_least else ''}{short(row.speedup)}",
@@ -94,7 +92,9 @@ def table(results: Sequence[Result]) -> Table:
             short(result.steps_per_s),
             share(result.accuracy),
         )
-    return shown
+        for result, row in zip(results, _rows(results), strict=True)
+    ]
+    return printed(heads, rows)
 
 
 def story(results: Sequence[Result]) -> list[str]:

@@ -24,9 +24,8 @@ from freewheel.planning.setting import Setting
 from freewheel.records.files import check_writable, write_whole
 
 if TYPE_CHECKING:  # torch takes seconds, and help on the options needs none
-    from freewheel.planning.choice import Progress
     from freewheel.planning.measure import LinkTo, Measurement
-    from freewheel.planning.plan import Plan
+    from freewheel.planning.plan import Plan, Progress
 
 MEASURED = ("link_mbit", "latency_ms", "jitter")
 
@@ -106,7 +105,7 @@ def plan(
     _say(console, *_findings(measured, links))
     if sizes is not None:
         _show_growth(console, grown, setting, report)
-        plain = {str(size): [one.as_json() for one in found] for size, found in grown.items()}
+        plain = {str(size): [asdict(one) for one in found] for size, found in grown.items()}
         result: dict[str, Any] = {"setting": asdict(setting), "scale": plain}
     else:
         _show(console, made, script or ["train.py"])
@@ -120,12 +119,12 @@ def plan(
 
 
 def _show(console: Console, made: Plan, script: Sequence[str]) -> None:
-    from freewheel.planning import tables, words
+    from freewheel.planning import words
 
     _say(console, words.setting_in_words(made.setting), "")
-    console.print(tables.speeds(made.forecasts))
+    console.print(words.speeds(made.forecasts))
     console.print()
-    console.print(tables.costs(made.forecasts))
+    console.print(words.costs(made.forecasts))
     _say(console, "", *words.recommendation(made, script))
     _say(console, "", "What would change it:", *words.what_would_change(made))
     if ddp := words.about_ddp(made):
@@ -135,11 +134,11 @@ def _show(console: Console, made: Plan, script: Sequence[str]) -> None:
 
 
 def _show_growth(console: Console, grown: dict[int, Any], setting: Setting, report: Path | None) -> None:
-    from freewheel.planning import tables
+    from freewheel.planning import words
 
     title = "Useful steps as a share of the ideal, by number of workers"
     _say(console, f"{title}; none: all steps.", "")
-    console.print(tables.growth(grown))
+    console.print(words.growth(grown))
     if report is not None:
         from freewheel.planning.chart import html  # plotly is slow to import
 

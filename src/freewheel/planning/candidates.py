@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 
@@ -23,17 +24,14 @@ COPIES = 2
 
 
 def fitting(setting: Setting) -> list[str]:
-    """Every strategy, with the settings it needs on these machines."""
-    return [_fitted(name, setting) for name in strategies.ALL if possible(name, setting)]
-
-
-def possible(name: str, setting: Setting) -> bool:
-    """Whether a strategy can be used with so many workers."""
-    try:
-        strategies.resolve(_fitted(name, setting)).check(setting.workers)
-    except ConfigError:
-        return False
-    return True
+    """Every strategy that can be used by so many workers, with the settings it needs on these machines."""
+    found = []
+    for name in strategies.ALL:
+        with contextlib.suppress(ConfigError):
+            spec = _fitted(name, setting)
+            strategies.resolve(spec).check(setting.workers)
+            found.append(spec)
+    return found
 
 
 def _fitted(name: str, setting: Setting) -> str:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from html import escape
 
-from freewheel.planning.choice import CEILING, name
-from freewheel.planning.forecast import Forecast
-from freewheel.planning.tables import useful_share
+from freewheel.planning.forecast import CEILING, Forecast, of
 from freewheel.show.figures.common import Figure, axis, figure, line, log_axis
 from freewheel.show.report.page import document, places
 from freewheel.show.shown import Shown
@@ -18,12 +16,12 @@ FIGURES: dict[str, tuple[str, bool, Value]] = {
     "Useful steps per second": (
         "worker-steps/s over the steps needed for one of synchronous SGD",
         True,
-        lambda one: None if name(one) == CEILING else one.useful_steps_per_s,
+        lambda one: None if one.name == CEILING else one.useful_steps_per_s,
     ),
     "Share of the ideal": (
         "useful steps over the rate at which nobody ever waits",
         False,
-        lambda one: useful_share([one], name(one)),
+        lambda one: one.useful_share,
     ),
     "Idle": ("share of worker-time in which no gradient is computed", False, lambda one: one.idle_share),
     "MB per step": (
@@ -35,7 +33,7 @@ FIGURES: dict[str, tuple[str, bool, Value]] = {
     "Steps needed": (
         "worker-steps for one of synchronous SGD",
         True,
-        lambda one: None if name(one) == CEILING else one.steps_needed,
+        lambda one: None if one.name == CEILING else one.steps_needed,
     ),
 }
 """By title: what is drawn, whether on a logarithmic axis, and the value."""
@@ -43,7 +41,7 @@ FIGURES: dict[str, tuple[str, bool, Value]] = {
 
 def html(grown: dict[int, list[Forecast]], title: str, command: str) -> str:
     """The page, in the style of a report."""
-    strategies = dict.fromkeys(name(one) for found in reversed(grown.values()) for one in found)
+    strategies = dict.fromkeys(one.name for found in reversed(grown.values()) for one in found)
     curves = [Shown(strategy, place) for place, strategy in enumerate(strategies)]
     figures = {str(at): _figure(grown, curves, heading) for at, heading in enumerate(FIGURES)}
     command = f'<pre class="command"><code>{escape(command)}</code></pre>'
@@ -55,7 +53,7 @@ def _figure(grown: dict[int, list[Forecast]], curves: list[Shown], heading: str)
     sizes = list(grown)
     data = []
     for curve in curves:
-        by_size = [{name(one): one for one in grown[size]}.get(curve.label) for size in sizes]
+        by_size = [of(found, curve.label) for found in grown.values()]
         values = [None if one is None else value(one) for one in by_size]
         data.append(line(curve, "", "%{x} workers: %{y:.3~g}", x=sizes, y=values, mode="lines+markers"))
     workers = {"title": {"text": "workers"}, "type": "log", "tickvals": sizes}

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from freewheel import strategies
 from freewheel.planning import candidates
-from freewheel.planning.cost import steps_needed
 from freewheel.planning.probe import Probe
 from freewheel.planning.setting import Setting
-from freewheel.planning.shorter import shorter
 from freewheel.sim.driver import Simulation
+from freewheel.strategy import Strategy
 
+CEILING = "none"
+"""No communication: the ceiling of what can be reached, and no choice."""
+LAG, DRIFT = 0.3, 4e-4
+"""What lag and drift cost, see `steps_needed`."""
+MOST = 64
+"""Workers of a ring that is simulated as it is."""
 FAIR = ("server", "group")
 """Where many talk to one, and wait for its answer, it matters that TCP shares that one's port fairly."""
 GROWS = 1.4
@@ -48,16 +51,27 @@ class Forecast:
     noise: float
     """Of the answer, against the mean of all gradients."""
     steps_needed: float
-    """Worker-steps for one of synchronous SGD, by `cost.py`."""
+    """Worker-steps for one of synchronous SGD."""
     why: str
     waits_for: str
     keeps_mean: bool
     memory_gb: float
     """What a worker needs beside activations and data."""
 
-    def as_json(self) -> dict[str, Any]:
-        """Plain data."""
-        return dataclasses.asdict(self)
+    @property
+    def name(self) -> str:
+        """The strategy's name without its settings."""
+        return self.strategy.partition(":")[0]
+
+    @property
+    def useful_share(self) -> float:
+        """Useful steps over the ideal rate; of no communication, all steps."""
+        return self.ideal_share / (1.0 if self.name == CEILING else self.steps_needed)
+
+
+def of(found: Sequence[Forecast], name: str) -> Forecast | None:
+    """The forecast of a strategy, if there is one."""
+    return next((one for one in found if one.name == name), None)
 
 
 def forecast(
@@ -124,3 +138,54 @@ def reweighed(one: Forecast, setting: Setting) -> Forecast:
     """The same run under another sensitivity."""
     needed = steps_needed(setting.workers, one.drift, one.lag, one.noise, setting.sensitivity)
     return replace(one, steps_needed=needed, useful_steps_per_s=one.steps_per_s / needed)
+
+
+def steps_needed(workers: int, drift: float, lag: float, noise: float, sensitivity: float) -> float:
+    """Worker-steps for one of synchronous SGD: noise + S·(LAG·lag + DRIFT·n·drift²), 1 or more.
+
+    Lag, in steps of all workers: how far the model a gradient is taken at is behind. The rate of
+    asynchronous SGD is σ²/ε² + τ/ε (Koloskova et al. 2022): a delay costs by the learning rate times the
+    largest curvature, LAG. Drift, in lengths of one update: how far a worker is from the mean of all. A step
+    of the mean loses L² times its square (the M_k of AD-PSGD's Theorem 1 and Lemma 7) against a gradient
+    whose noise n workers have made √n times smaller; drift goes in all directions, so what counts is the
+    learning rate times the mean curvature, whose square DRIFT is. Noise: what is left in the answer, against
+    the mean of all gradients; 1 where all updates are averaged or added up. All three are measured on the
+    stand-in model (`probe.py`).
+
+    The two constants depend on the task, and nobody knows them before training. They are set to what
+    `digits` (cnn, 8 workers) shows in the simulator: docs/PLAN.md has the figures. S is the caller's "more
+    than that".
+    """
+    return max(1.0, noise) + sensitivity * (LAG * max(0.0, lag) + DRIFT * workers * drift**2)
+
+
+def shorter(strategy: Strategy, setting: Setting) -> Setting:
+    """The same setting with fewer workers, where a strategy merges all of very many; else as it is.
+
+    A ring of n workers is 2(n-1) hops, each with the latency and 1/n of the model; n of them at once make
+    2n(n-1) messages. With fewer workers, a latency that is longer and a model that is a little larger, a
+    ring takes as long. What changes is small: of many workers whose steps vary, the slowest of all is a
+    little slower.
+    """
+    n = setting.workers
+    m = MOST - MOST % setting.workers_per_node
+    if n <= MOST or m < 2 or not strategy.reduces:
+        return setting
+    hops = (n - 1) / (m - 1)
+    return replace(
+        setting,
+        workers=m,
+        model_mb=setting.model_mb * hops * m / n,
+        latency_ms=setting.latency_ms * hops,
+        message_ms=setting.message_ms * hops,
+        slow=_slowest(setting.slow, m),
+        slow_link=_slowest(setting.slow_link, m),
+    )
+
+
+def _slowest(given: Mapping[int, float], m: int) -> dict[int, float]:
+    """The slow ones among the first m workers; a merge waits for the slowest, whoever it is."""
+    kept = {rank: factor for rank, factor in given.items() if rank < m}
+    beyond = sorted((factor for rank, factor in given.items() if rank >= m), reverse=True)
+    free = [rank for rank in range(m) if rank not in kept]
+    return kept | dict(zip(free[: m // 2], beyond, strict=False))

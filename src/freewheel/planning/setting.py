@@ -54,22 +54,19 @@ class Setting:
             raise ConfigError(f"a plan is for models of at most {MOST_MB:,.0f} MB, not {self.model_mb:,.0f}.")
         if self.workers > MOST_WORKERS:
             raise ConfigError(f"a plan is for at most {MOST_WORKERS} workers, not {self.workers}.")
-        for what, value, unit in (
-            ("the model's size", self.model_mb, " MB"),
-            ("the compute time", self.compute_ms, " ms"),
-            ("the link bandwidth", self.link_mbit, " Mbit/s"),
-            ("the memory", 1.0 if self.memory_gb is None else self.memory_gb, " GB"),
-            ("the sensitivity", self.sensitivity, ""),
+        above = "above 0"
+        for what, value, least in (
+            ("the model's size", self.model_mb, f"{above} MB"),
+            ("the compute time", self.compute_ms, f"{above} ms"),
+            ("the link bandwidth", self.link_mbit, f"{above} Mbit/s"),
+            ("the memory", 1.0 if self.memory_gb is None else self.memory_gb, f"{above} GB"),
+            ("the sensitivity", self.sensitivity, above),
+            ("the latency", self.latency_ms, "0 or more"),
+            ("a message's own time", self.message_ms, "0 or more"),
+            ("the jitter", self.jitter, "0 or more"),
         ):
-            if not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"{what} must be above 0{unit} and finite, not {value:g}.")
-        for what, value in (
-            ("the latency", self.latency_ms),
-            ("a message's own time", self.message_ms),
-            ("the jitter", self.jitter),
-        ):
-            if not (value >= 0 and math.isfinite(value)):
-                raise ConfigError(f"{what} must be 0 or more and finite, not {value:g}.")
+            if not math.isfinite(value) or value < 0 or (value == 0 and least.startswith(above)):
+                raise ConfigError(f"{what} must be {least} and finite, not {value:g}.")
         if self.jitter > 3:
             raise ConfigError(
                 f"the jitter is a share of the step time, such as 0.1; {self.jitter:g} is none."

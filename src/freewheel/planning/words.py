@@ -1,15 +1,18 @@
-"""A plan in words: what to use, why, how to start it, and what would change it."""
+"""A plan as the terminal shows it: tables, what to use, why, how to start it, and what would change it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from freewheel.numbers import given, share, short, speed
-from freewheel.planning.choice import CEILING, TIE, name
-from freewheel.planning.forecast import Forecast
-from freewheel.planning.plan import Plan
-from freewheel.planning.setting import Setting
+from rich.table import Table
 
+from freewheel.numbers import UNKNOWN, given, share, short, speed
+from freewheel.planning.forecast import CEILING, Forecast, of
+from freewheel.planning.plan import TIE, Plan
+from freewheel.planning.setting import Setting
+from freewheel.show.tables import printed
+
+BARS = " ▁▂▃▄▅▆▇█"
 BACKWARD = 2 / 3
 """The part of a gradient's time that is the backward pass, roughly: during it DDP can send."""
 
@@ -29,9 +32,9 @@ def setting_in_words(setting: Setting) -> str:
 
 def recommendation(plan: Plan, script: Sequence[str]) -> list[str]:
     """Paragraphs; the lines to copy are indented."""
-    best, setting = plan.recommended, plan.setting
-    ceiling = next((one for one in plan.forecasts if name(one) == CEILING), None)
-    others = [one for one in plan.forecasts if name(one) not in (CEILING, name(best))]
+    best = plan.recommended
+    ceiling = of(plan.forecasts, CEILING)
+    others = [one for one in plan.forecasts if one.name not in (CEILING, best.name)]
     lines = [f"Use {best.strategy}. {_reason(plan)}"]
     ahead = [one for one in others if one.useful_steps_per_s > best.useful_steps_per_s]
     lines += [_passed_over(one, best) for one in ahead]
@@ -48,40 +51,34 @@ def recommendation(plan: Plan, script: Sequence[str]) -> list[str]:
             "too slow for this model."
         )
     lines += ["In the script:", f"    {plan.attach_line}"]
-    if setting.alone:
-        lines += ["To start it:", f"    {plan.run_line(script)}"]
-    else:
-        lines += [
-            "To start it, on a Ray cluster of these machines (torchrun and Slurm: docs/ENGINES.md):",
-            f"    {plan.run_line(script)}",
-        ]
-    return lines
+    where = ", on a Ray cluster of these machines (torchrun and Slurm: docs/ENGINES.md)"
+    return [*lines, f"To start it{'' if plan.setting.alone else where}:", f"    {plan.run_line(script)}"]
 
 
 def _passed_over(one: Forecast, best: Forecast) -> str:
-    """Why a strategy is not recommended that the table ranks higher; `choice.best` decides by the same."""
+    """Why a strategy is not recommended that the table ranks higher; `plan.best` decides by the same."""
     more = one.useful_steps_per_s / best.useful_steps_per_s - 1
     far = "less than 1 %" if more < 0.01 else share(more, 0)
     reasons = (
         (one.discrepancy > 0 >= best.discrepancy, "keeps all replicas equal"),
         (best.keeps_mean and not one.keeps_mean, "keeps the mean of all replicas, so no update is lost"),
-        (best.waits_for == "nobody" != one.waits_for, f"waits for nobody, {name(one)} for {one.waits_for}"),
+        (best.waits_for == "nobody" != one.waits_for, f"waits for nobody, {one.name} for {one.waits_for}"),
         (best.bytes_per_step < one.bytes_per_step, "sends less"),
     )
     why = next((words for holds, words in reasons if holds), "asks no more of you")
     return (
         f"{one.strategy} is {far} ahead; less than {share(TIE, 0)} a plan cannot tell apart, and "
-        f"{name(best)} {why}."
+        f"{best.name} {why}."
     )
 
 
 def _reason(plan: Plan) -> str:
     best = plan.recommended
-    sync = next((one for one in plan.forecasts if name(one) == "allreduce"), None)
+    sync = of(plan.forecasts, "allreduce")
     said = f"It makes {short(best.steps_per_s)} worker-steps/s, {share(best.ideal_share, 0)} of the ideal"
     if best.steps_needed > 1.005:
         said += f", and needs {best.steps_needed:.2f} of them for one of synchronous SGD"
-    if name(best) == "allreduce":
+    if best.name == "allreduce":
         return f"{said}; PyTorch's DDP does the same."
     if sync is not None:
         times = best.useful_steps_per_s / sync.useful_steps_per_s
@@ -91,7 +88,7 @@ def _reason(plan: Plan) -> str:
 
 def about_ddp(plan: Plan) -> str | None:
     """What is known of DDP: allreduce, which sends during the backward pass where there is time."""
-    sync = next((one for one in plan.forecasts if name(one) == "allreduce"), None)
+    sync = of(plan.forecasts, "allreduce")
     if sync is None:
         return None
     step_s = plan.setting.workers / sync.steps_per_s
@@ -105,8 +102,56 @@ def about_ddp(plan: Plan) -> str | None:
 
 def what_would_change(plan: Plan) -> list[str]:
     """One line for each thing that might be different."""
-    lines = []
-    for one in plan.what_if:
-        verdict = f"{one.strategy}" if one.changes else f"still {one.strategy}"
-        lines.append(f"With {one.change}: {verdict} ({short(one.useful_steps_per_s)} useful steps/s).")
-    return lines
+    return [
+        f"With {one.change}: {'' if one.changes else 'still '}{one.strategy} "
+        f"({short(one.useful_steps_per_s)} useful steps/s)."
+        for one in plan.what_if
+    ]
+
+
+# -- tables, no wider than 80 columns unless there is more room --
+
+
+def speeds(forecasts: Sequence[Forecast]) -> Table:
+    """What each strategy reaches."""
+    rows = [
+        (
+            one.strategy,
+            UNKNOWN if one.name == CEILING else short(one.useful_steps_per_s, 4),
+            short(one.steps_per_s, 4),
+            share(one.ideal_share),
+            share(one.idle_share),
+            short(one.bytes_per_step / 1e6),
+        )
+        for one in forecasts
+    ]
+    return printed(("strategy", "useful/s", "steps/s", "of ideal", "idle", "MB/step"), rows)
+
+
+def costs(forecasts: Sequence[Forecast]) -> Table:
+    """What its steps are worth, and why."""
+    rows = [
+        (
+            one.name,
+            short(one.staleness_mean),
+            short(one.discrepancy, 2) + ("↑" if one.grows else " "),
+            UNKNOWN if one.name == CEILING else f"×{one.steps_needed:.2f}",
+            one.why,
+        )
+        for one in forecasts
+    ]
+    table = printed(("strategy", "stale", "discrep.", "needs", "cost in convergence"), rows, left={0, 4})
+    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
+    return table
+
+
+def growth(grown: dict[int, list[Forecast]]) -> Table:
+    """Useful steps as a share of the ideal, for each number of workers, and a line of blocks."""
+    names = dict.fromkeys(one.name for size in (max(grown), *grown) for one in grown[size])
+    rows = []
+    for name in names:
+        every = [of(found, name) for found in grown.values()]
+        shares = [None if one is None else one.useful_share for one in every]
+        blocks = "".join(" " if part is None else BARS[max(1, round(8 * part))] for part in shares)
+        rows.append((name, *map(share, shares), blocks))
+    return printed(("strategy", *map(str, grown), ""), rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -176,7 +176,7 @@ def results_tables(results: Sequence[Result], width: int) -> list[rich.table.Tab
         groups = [shown]
     else:
         groups = [list(some) for _, some in groupby(shown, key=lambda one: one.group)]
-    found: list[rich.table.Table | str] = [_printed([first, *some], width) for some in groups]
+    found: list[rich.table.Table | str] = [_fitted([first, *some], width) for some in groups]
     if beside := versus(results):
         said = [
             f"Equal samples: the first {beside.worker_steps:,.0f} steps of all workers together.",
@@ -188,13 +188,21 @@ def results_tables(results: Sequence[Result], width: int) -> list[rich.table.Tab
     return found
 
 
-def _printed(columns: list[Column], width: int) -> rich.table.Table:
+def _fitted(columns: list[Column], width: int) -> rich.table.Table:
     """As many columns as there is room for."""
     while len(columns) > 2 and sum(one.width for one in columns) > width + 2:
         columns = columns[:-1]
+    left = {at for at, one in enumerate(columns) if not one.values}
+    return printed([one.head for one in columns], zip(*(one.texts for one in columns), strict=True), left)
+
+
+def printed(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], left: Container[int] = (0,)
+) -> rich.table.Table:
+    """A table for a terminal; numbers, which are all but some columns, stand on the right."""
     table = rich.table.Table(box=None, pad_edge=False, header_style="bold")
-    for one in columns:
-        table.add_column(one.head, justify="right" if one.values else "left", no_wrap=True)
-    for row in zip(*(one.texts for one in columns), strict=True):
+    for at, head in enumerate(heads):
+        table.add_column(head, justify="left" if at in left else "right", no_wrap=True)
+    for row in rows:
         table.add_row(*row)
     return table
