@@ -248,7 +248,9 @@ def soak(
         "--kind",
     ),
     faults: int | None = option(None, "How many; default: one every 4 s."),
-    every: float | None = option(None, "Seconds between two faults; default: at random moments."),
+    every: float | None = option(
+        None, "Seconds between two faults; default: at random moments.", rich_help_panel="Options"
+    ),
     spare: int | None = option(None, "Rank of a worker that no fault strikes: does it grow?"),
     seed: int = option(0, "Draws the faults."),
     workers: int = option(4, "How many workers."),

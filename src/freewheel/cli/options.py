@@ -27,10 +27,10 @@ PANELS = {
     "Several hosts": "most bind master tls secret",
     "Ray": "ray address gpus cpus",
 }
-"""Under which heading options stand, by their names; the others under Options."""
+"""Under which heading options stand, by their names, unless they name one; the others under Options."""
 VALUES = {
     "MS": "ms", "S": "s seconds", "MBIT": "mbit", "MB": "mb", "GB": "gb", "MIN": "minutes",
-    "FOLDER": "folder tls checkpoint tensorboard", "FILE": "out path report trace secret",
+    "FOLDER": "folder tls checkpoint tensorboard", "FILE": "out path json report trace secret",
     "NAME,…": "strategy", "NAME": "task", "ADDRESS": "bind address", "HOST:PORT": "master",
     "HOST,…": "hosts", "N,N,…": "scale", "MODEL": "compute", "RANK:AT:FOR": "pause",
     "RANK:FACTOR": "slow link", "KIND:RANK@S": "fault",
@@ -155,7 +155,8 @@ def arrange(command: Callable[..., Any]) -> None:
         if "RUN" in (getattr(info, "metavar", None) or ""):
             info.autocompletion = runs_like
         if isinstance(info, OptionInfo):
-            info.rich_help_panel = next((head for head, of in PANELS.items() if name in of.split()), None)
+            by_name = next((head for head, of in PANELS.items() if name in of.split()), None)
+            info.rich_help_panel = info.rich_help_panel or by_name
             if info.metavar is None and bool not in kinds:
                 last = name.rpartition("_")[2]
                 known = [value for value, of in VALUES.items() if last in of.split()]

@@ -4,32 +4,55 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from freewheel.cli.options import command_line, option
+from freewheel.cli.options import command_line
 from freewheel.numbers import UNKNOWN, share, short
-from freewheel.records.files import write_whole
+from freewheel.records.files import check_writable, write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
+from freewheel.settings import setting
 from freewheel.show.report import write
 from freewheel.show.shown import ranked
-from freewheel.show.tables import results_tables
+from freewheel.show.tables import printed, results_tables
 from freewheel.show.versus import versus
 
-JSON = option(None, "Write the figures here.", "--json", rare=True)
-REPORT = option(None, "Write an HTML report here.")
-FORCE = option(False, "Overwrite records in --folder.", "--force", rare=True)
-WIDE = option(False, "Print all figures, not the six that matter most.", "--wide")
 
+@dataclass(frozen=True)
+class Outputs:
+    """What is made of results."""
 
-def show(console: Console, results: Sequence[Result], wide: bool = False) -> None:
-    """Print a table of six columns, or all there is."""
-    shown = results_tables(results, console.width) if wide else [_short_table(results)]
-    for table in shown:
-        console.print(table, highlight=False)
+    json: Path | None = setting(None, "Write the figures here.", rare=True)
+    report: Path | None = setting(None, "Write an HTML report here.")
+    force: bool = setting(False, "Overwrite records in --folder.", rare=True)
+    wide: bool = setting(False, "Print all figures, not the six that matter most.")
+
+    def check(self) -> None:
+        """Refuse files that cannot be written, before anything is run."""
+        for path in (self.json, self.report):
+            check_writable(path)
+
+    def show(self, console: Console, results: Sequence[Result]) -> None:
+        """Print a table of six columns, or all there is."""
+        for table in results_tables(results, console.width) if self.wide else [_short_table(results)]:
+            console.print(table, highlight=False)
+
+    def save(
+        self, console: Console, results: Sequence[Result], runs: Sequence[Run | None], title: str
+    ) -> None:
+        """Write the figures and a report; `runs` are the records of the results."""
+        if self.json is not None:
+            beside = versus(results)
+            rows = beside.as_json() if beside is not None else [{}] * len(results)
+            found = [{**result.as_json(), **row} for result, row in zip(results, rows, strict=True)]
+            write_whole(self.json, json.dumps(found, indent=2) + "\n")
+        if self.report is not None:
+            write(self.report, results, runs, title=f"Freewheel: {title}", command=command_line())
+            console.print(f"Report: {self.report.resolve()}", highlight=False, soft_wrap=True)
 
 
 def _short_table(results: Sequence[Result]) -> Table:
@@ -57,33 +80,8 @@ def _short_table(results: Sequence[Result]) -> Table:
     else:
         columns["loss"] = [short(one.loss) for one in results]
     columns = {head: cells for head, cells in columns.items() if set(cells) != {UNKNOWN}}
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
-    for column in table.columns[1:]:
-        column.justify = "right"
-    for row in zip(*columns.values(), strict=True):
-        table.add_row(*row)
-    return table
+    return printed(list(columns), zip(*columns.values(), strict=True))
 
 
 def _moment(at_s: float | None) -> str:
     return "never" if at_s is None else short(at_s, 4)
-
-
-def save(
-    console: Console,
-    results: Sequence[Result],
-    runs: Sequence[Run | None],
-    *,
-    json_path: Path | None,
-    report: Path | None,
-    title: str,
-) -> None:
-    """Write the figures and a report; `runs` are the records of the results."""
-    if json_path is not None:
-        beside = versus(results)
-        rows = beside.as_json() if beside is not None else [{}] * len(results)
-        found = [{**result.as_json(), **row} for result, row in zip(results, rows, strict=True)]
-        write_whole(json_path, json.dumps(found, indent=2) + "\n")
-    if report is not None:
-        write(report, results, runs, title=f"Freewheel: {title}", command=command_line())
-        console.print(f"Report: {report.resolve()}", highlight=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, option, ranks_and_numbers, takes
-from freewheel.cli.results import FORCE, JSON, REPORT, WIDE, save, show
+from freewheel.cli.results import Outputs
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.records.files import check_unused, check_writable, open_whole
 from freewheel.records.result import Result
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
     from freewheel.strategy import Strategy
 
 
-@takes(Scenario, Links)
+@takes(Scenario, Links, Outputs)
 def simulate(
     scenario: dict[str, Any],
     links: dict[str, Any],
+    outputs: dict[str, Any],
     strategy: str = option("adpsgd", "One or several, with settings: sasgd:interval=8,adpsgd; or all."),
     task: str = option("digits", "digits, digits:net=cnn, quadratic, cifar10 or chars."),
     compute_ms: float = option(10.0, "Mean time of a gradient."),
@@ -44,14 +45,10 @@ def simulate(
         "throttle:3x9@0.5.",
     ),
     topology: str | None = option(None, "ring, torus:rows=4, … for the strategies that have one.", rare=True),
-    json_path: Path | None = JSON,
-    report: Path | None = REPORT,
     trace: Path | None = option(None, "Write every event here (one strategy only).", rare=True),
     folder: Path | None = option(
         None, "Write records here, as a real run does; one folder for each of several strategies."
     ),
-    force: bool = FORCE,
-    wide: bool = WIDE,
     keep_going: bool = option(
         False, "When a strategy cannot go on (a crash), show the others.", "--keep-going", rare=True
     ),
@@ -72,19 +69,20 @@ def simulate(
         raise ConfigError("--trace takes the events of one strategy; give only one.")
     for one in chosen:
         one.check(asked.workers)
-    paths = [path.resolve() for path in (json_path, report, trace) if path is not None]
+    out = Outputs(**outputs)
+    paths = [path.resolve() for path in (out.json, out.report, trace) if path is not None]
     if len(set(paths)) < len(paths):
         raise ConfigError("--json, --report and --trace must be different files.")
-    for path in (json_path, report, trace):
-        check_writable(path)
+    out.check()
+    check_writable(trace)
     done: list[tuple[Result, Path | None]] = []
     stopped: list[str] = []
     with tempfile.TemporaryDirectory() as passing:
         # A report shows what happened on the way, too: it needs records, kept or not.
-        records = Path(passing) / chosen[0].name if folder is None and report is not None else folder
+        records = Path(passing) / chosen[0].name if folder is None and out.report is not None else folder
         homes = _homes(records, chosen)
         if folder is not None:
-            check_unused(dict.fromkeys([folder, *(home for home in homes if home is not None)]), force)
+            check_unused(dict.fromkeys([folder, *(home for home in homes if home is not None)]), out.force)
         with contextlib.nullcontext() if trace is None else open_whole(trace) as file:
             for one, home, progress in _with_bars(chosen, homes):
                 how: dict[str, Any] = {"progress": progress, "trace_file": file, "folder": home, "name": task}
@@ -99,14 +97,13 @@ def simulate(
     results = [result for result, _ in done]
     console = output()
     if results:
-        show(console, results, wide)
+        out.show(console, results)
         for result in results:
             if trouble := _trouble(result):
                 console.print(f"{result.strategy}: {trouble}", highlight=False, soft_wrap=True)
         if len(results) == 1:
             console.print(f"trace sha256 {results[0].trace_sha256}", highlight=False, soft_wrap=True)
-        title = f"{task} on {asked.workers} workers"
-        save(console, results, runs, json_path=json_path, report=report, title=title)
+        out.save(console, results, runs, f"{task} on {asked.workers} workers")
     if folder is not None:
         console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
     if stopped:

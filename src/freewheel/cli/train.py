@@ -13,9 +13,9 @@ from rich.console import Console
 
 from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, option, takes
-from freewheel.cli.results import FORCE, JSON, REPORT, WIDE, save, show
+from freewheel.cli.results import Outputs
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.records.files import check_unused, check_writable
+from freewheel.records.files import check_unused
 from freewheel.records.result import Result
 from freewheel.training.job import DDP, Job, name
 
@@ -26,17 +26,14 @@ FOLDER = option(None, "Where records and logs go; default: runs/DATE_TIME.")
 BOARD = option(None, "Write the records here for TensorBoard, too (an extra).", "--tensorboard", rare=True)
 
 
-@takes(Job, steps=None)
+@takes(Job, Outputs, steps=None)
 def train(
     job: dict[str, Any],
+    outputs: dict[str, Any],
     strategy: str = option("adpsgd", "One strategy, with settings: adpsgd:topology=ring.", metavar="NAME"),
     data: Path | None = DATA,
-    json_path: Path | None = JSON,
-    report: Path | None = REPORT,
     folder: Path | None = FOLDER,
     tensorboard: Path | None = BOARD,
-    force: bool = FORCE,
-    wide: bool = WIDE,
     checkpoint: Path | None = option(None, "Write checkpoints to this folder."),
     every: int | None = option(None, "Steps between two; default: 100.", show_default=False, rare=True),
     resume: bool = option(False, "Go on from the checkpoint, if there is one.", "--resume", rare=True),
@@ -52,27 +49,24 @@ def train(
     if every is not None:
         job["every"] = every
     one = Job(strategy=chosen[0], resume=resume, **_checked(job, data))
-    _train([one], json_path, report, folder, tensorboard, force, wide)
+    _train([one], Outputs(**outputs), folder, tensorboard)
 
 
-@takes(Job, steps=None)
+@takes(Job, Outputs, steps=None)
 def compare(
     job: dict[str, Any],
+    outputs: dict[str, Any],
     strategy: str = option(
         SIDE_BY_SIDE, "Several, separated by commas; all; ddp is PyTorch's own DistributedDataParallel."
     ),
     data: Path | None = DATA,
-    json_path: Path | None = JSON,
-    report: Path | None = REPORT,
     folder: Path | None = FOLDER,
     tensorboard: Path | None = BOARD,
-    force: bool = FORCE,
-    wide: bool = WIDE,
 ) -> None:
     """Train the same task with several strategies, one after the other, and print one table."""
     job = _checked(job, data)
     jobs = [Job(strategy=one, **job) for one in _chosen(strategy)]
-    _train(jobs, json_path, report, folder, tensorboard, force, wide)
+    _train(jobs, Outputs(**outputs), folder, tensorboard)
 
 
 def _checked(job: dict[str, Any], data: Path | None) -> dict[str, Any]:
@@ -88,37 +82,28 @@ def _checked(job: dict[str, Any], data: Path | None) -> dict[str, Any]:
     return job | {"task": f"{job['task']}:data={data.resolve()}"}
 
 
-def _train(
-    jobs: list[Job],
-    json_path: Path | None,
-    report: Path | None,
-    folder: Path | None,
-    board: Path | None,
-    force: bool,
-    wide: bool,
-) -> None:
+def _train(jobs: list[Job], outputs: Outputs, folder: Path | None, board: Path | None) -> None:
     """Run the jobs and show what came of them."""
     from freewheel.show.report import recorded
 
-    for path in (json_path, report):
-        check_writable(path)
+    outputs.check()
     folder = folder or Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    check_unused([folder, *(folder / name(number, one) for number, one in enumerate(jobs))], force)
+    check_unused([folder, *(folder / name(number, one) for number, one in enumerate(jobs))], outputs.force)
     outcomes = run_all(jobs, folder.resolve(), board)
     results = [one for one in outcomes if isinstance(one, Result)]
     stopped = [str(one) for one in outcomes if not isinstance(one, Result)]
     if not results:
         raise RunStopped(" ".join(stopped))
     console = output()
-    show(console, results, wide)
+    outputs.show(console, results)
     console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
     runs = [
         recorded(folder / name(number, job))
         for number, (job, outcome) in enumerate(zip(jobs, outcomes, strict=True))
-        if report is not None and isinstance(outcome, Result)
+        if outputs.report is not None and isinstance(outcome, Result)
     ]
     title = f"{jobs[0].task.partition(':')[0]} on {jobs[0].workers} workers"
-    save(console, results, runs, json_path=json_path, report=report, title=title)
+    outputs.save(console, results, runs, title)
     if stopped:
         raise RunStopped(" ".join(stopped))
 
