@@ -97,7 +97,7 @@ def test_a_run_of_two_can_be_read(strategy, tmp_path, quick):
     assert about["settings"]["lr"] == 0.1
     assert about["settings"]["model_bytes"] == 16
     assert {rank: run.state(rank) for rank in run.workers} == {0: "finished", 1: "finished"}
-    assert dict(run.totals())["steps"] == 80
+    assert run.total("steps") == 80
     assert [(e.loss, e.accuracy, e.discrepancy) for e in run.evaluations] == [
         (0.25, 0.75, None),
         (None, None, 1.0),
@@ -152,7 +152,7 @@ def test_the_first_worker_writes_run_json_whoever_it_is(tmp_path, alone):
         step(model, optimizer)
     assert json.loads((tmp_path / "run.json").read_text())["strategy"] == "none"
     assert [one["life"] for one in lines(tmp_path / "worker-0.jsonl") if one["last"]] == [1, 2]
-    assert dict(Run(tmp_path).totals())["steps"] == 2
+    assert Run(tmp_path).total("steps") == 2
 
 
 def test_evaluations_that_come_too_fast_are_said_to_be_lost(tmp_path, monkeypatch):

@@ -37,10 +37,9 @@ def test_the_folder_tells_the_run_and_does_not_change_it(strategy, tmp_path):
     assert run.about["strategy"] == result.strategy
     assert run.about["name"] == "quadratic"
     assert run.about["settings"]["waits_for"] == result.settings["waits_for"]
-    totals = dict(run.totals())
-    assert totals["steps"] == result.worker_steps
-    assert totals["bytes_out"] == sum(worker["bytes_out"] for worker in result.by_worker)
-    assert totals["bytes_in"] > 0
+    assert run.total("steps") == result.worker_steps
+    assert run.total("bytes_out") == sum(worker["bytes_out"] for worker in result.by_worker)
+    assert run.total("bytes_in") > 0
     assert {rank: run.state(rank) for rank in run.workers} == dict.fromkeys(range(4), "finished")
     assert run.workers[3].life == 2
     measured = [(e.time, e.worker_steps, e.loss, e.discrepancy) for e in run.evaluations]

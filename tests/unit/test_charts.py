@@ -37,9 +37,8 @@ def test_moments_are_few_and_those_of_the_past_stay():
 def test_series_add_up_all_workers(tmp_path):
     run = read(tmp_path, workers=3, samples=100)
     told = series(run)
-    totals = dict(run.totals())
-    assert told.steps[-1] == totals["steps"]
-    assert told.samples[-1] == totals["samples"]
+    assert told.steps[-1] == run.total("steps")
+    assert told.samples[-1] == run.total("samples")
     rates = [20.0, 10.0, 20.0 / 3]
     assert told.rate[-2] == pytest.approx(sum(rates), rel=0.05)
     known = np.isfinite(told.rate)

@@ -89,7 +89,7 @@ def test_what_grows_too_large_is_thinned_and_says_so(tmp_path, monkeypatch, capl
     assert {event["what"] for event in thinned} == {"thinned"}
     assert list(tmp_path.glob(".*")) == []
     reader.poll()
-    assert dict(reader.totals())["steps"] == dict(Run(tmp_path).totals())["steps"] == 30000 + 60000
+    assert reader.total("steps") == Run(tmp_path).total("steps") == 30000 + 60000
     assert warnings(caplog) == []
 
 

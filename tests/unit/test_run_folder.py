@@ -79,7 +79,7 @@ def test_a_run_says_what_was_run_who_trains_and_what_happened(tmp_path):
     assert run.about["strategy"] == "adpsgd"
     assert {rank: run.state(rank) for rank in run.workers} == dict.fromkeys(range(4), "finished")
     assert not run.live
-    assert dict(run.totals())["steps"] == sum(track.latest["steps"] for track in run.workers.values())
+    assert run.total("steps") == sum(track.latest["steps"] for track in run.workers.values())
     assert [(event.what, event.rank, event.by) for event in run.events] == [
         ("died", 3, [0, 1, 2]),
         ("joined", 3, [0, 1, 2]),
@@ -145,7 +145,7 @@ def test_the_sums_of_every_life_are_read_of_a_long_file_too(tmp_path):
             line = made.sample(0, number, 1, life=life, time=1000.0 + 0.5 * at)
             made.append(tmp_path / "worker-0.jsonl", line)
     run = Run(tmp_path)
-    assert dict(run.totals())["steps"] == 10 * (700 + 1 + 1 + 2400 + 30)
+    assert run.total("steps") == 10 * (700 + 1 + 1 + 2400 + 30)
     assert [life["steps"] for life in run.workers[0].lives] == [7000, 10, 10, 24000, 300]
     assert run.ended_s - run.began_s == 0.5 * at
 

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from freewheel.errors import ConfigError
 from freewheel.records.events import Event, Events
 from freewheel.records.run_json import read_run_json, stamp
-from freewheel.records.schema import SUMS, Evaluation
+from freewheel.records.schema import Evaluation
 from freewheel.records.tail import Tail
 from freewheel.records.track import POINTS, Track
 
@@ -215,10 +215,9 @@ class Run:
         halves = sum(tail.half for tail in self._tails.values()) if self.quiet_s > SILENT_S else 0
         return halves + sum(tail.broken for tail in self._tails.values())
 
-    def totals(self) -> Iterator[tuple[str, float]]:
-        """The sums of all workers over all their lives."""
-        for name in SUMS:
-            yield name, sum(track.value(name) or 0.0 for track in self.workers.values())
+    def total(self, name: str) -> float:
+        """A sum of all workers over all their lives; `schema.SUMS` names them."""
+        return sum(track.value(name) or 0.0 for track in self.workers.values())
 
 
 def _when(line: dict[str, Any]) -> float:

@@ -74,7 +74,7 @@ def rates(run: Run) -> tuple[float | None, float | None]:
     The ideal is of all workers for the whole time: what a dead one would have made is missing. A simulation
     knows it; else, of a worker that made no step nobody knows how fast it could be. None: no step was made.
     """
-    steps, took_s = dict(run.totals())["steps"], run.ended_s - run.began_s
+    steps, took_s = run.total("steps"), run.ended_s - run.began_s
     if not steps or took_s <= 0:
         return None, None
     ideal = ideal_per_s(run)

@@ -99,7 +99,7 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
     sent = rates.total(row.bytes_per_s for row in all_rows)
     waited = rates.mean(row.blocked_share for row in all_rows)
     if not run.live and elapsed_s(run) > 0:  # workers came and went: their rates do not add up
-        per_s, sent = rates.rates(run)[0], dict(run.totals())["bytes_out"] / elapsed_s(run)
+        per_s, sent = rates.rates(run)[0], run.total("bytes_out") / elapsed_s(run)
         waited = sum(rates.blocked(run.workers.values()).values())
     present = [row for row in all_rows if row.state not in ("dead", "silent")] or all_rows
     return Row(

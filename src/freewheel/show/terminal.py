@@ -215,7 +215,7 @@ def header(run: Run, width: int, align: int) -> list[Text]:
 
 def _figures(run: Run) -> list[str]:
     """How far the run is, the most important first."""
-    found = [f"{dict(run.totals())['steps']:,.0f} steps"]
+    found = [f"{run.total('steps'):,.0f} steps"]
     measured = [one for one in run.evaluations if one.accuracy is not None or one.loss is not None]
     if measured:
         last = measured[-1]

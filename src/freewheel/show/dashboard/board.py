@@ -224,7 +224,7 @@ def _headline(one: Shown) -> Document:
     """The figures of a run that come first."""
     run, tracks = one.run, one.run.workers.values()
     states = [run.state(rank) for rank in run.workers]
-    whole, totals = total(run, one.rows), dict(run.totals())
+    whole = total(run, one.rows)
     rate, ideal_share = _now(one) if run.live else rates.rates(run)
     # A worker that failed and then was missed died once.
     deaths = {(event.rank, event.life) for event in run.events if event.what in DEATHS}
@@ -237,12 +237,12 @@ def _headline(one: Shown) -> Document:
         "elapsed_s": round(rates.elapsed_s(run), 1) if run.workers else None,
         "there": states.count("training" if run.live else "finished"),
         "workers": max(len(states), run.about.get("workers", 0)),
-        "steps": int(totals["steps"]),
-        "samples": int(totals["samples"]),
+        "steps": int(run.total("steps")),
+        "samples": int(run.total("samples")),
         "progress": max((track.value("progress") or 0.0 for track in tracks), default=0.0) or None,
         "rate": _finite(rate),
         "ideal_share": _finite(ideal_share),
-        "blocked": _finite(sum(rates.blocked(tracks).values()) if totals["elapsed_s"] else None),
+        "blocked": _finite(sum(rates.blocked(tracks).values()) if run.total("elapsed_s") else None),
         "staleness": _finite(whole.staleness),
         "loss": _finite(whole.loss),
         "loss_answer": _finite(_evaluated(run, "loss")),

@@ -18,6 +18,7 @@ from freewheel.show.figures.common import (
     UNITS,
     Figure,
     axis,
+    bars,
     drawn,
     faint,
     figure,
@@ -71,10 +72,10 @@ def curves(runs: Sequence[Shown], what: str, over: str) -> Figure:
         ]
         data += curve
         if points:
-            dots = line(one, "", hover + (" of the answer" if what == "loss" else ""))
-            dots |= {"mode": "markers" if curve else "lines+markers"}
-            dots |= {"x": drawn(at for at, _ in points), "y": drawn(value for _, value in points)}
-            data.append(dots | {"marker": {"color": one.colour, "size": 6 if len(points) < 60 else 4}})
+            x, y = (drawn(values) for values in zip(*points, strict=True))
+            dots = {"mode": "markers" if curve else "lines+markers", "x": x, "y": y}
+            dots |= {"marker": {"color": one.colour, "size": 6 if len(points) < 60 else 4}}
+            data.append(line(one, "", hover + (" of the answer" if what == "loss" else ""), **dots))
     layout: dict[str, Any] = {
         "xaxis": time_axis(runs) if over == "time" else axis(f"{counted} of all workers", ",~s"),
         "shapes": event_marks(runs) if over == "time" else [],
@@ -132,16 +133,11 @@ def _targets(runs: Sequence[Shown]) -> dict[str, Any]:
     """A dotted line at every accuracy that is timed, with its name in the margin, clear of the curves."""
     known = (one.run.about.get("target") for one in runs)
     targets = sorted({float(target) for target in known if isinstance(target, int | float)})
-    dotted = {
-        "type": "line",
-        "xref": "paper",
-        "x0": 0,
-        "x1": 1,
-        "line": {"color": GREY, "width": 1.5, "dash": "dot"},
-    }
-    beside = {"xref": "paper", "x": 1, "xanchor": "left", "yanchor": "middle", "showarrow": False}
     if not targets:
         return {}
+    dotted = {"type": "line", "xref": "paper", "x0": 0, "x1": 1}
+    dotted |= {"line": {"color": GREY, "width": 1.5, "dash": "dot"}}
+    beside = {"xref": "paper", "x": 1, "xanchor": "left", "yanchor": "middle", "showarrow": False}
     return {
         "margin": {"r": 52},
         "shapes": [dotted | {"y0": target, "y1": target} for target in targets],
@@ -219,11 +215,10 @@ def staleness_counts(runs: Sequence[Shown]) -> Figure:
     data = []
     for one, count in zip(runs, counts, strict=True):
         if total := sum(count.values()):
-            bar = line(one, "", "staleness %{x}<br>%{y:.1%} of all, %{text}", x=names, textposition="none")
-            bar |= {"y": drawn(count.get(least, 0) / total for least in classes)}
-            bar |= {"text": [f"{count.get(least, 0):,} times" for least in classes]}
-            del bar["mode"], bar["line"]
-            data.append(bar | {"type": "bar", "marker": {"color": one.colour}})
+            many = [count.get(least, 0) for least in classes]
+            y, text = drawn(one / total for one in many), [f"{one:,} times" for one in many]
+            hover = "staleness %{x}<br>%{y:.1%} of all, %{text}"
+            data.append(bars(one, hover, x=names, y=y, text=text, textposition="none"))
     measures = {one.setting("staleness") for one in runs}
     measure = measures.pop() if len(measures) == 1 else "in each strategy’s own measure"
     said = f"Counted: {measure}." if measure else "In the strategy’s own measure."
@@ -249,9 +244,9 @@ def consensus(runs: Sequence[Shown]) -> Figure:
         ]  # fmt: skip
         found = []
         for points, words, dash in measured:
-            curve = line(one, "", f"{hover} {words}", y=_positive([value for _, value in points]))
-            curve |= {"x": drawn(one.at(time) for time, _ in points)}
-            curve |= {"mode": "lines" if len(points) > 2 else "lines+markers"}
+            x, y = drawn(one.at(time) for time, _ in points), _positive([value for _, value in points])
+            mode = "lines" if len(points) > 2 else "lines+markers"
+            curve = line(one, "", f"{hover} {words}", x=x, y=y, mode=mode)
             curve["line"] |= {"dash": dash, "width": 1.5} if len(runs) == 1 else {}
             found.append(curve)
         x, y = drawn(one.series.time_s / one.unit_s), _positive(one.series.distance)

@@ -62,17 +62,20 @@ def drawn(values: Floats | Iterable[float]) -> list[float | None]:
 
 def line(one: Shown, name: str, hover: str, **rest: Any) -> Figure:
     """A curve of a run, in its colour; `hover` says what a point is."""
+    drawn = {"color": one.colour, "dash": DASHES[one.style], "width": 2}
+    return {"type": "scatter", "mode": "lines", "line": drawn, **_of(one, hover, name), **rest}
+
+
+def bars(one: Shown, hover: str, **rest: Any) -> Figure:
+    """Bars of a run, in its colour."""
+    return {"type": "bar", "marker": {"color": one.colour}, **_of(one, hover), **rest}
+
+
+def _of(one: Shown, hover: str, name: str = "") -> Figure:
     # Plotly reads a little HTML in its texts, so what comes from a run is escaped.
     label = escape(one.label)
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": escape(name) or label,
-        "legendgroup": str(one.place),
-        "hovertemplate": f"<b>{label}</b><br>{hover}<extra></extra>",
-        "line": {"color": one.colour, "dash": DASHES[one.style], "width": 2},
-        **rest,
-    }
+    said = {"name": escape(name) or label, "hovertemplate": f"<b>{label}</b><br>{hover}<extra></extra>"}
+    return {**said, "legendgroup": str(one.place)}
 
 
 def faint(colour: str, share: float = 0.18) -> str:

@@ -7,7 +7,7 @@ from html import escape
 
 from freewheel.numbers import listed, number, share
 from freewheel.show.figures import charts
-from freewheel.show.figures.common import Figure, axis, figure, line
+from freewheel.show.figures.common import Figure, axis, bars, figure
 from freewheel.show.figures.graph import graph
 from freewheel.show.figures.palette import FAINT
 from freewheel.show.shown import Shown, timed
@@ -51,10 +51,17 @@ def _speed(runs: Sequence[Shown]) -> Figure:
     data = []
     for run in order:
         rate, ideal = run.result.steps_per_s, run.result.ideal_share
+        at = {"orientation": "h", "y": [escape(run.label)], "textposition": "outside", "cliponaxis": False}
         # The ideal stands behind each bar: runs of different scenarios have different ones.
-        pale = {"width": 0.84, "marker": {"color": FAINT}}
-        data.append(_bar(run, rate / ideal if ideal else 0.0, "", "ideal %{x:,.4~r} steps/s") | pale)
-        data.append(_bar(run, rate, number(rate), f"%{{x:,.4~r}} steps/s, {share(ideal)} of the ideal"))
+        behind = {
+            "width": 0.84,
+            "marker": {"color": FAINT},
+            "x": [rate / ideal if ideal else 0.0],
+            "text": [""],
+        }
+        data.append(bars(run, "ideal %{x:,.4~r} steps/s", **at, **behind))
+        said = f"%{{x:,.4~r}} steps/s, {share(ideal)} of the ideal"
+        data.append(bars(run, said, **at, width=0.62, x=[rate], text=[number(rate)]))
     names = [escape(run.label) for run in order]
     # A fixed range: a run that is hidden leaves its row empty, and the other bars stay as they are.
     yaxis: Figure = {"categoryorder": "array", "categoryarray": names, "range": [len(names) - 0.4, -0.6]}
@@ -70,10 +77,3 @@ def _speed(runs: Sequence[Shown]) -> Figure:
         yaxis=yaxis,
         margin={"r": 74},
     )
-
-
-def _bar(run: Shown, value: float, text: str, hover: str) -> Figure:
-    bar = line(run, "", hover, type="bar", orientation="h", x=[value], y=[escape(run.label)], width=0.62)
-    del bar["mode"], bar["line"]
-    shown = {"text": [text], "textposition": "outside", "cliponaxis": False}
-    return bar | shown | {"marker": {"color": run.colour}}
