@@ -578,10 +578,10 @@ def test_a_folder_that_a_launcher_has_just_made_is_a_run_that_starts(tmp_path):
     aged(tmp_path / "old", 3600)
     starting = tmp_path / "2026-11-15_18-20-00"
     starting.mkdir()
-    assert (find_run(tmp_path).folder, find_run(tmp_path).begun) == (starting, False)
-    assert (find_run(starting).folder, find_run(starting).begun) == (starting, False)
+    assert (find_run(tmp_path).folder, find_run(tmp_path).run is not None) == (starting, False)
+    assert (find_run(starting).folder, find_run(starting).run is not None) == (starting, False)
     made.run(starting / "0-adpsgd", workers=1)
-    assert (find_run(tmp_path).folder, find_run(tmp_path).begun) == (starting / "0-adpsgd", True)
+    assert (find_run(tmp_path).folder, find_run(tmp_path).run is not None) == (starting / "0-adpsgd", True)
 
 
 def test_an_empty_folder_of_yesterday_is_no_run(tmp_path):

@@ -93,17 +93,9 @@ def _watch(folder: Path, once: bool, wait_s: float) -> None:
 def _begun(folder: Path, wait_s: float, say: Callable[[str], None]) -> tuple[Run, str]:
     """The run, once a worker has written something; and a word on others that are live."""
     until_s, said = time.monotonic() + wait_s, False
-    unreadable: dict[Path, str] = {}
     while True:
-        choice = find_run(folder, unreadable)
-        if choice.begun:
-            try:
-                run = Run(choice.folder)
-            except ConfigError as error:
-                if choice.folder == folder:
-                    raise
-                unreadable[choice.folder] = str(error)
-                continue
+        choice = find_run(folder)
+        if (run := choice.run) is not None:
             if run.workers:
                 for what in choice.broken:
                     print(f"freewheel: left out: {what}", file=sys.stderr)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from freewheel.errors import ConfigError
 from freewheel.records.run import SILENT_S, Run
@@ -14,26 +15,24 @@ from freewheel.records.run_json import read_run_json
 
 STARTING_S = 120.0
 """A folder as `freewheel run` makes them that is no older than this may yet become a run."""
+T = TypeVar("T")
 NUMBERED = re.compile(r"\d+-")
 STAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The run to show, whether it has begun, and the others that are live or starting."""
+    """The run to show, the others that are live or starting, and what is wrong with those left out."""
 
     folder: Path
-    begun: bool = True
-    others: list[Path] = field(default_factory=list)
-    broken: list[str] = field(default_factory=list)
-    """What is wrong with newer runs that cannot be shown."""
+    run: Run | None
+    """None: it is starting."""
+    others: list[Path]
+    broken: list[str]
 
 
-def find_run(folder: Path, unreadable: Mapping[Path, str] | None = None) -> Choice:
-    """The newest run in a folder that is starting or live, else the newest one; of those that can be read.
-
-    `unreadable` names runs of which it is known that they cannot be, and why.
-    """
+def find_run(folder: Path) -> Choice:
+    """The newest run in a folder that is starting or live, else the newest one; of those that can be read."""
     starting = _starting(folder)
     try:
         found = find_runs(folder)
@@ -41,20 +40,26 @@ def find_run(folder: Path, unreadable: Mapping[Path, str] | None = None) -> Choi
         if not starting:
             raise
         found = []
-    wrong = dict(unreadable or {})
-    for run in found:
+    wrong: dict[Path, str] = {}
+
+    def readable(path: Path, read: Callable[[Path], T]) -> T | None:
         try:
-            read_run_json(run)
+            return read(path)
         except ConfigError as error:
-            wrong.setdefault(run, str(error))
-    broken, runs = list(wrong.values()), [run for run in found if run not in wrong]
-    if broken and not runs and not starting:
-        raise ConfigError(broken[0])
-    lately = [run for run in runs if time.time() - written_s(run) < SILENT_S and _live(run)]
-    awake = sorted([*starting, *lately], key=_began_s)
-    if not awake:
-        return Choice(max(runs, key=written_s), broken=broken)
-    return Choice(awake[-1], awake[-1] not in starting, awake[-2::-1], broken)
+            wrong[path] = str(error)
+            return None
+
+    runs = sorted((one for one in found if readable(one, read_run_json) is not None), key=written_s)
+    lately = [one for one in runs if time.time() - written_s(one) < SILENT_S]
+    awake: dict[Path, Run | None] = {one: run for one in lately if (run := readable(one, Run)) and run.live}
+    awake |= dict.fromkeys(starting)
+    if awake:
+        newest, *others = sorted(awake, key=_began_s, reverse=True)
+        return Choice(newest, awake[newest], others, list(wrong.values()))
+    for one in reversed(runs):
+        if one not in wrong and (run := readable(one, Run)) is not None:
+            return Choice(one, run, [], list(wrong.values()))
+    raise ConfigError(next(iter(wrong.values())))
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -106,13 +111,6 @@ def _starting(folder: Path) -> list[Path]:
     paths = [folder, *folder.iterdir()] if folder.is_dir() else []
     stamped = [path for path in paths if STAMP.fullmatch(path.resolve().name) and path.is_dir()]
     return [path for path in stamped if _began_s(path) > time.time() - STARTING_S and not _below(path)]
-
-
-def _live(run: Path) -> bool:
-    try:
-        return Run(run).live
-    except ConfigError:
-        return False
 
 
 def _began_s(run: Path) -> float:

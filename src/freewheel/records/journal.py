@@ -14,7 +14,7 @@ import os
 import stat
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -50,27 +50,21 @@ class Journal:
         self._full: set[str] = set()
         self._thin_at: dict[str, int] = {}
         self._warned = False
-        try:
+        with self._going_on():
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            self._warn(error)
 
     # -- what is written --
 
     def begin(self) -> None:
         """Leave a file for events, so that the folder is known to be a run before there are any."""
-        try:
+        with self._going_on():
             append(self.folder / f"events-{self.by}.jsonl", b"")
-        except OSError as error:
-            self._warn(error)
 
     def about(self, about: Mapping[str, Any]) -> None:
         """Say what is run; see `run_json`."""
-        try:
+        with self._going_on():
             self.folder.stat()  # one that was deleted is not made again
             write_whole(self.folder / "run.json", _json(about) + "\n")
-        except (OSError, ConfigError) as error:
-            self._warn(error)
 
     def sample(self, sample: Mapping[str, Any]) -> None:
         """How a worker goes."""
@@ -151,7 +145,7 @@ class Journal:
         text = "".join(self._held.pop(name, ()))
         del self._chars[name]
         path = self.folder / name
-        try:
+        with self._going_on():
             size = append(path, text.encode())
             if name.startswith("worker-") and size > self._thin_at.get(name, THIN_BYTES):
                 self._thin_at[name] = size + THIN_BYTES // 24  # if it fails, not again with every line
@@ -159,19 +153,22 @@ class Journal:
                 self._thin_at[name] = max(THIN_BYTES, 2 * kept)
                 what = f"{name} had grown to {size / 1e6:.0f} MB: every second sample was dropped"
                 self._thinned(time.time(), what)
-        except OSError as error:
-            self._warn(error)
 
     def _thinned(self, time_s: float, text: str) -> None:
         rank = self.by if isinstance(self.by, int) else None
         event = {"time": time_s, "what": "thinned", "rank": rank, "life": None, "by": self.by, "text": text}
         self._put(f"events-{self.by}.jsonl", event)
 
-    def _warn(self, error: Exception) -> None:
-        if not self._warned:
-            self._warned = True
-            why = getattr(error, "strerror", None) or error
-            log.warning("records in %s are not written: %s. Training goes on", self.folder, why)
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """What goes wrong with the disk costs records, and the first time a word."""
+        try:
+            yield
+        except (OSError, ConfigError) as error:
+            if not self._warned:
+                self._warned = True
+                why = getattr(error, "strerror", None) or error
+                log.warning("records in %s are not written: %s. Training goes on", self.folder, why)
 
 
 def append(path: Path, data: bytes) -> int:
