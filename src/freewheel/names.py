@@ -67,10 +67,7 @@ def read_value(what: str, text: str, wanted: Any) -> Any:
         options = typing.get_args(wanted)
         if text.lower() == "none" and type(None) in options:
             return None
-        simple = [t for t in (bool, int, float, str) if t in options]
-        if not simple:
-            raise ConfigError(f"{what} cannot be given as text; set it from Python.")
-        wanted = simple[0] if len(simple) == 1 or simple[0] is not str else str
+        wanted = next((t for t in (bool, int, float, str) if t in options), None)
     if typing.get_origin(wanted) is typing.Literal:
         if text not in typing.get_args(wanted):
             raise UnknownName(f"value of {what}:", text, typing.get_args(wanted))

@@ -28,7 +28,7 @@ def dashboard(
     try:
         print(f"{folder} is shown at {server.address}\nCtrl-C ends this, and no run.", flush=True)
         # What is shown first is read while the browser starts.
-        threading.Thread(target=server.board.open, daemon=True).start()
+        threading.Thread(target=server.board.answer, daemon=True).start()
         if browser and (sys.platform == "darwin" or {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()):
             threading.Thread(target=webbrowser.open, args=(server.address,), daemon=True).start()
         server.serve_forever(poll_interval=0.1)

@@ -111,30 +111,30 @@ def _columns(runs: Sequence[Shown]) -> list[Column]:
         figure("accuracy", lambda r: r.accuracy, share, max, of_budget=True, group=1),
     ]
     target = next((one.target for one in results if one.target is not None), None)
-    if beside is None and target is not None:
-        reached = [one.target_s for one in results]
-        texts = [number(at) if at is not None else "never" for at in reached]
-        found.append(Column(f"s to {share(target)}", texts, reached, min, group=1))
-    return found if beside is None else [*found, *_beside(beside)]
+    if beside is not None:
+        found += _beside(beside)
+    elif target is not None:
+        found.append(_reached(target, [one.target_s for one in results], group=1))
+    return found
+
+
+def _reached(target: float, at_s: list[float | None], group: int) -> Column:
+    texts = ["never" if one is None else number(one) for one in at_s]
+    return Column(f"s to {share(target)}", texts, at_s, min, group=group)
 
 
 def _beside(beside: Versus) -> list[Column]:
     """What they learned, with equally many samples and in equal time, and how much sooner."""
     text, best = (share, max) if beside.what == "accuracy" else (number, min)
 
-    def column(head: str, values: list[float | None], best: Callable[[Iterable[float]], float]) -> Column:
-        return Column(head, list(map(text, values)), values, best, group=2)
-
     rows = beside.rows
-    found = [
-        column(f"{beside.what} at equal\xa0samples", [row.equal_samples for row in rows], best),
-        column("at equal\xa0time", [row.equal_time for row in rows], best),
-    ]
+    equal = {
+        f"{beside.what} at equal\xa0samples": [row.equal_samples for row in rows],
+        "at equal\xa0time": [row.equal_time for row in rows],
+    }
+    found = [Column(head, list(map(text, of)), of, best, group=2) for head, of in equal.items()]
     if beside.target is not None and beside.what == "accuracy":
-        texts = [number(row.target_s) if row.target_s is not None else "never" for row in rows]
-        found.append(
-            Column(f"s to {share(beside.target)}", texts, [row.target_s for row in rows], min, group=2)
-        )
+        found.append(_reached(beside.target, [row.target_s for row in rows], group=2))
     if beside.baseline is not None:
         texts = [f"{'> ' if row.at_least else ''}{number(row.speedup)}" for row in rows]
         times = [row.speedup for row in rows]

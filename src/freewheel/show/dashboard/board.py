@@ -99,11 +99,7 @@ class Board:
         if len(found) == 1:
             read_run_json(found[0])  # a run of another version is refused before anything is served
 
-    def open(self) -> None:
-        """Read the run that the page shows first, so that it need not wait for it."""
-        self.answer((), None)
-
-    def answer(self, numbers: Sequence[int], since: int | None) -> Document:
+    def answer(self, numbers: Sequence[int] = (), since: int | None = None) -> Document:
         """What to show of these runs; no document where the page has this version.
 
         Of none: the newest; where all are of one command, all, or a list of more than can be told apart.

@@ -171,8 +171,7 @@
     made.style.background = colour;
     return made;
   };
-  const states = { live: "live", finished: "finished", starting: "starting", silent: "silent", ended: "ended" };
-  const state = (one) => make("span", { className: "state " + one.state, textContent: states[one.state] });
+  const state = (one) => make("span", { className: "state " + one.state, textContent: one.state });
   const answered = (one) => one.loss_answer !== null ? one.loss_answer : one.loss;
   const tile = (name, value, more) => make("div", { className: "tile" }, make("dt", { textContent: name }),
     make("dd", {}, value, more ? make("small", { textContent: more }) : null));
@@ -187,17 +186,18 @@
     tile("accuracy", percent(one.accuracy), one.accuracy === null ? "not measured" : "of the answer"),
     tile("steps", digits(one.steps), one.progress ? `${digits(one.progress)} passes`
       : one.samples ? `${digits(one.samples)} samples` : ""));
+  const tabled = (heads, rows, ...below) => make("div", { className: "scroll compared", tabIndex: 0 },
+    make("table", {}, make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { textContent: head })))),
+      make("tbody", {}, ...rows)), ...below);
   const compared = () => {
     const heads = ["run", "state", "time", "workers", "worker-steps/s", "of ideal", "blocked", "staleness", "loss",
       "accuracy", "faults"];
     const rows = document_.shown.map((one) => [lasted(one.elapsed_s), `${one.there} of ${one.workers}`,
       digits(one.rate), percent(one.ideal_share), percent(one.blocked), digits(one.staleness),
       digits(answered(one)), percent(one.accuracy), String(one.faults)]);
-    return make("div", { className: "scroll compared", tabIndex: 0 }, make("table", {},
-      make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { textContent: head })))),
-      make("tbody", {}, ...document_.shown.map((one, place) => make("tr", {},
-        make("th", { scope: "row" }, swatch(one.colour), " ", one.label), make("td", {}, state(one)),
-        ...rows[place].map((text) => make("td", { textContent: text })))))));
+    return tabled(heads, document_.shown.map((one, place) => make("tr", {},
+      make("th", { scope: "row" }, swatch(one.colour), " ", one.label), make("td", {}, state(one)),
+      ...rows[place].map((text) => make("td", { textContent: text })))));
   };
   // Where more runs belong together than can be told apart: a table of them, to pick some.
   const home = () => {
@@ -213,9 +213,7 @@
         textContent: run.name, onclick: () => pick([run.number]) })),
       ...[run.strategy, run.workers, run.started && new Date(1000 * run.started).toLocaleString(),
         run.error || (run.live ? "live" : "ended")].map((text) => make("td", { textContent: text || "–" })));
-    return make("div", { className: "scroll compared", tabIndex: 0 }, make("table", {}, make("thead", {},
-      make("tr", {}, ...["run", "strategy", "workers", "started", "state"].map((head) =>
-        make("th", { textContent: head })))), make("tbody", {}, ...document_.runs.map(row))), compare);
+    return tabled(["run", "strategy", "workers", "started", "state"], document_.runs.map(row), compare);
   };
   let housed = "";
   const words = () => {
@@ -286,9 +284,7 @@
   // -- picking runs --
 
   const picked = () => (location.hash.match(/^#runs=([\d,]+)$/) || ["", ""])[1].split(",").filter(Boolean);
-  const pick = (numbers) => {
-    location.hash = numbers.length ? "runs=" + numbers.join(",") : "";
-  };
+  const pick = (numbers) => { location.hash = numbers.length ? "runs=" + numbers.join(",") : ""; };
   const list = () => {
     const { runs } = document_;
     const chosen = new Set(document_.picked);

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from importlib import resources
 from typing import Any
@@ -58,6 +58,11 @@ def rounded(value: float) -> float | None:
 def drawn(values: Floats | Iterable[float]) -> list[float | None]:
     """Numbers as a figure needs them."""
     return [rounded(float(value)) for value in values]
+
+
+def scatter(mode: str, points: Collection[tuple[Any, Any]], **rest: Any) -> Figure:
+    """Lines, markers or text at points, of no run; (None, None): a gap."""
+    return {"type": "scatter", "mode": mode, "x": [x for x, _ in points], "y": [y for _, y in points], **rest}
 
 
 def line(one: Shown, name: str, hover: str, **rest: Any) -> Figure:

@@ -9,7 +9,7 @@ from html import escape
 
 from freewheel.numbers import count, share, short
 from freewheel.records.run import Run
-from freewheel.show.figures.common import Figure, figure
+from freewheel.show.figures.common import Figure, figure, scatter
 from freewheel.show.figures.palette import DISTANCES, GREY, STATES
 from freewheel.show.rates import LATELY_S, every_s, rate
 
@@ -128,18 +128,11 @@ def _edges(run: Run, found: list[Edge], places: dict[int, tuple[float, float]]) 
         height = (math.log10(edge.distance) - least) / (most - least) if edge.distance else -1.0
         shades[max(-1, min(len(DISTANCES) - 1, math.floor(height * len(DISTANCES))))].append(edge)
     thin = len(found) > 64
-    data: list[Figure] = [
-        {
-            "type": "scatter",
-            "mode": "lines",
-            "hoverinfo": "skip",
-            "x": [at for e in some for at in (places[e.one][0], places[e.other][0], None)],
-            "y": [at for e in some for at in (places[e.one][1], places[e.other][1], None)],
-            "line": {"color": DISTANCES[shade] if shade >= 0 else GREY, "width": 1 if thin else 2},
-            "opacity": 0.6 if thin else 0.9,
-        }
-        for shade, some in sorted(shades.items())
-    ]
+    data = []
+    for shade, some in sorted(shades.items()):
+        ends = [at for edge in some for at in (places[edge.one], places[edge.other], (None, None))]
+        drawn = {"color": DISTANCES[shade] if shade >= 0 else GREY, "width": 1 if thin else 2}
+        data.append(scatter("lines", ends, hoverinfo="skip", line=drawn, opacity=0.6 if thin else 0.9))
     if found:
         data.append(_hovers(found, places))
     return data + ([_scale(least, most)] if known else [])
@@ -151,19 +144,16 @@ def _hovers(found: list[Edge], places: dict[int, tuple[float, float]]) -> Figure
     def far(edge: Edge) -> str:
         return "distance not known" if edge.distance is None else f"distance {short(edge.distance)}"
 
-    x, y = (
-        [round(0.62 * places[e.one][axis] + 0.38 * places[e.other][axis], 4) for e in found]
-        for axis in (0, 1)
+    def between(edge: Edge, axis: int) -> float:
+        return round(0.62 * places[edge.one][axis] + 0.38 * places[edge.other][axis], 4)
+
+    return scatter(
+        "markers",
+        [(between(e, 0), between(e, 1)) for e in found],
+        text=[f"<b>{e.one} and {e.other}</b><br>{count(e.count, 'exchange')}<br>{far(e)}" for e in found],
+        hovertemplate="%{text}<extra></extra>",
+        marker={"size": 8, "opacity": 0},
     )
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "x": x,
-        "y": y,
-        "text": [f"<b>{e.one} and {e.other}</b><br>{count(e.count, 'exchange')}<br>{far(e)}" for e in found],
-        "hovertemplate": "%{text}<extra></extra>",
-        "marker": {"size": 8, "opacity": 0},
-    }
 
 
 def _scale(least: float, most: float) -> Figure:
@@ -177,8 +167,7 @@ def _scale(least: float, most: float) -> Figure:
         "tickvals": ticks, "ticktext": [short(10**tick, 2) for tick in ticks],
     }  # fmt: skip
     marker = {"color": [least], "colorscale": steps, "cmin": least, "cmax": most, "showscale": True}
-    nothing = {"type": "scatter", "mode": "markers", "x": [None], "y": [None], "hoverinfo": "skip"}
-    return nothing | {"marker": marker | {"colorbar": bar}}
+    return scatter("markers", [(None, None)], hoverinfo="skip", marker=marker | {"colorbar": bar})
 
 
 def _rates(run: Run, places: dict[int, tuple[float, float]]) -> list[Figure]:
@@ -190,40 +179,30 @@ def _rates(run: Run, places: dict[int, tuple[float, float]]) -> list[Figure]:
     per_s = {rank: rate(track, "steps", over_s) for rank, track in tracks.items()}
     known = {rank: value for rank, value in per_s.items() if value is not None}
     far = 1.24 if len(places) > 1 else 0.0
-    return [
-        {
-            "type": "scatter",
-            "mode": "text",
-            "hoverinfo": "skip",
-            "x": [round(far * places[rank][0], 4) for rank in known],
-            "y": [round(far * places[rank][1] - (0.2 if far == 0 else 0.0), 4) for rank in known],
-            "text": [f"{short(value)}/s" for value in known.values()],
-            "textfont": {"size": 10, "color": GREY},
-            "marker": {"size": 1, "opacity": 0},
-        }
+    beside = [
+        (round(far * x, 4), round(far * y - (0.0 if far else 0.2), 4))
+        for x, y in (places[rank] for rank in known)
     ]
+    said, small = [f"{short(value)}/s" for value in known.values()], {"size": 10, "color": GREY}
+    none = {"size": 1, "opacity": 0}
+    return [scatter("text", beside, hoverinfo="skip", text=said, textfont=small, marker=none)]
 
 
 def _nodes(run: Run, places: dict[int, tuple[float, float]]) -> Figure:
     states = [run.state(rank) if rank in run.workers else "joining" for rank in places]
     size, letters = (26, 12) if len(places) <= 16 else (18, 10) if len(places) <= 40 else (14, 8)
-    return {
-        "type": "scatter",
-        "mode": "markers+text",
-        "x": [at for at, _ in places.values()],
-        "y": [at for _, at in places.values()],
-        "text": [str(rank) for rank in places],
-        "textposition": "middle center",
-        "textfont": {"color": "#ffffff", "size": letters},
-        "customdata": [_about(run, rank, state) for rank, state in zip(places, states, strict=True)],
-        "hovertemplate": "%{customdata}<extra></extra>",
-        "marker": {
-            "size": size,
-            "opacity": 1,
-            "color": [STATES.get(state, STATES["training"]) for state in states],
-            "symbol": ["square" if state == "dead" else "circle" for state in states],
-        },
-    }
+    colours = [STATES.get(state, STATES["training"]) for state in states]
+    symbols = ["square" if state == "dead" else "circle" for state in states]
+    return scatter(
+        "markers+text",
+        places.values(),
+        text=[str(rank) for rank in places],
+        textposition="middle center",
+        textfont={"color": "#ffffff", "size": letters},
+        customdata=[_about(run, rank, state) for rank, state in zip(places, states, strict=True)],
+        hovertemplate="%{customdata}<extra></extra>",
+        marker={"size": size, "opacity": 1, "color": colours, "symbol": symbols},
+    )
 
 
 def _about(run: Run, rank: int, state: str) -> str:

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
 
-from freewheel.show.figures.common import LEGEND, Figure, drawn, figure, rounded, time_axis
+from freewheel.show.figures.common import LEGEND, Figure, figure, rounded, scatter, time_axis
 from freewheel.show.figures.palette import EVENTS, FAINT, GREY
 from freewheel.show.shown import Shown
 
@@ -31,17 +31,12 @@ def faults(runs: Sequence[Shown]) -> Figure:
     gone = _away(runs[0]) if alone else []
     data: list[Figure] = []
     if gone:
-        data.append(
-            {
-                "type": "scatter",
-                "mode": "lines",
-                "name": "away",
-                "hoverinfo": "skip",
-                "x": [at for begin, end, _ in gone for at in (rounded(begin), rounded(end), None)],
-                "y": [name for _, _, row in gone for name in (row, row, None)],
-                "line": {"color": FAINT, "width": 7},
-            }
-        )
+        spans = [
+            at
+            for begin, end, row in gone
+            for at in ((rounded(begin), row), (rounded(end), row), (None, None))
+        ]
+        data = [scatter("lines", spans, name="away", hoverinfo="skip", line={"color": FAINT, "width": 7})]
     data += [_marks(what, found[what]) for what in dict.fromkeys([*EVENTS, *found]) if what in found]
     ordered = sorted(rows, key=_by_rank) if alone else list(rows)
     ends = [one.at(one.run.last_s) for one in runs if one.run.workers or one.run.events]
@@ -94,16 +89,14 @@ def _away(one: Shown) -> list[tuple[float, float, str]]:
 
 def _marks(what: str, points: list[tuple[float, str, str]]) -> Figure:
     symbol, colour = EVENTS.get(what, ("circle", GREY))
-    return {
-        "type": "scatter",
-        "mode": "markers",
-        "name": escape(what),
-        "x": drawn(at for at, _, _ in points),
-        "y": [row for _, row, _ in points],
-        "text": [text for _, _, text in points],
-        "hovertemplate": f"<b>{escape(what)}</b> %{{y}}<br>%{{text}}<extra></extra>",
-        "marker": {"symbol": symbol, "color": colour, "size": 10, "line": {"width": 2, "color": colour}},
-    }
+    return scatter(
+        "markers",
+        [(rounded(at), row) for at, row, _ in points],
+        name=escape(what),
+        text=[text for _, _, text in points],
+        hovertemplate=f"<b>{escape(what)}</b> %{{y}}<br>%{{text}}<extra></extra>",
+        marker={"symbol": symbol, "color": colour, "size": 10, "line": {"width": 2, "color": colour}},
+    )
 
 
 def _by_rank(row: str) -> tuple[int, str]:
