@@ -119,7 +119,7 @@ def mean(values: Iterable[float | None]) -> float | None:
     return sum(known) / len(known) if known else None
 
 
-def total(values: Iterable[float | None]) -> float | None:
+def summed(values: Iterable[float | None]) -> float | None:
     """The sum of what is known."""
     known = [value for value in values if value is not None]
     return math.fsum(known) if known else None

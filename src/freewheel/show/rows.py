@@ -85,7 +85,7 @@ def _row(run: Run, rank: int, live: bool) -> Row:
     if per_s is not None and per_s < 1.0 and math.isfinite(over_s):
         over_s = SLOW_S
         per_s = rate(track, "steps", over_s)
-    waited = rates.total(rate(track, f"{cause}_s", over_s) for cause in CAUSES)
+    waited = rates.summed(rate(track, f"{cause}_s", over_s) for cause in CAUSES)
     blocked = None if waited is None else min(1.0, waited)
     return replace(
         row, steps_per_s=per_s, blocked_share=blocked, bytes_per_s=rate(track, "bytes_out", over_s)
@@ -95,8 +95,8 @@ def _row(run: Run, rank: int, live: bool) -> Row:
 def total(run: Run, all_rows: Sequence[Row]) -> Row:
     """Sums; of shares and loss the mean, of staleness that of all exchanges; of discrepancies the largest."""
     states = Counter(row.state for row in all_rows)
-    per_s = rates.total(row.steps_per_s for row in all_rows)
-    sent = rates.total(row.bytes_per_s for row in all_rows)
+    per_s = rates.summed(row.steps_per_s for row in all_rows)
+    sent = rates.summed(row.bytes_per_s for row in all_rows)
     waited = rates.mean(row.blocked_share for row in all_rows)
     if not run.live and elapsed_s(run) > 0:  # workers came and went: their rates do not add up
         per_s, sent = rates.rates(run)[0], run.total("bytes_out") / elapsed_s(run)
@@ -150,7 +150,7 @@ def history(run: Run, cells: int) -> dict[int | None, list[float | None]]:
     drawn: dict[int | None, list[float | None]] = {
         rank: _parts(track, edges) for rank, track in run.workers.items()
     }
-    drawn[None] = [rates.total(column) for column in zip(*drawn.values(), strict=True)]
+    drawn[None] = [rates.summed(column) for column in zip(*drawn.values(), strict=True)]
     return drawn
 
 

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.records.run import Run
+from freewheel.records.tail import Tail
 from freewheel.records.timeline import UNITS, seconds
 from freewheel.show.versus import BASELINES
 
@@ -62,7 +61,7 @@ def _played(run: Run, colour: str) -> dict[str, Any]:
     met: dict[int, list[tuple[float, float, int]]] = {}
     merges: list[list[Any]] = []
     for rank in ranks:
-        for line in _lines(run.folder / f"timeline-{rank}.jsonl"):
+        for line in Tail(run.folder / f"timeline-{rank}.jsonl").read():
             moments = seconds(line, line["gradients"])
             spans[place[rank]] += [_short(at_s - began_s) for at_s in moments]
             numbers = line["exchanges"]
@@ -74,7 +73,9 @@ def _played(run: Run, colour: str) -> dict[str, Any]:
                     (end_s,) = seconds(line, [at])
                     members = [place[one] for one in sorted({rank, *peers}) if one in place]
                     merges.append([_short(end_s - began_s - took / UNITS), _short(took / UNITS), members])
-        lives[place[rank]] = _lives(run, rank)
+        for life in run.workers[rank].lives if rank in run.workers else ():
+            from_s = life["began"] - began_s
+            lives[place[rank]].append([_short(from_s), _short(from_s + (life.get("elapsed_s") or 0.0))])
     if not any(spans):
         raise ConfigError(
             f"{str(run.folder)!r} has no timeline: an earlier version wrote it, or it has too many workers. "
@@ -97,29 +98,6 @@ def _played(run: Run, colour: str) -> dict[str, Any]:
             [_short(one.time - began_s), one.accuracy] for one in run.evaluations if one.accuracy is not None
         ],
     }
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a timeline; a last one that is not whole is left out."""
-    with contextlib.suppress(OSError):
-        lines = path.read_text(encoding="utf-8").splitlines()
-        with contextlib.suppress(ValueError):
-            return [json.loads(line) for line in lines]
-        return [json.loads(line) for line in lines[:-1]]
-    return []
-
-
-def _lives(run: Run, rank: int) -> list[list[float]]:
-    """When a worker was there, by its lives."""
-    track = run.workers.get(rank)
-    if track is None:
-        return []
-    found = []
-    for life in track.lives:
-        began_s = life.get("began")
-        from_s = (life["time"] if began_s is None else began_s) - run.began_s
-        found.append([_short(from_s), _short(from_s + (life.get("elapsed_s") or 0.0))])
-    return found
 
 
 def _exchanges(met: dict[int, list[tuple[float, float, int]]], place: dict[int, int]) -> list[float]:

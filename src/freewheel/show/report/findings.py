@@ -100,15 +100,13 @@ def _ranking(runs: Sequence[Shown]) -> Iterator[str]:
     reference = next((run for name in BASELINES for run in runs if run.result.strategy == name), None)
     beside = versus([run.result for run in runs])
     if chosen := next((run.result.target for run in runs if run.result.target), None):
-        reached = [run.result.target_s for run in runs]
+        after_s = {run: run.result.target_s for run in runs}
         trying = [run for run in runs if run.result.target and run is not reference]
-        yield _first_to_target(
-            runs, f"the target accuracy of {given(100 * chosen)} %", reached, reference, trying
-        )
+        yield _first_to_target(f"the target accuracy of {given(100 * chosen)} %", after_s, reference, trying)
     elif beside is not None and beside.target is not None:
-        reached = [row.target_s for row in beside.rows]
+        after_s = {run: row.target_s for run, row in zip(runs, beside.rows, strict=True)}
         as_good = f"{share(beside.target)} accuracy, about what {beside.baseline} ended with,"
-        yield _first_to_target(runs, as_good, reached, reference, runs)
+        yield _first_to_target(as_good, after_s, reference, runs)
     top = max(run.result.steps_per_s for run in runs)
     best = [run for run in runs if run.result.steps_per_s >= 0.999 * top]
     ideal = share(best[0].result.ideal_share)
@@ -128,27 +126,20 @@ def _ranking(runs: Sequence[Shown]) -> Iterator[str]:
 
 
 def _first_to_target(
-    runs: Sequence[Shown],
-    target: str,
-    reached: Sequence[float | None],
-    reference: Shown | None,
-    trying: Sequence[Shown],
+    target: str, after_s: dict[Shown, float | None], reference: Shown | None, trying: Sequence[Shown]
 ) -> str:
     """Who is first, how much sooner than the reference, and who of those that try does not get there."""
-    after_s = {id(run): at_s for run, at_s in zip(runs, reached, strict=True)}
-    those = [run for run in runs if after_s[id(run)] is not None]
-    if not those:
+    reached = {run: at_s for run, at_s in after_s.items() if at_s is not None}
+    if not reached:
         return f"No run reaches {target}."
-    first = min(those, key=lambda run: after_s[id(run)] or 0.0)
-    first_s = after_s[id(first)]
-    said = f"{first.label} reaches {target} {'first, ' if len(runs) > 1 else ''}after {number(first_s)} s"
+    first, first_s = min(reached.items(), key=lambda one: one[1])
+    said = f"{first.label} reaches {target} {'first, ' if len(after_s) > 1 else ''}after {number(first_s)} s"
     if reference is not None and reference is not first:
-        slow_s = after_s[id(reference)]
-        if slow_s is None:
+        if reference not in reached:
             said += f"; {reference.label} does not reach it"
         elif first_s:
-            said += f", {number(slow_s / first_s)} times as fast as {reference.label}"
-    late = [run.label for run in trying if after_s[id(run)] is None]
+            said += f", {number(reached[reference] / first_s)} times as fast as {reference.label}"
+    late = [run.label for run in trying if run not in reached]
     if late:
         said += f"; {listed(late)} {'does' if len(late) == 1 else 'do'} not reach it in this run"
     return f"{said}."
