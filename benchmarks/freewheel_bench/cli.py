@@ -15,7 +15,6 @@ from rich.table import Table
 from freewheel import names, strategies
 from freewheel.cli.console import bars, output
 from freewheel.cli.options import Command, arrange, option, takes
-from freewheel.cli.results import WIDE
 from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
 from freewheel.numbers import given, share, short
 from freewheel.records.files import check_writable, write_whole
@@ -33,6 +32,7 @@ app = typer.Typer(
 )
 
 JSON = option(None, "Write the figures and all raw numbers here.", "--json")
+WIDE = option(False, "Print all figures, not the six that matter most.", "--wide")
 QUICK = option(False, "One short round: whether it works, not how well.", "--quick")
 BOTH = option("adpsgd,nodelay_free", "One or several, separated by commas.")
 HERE = "Rates of all workers together, as shares of the same workers' without communication."

@@ -210,20 +210,18 @@ def ranks_and_numbers(
     option: str, texts: list[str] | None, numbers: int
 ) -> list[tuple[int, tuple[float, ...]]]:
     """Read an option that is given once for each worker it speaks of."""
-    read = [_rank_and_numbers(option, text, numbers) for text in texts or []]
-    twice = {rank for rank, _ in read if [r for r, _ in read].count(rank) > 1}
+    read: list[tuple[int, tuple[float, ...]]] = []
+    for text in texts or []:
+        rank, *rest = text.split(":")
+        try:
+            if len(rest) != numbers:
+                raise ValueError
+            read.append((int(rank), tuple(map(float, rest))))
+        except ValueError:
+            form = {1: "RANK:FACTOR, as in 0:5", 2: "RANK:AT_S:FOR_S, as in 0:0.5:1.0"}[numbers]
+            raise ConfigError(f"cannot read {option} {text!r}: write {form}.") from None
+    ranks = [rank for rank, _ in read]
+    twice = {rank for rank in ranks if ranks.count(rank) > 1}
     if twice and numbers == 1:
         raise ConfigError(f"{option} is given twice for worker {min(twice)}; give it once.")
     return read
-
-
-def _rank_and_numbers(option: str, text: str, numbers: int) -> tuple[int, tuple[float, ...]]:
-    """Read RANK:NUMBER or RANK:NUMBER:NUMBER."""
-    rank, *rest = text.split(":")
-    try:
-        if len(rest) != numbers:
-            raise ValueError
-        return int(rank), tuple(float(number) for number in rest)
-    except ValueError:
-        form = {1: "RANK:FACTOR, as in 0:5", 2: "RANK:AT_S:FOR_S, as in 0:0.5:1.0"}[numbers]
-        raise ConfigError(f"cannot read {option} {text!r}: write {form}.") from None

@@ -73,9 +73,10 @@ def curves(runs: Sequence[Shown], what: str, over: str) -> Figure:
         data += curve
         if points:
             x, y = (drawn(values) for values in zip(*points, strict=True))
-            dots = {"mode": "markers" if curve else "lines+markers", "x": x, "y": y}
-            dots |= {"marker": {"color": one.colour, "size": 6 if len(points) < 60 else 4}}
-            data.append(line(one, "", hover + (" of the answer" if what == "loss" else ""), **dots))
+            mode = "markers" if curve else "lines+markers"
+            dots = {"color": one.colour, "size": 6 if len(points) < 60 else 4}
+            said = hover + (" of the answer" if what == "loss" else "")
+            data.append(line(one, "", said, mode=mode, x=x, y=y, marker=dots))
     layout: dict[str, Any] = {
         "xaxis": time_axis(runs) if over == "time" else axis(f"{counted} of all workers", ",~s"),
         "shapes": event_marks(runs) if over == "time" else [],
