@@ -50,11 +50,12 @@
     later();
   });
   const boxed = (name, data = {}) => {
-    const place = make("div", { className: "plot" });
-    const box = make("figure", { id: "box-" + name }, make("figcaption", {}, make("b"), make("span")), place);
+    const [title, said, place, none] = [make("b"), make("span"), make("div", { className: "plot" }),
+      make("p", { className: "none", hidden: true })];
+    const box = make("figure", { id: "box-" + name }, make("figcaption", {}, title, said), place, none);
     Object.assign(box.dataset, data);
     if (data.over) box.hidden = !document.querySelector(`.switch [data-over=${data.over}][aria-pressed=true]`);
-    boxes.set(name, { box, place, seen: false, due: true, drawn: false, at: 0 });
+    boxes.set(name, { box, title, said, place, none, seen: false, due: true, drawn: false, at: 0 });
     onScreen.observe(box);
     sized.observe(place);
     return box;
@@ -65,30 +66,20 @@
   }
   // A figure's words and its room are there at once, so that nothing moves when it is drawn.
   const caption = (one, figure) => {
-    const [title, said] = one.box.querySelectorAll("figcaption > b, figcaption > span");
-    title.textContent = figure.title;
-    said.textContent = figure.said;
+    const some = figure.data.some((trace) => trace.x.length);
+    one.title.textContent = figure.title;
+    one.said.textContent = figure.said;
+    one.none.textContent = figure.empty;
+    [one.place.hidden, one.none.hidden] = [!some, some];
     if (!one.place.style.height) one.place.style.height = figure.height + "px";
-    const none = one.box.querySelector(".none");
-    if (none && figure.data.some((trace) => trace.x.length)) {  // it is drawn when somebody looks
-      none.remove();
-      one.place.hidden = false;
-    }
+    if (some || !one.drawn) return;
+    Plotly.purge(one.place);
+    one.drawn = false;
   };
   const draw = (name) => {
     const one = boxes.get(name), figure = document_.figures[name];
     one.due = false;
-    const some = figure.data.some((trace) => trace.x.length);
-    let none = one.box.querySelector(".none");
-    one.place.hidden = !some;
-    if (!some) {
-      if (one.drawn) Plotly.purge(one.place);
-      one.drawn = false;
-      if (!none) one.box.append(none = make("p", { className: "none" }));
-      none.textContent = figure.empty;
-      return;
-    }
-    if (none) none.remove();
+    if (one.place.hidden) return;
     const width = one.place.clientWidth;
     // A circle needs no more height than width; a legend that is folded needs more.
     const height = name === "graph" ? Math.min(figure.height, width + 80)
