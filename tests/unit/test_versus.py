@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 import freewheel as fw
-from freewheel.cli.results import show
+from freewheel.cli.results import Outputs
 from freewheel.records.result import Sample
 from freewheel.show.versus import versus
 
@@ -60,9 +60,9 @@ def test_a_target_that_the_baseline_never_reaches_gives_a_bound(result):
     assert (ddp.target_s, ddp.speedup) == (None, None)
     assert (ours.speedup, ours.at_least) == (pytest.approx(2.04), True)
     console = Console(width=100, record=True)
-    show(console, runs)
+    Outputs().show(console, runs)
     assert "adpsgd        100         0.0 %           10             > 2.04" in console.export_text()
-    show(console, runs, wide=True)
+    Outputs(wide=True).show(console, runs)
     lines = console.export_text().splitlines()
     assert all(len(line) <= 100 for line in lines)
     assert any(line.split() == ["adpsgd", "70.0", "%", "95.0", "%", "10", ">", "2.04"] for line in lines)
