@@ -44,12 +44,12 @@ from freewheel.fabric.tcp import TcpFabric
 from freewheel.fabric.windows import HOST, STREAM
 from freewheel.records.counters import Counters
 from freewheel.runtime.membership.place import Place
+from freewheel.runtime.worker import joining
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.attach import Worker
 from freewheel.runtime.worker.inventory import Inventory
-from freewheel.runtime.worker.live_replica import live_replica
-from freewheel.runtime.worker.peer_copy import Rest
 from freewheel.runtime.worker.records import Events
+from freewheel.runtime.worker.settings import Settings
 from freewheel_bench.workers import free_port
 
 SIZE, WORLD, PEER = 48, 3, 1
@@ -125,7 +125,7 @@ def traffic(name: str) -> list[Said]:
         place = Place(rank, 2, 2, "127.0.0.1", port, secret=shared)
         data = torch.utils.data.TensorDataset(torch.randn(64, SIZE))
         try:
-            with Worker(model, optimizer, strategies.resolve(name), version="fuzz", place=place) as worker:
+            with Worker(model, optimizer, strategies.resolve(name), place=place) as worker:
                 for (x,) in worker.loader(data, 4, epochs=1):
                     optimizer.zero_grad()
                     model(x).square().mean().backward()
@@ -285,13 +285,12 @@ class Victim:
         model = nn.Linear(SIZE, 1, bias=False)
         nn.init.zeros_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        self.replica = live_replica(model)
-        rest = Rest(Inventory(model, optimizer), optimizer)
+        inventory = Inventory(model, optimizer)
+        self.replica = inventory.replica
         me = Identity(KEY, 0, WORLD, 1, "fuzz", "m", LONGEST)
-        how = {"seed": 0, "wire": None, "tls": None, "heartbeat_s": 2.0, "events": Events()}
         strategy = strategies.resolve(name)
-        self.agent = Agent(me, self.replica, strategy, score=lambda: 0.0, rest=rest, **how)  # type: ignore[arg-type]
-        self.agent.call(self.agent.start())
+        self.agent = Agent(me, inventory, strategy, Settings(), lambda: 0.0, Events())
+        self.agent.call(joining.start(self.agent))
         self.fabric = self.agent.fabric
         self.fabric._most_unread = UNREAD_BYTES
         self.link: Connection | None = None

@@ -50,7 +50,7 @@ def sample_ms(folder: Path) -> float:
     with fw.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), "none", folder=folder) as worker:
         for peer in range(1, PEERS + 1):
             worker._agent.counters.met(peer, 1 / 3)
-        recorder = worker._recorder
+        recorder = worker._account.recorder
         assert recorder is not None
         begin = time.thread_time()
         for _ in range(TURNS):

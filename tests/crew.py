@@ -26,6 +26,7 @@ from freewheel.runtime.membership.hosts import host_store
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.rendezvous import OPTIONS
 from freewheel.runtime.worker.attach import Worker
+from freewheel.runtime.worker.settings import Settings
 
 
 def free_port() -> int:
@@ -44,9 +45,8 @@ def places(n: int) -> list[Place]:
 def worker(place: Place, model: torch.nn.Module, strategy: str = "adpsgd", lr: float = 0.1, **settings: Any):
     """A worker with plain SGD."""
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-    settings = {"version": "test", "join_timeout_s": 30.0, **settings}
-    made = Worker(model, optimizer, strategies.resolve(strategy), place=place, **settings)
-    return made, optimizer
+    chosen = Settings(**{"join_timeout_s": 30.0, **settings})
+    return Worker(model, optimizer, strategies.resolve(strategy), chosen, place), optimizer
 
 
 def together(n: int, work: Callable[[Place], Any], deadline_s: float = 90.0) -> list[Any]:

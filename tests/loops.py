@@ -11,6 +11,7 @@ from torch import nn
 import freewheel as fw
 from freewheel import strategies
 from freewheel.runtime.membership.place import Place
+from freewheel.runtime.worker.settings import Settings
 
 DEADLINE_S = 60.0
 
@@ -19,8 +20,8 @@ def make(place: Place, model: nn.Module, optimizer: Any = None, strategy: str = 
     """A worker, with its optimizer beside it; by default plain SGD."""
     if optimizer is None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    settings = {"version": "test", "join_timeout_s": 30.0, **settings}
-    worker = fw.Worker(model, optimizer, strategies.resolve(strategy), place=place, **settings)
+    chosen = Settings(**{"join_timeout_s": 30.0, **settings})
+    worker = fw.Worker(model, optimizer, strategies.resolve(strategy), chosen, place)
     worker.optimizer = optimizer
     return worker
 

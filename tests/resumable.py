@@ -14,6 +14,7 @@ from torch import nn
 from freewheel import strategies
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.worker.attach import Worker
+from freewheel.runtime.worker.settings import Settings
 
 SAMPLES, BATCH, PASSES, EVERY = 48, 4, 3, 5
 OPTIMIZERS = {
@@ -80,11 +81,10 @@ def train(
     steps = OPTIMIZERS[optimizer](model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(steps, T_0=7)
     by_pass = torch.optim.lr_scheduler.MultiStepLR(steps, milestones=[1, 2])
-    settings: dict[str, Any] = {"version": "test", "join_timeout_s": 30.0, "place": place or Place()}
-    settings |= {"resume": folder} if resume else {}
+    settings = Settings(join_timeout_s=30.0, resume=folder if resume else None)
     seed(7 + 100 * resume)  # a resumed run has another history: only the checkpoint may count
     losses, began = {}, {}
-    with Worker(model, steps, strategies.resolve(strategy), **settings) as worker:
+    with Worker(model, steps, strategies.resolve(strategy), settings, place or Place()) as worker:
         loader = worker.loader(Noisy(samples, noise), BATCH, seed=3)
         if folder is not None:
             extra = {"scheduler": scheduler, "by_pass": by_pass}

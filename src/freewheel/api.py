@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO, Unpack
 
 import torch
 from torch import nn
 
-from freewheel import strategies, tasks
+from freewheel import __version__, strategies, tasks
 from freewheel.planning.plan import Plan, make
 from freewheel.planning.setting import Setting
 from freewheel.records.result import Result
 from freewheel.records.run_json import typed
 from freewheel.runtime.worker.attach import Worker
+from freewheel.runtime.worker.settings import Given, Settings
 from freewheel.sim.driver import Simulation
 from freewheel.sim.records import SimulatedRecords
 from freewheel.sim.scenario import Scenario
@@ -26,17 +27,7 @@ def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     strategy: str | Strategy = "adpsgd",
-    *,
-    wire: Literal["fp32", "bf16"] = "fp32",
-    bind: str | None = None,
-    tls: str | Path | None = None,
-    folder: str | Path | None = None,
-    tensorboard: str | Path | None = None,
-    resume: str | Path | None = None,
-    seed: int = 0,
-    join_timeout_s: float = 300.0,
-    heartbeat_s: float = 2.0,
-    leave_s: float | None = None,
+    **settings: Unpack[Given],
 ) -> Worker:
     """Make a training loop one worker of a run; use it in a with-statement around the loop.
 
@@ -64,24 +55,7 @@ def attach(
         >>> worker.rank, worker.world_size, worker.metrics()["steps"]
         (0, 1, 3)
     """
-    from freewheel import __version__  # defined after this module was imported
-
-    return Worker(
-        model,
-        optimizer,
-        strategies.resolve(strategy),
-        version=__version__,
-        wire=wire,
-        bind=bind,
-        tls=tls,
-        folder=folder,
-        tensorboard=tensorboard,
-        resume=resume,
-        seed=seed,
-        join_timeout_s=join_timeout_s,
-        heartbeat_s=heartbeat_s,
-        leave_s=leave_s,
-    )
+    return Worker(model, optimizer, strategies.resolve(strategy), Settings.of(settings), version=__version__)
 
 
 def simulate(
@@ -111,8 +85,6 @@ def simulate(
     """
     if scenario is not None and settings:
         raise TypeError("give the settings as a Scenario or as keywords, not both")
-    from freewheel import __version__  # defined after this module was imported
-
     records = None
     if folder is not None:
         name = name or (task if isinstance(task, str) else type(task).__name__)

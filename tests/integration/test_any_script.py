@@ -18,6 +18,7 @@ import freewheel as fw
 from crew import outcomes, together
 from freewheel import strategies
 from freewheel.runtime.membership.place import Place
+from freewheel.runtime.worker.settings import Settings
 
 pytestmark = pytest.mark.integration
 
@@ -25,8 +26,8 @@ ALONE = Place(0, 1, 1, "127.0.0.1", 1)
 
 
 def make(place: Place, model: Any, optimizer: Any, strategy: str = "adpsgd", **settings: Any) -> fw.Worker:
-    settings = {"version": "test", "join_timeout_s": 30.0, **settings}
-    return fw.Worker(model, optimizer, strategies.resolve(strategy), place=place, **settings)
+    chosen = Settings(**{"join_timeout_s": 30.0, **settings})
+    return fw.Worker(model, optimizer, strategies.resolve(strategy), chosen, place)
 
 
 def net(seed: int = 0, *more: nn.Module) -> nn.Sequential:

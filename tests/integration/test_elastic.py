@@ -10,7 +10,9 @@ from torch import nn
 import crew
 from crew import next_life, together
 from freewheel.runtime.membership.place import Place
+from freewheel.runtime.worker import joining
 from freewheel.runtime.worker.agent import Agent
+from freewheel.runtime.worker.settings import Settings
 
 DEADLINE_S = 60.0
 
@@ -31,7 +33,7 @@ def attach(place: Place, seed: int) -> tuple[nn.Module, crew.Worker]:
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(weights, lr=0.01)
     made = crew.Worker(
-        model, optimizer, crew.strategies.resolve("adpsgd"), version="test", place=place, join_timeout_s=30.0
+        model, optimizer, crew.strategies.resolve("adpsgd"), Settings(join_timeout_s=30.0), place
     )
     return model, made
 
@@ -96,14 +98,14 @@ def test_a_worker_that_comes_back_is_a_copy_of_a_living_one():
 
 def test_worker_0_leaves_while_another_is_only_about_to_begin(monkeypatch):
     """Who begins last must not wait for first weights that nobody sends any more."""
-    inner = Agent.start
+    inner = joining.start
 
     async def start(agent: Agent, *arguments: object) -> None:
         while agent.me.rank == 2 and 0 in agent.fabric.members:
             await agent.fabric.changed()
         await inner(agent, *arguments)
 
-    monkeypatch.setattr(Agent, "start", start)
+    monkeypatch.setattr(joining, "start", start)
 
     def work(place: Place) -> list[int]:
         model, worker = attach(place, seed=place.rank)

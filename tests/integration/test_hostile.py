@@ -35,6 +35,7 @@ from freewheel.fabric.frames import BadFrame, Frame, Kind, pack
 from freewheel.fabric.handshake import Identity
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.rendezvous import Rendezvous
+from freewheel.runtime.worker.settings import Settings
 
 pytestmark = pytest.mark.integration
 
@@ -69,9 +70,7 @@ class Run:
         model = nn.Linear(SIZE, 1, bias=False)
         nn.init.ones_(model.weight)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        worker = fw.Worker(
-            model, optimizer, strategies.resolve("adpsgd"), version="test", place=place, tls=self.tls
-        )
+        worker = fw.Worker(model, optimizer, strategies.resolve("adpsgd"), Settings(tls=self.tls), place)
         model.weight.grad = torch.full_like(model.weight, 1.0 + place.rank)
         try:
             with worker:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ import freewheel as fw
 from crew import together
 from freewheel import strategies
 from freewheel.runtime.membership.place import Place
+from freewheel.runtime.worker.settings import Settings
 
 pytestmark = pytest.mark.integration
 
@@ -313,10 +313,8 @@ def train(
     feature: Feature, place: Place, strategy: str, data: int
 ) -> tuple[Run, dict[str, Tensor], fw.Worker]:
     run = begin(feature, place.rank, data)
-    settings: dict[str, Any] = {"version": "test", "join_timeout_s": 30.0}
-    with fw.Worker(
-        run.model, run.optimizers, strategies.resolve(strategy), place=place, **settings
-    ) as worker:
+    settings = Settings(join_timeout_s=30.0)
+    with fw.Worker(run.model, run.optimizers, strategies.resolve(strategy), settings, place) as worker:
         feature.loop(run)
     return run, everything(worker.consensus()), worker
 

@@ -20,7 +20,7 @@ from freewheel.records.run import Run
 from freewheel.runtime.launch.launcher import Captured, launch
 from freewheel.runtime.membership import registrar
 from freewheel.runtime.membership.place import Place
-from freewheel.runtime.worker import attach, records
+from freewheel.runtime.worker import account, records
 
 pytestmark = pytest.mark.integration
 
@@ -253,14 +253,14 @@ def test_training_goes_on_with_one_warning(broken, tmp_path, quick, alone, monke
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if broken == "tensorboard":
-        monkeypatch.setattr(attach, "open_board", lambda *_: Raises())
+        monkeypatch.setattr(account, "open_board", lambda *_: Raises())
     if broken == "full disk":
         for name in ("worker-0.jsonl", "events-0.jsonl", "evaluations-0.jsonl"):
             (folder / name).symlink_to("/dev/full")
     given = {"folder": folder, "tensorboard": tmp_path if broken == "tensorboard" else None}
     with fw.attach(model, optimizer, **given) as one:
         if broken == "metrics":
-            monkeypatch.setattr(one, "_said", lambda: 1 / 0)
+            monkeypatch.setattr(one._account, "said", lambda: 1 / 0)
         if broken == "deleted folder":
             train_until(model, optimizer, (folder / "worker-0.jsonl").exists)
             shutil.rmtree(folder)

@@ -167,7 +167,7 @@ def test_a_long_closure_does_not_keep_the_others_from_each_other(strategy):
     def work(place):
         model = net()
         optimizer = torch.optim.LBFGS(model.parameters(), lr=1e-4, max_iter=1)
-        attached = fw.Worker(model, optimizer, resolve(strategy), place=place, version="test")
+        attached = fw.Worker(model, optimizer, resolve(strategy), place=place)
         with attached:
             for k in range(5):
                 take(model, optimizer, place.rank == 2 and k == 2)

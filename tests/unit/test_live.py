@@ -16,7 +16,8 @@ from torch import nn
 
 from freewheel.errors import Diverged
 from freewheel.runtime.worker import live_replica as live
-from freewheel.runtime.worker.live_replica import LiveReplica, live_replica
+from freewheel.runtime.worker.inventory import live_replica
+from freewheel.runtime.worker.live_replica import LiveReplica
 
 DEADLINE_S = 60.0
 CORRECTION = float(2**14)

@@ -11,8 +11,9 @@ from crew import together
 from freewheel.errors import ConfigError
 from freewheel.moments import NU, Moments, QuasiGlobal, adam_rate, momentum_buffers
 from freewheel.replica import Replica
-from freewheel.runtime.worker.live_replica import live_replica
+from freewheel.runtime.worker.inventory import live_replica
 from freewheel.runtime.worker.optimizers import joined
+from freewheel.runtime.worker.settings import Settings
 from freewheel.strategies import resolve
 from freewheel.tasks import resolve as resolve_task
 from lab import make
@@ -78,9 +79,9 @@ def test_a_merge_averages_moments_where_it_is_asked_to(optimizer):
             "adamw": lambda: torch.optim.AdamW(model.parameters()),
         }[optimizer]()
         found = []
-        settings = {"version": "test", "join_timeout_s": 30.0}
+        settings = Settings(join_timeout_s=30.0)
         spec = "sasgd:interval=1:state=averaged:state_every=2"
-        with fw.Worker(model, made, resolve(spec), place=place, **settings) as attached:
+        with fw.Worker(model, made, resolve(spec), settings, place) as attached:
             for _ in range(4):
                 made.zero_grad()
                 model(torch.full((2, 3), 1.0 + place.rank)).square().mean().backward()

@@ -67,10 +67,10 @@ class Samples:
         """Collect the parts beside training."""
 
         async def collect() -> None:
-            agent = worker._agent
-            parts = [part async for part in agent.parts()]
+            answers = worker._agent.answers
+            parts = [part async for part in answers.parts()]
             served = any(vector is None for _, vector, _, _ in parts)  # a server has the answer
-            self.keep(parts, [part async for part in agent.parts(own=True)] if served else parts)
+            self.keep(parts, [part async for part in answers.parts(own=True)] if served else parts)
 
         self.pending = [one for one in self.pending if not one.done()]
         if not self.pending:  # a slow network: better fewer samples than many under way

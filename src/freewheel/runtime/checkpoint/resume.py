@@ -25,7 +25,6 @@ from freewheel.runtime.checkpoint.shards import Damaged, Manifest, Shard
 from freewheel.runtime.worker.buffers import TensorMean
 from freewheel.runtime.worker.checks import first_difference
 from freewheel.runtime.worker.inventory import Inventory
-from freewheel.runtime.worker.live_replica import LiveReplica
 from freewheel.runtime.worker.optimizers import members
 
 TOGETHER = ("all", "neighbours", "group")
@@ -236,12 +235,11 @@ def _read(chosen: Sequence[Shard], me: Manifest) -> Resumed:
     return Resumed(min(one.manifest.step for one in chosen), chosen[0].manifest.origin, own)
 
 
-def restore(
-    state: dict[str, Any], inventory: Inventory, replica: LiveReplica, optimizer: torch.optim.Optimizer
-) -> None:
+def restore(state: dict[str, Any], inventory: Inventory) -> None:
     """Put weights, buffers and the optimizer's state where they belong."""
+    replica, optimizer = inventory.replica, inventory.optimizer
     vector = torch.empty(replica.size, dtype=replica.dtype)
-    for name, piece in inventory.named(replica.pieces(vector)):
+    for name, piece in inventory.pieces(vector):
         piece.copy_(state["weights"][name])
     replica.load(vector)
     buffers, saved = inventory.still(), state["buffers"]

@@ -29,7 +29,6 @@ from freewheel.runtime.membership.generation import Beginning
 from freewheel.runtime.worker import optimizers
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.checks import signature
-from freewheel.runtime.worker.inventory import Inventory
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 MAPPINGS = (dict, collections.OrderedDict, collections.Counter)
@@ -42,11 +41,10 @@ log = logging.getLogger("freewheel")
 class Checkpoints:
     """One worker's checkpoints. All but the writing is done in the training thread."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, between: Callable[[], None] = lambda: None) -> None:
         self.loaders: list[Any] = []
         """The worker's loaders, in the order in which they were made."""
         self.counts = {"done": 0, "skipped": 0, "failed": 0}
-        self._optimizer = optimizer
         self._every: int | None = None
         self._extra: Mapping[str, Any] = {}
         self._writer: Writer | None = None
@@ -57,7 +55,7 @@ class Checkpoints:
         self._alone = True
         """Whether none had, at the last step: the loop has no loader, or has left it."""
         self._step = self._taken = 0
-        self.between: Callable[[], None] = lambda: None
+        self._between = between
         """Is called where nothing is half done: a step has used all batches that were given."""
         # What a resumed run has not taken up yet:
         self._random: dict[str, Any] | None = None
@@ -70,7 +68,6 @@ class Checkpoints:
     def begin(
         self,
         agent: Agent,
-        inventory: Inventory,
         path: str | Path | None,
         meeting: Meeting | None,
         beginning: Beginning,
@@ -80,7 +77,7 @@ class Checkpoints:
         None: there is nothing to resume. Loaders and extras take their states when they are made known.
         In a beginning without some of the workers shards are numbered by those there are.
         """
-        self._agent, self._inventory, me = agent, inventory, agent.me
+        self._agent, inventory, me = agent, agent.inventory, agent.me
         self._manifest = Manifest(
             version=me.version,
             run=me.run.hex(),
@@ -89,7 +86,7 @@ class Checkpoints:
             world_size=len(beginning.ranks),
             strategy=agent.strategy.name,
             settings={name: str(value) for name, value in vars(agent.strategy).items()},
-            optimizer=optimizers.name(self._optimizer),
+            optimizer=optimizers.name(inventory.optimizer),
             model=signature(inventory.model),
             names=state_names(inventory.model),
         )
@@ -101,7 +98,7 @@ class Checkpoints:
         self._manifest = dataclasses.replace(self._manifest, origin=origin)
         if resumed is None:
             return None
-        restore(resumed.state, inventory, agent.replica, self._optimizer)
+        restore(resumed.state, inventory)
         agent.node.begin_at(resumed.step)
         agent.events.note("resumed", me.rank, f"goes on at step {resumed.step} of {path}")
         self._step = self._taken = resumed.step
@@ -170,6 +167,11 @@ class Checkpoints:
         """The first loader, and those that were made anew for its later passes."""
         return [*self.loaders[:1], *(one for one in self.loaders[1:] if one.goes_on(self.loaders[0]))]
 
+    @property
+    def progress(self) -> float:
+        """Passes of all workers together over the data of the first loader."""
+        return float(sum(one.progress for one in self.like_first()))
+
     def asked(self, number: int) -> None:
         """The loop has come to a loader for its next batch: what it did with the last one is done."""
         if self._random is not None and self._random["asked"] == number:
@@ -179,7 +181,7 @@ class Checkpoints:
         if self._due:
             self.take(number)
         if not self._fed:
-            self.between()
+            self._between()
         self._fed.add(number)
 
     def used(self) -> None:
@@ -199,7 +201,7 @@ class Checkpoints:
         if self._due and self._alone:
             self.take()
         if self._alone:
-            self.between()
+            self._between()
 
     def leave(self, within_s: float) -> None:
         """This worker leaves: count what is used, take what is due. The others matter more than a failure."""
@@ -235,8 +237,8 @@ class Checkpoints:
         self.wait()
         kept = self._kept
         state = {
-            "buffers": self._inventory.still(),
-            "optimizer": self._optimizer.state_dict(),
+            "buffers": self._agent.inventory.still(),
+            "optimizer": self._agent.inventory.optimizer.state_dict(),
             "random": {"asked": asked, "states": random_state()},
             "loaders": [loader.own_state() for loader in self.loaders],
             "extra": {name: one.state_dict() for name, one in self._extra.items()},
@@ -251,8 +253,7 @@ class Checkpoints:
         if not self._vector.numel():
             self._vector = torch.empty(replica.size, dtype=replica.dtype, pin_memory=replica.side is not None)
         vectors = self._agent.call(self._agent.hold_still(self._vector))
-        pieces = self._inventory.named(replica.pieces(self._vector))
-        return {"weights": dict(pieces), "strategy": vectors}
+        return {"weights": dict(self._agent.inventory.pieces(self._vector)), "strategy": vectors}
 
     def close(self) -> None:
         """Take what is still due, and where checkpoints are taken every so many steps, one of the end."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import weakref
 from typing import Any
 
@@ -19,21 +18,17 @@ log = logging.getLogger("freewheel")
 
 SPREAD = ("DistributedDataParallel", "FullyShardedDataParallel")
 """Wrappers that average or shard by themselves."""
-WIRES = {"fp32": None, "bf16": torch.bfloat16}
 
 _attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-def wire_type(wire: str, strategy: Strategy) -> torch.dtype | None:
-    """What vectors are rounded to on their way; None: nothing."""
-    if wire not in WIRES:
-        raise ConfigError(f"wire must be one of {', '.join(WIRES)}, not {wire!r}.")
-    if wire != "fp32" and not strategy.defines("meet"):
+def wire(given: str, strategy: Strategy) -> None:
+    """Refuse to round what does not bear it."""
+    if given != "fp32" and not strategy.defines("meet"):
         raise ConfigError(
-            f"wire={wire!r} is for strategies that swap snapshots, such as adpsgd. With {strategy.name} "
+            f"wire={given!r} is for strategies that swap snapshots, such as adpsgd. With {strategy.name} "
             "small updates would be lost in the rounding; take fp32."
         )
-    return WIRES[wire]
 
 
 def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -91,17 +86,6 @@ def finite(weights: Tensor, rank: int) -> None:
     """Refuse an answer that is none."""
     if not weights.isfinite().all():
         raise Diverged(f"worker {rank} ended with weights that are not finite. Lower the learning rate.")
-
-
-def score(loss: float, steps: int, strategy: Strategy) -> float:
-    """What a strategy compares workers by: the loss that was last reported, in this life of so many steps."""
-    if not math.isnan(loss):
-        return loss
-    if steps > 1:
-        raise ConfigError(
-            f"{strategy.name} compares the workers' losses: call worker.report(loss) in every step."
-        )
-    return math.inf
 
 
 def enter(model: nn.Module) -> None:

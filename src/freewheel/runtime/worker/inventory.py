@@ -1,4 +1,4 @@
-"""What of a model travels, fixed when it is attached: its trainable parameters, by name.
+"""What of a model travels, fixed when it is attached: its trainable parameters, by name, as one vector.
 
 A layer that is frozen in the with-block keeps its place in the vector. What would have to travel and has no
 place there is refused at the next step, by name: a layer that was frozen and is trained now, a parameter the
@@ -10,14 +10,17 @@ from __future__ import annotations
 import itertools
 import logging
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from freewheel.errors import RunStopped
-from freewheel.replica import Replica
+from freewheel.errors import ConfigError, RunStopped
+from freewheel.replica import flatten
+from freewheel.runtime.worker import tensor_codec
+from freewheel.runtime.worker.buffers import alike, buffers_of, in_memory
+from freewheel.runtime.worker.live_replica import LiveReplica
 
 log = logging.getLogger("freewheel")
 REQUIRES = operator.attrgetter("requires_grad")
@@ -26,12 +29,12 @@ LOOKS = 32
 
 
 class Inventory:
-    """The parameters and buffers of a model whose trainable parameters have just become one vector."""
+    """A model and its optimizer: the replica of what travels, and all else a worker has."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model: nn.Module = plain(model)
+        self.model, self.optimizer = plain(model), optimizer
+        self.replica = live_replica(self.model)
         self.trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
-        self._optimizer = optimizer
         self._all = dict(self.model.named_parameters())
         self._names = {id(one): name for name, one in self._all.items()}
         self._homes = {name: one.data_ptr() for name, one in self.trained.items()}
@@ -61,6 +64,33 @@ class Inventory:
         frozen = {name: one.data for name, one in self._all.items() if name not in self.trained}
         return {**frozen, **dict(self.model.named_buffers())}
 
+    def buffers(self) -> dict[str, Tensor]:
+        """A copy of BatchNorm's statistics and the like, where nobody changes it any more."""
+        found = buffers_of(self.model)
+        return {name: one.detach().to("cpu", copy=True) for name, one in found.items()}
+
+    def _fixed(self) -> dict[str, Tensor]:
+        return {name: one for name, one in self.still().items() if in_memory(one)}
+
+    def fixed(self) -> Tensor:
+        """Buffers and frozen parameters as bytes, each in its own type: what all begin with alike."""
+        return tensor_codec.pack(self._fixed())
+
+    @torch.no_grad()
+    def set_fixed(self, given: Mapping[str, Tensor]) -> None:
+        """The way back, once they are unpacked."""
+        mine = self._fixed()
+        for name in [*mine, *given]:
+            one, other = mine.get(name), given.get(name)
+            if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+                raise ConfigError(
+                    f"the buffer or frozen parameter {name} is {_kind(one)} here and {_kind(other)} at the "
+                    "worker this one begins with. Build the same model on all workers."
+                )
+        for name, one in mine.items():
+            if not alike([one, given[name]]):
+                one.copy_(given[name])
+
     # -- looking --
 
     def look(self) -> None:
@@ -74,7 +104,7 @@ class Inventory:
             raise _moved(name)
         if slots.get(last) is not parameter:
             raise _replaced(name)
-        if sum(len(group["params"]) for group in self._optimizer.param_groups) != self._enrolled:
+        if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._enrolled:
             self._enrol()
         begin, self._at = self._at, self._at + LOOKS if self._at + LOOKS < len(self._asleep) else 0
         looked = self._asleep[begin : begin + LOOKS]
@@ -101,7 +131,7 @@ class Inventory:
 
     def _enrol(self) -> None:
         """Look at what the optimizer trains, when it has got more."""
-        held = [one for group in self._optimizer.param_groups for one in group["params"]]
+        held = [one for group in self.optimizer.param_groups for one in group["params"]]
         for one in held:
             if id(one) not in self._names and one.requires_grad:
                 raise RunStopped(
@@ -124,24 +154,44 @@ class Inventory:
 
     # -- vectors --
 
-    def named(self, pieces: Iterable[tuple[nn.Parameter, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """A replica's pieces of a vector, with the names of their parameters."""
-        return ((self._names[id(one)], piece) for one, piece in pieces)
+    def pieces(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """What a vector has for each parameter, by its name."""
+        return ((self._names[id(one)], piece) for one, piece in self.replica.pieces(vector))
 
     @torch.no_grad()
-    def fill(self, clone: nn.Module, replica: Replica, weights: Tensor) -> None:
+    def fill(self, clone: nn.Module, weights: Tensor) -> None:
         """Give a copy of the model the weights of a vector."""
-        pieces = {one.data_ptr(): piece for one, piece in replica.pieces(weights) if one.numel()}
+        pieces = {one.data_ptr(): piece for one, piece in self.replica.pieces(weights) if one.numel()}
         copies = dict(clone.named_parameters())
         for name, one in self.trained.items():
             if one.numel():
                 copies[name].copy_(pieces[one.data_ptr()])
 
 
+def live_replica(model: nn.Module) -> LiveReplica:
+    """The replica of a model, by where its parameters lie."""
+    blocks = flatten(model.named_parameters(), gradients=False)
+    devices = {block.weights.device for block in blocks}
+    if len(devices) > 1 and any(device.type == "cuda" for device in devices):
+        names = ", ".join(sorted(map(str, devices)))
+        raise ConfigError(f"the model's parameters lie on {names}; put all of them on one device.")
+    if blocks[0].weights.is_cuda:
+        from freewheel.runtime.worker.cuda_replica import CudaReplica
+
+        return CudaReplica(model, blocks)
+    return LiveReplica(model, blocks)
+
+
 def plain(model: nn.Module) -> nn.Module:
     """The model itself, where it was compiled: with the names of the plain one."""
     found: nn.Module = getattr(model, "_orig_mod", model)
     return found
+
+
+def _kind(tensor: Tensor | None) -> str:
+    if tensor is None:
+        return "missing"
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 
 def _replaced(name: str) -> RunStopped:

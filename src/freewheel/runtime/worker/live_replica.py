@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from freewheel.errors import ConfigError, Diverged
-from freewheel.replica import Block, Replica, flatten
+from freewheel.errors import Diverged
+from freewheel.replica import Block, Replica
 from freewheel.runtime.worker.gradients import Gradients
 
 POLL_S = 5e-5
@@ -340,17 +340,3 @@ class LiveReplica(Replica):
             return self._spare.popleft()
         except IndexError:
             return self.make_vector(self.size, self.dtype)
-
-
-def live_replica(model: nn.Module) -> LiveReplica:
-    """The replica of a model, by where its parameters lie."""
-    blocks = flatten(model.named_parameters(), gradients=False)
-    devices = {block.weights.device for block in blocks}
-    if len(devices) > 1 and any(device.type == "cuda" for device in devices):
-        names = ", ".join(sorted(map(str, devices)))
-        raise ConfigError(f"the model's parameters lie on {names}; put all of them on one device.")
-    if blocks[0].weights.is_cuda:
-        from freewheel.runtime.worker.cuda_replica import CudaReplica
-
-        return CudaReplica(model, blocks)
-    return LiveReplica(model, blocks)

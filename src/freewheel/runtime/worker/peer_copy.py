@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from freewheel.errors import ConfigError, PeerLost
@@ -18,9 +17,7 @@ from freewheel.fabric.base import RUNTIME, Message, Spawn, Tag, hear
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.runtime.membership.rendezvous import POLL_S
 from freewheel.runtime.worker import tensor_codec
-from freewheel.runtime.worker.buffers import alike, buffers_of, in_memory
 from freewheel.runtime.worker.inventory import Inventory
-from freewheel.runtime.worker.live_replica import LiveReplica
 
 COPY: Tag = (RUNTIME, "copy")
 TRIES = 5
@@ -28,51 +25,11 @@ TRIES = 5
 log = logging.getLogger("freewheel")
 
 
-class Rest:
-    """What a worker has beside the weights that train."""
-
-    def __init__(self, inventory: Inventory, optimizer: torch.optim.Optimizer) -> None:
-        self._inventory, self.optimizer = inventory, optimizer
-
-    def buffers(self) -> dict[str, Tensor]:
-        """A copy of BatchNorm's statistics and the like, where nobody changes it any more."""
-        found = buffers_of(self._inventory.model)
-        return {name: one.detach().to("cpu", copy=True) for name, one in found.items()}
-
-    def _fixed(self) -> dict[str, Tensor]:
-        return {name: one for name, one in self._inventory.still().items() if in_memory(one)}
-
-    def fixed(self) -> Tensor:
-        """Buffers and frozen parameters as bytes, each in its own type: what all begin with alike."""
-        return tensor_codec.pack(self._fixed())
-
-    @torch.no_grad()
-    def set_fixed(self, given: Mapping[str, Tensor]) -> None:
-        """The way back, once they are unpacked."""
-        mine = self._fixed()
-        for name in [*mine, *given]:
-            one, other = mine.get(name), given.get(name)
-            if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
-                raise ConfigError(
-                    f"the buffer or frozen parameter {name} is {_kind(one)} here and {_kind(other)} at the "
-                    "worker this one begins with. Build the same model on all workers."
-                )
-        for name, one in mine.items():
-            if not alike([one, given[name]]):
-                one.copy_(given[name])
-
-
-def _kind(tensor: Tensor | None) -> str:
-    if tensor is None:
-        return "missing"
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
-
-
 class Copies:
     """One worker's side of both: copying another, and being copied."""
 
-    def __init__(self, fabric: TcpFabric, replica: LiveReplica, rest: Rest) -> None:
-        self._fabric, self._replica, self._rest = fabric, replica, rest
+    def __init__(self, fabric: TcpFabric, inventory: Inventory) -> None:
+        self._fabric, self._inventory = fabric, inventory
         self._tries = 0
 
     async def take(self, source: int | None = None) -> bool:
@@ -100,19 +57,21 @@ class Copies:
             if weights.vector is None:
                 return False
             fixed = await tensor_codec.receive(self._fabric, peer, (*tag, "fixed"))
-            state, theirs, (has_state,) = None, weights.of(self._replica.size), weights.numbers(1, 1)
+            theirs = weights.of(self._inventory.replica.size)
+            state, (has_state,) = None, weights.numbers(1, 1)
             if has_state:
                 state = await tensor_codec.receive_packed(self._fabric, peer, (*tag, "state"))
         except PeerLost:
             return False
-        self._replica.load(theirs)
-        self._rest.set_fixed(fixed)
+        self._inventory.replica.load(theirs)
+        self._inventory.set_fixed(fixed)
         if state is not None:
-            groups = self._rest.optimizer.param_groups
-            rates = [group.get("lr") for group in groups]  # the script's: the other's may be of any moment
+            optimizer = self._inventory.optimizer
+            # The script's: the other's may be of any moment.
+            rates = [group.get("lr") for group in optimizer.param_groups]
             try:
-                self._rest.optimizer.load_state_dict(tensor_codec.unpack(state))
-                for group, rate in zip(self._rest.optimizer.param_groups, rates, strict=True):
+                optimizer.load_state_dict(tensor_codec.unpack(state))
+                for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     if rate is not None:
                         group["lr"] = rate
             except (
@@ -142,7 +101,7 @@ class Copies:
         weights = await handover()
         state = await self._state() if weights is not None else None
         self._fabric.post(peer, (*tag, "weights"), weights, note=(float(state is not None),))
-        tensor_codec.post(self._fabric, peer, (*tag, "fixed"), self._rest.fixed())
+        tensor_codec.post(self._fabric, peer, (*tag, "fixed"), self._inventory.fixed())
         if state is not None:
             tensor_codec.post(self._fabric, peer, (*tag, "state"), state)
 
@@ -154,7 +113,7 @@ class Copies:
         """
         for _ in range(TRIES):
             try:
-                state = self._rest.optimizer.state_dict()
+                state = self._inventory.optimizer.state_dict()
                 return await asyncio.to_thread(tensor_codec.pack, state)
             except ConfigError as error:
                 log.warning("%s It begins anew on the worker that joins.", error)

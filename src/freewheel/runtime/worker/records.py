@@ -17,17 +17,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from freewheel.errors import ConfigError
 from freewheel.numbers import share, short
 from freewheel.records.journal import Journal
-from freewheel.records.run_json import run_json
 from freewheel.records.schema import MEASURED, WorkerSample
 from freewheel.records.timeline import Timeline
-from freewheel.runtime.worker import optimizers
-from freewheel.strategy import Strategy
 
 SAMPLE_S = 0.5
 CONSOLE_S = 5.0
@@ -206,38 +202,6 @@ def evaluation(measured: Mapping[str, Any]) -> dict[str, float]:
             raise ConfigError(f"record: {name} must be at least 0, not {value:g}.")
         checked[name] = int(value) if name in ("samples", "worker_steps") and value.is_integer() else value
     return checked
-
-
-def describe(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    strategy: Strategy,
-    about: Mapping[str, Any],
-    **more: Any,
-) -> dict[str, Any]:
-    """What run.json says of a run of real processes."""
-    group, target = optimizer.param_groups[0], about.get("target")
-    trained = [one for one in model.parameters() if one.requires_grad]
-    scenario = {key: value for key, value in about.items() if key not in ("name", "target")}
-    share = strategy.rate_share(more["workers"])
-    settings = {
-        "strategy": strategy.settings(),
-        "scenario": {"optimizer": optimizers.name(optimizer), **scenario},
-        "lr": float(group["lr"]) * share if "lr" in group else None,
-        "momentum": float(group.get("momentum", 0.0) or 0.0),
-        "model_bytes": sum(one.numel() * one.element_size() for one in trained),
-        "waits_for": strategy.waits_for,
-        "staleness": strategy.staleness,
-    }
-    return run_json(
-        torch=torch.__version__,
-        clock="wall",
-        name=about.get("name") or Path(sys.argv[0]).name or "python",
-        strategy=strategy.name,
-        settings=settings,
-        target=None if target is None else float(target),  # numpy's and torch's numbers too
-        **more,
-    )
 
 
 def line(sample: WorkerSample) -> str:

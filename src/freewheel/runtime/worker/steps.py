@@ -8,6 +8,7 @@ after the step      strategies that must wait do it here; then the boundary adds
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import time
@@ -25,7 +26,6 @@ from freewheel.runtime.checkpoint.taker import Checkpoints
 from freewheel.runtime.worker import firsts, strangers
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.gradients import Gradients
-from freewheel.runtime.worker.inventory import Inventory
 from freewheel.runtime.worker.optimizers import members, parameters
 from freewheel.runtime.worker.overwriting import Guard
 from freewheel.strategy import Strategy
@@ -44,16 +44,14 @@ class Steps:
     Where there are several, a step is complete when all have stepped.
     """
 
-    def __init__(
-        self, agent: Agent, optimizer: torch.optim.Optimizer, inventory: Inventory, checkpoints: Checkpoints
-    ) -> None:
-        self._agent, self._replica, self._optimizer = agent, agent.replica, optimizer
-        self._members = members(optimizer)
+    def __init__(self, agent: Agent, checkpoints: Checkpoints) -> None:
+        self._agent, self._replica, self._optimizer = agent, agent.replica, agent.inventory.optimizer
+        self._members = members(self._optimizer)
         self._gradients: dict[int, tuple[int, Gradients]] = {}
         """Of each optimizer, with how many parameters it had then: it may be given more."""
         self._rates: list[tuple[dict[str, Any], Any]] = []
         """The optimizer's learning rates, while it steps with a part of them."""
-        self._inventory, self._checkpoints = inventory, checkpoints
+        self._inventory, self._checkpoints = agent.inventory, checkpoints
         strategy = agent.strategy
         self._before = strategy.before_step if strategy.defines("before_step") else None
         self._after = strategy.after_step if strategy.defines("after_step") else None
@@ -80,7 +78,7 @@ class Steps:
         """How long training had waited for data and checkpoints when it began to compute."""
         self._quasi_global: QuasiGlobal | None = None
         if strategy.quasi_global:
-            self._quasi_global = QuasiGlobal(momentum_buffers(optimizer)[0])
+            self._quasi_global = QuasiGlobal(momentum_buffers(self._optimizer)[0])
         self._hooks = [
             hook
             for one in self._members
@@ -91,7 +89,7 @@ class Steps:
         ]
         strangers.watch(self.refuse)
         several = agent.me.world_size > 1
-        self._guard = Guard(inventory.model) if several else None
+        self._guard = Guard(agent.inventory.model) if several else None
         self._begins = several and not agent.late and not self.first
         """Whether the first gradients are yet to be compared with the others'."""
 
@@ -286,8 +284,9 @@ class Steps:
         if self._quasi_global is not None:
             self._quasi_global.end(momentum_buffers(self._optimizer)[2])
         replica.end_moving()
-        if self._wakes:
-            self._agent.stepped()
+        if self._wakes and node.due():  # nobody else is woken: that costs both threads time
+            with contextlib.suppress(RuntimeError):  # the loop is closed: this worker has left
+                self._agent.loop.call_soon_threadsafe(node.stepped)
         self._inventory.stands()
         self._stale = node.unmerged_steps
         self._checkpoints.stepped(node.counters.steps)

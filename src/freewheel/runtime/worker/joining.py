@@ -1,0 +1,203 @@
+"""How a worker comes into its run: it meets the others, and begins with the weights they have.
+
+In the communication thread. Nothing here happens again once training has begun.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from freewheel.errors import ConfigError, PeerLost, WorkerLost
+from freewheel.fabric.base import RUNTIME, Tag
+from freewheel.fabric.handshake import OTHER_KEYS
+from freewheel.runtime.membership.generation import Entry, Orphaned
+from freewheel.runtime.membership.rendezvous import POLL_S, Rendezvous, Waiting
+from freewheel.runtime.worker import tensor_codec
+from freewheel.runtime.worker.agent import Agent
+
+START: Tag = (RUNTIME, "start")
+START_S = 1.0
+"""How long the first weights are waited for before they are asked for."""
+
+log = logging.getLogger("freewheel")
+
+
+async def meet(
+    agent: Agent, rendezvous: Rendezvous, entry: Entry, bind: str, address: str, timeout_s: float
+) -> None:
+    """Meet the others: those the run begins with; who comes later, those there are."""
+    rank, fabric, strategy = agent.me.rank, agent.fabric, agent.strategy
+    agent.late, agent.first = entry.late, entry.beginning.ranks
+    try:
+        port = fabric.open(bind)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {bind}: {error.strerror or error}. Give bind an address of this machine."
+        ) from None
+    await asyncio.to_thread(rendezvous.publish, address, port, agent.me.incarnation)
+    if agent.late:
+        return await _reach(agent, rendezvous, timeout_s)
+    gone, waiting = dict[int, str](), Waiting(rank, timeout_s)
+    end, others = agent.loop.time() + timeout_s, [peer for peer in agent.first if peer != rank]
+    while missing := [peer for peer in others if peer not in fabric.members and peer not in gone]:
+        for peer in missing:
+            # The higher rank calls; one that comes back calls everybody.
+            calls = peer < rank or entry.back
+            absent = _call(agent, rendezvous, peer) if calls else asyncio.to_thread(rendezvous.absent, peer)
+            if (why := await absent) is not None:
+                gone[peer] = why
+        waiting.say(missing)
+        if agent.loop.time() > end:
+            raise WorkerLost(
+                f"worker {rank} waited {timeout_s:g} s for worker{'s' * (len(missing) > 1)} "
+                f"{', '.join(map(str, missing))} to join. "
+                "Start all workers, or give attach a longer join_timeout_s."
+            )
+        await asyncio.sleep(POLL_S)
+    for peer, why in gone.items():
+        if strategy.needs(peer) or strategy.merges():
+            raise WorkerLost(f"{strategy.name} needs worker {peer}, which is not coming: {why.rstrip('.')}.")
+    agent.lack(gone)
+    # Those who had met an earlier life of this worker may have begun without it.
+    agent.late = entry.back and await asyncio.to_thread(rendezvous.begun)
+    return None
+
+
+async def _reach(agent: Agent, rendezvous: Rendezvous, timeout_s: float) -> None:
+    """Call those who can be copied, until one is reached, then all others; Orphaned: nobody is left.
+
+    One that is out of reach may still train. It is waited for, or its next life.
+    """
+    fabric, strategy = agent.fabric, agent.strategy
+    end, needed = agent.loop.time() + timeout_s, {peer for peer in agent.first if strategy.needs(peer)}
+
+    async def call_all(peers: Sequence[int]) -> None:
+        for peer in peers:
+            if peer not in fabric.members:  # this worker is one of them
+                await _call(agent, rendezvous, peer)
+
+    while True:
+        living = await asyncio.to_thread(rendezvous.living)
+        await call_all(living)
+        if set(living).intersection(fabric.members) and needed.issubset(fabric.members):
+            return await call_all(range(rendezvous.most))
+        if await asyncio.to_thread(rendezvous.lost, strategy):
+            raise Orphaned("nobody is left to go on from")
+        if len(fabric.members) == 1 and await asyncio.to_thread(rendezvous.over):
+            raise await asyncio.to_thread(rendezvous.too_late, agent.me.incarnation)
+        if agent.loop.time() > end:
+            who = ", ".join(map(str, living)) or "those it began with"
+            raise WorkerLost(
+                f"worker {agent.me.rank} was started again and has reached nobody to go on from for "
+                f"{timeout_s:g} s. Nobody knows whether worker {who} is lost or only out of reach. If "
+                "it is lost, start the run again: with resume it goes on from the last checkpoint."
+            )
+        await asyncio.sleep(POLL_S)
+
+
+async def _call(agent: Agent, rendezvous: Rendezvous, peer: int) -> str | None:
+    """Try to connect with a worker; why it is not coming at all, where that is known."""
+    if (why := await asyncio.to_thread(rendezvous.absent, peer)) is not None:
+        return why
+    known = await asyncio.to_thread(rendezvous.look_up, peer)
+    try:
+        if known is not None:
+            await agent.fabric.connect(peer, *known)
+    except PeerLost as error:
+        cannot = f"worker {agent.me.rank} cannot join: {error}."
+        if "refused this worker" in error.why and "called already" not in error.why:
+            raise ConfigError(cannot) from None
+        if OTHER_KEYS in error.why:
+            raise ConfigError(f"{cannot} Give all workers the same keys, by --tls.") from None
+    return None
+
+
+async def start(
+    agent: Agent, rendezvous: Rendezvous | None = None, resumed: dict[str, Tensor] | None = None
+) -> None:
+    """Begin with worker 0's weights, or a living worker's; then let the strategy run.
+
+    A resumed run begins with the weights each worker has, and with the strategy's vectors as given.
+    """
+    strategy, node, fabric = agent.strategy, agent.node, agent.fabric
+    agent.listen()
+    node.hold(joins=agent.late)
+    if agent.late:
+        assert rendezvous is not None
+        await _take_over(agent, rendezvous)
+    elif len(fabric.members) > 1 and resumed is None:
+        await _begin_alike(agent)
+    elif len(fabric.members) > 1 and strategy.waits_for == "nobody" and not strategy.keeps_mean:
+        # Updates that were under way are lost, and nothing would bring the replicas together again.
+        members, resumed = fabric.members, {}
+        shares = [1 / len(members)] * len(members)
+        agent.replica.load(await fabric.reduce(members, START, await agent.replica.snapshot(), shares))
+    if strategy.merges():
+        node.begin_views(agent.first)
+    await strategy.start(node)
+    for name, vector in strategy.vectors().items():
+        if resumed and name in resumed:
+            vector.copy_(resumed[name])
+    node.release()
+    agent.answers.ready = True
+    if strategy.defines("background"):
+        agent.spawn(strategy.background(node))
+
+
+async def _take_over(agent: Agent, rendezvous: Rendezvous) -> None:
+    """Become a copy of a living worker. Where others wait for the first weights, begin with one's own.
+
+    Orphaned: nobody is left who has some.
+    """
+    fabric, node = agent.fabric, agent.node
+    if not agent.strategy.merges():
+        node.rejoined = await agent.copies.take()
+        done = node.rejoined
+    else:
+        done = await _enter(agent) or any(agent.ending.has_ended(peer) for peer in fabric.members)
+    if done:
+        return
+    living = await asyncio.to_thread(rendezvous.living)
+    if not set(living).intersection(fabric.members) - {agent.me.rank}:
+        raise Orphaned("who could be copied is lost")
+    log.warning("worker %d was started again before anybody had weights: it begins anew", agent.me.rank)
+
+
+async def _enter(agent: Agent) -> bool:
+    """Come into the view of those who train: they wait, so what is copied is of one moment."""
+    agent.replica.parked = True
+    try:
+        await agent.node.join()
+        source = agent.node.source
+        return source is not None and await agent.copies.take(source)
+    finally:
+        agent.replica.parked = False
+
+
+async def _begin_alike(agent: Agent) -> None:
+    """All begin with the weights of the lowest rank. Somebody may leave in these very moments."""
+    fabric, inventory = agent.fabric, agent.inventory
+    while (root := fabric.members[0]) != agent.me.rank:
+        try:
+            weights = await asyncio.wait_for(fabric.receive(START, root), START_S)
+            fixed = await tensor_codec.receive(fabric, root, (*START, "fixed"))
+            theirs = weights.of(agent.replica.size)
+        except PeerLost:
+            continue
+        except TimeoutError:  # it may have begun with a worker that has left since, and sends nothing
+            if await agent.copies.take_once():
+                return
+            continue
+        agent.replica.load(theirs)
+        inventory.set_fixed(fixed)
+        return
+    if agent.me.rank != agent.first[0] and await agent.copies.take_once():
+        return  # lower ranks have left, and others have begun before
+    mine, my_fixed = await agent.replica.snapshot(), inventory.fixed()
+    for peer in fabric.members[1:]:
+        fabric.post(peer, START, mine)
+        tensor_codec.post(fabric, peer, (*START, "fixed"), my_fixed)

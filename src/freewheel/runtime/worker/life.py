@@ -1,0 +1,301 @@
+"""A worker's life, in the training thread: it joins, trains and leaves. What scripts call is in attach.py.
+
+What happens at each step is in steps.py; the communication thread's side is the agent.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import secrets
+import time
+from collections.abc import Coroutine, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from freewheel.errors import Diverged, FreewheelError, RunStopped, WorkerLost
+from freewheel.fabric import windows
+from freewheel.fabric.handshake import Identity
+from freewheel.fabric.tcp import FINISHED, LEFT
+from freewheel.runtime.checkpoint.taker import Checkpoints
+from freewheel.runtime.membership.generation import Beginning, Orphaned, TooLate
+from freewheel.runtime.membership.place import Place
+from freewheel.runtime.membership.registrar import stay_registered
+from freewheel.runtime.membership.rendezvous import Options, Rendezvous, address_for, options_alone, patiently
+from freewheel.runtime.worker import checks, joining, optimizers, steps, unfinished
+from freewheel.runtime.worker.account import Account
+from freewheel.runtime.worker.agent import Agent
+from freewheel.runtime.worker.ending import Answer
+from freewheel.runtime.worker.inventory import Inventory
+from freewheel.runtime.worker.leaving import Leaving, Left, ends, exits_well
+from freewheel.runtime.worker.settings import Settings
+from freewheel.runtime.worker.steps import Steps
+from freewheel.strategy import Strategy
+
+log = logging.getLogger("freewheel")
+
+
+class Life:
+    """A context manager: from joining a run to leaving it."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
+        strategy: Strategy,
+        settings: Settings | None = None,
+        place: Place | None = None,
+        version: str = "",
+    ) -> None:
+        checks.model_itself(model)
+        self._model, self._optimizer, self._strategy = model, optimizers.joined(optimizer), strategy
+        checks.check(model, self._optimizer)
+        given = [group.get("lr") for group in self._optimizer.param_groups]
+        self._rates = [lr.item() if isinstance(lr, Tensor) else lr for lr in given]
+        """As the script has set them: a checkpoint has those of its moment."""
+        self._settings, self._version = settings or Settings(), version
+        checks.wire(self._settings.wire, strategy)
+        self._leaving = Leaving(self._settings.leave_s, lambda: self._steps.stepping, self._say_leaving)
+        self._place = place or Place.read()
+        self.rank, self.world_size = self._place.rank, self._place.world_size
+        strategy.check(self.world_size)
+        self._beginners = self.world_size  # fewer where some are lost for good and all begin again
+        self._checkpoints = Checkpoints(self._between)
+        self._account = Account(self.rank, strategy, self._checkpoints)
+        self._answer: Answer | None = None
+        self._store: Rendezvous | None = None
+        self._inside = self._settled = False
+        self._agents: Agent | None = None
+        outside = unfinished.watch_outside if place is None and self.world_size > 1 else lambda _: None
+        self._outside = steps.warn_outside(self._optimizer, lambda: outside(self.rank))
+
+    @property
+    def _agent(self) -> Agent:
+        if self._agents is None:
+            raise RunStopped("this worker has not begun: use it in `with fw.attach(…)`, or after start().")
+        return self._agents
+
+    @property
+    def _agent_inside(self) -> Agent:
+        """For what deals batches, which nobody does after the block."""
+        if self._agents is not None and not self._agents.alive:
+            raise RunStopped("this worker's with-block has ended, and its loaders with it. Use them inside.")
+        return self._agent
+
+    # -- joining --
+
+    def __enter__(self) -> Self:
+        if self._agents is not None:
+            raise RunStopped("this worker has had its with-block; call attach again for another one.")
+        self._outside()
+        unfinished.begun = True
+        checks.enter(self._model)
+        try:
+            patiently(self._join, self._place, self._settings.join_timeout_s)
+        except BaseException as error:
+            checks.leave(self._model)
+            if isinstance(error, TooLate) and error.done:
+                log.warning(
+                    "worker %d was started again when the others had ended the run: it ends, with exit code "
+                    "0. They have the answer",
+                    self.rank,
+                )
+                raise Left from error
+            raise
+        return self
+
+    def _join(self) -> None:
+        place, timeout_s = self._place, self._settings.join_timeout_s
+        end_s = time.monotonic() + timeout_s
+        options, life = options_alone(place) or Options(run=secrets.token_hex(16)), 1
+        if place.world_size > 1 or options.most > 1:
+            self._store = Rendezvous(place, timeout_s)
+            options, life = self._store.options(), self._store.incarnation()
+            self.world_size = options.workers or place.world_size
+            checks.room(self._strategy, place.meeting is not None and options.most > self.world_size)
+        settings = self._settings.in_run(options, place)
+        self._account.anew()
+        while not self._meet(options, settings, life):  # the next beginning is another run
+            if time.monotonic() > end_s:
+                raise WorkerLost(f"worker {self.rank} found nobody to begin with in {timeout_s:g} s.")
+        self._account.begin(settings, self.world_size, options.typed)
+        self._steps = Steps(self._agent, self._checkpoints)
+        self._inside = True
+        self._leaving.watch()
+
+    def _meet(self, options: Options, settings: Settings, life: int) -> bool:
+        """Come together with the others and begin with the same weights; False: nobody has them any more."""
+        beginning, entry, model, store = Beginning(0, (self.rank,)), None, "", self._store
+        if store is not None:
+            entry = store.enter(life, self._strategy)
+            alike = checks.settings(self._strategy, self._optimizer, settings.seed)
+            beginning, model = entry.beginning, store.check_model(self._model, alike)
+        self._beginners = len(beginning.ranks)
+        self._inventory = Inventory(self._model, self._optimizer)
+        self._replica = self._inventory.replica
+        gradients = self._strategy.defines("before_step")  # are averaged
+        me = Identity(
+            bytes.fromhex(beginning.run(options.run)),
+            self.rank,
+            store.most if store is not None else 1,
+            life,
+            self._version,
+            model,
+            longest=self._replica.gradients.size if gradients else self._replica.size,
+            wire=settings.wire,
+            place=windows.place(),
+        )
+        account = self._account
+        agent = self._agents = Agent(
+            me, self._inventory, self._strategy, settings, account.score, account.events
+        )
+        try:
+            account.open(agent, settings, options.console and self.rank == 0)
+            if store is not None and entry is not None:
+                bind = settings.bind or ""
+                address = address_for(self._place.host) if bind in ("0.0.0.0", "auto") else bind
+                bind = address if bind == "auto" else bind
+                agent.call(joining.meet(agent, store, entry, bind, address, settings.join_timeout_s))
+            path = None if agent.late else settings.resume  # one that comes late copies a living worker
+            if self.rank == beginning.ranks[0] and not agent.late:
+                beginning.tell(path)
+            vectors = self._checkpoints.begin(agent, path, store, beginning)
+            agent.call(joining.start(agent, store, vectors))
+            if store is not None:
+                store.begin(life)
+                agent.begin(stay_registered(store, agent.fabric, account.events, agent.lack))
+        except Orphaned:
+            agent.close("it was left alone")
+            return False
+        except BaseException as error:
+            if store is not None and not account.events.muted:
+                store.leave(str(error) or type(error).__name__)
+            account.close(None if isinstance(error, TooLate) and error.done else error)
+            agent.close("it could not join")
+            raise
+        return True
+
+    # -- the end --
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if not self._inside:  # it has left before
+            return
+        self._leaving.go()
+        self._settled = self._steps.end(self._leaving.left_s / 2 if self._leaving.asked else 0.0)
+        self._inside, account, fabric = False, self._account, self._agent.fabric
+        account.members, account.windows = list(fabric.members), fabric.kinds()
+        checks.leave(self._model)
+        self._replica.end_moving()  # a step may have raised
+        failure, left = error, False
+        if error is not None and "number of total steps" in str(error):  # OneCycleLR
+            error.add_note(checks.TOO_MANY_STEPS)
+        try:
+            if error is None:
+                self._end_well()
+            elif left := (self._leaving.asked and ends(error)) or exits_well(error):
+                self._leaving.ask()
+                self._depart()
+                if not isinstance(error, SystemExit) or exits_well(error):
+                    raise Left from error
+        except Left:
+            left = True
+            raise
+        except BaseException as late:
+            failure = late
+            raise
+        finally:
+            self._leaving.unwatch()
+            why = FINISHED if failure is None else f"it left with {type(failure).__name__}"
+            if isinstance(failure, Diverged):
+                why = str(failure)
+            elif isinstance(failure, FreewheelError):
+                why += f": {failure}"
+            if left:
+                why, failure = LEFT, None
+            try:
+                account.close(failure)
+            finally:
+                if (left or error is not None) and self._store is not None and not account.events.muted:
+                    self._store.leave(why)  # some may not have joined yet
+                self._agent.close(why)
+                self._checkpoints.wait()
+                if account.recorder is not None:
+                    account.recorder.write_rest()
+
+    def _end_well(self) -> None:
+        """The loop has ended: wait for the others, and take the mean."""
+        account = self._account
+        account.ended()
+        self._check()
+        self._inventory.check()
+        self._steps.check_still()
+        self._steps.say_idle(self.rank)
+        self._checkpoints.close()
+        try:
+            answer = self._patiently(self._agent.finish(self._store), ends=True)
+        except Left:
+            self._depart()
+            raise
+        account.members = list(self._agent.ending.members) or account.members
+        account.events.over = True
+        said = account.members if self._store is None else self._store.end(account.members)
+        if self.rank not in said:
+            raise WorkerLost(
+                f"worker {self.rank} was silent while the run ended: the answer is the mean of "
+                f"worker {', '.join(map(str, said))}. What this worker has is not it; take theirs."
+            )
+        checks.finite(answer[0], self.rank)
+        self._answer = answer
+
+    # -- leaving before the others --
+
+    def _say_leaving(self) -> None:
+        self._agent.leaving = True
+        with contextlib.suppress(RuntimeError):  # the communication thread has ended
+            self._agent.begin(self._agent.announce())
+
+    def _between(self) -> None:
+        """Nothing is half done: leave here, if that was asked for and nothing would be lost."""
+        leaving, agent = self._leaving, self._agent
+        if leaving.asked and (leaving.half_over or agent.strategy.settled(agent.node)):
+            self.__exit__(Left, left := Left(), None)
+            raise left
+
+    def _depart(self) -> None:
+        """Hand everything over."""
+        self._account.ended()
+        self._checkpoints.leave(self._leaving.left_s / 2)
+        lacks = self._patiently(self._agent.depart(self._leaving.left_s, self._settled))
+        self._account.events.note("left", self.rank, self._leaving.outcome(lacks))
+
+    # -- waiting --
+
+    def _patiently(self, work: Coroutine[Any, Any, Any], ends: bool = False) -> Any:
+        """Wait for the communication thread; corrections that arrive meanwhile are added.
+
+        `ends`: Left, where this worker is to leave and has waited for the others for half of its time.
+        """
+        future = self._agent.begin(work)
+        try:
+            while True:
+                done, _ = concurrent.futures.wait([future], timeout=0.01)
+                self._replica.begin_moving()
+                self._replica.boundary()
+                self._replica.end_moving()
+                if done:
+                    return future.result()
+                if ends and self._leaving.half_over:
+                    raise Left
+                self._check()
+        finally:
+            future.cancel()
+
+    def _check(self) -> None:
+        """Raise what failed beside training."""
+        steps.check(self._agent)

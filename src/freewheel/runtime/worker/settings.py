@@ -1,0 +1,74 @@
+"""The settings of `fw.attach`, checked: what it may be given beside a model, its optimizer and a strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Literal, TypedDict
+
+import torch
+
+from freewheel.errors import ConfigError, UnknownName, at_least
+from freewheel.runtime.membership.place import Place
+from freewheel.runtime.membership.rendezvous import Options
+
+WIRES = {"fp32": None, "bf16": torch.bfloat16}
+
+
+class Given(TypedDict, total=False):
+    """The settings as a user gives them: so editors and type checkers know the names."""
+
+    wire: Literal["fp32", "bf16"]
+    bind: str | None
+    tls: str | Path | None
+    folder: str | Path | None
+    tensorboard: str | Path | None
+    resume: str | Path | None
+    seed: int
+    join_timeout_s: float
+    heartbeat_s: float
+    leave_s: float | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The same with what holds where nothing is given; `fw.attach` says what each means."""
+
+    wire: Literal["fp32", "bf16"] = "fp32"
+    bind: str | None = None
+    tls: str | Path | None = None
+    folder: str | Path | None = None
+    tensorboard: str | Path | None = None
+    resume: str | Path | None = None
+    seed: int = 0
+    join_timeout_s: float = 300.0
+    heartbeat_s: float = 2.0
+    leave_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.wire not in WIRES:
+            raise ConfigError(f"wire must be one of {', '.join(WIRES)}, not {self.wire!r}.")
+        at_least("heartbeat_s", self.heartbeat_s, 0.1)
+
+    @classmethod
+    def of(cls, given: Any) -> Settings:
+        """Those a user gives by name; UnknownName where there is none of that name."""
+        names = [field.name for field in fields(cls)]
+        for name in given.keys() - set(names):
+            raise UnknownName("setting of attach", name, names)
+        return cls(**given)
+
+    @property
+    def rounds_to(self) -> torch.dtype | None:
+        """What vectors are rounded to on their way; None: nothing."""
+        return WIRES[self.wire]
+
+    def in_run(self, options: Options, place: Place) -> Settings:
+        """The same, with what the launcher and the place say where the user says nothing."""
+        return replace(
+            self,
+            bind=self.bind or options.bind or place.bind or place.loopback(),
+            tls=self.tls or options.tls,
+            folder=self.folder or place.folder or options.folder,
+            tensorboard=self.tensorboard or options.tensorboard,
+        )
