@@ -524,7 +524,6 @@ LIARS: dict[str, tuple[Callable[[Identity], tuple[bytes, bytes]], str]] = {
 
 
 WINDOWS: dict[str, tuple[tuple[float, ...], str]] = {
-    "of no process": ((1, 7, 2**22 + 1, 40, 3), "its window cannot be opened"),
     "that is a file": ((1, 7, os.getpid(), 40, 1), "its window cannot be opened"),
     "on a device there is not": ((2, 7, 1, 40, *[9] * 64), "its window cannot be opened"),
     "beyond the model": ((1, 7, 1, 4 * BEYOND, 3), "the longest vector has 10"),
@@ -574,6 +573,20 @@ def test_members_that_show_windows_there_are_not(which, run, lines):
         refused(run, lines, client.sock, words)
     run.until(lambda: 2 not in run.members())
     fabric._unshared.discard(2)
+
+
+def test_a_member_whose_process_has_ended_is_lost_and_not_refused(run, lines):
+    """It may have shown a window in its last moment: that is no lie."""
+    with run.join() as client:
+        link = run.workers[0]._agent.fabric._connections[2]
+        link.kind, link.pid = "host", 2**22 + 1
+        client.send(*near(run.me, 1, 7, link.pid, 40, 3))
+        wait_for_close(client.sock)
+        client.sock.close()
+    run.until(lambda: 2 not in run.members())
+    run.check()
+    assert not lines.texts
+    assert 2 not in run.workers[0]._agent.fabric._unshared
 
 
 @pytest.mark.parametrize("what", LIARS)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -45,6 +47,13 @@ def test_a_piece_of_a_vector_lies_in_the_same_window():
     vector = ours.make(SIZE, torch.float32)
     assert ours.of(vector[10:20]) is ours.of(vector)
     assert ours.of(vector.clone()) is None
+
+
+def test_the_window_of_a_process_that_has_ended_is_not_called_a_fault_of_its():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    with pytest.raises(ProcessLookupError, match="its process has ended"):
+        HostWindow.open(child.pid, SIZE, 3)
 
 
 def test_nobody_can_shrink_a_window_under_a_reader(monkeypatch):

@@ -252,6 +252,8 @@ class Connection:
             if window.nbytes != locator[3]:
                 raise OSError("it has another size")
             return window.memory().view(fabric.dtype)[:numel]
+        except ProcessLookupError:
+            raise
         except (OSError, RuntimeError) as error:
             self.blind = True
             raise BadFrame(f"its window cannot be opened: {error}") from None

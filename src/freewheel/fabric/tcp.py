@@ -160,7 +160,7 @@ class TcpFabric(Together):
         link = self._connections[peer]
         try:
             return await link.open(locator, numel)
-        except BadFrame as error:
+        except (BadFrame, ProcessLookupError) as error:
             self._unlink(link, *self._ended(link, error))
             raise PeerLost(peer, str(error)) from None
 

@@ -77,8 +77,10 @@ class HostWindow(mmap.mmap):
 
     @classmethod
     def open(cls, pid: int, size: int, fd: int) -> HostWindow:
-        """A peer's; OSError if this is not one."""
+        """A peer's; OSError if this is not one, ProcessLookupError if the peer is no more."""
         path = Path(f"/proc/{pid}/fd/{fd}")
+        if not path.parent.exists():
+            raise ProcessLookupError("its process has ended")
         if path.readlink().name != f"memfd:{NAME} (deleted)":
             raise OSError(f"{path} is not a window")
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
