@@ -23,6 +23,7 @@ from freewheel.records.find_run import find_runs
 from freewheel.records.run import Run
 from freewheel.runtime.launch import processes
 from freewheel.runtime.launch.launcher import Captured, launch
+from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.hosts import host_store, reach_store
 
 DEADLINE_S = 60
@@ -85,8 +86,8 @@ def test_workers_are_told_who_they_are_and_what_the_options_are(script, tmp_path
     names += ["TORCHELASTIC_USE_AGENT_STORE", "OMP_NUM_THREADS", "PYTHONUNBUFFERED", "EXTRA"]
     output = Captured()
     folder = tmp_path / "new" / "run"
-    given = {"folder": folder, "bind": "127.0.0.1", "env": {"EXTRA": "yes"}, "typed": "freewheel run …"}
-    code = launch([*command, *names], 2, output=output, **given)
+    options = Options(folder=folder, bind="127.0.0.1", typed="freewheel run …", console=True)
+    code = launch([*command, *names], 2, output=output, options=options, env={"EXTRA": "yes"})
     assert code == 0, output.lines
     told = [json.loads(output.lines[rank][-1]) for rank in range(2)]
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
@@ -96,8 +97,14 @@ def test_workers_are_told_who_they_are_and_what_the_options_are(script, tmp_path
         assert all(address.startswith("0100007F:") for address in listening), "not on loopback only"
         options = told[rank].pop("options")
         assert re.fullmatch("[0-9a-f]{32}", options.pop("run"))
-        expected = {"folder": str(folder), "bind": "127.0.0.1", "console": True, "tensorboard": None}
-        assert options == {**expected, "workers": 2, "most": 2, "typed": "freewheel run …"}
+        expected = {
+            "folder": str(folder),
+            "bind": "127.0.0.1",
+            "console": True,
+            "tensorboard": None,
+            "tls": None,
+        }
+        assert options == {**expected, "tls": None, "workers": 2, "most": 2, "typed": "freewheel run …"}
         assert told[rank].pop("MASTER_PORT").isdecimal()
         assert told[rank] == {
             "RANK": str(rank),
@@ -120,7 +127,7 @@ def test_who_watches_at_once_sees_a_run_that_is_starting(script, tmp_path):
         if text.startswith("Watch: "):
             found.append(Run(find_runs(tmp_path / "records")[0]))
 
-    assert launch(script(""), 1, output=output, folder=tmp_path / "records") == 0
+    assert launch(script(""), 1, output=output, options=Options(folder=tmp_path / "records")) == 0
     assert [(run.live, run.workers) for run in found] == [(True, {})]
     assert not list((tmp_path / "records").iterdir())  # it has ended, and there is nothing to tell
 

@@ -22,6 +22,7 @@ import forked
 import freewheel as fw
 from freewheel.runtime.checkpoint.writer import Writer
 from freewheel.runtime.launch.launcher import Captured, launch
+from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.leaving import Leaving, Left
@@ -87,7 +88,7 @@ def test_who_is_told_to_leave_goes_and_every_sample_is_used_once(tmp_path, monke
     output, folder = Captured(), tmp_path / "run"
     folder.mkdir()
     command = script(tmp_path, leave, loaders=1)
-    assert launch(command, 3, output=output, restarts=3, folder=folder) == 0
+    assert launch(command, 3, output=output, restarts=3, options=Options(folder=folder)) == 0
     assert list(output.lines[2])[-1] == "done 0"
     assert "noticed" in output.lines[1]  # by the script's own handler
     assert not any("done" in line for rank in (0, 1) for line in output.lines[rank])

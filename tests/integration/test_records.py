@@ -19,6 +19,7 @@ from crew import outcomes, together, worker
 from freewheel.records.run import Run
 from freewheel.runtime.launch.launcher import Captured, launch
 from freewheel.runtime.membership import registrar
+from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.worker import account, records
 
@@ -225,7 +226,8 @@ def test_a_store_that_goes_and_comes_back_is_an_event(monkeypatch):
 def test_the_launcher_writes_who_ended_and_was_started_again(tmp_path):
     output = Captured()
     command = [sys.executable, "-c", "import os, sys; sys.exit(3 * int(os.environ['RANK']))"]
-    assert launch(command, 2, output=output, restarts=1, folder=tmp_path / "run", typed="as typed") == 3
+    options = Options(folder=tmp_path / "run", typed="as typed", console=True)
+    assert launch(command, 2, output=output, restarts=1, options=options) == 3
     events = lines(tmp_path / "run" / "events-launcher.jsonl")
     assert [(e["what"], e["rank"], e["life"], e["by"]) for e in events] == [
         ("died", 1, 1, "launcher"),

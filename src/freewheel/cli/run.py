@@ -52,10 +52,10 @@ def run(
     """Run a training script as several workers, on this host or on a Ray cluster."""
     _check_options(context, ray)
     program = python(command, module)
+    at_least("workers", workers, 1)
+    at_least("max", most, workers)
+    at_least("restarts", restarts, 0)
     if ray:
-        at_least("workers", workers, 1)
-        at_least("max", most, workers)
-        at_least("restarts", restarts, 0)
         from freewheel.ray import run as run_on_ray  # an extra, and slow to import
         from freewheel.ray.cluster import connect
 
@@ -69,6 +69,7 @@ def run(
                 raise typer.Exit(INTERRUPTED[0]) from None
         return
     from freewheel.runtime.launch.launcher import launch
+    from freewheel.runtime.membership.entries import Options
     from freewheel.runtime.membership.place import HIDES
 
     output = Tracebacks(prefixed)
@@ -79,16 +80,11 @@ def run(
                 workers,
                 output=output,
                 tick=output.tick,
+                options=Options("", place, bind, tls, command_line(), True, tensorboard, most=most or 0),
                 restarts=restarts,
-                folder=place,
-                bind=bind,
-                tls=tls,
                 secret=secret,
                 master=master,
-                tensorboard=tensorboard,
-                most=most,
                 env={HIDES: "1"} if hide_ranks else None,
-                typed=command_line(),
             )
         output.end()
     except BrokenPipeError:  # whoever read our output has gone, as head does
@@ -114,6 +110,7 @@ def join(
     """Add workers to a run that goes on; it must have been started with --max."""
     from freewheel.runtime.launch.launcher import join as add_workers
     from freewheel.runtime.launch.launcher import known_secret
+    from freewheel.runtime.membership.entries import Options
 
     program, output = python(command, module), Tracebacks(prefixed)
     code = add_workers(
@@ -123,10 +120,8 @@ def join(
         secret=known_secret(secret, tls) or _ask(),
         output=output,
         tick=output.tick,
+        here=Options(folder=folder, bind=bind, tls=tls),
         restarts=restarts,
-        folder=folder,
-        bind=bind,
-        tls=tls,
         wait_s=wait_s,
     )
     output.end()

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.runtime.launch.launcher import Captured, launch
+from freewheel.runtime.membership.entries import Options
 
 STEPS = 30
 PATIENCE_S = 600.0
@@ -48,7 +49,7 @@ def measure_script(
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "measured.json"
         command = [sys.executable, "-m", "freewheel.planning.stopwatch", str(out), str(steps), *script]
-        code = launch(command, 1, output=output, console=False, tick=look)
+        code = launch(command, 1, output=output, options=Options(), tick=look)
         if code in (130, 143):
             raise KeyboardInterrupt
         if code == 0:

@@ -11,6 +11,7 @@ from freewheel.errors import ConfigError, RunStopped
 from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.runtime.launch.launcher import Captured, launch
+from freewheel.runtime.membership.entries import Options
 from freewheel.show.summary import result_of
 from freewheel.training.job import Job, name
 
@@ -46,11 +47,8 @@ def train_all(
         [sys.executable, "-m", "freewheel.training.process", *map(str, homes)],
         workers,
         output=output,
-        folder=folder,
-        console=False,
-        tensorboard=tensorboard,
+        options=Options(folder=str(folder), tensorboard=tensorboard, typed=typed),
         tick=tick,
-        typed=typed,
         events=lambda: homes[max(begun(), default=0)],
     )
     if code in (130, 143):

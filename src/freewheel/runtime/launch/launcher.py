@@ -16,7 +16,6 @@ What holds:
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import selectors
 import shlex
@@ -25,24 +24,26 @@ import time
 import uuid
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from freewheel.errors import ConfigError, at_least
 from freewheel.fabric import secret as secrets
 from freewheel.records.journal import Journal
 from freewheel.runtime.launch import keys
 from freewheel.runtime.launch.processes import Keeper, Output, Process, ending_signals, pump
-from freewheel.runtime.membership.entries import OPTIONS, Entries
+from freewheel.runtime.membership.entries import OPTIONS, Entries, Options
 from freewheel.runtime.membership.generation import STARTS
 from freewheel.runtime.membership.hosts import claim, host_store, listen, reach_store
 from freewheel.runtime.membership.place import HIDES, KEYS, LAUNCHED, hide
 from freewheel.runtime.membership.store_client import STORE_S, reach
 from freewheel.runtime.worker.leaving import patience
 
+Address = tuple[str, int]
 LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
 TELL_AGAIN_S = 2.0  # between two tries to tell the store who died
 GRACE_S = 1.4  # between passing on Ctrl-C and killing; after SIGTERM workers have time to leave first
+CONSOLE = Options(console=True)
 SECRET = "secret"
 """The file in the run's folder from which others who join take the secret; gone when the run has ended."""
 
@@ -71,18 +72,12 @@ def launch(
     workers: int,
     *,
     output: Output,
+    options: Options = CONSOLE,
     restarts: int = 0,
-    folder: Path | None = None,
-    bind: str | None = None,
-    tls: Path | None = None,
     secret: Path | None = None,
-    console: bool = True,
-    tensorboard: Path | None = None,
     master: str | None = None,
-    most: int | None = None,
     env: Mapping[str, str] | None = None,
     tick: Callable[[], None] | None = None,
-    typed: str | None = None,
     events: Callable[[], Path] | None = None,
 ) -> int:
     """Run a command as so many workers on this host and return the exit code of the run.
@@ -93,57 +88,37 @@ def launch(
     ``tick`` is called several times a second; when one of them raises, all workers are killed and the caller
     gets the error.
 
-    Up to ``most`` workers may be there at once: others come with `join`, also from other hosts where
-    ``master`` and ``bind`` are addresses that those reach. ``secret`` is a file with the run's secret;
-    without it there is a new one, or that of the keys. ``typed`` is the command line for the records;
-    ``events`` says where the launcher's own go, if not into ``folder``.
+    Workers are told the options. Others come with `join`, also from other hosts where ``master`` and ``bind``
+    are addresses that those reach. ``secret`` is a file with the run's secret; without it there is a new one,
+    or that of the keys. ``events`` says where the launcher's own records go, if not into the run's folder.
     """
-    _check(workers, restarts, bind, tls)
-    at_least("max", most, workers)
-    given = known_secret(secret, tls)
+    _check(workers, restarts, options)
+    given = known_secret(secret, options.tls)
     known = given or secrets.make()
     store, host, port = host_store(master)
-    options: dict[str, Any] = {
-        "run": uuid.uuid4().hex,
-        "console": console,
-        "tensorboard": str(tensorboard.resolve()) if tensorboard is not None else None,
-        "workers": workers,
-        "most": most or workers,
-        "typed": typed,
-    } | _here(folder, bind, tls)
+    most = options.most or workers
+    options = replace(options.whole(), run=uuid.uuid4().hex, workers=workers, most=most)
     base = Entries(store, known)
-    base.set(OPTIONS, json.dumps(options))
-    entries = base.of_run(options["run"])
-    _make(options.get("folder"))
-    environment = _environment(workers, workers, (host, port), known, options.get("tls"), env)
-    threads, records = environment["OMP_NUM_THREADS"], options.get("folder") or "none"
-    output(None, f"workers: {workers}, OMP_NUM_THREADS: {threads}, records: {records}", True)
-    notes = Notes(events or _folder_of(options))
-    if options.get("folder"):
-        output(None, f"Watch: freewheel watch {shlex.quote(options['folder'])}", True)
+    base.set(OPTIONS, options.text)
+    _make(options.folder)
+    environment = _environment(workers, workers, (host, port), known, options.tls, env)
+    threads, folder = environment["OMP_NUM_THREADS"], str(options.folder or "")
+    output(None, f"workers: {workers}, OMP_NUM_THREADS: {threads}, records: {folder or 'none'}", True)
     with contextlib.ExitStack() as ends:  # what is opened here is closed, whatever happens, last things first
-        ends.callback(notes.close)
-        if options["most"] > workers:
-            how = "--tls KEYS" if tls is not None and secret is None else "--secret FILE"
-            if given is None and options.get("folder"):
-                path = Path(options["folder"]) / SECRET
+        run = _Run(ends, output, restarts, base.of_run(options.run), (host, port), events or _into(folder))
+        if folder:
+            output(None, f"Watch: freewheel watch {shlex.quote(folder)}", True)
+        if most > workers:
+            how = "--tls KEYS" if options.tls and secret is None else "--secret FILE"
+            if given is None and folder:
+                path = Path(folder) / SECRET
                 secrets.write(path, known)
                 ends.callback(path.unlink, missing_ok=True)
                 how = f"--secret {shlex.quote(str(path))}"
-            program = shlex.join(command[1:])
-            output(
-                None,
-                f"up to {options['most']} workers: others come with "
-                f"freewheel join {host}:{port} {how} -- {program}",
-                True,
-            )
-        caught = ends.enter_context(ending_signals())
-        ranks = range(workers)
-        run = _start(
-            ends, command, ranks, environment, restarts, output, caught, entries, (host, port), notes
-        )
-        run.until_ended(tick)
-        return run.code()
+            join = f"freewheel join {host}:{port} {how} -- {shlex.join(command[1:])}"
+            output(None, f"up to {most} workers: others come with {join}", True)
+        run.start(command, range(workers), environment)
+        return run.until_ended(tick)
 
 
 def join(
@@ -153,54 +128,50 @@ def join(
     *,
     secret: bytes,
     output: Output,
+    here: Options,
     restarts: int = 0,
-    folder: Path | None = None,
-    bind: str | None = None,
-    tls: Path | None = None,
     wait_s: float = 60.0,
     tick: Callable[[], None] | None = None,
 ) -> int:
     """Let more workers take part in a run that goes on; the exit code is theirs.
 
-    ``master`` is the run's rendezvous. They run this command, whatever others run.
+    ``master`` is the run's rendezvous. They run this command, whatever others run, and are told the run's
+    options, but for the folder, the address and the keys that ``here`` has for this host.
     """
-    _check(workers, restarts, bind, tls)
+    _check(workers, restarts, here)
     store, host, port = reach_store(master, wait_s, lambda text: output(None, text, True))
     base, at = Entries(store, secret), (host, port)
-    given: dict[str, Any] = json.loads(base.get(OPTIONS))
-    options = given | _here(folder, bind, tls)
-    entries = base.of_run(given["run"])
-    _make(options.get("folder"))
+    given = Options.read(base.get(OPTIONS))
+    here, entries = here.whole(), base.of_run(given.run)
+    folder, bind, tls = here.folder or given.folder, here.bind or given.bind, here.tls or given.tls
+    options = replace(given, folder=folder, bind=bind, tls=tls)
+    _make(options.folder)
     with contextlib.ExitStack() as ends:
-        ranks = claim(entries, workers, given["workers"], given.get("most", 0), ends)
+        ranks = claim(entries, workers, given.workers, given.most, ends)
         for rank in ranks:
-            base.set(f"{OPTIONS}/worker/{rank}", json.dumps(options))
-        environment = _environment(given["most"], workers, at, secret, options.get("tls"), None)
+            base.set(f"{OPTIONS}/worker/{rank}", options.text)
         who = f"worker{'s' * (workers > 1)} {', '.join(map(str, ranks))}"
         output(None, f"joining {master} as {who}, running: {shlex.join(command)}", True)
-        caught = ends.enter_context(ending_signals())
-        notes = Notes(_folder_of(options))
-        ends.callback(notes.close)
-        run = _start(ends, command, ranks, environment, restarts, output, caught, entries, at, notes)
-        run.until_ended(tick)
-        return run.code()
+        run = _Run(ends, output, restarts, entries, at, _into(options.folder))
+        run.start(command, ranks, _environment(given.most, workers, at, secret, options.tls))
+        return run.until_ended(tick)
 
 
-def known_secret(secret: Path | None, tls: Path | None) -> bytes | None:
+def known_secret(secret: Path | None, tls: str | Path | None) -> bytes | None:
     """What a launcher was given: a file, here or by the environment, or keys; None: nothing."""
     named = os.environ.get(secrets.SECRET_FILE)
     if secret is not None or named:
         return secrets.read(secret or Path(str(named)))
-    return secrets.of_keys(tls) if tls is not None else None
+    return secrets.of_keys(Path(tls)) if tls is not None else None
 
 
 def _environment(
     world_size: int,
     here: int,
-    at: tuple[str, int],
+    at: Address,
     secret: bytes,
-    tls: str | None,
-    more: Mapping[str, str] | None,
+    tls: str | Path | None,
+    more: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """What all workers of this host are told."""
     fair = max(1, len(os.sched_getaffinity(0)) // here)  # more threads than cores slow everybody down
@@ -214,93 +185,65 @@ def _environment(
         "PYTHONUNBUFFERED": "1",
         LAUNCHED: f"{host}:{port}",
         secrets.SECRET: secret.hex(),
-        KEYS: tls or "",
+        KEYS: str(tls or ""),
     }
 
 
-def _start(
-    ends: contextlib.ExitStack,
-    command: Sequence[str],
-    ranks: Sequence[int],
-    environment: Mapping[str, str],
-    restarts: int,
-    output: Output,
-    caught: list[int],
-    store: Entries,
-    at: tuple[str, int],
-    notes: Notes,
-) -> _Run:
-    """Make the processes of this host; they are killed with the stack, if they have not ended before."""
-    keeper = ends.enter_context(Keeper())
-    selector = ends.enter_context(selectors.DefaultSelector())
-    processes = []
-    for local, rank in enumerate(ranks):
-        store.delete_key(f"{STARTS}/{rank}")  # who had this place before may have been given up
-        own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(local)}
-        if own.get(HIDES):
-            hide(own)
-        processes.append(Process(command, own, output, keeper, selector))
-        ends.callback(processes[-1].kill)
-    return _Run(processes, restarts, output, caught, selector, store, at, notes)
-
-
-class Notes:
-    """What the launcher notices, in the records."""
-
-    def __init__(self, folder: Callable[[], Path] | None) -> None:
-        self._folder = folder
-        self._journals: dict[Path, Journal] = {}
-        if folder is not None:  # who watches from the first second on sees a run that is starting
-            self._journal(folder()).begin()
-
-    def add(self, what: str, rank: int, life: int, text: str) -> None:
-        """Something happened to a worker's process."""
-        if self._folder is not None:
-            self._journal(self._folder()).event(time.time(), what, rank, life, text)
-
-    def close(self) -> None:
-        """Where nothing was noticed, leave nothing."""
-        for journal in self._journals.values():
-            journal.close()
-
-    def _journal(self, folder: Path) -> Journal:
-        if folder not in self._journals:
-            self._journals[folder] = Journal(folder, "launcher")
-        return self._journals[folder]
-
-
-def _folder_of(options: Mapping[str, Any]) -> Callable[[], Path] | None:
-    folder = options.get("folder")
-    return (lambda: Path(folder)) if folder else None
-
-
 class _Run:
-    """The workers of this host from their start to the last one's end."""
+    """The workers of this host from their start to the last one's end; with the stack all of them end.
+
+    What it notices goes into the records of the folder that ``events`` names.
+    """
 
     def __init__(
         self,
-        processes: list[Process],
-        restarts: int,
+        ends: contextlib.ExitStack,
         output: Output,
-        caught: list[int],
-        selector: selectors.BaseSelector,
+        restarts: int,
         store: Entries,
-        at: tuple[str, int],
-        notes: Notes,
+        at: Address,
+        events: Callable[[], Path] | None,
     ) -> None:
-        self._selector, self._store, self._at, self._notes = selector, store, at, notes
-        self._all, self._restarts, self._caught = processes, restarts, caught
-        self._output = output
-        self._running = list(processes)
+        self._ends, self._output, self._restarts = ends, output, restarts
+        self._store, self._at, self._events = store, at, events
+        self._journals: dict[Path, Journal] = {}
+        self._running: list[Process] = []
         self._failure = 0
         self._untold: dict[int, int] = {}
         """What the store has not been told yet of workers that died."""
         self._tell_at_s = 0.0
+        if events is not None:  # who watches from the first second on sees a run that is starting
+            self._journal(events()).begin()
 
-    def until_ended(self, tick: Callable[[], None] | None) -> None:
-        """Start them, show what they say, restart those that die, pass on signals, until none is left."""
-        for process in self._all:
+    def _journal(self, folder: Path) -> Journal:
+        if folder not in self._journals:
+            self._journals[folder] = Journal(folder, "launcher")
+            self._ends.callback(self._journals[folder].close)
+        return self._journals[folder]
+
+    def _note(self, what: str, rank: int, life: int, text: str) -> None:
+        if self._events is not None:
+            self._journal(self._events()).event(time.time(), what, rank, life, text)
+
+    def start(self, command: Sequence[str], ranks: Sequence[int], environment: Mapping[str, str]) -> None:
+        """Start the processes; they are killed with the stack, if they have not ended before."""
+        self._workers = len(ranks)
+        self._caught = self._ends.enter_context(ending_signals())
+        keeper = self._ends.enter_context(Keeper())
+        self._selector = self._ends.enter_context(selectors.DefaultSelector())
+        for local, rank in enumerate(ranks):
+            self._store.delete_key(f"{STARTS}/{rank}")  # who had this place before may have been given up
+            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(local)}
+            if own.get(HIDES):
+                hide(own)
+            process = Process(rank, command, own, self._output, keeper, self._selector)
+            self._ends.callback(process.kill)
+            self._running.append(process)
+        for process in self._running:
             process.start()
+
+    def until_ended(self, tick: Callable[[], None] | None) -> int:
+        """Show what they say, restart those that die, pass on signals, until none is left; the exit code."""
         kill_at_s, look_at_s = None, 0.0
         while self._running:
             pump(self._selector, LOOK_S)
@@ -325,9 +268,6 @@ class _Run:
                 code = process.ended()
                 if code is not None:
                     self._ended(process, code)
-
-    def code(self) -> int:
-        """The exit code of the run."""
         return 128 + self._caught[0] if self._caught else self._failure
 
     def _tell(self, rank: int, starts: int) -> None:
@@ -361,44 +301,42 @@ class _Run:
         what = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
         how = f"worker {process.rank} ended with {what}"
         life = process.restarts + 1
-        self._notes.add("died", process.rank, life, f"its process ended with {what}")
+        self._note("died", process.rank, life, f"its process ended with {what}")
         if process.restarts < self._restarts:
             process.restarts += 1
             self._tell(process.rank, process.restarts + 1)
             self._output(None, f"{how}; it starts again ({process.restarts} of {self._restarts})", True)
             process.start()
             again = f"its process was started again ({process.restarts} of {self._restarts})"
-            self._notes.add("restarted", process.rank, life + 1, again)
+            self._note("restarted", process.rank, life + 1, again)
             return
         self._running.remove(process)
         self._tell(process.rank, 0)
         self._failure = self._failure or (code if code > 0 else 128 - code)
-        others = f"; {len(self._running)} of {len(self._all)} go on" if self._running else ""
+        others = f"; {len(self._running)} of {self._workers} go on" if self._running else ""
         self._output(None, how + others, True)
 
 
-def _check(workers: int, restarts: int, bind: str | None, tls: Path | None) -> None:
+def _check(workers: int, restarts: int, options: Options) -> None:
     at_least("workers", workers, 1)
     at_least("restarts", restarts, 0)
     patience()  # it is asked for when workers are to leave
-    if bind is not None:
-        listen(bind, 0, "bind").close()
-    if tls is not None:
-        keys.contexts(tls)
+    if options.bind is not None:
+        listen(options.bind, 0, "bind").close()
+    if options.tls is not None:
+        keys.contexts(Path(options.tls))
 
 
-def _here(folder: Path | None, bind: str | None, tls: Path | None) -> dict[str, Any]:
-    """What is said of this host alone; the rest is the run's."""
-    folders = {name: str(path.resolve()) for name, path in (("folder", folder), ("tls", tls)) if path}
-    return folders | ({"bind": bind} if bind is not None else {})
+def _into(folder: str | Path | None) -> Callable[[], Path] | None:
+    return (lambda: Path(folder)) if folder else None
 
 
-def _make(folder: str | None) -> None:
+def _make(folder: str | Path | None) -> None:
     if folder is None:
         return
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
-            f"cannot make the run folder {folder!r}: {error.strerror}. Give one that can be written to."
+            f"cannot make the run folder {str(folder)!r}: {error.strerror}. Give one that can be written to."
         ) from None

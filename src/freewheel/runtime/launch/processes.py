@@ -15,7 +15,6 @@ from types import FrameType
 from typing import IO
 
 from freewheel.errors import ConfigError
-from freewheel.runtime.membership.place import shown
 
 Output = Callable[[int | None, str, bool], None]
 """Takes one whole line: whose it is (a rank; None: the launcher's), the text, whether it came on stderr."""
@@ -29,14 +28,14 @@ class Process:
 
     def __init__(
         self,
+        rank: int,
         command: Sequence[str],
         env: Mapping[str, str],
         output: Output,
         keeper: Keeper,
         selector: selectors.BaseSelector,
     ) -> None:
-        self.rank = int(shown(env)["RANK"])
-        self.restarts = 0
+        self.rank, self.restarts = rank, 0
         self._command, self._env = command, env
         self._output, self._keeper, self._selector = output, keeper, selector
         self._process: subprocess.Popen[bytes] | None = None

@@ -8,8 +8,11 @@ nothing else. What is sealed for one run, or under one name, does not fit anothe
 from __future__ import annotations
 
 import copy
+import json
 import logging
 import secrets
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from freewheel.fabric.secret import Forged, derive, seal, unseal
@@ -18,6 +21,41 @@ OPTIONS = "freewheel/options"
 """What a launcher tells all workers of a run."""
 
 log = logging.getLogger("freewheel")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the launcher tells every worker of a run."""
+
+    run: str = ""
+    folder: str | Path | None = None
+    bind: str | None = None
+    tls: str | Path | None = None
+    typed: str | None = None
+    """The command line, for the records."""
+    console: bool = False
+    tensorboard: str | Path | None = None
+    workers: int = 0
+    """How many workers the run begins with; 0: as many as the environment says."""
+    most: int = 0
+    """How many it may have at once; 0: no more than it begins with."""
+
+    @classmethod
+    def read(cls, text: str) -> Options:
+        """What the store has; what an older or newer Freewheel says more is left out."""
+        return cls(**{key: value for key, value in json.loads(text).items() if key in cls.__annotations__})
+
+    @property
+    def text(self) -> str:
+        """As the store has it."""
+        return json.dumps(asdict(self))
+
+    def whole(self) -> Options:
+        """The same with whole paths, for workers that may be in another folder."""
+        folder, tls, board = (
+            str(Path(path).resolve()) if path else None for path in (self.folder, self.tls, self.tensorboard)
+        )
+        return replace(self, folder=folder, tls=tls, tensorboard=board)
 
 
 class Store(Protocol):

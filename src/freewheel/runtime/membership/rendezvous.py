@@ -16,7 +16,7 @@ import secrets
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError, WorkerLost
 from freewheel.fabric.secret import Forged, derive
-from freewheel.runtime.membership.entries import OPTIONS, Entries, Store
+from freewheel.runtime.membership.entries import OPTIONS, Entries, Options, Store
 from freewheel.runtime.membership.generation import (
     GIVEN_UP,
     Beginning,
@@ -63,24 +63,6 @@ HANGS_S = 60.0
 """How long one that hangs is left alone, unless it answers before: each call leaves a thread behind."""
 
 log = logging.getLogger("freewheel")
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the launcher tells every worker of a run."""
-
-    run: str
-    folder: str | None = None
-    bind: str | None = None
-    tls: str | None = None
-    typed: str | None = None
-    """The command line, for the records."""
-    console: bool = False
-    tensorboard: str | None = None
-    workers: int = 0
-    """How many workers the run begins with; 0: as many as the environment says."""
-    most: int = 0
-    """How many it may have at once; 0: no more than it begins with."""
 
 
 _stores: dict[Place, tuple[BoundedStore, int]] = {}
@@ -124,7 +106,7 @@ class Rendezvous:
             own = f"{OPTIONS}/worker/{self.place.rank}"
             self._name = own if self._base.check(own) else OPTIONS
             self._options = self._base.get(self._name)
-            options = _options(self._options)
+            options = Options.read(self._options)
         else:  # nothing else that lies there is a launcher's word
             ours = json.dumps({"run": secrets.token_hex(16)})
             self._options = self._store.compare_set(OPTIONS, "", ours)
@@ -423,14 +405,9 @@ def options_alone(place: Place) -> Options | None:
     ):
         entries = Entries(store, place.secret)
         if entries.check(OPTIONS):
-            options = _options(entries.get(OPTIONS))
+            options = Options.read(entries.get(OPTIONS))
             return replace(options, tls=place.tls or options.tls)
     return None
-
-
-def _options(text: str) -> Options:
-    given = json.loads(text)
-    return Options(**{key: given[key] for key in Options.__dataclass_fields__ if key in given})
 
 
 def patiently(join: Callable[[], None], place: Place, timeout_s: float) -> None:
