@@ -11,7 +11,14 @@ from typing import Any
 
 import ray
 
+from freewheel.runtime.membership import place
+from freewheel.runtime.membership.entries import Entries
+from freewheel.runtime.membership.generation import STARTS
+from freewheel.runtime.membership.store_client import STORE, calls
+
 NAMESPACE = "freewheel"
+BOOK_S = 30.0
+"""How long the book may take to come back before a worker that starts gives up, and is started again."""
 Piece = tuple[str, int, int, bytes]
 """Of a worker's records: file, life, where in what that life wrote (-1: the whole file), bytes."""
 
@@ -114,22 +121,32 @@ class Line:
         except (ray.exceptions.RayError, ValueError) as error:  # ValueError: no actor has this name
             raise ConnectionError(f"the book does not answer ({type(error).__name__})") from None
 
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all of them are there."""
-        return bool(self.ask("check", keys))
+    check, get, set, compare_set, delete_key = map(calls, STORE)
 
-    def get(self, key: str, /) -> bytes:
-        """What is there."""
-        return bytes(self.ask("get", key))
 
-    def set(self, key: str, text: str, /) -> None:
-        """Write."""
-        self.ask("set", key, text)
+def open_book(name: str) -> Any:
+    """A new one, of this name."""
+    return Book.options(name=name, namespace=NAMESPACE).remote()  # type: ignore[attr-defined]
 
-    def compare_set(self, key: str, expected: str, text: str, /) -> bytes:
-        """Write where this is there; what is there then."""
-        return bytes(self.ask("compare_set", key, expected, text))
 
-    def delete_key(self, key: str, /) -> object:
-        """Remove."""
-        return self.ask("delete_key", key)
+def take_place(
+    book: str, run: str, rank: int, world_size: int, secret: bytes, life: int, folder: str | None
+) -> Entries:
+    """Let this process be one worker of a run, before its script runs; what the run has in its book."""
+    entries = Entries(Line(book, BOOK_S), secret).of_run(run)
+    if life > 1:  # the others wait for it at the end
+        entries.set(f"{STARTS}/{rank}", str(life))
+    place.give(
+        place.Place(
+            rank,
+            world_size,
+            hosted=True,
+            launched=True,
+            secret=secret,
+            bind=ray.util.get_node_ip_address(),
+            folder=folder,
+            life=life,
+            meeting=Meeting(book),
+        )
+    )
+    return entries

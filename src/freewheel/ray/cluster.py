@@ -49,7 +49,7 @@ def check_answer(address: str | None) -> None:
 
 def needs(options: dict[str, Any]) -> dict[str, float]:
     """What a worker takes, of the options of its actor."""
-    found = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **(options["resources"] or {})}
+    found = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **(options.get("resources") or {})}
     return {key: need for key, need in found.items() if need}
 
 

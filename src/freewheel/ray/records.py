@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 from freewheel.ray.book import Line, Piece
@@ -20,8 +21,8 @@ class Sender:
 
     def __init__(self, folder: Path, life: int, line: Line) -> None:
         self._folder, self._life, self._line = folder, life, line
-        self._sent: dict[str, int] = {}
-        self._whole: dict[str, bytes] = {}
+        self._sent: dict[str, bytes] = {}
+        """What the book has of each file."""
         self._edition = ""
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="freewheel-records", daemon=True)
@@ -43,26 +44,21 @@ class Sender:
             for _ in range(2):  # a new edition has nothing: once more, from the beginning
                 edition = self._line.ask("tell", [])
                 if edition != self._edition:
-                    self._sent, self._whole, self._edition = {}, {}, edition
-                pieces, sent, whole = self._pieces()
+                    self._sent, self._edition = {}, edition
+                files = {file.name: file.read_bytes() for file in sorted(self._folder.iterdir())}
+                pieces = list(self._pieces(files))
                 if not pieces or self._line.ask("tell", pieces) == self._edition:
-                    self._sent, self._whole = sent, whole
+                    self._sent = files
                     return
 
-    def _pieces(self) -> tuple[list[Piece], dict[str, int], dict[str, bytes]]:
-        pieces: list[Piece] = []
-        sent, whole = dict(self._sent), dict(self._whole)
-        for file in sorted(self._folder.iterdir()):
-            data = file.read_bytes()
-            at = sent.get(file.name, 0)
-            if file.suffix == ".jsonl" and len(data) >= at:
-                if len(data) > at:
-                    pieces.append((file.name, self._life, at, data[at:]))
-                    sent[file.name] = len(data)
-            elif whole.get(file.name) != data:  # written anew, as run.json is, or a file when thinned
-                pieces.append((file.name, self._life, -1, data))
-                whole[file.name], sent[file.name] = data, len(data)
-        return pieces, sent, whole
+    def _pieces(self, files: dict[str, bytes]) -> Iterator[Piece]:
+        for name, data in files.items():
+            before = self._sent.get(name, b"")
+            if name.endswith(".jsonl") and data.startswith(before):
+                if len(data) > len(before):
+                    yield name, self._life, len(before), data[len(before) :]
+            elif data != before:  # written anew, as run.json is, or a file when thinned
+                yield name, self._life, -1, data
 
 
 class Collector:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ import ray
 
 from freewheel.errors import ConfigError, FreewheelError, WorkerLost, at_least
 from freewheel.fabric import secret
-from freewheel.ray.book import NAMESPACE, Book, Line
+from freewheel.ray.book import NAMESPACE, Line, open_book
 from freewheel.ray.cluster import connect, needs, room
 from freewheel.ray.records import Collector
 from freewheel.ray.worker import Gone, Worker
 from freewheel.records.journal import Journal
-from freewheel.runtime.membership.entries import OPTIONS, Entries
+from freewheel.runtime.membership.entries import OPTIONS, Entries, Options
 
 FIRST = "freewheel/0/0/begun"
 """What lies in the book once a worker trains."""
@@ -42,11 +41,10 @@ def run(
     restarts: int = 3,
     cpus: float = 1,
     gpus: float = 0,
-    resources: dict[str, float] | None = None,
     folder: str | Path | None = None,
     address: str | None = None,
     name: str = "",
-    runtime_env: dict[str, Any] | None = None,
+    **options: Any,
 ) -> dict[int, Any]:
     """Run a function, or a script (its words), as workers on Ray; what each worker's function returned.
 
@@ -54,11 +52,12 @@ def run(
     most: how many there may be: actors beyond `workers` wait for room, which an autoscaler sees, and join.
     restarts: how often a worker whose script raises is started again; not where the scripts of all raise the
         same before any of them trains. One whose process or machine is lost is started again always.
-    cpus, gpus, resources: what each worker takes.
+    cpus, gpus: what each worker takes.
     folder: where the records of all workers are collected.
     address: of the cluster; default: the one this process is connected with, or a new one of this machine.
     name: of the run, as its actors are called; two runs of one name are refused.
-    runtime_env: Ray's own, e.g. {"working_dir": "."} to take the script along to other machines.
+    options: any others of Ray's actors: resources={"disk": 1}, what each worker takes of what a cluster names
+        itself; runtime_env={"working_dir": "."}, to take the script along to other machines.
     """
     at_least("workers", workers, 1)
     at_least("restarts", restarts, 0)
@@ -68,8 +67,7 @@ def run(
     driver = Driver(name or f"freewheel-{uuid.uuid4().hex[:8]}", folder)
     try:
         words = target if callable(target) else [str(word) for word in target]
-        options = {"num_cpus": cpus, "num_gpus": gpus, "resources": resources, "runtime_env": runtime_env}
-        driver.start(words, workers, most, restarts, options)
+        driver.start(words, workers, most, restarts, {"num_cpus": cpus, "num_gpus": gpus, **options})
         return driver.wait()
     finally:
         driver.end()
@@ -85,16 +83,14 @@ class Driver:
         self.lives: dict[int, int] = {}
         self.later: list[int] = []
         """Who comes after those the run begins with, lest they take the room of one of these."""
-        self.create: Callable[[Iterable[int]], None] = lambda ranks: None
+        self.create: Callable[[int], None] = lambda rank: None
         self.told: set[str] = set()
         """Errors of scripts whose traceback was shown."""
         self.errors: dict[int, str] = {}
         """The first error of each worker's script."""
         self.begun: Callable[[], bool] = lambda: False
         try:
-            self.book = Book.options(  # type: ignore[attr-defined]
-                name=f"{name}-book", namespace=NAMESPACE
-            ).remote()
+            self.book = open_book(f"{name}-book")
             ray.get(self.book.check.remote([]))  # it is there, and has its name
         except ValueError:
             raise ConfigError(
@@ -123,30 +119,20 @@ class Driver:
                 "%d of %d workers have room now (each takes %s); the others join when there is more",
                 fit, workers, each,
             )  # fmt: skip
-        given = {"run": number, "workers": begin, "most": most}
         entries = Entries(self.line, shared)
-        entries.set(OPTIONS, json.dumps(given))
+        entries.set(OPTIONS, Options(number, workers=begin, most=most).text)
         self.begun = lambda: entries.check(FIRST)
-        self.later = list(range(begin, most))
-        self.create = lambda ranks: self._create(ranks, target, number, most, shared, restarts, options)
-        self.create(range(begin))
 
-    def _create(
-        self,
-        ranks: Iterable[int],
-        target: Callable[[], Any] | list[str],
-        number: str,
-        most: int,
-        shared: bytes,
-        restarts: int,
-        options: dict[str, Any],
-    ) -> None:
-        for rank in ranks:
+        def create(rank: int) -> None:
             actor = Worker.options(  # type: ignore[attr-defined]
                 name=f"{self.name}-{rank}", namespace=NAMESPACE, scheduling_strategy="SPREAD", **options
             ).remote(f"{self.name}-book", number, rank, most, shared, self.folder is not None)
             self.actors[rank] = actor
             self.left[actor.run.remote(target, os.getcwd(), restarts)] = rank
+
+        self.create, self.later = create, list(range(begin, most))
+        for rank in range(begin):
+            create(rank)
 
     def wait(self) -> dict[int, Any]:
         """What each worker that came returned, when all have ended."""
@@ -208,8 +194,9 @@ class Driver:
             if self.collector is not None:
                 self.collector.write(pieces)
         if self.later and len(self.lives) == len(self.actors):  # all it begins with have their room
-            later, self.later = self.later, []
-            self.create(later)
+            for rank in self.later:
+                self.create(rank)
+            self.later = []
 
     def _failed(self, rank: int, text: str) -> None:
         """A script has raised; where several do so in the same way, one traceback says it."""

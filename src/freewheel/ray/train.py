@@ -7,7 +7,6 @@ runs in it. No process group is made: `fw.attach` in the train function connects
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import secrets
 import threading
@@ -22,14 +21,11 @@ from ray.train.backend import Backend, BackendConfig
 
 from freewheel.errors import ConfigError
 from freewheel.fabric import secret
-from freewheel.ray.book import NAMESPACE, Book, Line, Meeting
-from freewheel.runtime.membership import place
-from freewheel.runtime.membership.entries import OPTIONS, Entries
-from freewheel.runtime.membership.generation import STARTS
+from freewheel.ray.book import BOOK_S, Line, open_book, take_place
+from freewheel.runtime.membership.entries import OPTIONS, Entries, Options
 from freewheel.runtime.worker import checks
 from freewheel.runtime.worker.leaving import Left
 
-BOOK_S = 30.0
 OLD = "RAY_TRAIN_V2_ENABLED"
 """Ray's own switch: its first Train starts all workers again when one is lost."""
 
@@ -80,9 +76,7 @@ class FreewheelBackend(Backend):  # type: ignore[misc]
         for worker in workers:
             rank = worker.distributed_context.world_rank
             self.lives[rank] = self.lives.get(rank, 0) + 1
-        worker_group.execute(
-            take_place, self.name, self.number, self.secret, self.lives, backend_config.folder
-        )
+        worker_group.execute(begin, self.name, self.number, self.secret, self.lives, backend_config.folder)
 
     def on_shutdown(self, worker_group: Any, backend_config: FreewheelConfig) -> None:
         """With the workers the book goes, too."""
@@ -92,11 +86,9 @@ class FreewheelBackend(Backend):  # type: ignore[misc]
     def _begin(self, workers: int) -> None:
         self.number, self.secret, self.lives = secrets.token_hex(16), secret.make(), {}
         self.name = f"freewheel-{self.number[:8]}-book"
-        self.book = Book.options(  # type: ignore[attr-defined]
-            name=self.name, namespace=NAMESPACE
-        ).remote()
-        given = {"run": self.number, "workers": workers, "most": workers}
-        Entries(Line(self.name, BOOK_S), self.secret).set(OPTIONS, json.dumps(given))
+        self.book = open_book(self.name)
+        given = Options(self.number, workers=workers, most=workers)
+        Entries(Line(self.name, BOOK_S), self.secret).set(OPTIONS, given.text)
 
     def end(self) -> None:
         """End what this made."""
@@ -106,27 +98,11 @@ class FreewheelBackend(Backend):  # type: ignore[misc]
             self.book = None
 
 
-def take_place(book: str, run: str, shared: bytes, lives: dict[int, int], folder: str | None) -> None:
+def begin(name: str, run: str, shared: bytes, lives: dict[int, int], folder: str | None) -> None:
     """In a worker's process, before the train function: which worker of which run it is."""
     context = get_context()
-    rank, world_size = context.get_world_rank(), context.get_world_size()
-    here, life = ray.util.get_node_ip_address(), lives[rank]
-    if life > 1:  # the others wait for it at the end
-        entries = Entries(Line(book, BOOK_S), shared).of_run(run)
-        entries.set(f"{STARTS}/{rank}", str(life))
-    place.give(
-        place.Place(
-            rank,
-            world_size,
-            hosted=True,
-            launched=True,
-            secret=shared,
-            bind=here,
-            folder=folder,
-            life=life,
-            meeting=Meeting(book),
-        )
-    )
+    rank = context.get_world_rank()
+    take_place(name, run, rank, context.get_world_size(), shared, lives[rank], folder)
     with contextlib.suppress(ImportError, AttributeError):  # Ray's inside: without it nothing is noticed
         from ray.train.v2._internal.execution.context import get_train_context
         from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils

@@ -18,17 +18,13 @@ from typing import Any
 
 import ray
 
-from freewheel.ray.book import Line, Meeting
+from freewheel.ray.book import BOOK_S, Line, take_place
 from freewheel.ray.records import Sender
-from freewheel.runtime.membership import place
-from freewheel.runtime.membership.entries import Entries
 from freewheel.runtime.membership.generation import STARTS, Outlived, TooLate
 from freewheel.runtime.worker.leaving import Left
 
 log = logging.getLogger("freewheel")
 RUNPY = "<frozen runpy>"
-BOOK_S = 30.0
-"""How long the book may take to come back before a worker that starts gives up, and is started again."""
 
 
 class Gone:
@@ -44,26 +40,11 @@ class Worker:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # Ray warns of its own use of itself
             again = ray.get_runtime_context().was_current_actor_reconstructed
-        here = ray.util.get_node_ip_address()
-        life = int(self.line.ask("started", rank, here, 2 if again else 1))
-        self.entries = Entries(self.line, secret).of_run(run)
-        if again:  # the others wait for it at the end
-            self.entries.set(f"{STARTS}/{rank}", str(life))
-        self.life = life
+        node = ray.util.get_node_ip_address()
+        self.life = int(self.line.ask("started", rank, node, 2 if again else 1))
         self.folder = Path(tempfile.mkdtemp(prefix="freewheel-")) if records else None
-        place.give(
-            place.Place(
-                rank,
-                most,
-                hosted=True,
-                launched=True,
-                secret=secret,
-                bind=here,
-                folder=str(self.folder) if self.folder else None,
-                life=life,
-                meeting=Meeting(book),
-            )
-        )
+        folder = str(self.folder) if self.folder else None
+        self.entries = take_place(book, run, rank, most, secret, self.life, folder)
 
     def __repr__(self) -> str:  # what Ray writes before each of its lines
         return f"worker {self.rank}"

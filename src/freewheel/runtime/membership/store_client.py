@@ -65,13 +65,16 @@ def _let_end() -> None:
         thread.join(LAST_S)
 
 
-def _ends(call: str) -> Any:
-    """A call of a store, as one that ends in time."""
+STORE = ("check", "get", "set", "compare_set", "delete_key")
 
-    def bounded(self: BoundedStore, *words: object) -> Any:
-        return self._within(lambda: getattr(self._store, call)(*words))
 
-    return bounded
+def calls(name: str) -> Any:
+    """A call of a store, by a class that has one way for all of them, `ask`."""
+
+    def call(self: Any, *words: object) -> Any:
+        return self.ask(name, *words)
+
+    return call
 
 
 class BoundedStore:
@@ -81,15 +84,14 @@ class BoundedStore:
         self._store, self._line, self.timeout_s = store, line, timeout_s
         self._broken = False
 
-    check, get, set, compare_set, delete_key = map(
-        _ends, ("check", "get", "set", "compare_set", "delete_key")
-    )
+    check, get, set, compare_set, delete_key = map(calls, STORE)
 
-    def _within(self, call: Callable[[], T]) -> T:
+    def ask(self, call: str, *words: object) -> Any:
+        """Call it."""
         if self._gone():  # its own way to find out is a long complaint
             raise DistNetworkError("the store is gone")
         try:
-            return within(self.timeout_s, call)
+            return within(self.timeout_s, lambda: getattr(self._store, call)(*words))
         except (DistNetworkError, OSError):
             self._broken = True
             raise
