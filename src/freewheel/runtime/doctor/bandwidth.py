@@ -174,16 +174,16 @@ async def _figure(fabric: TcpFabric, most: int) -> LinkFigure:
     trips = [await _timed(fabric, PING) for _ in range(PINGS)]
     shortest_s, skew_s = min(trips)  # the shortest trip left the least room for error
 
-    async def send(size: int) -> float:
-        return (await _timed(fabric, TAKE, size))[0]
+    async def rate(what: int) -> float:
+        async def transfer(size: int) -> float:
+            return (await _timed(fabric, what, size))[0]
 
-    async def fetch(size: int) -> float:
-        return (await _timed(fabric, GIVE, size))[0]
+        return await _grow(transfer, most, shortest_s)
 
     return LinkFigure(
         latency_ms=1000 * statistics.median(trip_s for trip_s, _ in trips) / 2,
-        mbit_out=await _grow(send, most, shortest_s),
-        mbit_in=await _grow(fetch, most, shortest_s),
+        mbit_out=await rate(TAKE),
+        mbit_in=await rate(GIVE),
         clock_skew_ms=1000 * skew_s,
     )
 

@@ -107,8 +107,7 @@ def gather(
     python_range, torch_range, extras = _requirements()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     no_limit = 1 << 30
-    cuda = _cuda()
-    make_problem, open_problem = _windows()
+    cuda, make_problem = _cuda(), _problem(lambda: HostWindow.make(mmap.PAGESIZE))
     progress("looking at ports, memory and disk")
     return Facts(
         python=tuple(sys.version_info[:3]),
@@ -120,16 +119,16 @@ def gather(
         omp=os.environ.get("OMP_NUM_THREADS"),
         cuda=cuda,
         bind=bind,
-        bind_problem=_cannot_listen(bind, 0),
+        bind_problem=_problem(lambda: listen(bind, 0, "bind").close()),
         port=port,
-        port_problem=None if port is None else _cannot_listen(bind, port),
+        port_problem=None if port is None else _problem(lambda: listen(bind, port, "bind").close()),
         ports=_system_ports(),
         firewalls=_firewalls(),
         name_address=_name_address(),
         soft_files=no_limit if soft == resource.RLIM_INFINITY else soft,
         hard_files=no_limit if hard == resource.RLIM_INFINITY else hard,
         make_problem=make_problem,
-        open_problem=open_problem,
+        open_problem=None if make_problem else _problem(_open_window),
         device_problem=_device_window() if cuda.devices else None,
         shared_free_mb=shutil.disk_usage(SHARED).free / 1e6 if SHARED.is_dir() else None,
         memory_free_mb=_memory_free_mb(),
@@ -174,11 +173,7 @@ def _brings(extra: str, needed: Requirement) -> bool:
 
 
 def _installed(package: str) -> bool:
-    try:
-        importlib.metadata.distribution(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
+    return any(importlib.metadata.distributions(name=package))
 
 
 def _cuda() -> Cuda:
@@ -199,43 +194,40 @@ def _cuda() -> Cuda:
     return Cuda(built, driver, tuple(devices))
 
 
-def _cores() -> int:
-    """Those of the scheduler, or fewer where a container may use only so much of them."""
-    cores = len(os.sched_getaffinity(0))
+def _problem(of: Callable[[], object]) -> str | None:
+    """Why something cannot be done here; None: it can."""
     try:
-        quota, period = QUOTA.read_text().split()
-    except (OSError, ValueError):  # no such limit here
-        return cores
-    return cores if quota == "max" else max(1, min(cores, int(quota) // int(period)))
-
-
-def _cannot_listen(bind: str, port: int) -> str | None:
-    try:
-        listen(bind, port, "bind").close()
-    except ConfigError as error:
-        return str(error)
+        of()
+    except (OSError, ConfigError) as error:
+        return getattr(error, "strerror", None) or str(error)
     return None
 
 
-def _system_ports() -> tuple[int, int]:
+def _text(path: str | Path) -> str:
+    """What a file says; nothing where it is not there, or hidden, as in some containers."""
     try:
-        first, last = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    except OSError:  # hidden in some containers
-        return Facts.ports
-    return int(first), int(last)
+        return Path(path).read_text()
+    except OSError:
+        return ""
+
+
+def _cores() -> int:
+    """Those of the scheduler, or fewer where a container may use only so much of them."""
+    cores = len(os.sched_getaffinity(0))
+    limit = re.match(r"(\d+) (\d+)", _text(QUOTA))
+    return max(1, min(cores, int(limit[1]) // int(limit[2]))) if limit else cores
+
+
+def _system_ports() -> tuple[int, int]:
+    found = re.match(r"(\d+)\s+(\d+)", _text("/proc/sys/net/ipv4/ip_local_port_range"))
+    return (int(found[1]), int(found[2])) if found else Facts.ports
 
 
 def _firewalls() -> tuple[str, ...]:
     """What can be seen without being root; nothing found does not mean that there is none."""
-    found = []
-    try:
-        if re.search(r"^ENABLED=yes", Path("/etc/ufw/ufw.conf").read_text(), flags=re.M | re.I):
-            found.append("ufw")
-    except OSError:
-        pass
-    if Path("/run/firewalld").exists():
-        found.append("firewalld")
-    return tuple(found)
+    ufw = re.search(r"^ENABLED=yes", _text("/etc/ufw/ufw.conf"), flags=re.M | re.I)
+    seen = {"ufw": ufw, "firewalld": Path("/run/firewalld").exists()}
+    return tuple(name for name, on in seen.items() if on)
 
 
 def _name_address() -> str | None:
@@ -253,17 +245,10 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
-def _windows() -> tuple[str | None, str | None]:
-    """Make a window, and open it the way a peer does; why the one or the other fails."""
-    try:
-        window = HostWindow.make(mmap.PAGESIZE)
-    except OSError as error:
-        return error.strerror or str(error), None
-    try:
-        HostWindow.open(os.getpid(), mmap.PAGESIZE, window.fd)
-    except OSError as error:
-        return None, error.strerror or str(error)
-    return None, None
+def _open_window() -> None:
+    """Make a window, and open it the way a peer does."""
+    window = HostWindow.make(mmap.PAGESIZE)
+    HostWindow.open(os.getpid(), mmap.PAGESIZE, window.fd)
 
 
 def _device_window() -> str | None:
@@ -276,11 +261,7 @@ def _device_window() -> str | None:
 
 
 def _memory_free_mb() -> float | None:
-    try:
-        text = Path("/proc/meminfo").read_text()
-    except OSError:
-        return None
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", text, flags=re.M)
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"), flags=re.M)
     return int(found[1]) * 1024 / 1e6 if found else None
 
 
@@ -294,8 +275,6 @@ def _folder_problem(folder: Path) -> str | None:
     nearest = _nearest(folder)
     if not nearest.is_dir():
         return f"{nearest} is a file"
-    try:  # asking the system for permission is not enough: root has it on a disk that is read-only
-        with tempfile.TemporaryFile(dir=nearest):
-            return None
-    except OSError as error:
-        return f"{nearest} cannot be written to: {error.strerror or error}"
+    # Asking the system for permission is not enough: root has it on a disk that is read-only.
+    why = _problem(lambda: tempfile.TemporaryFile(dir=nearest).close())
+    return why and f"{nearest} cannot be written to: {why}"

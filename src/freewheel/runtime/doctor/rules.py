@@ -12,8 +12,8 @@ from freewheel.runtime.doctor.bandwidth import LinkFigure
 from freewheel.runtime.doctor.probe import LOOPBACK, Facts, is_loopback
 
 State = Literal["ok", "warning", "problem"]
-Verdict = tuple[State, str, str]
-"""A state, what was found, and what to do."""
+Verdict = str | tuple[str, State, str]
+"""What was found, where all is well; else with a state, and what to do."""
 
 FILES, FILES_A_PEER = 64, 8  # handles of a process, and more for each peer: a socket, windows, pipes
 RECORDS_MB = 50.0  # of one worker, at most
@@ -23,6 +23,8 @@ SKEW_MS, KEYS_SKEW_MS = 1000.0, 300_000.0  # records are compared by time; keys 
 SMALL_SHARED_MB = 512.0
 NO_DEVICES = "No CUDA GPUs are available"  # as torch says it
 VECTORS = 4  # of the model's size, beside the optimizer's: weights, gradients, two windows
+PYTHON = "Freewheel needs {0}: make a new virtual environment with such a Python."
+TORCH = "Freewheel is tested with torch {0}: pip install 'torch{0}'"
 CLOCKS = "Let both keep time by NTP: timedatectl set-ntp true"
 
 
@@ -41,13 +43,13 @@ def diagnose(facts: Facts, workers: int, model_mb: float | None = None, tls: boo
     hosts = 1 + len([host for host in facts.links if host != LOOPBACK])
     afar = hosts > 1 or not is_loopback(facts.bind)
     rows: dict[str, Verdict | None] = {
-        "python": _python(facts),
-        "torch": _torch(facts),
+        "python": _version(".".join(map(str, facts.python)), facts.python_range, PYTHON),
+        "torch": _version(facts.torch, facts.torch_range, TORCH),
         "cuda": _cuda(facts),
         "cores": _cores(facts, workers),
         "threads": _threads(facts, workers),
         "listening": _listening(facts, hosts),
-        "port": _port(facts) if facts.port is not None else None,
+        "port": _port(facts),
         "firewall": _firewall(facts) if afar else None,
         "host name": _host_name(facts) if afar else None,
     }
@@ -62,19 +64,16 @@ def diagnose(facts: Facts, workers: int, model_mb: float | None = None, tls: boo
         "disk": _disk(facts, workers),
         "extras": _extras(facts),
     }
-    return [Finding(what, row[1], row[0], row[2]) for what, row in rows.items() if row is not None]
-
-
-def _ok(value: str) -> Verdict:
-    return "ok", value, ""
+    found = {what: (row,) if isinstance(row, str) else row for what, row in rows.items() if row is not None}
+    return [Finding(what, *row) for what, row in found.items()]
 
 
 def _warning(value: str, advice: str) -> Verdict:
-    return "warning", value, advice
+    return value, "warning", advice
 
 
 def _problem(value: str, advice: str) -> Verdict:
-    return "problem", value, advice
+    return value, "problem", advice
 
 
 def fits(version: str, bounds: str) -> bool:
@@ -82,34 +81,23 @@ def fits(version: str, bounds: str) -> bool:
     return SpecifierSet(bounds).contains(version, prereleases=True)
 
 
-def _python(facts: Facts) -> Verdict:
-    version = ".".join(map(str, facts.python))
-    if fits(version, facts.python_range):
-        return _ok(version)
-    advice = f"Freewheel needs {facts.python_range}: make a new virtual environment with such a Python."
-    return _problem(version, advice)
-
-
-def _torch(facts: Facts) -> Verdict:
-    if fits(facts.torch, facts.torch_range):
-        return _ok(facts.torch)
-    wanted = facts.torch_range
-    return _problem(facts.torch, f"Freewheel is tested with torch {wanted}: pip install 'torch{wanted}'")
+def _version(version: str, bounds: str, advice: str) -> Verdict:
+    return version if fits(version, bounds) else _problem(version, advice.format(bounds))
 
 
 def _cuda(facts: Facts) -> Verdict:
     cuda = facts.cuda
     if cuda.devices and cuda.problem is None:
-        return _ok(f"{cuda.built}: {', '.join(cuda.devices)}")
+        return f"{cuda.built}: {', '.join(cuda.devices)}"
     if cuda.built is None:
         if not cuda.driver:
-            return _ok("none: training runs on the CPU")
+            return "none: training runs on the CPU"
         return _warning(
             "there is a driver, but this torch is built without CUDA",
             "Training runs on the CPU. Install a build of torch with CUDA; pytorch.org has the command.",
         )
     if not cuda.driver:
-        return _ok(f"torch is built for {cuda.built}; no driver here, training runs on the CPU")
+        return f"torch is built for {cuda.built}; no driver here, training runs on the CPU"
     why = cuda.problem or NO_DEVICES
     if NO_DEVICES in why:  # they may be hidden on purpose
         return _warning(
@@ -131,7 +119,7 @@ def _cuda(facts: Facts) -> Verdict:
 def _cores(facts: Facts, workers: int) -> Verdict:
     value = f"{count(facts.cores, 'core')} for {count(workers, 'worker')}"
     if workers <= facts.cores:
-        return _ok(value)
+        return value
     return _warning(
         value,
         "Workers take turns, so rates say little. Use a smaller -n or more hosts; --compute-ms of `freewheel "
@@ -142,7 +130,7 @@ def _cores(facts: Facts, workers: int) -> Verdict:
 def _threads(facts: Facts, workers: int) -> Verdict:
     fair = max(1, facts.cores // workers)
     if facts.omp is None:
-        return _ok(f"{fair} for each worker (OMP_NUM_THREADS is not set)")
+        return f"{fair} for each worker (OMP_NUM_THREADS is not set)"
     value = f"OMP_NUM_THREADS is {facts.omp}"
     if not facts.omp.isdecimal() or int(facts.omp) == 0:
         return _problem(value, "Unset it, or set it to a whole number above 0.")
@@ -151,7 +139,7 @@ def _threads(facts: Facts, workers: int) -> Verdict:
             f"{value}, with {count(workers, 'worker')} on {count(facts.cores, 'core')}",
             f"Threads take cores from each other. Unset it, or set it to {fair}; freewheel run does so.",
         )
-    return _ok(value)
+    return value
 
 
 def _listening(facts: Facts, hosts: int) -> Verdict:
@@ -162,18 +150,18 @@ def _listening(facts: Facts, hosts: int) -> Verdict:
             f"on {facts.bind}, where no other host gets to",
             "Give --bind this host's own address, here and to freewheel run.",
         )
-    return _ok(f"possible on {facts.bind}")
+    return f"possible on {facts.bind}"
 
 
-def _port(facts: Facts) -> Verdict:
+def _port(facts: Facts) -> Verdict | None:
     if facts.port_problem:
         return _problem(f"{facts.port} is not free", facts.port_problem)
-    return _ok(f"{facts.port} is free")
+    return None if facts.port is None else f"{facts.port} is free"
 
 
 def _firewall(facts: Facts) -> Verdict:
     if not facts.firewalls:
-        return _ok("none seen (one may be elsewhere)")
+        return "none seen (one may be elsewhere)"
     first, last = facts.ports
     rule = f"sudo firewall-cmd --add-port={first}-{last}/tcp"
     if facts.firewalls[0] == "ufw":
@@ -213,16 +201,16 @@ def _link(link: LinkFigure | str, model_mb: float | None, tls: bool) -> Verdict:
         advice.append("A thin link: exchange rarely (sasgd, nodelay_free) or with wire=bf16 (adpsgd).")
     if link.latency_ms > LATE_MS:
         advice.append("A long way: avoid strategies that wait for all or for a server in every step.")
-    return _warning(value, " ".join(advice)) if advice else _ok(value)
+    return _warning(value, " ".join(advice)) if advice else value
 
 
 def _files(facts: Facts, workers: int) -> Verdict:
     needed = FILES + FILES_A_PEER * workers
     value = f"{facts.soft_files:,} in a process, about {needed:,} needed"
     if facts.soft_files >= 1 << 30:
-        return _ok("no limit")
+        return "no limit"
     if facts.soft_files >= needed:
-        return _ok(value)
+        return value
     if facts.hard_files >= needed:
         return _problem(value, f"In this shell, before the run: ulimit -n {needed}")
     return _problem(
@@ -249,7 +237,7 @@ def _windows(facts: Facts) -> Verdict:
             "Vectors of workers of this host then go through host memory, which is slower.",
         )
     shared = "memory of the host and of the GPU" if facts.cuda.devices else "memory"
-    return _ok(f"workers of this host can share {shared}")
+    return f"workers of this host can share {shared}"
 
 
 def _shared(facts: Facts) -> Verdict:
@@ -257,21 +245,21 @@ def _shared(facts: Facts) -> Verdict:
         return _warning("is not there", "DataLoader needs it with num_workers: mount a tmpfs there.")
     value = f"{_size(facts.shared_free_mb)} free"
     if facts.shared_free_mb >= SMALL_SHARED_MB:
-        return _ok(value)
+        return value
     advice = "DataLoader passes batches through it with num_workers. For a container: --shm-size 2g"
     return _warning(value, advice)
 
 
 def _memory(facts: Facts, workers: int, model_mb: float | None) -> Verdict:
     if facts.memory_free_mb is None:
-        return _ok("unknown")
+        return "unknown"
     value = f"{_size(facts.memory_free_mb)} free"
     if model_mb is None:
-        return _ok(value)
+        return value
     needed = VECTORS * model_mb * workers
     value += f", at least {_size(needed)} needed"
     if facts.memory_free_mb >= needed:
-        return _ok(value)
+        return value
     return _problem(
         value,
         f"Each worker holds weights, gradients and two windows of {_size(model_mb)}, beside its optimizer's "
@@ -284,7 +272,7 @@ def _disk(facts: Facts, workers: int) -> Verdict:
         return _problem(facts.folder_problem, "Give --folder one that can be written to, here and to a run.")
     value = f"{_size(facts.disk_free_mb)} free for {facts.folder}"
     if facts.disk_free_mb >= RECORDS_MB * workers:
-        return _ok(value)
+        return value
     return _warning(
         value,
         f"Records may take {_size(RECORDS_MB * workers)}, and checkpoints more. A full disk costs those, "
@@ -299,7 +287,7 @@ def _extras(facts: Facts) -> Verdict:
     if missing:
         first = f"pip install 'freewheel[{missing[0]}]' if you need it"
         value += f"; not installed: {', '.join(missing)} ({first})"
-    return _ok(value)
+    return value
 
 
 def _size(mb: float) -> str:
