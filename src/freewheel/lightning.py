@@ -17,10 +17,8 @@ import torch
 
 from freewheel.api import attach
 from freewheel.errors import ConfigError, NotInstalled
-from freewheel.runtime.membership.place import Place, local_rank
-from freewheel.runtime.worker.attach import Worker
-from freewheel.runtime.worker.guest import Guest
-from freewheel.strategy import Strategy
+from freewheel.runtime.membership.place import local_rank
+from freewheel.runtime.worker.guest import Guest, GuestCallback
 
 try:
     try:
@@ -36,26 +34,15 @@ AHEAD = 1
 """Lightning draws a batch before it trains on the last, to know which one ends an epoch."""
 
 
-class FreewheelCallback(lightning.Callback):  # type: ignore[misc, name-defined]
-    """Trains with other workers while `Trainer.fit` runs; the settings are those of `fw.attach`.
+class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc, name-defined]
+    """Trains with other workers while `Trainer.fit` runs."""
 
-    `deal=False` leaves the training data to the script: each worker goes through its own DataLoader.
-    """
+    resumes = "Trainer.fit ckpt_path"
+    _position: dict[str, Any] | None = None
+    _budget = -1
 
-    def __init__(self, strategy: str | Strategy = "adpsgd", *, deal: bool = True, **settings: Any) -> None:
-        if "resume" in settings:
-            raise ConfigError("FreewheelCallback takes no resume: give Trainer.fit ckpt_path, as ever.")
-        self._strategy, self._deals, self._settings = strategy, deal, settings
-        self._place = Place.read()
-        self._guest: Guest | None = None
-        self._position: dict[str, Any] | None = None
-        self._budget = -1
+    def _say_ranks(self) -> None:
         rank_zero_only.rank = self._place.rank  # loggers write where it is 0
-
-    @property
-    def worker(self) -> Worker | None:
-        """What `fw.attach` gives, from the beginning of training on."""
-        return self._guest.worker if self._guest is not None else None
 
     # -- hooks, in the order in which they are called --
 
@@ -120,7 +107,7 @@ class FreewheelCallback(lightning.Callback):  # type: ignore[misc, name-defined]
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let the others go on without this worker."""
         if self._guest is not None:
-            self._guest.fail(type(exception), exception, exception.__traceback__)
+            self._guest.fail(exception)
 
     # -- checkpoints --
 
@@ -133,11 +120,6 @@ class FreewheelCallback(lightning.Callback):  # type: ignore[misc, name-defined]
         self._position = state_dict["position"]
 
     # -- --
-
-    @property
-    def _inside(self) -> Guest:
-        assert self._guest is not None
-        return self._guest
 
     def _deal(self, trainer: Any, guest: Guest) -> None:
         """Put what is dealt to this worker in the place of the trainer's DataLoader."""

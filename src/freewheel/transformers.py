@@ -18,10 +18,8 @@ import torch
 
 from freewheel.api import attach
 from freewheel.errors import ConfigError, NotInstalled
-from freewheel.runtime.membership.place import Place, hide, local_rank
-from freewheel.runtime.worker.attach import Worker
-from freewheel.runtime.worker.guest import Guest, one_gpu
-from freewheel.strategy import Strategy
+from freewheel.runtime.membership.place import hide, local_rank
+from freewheel.runtime.worker.guest import Guest, GuestCallback, one_gpu
 
 try:
     from accelerate.state import PartialState
@@ -37,26 +35,10 @@ one_gpu()
 hide(os.environ)
 
 
-class FreewheelCallback(TrainerCallback):  # type: ignore[misc]
-    """Trains with other workers while `Trainer.train` runs; the settings are those of `fw.attach`.
+class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
+    """Trains with other workers while `Trainer.train` runs."""
 
-    `deal=False` leaves the training data to the script: each worker goes through its own DataLoader.
-    """
-
-    def __init__(self, strategy: str | Strategy = "adpsgd", *, deal: bool = True, **settings: Any) -> None:
-        if "resume" in settings:
-            raise ConfigError(
-                "FreewheelCallback takes no resume: give Trainer.train resume_from_checkpoint, as ever."
-            )
-        self._strategy, self._deals, self._settings = strategy, deal, settings
-        self._place = Place.read()
-        self._guest: Guest | None = None
-        self._say_ranks()
-
-    @property
-    def worker(self) -> Worker | None:
-        """What `fw.attach` gives, from the beginning of training on."""
-        return self._guest.worker if self._guest is not None else None
+    resumes = "Trainer.train resume_from_checkpoint"
 
     # -- hooks, in the order in which they are called --
 
@@ -104,7 +86,7 @@ class FreewheelCallback(TrainerCallback):  # type: ignore[misc]
             try:
                 self._deal(guest, args, state, train_dataloader)
             except BaseException as error:  # nobody else would say that this worker leaves
-                guest.fail(type(error), error, error.__traceback__)
+                guest.fail(error)
                 raise
             control.should_training_stop = guest.passes is not None and guest.passes.over
 
@@ -156,11 +138,6 @@ class FreewheelCallback(TrainerCallback):  # type: ignore[misc]
             save(model, Path(args.output_dir))
 
     # -- --
-
-    @property
-    def _inside(self) -> Guest:
-        assert self._guest is not None
-        return self._guest
 
     def _deal(self, guest: Guest, args: Any, state: Any, train_dataloader: Any) -> None:
         """Put what is dealt to this worker in the place of the Trainer's DataLoader."""

@@ -58,7 +58,7 @@ def train(place, position=None, after=lambda guest: None, bounded=False):
     try:
         _loop(guest, made, optimizer, position, after, bounded)
     except Lost as error:
-        guest.fail(Lost, error)
+        guest.fail(error)
         raise
     guest.leave(made._model)
     return made

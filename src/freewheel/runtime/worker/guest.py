@@ -11,8 +11,7 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from types import TracebackType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -21,8 +20,9 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from freewheel.errors import ConfigError
 from freewheel.runtime.loading.base import END, SHOWN
 from freewheel.runtime.loading.loader import Loader
-from freewheel.runtime.membership.place import local_rank
+from freewheel.runtime.membership.place import Place, local_rank
 from freewheel.runtime.worker.attach import Worker
+from freewheel.strategy import Strategy
 
 
 class Guest:
@@ -51,14 +51,12 @@ class Guest:
             for mine, mean in zip(_tensors(model), _tensors(answer), strict=True):
                 mine.copy_(mean)
 
-    def fail(
-        self, kind: type[BaseException], error: BaseException, where: TracebackType | None = None
-    ) -> None:
+    def fail(self, error: BaseException) -> None:
         """End it with an exception of the loop."""
         if self.inside:
             with contextlib.suppress(Exception):  # what failed may be what is needed to say so
                 self._close()
-            self.worker.__exit__(kind, error, where)
+            self.worker.__exit__(type(error), error, error.__traceback__)
 
     def _close(self) -> None:
         self.inside = False
@@ -151,6 +149,37 @@ class Guest:
         leases = passes.loader.leases
         leases.queue.data.collect()
         return self.steps(after=True), leases.finished(leases.queue.data.ledger, passes.in_use())
+
+
+class GuestCallback:
+    """Makes a trainer one worker of a run, while it trains; the settings are those of `fw.attach`.
+
+    `deal=False` leaves the training data to the script: each worker goes through its own DataLoader.
+    """
+
+    resumes: ClassVar[str]
+    """What the trainer takes to resume."""
+    _guest: Guest | None = None
+
+    def __init__(self, strategy: str | Strategy = "adpsgd", *, deal: bool = True, **settings: Any) -> None:
+        if "resume" in settings:
+            raise ConfigError(f"FreewheelCallback takes no resume: give {self.resumes}, as ever.")
+        self._strategy, self._deals, self._settings = strategy, deal, settings
+        self._place = Place.read()
+        self._say_ranks()
+
+    def _say_ranks(self) -> None:
+        """Let the trainer's library know which worker this is."""
+
+    @property
+    def worker(self) -> Worker | None:
+        """What `fw.attach` gives, from the beginning of training on."""
+        return self._guest.worker if self._guest is not None else None
+
+    @property
+    def _inside(self) -> Guest:
+        assert self._guest is not None
+        return self._guest
 
 
 class Passes:
