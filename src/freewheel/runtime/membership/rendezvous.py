@@ -37,14 +37,7 @@ from freewheel.runtime.membership.generation import (
     started,
 )
 from freewheel.runtime.membership.place import Place
-from freewheel.runtime.membership.store_client import (
-    STORE_S,
-    BoundedStore,
-    Hangs,
-    reach,
-    watched,
-    within,
-)
+from freewheel.runtime.membership.store_client import STORE_S, BoundedStore, idle, reach, within
 from freewheel.runtime.worker.checks import first_difference, other_settings, signature
 from freewheel.strategy import Strategy
 
@@ -59,8 +52,6 @@ MISSES = 2
 """A store that did not answer so often one after the other is lost."""
 REFUSED = "it was refused: "
 """How it begins what a worker that was not let in leaves for the others."""
-HANGS_S = 60.0
-"""How long one that hangs is left alone, unless it answers before: each call leaves a thread behind."""
 
 log = logging.getLogger("freewheel")
 
@@ -88,7 +79,6 @@ class Rendezvous:
         self._name = OPTIONS
         self.there = True
         """Whether the store has answered when it was last asked."""
-        self._hangs: tuple[Hangs, float] | None = None
         self._missed = 0
         self._probes: dict[int, socket.socket] = {}
         """Connections with the ports of workers that are out of reach."""
@@ -224,34 +214,20 @@ class Rendezvous:
         that had called this worker, which so never knew where it listens, until the connection broke.
         """
         found: dict[int, tuple[str, int]] = {}
-        if self._hangs is not None:
-            call, until_s = self._hangs
-            if call.thread.is_alive() and time.monotonic() < until_s:
-                self._miss()
-                return found
-            self._hangs = None
         try:
             self._line.renew(lambda: _again(self.place))
             self._register(lives)
             for rank in set(range(self.most)).difference(members):
-                if (text := self._store.read(f"address/{rank}")) is not None:
-                    host, port, life = json.loads(text)
-                    if life >= lives.get(rank, 0) and not self._store.read(f"absent/{rank}"):
-                        found[rank] = str(host), int(port)
+                host, port, life = self._listed(rank) or ("", 0, -1)
+                if life >= lives.get(rank, 0) and not self._store.read(f"absent/{rank}"):
+                    found[rank] = host, port
             self.there, self._missed = True, 0
-        except Forged as error:  # somebody else writes there: nobody can join, training goes on
-            if not self._missed:
+        except (Forged, OSError, RuntimeError) as error:
+            if isinstance(error, Forged) and not self._missed:  # somebody else writes there: nobody can join
                 log.warning("%s", error)
-            self._miss()
-        except (OSError, RuntimeError) as error:
-            self._miss()
-            if isinstance(error, Hangs):
-                self._hangs = error, time.monotonic() + HANGS_S
+            self._missed += 1
+            self.there = self._missed < MISSES
         return found
-
-    def _miss(self) -> None:
-        self._missed += 1
-        self.there = self._missed < MISSES
 
     def _register(self, lives: Mapping[int, int]) -> None:
         place, store = self.place, self._store
@@ -269,12 +245,16 @@ class Rendezvous:
         options.compare_set(OPTIONS, "", self._options)  # last: who finds it finds the rest
         log.warning("the rendezvous at %s was started anew; entered this worker again", place.where)
 
-    def look_up(self, peer: int) -> tuple[str, int] | None:
-        """Where a peer listens; None: not known yet."""
+    def _listed(self, peer: int) -> tuple[str, int, int] | None:
         if (text := self._store.read(f"address/{peer}")) is None:
             return None
-        host, port, _ = json.loads(text)
-        return str(host), int(port)
+        host, port, life = json.loads(text)
+        return str(host), int(port), int(life)
+
+    def look_up(self, peer: int) -> tuple[str, int] | None:
+        """Where a peer listens; None: not known yet."""
+        listed = self._listed(peer)
+        return listed and listed[:2]
 
     def listens(self, peer: int) -> bool:
         """Whether a peer's process takes connections: the system answers for one that is stopped, too."""
@@ -448,10 +428,10 @@ def _connect(place: Place, timeout_s: float) -> BoundedStore:
         )
 
     try:  # a second more than it gives itself: what it has to say is better than that it hangs
-        store = within(timeout_s + 1, connect)
-        if place.meeting is not None:
-            return BoundedStore(store, timeout_s)
-        return watched(store, place.host, place.port, timeout_s)
+        store, line = within(timeout_s + 1, connect), None
+        with contextlib.suppress(OSError):
+            line = idle(place.host, place.port, timeout_s) if place.meeting is None else None
+        return BoundedStore(store, timeout_s, line)
     except RuntimeError as error:
         if "EADDRINUSE" in str(error):
             raise ConfigError(

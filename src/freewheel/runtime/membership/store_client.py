@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import atexit
 import concurrent.futures
-import contextlib
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -26,6 +26,8 @@ STORE_THREAD = "freewheel-store"
 STORE_S = 5.0
 """How long a store may take to answer once training has begun."""
 LAST_S = 0.5
+HANGS_S = 60.0
+"""How long a store that hangs is left alone, unless it answers before: each call leaves a thread behind."""
 
 
 class Hangs(DistNetworkError):
@@ -83,6 +85,8 @@ class BoundedStore:
     def __init__(self, store: Store, timeout_s: float, line: int | None = None) -> None:
         self._store, self._line, self.timeout_s = store, line, timeout_s
         self._broken = False
+        self._hangs: threading.Thread | None = None
+        self._until_s = 0.0
 
     check, get, set, compare_set, delete_key = map(calls, STORE)
 
@@ -90,10 +94,17 @@ class BoundedStore:
         """Call it."""
         if self._gone():  # its own way to find out is a long complaint
             raise DistNetworkError("the store is gone")
+        return self._try(lambda: within(self.timeout_s, lambda: getattr(self._store, call)(*words)))
+
+    def _try(self, call: Callable[[], T]) -> T:
+        if self._hangs is not None and self._hangs.is_alive() and time.monotonic() < self._until_s:
+            raise DistNetworkError("the store hangs")
         try:
-            return within(self.timeout_s, lambda: getattr(self._store, call)(*words))
-        except (DistNetworkError, OSError):
+            return call()
+        except (DistNetworkError, OSError) as error:
             self._broken = True
+            if isinstance(error, Hangs):
+                self._hangs, self._until_s = error.thread, time.monotonic() + HANGS_S
             raise
 
     def alive(self) -> bool:
@@ -114,7 +125,7 @@ class BoundedStore:
     def renew(self, connect: Callable[[], BoundedStore]) -> None:
         """Connect again where the connection is over; OSError or RuntimeError if the store is not there."""
         if not self.alive():
-            fresh = connect()
+            fresh = self._try(connect)
             self.close()
             self._store, self._line, self._broken = fresh._store, fresh._line, False
             fresh._line = None
@@ -129,15 +140,8 @@ class BoundedStore:
         self.close()
 
 
-def watched(store: Store, host: str, port: int, timeout_s: float) -> BoundedStore:
-    """A store that has just been reached, with an idle connection beside it."""
-    with contextlib.suppress(OSError):
-        return BoundedStore(store, timeout_s, _idle(host, port, timeout_s))
-    return BoundedStore(store, timeout_s)
-
-
-def _idle(host: str, port: int, timeout_s: float) -> int:
-    """The handle of a connection on which nothing is said."""
+def idle(host: str, port: int, timeout_s: float) -> int:
+    """The handle of a connection on which nothing is said, for a BoundedStore."""
     with socket.create_connection((host, port), timeout=timeout_s) as sock:
         sock.setblocking(False)
         return sock.detach()
@@ -146,7 +150,7 @@ def _idle(host: str, port: int, timeout_s: float) -> int:
 def reach(host: str, port: int, timeout_s: float) -> BoundedStore:
     """A new connection with a store that is there already; OSError or RuntimeError if it does not answer."""
     # Tried with a plain socket first: the store's own way of trying is noisy and cannot be interrupted.
-    line = _idle(host, port, timeout_s)
+    line = idle(host, port, timeout_s)
     try:
         given_s = timedelta(seconds=timeout_s)
         store = within(timeout_s, lambda: TCPStore(host, port, None, False, given_s, wait_for_workers=False))
