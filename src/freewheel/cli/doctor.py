@@ -19,6 +19,7 @@ from rich.text import Text
 
 from freewheel.cli.options import argument, option
 from freewheel.errors import ConfigError, at_least
+from freewheel.numbers import count
 
 if TYPE_CHECKING:
     from freewheel.runtime.doctor.rules import Finding
@@ -135,8 +136,8 @@ def _print(found: list[Finding]) -> None:
 
 
 def _conclude(problems: int, warnings: int) -> None:
-    seen = f"{warnings} warning{'' if warnings == 1 else 's'}"
+    seen = count(warnings, "warning")
     if problems:
-        print(f"\n{problems} problem{'' if problems == 1 else 's'}, {seen}: see above what to do.")
+        print(f"\n{count(problems, 'problem')}, {seen}: see above what to do.")
     else:
         print(f"\nReady to run: {seen}." if warnings else "\nReady to run.")

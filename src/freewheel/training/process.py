@@ -29,7 +29,7 @@ from freewheel.strategies.grouping import Grouping
 from freewheel.strategy import Strategy
 from freewheel.task import Task
 from freewheel.tempo import Tempo
-from freewheel.training.budget import Budget, budget
+from freewheel.training.budget import budget
 from freewheel.training.ddp import DdpBooks, parallel, size_of
 from freewheel.training.job import DDP, Job
 from freewheel.training.samples import Samples
@@ -67,41 +67,14 @@ def main(folders: list[Path]) -> None:
 
 def run(folder: Path, number: int) -> None:
     """Train; what came of it is in the records."""
-    job = Job.load(folder / "job.json")
-    rank, device = int(os.environ["RANK"]), torch.device(job.device)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    task = tasks.resolve(job.task)
-    task.prepare(job.workers, job.seed)
-    task.to(device)
-    torch.manual_seed(job.seed)
-    model = task.model().to(device)
-    generator = torch.Generator().manual_seed(random.Random(f"{job.seed}/{rank}").getrandbits(62))
-    strategy = None if job.strategy == DDP else strategies.resolve(job.strategy)
-    optimizer = _optimizer(job, task, model, strategy)
-
-    def compute() -> Tensor:
-        optimizer.zero_grad()
-        loss = task.loss(model, task.batch(rank, generator))
-        loss.backward()  # type: ignore[no-untyped-call]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return loss
-
-    tempo = Tempo(model)
-    own_s = tempo.measure(compute, WARM_UP)
-    step_s = max(own_s, job.compute_ms / 1e3) * job.slow.get(rank, 1.0)
-    tempo.take(step_s, own_s)
-    optimizer.zero_grad()
-    lockstep = strategy is None or strategy.lockstep()
-    given = budget(job, lockstep, number, step_s)
-    fastest = min(range(job.workers), key=lambda one: (job.slow.get(one, 1.0), one))
-    samples = Samples(job, rank == fastest, Journal(folder, rank), lockstep)
-    loop = Loop(job, folder, rank, model, optimizer, task, generator, tempo, step_s, given, samples)
-    with (_with_ddp if strategy is None else _attached)(loop) as together:
+    loop = Loop(Job.load(folder / "job.json"), folder, number, int(os.environ["RANK"]))
+    with (_with_ddp if loop.strategy is None else _attached)(loop) as together:
         ended = loop.run(together)
-    final = together.answer()
-    if samples.active:
-        samples.write(task, task.model().to(device), final, ended, given.made())
+    final, task = together.answer(), loop.task
+    if loop.samples.active:
+        fresh = task.model().to(loop.device)
+        loop.samples.write(task, fresh, final, ended, loop.budget.made())
 
 
 @dataclass
@@ -120,25 +93,30 @@ class Together:
     """What came of it, when all is over."""
 
 
-@dataclass
 class Loop:
     """The loop of one worker, as a user writes it, whatever the workers train together with."""
 
-    job: Job
-    folder: Path
-    rank: int
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    task: Task
-    generator: torch.Generator
-    tempo: Tempo
-    step_s: float
-    """What a step takes without communication."""
-    budget: Budget
-    samples: Samples
-
-    def __post_init__(self) -> None:
+    def __init__(self, job: Job, folder: Path, number: int, rank: int) -> None:
+        self.job, self.folder, self.rank, self.device = job, folder, rank, torch.device(job.device)
+        self.task = tasks.resolve(job.task)
+        self.task.prepare(job.workers, job.seed)
+        self.task.to(self.device)
+        torch.manual_seed(job.seed)
+        self.model = self.task.model().to(self.device)
+        self.generator = torch.Generator().manual_seed(random.Random(f"{job.seed}/{rank}").getrandbits(62))
+        self.strategy = None if job.strategy == DDP else strategies.resolve(job.strategy)
+        self.optimizer = _optimizer(job, self.task, self.model, self.strategy)
         self.lr: float = self.optimizer.param_groups[0]["lr"]
+        self.tempo = Tempo(self.model)
+        own_s = self.tempo.measure(self._compute, WARM_UP)
+        self.step_s = max(own_s, job.compute_ms / 1e3) * job.slow.get(rank, 1.0)
+        """What a step takes without communication."""
+        self.tempo.take(self.step_s, own_s)
+        self.optimizer.zero_grad()
+        lockstep = self.strategy is None or self.strategy.lockstep()
+        self.budget = budget(job, lockstep, number, self.step_s)
+        fastest = min(range(job.workers), key=lambda one: (job.slow.get(one, 1.0), one))
+        self.samples = Samples(job, rank == fastest, Journal(folder, rank), lockstep)
 
     def run(self, together: Together) -> float:
         """Make all steps; the time when all was computed."""
@@ -154,12 +132,22 @@ class Loop:
             torch.cuda.synchronize()
         return time.time()
 
-    def _gradients(self, model: nn.Module, step: int) -> Tensor:
-        """Compute them; the loss."""
-        self.tempo.begin()
+    def _compute(self) -> None:
+        """What a step computes, by itself and to its end."""
+        self._backward(self.model)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _backward(self, model: nn.Module) -> Tensor:
         loss = self.task.loss(model, self.task.batch(self.rank, self.generator))
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    def _gradients(self, model: nn.Module, step: int) -> Tensor:
+        """Compute them; the loss."""
+        self.tempo.begin()
+        loss = self._backward(model)
         self.tempo.rest()
         if step % 20 == 0 and not math.isfinite(loss.item()):
             raise Diverged(

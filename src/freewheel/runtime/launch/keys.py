@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import ssl
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -29,29 +29,24 @@ def make(folder: Path, days: int = 30) -> datetime:
     if days > LONGEST_DAYS:
         raise ConfigError(f"days must be at most {LONGEST_DAYS}, not {days}; a set is for one run.")
     until, texts = _new_set(days)
-    made: list[Path] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        for name, text in zip(FILES, texts, strict=True):
-            path = folder / name
-            handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            made.append(path)
-            with open(handle, "wb") as file:
-                file.write(text)
-    except BaseException as error:
-        for path in made:
-            with suppress(OSError):
-                path.unlink()
+        with ExitStack() as undo:
+            for name, text in zip(FILES, texts, strict=True):
+                path = folder / name
+                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+                    undo.callback(path.unlink, missing_ok=True)
+                    file.write(text)
+            undo.pop_all()
+    except OSError as error:
         if isinstance(error, FileExistsError) and folder.is_dir():
             raise ConfigError(
                 f"{error.filename} exists already and stays; give another folder or remove the old set."
             ) from None
-        if isinstance(error, OSError):
-            why = error.strerror or error
-            raise ConfigError(
-                f"cannot write keys into {str(folder)!r}: {why}. Give a folder that can be written to."
-            ) from None
-        raise
+        why = error.strerror or error
+        raise ConfigError(
+            f"cannot write keys into {str(folder)!r}: {why}. Give a folder that can be written to."
+        ) from None
     return until
 
 

@@ -87,20 +87,19 @@ class Entries:
 
     def of_run(self, run: str) -> Entries:
         """The same for what belongs to one run alone: a secret may serve for several."""
-        made = copy.copy(self)
-        made._key = derive(self._secret, "store", run)
-        return made
+        return self._but(_key=derive(self._secret, "store", run))
 
     def under(self, prefix: str) -> Entries:
         """The same, all names beginning with a prefix."""
-        made = copy.copy(self)
-        made._prefix = self._name(prefix)
-        return made
+        return self._but(_prefix=self._name(prefix))
 
     def over(self, store: Store) -> Entries:
         """The same over another connection."""
+        return self._but(_store=store)
+
+    def _but(self, **changed: object) -> Entries:
         made = copy.copy(self)
-        made._store = store
+        vars(made).update(changed)
         return made
 
     def _name(self, key: str) -> str:
