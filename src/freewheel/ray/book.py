@@ -89,28 +89,24 @@ class Book:
         return self.lives, self.nodes, failed, pieces
 
 
-class Meeting:
-    """A worker's way to the book; see runtime/membership/place.py."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __str__(self) -> str:
-        return f"the actor {self.name}"
-
-    def connect(self, timeout_s: float) -> Line:
-        """A line to it, tried."""
-        line = Line(self.name, timeout_s)
-        line.check([])
-        return line
-
-
 class Line:
-    """The book's calls, each of which ends in time; OSError where it does not answer."""
+    """The book's calls, each of which ends in time; OSError where it does not answer.
+
+    For workers it is where they meet (runtime/membership/place.py).
+    """
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name, self._timeout_s = name, timeout_s
         self._book: Any = None
+
+    def __str__(self) -> str:
+        return f"the actor {self._name}"
+
+    def connect(self, timeout_s: float) -> Line:
+        """Another line to it, tried."""
+        line = Line(self._name, timeout_s)
+        line.check([])
+        return line
 
     def ask(self, call: str, *words: Any) -> Any:
         """Call it."""
@@ -130,10 +126,10 @@ def open_book(name: str) -> Any:
 
 
 def take_place(
-    book: str, run: str, rank: int, world_size: int, secret: bytes, life: int, folder: str | None
+    line: Line, run: str, rank: int, world_size: int, secret: bytes, life: int, folder: str | None
 ) -> Entries:
     """Let this process be one worker of a run, before its script runs; what the run has in its book."""
-    entries = Entries(Line(book, BOOK_S), secret).of_run(run)
+    entries = Entries(line, secret).of_run(run)
     if life > 1:  # the others wait for it at the end
         entries.set(f"{STARTS}/{rank}", str(life))
     place.give(
@@ -146,7 +142,7 @@ def take_place(
             bind=ray.util.get_node_ip_address(),
             folder=folder,
             life=life,
-            meeting=Meeting(book),
+            meeting=line,
         )
     )
     return entries

@@ -148,17 +148,19 @@ class Driver:
             for ref in done:
                 rank = self.left.pop(ref)
                 try:
-                    answers[rank] = ray.get(ref)
+                    answer = ray.get(ref)
+                    if isinstance(answer, Gone):
+                        gone.add(rank)
+                    else:
+                        answers[rank] = answer
                 except ray.exceptions.RayError as error:
                     failed[rank] = error
                     if not isinstance(error, ray.exceptions.RayTaskError):  # its script has raised nothing
                         self._note("failed", rank, str(error).splitlines()[0][:200])
-            gone.update(rank for rank, answer in answers.items() if isinstance(answer, Gone))
-            answers = {rank: answer for rank, answer in answers.items() if rank not in gone}
+            coming = any(rank in self.lives for rank in self.left.values())
             if answers:  # all who train end together; those without room never came
-                coming = any(rank in self.lives for rank in self.left.values())
                 end_s = min(end_s, time.monotonic() + (COMING_S if coming else 0.0))
-            elif (failed or gone) and not any(rank in self.lives for rank in self.left.values()):
+            elif (failed or gone) and not coming:
                 break
         self._look()
         if not answers and (failed or not gone):

@@ -102,7 +102,7 @@ def begin(name: str, run: str, shared: bytes, lives: dict[int, int], folder: str
     """In a worker's process, before the train function: which worker of which run it is."""
     context = get_context()
     rank = context.get_world_rank()
-    take_place(name, run, rank, context.get_world_size(), shared, lives[rank], folder)
+    take_place(Line(name, BOOK_S), run, rank, context.get_world_size(), shared, lives[rank], folder)
     with contextlib.suppress(ImportError, AttributeError):  # Ray's inside: without it nothing is noticed
         from ray.train.v2._internal.execution.context import get_train_context
         from ray.train.v2._internal.execution.train_fn_utils import get_train_fn_utils

@@ -44,7 +44,7 @@ class Worker:
         self.life = int(self.line.ask("started", rank, node, 2 if again else 1))
         self.folder = Path(tempfile.mkdtemp(prefix="freewheel-")) if records else None
         folder = str(self.folder) if self.folder else None
-        self.entries = take_place(book, run, rank, most, secret, self.life, folder)
+        self.entries = take_place(self.line, run, rank, most, secret, self.life, folder)
 
     def __repr__(self) -> str:  # what Ray writes before each of its lines
         return f"worker {self.rank}"
