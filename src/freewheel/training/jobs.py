@@ -34,14 +34,16 @@ def train_all(
             old.unlink()
         job.save(home / "job.json")
     output = Captured(folder)
-    workers = jobs[0].workers
+    workers, runs = jobs[0].workers, dict[int, Run]()
 
     def begun() -> list[int]:
         return [number for number, home in enumerate(homes) if (home / "worker-0.jsonl").exists()]
 
     def tick() -> None:
-        if numbers := begun():
-            progress(numbers[-1], steps_made(homes[numbers[-1]], workers))
+        for number in begun()[-1:]:
+            run = runs.get(number) or runs.setdefault(number, Run(homes[number]))
+            run.poll()
+            progress(number, sum(int(life["steps"] + life["resumed_at"]) for life in run.lives))
 
     code = launch(
         [sys.executable, "-m", "freewheel.training.process", *map(str, homes)],
@@ -61,22 +63,6 @@ def train_all(
             why = str(error) or _last_words(output, workers)
             results.append(RunStopped(f"{job.strategy}: {why} Its logs are in {folder}."))
     return results
-
-
-def steps_made(folder: Path, workers: int) -> int:
-    """What the workers' records say so far."""
-    made = 0
-    for rank in range(workers):
-        path = folder / f"worker-{rank}.jsonl"
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - (1 << 16)))
-                lines = file.read().splitlines()
-            sample = json.loads(lines[-1])
-            made += int(sample["steps"]) + int(sample["resumed_at"])
-        except (OSError, IndexError, ValueError, KeyError):
-            continue  # not there yet, or being written
-    return made
 
 
 def _last_words(output: Captured, workers: int) -> str:
