@@ -83,7 +83,7 @@ def doctor(
 
 async def _serve(bind: str, port: int, tls: Path | None) -> None:
     from freewheel.runtime.doctor import bandwidth
-    from freewheel.runtime.doctor.probe import is_loopback
+    from freewheel.runtime.membership.place import is_loopback
 
     def say(text: str) -> None:
         print(f"freewheel: {text}", flush=True)

@@ -75,9 +75,9 @@ class Book:
         self.failures[rank] = self.failures.get(rank, 0) + 1
         return self.failures[rank]
 
-    def tell(self, pieces: list[Piece]) -> str:
-        """Pieces of records; the edition that has them."""
-        self.pieces += pieces
+    def tell(self, edition: str, pieces: list[Piece]) -> str:
+        """Pieces of records, taken where they follow what this edition has; which it is."""
+        self.pieces += pieces if edition == self.edition else []
         return self.edition
 
     # -- what the driver asks --

@@ -42,14 +42,12 @@ class Sender:
     def _send(self) -> None:
         with contextlib.suppress(OSError):
             for _ in range(2):  # a new edition has nothing: once more, from the beginning
-                edition = self._line.ask("tell", [])
-                if edition != self._edition:
-                    self._sent, self._edition = {}, edition
                 files = {file.name: file.read_bytes() for file in sorted(self._folder.iterdir())}
-                pieces = list(self._pieces(files))
-                if not pieces or self._line.ask("tell", pieces) == self._edition:
+                edition = self._line.ask("tell", self._edition, list(self._pieces(files)))
+                if edition == self._edition:
                     self._sent = files
                     return
+                self._sent, self._edition = {}, edition
 
     def _pieces(self, files: dict[str, bytes]) -> Iterator[Piece]:
         for name, data in files.items():

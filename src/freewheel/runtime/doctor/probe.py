@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib.metadata
-import ipaddress
 import mmap
 import os
 import platform
@@ -235,14 +234,6 @@ def _name_address() -> str | None:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
         return None
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this host gets there; a name that cannot be told is taken for another host."""
-    try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
 
 
 def _open_window() -> None:

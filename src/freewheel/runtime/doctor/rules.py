@@ -9,7 +9,8 @@ from packaging.specifiers import SpecifierSet
 
 from freewheel.numbers import count, short, speed
 from freewheel.runtime.doctor.bandwidth import LinkFigure
-from freewheel.runtime.doctor.probe import LOOPBACK, Facts, is_loopback
+from freewheel.runtime.doctor.probe import LOOPBACK, Facts
+from freewheel.runtime.membership.place import is_loopback
 
 State = Literal["ok", "warning", "problem"]
 Verdict = str | tuple[str, State, str]

@@ -120,12 +120,8 @@ class Place:
 
     def spans_hosts(self) -> bool:
         """Whether workers may sit on other machines."""
-        if self.local_world_size == self.world_size:
-            return False
-        try:  # a machine's own name may mean loopback on that machine, and something else on others
-            return self.host != "localhost" and not ipaddress.ip_address(self.host).is_loopback
-        except ValueError:
-            return True
+        # A machine's own name may mean loopback on that machine, and something else on others.
+        return self.local_world_size != self.world_size and not is_loopback(self.host)
 
     def loopback(self) -> str:
         """The address to listen on if none is given; refuses it where others could not be reached."""
@@ -136,6 +132,14 @@ class Place:
             'unless told otherwise. Give attach bind="auto" (the address that reaches MASTER_ADDR) or an '
             "address of this machine, or start with `freewheel run --bind ADDRESS`."
         )
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this host gets there; a name that cannot be told is taken for another host."""
+    try:
+        return ipaddress.ip_address(address).is_loopback
+    except ValueError:
+        return address == "localhost"
 
 
 def hide(environment: MutableMapping[str, str]) -> None:
