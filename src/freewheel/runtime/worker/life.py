@@ -22,10 +22,11 @@ from freewheel.fabric import windows
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import FINISHED, LEFT
 from freewheel.runtime.checkpoint.taker import Checkpoints
+from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.generation import Beginning, Orphaned, TooLate
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.registrar import stay_registered
-from freewheel.runtime.membership.rendezvous import Options, Rendezvous, address_for, options_alone, patiently
+from freewheel.runtime.membership.rendezvous import Rendezvous, address_for, options_alone, patiently
 from freewheel.runtime.worker import checks, joining, optimizers, steps, unfinished
 from freewheel.runtime.worker.account import Account
 from freewheel.runtime.worker.agent import Agent

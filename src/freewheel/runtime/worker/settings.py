@@ -9,8 +9,8 @@ from typing import Any, Literal, TypedDict
 import torch
 
 from freewheel.errors import ConfigError, UnknownName, at_least
+from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.place import Place
-from freewheel.runtime.membership.rendezvous import Options
 
 WIRES = {"fp32": None, "bf16": torch.bfloat16}
 
