@@ -9,21 +9,29 @@ from freewheel.errors import ConfigError
 from freewheel.records.files import check_writable, write_whole
 from freewheel.records.find_run import find_runs
 from freewheel.records.run import Run
-from freewheel.show.replay import COLOURS, html
+from freewheel.show.replay import MOST, html
+from freewheel.show.replay.perfetto import as_perfetto
 from freewheel.show.versus import BASELINES
 
 
 def replay(
-    folders: list[Path] = RUNS, out: Path = option(Path("replay.html"), "Where to write.", "--output", "-o")
+    folders: list[Path] = RUNS,
+    out: Path = option(Path("replay.html"), "Where to write.", "--output", "-o"),
+    perfetto: Path | None = option(None, "Instead of a page, write a trace for ui.perfetto.dev here."),
 ) -> None:
     """Write a page that plays runs: who computes, who waits, who meets whom, and what they have learned."""
+    out = perfetto or out
     check_writable(out)
     found = list(dict.fromkeys(one for folder in folders for one in find_runs(folder)))
     runs = [Run(one) for one in found]
+    if perfetto is not None:
+        write_whole(out, as_perfetto(runs))
+        print(f"Trace, open it at ui.perfetto.dev: {out.resolve()}")
+        return
     if len(folders) == 1 and len(runs) > 2:
         runs = _two(runs)
-    if len(runs) > len(COLOURS):
-        raise ConfigError(f"a replay shows at most {len(COLOURS)} runs, not {len(runs)}; name some of them.")
+    if len(runs) > MOST:
+        raise ConfigError(f"a replay shows at most {MOST} runs, not {len(runs)}; name some of them.")
     write_whole(out, html(runs, _title(runs)))
     print(f"Replay: {out.resolve()}")
 

@@ -3,20 +3,35 @@
 const data = JSON.parse(document.getElementById("data").textContent);
 const $ = (id) => document.getElementById(id);
 const length = Math.max(...data.runs.map((run) => run.seconds));
-const FADE_S = 0.25, WINDOW = Math.min(length, Math.max(data.window, length / 200));
+const FADE_S = 0.25, GLYPHS = { died: "✕", left: "◁", joined: "▷", cut: "≠", slowed: "…" };
 let now = 0, playing = false, speed = data.speed, last = null, colours = {};
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const percent = (share) => `${Math.round(100 * share)} %`;
+const percent = (share, digits = 0) => `${(100 * share).toFixed(digits)} %`;
+const put = (element, words) => { if (element.textContent !== words) element.textContent = words; };
 
 // The last place in sorted numbers, `wide` apart, that is at most `value`; -1: none.
-function before(numbers, value, wide = 1, from = 0) {
-  let low = 0, high = Math.floor((numbers.length - from + wide - 1) / wide);
+function before(numbers, value, wide = 1) {
+  let low = 0, high = Math.floor((numbers.length + wide - 1) / wide);
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (numbers[from + middle * wide] <= value) low = middle + 1; else high = middle;
+    if (numbers[middle * wide] <= value) low = middle + 1; else high = middle;
   }
   return low - 1;
+}
+
+// A round distance between ticks, for about `most` of them.
+function round(span, most) {
+  const rough = span / most, power = 10 ** Math.floor(Math.log10(rough));
+  return power * [1, 2, 2.5, 5, 10].find((one) => one * power >= rough * 0.999);
+}
+
+const digits = (step) => { for (let k = 0; k < 6; k++) if (Math.abs(step * 10 ** k - Math.round(step * 10 ** k)) < 1e-6) return k; return 6; };
+
+function ticks(from, to, most) {
+  const step = round(to - from || 1, most), found = [];
+  for (let k = Math.ceil(from / step - 1e-6); k * step <= to * (1 + 1e-9) + 1e-12; k++) found.push(k * step);
+  return [found, step];
 }
 
 function prepare(run) {
@@ -28,9 +43,17 @@ function prepare(run) {
   const lengths = run.busy.map((sums, k) => run.spans[k].length ? sums.at(-1) / (run.spans[k].length / 2) : 0);
   const usual = [...lengths].filter(Boolean).sort((a, b) => a - b)[Math.floor(lengths.length / 2)] || 0;
   run.slow = lengths.map((one) => one > 1.8 * usual || (lengths.length < 3 && one > 1.8 * Math.min(...lengths)));
+  run.begins = run.merges.map((one) => one[0]);
+  run.curve = run[data.measure] || [];
+  run.times = run.curve.map((one) => one[0]);
 }
 
-const alive = (run, rank, at) => run.lives[rank].some(([from, to]) => from <= at && at <= to);
+// here, away (not yet, dead, gone) or done: it has ended as it should.
+function presence(run, rank, at) {
+  const lives = run.lives[rank];
+  if (lives.some(([from, to]) => from <= at && at <= to)) return "here";
+  return lives.length && at > lives.at(-1)[1] && !run.gone.includes(rank) ? "done" : "away";
+}
 
 // Where a worker is: the span it is in, how far, and what it has done.
 function state(run, rank, at) {
@@ -40,6 +63,8 @@ function state(run, rank, at) {
   return { steps: inside ? k : k + 1, inside, busy, share: inside ? (at - spans[2 * k]) / (end - spans[2 * k]) : 0 };
 }
 
+const cutOff = (run, rank, at) => run.cut.some(([whose, from, to]) => whose === rank && from <= at && at < to);
+
 function figures(run, at) {
   let steps = 0, busy = 0, there = 0;
   for (let rank = 0; rank < run.spans.length; rank++) {
@@ -47,144 +72,196 @@ function figures(run, at) {
     steps += one.steps; busy += one.busy;
     for (const [from, to] of run.lives[rank]) there += Math.max(0, Math.min(at, to) - from);
   }
-  const k = before(run.accuracy.map((one) => one[0]), at);
-  return { steps, waiting: there ? Math.max(0, 1 - busy / there) : 0, accuracy: k < 0 ? null : run.accuracy[k][1] };
+  for (const [, from, to] of run.cut) busy += Math.max(0, Math.min(at, to) - from);
+  const k = before(run.times, at);
+  return { steps, waiting: there ? Math.max(0, 1 - busy / there) : 0, value: k < 0 ? null : run.curve[k][1] };
 }
 
 // -- drawing --
 
-function sized(canvas, height) {
+function sized(canvas, height, keep = 0) {
   const ratio = devicePixelRatio || 1, width = canvas.clientWidth;
-  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
+  const fresh = canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio);
+  if (fresh) {
     canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio);
     canvas.style.height = `${height}px`;
   }
   const pen = canvas.getContext("2d");
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-  pen.clearRect(0, 0, width, height);
-  pen.font = "11px system-ui, sans-serif";
-  return [pen, width];
+  pen.clearRect(keep, 0, width - keep, height);
+  pen.font = "12px system-ui, sans-serif";
+  return [pen, width, fresh];
 }
 
 function graph(run, canvas) {
-  const n = run.spans.length, height = 270, [pen, width] = sized(canvas, height);
-  const radius = 108, size = Math.max(5, Math.min(15, 190 / n)), places = [];
+  const n = run.spans.length, height = 216, [pen, width] = sized(canvas, height), at = Math.min(now, run.seconds);
+  const radius = 84, size = Math.max(4, Math.min(15, 150 / n)), places = [], middle = [width / 2, height / 2];
   for (let rank = 0; rank < n; rank++) {
     const angle = 2 * Math.PI * rank / n - Math.PI / 2;
-    places.push([width / 2 + radius * Math.cos(angle), height / 2 + radius * Math.sin(angle)]);
+    places.push([middle[0] + radius * Math.cos(angle), middle[1] + radius * Math.sin(angle)]);
   }
   const line = (a, b, strength) => {
     pen.globalAlpha = strength; pen.beginPath(); pen.moveTo(...places[a]); pen.lineTo(...places[b]); pen.stroke();
   };
   pen.strokeStyle = pen.fillStyle = colours.pulse; pen.lineWidth = 1.5;
-  const shown = Math.max(FADE_S * speed, WINDOW / 60);
-  for (let k = before(run.exchanges, now, 4); k >= 0; k--) {
-    const [at, took, a, b] = run.exchanges.slice(4 * k, 4 * k + 4), pulse = Math.max(took, shown / 2);
-    if (now - at > pulse + shown) { if (now - at > 8 * shown + run.longest) break; continue; }
-    line(a, b, Math.max(0.12, 1 - Math.max(0, now - at - pulse) / shown));
-    if (now - at <= pulse) for (const [from, to] of [[a, b], [b, a]]) {
-      const share = (now - at) / pulse;
+  const shown = Math.max(FADE_S * speed, windowS() / 60), all = run.exchanges, ended = now >= run.seconds;
+  for (let k = ended ? -1 : before(all, at, 4), most = n; k >= 0 && most > 0; k--) {  // the last ones alone: more is a tangle
+    const since = at - all[4 * k], a = all[4 * k + 2], b = all[4 * k + 3], pulse = Math.max(all[4 * k + 1], shown / 2);
+    if (since > pulse + shown) { if (since > 8 * shown + run.longest) break; continue; }
+    most--;
+    line(a, b, Math.max(0.12, 1 - Math.max(0, since - pulse) / shown));
+    if (since <= pulse) for (const [from, to] of [[a, b], [b, a]]) {
+      const share = since / pulse;
       pen.globalAlpha = 1; pen.beginPath();
       pen.arc(places[from][0] + share * (places[to][0] - places[from][0]),
         places[from][1] + share * (places[to][1] - places[from][1]), 3.2, 0, 7); pen.fill();
     }
   }
-  for (let k = before(run.merges.map((one) => one[0]), now); k >= 0; k--) {
-    const [at, took, members] = run.merges[k], lasts = Math.max(took, shown);
-    if (now - at > lasts + shown) break;
-    const strength = 1 - Math.max(0, now - at - lasts) / shown;
+  for (let k = ended ? -1 : before(run.begins, at), most = 3; k >= 0 && most > 0; k--, most--) {
+    const [begin, took, members] = run.merges[k], lasts = Math.max(took, shown / 2);
+    if (at - begin > lasts + shown) break;
+    const strength = 1 - Math.max(0, at - begin - lasts) / shown;
+    if (members.length > 2 && members.length > 0.7 * n) {  // all meet: the ring flashes
+      pen.globalAlpha = 0.75 * strength; pen.lineWidth = 5; pen.beginPath(); pen.arc(...middle, radius, 0, 7); pen.stroke();
+      pen.lineWidth = 1.5; break;
+    }
     members.forEach((a, j) => line(a, members[(j + 1) % members.length], 0.8 * strength));
   }
-  pen.globalAlpha = 1; pen.textAlign = "center"; pen.textBaseline = "middle";
+  pen.globalAlpha = 1; pen.textAlign = "center"; pen.textBaseline = "middle"; pen.lineWidth = Math.min(4, size / 2);
+  const rim = size + pen.lineWidth;
   for (let rank = 0; rank < n; rank++) {
-    const [x, y] = places[rank], here = alive(run, rank, now), one = state(run, rank, now);
-    const colour = !here ? colours.dead : run.slow[rank] ? colours.slow : colours.computing;
-    pen.fillStyle = colours.card; pen.beginPath(); pen.arc(x, y, size + 6, 0, 7); pen.fill();
-    pen.lineWidth = 4; pen.strokeStyle = colours.line; pen.beginPath(); pen.arc(x, y, size + 4, 0, 7); pen.stroke();
-    if (here && one.inside) {
+    const [x, y] = places[rank], where = presence(run, rank, at), one = state(run, rank, at);
+    const busy = one.inside || where === "done" || ended || cutOff(run, rank, at);
+    const colour = where === "away" ? colours.dead : run.slow[rank] ? colours.slow : colours.computing;
+    pen.fillStyle = colours.card; pen.beginPath(); pen.arc(x, y, rim + 2, 0, 7); pen.fill();
+    pen.strokeStyle = colours.line; pen.beginPath(); pen.arc(x, y, rim, 0, 7); pen.stroke();
+    if (where === "here" && one.inside && !ended) {
       pen.strokeStyle = colour; pen.beginPath();
-      pen.arc(x, y, size + 4, -Math.PI / 2, -Math.PI / 2 + 2 * Math.PI * one.share); pen.stroke();
+      pen.arc(x, y, rim, -Math.PI / 2, -Math.PI / 2 + 2 * Math.PI * one.share); pen.stroke();
     }
-    pen.fillStyle = here && !one.inside ? colours.waiting : colour;
+    pen.fillStyle = where === "here" && !busy ? colours.waiting : colour;
     pen.beginPath(); pen.arc(x, y, size, 0, 7); pen.fill();
-    if (size > 8) { pen.fillStyle = here && !one.inside ? colours.text : "#fff"; pen.fillText(rank, x, y + 0.5); }
+    if (size > 7) { pen.fillStyle = where === "here" && !busy ? colours.text : "#fff"; pen.fillText(rank, x, y + 0.5); }
+  }
+  if (ended) {
+    pen.font = "600 15px system-ui, sans-serif"; pen.fillStyle = colours.text;
+    pen.fillText(`done after ${spoken(run.seconds)}`, ...middle);
   }
 }
+
+const spoken = (seconds) => `${seconds.toFixed(seconds < 1 ? 2 : seconds < 20 ? 1 : 0)} s`;
+const windowS = () => Math.min(length, Math.max(data.window, Math.min(2.5 * speed, 120 * data.usual)));
 
 function lanes(run, canvas) {
-  const n = run.spans.length, row = Math.max(4, Math.min(18, 260 / n)), gap = row > 8 ? 3 : 1, left = 26;
-  const [pen, width] = sized(canvas, n * row + 16);
-  const from = Math.max(0, Math.min(now - 0.85 * WINDOW, length - WINDOW)), to = from + WINDOW;
-  const x = (at) => left + (width - left) * (at - from) / WINDOW;
-  for (let rank = 0; rank < n; rank++) {
-    const top = rank * row, tall = row - gap, spans = run.spans[rank];
-    if (row > 9) { pen.fillStyle = colours.soft; pen.textAlign = "right"; pen.textBaseline = "middle";
-      pen.fillText(rank, left - 8, top + tall / 2); }
-    for (const [born, died] of run.lives[rank]) {
-      const a = x(Math.max(from, born)), b = x(Math.min(now, to, died));
-      if (b > a) { pen.fillStyle = colours.waiting; pen.fillRect(a, top, b - a, tall); }
-    }
-    pen.fillStyle = run.slow[rank] ? colours.slow : colours.computing;
-    for (let k = Math.max(0, before(spans, from, 2)); 2 * k < spans.length && spans[2 * k] < Math.min(now, to); k++) {
-      const a = x(Math.max(from, spans[2 * k])), b = x(Math.min(now, spans[2 * k + 1]));
-      if (b > a) pen.fillRect(a, top, Math.max(0.6, b - a - (b - a > 3 ? 1 : 0)), tall);
-    }
-    for (const [at, whose, what] of run.marks) if (whose === rank && from <= at && at <= now) {
-      pen.fillStyle = colours.text; pen.textAlign = "center"; pen.textBaseline = "middle";
-      pen.fillText(what === "died" ? "✕" : what === "left" ? "◁" : "▷", x(at), top + tall / 2);
-    }
+  const n = run.spans.length, row = n > 16 ? Math.max(4, 128 / n) : n > 8 ? 8 : 18, gap = row > 8 ? 3 : row > 5 ? 2 : 1, left = 22;
+  const [pen, width, fresh] = sized(canvas, n * row + 18, left), wide = windowS();
+  const at = Math.min(now, run.seconds), from = Math.max(0, at - wide);
+  const x = (moment) => left + (width - left - 1) * (moment - from) / wide;
+  if (fresh || run.relabel) {  // the ranks stay where they are
+    pen.clearRect(0, 0, left, n * row + 18); run.relabel = false;
+    pen.fillStyle = colours.soft; pen.textAlign = "right"; pen.textBaseline = "middle";
+    if (row < 12) pen.font = "9px system-ui, sans-serif";
+    for (let rank = 0; rank < n; rank += row >= 8 ? 1 : 4) pen.fillText(rank, left - 6, rank * row + (row - gap) / 2 + 0.5);
+    pen.font = "12px system-ui, sans-serif";
   }
+  const bar = (a, b, top, cut) => {
+    const begin = x(Math.max(from, a)), end = x(Math.min(at, b)), wide = end - begin;
+    if (wide > 0) pen.fillRect(begin, top, cut && wide > 3 ? wide - 1 : Math.max(0.6, wide), row - gap);
+  };
+  for (let rank = 0; rank < n; rank++) {
+    const top = rank * row, spans = run.spans[rank];
+    pen.fillStyle = colours.waiting;
+    for (const [born, died] of run.lives[rank]) bar(born, died, top, false);
+    pen.fillStyle = colours.cut;
+    for (const [whose, begin, end] of run.cut) if (whose === rank && end > from) bar(begin, end, top, false);
+    pen.fillStyle = run.slow[rank] ? colours.slow : colours.computing;
+    for (let k = Math.max(0, before(spans, from, 2)); 2 * k < spans.length && spans[2 * k] < at; k++)
+      if (spans[2 * k + 1] > from) bar(spans[2 * k], spans[2 * k + 1], top, true);
+  }
+  pen.fillStyle = colours.text; pen.textAlign = "center"; pen.textBaseline = "middle";
+  for (const [moment, rank, what] of run.marks) if (from <= moment && moment <= at)
+    pen.fillText(GLYPHS[what], Math.max(left + 5, Math.min(width - 6, x(moment))), rank * row + (row - gap) / 2);
+  pen.fillRect(x(at) - 0.5, 0, 1.5, n * row);  // where we are
   pen.fillStyle = colours.soft; pen.textBaseline = "bottom";
-  for (const [at, align] of [[from, "left"], [to, "right"]]) {
-    pen.textAlign = align; pen.fillText(`${at.toFixed(WINDOW < 5 ? 1 : 0)} s`, x(at), n * row + 15);
+  for (const [moment, align] of [[from, "left"], [from + wide, "right"]]) {
+    pen.textAlign = align; pen.fillText(`${moment.toFixed(wide < 5 ? 1 : 0)} s`, x(moment), n * row + 17);
   }
 }
 
-function race(canvas) {
-  const height = 190, [pen, width] = sized(canvas, height), right = 110, left = 42, bottom = 20;
-  const all = data.runs.flatMap((run) => run.accuracy.map((one) => one[1]));
-  const low = Math.min(...all), high = Math.max(...all), room = (high - low) * 0.08 || 0.1;
-  const x = (at) => left + (width - left - right) * at / length;
-  const y = (value) => 8 + (height - bottom - 8) * (high + room - value) / (high - low + 2 * room);
-  pen.strokeStyle = colours.line; pen.fillStyle = colours.soft; pen.lineWidth = 1; pen.textBaseline = "middle";
-  for (let k = 0; k <= 4; k++) {
-    const value = low + (high - low) * k / 4;
-    pen.beginPath(); pen.moveTo(left, y(value)); pen.lineTo(width - right, y(value)); pen.stroke();
-    pen.textAlign = "right"; pen.fillText(percent(value), left - 6, y(value));
+// Where things are in the race: computed again only when the window changes.
+function scales() {
+  const canvas = $("axes"), width = canvas.clientWidth, height = 176, left = 46, right = width < 500 ? 84 : 110, bottom = 20;
+  const values = data.runs.flatMap((run) => run.curve.map((one) => one[1]));
+  let low = Math.min(...values), high = Math.max(...values, data.measure === "accuracy" && data.target || -Infinity);
+  const log = data.measure === "loss" && low > 0 && high / low > 30, f = log ? Math.log10 : (value) => value;
+  let marks, words;
+  if (log) {
+    marks = []; for (let k = Math.floor(f(low)); k <= Math.ceil(f(high)); k++) marks.push(10 ** k);
+    [low, high] = [marks[0], marks.at(-1)]; words = (value) => value >= 1e5 || value < 1e-3 ? value.toExponential(0) : `${Number(value.toPrecision(1))}`;
+  } else if (data.measure === "accuracy" && high - low > 0.4) {
+    [low, high] = [0, 1]; marks = [0, 0.25, 0.5, 0.75, 1]; words = (value) => percent(value);
+  } else {
+    const step = round(high - low || 0.1, 4), rate = data.measure === "accuracy" ? 100 : 1;
+    low = step * Math.floor(low / step + 1e-9); high = step * Math.ceil(high / step - 1e-9) || low + step;
+    if (high <= low) high = low + step;
+    [marks] = ticks(low, high, Math.round((high - low) / step));
+    words = (value) => rate === 100 ? percent(value, digits(step * 100)) : value.toFixed(digits(step));
   }
+  return { width, height, left, right, bottom, marks, words,
+    x: (at) => left + (width - left - right) * at / length,
+    y: (value) => 8 + (height - bottom - 8) * (f(high) - f(Math.max(value, log ? low : -Infinity))) / (f(high) - f(low)) };
+}
+
+function axes() {
+  const at = scales(), [pen] = sized($("axes"), at.height), end = at.width - at.right;
+  pen.strokeStyle = colours.line; pen.fillStyle = colours.soft; pen.lineWidth = 1; pen.textBaseline = "middle"; pen.textAlign = "right";
+  const rule = (y) => { pen.beginPath(); pen.moveTo(at.left, y); pen.lineTo(end, y); pen.stroke(); };
+  for (const value of at.marks) { rule(at.y(value)); pen.fillText(at.words(value), at.left - 6, at.y(value)); }
   pen.textBaseline = "bottom"; pen.textAlign = "center";
-  for (let k = 0; k <= 4; k++) pen.fillText(`${(length * k / 4).toFixed(length < 10 ? 1 : 0)} s`, x(length * k / 4), height - 2);
-  if (data.target) {
-    pen.setLineDash([4, 4]); pen.beginPath(); pen.moveTo(left, y(data.target)); pen.lineTo(width - right, y(data.target));
-    pen.stroke(); pen.setLineDash([]);
+  const [moments, step] = ticks(0, length, at.width < 500 ? 3 : 5);
+  for (const moment of moments) pen.fillText(`${moment.toFixed(digits(step))} s`, at.x(moment), at.height - 2);
+  if (data.target && data.measure === "accuracy") {
+    const y = at.y(data.target);
+    pen.strokeStyle = colours.text; pen.fillStyle = colours.text; pen.setLineDash([5, 4]); rule(y); pen.setLineDash([]);
+    pen.textAlign = "right"; pen.textBaseline = y > 30 ? "bottom" : "top";
+    pen.fillText(`target ${data.goal}`, end - 2, y > 30 ? y - 2 : y + 3);
   }
-  const ends = [];
-  data.runs.forEach((run) => {
-    const seen = run.accuracy.filter((one) => one[0] <= now);
-    if (!seen.length) return;
-    pen.strokeStyle = pen.fillStyle = run.colour; pen.lineWidth = 2.2; pen.beginPath();
-    seen.forEach(([at, value], k) => k ? pen.lineTo(x(at), y(value)) : pen.moveTo(x(at), y(value)));
+  return at;
+}
+
+function race() {
+  const [pen, width, fresh] = sized($("curves"), 176);
+  if (fresh || !race.at || race.stale) { race.at = axes(); race.stale = false; }
+  const at = race.at, ends = [];
+  pen.strokeStyle = colours.soft; pen.lineWidth = 1; pen.globalAlpha = 0.6;
+  pen.beginPath(); pen.moveTo(at.x(now), 4); pen.lineTo(at.x(now), at.height - at.bottom); pen.stroke(); pen.globalAlpha = 1;
+  for (const run of data.runs) {
+    const seen = before(run.times, now);
+    if (seen < 0) continue;
+    pen.strokeStyle = pen.fillStyle = run.colour; pen.lineWidth = 2.4; pen.beginPath();
+    for (let k = 0; k <= seen; k++) pen.lineTo(at.x(run.curve[k][0]), at.y(run.curve[k][1]));
     pen.stroke();
-    const [at, value] = seen.at(-1);
-    pen.beginPath(); pen.arc(x(at), y(value), 3.5, 0, 7); pen.fill();
-    let place = y(value);
-    for (const other of ends) if (Math.abs(other - place) < 13) place = other + (place < other ? -13 : 13);
+    const x = at.x(run.curve[seen][0]), y = at.y(run.curve[seen][1]);
+    pen.beginPath(); pen.arc(x, y, 4, 0, 7); pen.fill();
+    let place = Math.max(8, Math.min(at.height - at.bottom - 7, y));
+    for (const other of ends) if (Math.abs(other - place) < 15) place = other + (place < other ? -15 : 15);
     ends.push(place);
-    pen.textAlign = "left"; pen.textBaseline = "middle"; pen.fillText(run.label, x(at) + 8, place);
-  });
+    pen.font = "600 13px system-ui, sans-serif"; pen.textAlign = "left"; pen.textBaseline = "middle";
+    pen.fillText(run.short, Math.min(x + 9, width - pen.measureText(run.short).width - 1), place);
+  }
 }
 
 function draw() {
   for (const run of data.runs) {
     const found = figures(run, Math.min(now, run.seconds));
-    run.shown.steps.textContent = found.steps.toLocaleString("en");
-    run.shown.accuracy.textContent = found.accuracy === null ? "–" : percent(found.accuracy);
-    run.shown.waiting.textContent = percent(found.waiting);
+    put(run.shown.steps, found.steps.toLocaleString("en"));
+    put(run.shown.value, found.value === null ? "–" : data.measure === "accuracy" ? percent(found.value) : found.value.toPrecision(3));
+    put(run.shown.waiting, percent(found.waiting));
     graph(run, run.shown.graph); lanes(run, run.shown.lanes);
   }
-  if (data.runs.some((run) => run.accuracy.length)) race($("race").querySelector("canvas")); else $("race").hidden = true;
+  if (!$("race").hidden) race();
   $("scrub").value = Math.round(1000 * now / length);
-  $("clock").textContent = `${now.toFixed(length < 20 ? 2 : 1)} s`;
+  put($("clock"), `${now.toFixed(length < 20 ? 2 : 1)} s`);
 }
 
 // -- the clock --
@@ -197,49 +274,79 @@ function tick(at) {
 }
 
 function play(wanted) {
+  if (wanted === playing) return;
   if (wanted && now >= length) now = 0;
   playing = wanted; last = null;
-  $("play").textContent = playing ? "Pause" : "Play";
+  put($("play"), playing ? "Pause" : "Play");
   if (playing) requestAnimationFrame(tick);
 }
 
 function go(at) { now = Math.max(0, Math.min(length, at)); draw(); }
 
 function recolour() {
-  for (const name of ["card", "line", "text", "soft", "computing", "slow", "waiting", "dead", "pulse"]) colours[name] = css(name);
+  for (const name of ["card", "line", "text", "soft", "computing", "slow", "waiting", "dead", "pulse", "cut"]) colours[name] = css(name);
+  for (const run of data.runs) run.relabel = true;
+  race.stale = true;
+}
+
+// What happened to workers, along the time: over the scrubber, and under the curves.
+function mark() {
+  const room = scales(), across = (share) => `calc(${room.left}px + (100% - ${room.left + room.right}px) * ${share})`;
+  const places = [[$("marks"), (share) => `${100 * share}%`], [document.querySelector(".plot .marks"), across]];
+  for (const [box, left] of places) {
+    box.replaceChildren();
+    for (const run of data.runs) for (const [at, , what, words] of run.marks) {
+      const one = document.createElement("button");
+      one.className = what === "cut" ? "cut-off" : what; one.style.left = left(at / length); one.tabIndex = -1;
+      one.title = data.runs.length > 1 ? `${run.short}: ${words}` : words; one.ariaLabel = one.title;
+      one.onclick = () => go(at); box.append(one);
+    }
+  }
+}
+
+function card(run) {
+  const box = document.createElement("section"), head = document.createElement("h2"), dot = document.createElement("i");
+  box.className = "run"; dot.style.background = run.colour; head.append(dot, run.label); box.append(head);
+  const row = document.createElement("div"); row.className = "figures"; box.append(row);
+  run.shown = {};
+  const all = [["steps", "worker-steps done"], ["value", `test ${data.measure}`], ["waiting", "of worker time spent waiting"]];
+  for (const [key, what] of all) {
+    const one = document.createElement("div"), number = document.createElement("b"), words = document.createElement("span");
+    words.textContent = what; one.append(number, words); row.append(one); run.shown[key] = number;
+    if (key === "value" && !run.curve.length) one.hidden = true;
+  }
+  for (const key of ["graph", "lanes"]) box.append(run.shown[key] = document.createElement("canvas"));
+  $("runs").append(box);
 }
 
 function start() {
-  $("title").textContent = data.title; $("about").textContent = data.about;
+  for (const key of ["title", "story", "about"]) $(key).textContent = data[key];
   for (const run of data.runs) {
     prepare(run);
     run.longest = 0;
     for (let k = 1; k < run.exchanges.length; k += 4) run.longest = Math.max(run.longest, run.exchanges[k]);
-    const card = document.createElement("section"); card.className = "run";
-    const head = document.createElement("h2"); head.textContent = run.label; card.append(head);
-    const row = document.createElement("div"); row.className = "figures"; card.append(row);
-    run.shown = {};
-    for (const [key, what] of [["steps", "worker-steps done"], ["accuracy", "test accuracy"], ["waiting", "of worker time spent waiting"]]) {
-      const box = document.createElement("div"), number = document.createElement("b"), words = document.createElement("span");
-      words.textContent = what; box.append(number, words); row.append(box); run.shown[key] = number;
-    }
-    for (const key of ["graph", "lanes"]) card.append(run.shown[key] = document.createElement("canvas"));
-    $("runs").append(card);
+    card(run);
   }
+  const rare = data.runs.some((run) => run.marks.length);
+  for (const one of document.querySelectorAll(".rare")) one.hidden = !rare;
+  $("race").hidden = !data.runs.some((run) => run.curve.length);
+  document.querySelector("#race h2").textContent = data.measure === "accuracy" ? "Test accuracy" : "Test loss";
   for (const one of [0.1, 0.25, 0.5, 1, 2, 5, 10, 25]) {
     const option = new Option(`${one}×`, one); option.selected = one === speed; $("speed").append(option);
   }
-  $("speed").onchange = (event) => { speed = Number(event.target.value); };
+  $("speed").onchange = (event) => { speed = Number(event.target.value); draw(); };
   $("play").onclick = () => play(!playing);
   $("scrub").oninput = (event) => { play(false); go(length * event.target.value / 1000); };
   addEventListener("keydown", (event) => {
     const step = length / 100;
     const keys = { " ": () => play(!playing), ArrowRight: () => go(now + step), ArrowLeft: () => go(now - step),
       Home: () => go(0), End: () => go(length) };
+    if (event.key === " " && event.target.tagName === "BUTTON") return;  // it knows what to do
     if (keys[event.key] && event.target.tagName !== "SELECT") { event.preventDefault(); keys[event.key](); }
   });
-  addEventListener("resize", draw);
+  addEventListener("resize", () => { if (!$("race").hidden) { race.stale = true; } mark(); draw(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { recolour(); draw(); });
-  recolour(); draw();
+  recolour(); mark(); draw();
+  if (matchMedia("(prefers-reduced-motion: reduce)").matches) go(length / 10); else play(true);
 }
 start();
