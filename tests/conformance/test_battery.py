@@ -119,11 +119,13 @@ def test_a_crash_and_a_restart_replay_too():
 def test_the_trace_holds_every_event(tmp_path):
     with (tmp_path / "trace").open("w") as file:
         result = fw.simulate("adpsgd", "quadratic", workers=3, steps=10, trace_file=file)
-    text = (tmp_path / "trace").read_bytes()
-    assert hashlib.sha256(text).hexdigest() == result.trace_sha256
-    kinds = [line.split(b"'")[1] for line in text.splitlines()]
-    assert kinds.count(b"step") == 30
-    assert kinds.count(b"send") >= kinds.count(b"land") > 0
+    lines = [json.loads(line) for line in (tmp_path / "trace").read_text().splitlines()]
+    told = [tuple(tuple(one) if isinstance(one, list) else one for one in line.values()) for line in lines]
+    text = "".join(f"{event!r}\n" for event in told)  # what was hashed comes back from what was written
+    assert hashlib.sha256(text.encode()).hexdigest() == result.trace_sha256
+    kinds = [line["event"] for line in lines]
+    assert kinds.count("step") == 30
+    assert kinds.count("send") >= kinds.count("land") > 0
 
 
 # -- the mean is kept --

@@ -67,6 +67,17 @@ def test_simulate_prints_a_table_and_writes_json_and_report(tmp_path):
     assert "<html" in report.read_text()
 
 
+def test_a_trace_is_json_lines_or_perfettos_by_its_name(tmp_path):
+    lines, perfetto = tmp_path / "t.jsonl", tmp_path / "t.perfetto.json"
+    for path in (lines, perfetto):
+        done = freewheel("simulate", *SMALL, "--trace", str(path))
+        assert done.returncode == 0, done.stderr
+    told = [json.loads(line) for line in lines.read_text().splitlines()]
+    steps = [one for one in told if one["event"] == "step"]
+    found = json.loads(perfetto.read_text())["traceEvents"]
+    assert len(steps) == sum(one["ph"] == "X" and one["name"] == "gradient" for one in found)
+
+
 def test_what_faults_cost_is_said():
     done = freewheel("simulate", *SMALL, "--fault", "crash:1@0.05", "--fault", "crash:2@9")
     assert done.returncode == 0, done.stderr
@@ -188,6 +199,7 @@ def test_the_first_help_screen_is_short_and_the_whole_one_complete(command):
         (["--strategy", "nodelay:tau=3"], "tau must be even"),
         (["--fault", "crash"], "cannot read the fault 'crash'"),
         (["--strategy", "adpsgd,none", "--trace", "t"], "--trace takes the events of one strategy"),
+        (["--trace", "t.perfetto.json", "--workers", "65"], "Perfetto's format is for at most 64"),
         (["--json", "/"], "it is a folder"),
     ],
 )

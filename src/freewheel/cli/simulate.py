@@ -12,7 +12,7 @@ from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, option, ranks_and_numbers, takes
 from freewheel.cli.results import Outputs
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.records.files import check_unused, check_writable, open_whole
+from freewheel.records.files import check_unused, check_writable, open_whole, write_whole
 from freewheel.records.result import Result
 from freewheel.sim.compute import Compute
 from freewheel.sim.faults import Fault
@@ -21,6 +21,9 @@ from freewheel.sim.scenario import Scenario
 
 if TYPE_CHECKING:
     from freewheel.strategy import Strategy
+
+PERFETTO = ".perfetto.json"
+"""A trace of this name is in Perfetto's format."""
 
 
 @takes(Scenario, Links, Outputs)
@@ -45,7 +48,11 @@ def simulate(
         "throttle:3x9@0.5.",
     ),
     topology: str | None = option(None, "ring, torus:rows=4, … for the strategies that have one.", rare=True),
-    trace: Path | None = option(None, "Write every event here (one strategy only).", rare=True),
+    trace: Path | None = option(
+        None,
+        "Write every event here, as JSON lines; with a name in .perfetto.json for ui.perfetto.dev.",
+        rare=True,
+    ),
     folder: Path | None = option(
         None, "Write records here, as a real run does; one folder for each of several strategies."
     ),
@@ -55,7 +62,10 @@ def simulate(
 ) -> None:
     """Train a task with one or several strategies in virtual time and compare them."""
     from freewheel import api, strategies, tasks
+    from freewheel.records.run import Run
+    from freewheel.show.replay.perfetto import as_perfetto
     from freewheel.show.report import recorded
+    from freewheel.sim.records import MOST_TIMELINES
 
     asked = Scenario(
         compute=_compute(compute or [], compute_ms, slow, pause),
@@ -67,6 +77,12 @@ def simulate(
     problem = tasks.resolve(task)
     if trace is not None and len(chosen) > 1:
         raise ConfigError("--trace takes the events of one strategy; give only one.")
+    perfetto = trace is not None and trace.name.endswith(PERFETTO)
+    if perfetto and asked.workers > MOST_TIMELINES:
+        raise ConfigError(
+            f"--trace {trace}: {asked.workers} workers, but Perfetto's format is for at most "
+            f"{MOST_TIMELINES}; give a FILE.jsonl."
+        )
     for one in chosen:
         one.check(asked.workers)
     out = Outputs(**outputs)
@@ -78,12 +94,13 @@ def simulate(
     done: list[tuple[Result, Path | None]] = []
     stopped: list[str] = []
     with tempfile.TemporaryDirectory() as passing:
-        # A report shows what happened on the way, too: it needs records, kept or not.
-        records = Path(passing) / chosen[0].name if folder is None and out.report is not None else folder
+        # A report shows what happened on the way, too: it needs records, kept or not. So does Perfetto.
+        passes = folder is None and (out.report is not None or perfetto)
+        records = Path(passing) / chosen[0].name if passes else folder
         homes = _homes(records, chosen)
         if folder is not None:
             check_unused(dict.fromkeys([folder, *(home for home in homes if home is not None)]), out.force)
-        with contextlib.nullcontext() if trace is None else open_whole(trace) as file:
+        with contextlib.nullcontext() if trace is None or perfetto else open_whole(trace) as file:
             for one, home, progress in _with_bars(chosen, homes):
                 how: dict[str, Any] = {"progress": progress, "trace_file": file, "folder": home, "name": task}
                 try:
@@ -94,6 +111,9 @@ def simulate(
                         raise
                     stopped.append(str(error))
         runs = [recorded(home) for _, home in done if home is not None]
+        if trace is not None and perfetto:
+            for home in (home for _, home in done if home is not None):
+                write_whole(trace, as_perfetto([Run(home)]))
     results = [result for result, _ in done]
     console = output()
     if results:

@@ -1,17 +1,26 @@
 """The trace of a run: every event in order, and one hash over all of them.
 
-Two runs are the same exactly when their hashes are: times, losses and sizes are written with all their
-digits.
+Two runs are the same exactly when their hashes are: times, losses and sizes are hashed with all their
+digits. A file gets a line of JSON for each event: its time, what happened, and what FIELDS says of it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from typing import Any, TextIO
+
+FIELDS = {
+    "step": ("worker", "step", "loss"),
+    "send": ("worker", "to", "message", "bytes"),
+    "land": ("worker", "from", "message"),
+    "fault": ("fault",),
+    "left": ("worker",),
+}
 
 
 class Trace:
-    """Takes events as tuples; hashes them as text, a line each, and writes them out if asked to."""
+    """Takes events as tuples; hashes them as text, and writes them out if asked to."""
 
     def __init__(self, file: TextIO | None = None) -> None:
         self._hash = hashlib.sha256()
@@ -31,9 +40,14 @@ class Trace:
         return self._hash.hexdigest()
 
     def _flush(self) -> None:
-        text = "".join(f"{event!r}\n" for event in self._events)
-        self._hash.update(text.encode())
+        self._hash.update("".join(f"{event!r}\n" for event in self._events).encode())
         if self._file is not None:
-            self._file.write(text)
+            self._file.writelines(_line(event) for event in self._events)
         self.events += len(self._events)
         self._events.clear()
+
+
+def _line(event: tuple[Any, ...]) -> str:
+    time_s, what, *more = event
+    told = dict(zip(FIELDS.get(what, ()), more, strict=True))
+    return json.dumps({"time_s": time_s, "event": what, **told}) + "\n"
