@@ -11,7 +11,7 @@ import browser
 import made
 from freewheel.records.run import Run
 from freewheel.show import report
-from freewheel.show.summary import result_of
+from freewheel.show.rates import result_of
 
 pytestmark = [
     pytest.mark.integration,

@@ -16,7 +16,7 @@ from freewheel.runtime.membership.hosts import host_store
 from freewheel.show import rows as watched
 from freewheel.show.dashboard import Board
 from freewheel.show.figures.graph import edges
-from freewheel.show.summary import result_of
+from freewheel.show.rates import result_of
 from freewheel.show.versus import versus
 from freewheel.training import budget, process
 from freewheel.training.job import Job

@@ -10,8 +10,8 @@ import pytest
 
 import freewheel as fw
 from freewheel.records.run import Run
-from freewheel.show.report.findings import happened
-from freewheel.show.summary import result_of
+from freewheel.show.rates import result_of
+from freewheel.show.report.words import happened
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

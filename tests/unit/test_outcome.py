@@ -15,7 +15,7 @@ from freewheel.records.run import Run
 from freewheel.show import rows as watched
 from freewheel.show.bounds import Bound, bounds
 from freewheel.show.dashboard import Board
-from freewheel.show.summary import result_of
+from freewheel.show.rates import result_of
 
 
 def folder_of(folder: Path, lives: list[dict[str, Any]], **about: Any) -> Run:

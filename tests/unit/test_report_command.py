@@ -17,7 +17,7 @@ from freewheel.cli.main import main
 from freewheel.numbers import number, share
 from freewheel.records.run import Run
 from freewheel.show.bounds import bounds
-from freewheel.show.summary import result_of
+from freewheel.show.rates import result_of
 from pages import Page, figures_of
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>|`*_\"'&"

@@ -15,8 +15,8 @@ from freewheel.records.files import check_writable, write_whole
 from freewheel.records.find_run import find_runs
 from freewheel.records.result import Result
 from freewheel.records.run import Run
+from freewheel.show.rates import result_of
 from freewheel.show.report import html, markdown
-from freewheel.show.summary import result_of
 
 PAGE = Path("report.html")
 

@@ -140,11 +140,10 @@ def best(forecasts: Sequence[Forecast]) -> Forecast:
         raise ConfigError("there is nothing to choose from: name at least one strategy that communicates.")
     enough = (1 - TIE) * max(one.useful_steps_per_s for one in usable)
     alike = [one for one in usable if one.useful_steps_per_s >= enough]
-    return min(alike, key=_asks)
-
-
-def _asks(one: Forecast) -> tuple[bool, bool, bool, float]:
-    return one.discrepancy > 0, not one.keeps_mean, one.waits_for != "nobody", one.bytes_per_step
+    return min(
+        alike,
+        key=lambda f: (f.discrepancy > 0, not f.keeps_mean, f.waits_for != "nobody", f.bytes_per_step),
+    )
 
 
 def forecasts(

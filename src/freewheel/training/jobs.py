@@ -12,7 +12,7 @@ from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.runtime.launch.launcher import Captured, launch
 from freewheel.runtime.membership.entries import Options
-from freewheel.show.summary import result_of
+from freewheel.show.rates import result_of
 from freewheel.training.job import Job, name
 
 

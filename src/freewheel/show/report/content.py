@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 
-from freewheel.show.report.findings import clock, findings, still_running
-from freewheel.show.report.scenario import scenario_in_words
 from freewheel.show.report.tables import (
     events_table,
     records_table,
@@ -15,6 +13,7 @@ from freewheel.show.report.tables import (
     theory_table,
     workers_table,
 )
+from freewheel.show.report.words import clock, findings, scenario_in_words, still_running
 from freewheel.show.shown import Shown
 from freewheel.show.tables import Table, results_table, same_budget, unlike
 

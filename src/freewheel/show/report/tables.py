@@ -13,7 +13,7 @@ from freewheel.numbers import UNKNOWN, number, share
 from freewheel.records.counters import CAUSES
 from freewheel.records.result import Result
 from freewheel.show.bounds import bounds
-from freewheel.show.report.findings import how_it_stands
+from freewheel.show.report.words import how_it_stands
 from freewheel.show.shown import Shown, flatten
 from freewheel.show.tables import Table
 
