@@ -47,30 +47,21 @@ def chosen(home: Path, step: int | None = None) -> list[Shard]:
         why = " ".join(wrong) or f"it has no checkpoint{'' if step is None else f' of step {step}'}."
         raise ConfigError(f"nothing in {home} can be exported: {why} Give the folder of worker.checkpoint.")
     newest = max(found, key=lambda one: one.manifest.time).manifest
-    mine = [
-        one
-        for one in found
-        if (one.manifest.origin, one.manifest.world_size) == (newest.origin, newest.world_size)
-    ]
-    sets: dict[str, list[Shard]] = {}
-    last: dict[int, Shard] = {}
-    for one in sorted(mine, key=lambda one: one.manifest.time):
-        sets.setdefault(one.manifest.set, []).append(one)
-        last[one.manifest.rank] = one
-    whole = [one for one in sets.values() if len(one) == newest.world_size]
-    ends = sorted(last.values(), key=lambda one: one.manifest.rank)
-    if len(ends) == newest.world_size and (not whole or step is None):
-        steps = [one.manifest.step for one in ends]
-        # Those who step together have a set of the end; of the others each has made its own number of steps.
-        if not whole or max(steps) > max(one[0].manifest.step for one in whole):
-            return ends
-    if not whole:
+    training = newest.origin, newest.world_size
+    mine = [one for one in found if (one.manifest.origin, one.manifest.world_size) == training]
+    last = {one.manifest.rank: one for one in sorted(mine, key=lambda one: one.manifest.time)}
+    parts = shards.newest_whole(mine)
+    # Those who step together have a set of the end; of the others each has made its own number of steps.
+    ends = max(one.manifest.step for one in last.values())
+    if len(last) == newest.world_size and (not parts or ends > parts[0].manifest.step):
+        parts = list(last.values())
+    if not parts:
         missing = sorted(set(range(newest.world_size)) - set(last))
         raise ConfigError(
             f"{home} has no shard of worker {missing[0]} of {newest.world_size}: copy all workers' files "
             "into one folder first."
         )
-    return sorted(whole[-1], key=lambda one: one.manifest.rank)
+    return sorted(parts, key=lambda one: one.manifest.rank)
 
 
 def state_dict(parts: Sequence[Shard]) -> dict[str, Tensor]:

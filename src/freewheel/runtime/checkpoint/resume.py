@@ -15,13 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from freewheel.errors import ConfigError
 from freewheel.runtime.checkpoint import shards
 from freewheel.runtime.checkpoint.shards import Damaged, Manifest, Shard
+from freewheel.runtime.membership.rendezvous import Rendezvous
 from freewheel.runtime.worker.buffers import TensorMean
 from freewheel.runtime.worker.checks import first_difference
 from freewheel.runtime.worker.inventory import Inventory
@@ -43,29 +44,19 @@ class Resumed:
     """A shard's parts; None where the worker has no such part of its own."""
 
 
-class Meeting(Protocol):
-    """How workers that start talk: the rendezvous."""
-
-    def first(self, key: str, text: str) -> str:
-        """Leave a word unless there is one; what was left first."""
-
-    def agree(self, key: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """Say something; what the first worker decides by what all have said."""
-
-
 class Alone:
-    """The meeting of a single worker."""
+    """The rendezvous of a single worker."""
 
     def first(self, key: str, text: str) -> str:
-        """Nobody was faster."""
+        """What was left first under a key: nobody was faster."""
         return text
 
     def agree(self, key: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """Nobody else says anything."""
+        """What the first worker decides by what all have said: nobody else says anything."""
         return decide([mine])
 
 
-def resume(home: Path, me: Manifest, waits_for: str, meeting: Meeting) -> Resumed | None:
+def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | Alone) -> Resumed | None:
     """Agree with the others what to begin with and read it; None: there is nothing yet."""
     damaged: dict[Path, str] = {}
     for attempt in itertools.count():

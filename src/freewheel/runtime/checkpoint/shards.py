@@ -157,6 +157,15 @@ def find(home: Path) -> tuple[list[Shard], list[str]]:
     return shards, wrong
 
 
+def newest_whole(found: Iterable[Shard]) -> list[Shard]:
+    """Of some shards those of the newest set that all its workers have written; nothing: there is none."""
+    sets: dict[str, list[Shard]] = {}
+    for one in found:
+        sets.setdefault(one.manifest.set, []).append(one)
+    whole = [one for one in sets.values() if len(one) == one[0].manifest.world_size]
+    return max(whole, key=lambda one: max(shard.manifest.time for shard in one), default=[])
+
+
 def foreign(home: Path) -> Path | None:
     """A checkpoint of another program in this folder."""
     return next((path for path in sorted(home.iterdir()) if path.suffix in FOREIGN), None)

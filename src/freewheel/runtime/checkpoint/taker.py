@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, at_least
-from freewheel.runtime.checkpoint.resume import TOGETHER, Alone, Meeting, restore, resume
+from freewheel.runtime.checkpoint.resume import TOGETHER, Alone, restore, resume
 from freewheel.runtime.checkpoint.shards import Manifest
 from freewheel.runtime.checkpoint.writer import Writer
 from freewheel.runtime.membership.generation import Beginning
+from freewheel.runtime.membership.rendezvous import Rendezvous
 from freewheel.runtime.worker import optimizers
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.checks import signature
@@ -69,7 +70,7 @@ class Checkpoints:
         self,
         agent: Agent,
         path: str | Path | None,
-        meeting: Meeting | None,
+        rendezvous: Rendezvous | None,
         beginning: Beginning,
     ) -> dict[str, Tensor] | None:
         """Take up what the workers agree to resume from a folder; return the strategy's vectors.
@@ -90,7 +91,7 @@ class Checkpoints:
             model=signature(inventory.model),
             names=state_names(inventory.model),
         )
-        resumed, meeting = None, meeting or Alone()
+        resumed, meeting = None, rendezvous or Alone()
         if path is not None:
             resumed = resume(Path(path), self._manifest, agent.strategy.waits_for, meeting)
         # A worker that comes back does not resume, and learns here what the others have resumed.

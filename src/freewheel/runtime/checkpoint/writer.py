@@ -144,8 +144,7 @@ class Writer:
         """
         found = [one for one in self._found() if one.manifest.set != writing]
         if self._together:
-            whole = next((one.manifest.set for one in found if _whole(one, found)), None)
-            taken = {one.manifest.rank: one.manifest.time for one in found if one.manifest.set == whole}
+            taken = {one.manifest.rank: one.manifest.time for one in shards.newest_whole(found)}
             first = min(taken.values(), default=0.0)  # clocks of other hosts may be wrong: prefer its own
             ranks = self._ranks()
             older = [one for one in found if one.manifest.time < taken.get(one.manifest.rank, first)]
@@ -162,17 +161,10 @@ class Writer:
         if len(mine) <= self.keep:
             return
         oldest, ranks = mine[self.keep - 1].manifest.time, self._ranks()
-        whole = next((one.manifest.set for one in found if _whole(one, found)), None)
+        whole = shards.newest_whole(found)
         for one in found:
-            manifest = one.manifest
-            if manifest.rank in ranks and manifest.time < oldest and manifest.set != whole:
+            if one.manifest.rank in ranks and one.manifest.time < oldest and one not in whole:
                 one.delete()
-
-
-def _whole(shard: Shard, found: list[Shard]) -> bool:
-    """Whether every worker's shard of its set is there."""
-    same = [one for one in found if one.manifest.set == shard.manifest.set]
-    return len(same) == shard.manifest.world_size
 
 
 def _steps(steps: list[int]) -> str:

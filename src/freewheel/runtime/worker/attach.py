@@ -14,10 +14,10 @@ from freewheel.errors import ConfigError, RunStopped
 from freewheel.runtime.worker import optimizers, unfinished
 from freewheel.runtime.worker.agent import STOP
 from freewheel.runtime.worker.buffers import set_buffers
+from freewheel.runtime.worker.guards import without_guard
 from freewheel.runtime.worker.leaving import Left
 from freewheel.runtime.worker.life import Life
 from freewheel.runtime.worker.means import flat, shaped
-from freewheel.runtime.worker.overwriting import without_guard
 from freewheel.runtime.worker.records import evaluation
 from freewheel.schedule import Schedule, Scheduler, of_loader
 

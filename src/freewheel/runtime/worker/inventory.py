@@ -37,9 +37,8 @@ class Inventory:
         self.trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         self._all = dict(self.model.named_parameters())
         self._names = {id(one): name for name, one in self._all.items()}
-        self._homes = {name: one.data_ptr() for name, one in self.trained.items()}
-        slots = [(name, one, one.data_ptr(), *self._slot(name)) for name, one in self.trained.items()]
-        self._next = itertools.cycle(slots)
+        self._slots = [(name, one, one.data_ptr(), *self._slot(name)) for name, one in self.trained.items()]
+        self._next = itertools.cycle(self._slots)
         self._first = next(iter(self.trained.values()), None)
         """Whoever overwrites weights overwrites this one, too: looked at in every step."""
         self._stood, self._warned = 0, False
@@ -148,8 +147,8 @@ class Inventory:
         for name in [*self._all, *now]:
             if now.get(name) is not self._all.get(name):
                 raise _replaced(name)
-        for name, pointer in self._homes.items():
-            if now[name].data_ptr() != pointer:
+        for name, one, pointer, *_ in self._slots:
+            if one.data_ptr() != pointer:
                 raise _moved(name)
 
     # -- vectors --

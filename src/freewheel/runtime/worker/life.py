@@ -27,7 +27,7 @@ from freewheel.runtime.membership.generation import Beginning, Orphaned, TooLate
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.registrar import stay_registered
 from freewheel.runtime.membership.rendezvous import Rendezvous, address_for, options_alone, patiently
-from freewheel.runtime.worker import checks, joining, optimizers, steps, unfinished
+from freewheel.runtime.worker import checks, guards, joining, optimizers, steps, unfinished
 from freewheel.runtime.worker.account import Account
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.ending import Answer
@@ -72,7 +72,7 @@ class Life:
         self._inside = self._settled = False
         self._agents: Agent | None = None
         outside = unfinished.watch_outside if place is None and self.world_size > 1 else lambda _: None
-        self._outside = steps.warn_outside(self._optimizer, lambda: outside(self.rank))
+        self._outside = guards.warn_outside(self._optimizer, lambda: outside(self.rank))
 
     @property
     def _agent(self) -> Agent:

@@ -131,48 +131,48 @@ class Means:
             self.fabric.forget(tag)
 
 
-def flat(value: Any) -> Tensor:
-    """Numbers, tensors, lists and dicts of them as one vector."""
-    if isinstance(value, Tensor):
-        none = value.detach().flatten()[:0]
-        return (none if _stays(value) else value.detach().flatten()).to("cpu", torch.float64)
+def each(value: Any, act: Callable[[Any], Any]) -> Any:
+    """The same form, with what `act` makes of each number and tensor."""
     if isinstance(value, dict):
-        return torch.cat([torch.empty(0, dtype=torch.float64), *map(flat, value.values())])
+        return type(value)({key: each(one, act) for key, one in value.items()})
     if isinstance(value, list | tuple):
-        return torch.cat([torch.empty(0, dtype=torch.float64), *map(flat, value)])
-    if isinstance(value, bool) or not isinstance(value, int | float):
+        return type(value)(each(one, act) for one in value)
+    if isinstance(value, bool) or not isinstance(value, Tensor | int | float):
         raise ConfigError(
             f"mean takes numbers, tensors, and lists and dicts of them, not a {type(value).__name__}."
         )
-    return torch.tensor([float(value)], dtype=torch.float64)
+    return act(value)
+
+
+def flat(value: Any) -> Tensor:
+    """Numbers, tensors, lists and dicts of them as one vector."""
+    parts = [torch.empty(0, dtype=torch.float64)]
+
+    def add(one: Any) -> None:
+        if not isinstance(one, Tensor):
+            parts.append(torch.tensor([float(one)], dtype=torch.float64))
+        elif not _stays(one):
+            parts.append(one.detach().flatten().to("cpu", torch.float64))
+
+    each(value, add)
+    return torch.cat(parts)
 
 
 def shaped(vector: Tensor, like: Any) -> Any:
     """A vector in the form of what it was made of."""
-    numbers = iter(torch.split(vector, _sizes(like)))
+    at = 0
 
-    def shape(one: Any) -> Any:
-        if isinstance(one, Tensor):
-            mean = next(numbers)
-            return one.clone() if _stays(one) else mean.view(one.shape).to(one.device, one.dtype)
-        if isinstance(one, dict):
-            return type(one)({key: shape(inner) for key, inner in one.items()})
-        if isinstance(one, list | tuple):
-            return type(one)(map(shape, one))
-        return float(next(numbers))
+    def take(one: Any) -> Any:
+        nonlocal at
+        if isinstance(one, Tensor) and _stays(one):
+            return one.clone()
+        begin, at = at, at + (one.numel() if isinstance(one, Tensor) else 1)
+        mean = vector[begin:at]
+        return mean.view(one.shape).to(one.device, one.dtype) if isinstance(one, Tensor) else float(mean)
 
-    return shape(like)
+    return each(like, take)
 
 
 def _stays(tensor: Tensor) -> bool:
     """Whether it has no mean: a mask, whose infinities are meant."""
     return tensor.ndim > 0 and not bool(tensor.isfinite().all())
-
-
-def _sizes(value: Any) -> list[int]:
-    if isinstance(value, Tensor):
-        return [0 if _stays(value) else value.numel()]
-    if isinstance(value, dict | list | tuple):
-        inner = value.values() if isinstance(value, dict) else value
-        return [size for one in inner for size in _sizes(one)]
-    return [1]

@@ -18,16 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
 from freewheel.moments import QuasiGlobal, momentum_buffers
 from freewheel.runtime.checkpoint.taker import Checkpoints
-from freewheel.runtime.worker import firsts, strangers
+from freewheel.runtime.worker import firsts, guards
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.gradients import Gradients
 from freewheel.runtime.worker.optimizers import members, parameters
-from freewheel.runtime.worker.overwriting import Guard
 from freewheel.strategy import Strategy
 
 GRACE_S = 5.0
@@ -87,9 +85,9 @@ class Steps:
                 one.register_step_post_hook(self._after_step),
             )
         ]
-        strangers.watch(self.refuse)
+        guards.watch(self.refuse)
         several = agent.me.world_size > 1
-        self._guard = Guard(agent.inventory.model) if several else None
+        self._guard = guards.Guard(agent.inventory.model) if several else None
         self._begins = several and not agent.late and not self.first
         """Whether the first gradients are yet to be compared with the others'."""
 
@@ -105,7 +103,7 @@ class Steps:
             done = not self._work.cancelled() and self._work.exception() is None
             while self._replica.parked and self._agent.alive:
                 time.sleep(1e-3)
-        strangers.unwatch(self.refuse)
+        guards.unwatch(self.refuse)
         for hook in self._hooks:
             hook.remove()
         if self._guard is not None:
@@ -326,30 +324,6 @@ class Steps:
             raise _explained(strategy, error) from error
         finally:
             agent.counters.go_on(time.perf_counter())
-
-
-def warn_outside(optimizer: torch.optim.Optimizer, stepped: Callable[[], None]) -> Callable[[], None]:
-    """Say so once if an optimizer steps that was attached and has not come into its with-block.
-
-    `stepped` hears of it. What is returned ends it.
-    """
-    hooks: list[RemovableHandle] = []
-
-    def end() -> None:
-        while hooks:
-            hooks.pop().remove()
-
-    def warn(stepping: torch.optim.Optimizer, *_: Any) -> None:
-        end()
-        stepped()
-        log.warning(
-            "%s steps outside of its with-block, where nothing is merged: train inside "
-            "`with fw.attach(…) as worker:`",
-            type(stepping).__name__,
-        )
-
-    hooks += [one.register_step_post_hook(warn) for one in members(optimizer)]
-    return end
 
 
 def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
