@@ -16,6 +16,7 @@ from freewheel.cli.main import main
 from freewheel.errors import ConfigError
 from freewheel.runtime.doctor import bandwidth
 from freewheel.runtime.doctor.rules import Finding
+from freewheel.runtime.membership.place import parse_address
 
 
 @pytest.fixture
@@ -100,12 +101,12 @@ def test_mistakes_are_one_line(arguments, why, doctor):
     ],
 )
 def test_addresses(text, expected):
-    assert command._address(text) == expected
+    assert parse_address(text, "the host", bandwidth.PORT) == expected
 
 
 def test_an_empty_address_is_refused():
     with pytest.raises(ConfigError, match="HOST:PORT"):
-        command._address("")
+        parse_address("", "the host", bandwidth.PORT)
 
 
 def test_long_rows_wrap_and_keep_their_column(capsys):

@@ -54,6 +54,7 @@ def doctor(
     from freewheel.runtime.doctor import bandwidth
     from freewheel.runtime.doctor.probe import gather
     from freewheel.runtime.doctor.rules import diagnose
+    from freewheel.runtime.membership.place import parse_address
 
     if serve:
         if hosts or as_json:
@@ -62,7 +63,7 @@ def doctor(
         return
     at_least("workers", workers, 1)
     at_least("model-mb", model_mb, 0)
-    addresses = [_address(host) for host in hosts or []]
+    addresses = [parse_address(host, "the host", bandwidth.PORT) for host in hosts or []]
     with _progress() as say:
         facts = gather(addresses, bind=bind, port=port, folder=folder, mb=mb, tls=tls, progress=say)
     workers = workers or facts.cores
@@ -94,15 +95,6 @@ async def _serve(bind: str, port: int, tls: Path | None) -> None:
         if is_loopback(bind):
             say("listening on loopback: no other host gets here; give --bind this host's address")
         await asyncio.Event().wait()
-
-
-def _address(host: str) -> tuple[str, int]:
-    """HOST or HOST:PORT; an IPv6 address stands in brackets."""
-    from freewheel.runtime.doctor import bandwidth
-    from freewheel.runtime.membership.place import parse_address
-
-    bare = ":" not in host or host.endswith("]") or (host.count(":") > 1 and host[0] != "[")
-    return (host.strip("[]"), bandwidth.PORT) if bare and host else parse_address(host)
 
 
 @contextlib.contextmanager

@@ -81,13 +81,12 @@ def measure_links(
 ) -> list[LinkTo]:
     """Time the ways from here to hosts on which `freewheel doctor --serve` runs, one after the other."""
     from freewheel.runtime.doctor.bandwidth import PORT, measure
+    from freewheel.runtime.membership.place import parse_address
 
     found = []
     for text in hosts:
-        host, _, port = text.partition(":")
-        if not host or (port and not port.isdecimal()):
-            raise ConfigError(f"cannot read the host {text!r}: write HOST or HOST:PORT.")
+        host, port = parse_address(text, "the host", PORT)
         heard(host)
-        figure = measure(host, int(port or PORT), tls=tls)
+        figure = measure(host, port, tls=tls)
         found.append(LinkTo(text, figure.latency_ms, min(figure.mbit_out, figure.mbit_in)))
     return found

@@ -181,8 +181,11 @@ def _in_our_words(environment: Mapping[str, str]) -> Mapping[str, str]:
     return words
 
 
-def parse_address(text: str, name: str = "master") -> tuple[str, int]:
-    """Read HOST:PORT; an IPv6 address stands in brackets."""
+def parse_address(text: str, name: str = "master", default: int | None = None) -> tuple[str, int]:
+    """Read HOST:PORT, or HOST alone where there is a default; an IPv6 address stands in brackets."""
+    bare = ":" not in text or text.endswith("]") or (text.count(":") > 1 and text[0] != "[")
+    if text and bare and default is not None:
+        return text.strip("[]"), default
     host, _, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
