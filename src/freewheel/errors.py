@@ -76,3 +76,8 @@ def at_least(what: str, value: float | None, least: float) -> None:
     """Refuse a setting below its smallest allowed value; None means not set."""
     if value is not None and not value >= least:
         raise ConfigError(f"{what} must be at least {least:g}, not {value:g}.")
+
+
+def first_line(error: BaseException, longest: int = 120) -> str:
+    """What an error of another library says, in one line; its name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:longest].rstrip(".")

@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from freewheel.errors import ConfigError
+from freewheel.errors import ConfigError, first_line
 
 ANSWER_S = 5.0
 FREED_S = 3.0
@@ -29,10 +29,9 @@ def connect(address: str | None) -> None:
         check_answer(address)
         ray.init(address=address, log_to_driver=True, logging_level=logging.WARNING)
     except (Exception, SystemExit) as error:  # whatever Ray says; SystemExit: it has tried for minutes
-        why = str(error).splitlines()[0][:120] if str(error) else type(error).__name__
         raise ConfigError(
-            f"no Ray cluster answers at {address or 'this machine'}: {why}. Start one with `ray start "
-            "--head`, or leave the address out."
+            f"no Ray cluster answers at {address or 'this machine'}: {first_line(error)}. Start one with "
+            "`ray start --head`, or leave the address out."
         ) from None
 
 

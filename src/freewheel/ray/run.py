@@ -14,7 +14,7 @@ from typing import Any
 
 import ray
 
-from freewheel.errors import ConfigError, FreewheelError, WorkerLost, at_least
+from freewheel.errors import ConfigError, FreewheelError, WorkerLost, at_least, first_line
 from freewheel.fabric import secret
 from freewheel.ray.book import NAMESPACE, Line, open_book
 from freewheel.ray.cluster import connect, needs, room
@@ -156,7 +156,7 @@ class Driver:
                 except ray.exceptions.RayError as error:
                     failed[rank] = error
                     if not isinstance(error, ray.exceptions.RayTaskError):  # its script has raised nothing
-                        self._note("failed", rank, str(error).splitlines()[0][:200])
+                        self._note("failed", rank, first_line(error, 200))
             coming = any(rank in self.lives for rank in self.left.values())
             if answers:  # all who train end together; those without room never came
                 end_s = min(end_s, time.monotonic() + (COMING_S if coming else 0.0))
@@ -181,7 +181,7 @@ class Driver:
         cause = getattr(error, "cause", None) or error
         more = len(failed) - 1
         others = f" and {more} other{'s' * (more > 1)}" if more else ""
-        return WorkerLost(f"worker {rank}{others} failed: {str(cause).splitlines()[0][:150]}")
+        return WorkerLost(f"worker {rank}{others} failed: {first_line(cause, 150)}")
 
     def _look(self) -> None:
         """Take what workers say of themselves, and their records."""

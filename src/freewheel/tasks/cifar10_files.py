@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from freewheel.errors import ConfigError
+from freewheel.errors import ConfigError, first_line
 
 SIDE, CLASSES = 32, 10
 BATCHES = [f"data_batch_{k}" for k in range(1, 6)]
@@ -53,7 +53,7 @@ def _read_npz(path: Path) -> tuple[Split, Split]:
                 raise _Unfit("it holds a single array")
             return _split(arrays, "train"), _split(arrays, "test")
     except (OSError, EOFError, ValueError, zipfile.BadZipFile, zlib.error) as error:
-        raise _Unfit(f"it cannot be read as an .npz file ({_first_line(error)})") from None
+        raise _Unfit(f"it cannot be read as an .npz file ({first_line(error)})") from None
 
 
 def _split(arrays: Mapping[str, NDArray[Any]], part: str) -> Split:
@@ -125,7 +125,7 @@ def _read_batch(path: Path) -> Split:
     except FileNotFoundError:
         raise _Unfit(f"it has no {path.name}") from None
     except Exception as error:  # a broken pickle can raise anything
-        raise _Unfit(f"{path.name} cannot be read ({_first_line(error)})") from None
+        raise _Unfit(f"{path.name} cannot be read ({first_line(error)})") from None
     named = content if isinstance(content, dict) else {}
     rows = named.get(b"data", named.get("data"))
     labels = named.get(b"labels", named.get("labels"))
@@ -165,8 +165,3 @@ class _OnlyArrays(pickle.Unpickler):
 
 def _looks(array: NDArray[Any]) -> str:
     return f"{array.dtype}, {'×'.join(map(str, array.shape)) or 'a single value'}"
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text.splitlines()[0].rstrip(".")

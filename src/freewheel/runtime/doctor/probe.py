@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from packaging.requirements import Requirement
 
-from freewheel.errors import ConfigError
+from freewheel.errors import ConfigError, first_line
 from freewheel.fabric.windows import Cuda as CudaLibrary
 from freewheel.fabric.windows import DeviceWindow, HostWindow
 from freewheel.runtime.doctor.bandwidth import LinkFigure, loopback, measure
@@ -189,7 +189,7 @@ def _cuda() -> Cuda:
                 raise RuntimeError(f"device {index} ({name}) computes 8 times 2 as {total:g}")
             devices.append(name)
     except (RuntimeError, AssertionError) as error:  # torch raises both
-        return Cuda(built, driver, tuple(devices), str(error).splitlines()[0])
+        return Cuda(built, driver, tuple(devices), first_line(error, 300))
     return Cuda(built, driver, tuple(devices))
 
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from freewheel.errors import ConfigError
+from freewheel.errors import ConfigError, first_line
 from freewheel.runtime.membership.entries import OPTIONS, Entries
 from freewheel.runtime.membership.place import parse_address
 from freewheel.runtime.membership.store_client import STORE_S, BoundedStore, reach
@@ -81,7 +81,7 @@ def reach_store(master: str, wait_s: float, say: Callable[[str], None]) -> tuple
                 return store, host, port
             why = "there is no run there"
         except RuntimeError as error:
-            raise ConfigError(f"{master} is no rendezvous: {str(error).splitlines()[0]}. {hint}") from None
+            raise ConfigError(f"{master} is no rendezvous: {first_line(error)}. {hint}") from None
         except OSError as error:
             why = str(error.strerror or error)
         finally:

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 from torch import nn
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from freewheel.errors import ConfigError, WorkerLost
+from freewheel.errors import ConfigError, WorkerLost, first_line
 from freewheel.fabric.secret import Forged, derive
 from freewheel.runtime.membership.entries import OPTIONS, Entries, Options, Store
 from freewheel.runtime.membership.generation import (
@@ -400,7 +400,7 @@ def patiently(join: Callable[[], None], place: Place, timeout_s: float) -> None:
             if time.monotonic() > end or (place.rank == 0 and not place.hosted):
                 raise WorkerLost(
                     f"worker {place.rank} lost the rendezvous at {place.where} while it joined "
-                    f"({str(error).splitlines()[0][:120]})."
+                    f"({first_line(error)})."
                 ) from None
             log.warning("the rendezvous was lost while worker %d joined; trying again", place.rank)
             time.sleep(POLL_S)
@@ -440,7 +440,7 @@ def _connect(place: Place, timeout_s: float) -> BoundedStore:
             ) from None
         raise ConfigError(
             f"worker {place.rank} cannot reach the rendezvous at {place.where} "
-            f"({str(error).splitlines()[0][:120]}). Check MASTER_ADDR and MASTER_PORT, and worker 0."
+            f"({first_line(error)}). Check MASTER_ADDR and MASTER_PORT, and worker 0."
         ) from None
 
 
