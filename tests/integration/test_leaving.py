@@ -28,6 +28,8 @@ from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.leaving import Leaving, Left
 
 DEADLINE_S = 120.0
+NOBODY = 9
+"""Whom both wait for until the test goes in its place."""
 SAMPLES = 600
 
 SCRIPT = """
@@ -37,6 +39,12 @@ import freewheel as fw
 
 torch.set_num_threads(1)
 rank = int(os.environ["RANK"])
+def going():
+    open(f"going-{rank}", "w").close()
+def others_go():  # whoever is fast leaves them enough of the data
+    end_s = time.monotonic() + 60
+    while not all(os.path.exists(f"going-{one}") for one in LEAVERS) and time.monotonic() < end_s:
+        time.sleep(0.01)
 data = torch.utils.data.TensorDataset(torch.arange(600.0).reshape(-1, 1))
 model = torch.nn.Linear(1, 1)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
@@ -46,6 +54,8 @@ if rank == 1:
 with fw.attach(model, optimizer, resume="checkpoints", leave_s=LEAVE_S) as worker:
     worker.checkpoint("checkpoints", every=1000)
     for k, (x,) in enumerate(worker.loader(data, batch_size=4, epochs=1, num_workers=LOADERS)):
+        if k == 20 and rank not in LEAVERS:
+            others_go()
         STUCK
         loss = model(x).square().mean()
         optimizer.zero_grad()
@@ -60,9 +70,16 @@ print("done", worker.metrics()["samples_again"])
 
 
 def script(
-    folder: Path, leave: str = "", stuck: str = "", leave_s: float = 10.0, loaders: int = 0
+    folder: Path,
+    leave: str = "",
+    stuck: str = "",
+    leave_s: float = 10.0,
+    loaders: int = 0,
+    leavers: tuple[int, ...] = (),
 ) -> list[str]:
+    """Write it; those who are to leave say when they are `going()`."""
     text = SCRIPT.replace("LEAVE_S", str(leave_s)).replace("LOADERS", str(loaders))
+    text = text.replace("LEAVERS", str(leavers))
     path = folder / "train.py"
     path.write_text(text.replace("STUCK", stuck or "pass").replace("LEAVE", leave or "pass"))
     return [sys.executable, str(path)]
@@ -82,12 +99,12 @@ def events(folder: Path) -> list[tuple[str, int | None]]:
 def test_who_is_told_to_leave_goes_and_every_sample_is_used_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     leave = (
-        "if k == 12 and rank == 1: os.kill(os.getpid(), signal.SIGTERM)\n"
-        "        if k == 16 and rank == 0: worker.leave()"
+        "if k == 12 and rank == 1: going(); os.kill(os.getpid(), signal.SIGTERM)\n"
+        "        if k == 16 and rank == 0: going(); worker.leave()"
     )
     output, folder = Captured(), tmp_path / "run"
     folder.mkdir()
-    command = script(tmp_path, leave, loaders=1)
+    command = script(tmp_path, leave, loaders=1, leavers=(0, 1))
     assert launch(command, 3, output=output, restarts=3, options=Options(folder=folder)) == 0
     assert list(output.lines[2])[-1] == "done 0"
     assert "noticed" in output.lines[1]  # by the script's own handler
@@ -103,13 +120,20 @@ def test_who_is_told_to_leave_goes_and_every_sample_is_used_once(tmp_path, monke
 
 def test_where_all_leave_a_resumed_run_goes_on_from_there(tmp_path):
     """As Slurm and Kubernetes do it: notice to the launcher, and the same command again."""
-    command = [*forked.FREEWHEEL, "run", "-n", "2", *script(tmp_path)[1:]]
+    command = [*forked.FREEWHEEL, "run", "-n", "2", *script(tmp_path, leavers=(NOBODY,))[1:]]
     first = forked.start(*command, cwd=tmp_path, stderr=forked.STDOUT)
     try:
         while len(seen(tmp_path)) < SAMPLES // 5:
             assert first.poll() is None
+            time.sleep(0.05)
         first.send_signal(signal.SIGTERM)
-        said, _ = first.communicate(timeout=DEADLINE_S)
+        said = ""
+        while "SIGTERM" not in said:
+            line = first.stdout.readline()
+            assert line, said
+            said += line
+        (tmp_path / f"going-{NOBODY}").touch()
+        said += first.communicate(timeout=DEADLINE_S)[0]
     finally:
         first.kill()
         first.wait()
@@ -129,10 +153,11 @@ def test_a_handler_that_exits_is_let_exit_and_what_was_used_counts(tmp_path, mon
     leave = (
         "if k == 5 and rank == 1:\n"
         "            signal.signal(signal.SIGTERM, lambda *_: (worker.leave(), sys.exit(0)))\n"
+        "            going()\n"
         "            os.kill(os.getpid(), signal.SIGTERM)"
     )
     output = Captured()
-    assert launch(script(tmp_path, leave), 2, output=output) == 0
+    assert launch(script(tmp_path, leave, leavers=(1,)), 2, output=output) == 0
     assert list(output.lines[0])[-1] == "done 0"
     assert set(seen(tmp_path).values()) == {1}
     assert len(seen(tmp_path)) == SAMPLES
@@ -140,9 +165,10 @@ def test_a_handler_that_exits_is_let_exit_and_what_was_used_counts(tmp_path, mon
 
 def test_a_step_that_does_not_end_is_left_and_its_batch_is_anothers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    stuck = "if k == 5 and rank == 1: os.kill(os.getpid(), signal.SIGTERM); time.sleep(1000)"
+    stuck = "if k == 5 and rank == 1: going(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(1000)"
     output = Captured()
-    assert launch(script(tmp_path, stuck=stuck, leave_s=2.0), 2, output=output) == 0
+    command = script(tmp_path, stuck=stuck, leave_s=2.0, leavers=(1,))
+    assert launch(command, 2, output=output) == 0
     assert list(output.lines[0])[-1] == "done 0"
     used = seen(tmp_path)
     assert sorted(used) == list(range(SAMPLES))

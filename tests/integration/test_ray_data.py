@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import time
 from collections import Counter
 from pathlib import Path
@@ -61,6 +62,8 @@ def step(net: torch.nn.Module, optimizer: torch.optim.Optimizer, batch: dict) ->
 
 
 def test_every_row_once_in_a_pass_and_a_slow_worker_takes_fewer(rows):
+    counts, moved = [0, 0], threading.Condition()
+
     def work(place):
         net = model()
         made, optimizer = worker(place, net)
@@ -74,7 +77,12 @@ def test_every_row_once_in_a_pass_and_a_slow_worker_takes_fewer(rows):
                     assert batch["name"][0] == str(batch["id"][0].item())
                     used += step(net, optimizer, batch)
                     fetched.append(loader.dataset._block_of(used[-1]))
-                    time.sleep(0.02 if place.rank == 0 else 0.1)
+                    with moved:
+                        counts[place.rank] += 1
+                        moved.notify_all()
+                        if place.rank == 1:  # whatever the machine does, the other does more
+                            moved.wait_for(lambda: counts[0] > 3 * counts[1], 1.0)
+                    time.sleep(0.02)
                 passes.append((used, fetched))
             return passes
 
@@ -140,6 +148,10 @@ def training(rows, folder: Path, ends: str):
                 optimizer.step()
                 print(*batch["id"].tolist(), file=seen, flush=True)
                 time.sleep(0.05)
+                for _ in range(6000 * (me.rank == 0 and number == 10)):  # it leaves the other enough
+                    if (folder / "ended").exists():
+                        break
+                    time.sleep(0.01)
                 if me.rank == 1 and number == 5 and not (folder / "ended").exists():
                     (folder / "ended").touch()
                     os.kill(os.getpid(), getattr(signal, ends))
