@@ -42,15 +42,14 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def build(kind: str, spec: str, known: Mapping[str, type[T]]) -> T:
-    """Make the dataclass that ``spec`` names, with its settings read by the types of its fields."""
+    """Make the dataclass that ``spec`` names, with its settings read by the types of its fields.
+
+    An unknown setting is named, never swallowed.
+    """
     name, settings = parse(spec)
     if name not in known:
         raise UnknownName(kind, name, known)
-    return dataclass_from_text(kind, name, known[name], settings)
-
-
-def dataclass_from_text(kind: str, name: str, cls: type[T], settings: Mapping[str, str]) -> T:
-    """Make ``cls`` from settings given as text; an unknown setting is named, never swallowed."""
+    cls = known[name]
     hints = typing.get_type_hints(cls)
     fields = {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
