@@ -114,7 +114,7 @@ def test_tags_that_look_like_json_but_are_none_of_ours(data):
     ("changes", "words"),
     [
         ({"magic": b"HTTP"}, "does not speak Freewheel's protocol"),
-        ({"protocol": 5}, "protocol 5, not 6: another version"),
+        ({"protocol": 5}, "protocol 5, not 7: another version"),
         ({"kind": 0}, "unknown kind 0"),
         ({"kind": 99}, "unknown kind 99"),
         ({"dtype": 77}, "unknown type 77"),

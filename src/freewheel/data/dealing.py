@@ -23,10 +23,11 @@ from typing import Any
 
 from freewheel.data.batches import Key
 from freewheel.data.dataset import DIFFERS, GIVEN, REFUSED, DatasetLedger, Question
-from freewheel.data.ledger import Lease, Ledger, Owner, reader, take
+from freewheel.data.ledger import Lease, Ledger, Owner, reader
 from freewheel.data.sameness import difference
 from freewheel.errors import ConfigError, PeerLost
 from freewheel.fabric.base import RUNTIME, Fabric, Message, Tag
+from freewheel.fabric.notes import read
 from freewheel.records.counters import Counters
 
 ASK: Tag = (RUNTIME, "deal", "ask")
@@ -45,6 +46,9 @@ MOST_DATASETS = 64
 """How many data sets are kept that others have named and this worker does not use (yet)."""
 REFUSALS = 3
 """After so many refusals a worker no longer believes that it will reach the dealer it is told to ask."""
+
+KEY = (int,) * len(Key._fields)
+"""How the data are named in each of these messages."""
 
 log = logging.getLogger("freewheel")
 
@@ -164,14 +168,14 @@ class Dealing:
             held = sent.holding(self.me, data.ledger)
             self.fabric.post(dealer, ASK, note=(*data.key, serial, *question, *held.encode(held=True)))
             async with asyncio.timeout(ANSWER_S):
-                read = reader((await self.fabric.receive((*ASK, serial), dealer)).note)
-            kind, number, start, stop, again = take(read, 5)
+                told = reader((await self.fabric.receive((*ASK, serial), dealer)).note)
+            kind, number, start, stop, again = read((int,) * 5, told)
             if kind == REFUSED:
                 return REFUSED
             if kind == DIFFERS:  # the dealer says whose, and what they are
-                raise ConfigError(difference(self.me[0], data.key, number, Key(*take(read, 5))))
+                raise ConfigError(difference(self.me[0], data.key, number, Key(*read(KEY, told))))
             lease = Lease(number, start, stop, bool(again)) if kind == GIVEN else None
-            data.confirm(Ledger.decode(data.key.length, read), lease)
+            data.confirm(Ledger.decode(data.key.length, told), lease)
             confirmed = True
         finally:
             if not confirmed:
@@ -235,9 +239,8 @@ class Dealing:
         for peer in peers:
             try:
                 async with asyncio.timeout_at(end_s):
-                    read = reader((await self.fabric.receive((*TELL, serial), peer)).note)
-                (life,) = take(read, 1)
-                yield peer, life, Ledger.decode(key.length, read)
+                    told = reader((await self.fabric.receive((*TELL, serial), peer)).note)
+                yield peer, read(int, told), Ledger.decode(key.length, told)
             except PeerLost:
                 continue
             except (TimeoutError, ValueError):
@@ -269,11 +272,11 @@ class Dealing:
         while True:
             message: Message = await self.fabric.receive(tag)
             try:
-                read = reader(message.note)
-                key = Key(*take(read, 5))
+                told = reader(message.note)
+                key = Key(*read(KEY, told))
                 if not key.length:
                     raise ValueError("there is nothing to deal")
-                await act(message.sender, key, read)
+                await act(message.sender, key, told)
             except ValueError as error:
                 log.warning("worker %d sent %s that cannot be read: %s", message.sender, tag[-1], error)
 
@@ -288,10 +291,10 @@ class Dealing:
                     await self._hear_all(data)
                     data.count_doubles()
 
-    async def _answer(self, peer: int, key: Key, read: Iterator[int]) -> None:
+    async def _answer(self, peer: int, key: Key, told: Iterator[int]) -> None:
         """Somebody asks this worker to deal."""
-        serial, *asked = take(read, 1 + len(Question._fields))
-        question, news = Question._make(asked), Ledger.decode(key.length, read)
+        serial, *asked = read((int,) * (1 + len(Question._fields)), told)
+        question, news = Question._make(asked), Ledger.decode(key.length, told)
         if not question.size or (question.parts and not key.grid):
             raise ValueError("there is nothing to deal")
         answer: Lease | int = REFUSED
@@ -310,9 +313,9 @@ class Dealing:
             note = (*given, *data.ledger.encode(held=True))
         self.fabric.post(peer, (*ASK, serial), note=note)
 
-    async def _tell(self, peer: int, key: Key, read: Iterator[int]) -> None:
+    async def _tell(self, peer: int, key: Key, told: Iterator[int]) -> None:
         """A new dealer asks what this worker knows."""
-        (serial,) = take(read, 1)
+        serial = read(int, told)
         known = Ledger(key.length)  # of other data it knows nothing
         if (data := self._known(key, peer)) is not None:
             data.heard.clear()
@@ -320,10 +323,9 @@ class Dealing:
             known = data.ledger
         self.fabric.post(peer, (*TELL, serial), note=(self.me[1], *known.encode(held=True)))
 
-    async def _note(self, peer: int, key: Key, read: Iterator[int]) -> None:
+    async def _note(self, peer: int, key: Key, told: Iterator[int]) -> None:
         """Remember what somebody has finished and holds: be the deputy."""
-        rank, life = take(read, 2)
-        theirs = Ledger.decode(key.length, read)
+        owner, theirs = read((int, int), told), Ledger.decode(key.length, told)
         if (data := self._known(key, peer)) is not None:
             data.learn(theirs)
-            data.ledger.hold((rank, life), theirs.held_by((rank, life)))
+            data.ledger.hold(owner, theirs.held_by(owner))

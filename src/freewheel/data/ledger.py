@@ -16,7 +16,6 @@ and its holders': it is not merged.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 from freewheel.data.spans import Span, Spans, common, minus, size, union
+from freewheel.fabric.notes import pack, read
 
 Owner: TypeAlias = tuple[int, int]
 """A worker's rank, and which life of it."""
@@ -35,6 +35,8 @@ MOST_NUMBERS = 24000
 """How long a ledger may be as numbers, so that it fits into a message; the oldest passes are left out."""
 MOST_ENTRIES = 1 << 17
 """How many passes, spans and owners a ledger takes in from others: far more than workers make, some 20 MB."""
+LEDGER = (int, int, [(int, int, [(int, int)], [(int, int)], [(int, int, int)], [(int, int, int, int)])])
+"""As numbers: floor, past; of a pass its number, whether it was left, finished, lost, counts, who holds."""
 
 
 class Lease(NamedTuple):
@@ -246,42 +248,36 @@ class Ledger:
 
     def encode(self, held: bool = False) -> list[float]:
         """All of it as numbers, with who holds what if asked to."""
-        told: list[list[float]] = []
+        told: list[tuple[float, ...]] = []
         left = MOST_NUMBERS
         for number in sorted(self.passes, reverse=True):
             row = self._encode(number, held)
             if (left := left - len(row)) < 0:
                 break
-            told.append(row)
-        return [self.floor, self.past, len(told), *(n for row in reversed(told) for n in row)]
+            told.insert(0, row)
+        return [self.floor, self.past, *pack(told)]
 
-    def _encode(self, number: int, held: bool) -> list[float]:
+    def _encode(self, number: int, held: bool) -> tuple[float, ...]:
         one = self.passes[number]
-        numbers: list[float] = [number, one.left]
-        for spans in (one.finished, one.lost):
-            spans = sorted(spans, key=lambda span: span[0] - span[1])[:MOST_SPANS]
-            numbers += [len(spans), *(n for span in spans for n in span)]
-        counts = [(*who, count) for who, count in itertools.islice(one.counts.items(), MOST_SPANS)]
-        numbers += [len(counts), *(n for row in counts for n in row)]
-        rows = ((*who, *span) for who, spans in one.held.items() for span in spans) if held else ()
-        kept = list(itertools.islice(rows, MOST_SPANS))
-        return [*numbers, len(kept), *(n for row in kept for n in row)]
+        spans = [sorted(spans, key=lambda span: span[0] - span[1]) for spans in (one.finished, one.lost)]
+        counts = [(*who, count) for who, count in one.counts.items()]
+        holds = [(*who, *span) for who, spans in one.held.items() for span in spans] if held else []
+        return pack(number, one.left, *(rows[:MOST_SPANS] for rows in (*spans, counts, holds)))
 
     @classmethod
-    def decode(cls, length: int, read: Iterator[int]) -> Ledger:
+    def decode(cls, length: int, numbers: Iterator[int]) -> Ledger:
         """The way back; ValueError if these numbers are no ledger."""
+
+        def spans(ends: list[Span]) -> Spans:
+            return union((start, min(stop, length)) for start, stop in ends)
+
         ledger = cls(length)
-        ledger.floor, ledger.past, passes = take(read, 3)
-        for _ in range(passes):
-            number, left = take(read, 2)
-            one = ledger.passes[number] = Pass(left=bool(left))
-            one.finished, one.lost = take_spans(read, length), take_spans(read, length)
-            for _ in range(*take(read, 1)):
-                rank, life, count = take(read, 3)
-                one.counts[rank, life] = count
-            for _ in range(*take(read, 1)):
-                rank, life, start, stop = take(read, 4)
-                one.held[rank, life] = union(one.held.get((rank, life), []), [(start, min(stop, length))])
+        ledger.floor, ledger.past, rows = read(LEDGER, numbers)
+        for number, left, finished, lost, counts, held in rows:
+            one = ledger.passes[number] = Pass(spans(finished), spans(lost), left=bool(left))
+            one.counts = {(rank, life): count for rank, life, count in counts}
+            for rank, life, start, stop in held:
+                one.held[rank, life] = union(one.held.get((rank, life), []), spans([(start, stop)]))
         return ledger
 
 
@@ -291,18 +287,3 @@ def reader(numbers: Sequence[float]) -> Iterator[int]:
         if not (0 <= number < math.inf and number == int(number)):
             raise ValueError(f"{number} is not a whole number")
         yield int(number)
-
-
-def take(read: Iterator[int], count: int) -> list[int]:
-    """The next so many."""
-    taken = list(itertools.islice(read, count))
-    if len(taken) < count:
-        raise ValueError("numbers are missing")
-    return taken
-
-
-def take_spans(read: Iterator[int], length: int) -> Spans:
-    """Spans, with their number before them."""
-    (count,) = take(read, 1)
-    ends = take(read, 2 * count)
-    return union((start, min(stop, length)) for start, stop in zip(ends[::2], ends[1::2], strict=True))

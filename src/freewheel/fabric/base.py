@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from freewheel.errors import PeerLost
+from freewheel.fabric.notes import Shape, read_all
 from freewheel.records.counters import Counters
 
 Tag: TypeAlias = tuple[str | int, ...]
@@ -111,6 +112,13 @@ class Message:
         if not all(-LARGEST < number < LARGEST and number == int(number) for number in self.note):
             raise self.bad("numbers that are not whole")
         return tuple(map(int, self.note))
+
+    def read(self, shape: Shape) -> Any:
+        """The note of a message that must be whole numbers of this shape (fabric/notes.py)."""
+        try:
+            return read_all(shape, iter(self.numbers(0)))
+        except ValueError as error:
+            raise self.bad(f"what makes no sense ({error})") from None
 
 
 class NotNow(Exception):

@@ -23,7 +23,7 @@ from freewheel.fabric.base import BYTES_PIECE, Note, Tag
 from freewheel.fabric.secret import SEAL_BYTES, Seals, same
 
 MAGIC = b"FWHL"
-PROTOCOL = 6
+PROTOCOL = 7
 HEADER = struct.Struct("!4sBBBxHHIIQ")
 TAG_BYTES = 512
 NOTES = 1 << 15

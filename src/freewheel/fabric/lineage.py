@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from freewheel.fabric.base import Note
+from freewheel.fabric.notes import pack, read_all
 
-LISTS = 5
-"""Of a record, and of the word that a view is installed."""
+LISTS = ([int],) * 5
+"""What a record is as numbers, and the word that a view is installed."""
 STAMPS, GROUPS = 2**40, 4096
 """Views of a run, and groups that merge, of which there are never so many."""
 
@@ -43,13 +44,14 @@ class Record:
 
     def pack(self) -> Note:
         """As numbers."""
-        return pack((self.line,), self.parents, self.heirs, self.members, flat(self.counted))
+        lists = (self.line,), self.parents, self.heirs, self.members, flat(self.counted)
+        return pack(*map(list, lists))
 
     @classmethod
-    def unpack(cls, note: Note, world_size: int) -> Record:
+    def unpack(cls, words: Sequence[int], world_size: int) -> Record:
         """The way back; ValueError if it cannot be one."""
-        (line,), parents, heirs, members, counted = unpack(note)
-        return cls(line, parents, ranks(heirs, world_size), ranks(members, world_size), pairs(counted))
+        (line,), parents, heirs, members, counted = read_all(LISTS, iter(words))
+        return cls(line, tuple(parents), ranks(heirs, world_size), ranks(members, world_size), pairs(counted))
 
 
 @dataclass(frozen=True)
@@ -65,17 +67,18 @@ class Install:
 
     def pack(self) -> Note:
         """As numbers."""
-        return pack(self.members, self.heirs, self.parents, flat(self.counted), flat(self.copies))
+        lists = self.members, self.heirs, self.parents, flat(self.counted), flat(self.copies)
+        return pack(*map(list, lists))
 
     @classmethod
-    def unpack(cls, note: Note, world_size: int) -> Install:
+    def unpack(cls, words: Sequence[int], world_size: int) -> Install:
         """The way back; ValueError if it cannot be one."""
-        members, heirs, parents, counted, copies = unpack(note)
-        donors, everybody = pairs(copies), set(ranks(members, world_size))
-        heir = set(ranks(heirs, world_size))
-        if not heir <= everybody or set(donors) != everybody - heir or not set(donors.values()) <= heir:
+        given, kept, parents, counted, copies = read_all(LISTS, iter(words))
+        members, heirs, donors = ranks(given, world_size), ranks(kept, world_size), pairs(copies)
+        others = set(members) - set(heirs)
+        if not set(heirs) <= set(members) or set(donors) != others or not set(donors.values()) <= set(heirs):
             raise ValueError("a view that cannot be, or copies that nobody needs, or can give")
-        return cls(members, heirs, parents, pairs(counted), donors)
+        return cls(members, heirs, tuple(parents), pairs(counted), donors)
 
 
 def main_line(answers: dict[int, Record]) -> tuple[int, ...]:
@@ -95,25 +98,6 @@ def main_line(answers: dict[int, Record]) -> tuple[int, ...]:
         ]
         best = max(best, kin, key=lambda ranks: (len(ranks), -min(ranks, default=0)))
     return tuple(best) or (min(answers),)
-
-
-def pack(*lists: Sequence[int]) -> Note:
-    """Lists as one list, each after its length."""
-    return tuple(float(k) for one in lists for k in (len(one), *one))
-
-
-def unpack(note: Note) -> list[tuple[int, ...]]:
-    """The way back."""
-    lists, at = [], 0
-    while at < len(note):
-        end = at + 1 + int(note[at])
-        if not at < end <= len(note):
-            raise ValueError("lists that are not as long as they say")
-        lists.append(tuple(int(k) for k in note[at + 1 : end]))
-        at = end
-    if len(lists) != LISTS:
-        raise ValueError(f"{len(lists)} lists, not {LISTS}")
-    return lists
 
 
 def flat(counts: dict[int, int]) -> tuple[int, ...]:

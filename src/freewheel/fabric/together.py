@@ -23,6 +23,7 @@ from torch import Tensor
 from freewheel.fabric import collectives
 from freewheel.fabric.base import BYTES, EXCHANGE, RUNTIME, Fabric, Meet, Message, Note, NotNow, Pull, Tag
 from freewheel.fabric.handshake import Identity
+from freewheel.fabric.notes import pack
 from freewheel.fabric.transfers import (
     LONG,
     Outgoing,
@@ -35,8 +36,12 @@ from freewheel.fabric.transfers import (
 )
 from freewheel.fabric.windows import DEVICE, HOST, KINDS, STREAM, Windows
 
-Shown: TypeAlias = tuple[int, Note]
+Ready: TypeAlias = tuple[int, list[int], list[float]]
+"""Which kind of window a member's vector lies in, whose windows of that kind it sees, and where it lies."""
+Shown: TypeAlias = tuple[int, list[float]]
 """A member, and where its vector lies: the locator of a window, or nothing."""
+READY, GROUPS = (int, [int], [int]), [[(int, [int])]]
+"""Both as the numbers of a note."""
 
 
 class Together(Fabric):
@@ -227,18 +232,16 @@ class Together(Fabric):
         """Who sees whose windows: found out by the first member, once all have published their vectors."""
         first, *others = members
         sees = [peer for peer in members if peer != self.rank and self.kind(peer) == kind]
-        mine = (KINDS.index(kind), len(sees), *sees, *self._locator(shown, kind))
-        if kind == STREAM:
-            mine = (KINDS.index(kind), 0)
+        mine = KINDS.index(kind), [] if kind == STREAM else sees, list(self._locator(shown, kind))
         if self.rank != first:
-            self.post(first, (*tag, "ready"), note=mine)
-            return _unpack(await self.receive((*tag, "go"), first), members)
-        ready = {first: _read_ready(Message(first, tag, None, mine))}
+            self.post(first, (*tag, "ready"), note=pack(*mine))
+            return _read_groups(await self.receive((*tag, "go"), first), members)
+        ready = {first: mine}
         for peer in others:
             ready[peer] = _read_ready(await self.receive((*tag, "ready"), peer))
         groups = _cliques(ready)
         for peer in others:
-            self.post(peer, (*tag, "go"), note=_pack(groups))
+            self.post(peer, (*tag, "go"), note=pack(groups))
         return groups
 
     async def _share(
@@ -259,7 +262,7 @@ class Together(Fabric):
             parts = [shown[share]]  # one's own first: it lies where the work is done
             for rank, locator in group:
                 if rank != self.rank:
-                    parts.append((await self.opened(rank, locator, shown.numel()))[share])
+                    parts.append((await self.opened(rank, tuple(locator), shown.numel()))[share])
             weights = [weight[rank] for rank in (self.rank, *mates)]
             if len(groups) == 1:
                 await self._work(shown.numel(), lambda: combine_all(parts, weights, offset))
@@ -295,56 +298,30 @@ class Together(Fabric):
             await self._work(size, hand_out)
 
 
-Ready: TypeAlias = tuple[int, frozenset[int], Note]
-"""Which kind of window a member's vector lies in, whose windows of that kind it sees, and where it lies."""
-
-
-def _read_ready(message: Message) -> Ready:
-    kind, count, *rest = message.numbers(2)
-    if not 0 <= kind < len(KINDS) or not 0 <= count <= len(rest):
-        raise message.bad("what makes no sense")
-    return kind, frozenset(rest[:count]), message.note[2 + count :]
-
-
 def _cliques(ready: dict[int, Ready]) -> list[list[Shown]]:
     """Groups of members that all see each other's windows of one kind; who sees nobody is alone."""
-    kinds = {rank: kind for rank, (kind, _, _) in ready.items()}
-    sees = {rank: seen for rank, (_, seen, _) in ready.items()}
-    locators = {rank: locator for rank, (_, _, locator) in ready.items()}
     groups: list[list[int]] = []
-    for rank in ready:
+    for rank, (kind, sees, _) in ready.items():
         for group in groups:
-            if all(kinds[p] == kinds[rank] and p in sees[rank] and rank in sees[p] for p in group):
+            if all(ready[p][0] == kind and p in sees and rank in ready[p][1] for p in group):
                 group.append(rank)
                 break
         else:
             groups.append([rank])
-    return [[(rank, locators[rank]) for rank in group] for group in groups]
+    return [[(rank, ready[rank][2]) for rank in group] for group in groups]
 
 
-def _pack(groups: list[list[Shown]]) -> Note:
-    """Groups as numbers."""
-    flat: list[float] = []
-    for group in groups:
-        flat.append(len(group))
-        for rank, locator in group:
-            flat += [rank, len(locator), *locator]
-    return tuple(flat)
+def _read_ready(message: Message) -> Ready:
+    """What a member says when it has published its vector."""
+    ready: Ready = message.read(READY)
+    if not 0 <= ready[0] < len(KINDS):
+        raise message.bad("a window of no kind")
+    return ready
 
 
-def _unpack(message: Message, members: Sequence[int]) -> list[list[Shown]]:
-    """The way back: every member is in one group."""
-    note, groups, at = message.numbers(0), [], 0
-    try:
-        while at < len(note):
-            group, at, size = [], at + 1, note[at]
-            for _ in range(size):
-                rank, length = note[at], note[at + 1]
-                group.append((rank, message.note[at + 2 : at + 2 + length]))
-                at += 2 + length if length >= 0 else len(note)
-            groups.append(group)
-    except IndexError:
-        raise message.bad("groups that have no end") from None
+def _read_groups(message: Message, members: Sequence[int]) -> list[list[Shown]]:
+    """The groups of a merge: every member is in one."""
+    groups: list[list[Shown]] = message.read(GROUPS)
     if sorted(rank for group in groups for rank, _ in group) != sorted(members) or not all(groups):
         raise message.bad("groups of others")
     return groups

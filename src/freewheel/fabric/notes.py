@@ -1,0 +1,44 @@
+"""Lists and tuples as the numbers of a note, and back.
+
+A tuple is its parts, one after the other. A list comes after its length, so that who reads it knows where it
+ends. A shape says what is read: `int` a whole number, `(a, b)` one of each, `[a]` any number of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, TypeAlias
+
+Shape: TypeAlias = Any
+
+
+def pack(*values: Any) -> tuple[float, ...]:
+    """Values as numbers."""
+    numbers: list[float] = []
+    for value in values:
+        if isinstance(value, list):
+            numbers.append(len(value))
+        if isinstance(value, list | tuple):
+            numbers += pack(*value)
+        else:
+            numbers.append(value)
+    return tuple(numbers)
+
+
+def read(shape: Shape, numbers: Iterator[int]) -> Any:
+    """The way back; ValueError if there are too few."""
+    if isinstance(shape, list):
+        return [read(shape[0], numbers) for _ in range(read(int, numbers))]
+    if isinstance(shape, tuple):
+        return tuple([read(one, numbers) for one in shape])
+    for number in numbers:
+        return number
+    raise ValueError("numbers are missing")
+
+
+def read_all(shape: Shape, numbers: Iterator[int]) -> Any:
+    """The same; ValueError if there are more, too."""
+    found = read(shape, numbers)
+    for _ in numbers:
+        raise ValueError("more numbers than were awaited")
+    return found
