@@ -38,7 +38,7 @@ from freewheel import strategies
 from freewheel.fabric import frames, secret
 from freewheel.fabric.connection import Connection, Goodbye
 from freewheel.fabric.frames import BadFrame, Kind
-from freewheel.fabric.handshake import CHALLENGE, Greeted, Identity, prove
+from freewheel.fabric.handshake import CHALLENGE, Greeted, Identity, Line, prove
 from freewheel.fabric.secret import Seals
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.fabric.windows import HOST, STREAM
@@ -215,9 +215,10 @@ def on_the_line(corpus: list[Said], rng: random.Random) -> bytes:
     return bytes(data) if not data.startswith(first) else second + first
 
 
-def connection(fabric: TcpFabric, transport: Bytes, greeted: Greeted) -> Connection:
+def connection(fabric: TcpFabric, transport: Bytes, kind: str, pid: int) -> Connection:
     """With the peer that the fuzzer plays."""
-    return Connection(fabric, transport, greeted, "fuzz", PEER, fabric._offended)
+    line = Line(transport, Seals(KEY), Seals(KEY), fabric.me, fabric.counters)
+    return Connection(fabric, Greeted(line, PEER, 1, kind, pid), "fuzz", PEER, fabric._offended)
 
 
 async def the_line(count: int, corpus: list[Said], rng: random.Random) -> Counter[str]:
@@ -227,8 +228,7 @@ async def the_line(count: int, corpus: list[Said], rng: random.Random) -> Counte
     delivered: list[object] = []
     fabric.deliver = delivered.append  # type: ignore[method-assign, assignment]
     for _ in range(count):
-        greeted = Greeted(PEER, 1, STREAM, 0, (Seals(KEY), Seals(KEY)))
-        link = connection(fabric, Bytes(on_the_line(corpus, rng)), greeted)
+        link = connection(fabric, Bytes(on_the_line(corpus, rng)), STREAM, 0)
         fabric._connections[PEER] = link
         try:
             await link.read()
@@ -320,8 +320,7 @@ class Victim:
         link = self.link
         if link is None or self.fabric._connections.get(PEER) is not link:
             self._ours = Seals(KEY)
-            greeted = Greeted(PEER, 1, HOST, 1, (Seals(KEY), Seals(KEY)))
-            link = self.link = connection(self.fabric, Bytes(), greeted)
+            link = self.link = connection(self.fabric, Bytes(), HOST, 1)
             self.fabric._connections[PEER] = link
             link.task = self.fabric._spawn(link.write())
             self.fabric.gain(PEER)

@@ -167,7 +167,7 @@ class Party:
             return
         self._swaps += 1
         tag = ("swap", self._swaps)
-        sending = self.fabric.send(self.peer, tag, self.mine, stream=True)
+        sending = self.fabric.send(self.peer, tag, self.mine)
         await self.fabric.land(self.peer, tag, self.mine.numel(), self.theirs)
         await sending
 

@@ -548,7 +548,7 @@ def test_memory_that_could_be_cut_off_under_a_reader_is_no_window(seals, run, li
             refused(run, lines, client.sock, "is not sealed")
     finally:
         os.close(handle)
-        fabric._unshared.discard(2)
+        fabric._listener.unshared.discard(2)
 
 
 def test_a_window_that_is_open_already_has_the_size_it_had(run, lines):
@@ -558,7 +558,7 @@ def test_a_window_that_is_open_already_has_the_size_it_had(run, lines):
         fabric._connections[2].kind, fabric._connections[2].pid = "host", pid
         client.send(*near(run.me, kind, number, pid, 40, handle))
         refused(run, lines, client.sock, "it has another size")
-    fabric._unshared.discard(2)
+    fabric._listener.unshared.discard(2)
 
 
 @pytest.mark.parametrize("which", WINDOWS)
@@ -572,7 +572,7 @@ def test_members_that_show_windows_there_are_not(which, run, lines):
         client.send(*near(run.me, *where))
         refused(run, lines, client.sock, words)
     run.until(lambda: 2 not in run.members())
-    fabric._unshared.discard(2)
+    fabric._listener.unshared.discard(2)
 
 
 def test_a_member_whose_process_has_ended_is_lost_and_not_refused(run, lines):

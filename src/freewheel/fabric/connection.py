@@ -12,10 +12,9 @@ from torch import Tensor
 
 from freewheel.fabric.base import RUNTIME, Each, Message, Note, Tag
 from freewheel.fabric.frames import BadFrame, Kind
-from freewheel.fabric.handshake import Greeted, read_head
+from freewheel.fabric.handshake import Greeted
 from freewheel.fabric.together import Together
 from freewheel.fabric.transfers import LONG, Landing, Outgoing
-from freewheel.fabric.transport import Transport
 from freewheel.fabric.windows import DEVICE, STREAM, is_locator
 
 LAST_WORDS_S = 0.5
@@ -32,15 +31,14 @@ class Connection:
     def __init__(
         self,
         fabric: Together,
-        transport: Transport,
         greeted: Greeted,
         address: str,
         caller: int,
         offended: Callable[[Connection, str], None],
     ) -> None:
-        self.fabric, self.transport, self.address, self.caller = fabric, transport, address, caller
+        self.fabric, self.address, self.caller = fabric, address, caller
+        self.line, self.transport = greeted.line, greeted.line.transport
         self.peer, self.incarnation = greeted.sender, greeted.incarnation
-        self.ours, self.theirs = greeted.seals
         self.kind = greeted.kind
         """How vectors travel: through windows of the device or the host, or as a stream of bytes."""
         self.pid = greeted.pid
@@ -85,12 +83,11 @@ class Connection:
         vector: Tensor | None = None,
         note: Note = (),
         *,
-        stream: bool = False,
         negated: bool = False,
     ) -> Outgoing:
         """Let a frame leave after those before it."""
         fabric, counted = self.fabric, kind is Kind.MESSAGE and tag[0] != RUNTIME
-        near = vector is not None and not stream and self._near(tag, vector)
+        near = vector is not None and self._near(tag, vector)
         wire = fabric.wire_of(tag)
         of_vector = (None, 0) if vector is None else (wire, vector.numel())
         head = b"" if near else fabric.me.frame(kind, tag, note, *of_vector)
@@ -113,21 +110,15 @@ class Connection:
     def _put(self, outgoing: Outgoing) -> None:
         """A short message leaves at once if nothing is before it."""
         if not self.queue and not self.writing and outgoing.vector is None:
-            whole = outgoing.head + self.ours.next(outgoing.head)
+            whole = outgoing.head + self.line.ours.next(outgoing.head)
             if written := self.transport.write_now(whole):
-                self.ours.advance()
+                self.line.ours.advance()
                 outgoing.head, outgoing.begun = whole[written:], True
                 if not outgoing.head:
                     outgoing.set_result(None)
                     return
         self.queue.append(outgoing)
         self.wake.set()
-
-    def _sealed(self, head: bytes) -> bytes:
-        """A frame that leaves now."""
-        whole = head + self.ours.next(head)
-        self.ours.advance()
-        return whole
 
     async def write(self) -> None:
         """Write what is queued, for ever."""
@@ -146,7 +137,7 @@ class Connection:
             if outgoing.tag is not None:
                 await self._show(outgoing, outgoing.tag)
                 continue
-            head = outgoing.head if outgoing.begun else self._sealed(outgoing.head)
+            head = outgoing.head if outgoing.begun else self.line.sealed(outgoing.head)
             await self.transport.write(head)
             fabric.counters.bytes_out += len(head)
             if outgoing.vector is not None:
@@ -167,7 +158,7 @@ class Connection:
         assert window is not None
         self.shown[window.number] = outgoing, shown
         note = (*outgoing.note, *window.locator, len(window.locator))
-        head = self._sealed(fabric.me.frame(Kind.NEAR, tag, note))
+        head = self.line.sealed(fabric.me.frame(Kind.NEAR, tag, note))
         await self.transport.write(head)
         fabric.counters.bytes_out += len(head) + vector.nbytes
         outgoing.vector = None
@@ -188,7 +179,7 @@ class Connection:
         """Read what comes, until the peer leaves."""
         fabric = self.fabric
         while not self.over:
-            frame, tag, note = await read_head(self.transport, self.theirs, fabric.me, fabric.counters)
+            frame, tag, note = await self.line.read()
             if frame.sender != self.peer or frame.incarnation != self.incarnation:
                 raise BadFrame(f"it is worker {self.peer} and says to be worker {frame.sender}")
             if frame.kind is Kind.BYE:

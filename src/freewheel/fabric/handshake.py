@@ -115,18 +115,49 @@ class Identity:
             raise BadFrame(f"it is worker {frame.sender}, not {peer}")
 
 
+@dataclass
+class Line:
+    """A connection over which both have proved that they have the key: all frames are sealed."""
+
+    transport: Transport
+    ours: Seals
+    theirs: Seals
+    """Of what is sent, and of what comes."""
+    me: Identity
+    counters: Counters
+
+    def sealed(self, head: bytes) -> bytes:
+        """A frame that leaves now."""
+        whole = head + self.ours.next(head)
+        self.ours.advance()
+        return whole
+
+    async def write(self, head: bytes) -> None:
+        """Send a frame that has no vector."""
+        await self.transport.write(self.sealed(head))
+
+    async def read(self) -> tuple[Frame, Tag, Note]:
+        """The next frame up to its vector."""
+        head = bytearray(frames.HEADER.size)
+        await self.transport.read(memoryview(head))
+        frame = frames.parse(head, self.me.longest)
+        rest = bytearray(frame.rest)
+        await self.transport.read(memoryview(rest))
+        self.counters.bytes_in += len(head) + len(rest)
+        return (frame, *frames.parse_rest(frame, rest, self.theirs))
+
+
 @dataclass(frozen=True)
 class Greeted:
     """What a handshake has found out."""
 
+    line: Line
     sender: int
     incarnation: int
     kind: str
     """How vectors travel."""
     pid: int
     """The peer's process, where windows are shared."""
-    seals: tuple[Seals, Seals]
-    """Of what is sent, and of what comes."""
 
 
 async def prove(transport: Transport, key: bytes, caller: bool) -> tuple[Seals, Seals]:
@@ -176,16 +207,16 @@ class Listener:
         tls: tuple[ssl.SSLContext, ssl.SSLContext] | None,
         *,
         windows: Windows,
-        shares: Callable[[int], bool],
         check: Callable[[Frame], None],
-        admit: Callable[[Transport, Greeted, str], None],
+        admit: Callable[[Greeted, str], None],
         spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
     ) -> None:
         self.me, self.counters = me, counters
         self._server = tls[0] if tls else None
         self._client = tls[1] if tls else None
-        self._windows, self._shares = windows, shares
-        self._check, self._admit, self._spawn = check, admit, spawn
+        self._windows, self._check, self._admit, self._spawn = windows, check, admit, spawn
+        self.unshared: set[int] = set()
+        """Peers whose windows could not be opened, although they could be tried."""
         self.listener: socket.socket | None = None
         self._unproven: dict[asyncio.Task[None], float] = {}
         """Connections that came in and have proved nothing yet, the oldest first."""
@@ -203,7 +234,7 @@ class Listener:
         if listener is not None:
             listener.close()
 
-    async def call(self, peer: int, host: str, port: int) -> tuple[Transport, Greeted]:
+    async def call(self, peer: int, host: str, port: int) -> Greeted:
         """Connect with a peer; PeerLost with the reason if it cannot be had."""
         try:
             async with asyncio.timeout(DIAL_S):
@@ -213,27 +244,23 @@ class Listener:
                 async with asyncio.timeout(GREETING_S):  # keys take their time
                     opened = transport = await open_transport(sock, self._client, server=False)
                     ours, theirs = await prove(transport, self.me.key, caller=True)
-                    line = _Line(transport, ours, theirs, self.me, self.counters)
+                    line = Line(transport, ours, theirs, self.me, self.counters)
                     await line.write(self._hello(transport, peer))
                     frame, tag, note = await line.read()
                     self.me.check(frame, tag, peer)
-                    greeted = await self._compare(line, frame, tag, note)
+                    return await self._compare(line, frame, tag, note)
             except BaseException:
                 opened.close()
                 raise
         except TimeoutError as error:
             raise PeerLost(peer, f"{host}:{port}: no answer in time") from error
         except ssl.SSLError as error:
-            broken = isinstance(error, ssl.SSLEOFError)  # the connection ended; it says nothing of keys
-            why = (
-                words(error)
-                if broken
-                else f"{OTHER_KEYS} ({getattr(error, 'verify_message', '') or error.reason})"
-            )
+            why = f"{OTHER_KEYS} ({getattr(error, 'verify_message', '') or error.reason})"
+            if isinstance(error, ssl.SSLEOFError):  # the connection ended; it says nothing of keys
+                why = words(error)
             raise PeerLost(peer, f"{host}:{port}: {why}") from error
         except (OSError, EOFError, BadFrame) as error:
             raise PeerLost(peer, f"{host}:{port}: {words(error)}") from error
-        return transport, greeted
 
     async def _accept(self, listener: socket.socket) -> None:
         loop = asyncio.get_running_loop()
@@ -267,7 +294,7 @@ class Listener:
                 transport = await open_transport(sock, self._server, server=True)
                 ours, theirs = await prove(transport, self.me.key, caller=False)
                 self._proven(asyncio.current_task())  # type: ignore[arg-type]
-                line = _Line(transport, ours, theirs, self.me, self.counters)
+                line = Line(transport, ours, theirs, self.me, self.counters)
                 try:
                     frame, tag, note = await line.read()
                     self.me.check(frame, tag)
@@ -289,17 +316,21 @@ class Listener:
             if not refused:
                 raise
         else:
-            self._admit(transport, greeted, address)
+            self._admit(greeted, address)
 
     def _hello(self, transport: Transport, peer: int) -> bytes:
         near = bool(self.me.place) and transport.local and self._shares(peer)
         return self.me.hello(self._windows.offer(self._mark(self.me.rank)) if near else ())
 
+    def _shares(self, peer: int) -> bool:
+        """Whether this worker is ready to share memory with a peer: not where that has failed."""
+        return peer not in self.unshared
+
     def _mark(self, rank: int) -> bytes:
         """What lies in a worker's probes."""
         return self.me.run + rank.to_bytes(4, "big")
 
-    async def _compare(self, line: _Line, hello: Frame, tag: Tag, note: Note) -> Greeted:
+    async def _compare(self, line: Line, hello: Frame, tag: Tag, note: Note) -> Greeted:
         """Try to open what the peer offers, tell it, and hear what it could open; take the best of both."""
         seen: list[str] = []
         offers = split(note)
@@ -321,27 +352,7 @@ class Listener:
                 both[-1] if both else STREAM,
             )
         pid = int(offers[0][2]) if offers and both else 0
-        kind = both[-1] if both else STREAM
-        return Greeted(hello.sender, hello.incarnation, kind, pid, (line.ours, line.theirs))
-
-
-@dataclass
-class _Line:
-    """A connection over which both have proved that they have the key."""
-
-    transport: Transport
-    ours: Seals
-    theirs: Seals
-    me: Identity
-    counters: Counters
-
-    async def write(self, head: bytes) -> None:
-        whole = head + self.ours.next(head)
-        self.ours.advance()
-        await self.transport.write(whole)
-
-    async def read(self) -> tuple[Frame, Tag, Note]:
-        return await read_head(self.transport, self.theirs, self.me, self.counters)
+        return Greeted(line, hello.sender, hello.incarnation, both[-1] if both else STREAM, pid)
 
 
 class Complaints:
@@ -382,19 +393,6 @@ def split(note: Note) -> list[Note]:
         offers.append(note[at + 1 : end])
         at = end
     return offers
-
-
-async def read_head(
-    transport: Transport, seals: Seals, me: Identity, counters: Counters
-) -> tuple[Frame, Tag, Note]:
-    """The next frame up to its vector."""
-    head = bytearray(frames.HEADER.size)
-    await transport.read(memoryview(head))
-    frame = frames.parse(head, me.longest)
-    rest = bytearray(frame.rest)
-    await transport.read(memoryview(rest))
-    counters.bytes_in += len(head) + len(rest)
-    return (frame, *frames.parse_rest(frame, rest, seals))
 
 
 def words(error: BaseException) -> str:

@@ -27,7 +27,6 @@ from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
 from freewheel.fabric.handshake import EARLIER, REFUSED, Greeted, Identity, Listener, words
 from freewheel.fabric.together import Together
 from freewheel.fabric.transfers import INLINE, Landing, Outgoing, Transfers
-from freewheel.fabric.transport import Transport
 from freewheel.fabric.windows import HOST, STREAM, Windows
 from freewheel.records.counters import Counters
 
@@ -63,7 +62,6 @@ class TcpFabric(Together):
         self.silence_s = silence_s
         self.book: dict[int, tuple[str, int]] = {}
         """Where each peer was last known to listen."""
-        self._encrypted = tls is not None
         self._most_unread = UNREAD_BYTES + UNREAD * me.longest * dtype.itemsize
         self.lives: dict[int, int] = {me.rank: me.incarnation}
         """Which life of each worker was the last one seen."""
@@ -74,15 +72,12 @@ class TcpFabric(Together):
         self._closing = False
         self._pids: dict[int, int] = {}
         """The process of each peer that shares windows, or did."""
-        self._unshared: set[int] = set()
-        """Peers whose windows could not be opened, although they could be tried."""
         self._loop = asyncio.get_running_loop()
         self._listener = Listener(
             me,
             counters,
             tls,
             windows=self.windows,
-            shares=self._shares,
             check=self._check_life,
             admit=self._install,
             spawn=self._spawn,
@@ -99,13 +94,13 @@ class TcpFabric(Together):
         """Call a peer; PeerLost with the reason if it cannot be had."""
         self.book[peer] = (host, port)
         try:
-            transport, greeted = await self._listener.call(peer, host, port)
+            greeted = await self._listener.call(peer, host, port)
         except PeerLost as error:
             if f"{REFUSED}: {EARLIER}" in error.why:
                 self.book.clear()  # nobody is called again
                 self.outlived()
             raise
-        self._install(transport, greeted, f"{host}:{port}", called=True)
+        self._install(greeted, f"{host}:{port}", called=True)
 
     async def close(self, why: str = FINISHED) -> None:
         """Say goodbye, then close everything."""
@@ -135,7 +130,6 @@ class TcpFabric(Together):
         vector: Tensor | None = None,
         note: Note = (),
         *,
-        stream: bool = False,
         negated: bool = False,
     ) -> Outgoing:
         """See Together.send."""
@@ -146,7 +140,7 @@ class TcpFabric(Together):
             self._loop.call_soon(self.deliver, Message(peer, tag, vector, note))
             return left
         connection = self._connections[peer]
-        sending = connection.send(Kind.MESSAGE, tag, vector, note, stream=stream, negated=negated)
+        sending = connection.send(Kind.MESSAGE, tag, vector, note, negated=negated)
         self.leaving(peer, sending)
         return sending
 
@@ -208,10 +202,6 @@ class TcpFabric(Together):
 
     # -- who is let in --
 
-    def _shares(self, peer: int) -> bool:
-        """Whether this worker is ready to share memory with a peer: not beside keys, nor where it failed."""
-        return not self._encrypted and peer not in self._unshared
-
     def _check_life(self, frame: Frame) -> None:
         known = self._connections.get(frame.sender)
         if known is None or frame.incarnation > known.incarnation:
@@ -221,9 +211,9 @@ class TcpFabric(Together):
         if known.caller == self.rank > frame.sender:
             raise Crossed("this worker has called already")
 
-    def _install(self, transport: Transport, greeted: Greeted, address: str, called: bool = False) -> None:
+    def _install(self, greeted: Greeted, address: str, called: bool = False) -> None:
         caller = self.rank if called else greeted.sender
-        link = Connection(self, transport, greeted, address, caller, self._offended)
+        link = Connection(self, greeted, address, caller, self._offended)
         known = self._connections.get(link.peer)
         if known is not None:
             why, what = (
@@ -269,7 +259,7 @@ class TcpFabric(Together):
         del self._connections[link.peer]
         link.over = True
         if link.blind:
-            self._unshared.add(link.peer)
+            self._listener.unshared.add(link.peer)
         if link.task is not None and link.task is not asyncio.current_task():
             link.task.cancel()
         self.lose(link.peer, why, what)

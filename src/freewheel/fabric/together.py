@@ -74,13 +74,9 @@ class Together(Fabric):
         vector: Tensor | None = None,
         note: Note = (),
         *,
-        stream: bool = False,
         negated: bool = False,
     ) -> Outgoing:
-        """See Fabric.send; done when the last byte has left, or the peer has read the window.
-
-        `stream` sends the vector itself even where windows are shared.
-        """
+        """See Fabric.send; done when the last byte has left, or the peer has read the window."""
         raise NotImplementedError
 
     def _moved(self, nbytes: int) -> None:
@@ -183,13 +179,13 @@ class Together(Fabric):
                 mine.copy_(meet(rounded, theirs).to(wire))
 
         self.post(peer, tag, note=(1.0,))
-        out = self.send(peer, tag, other, stream=True)
+        out = self.send(peer, tag, other)
         back: Outgoing | None = None
         try:
             if not (await self.receive(tag, peer)).note:
                 raise NotNow
             await self.land(peer, tag, own.numel(), combine)
-            back = self.send(peer, tag, own, stream=True, negated=True)
+            back = self.send(peer, tag, own, negated=True)
             await self.land(peer, tag, other.numel(), other)
             await out
             await back

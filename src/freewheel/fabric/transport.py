@@ -13,42 +13,12 @@ import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import TypeAlias
 
 SIGN_US = 250_000
 """How long a thread waits for a piece at a time: what has come by then shows that the peer lives."""
 STREAM_BYTES = 4 << 20
 """How much of a TLS connection may wait to be read."""
-
-
-class Bytes(Protocol):
-    """What moves them."""
-
-    async def read(self, into: memoryview) -> None:
-        """Fill the memory; EOFError when the other side has closed."""
-
-    async def write(self, data: memoryview | bytes) -> None:
-        """Hand all bytes to the system."""
-
-
-class Transport(Bytes, Protocol):
-    """A connection, opened by either side."""
-
-    heard_s: float
-    """When the last byte came, by the event loop's clock."""
-
-    @property
-    def local(self) -> bool:
-        """Whether both ends have the same address: they are on one machine."""
-
-    def write_now(self, data: bytes) -> int:
-        """Hand over what the system takes at once; how many bytes that was."""
-
-    def blocking(self) -> contextlib.AbstractContextManager[Bytes] | None:
-        """The same for a thread that may wait in system calls; None: there is none."""
-
-    def close(self) -> None:
-        """Close at once; whoever uses it in a thread sees an error, in a task it must have been cancelled."""
 
 
 class PlainTransport:
@@ -61,6 +31,7 @@ class PlainTransport:
     def __init__(self, sock: socket.socket) -> None:
         self._loop, self._socket = asyncio.get_running_loop(), sock
         self.heard_s = self._loop.time()
+        """When the last byte came, by the event loop's clock."""
         self._users, self._lock = 0, threading.Lock()
         self.closed = False
         sock.setblocking(True)  # in the event loop MSG_DONTWAIT says otherwise
@@ -69,7 +40,7 @@ class PlainTransport:
 
     @property
     def local(self) -> bool:
-        """Whether both ends have the same address."""
+        """Whether both ends have the same address: they are on one machine."""
         try:
             return bool(self._socket.getsockname()[0] == self._socket.getpeername()[0])
         except OSError:  # the other side has left already
@@ -95,7 +66,7 @@ class PlainTransport:
                 await self._until(self._loop.add_writer, self._loop.remove_writer)
 
     def write_now(self, data: bytes) -> int:
-        """Hand over what the system takes at once."""
+        """Hand over what the system takes at once; how many bytes that was."""
         try:
             return self._socket.send(data, socket.MSG_DONTWAIT)
         except OSError:  # it is full, or broken, which the next write finds out
@@ -125,7 +96,7 @@ class PlainTransport:
 
     @contextlib.contextmanager
     def blocking(self) -> Iterator[Bytes]:
-        """The same for a thread."""
+        """The same for a thread that may wait in system calls."""
         with self._lock:
             if self.closed:
                 raise EOFError("the connection was closed")
@@ -133,16 +104,16 @@ class PlainTransport:
         try:
             yield _BlockingTransport(self, self._socket)
         finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self.closed and not self._users:
-                self._socket.close()
+            with self._lock:
+                self._users -= 1
+                if self.closed and not self._users:
+                    self._socket.close()
 
     def close(self) -> None:
-        """Close at once; a thread that still uses the socket wakes up and closes it."""
+        """Close at once; a thread that still uses the socket sees an error and closes it.
+
+        In a task whoever uses it must have been cancelled.
+        """
         with self._lock:
             if self.closed:
                 return
@@ -201,13 +172,19 @@ class TlsTransport:
         """Nothing: what is encrypted is written in order by one task."""
         return 0
 
-    def blocking(self) -> None:
-        """Two threads must not use one TLS connection at once."""
-        return
+    def blocking(self) -> contextlib.AbstractContextManager[Bytes] | None:
+        """None: two threads must not use one TLS connection at once."""
+        return None
 
     def close(self) -> None:
         """Close at once."""
         self._writer.transport.abort()
+
+
+Transport: TypeAlias = PlainTransport | TlsTransport
+"""A connection, opened by either side."""
+Bytes: TypeAlias = Transport | _BlockingTransport
+"""What moves them."""
 
 
 async def dial(host: str, port: int) -> socket.socket:
