@@ -259,10 +259,12 @@ class Ledger:
 
     def _encode(self, number: int, held: bool) -> tuple[float, ...]:
         one = self.passes[number]
-        spans = [sorted(spans, key=lambda span: span[0] - span[1]) for spans in (one.finished, one.lost)]
-        counts = [(*who, count) for who, count in one.counts.items()]
-        holds = [(*who, *span) for who, spans in one.held.items() for span in spans] if held else []
-        return pack(number, one.left, *(rows[:MOST_SPANS] for rows in (*spans, counts, holds)))
+        rows: list[list[tuple[int, ...]]] = [
+            *(sorted(spans, key=lambda span: span[0] - span[1]) for spans in (one.finished, one.lost)),
+            [(*who, count) for who, count in one.counts.items()],
+            [(*who, *span) for who, spans in one.held.items() for span in spans if held],
+        ]
+        return pack(number, one.left, *(some[:MOST_SPANS] for some in rows))
 
     @classmethod
     def decode(cls, length: int, numbers: Iterator[int]) -> Ledger:

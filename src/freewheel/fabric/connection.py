@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from freewheel.fabric.base import RUNTIME, Each, Message, Note, Tag
+from freewheel.fabric.base import BYTES, EXCHANGE, RUNTIME, Each, Fabric, Message, Note, Tag
 from freewheel.fabric.frames import BadFrame, Kind
-from freewheel.fabric.handshake import Greeted
-from freewheel.fabric.together import Together
-from freewheel.fabric.transfers import LONG, Landing, Outgoing
-from freewheel.fabric.windows import DEVICE, STREAM, is_locator
+from freewheel.fabric.handshake import Greeted, Identity
+from freewheel.fabric.transfers import LONG, Landing, Outgoing, Transfers
+from freewheel.fabric.windows import DEVICE, HOST, STREAM, Windows, is_locator
 
 LAST_WORDS_S = 0.5
 """How long a line that broke is still read: a peer may have said why it goes."""
@@ -25,16 +23,47 @@ class Goodbye(Exception):
     """The peer said goodbye."""
 
 
+class Vectors(Fabric):
+    """A fabric whose vectors lie in windows, or travel as streams of numbers."""
+
+    def __init__(self, me: Identity, windows: Windows, transfers: Transfers, wire: torch.dtype) -> None:
+        super().__init__(me.rank)
+        self.me, self.world_size, self.counters = me, me.world_size, transfers.counters
+        self.windows, self.transfers, self.dtype, self.wire = windows, transfers, transfers.dtype, wire
+
+    def wire_of(self, tag: Tag) -> torch.dtype:
+        """Only exchanges may be rounded: both sides then correct by the same rounded numbers."""
+        if tag[:1] == (RUNTIME,) and tag[-1] == BYTES:
+            return torch.uint8
+        return self.wire if tag[:1] == (EXCHANGE,) else self.dtype
+
+    def in_window(self, vector: Tensor, kind: str) -> bool:
+        """Whether a vector fills a window of this kind: then it can be shown as it is."""
+        window = self.windows.of(vector)
+        whole = vector.nbytes == vector.untyped_storage().nbytes()
+        return window is not None and window.kind == kind and whole
+
+    async def published(self, vector: Tensor, kind: str) -> Tensor:
+        """A vector where peers of this kind can see it; one that lies elsewhere is copied."""
+        if self.in_window(vector, kind) or (kind == STREAM and not vector.is_cuda):
+            if vector.is_cuda:  # the device may still be writing it
+                await self.transfers.work(vector.numel(), lambda: None)
+            return vector
+        shown = self.windows.borrow(vector, HOST if kind == STREAM else kind)
+        await self.transfers.work(vector.numel(), lambda: shown.copy_(vector))
+        return shown
+
+
 class Connection:
     """A connection with a peer that has said who it is."""
 
     def __init__(
         self,
-        fabric: Together,
+        fabric: Vectors,
         greeted: Greeted,
         address: str,
         caller: int,
-        offended: Callable[[Connection, str], None],
+        offended: Callable[[Connection, Exception], None],
     ) -> None:
         self.fabric, self.address, self.caller = fabric, address, caller
         self.line, self.transport = greeted.line, greeted.line.transport
@@ -58,7 +87,8 @@ class Connection:
         """Whether it was given up: what the peer has sent and nobody has read is void."""
         self.blind = False
         """Whether a window of the peer's could not be opened, although it could be tried."""
-        self._offended = offended
+        self.offended = offended
+        """Cuts the peer off: it sent what cannot be used."""
 
     async def run(self) -> BaseException | None:
         """Read and write until either ends; what ended it."""
@@ -82,7 +112,6 @@ class Connection:
         tag: Tag = (),
         vector: Tensor | None = None,
         note: Note = (),
-        *,
         negated: bool = False,
     ) -> Outgoing:
         """Let a frame leave after those before it."""
@@ -261,4 +290,7 @@ class Connection:
         self.fabric.transfers.give_back(vector)
 
     def _message(self, tag: Tag, vector: Tensor | None, note: Note) -> Message:
-        return Message(self.peer, tag, vector, note, partial(self._offended, self))
+        return Message(self.peer, tag, vector, note, self._offend)
+
+    def _offend(self, why: str) -> None:
+        self.offended(self, BadFrame(why))

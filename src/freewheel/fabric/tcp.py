@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import AGAIN, RUNTIME, Each, Message, Note, Tag
+from freewheel.fabric.base import AGAIN, RUNTIME, Each, Message, Tag
 from freewheel.fabric.connection import Connection, Goodbye
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
 from freewheel.fabric.handshake import EARLIER, REFUSED, Greeted, Identity, Listener, words
 from freewheel.fabric.together import Together
-from freewheel.fabric.transfers import INLINE, Landing, Outgoing, Transfers
-from freewheel.fabric.windows import HOST, STREAM, Windows
+from freewheel.fabric.transfers import INLINE, Landing, Transfers
+from freewheel.fabric.windows import HOST, Windows
 from freewheel.records.counters import Counters
 
 PINGS = 4
@@ -67,7 +67,6 @@ class TcpFabric(Together):
         """Which life of each worker was the last one seen."""
         self.outlived: Callable[[], None] = lambda: None
         """Called where a peer says that a later life of this worker is there."""
-        self._connections: dict[int, Connection] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closing = False
         self._pids: dict[int, int] = {}
@@ -123,40 +122,9 @@ class TcpFabric(Together):
 
     # -- what strategies use --
 
-    def send(
-        self,
-        peer: int,
-        tag: Tag,
-        vector: Tensor | None = None,
-        note: Note = (),
-        *,
-        negated: bool = False,
-    ) -> Outgoing:
-        """See Together.send."""
-        self.need(peer)
-        if peer == self.rank:
-            left = Outgoing(b"", vector, self.dtype, self._loop)
-            left.set_result(None)
-            self._loop.call_soon(self.deliver, Message(peer, tag, vector, note))
-            return left
-        connection = self._connections[peer]
-        sending = connection.send(Kind.MESSAGE, tag, vector, note, negated=negated)
-        self.leaving(peer, sending)
-        return sending
-
     def short(self, peer: int) -> bool:
         """Where the event loop itself combines: messages take longer than the work."""
         return self.me.longest <= INLINE and self.kind(peer) == HOST
-
-    async def opened(self, peer: int, locator: Note, numel: int) -> Tensor:
-        """See Together.opened."""
-        self.need(peer)
-        link = self._connections[peer]
-        try:
-            return await link.open(locator, numel)
-        except (BadFrame, ProcessLookupError) as error:
-            self._unlink(link, *self._ended(link, error))
-            raise PeerLost(peer, str(error)) from None
 
     async def receive(self, tag: Tag, peer: int | None = None, among: Sequence[int] = ()) -> Message:
         """Wait for the next message with this tag; a strategy gets vectors where its own are."""
@@ -182,13 +150,8 @@ class TcpFabric(Together):
         """What is sent is read before the sending is done."""
         return vector
 
-    def kind(self, peer: int) -> str:
-        """How vectors travel to a peer."""
-        link = self._connections.get(peer)
-        return STREAM if link is None else link.kind
-
     def kinds(self) -> dict[int, str]:
-        """The same for all peers."""
+        """How vectors travel to each peer."""
         return {peer: link.kind for peer, link in sorted(self._connections.items())}
 
     def traffic(self) -> tuple[int, int]:
@@ -313,10 +276,10 @@ class TcpFabric(Together):
         if self._unread[message.sender] > self._most_unread and message.sender != self.rank:
             message.bad("more than anybody reads")
 
-    def _offended(self, link: Connection, why: str) -> None:
+    def _offended(self, link: Connection, error: Exception) -> None:
         """A member sent what cannot be used."""
         if self._connections.get(link.peer) is link:
-            self._unlink(link, *self._ended(link, BadFrame(why)))
+            self._unlink(link, *self._ended(link, error))
 
     # -- tasks --
 

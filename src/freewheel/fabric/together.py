@@ -13,6 +13,7 @@ two vectors, however many workers it has.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeAlias
@@ -20,8 +21,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from freewheel.errors import PeerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import BYTES, EXCHANGE, RUNTIME, Fabric, Meet, Message, Note, NotNow, Pull, Tag
+from freewheel.fabric.base import Meet, Message, Note, NotNow, Pull, Tag
+from freewheel.fabric.connection import Connection, Vectors
+from freewheel.fabric.frames import BadFrame, Kind
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.notes import pack
 from freewheel.fabric.transfers import (
@@ -44,61 +48,48 @@ READY, GROUPS = (int, [int], [int]), [[(int, [int])]]
 """Both as the numbers of a note."""
 
 
-class Together(Fabric):
+class Together(Vectors):
     """A fabric of workers that see each other's windows, or send each other streams."""
 
     def __init__(self, me: Identity, windows: Windows, transfers: Transfers, wire: torch.dtype) -> None:
-        super().__init__(me.rank)
-        self.me, self.world_size, self.counters = me, me.world_size, transfers.counters
-        self.windows, self.transfers, self.dtype, self.wire = windows, transfers, transfers.dtype, wire
+        super().__init__(me, windows, transfers, wire)
+        self._connections: dict[int, Connection] = {}
         self._work = transfers.work
-
-    def wire_of(self, tag: Tag) -> torch.dtype:
-        """Only exchanges may be rounded: both sides then correct by the same rounded numbers."""
-        if tag[:1] == (RUNTIME,) and tag[-1] == BYTES:
-            return torch.uint8
-        return self.wire if tag[:1] == (EXCHANGE,) else self.dtype
 
     def kind(self, peer: int) -> str:
         """How vectors travel to a peer."""
-        raise NotImplementedError
+        link = self._connections.get(peer)
+        return STREAM if link is None else link.kind
+
+    def send(
+        self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = (), *, negated: bool = False
+    ) -> Outgoing:
+        """See Fabric.send; done when the last byte has left, or the peer has read the window."""
+        self.need(peer)
+        if peer == self.rank:
+            loop = asyncio.get_running_loop()
+            left = Outgoing(b"", vector, self.dtype, loop)
+            left.set_result(None)
+            loop.call_soon(self.deliver, Message(peer, tag, vector, note))
+            return left
+        sending = self._connections[peer].send(Kind.MESSAGE, tag, vector, note, negated=negated)
+        self.leaving(peer, sending)
+        return sending
 
     async def opened(self, peer: int, locator: Note, numel: int) -> Tensor:
         """A peer's vector where it lies; a peer whose window cannot be opened is cut off, then streams."""
-        raise NotImplementedError
-
-    def send(
-        self,
-        peer: int,
-        tag: Tag,
-        vector: Tensor | None = None,
-        note: Note = (),
-        *,
-        negated: bool = False,
-    ) -> Outgoing:
-        """See Fabric.send; done when the last byte has left, or the peer has read the window."""
-        raise NotImplementedError
+        self.need(peer)
+        link = self._connections[peer]
+        try:
+            return await link.open(locator, numel)
+        except (BadFrame, ProcessLookupError) as error:
+            link.offended(link, error)
+            raise PeerLost(peer, str(error)) from None
 
     def _moved(self, nbytes: int) -> None:
         """So many bytes came through windows, and as many went."""
         self.counters.bytes_out += nbytes
         self.counters.bytes_in += nbytes
-
-    def in_window(self, vector: Tensor, kind: str) -> bool:
-        """Whether a vector fills a window of this kind: then it can be shown as it is."""
-        window = self.windows.of(vector)
-        whole = vector.nbytes == vector.untyped_storage().nbytes()
-        return window is not None and window.kind == kind and whole
-
-    async def published(self, vector: Tensor, kind: str) -> Tensor:
-        """A vector where peers of this kind can see it; one that lies elsewhere is copied."""
-        if self.in_window(vector, kind) or (kind == STREAM and not vector.is_cuda):
-            if vector.is_cuda:  # the device may still be writing it
-                await self._work(vector.numel(), lambda: None)
-            return vector
-        shown = self.windows.borrow(vector, HOST if kind == STREAM else kind)
-        await self._work(vector.numel(), lambda: shown.copy_(vector))
-        return shown
 
     @contextlib.asynccontextmanager
     async def _lent(self, vector: Tensor, kind: str, peers: Sequence[int]) -> AsyncIterator[Tensor]:

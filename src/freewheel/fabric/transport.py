@@ -104,10 +104,13 @@ class PlainTransport:
         try:
             yield _BlockingTransport(self, self._socket)
         finally:
-            with self._lock:
-                self._users -= 1
-                if self.closed and not self._users:
-                    self._socket.close()
+            self._leave()
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self.closed and not self._users:
+                self._socket.close()
 
     def close(self) -> None:
         """Close at once; a thread that still uses the socket sees an error and closes it.
