@@ -54,13 +54,7 @@ class Node:
     _views: Views
     _merges: Merges
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        replica: Replica,
-        random: random.Random,
-        spawn: Spawn,
-    ) -> None:
+    def __init__(self, fabric: Fabric, replica: Replica, random: random.Random, spawn: Spawn) -> None:
         self.rank, self.world_size, self.counters = fabric.rank, fabric.world_size, fabric.counters
         self.random = random
         self.loss = 0.0
@@ -135,7 +129,7 @@ class Node:
         `keep`: the strategy keeps it, so it lies in memory of its own, not where others can see it.
         """
         self._snapshot_steps = self.steps
-        return await self._copy(keep)
+        return await self._diverging(self._replica.snapshot(keep))
 
     async def snapshot_soon(self) -> Tensor | None:
         """The same for an exchange; None while the weights move for long."""
@@ -144,10 +138,7 @@ class Node:
 
     async def weights(self) -> Tensor:
         """The same for looking at: a copy that is not going to be merged."""
-        return await self._copy(keep=True)
-
-    async def _copy(self, keep: bool) -> Tensor:
-        return await self._diverging(self._replica.snapshot(keep))
+        return await self._diverging(self._replica.snapshot(keep=True))
 
     async def _diverging(self, snapshot: Coroutine[Any, Any, T]) -> T:
         try:

@@ -24,12 +24,7 @@ class NodeDriver(Node):
     """A node with what a strategy does not see; a party of exchanges, farewells and views."""
 
     def __init__(
-        self,
-        fabric: Fabric,
-        replica: Replica,
-        random: random.Random,
-        spawn: Spawn,
-        strategy: Strategy,
+        self, fabric: Fabric, replica: Replica, random: random.Random, spawn: Spawn, strategy: Strategy
     ) -> None:
         super().__init__(fabric, replica, random, spawn)
         self._strategy = strategy

@@ -118,11 +118,7 @@ class Ledger:
         return minus([(0, self.length)], one.taken() if one else [])
 
     def deal(
-        self,
-        owner: Owner,
-        number: int,
-        cut: Callable[[int, Spans], Span | None],
-        since: int = 0,
+        self, owner: Owner, number: int, cut: Callable[[int, Spans], Span | None], since: int = 0
     ) -> Lease | None:
         """Deal what `cut` takes of what is left in a pass; None: nothing.
 
@@ -259,11 +255,10 @@ class Ledger:
 
     def _encode(self, number: int, held: bool) -> tuple[float, ...]:
         one = self.passes[number]
-        rows: list[list[tuple[int, ...]]] = [
-            *(sorted(spans, key=lambda span: span[0] - span[1]) for spans in (one.finished, one.lost)),
-            [(*who, count) for who, count in one.counts.items()],
-            [(*who, *span) for who, spans in one.held.items() for span in spans if held],
-        ]
+        spans = [sorted(spans, key=lambda span: span[0] - span[1]) for spans in (one.finished, one.lost)]
+        counts = [(*who, count) for who, count in one.counts.items()]
+        holds = [(*who, *span) for who, spans in one.held.items() for span in spans if held]
+        rows: list[Sequence[tuple[int, ...]]] = [*spans, counts, holds]
         return pack(number, one.left, *(some[:MOST_SPANS] for some in rows))
 
     @classmethod

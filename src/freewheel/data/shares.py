@@ -10,6 +10,7 @@ for as long as they compute.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -37,48 +38,47 @@ FIRST_S = 1.0
 
 
 @dataclass(slots=True)
-class Asked:
-    """What a worker last said."""
+class Asker:
+    """What a worker last said of itself; at first it has said nothing."""
 
-    number: int
+    rate: float = 0.0
+    """Samples a second; 0: not known."""
+    batch: int = 0
+    number: int = -1
     """The pass it is in."""
-    at_s: float
-    due_s: float
+    at_s: float = 0.0
+    due_s: float = 0.0
     """When it should ask again, by its rate and what it holds."""
+    absent: bool = False
+    """Whether it was waited for in vain."""
 
 
 @dataclass(slots=True)
 class Shares:
     """What a dealer knows of the workers' speeds in one set of data."""
 
-    rates: dict[int, float] = field(default_factory=dict)
-    """Samples a second."""
-    sizes: dict[int, int] = field(default_factory=dict)
-    asked: dict[int, Asked] = field(default_factory=dict)
+    askers: defaultdict[int, Asker] = field(default_factory=lambda: defaultdict(Asker))
     began: dict[int, float] = field(default_factory=dict)
     """When somebody first asked for samples of each pass."""
-    absent: set[int] = field(default_factory=set)
-    """Who was waited for in vain."""
 
     def heard(self, rank: int, number: int, wants: bool, rate: float, batch: int, now_s: float) -> None:
         """A worker asks, or says that a pass has ended for it."""
-        self.rates[rank], self.sizes[rank] = rate, batch
-        self.asked[rank] = Asked(number if wants else number + 1, now_s, now_s)
+        absent = self.askers[rank].absent and not wants
+        self.askers[rank] = Asker(rate, batch, number if wants else number + 1, now_s, now_s, absent)
         if wants:
-            self.absent.discard(rank)
             self.began.setdefault(number, now_s)
             while len(self.began) > LATELY:
                 del self.began[min(self.began)]
 
     def dealt(self, rank: int, held: int, now_s: float) -> None:
         """A worker now holds so many samples."""
-        rate = self.rates[rank]
-        self.asked[rank].due_s = now_s + (held / rate if rate else 0.0)
+        asker = self.askers[rank]
+        asker.due_s = now_s + (held / asker.rate if asker.rate else 0.0)
 
     def grant(self, ledger: Ledger, rank: int, number: int, members: Sequence[int], now_s: float) -> int:
         """How many samples a worker gets of a pass; 0: it is to ask again soon."""
-        rate, batch = self.rates[rank], self.sizes[rank]
-        weights = self._weights(rank, members)
+        rate, batch = self.askers[rank].rate, self.askers[rank].batch
+        weights = self._weights(members)
         total = sum(weights.values())
         free = size(ledger.free(number))
         share = free * weights[rank] / total
@@ -102,34 +102,34 @@ class Shares:
 
     def aim(self, rank: int, workers: int) -> float:
         """How many samples last a while."""
-        return self.rates[rank] * LEASE_S * max(1.0, workers / ASKERS) or FIRST * self.sizes[rank]
+        asker = self.askers[rank]
+        return asker.rate * LEASE_S * max(1.0, workers / ASKERS) or FIRST * asker.batch
 
-    def _weights(self, rank: int, members: Sequence[int]) -> dict[int, float]:
+    def _weights(self, members: Sequence[int]) -> dict[int, float]:
         """How fast the workers are; one whose rate is not known yet is as fast as the others."""
+        askers = {one: self.askers[one] for one in members}
         known = {
-            one: min(self.rates[one] / self.sizes[one], FASTEST) * self.sizes[one]
-            for one in members
-            if self.rates.get(one)
+            one: min(asker.rate / asker.batch, FASTEST) * asker.batch
+            for one, asker in askers.items()
+            if asker.rate
         }
         usual = sum(known.values()) / len(known) if known else 1.0
         return {one: known.get(one, usual) for one in members}
 
     def _kept(self, peer: int, number: int, share: float, had: int, batch: int, now_s: float) -> int:
         """How many samples are kept for a worker that is about to ask for them."""
-        asked, rate = self.asked.get(peer), self.rates.get(peer, 0.0)
-        if peer in self.absent or (asked is not None and asked.number > number):
+        asker = self.askers[peer]
+        if asker.absent or asker.number > number:
             return 0
-        here = asked is not None and asked.number == number
-        expected = asked.at_s if here and asked is not None else self.began.get(number, now_s)
-        if asked is not None:
-            expected = max(expected, asked.due_s)
+        begins = asker.at_s if asker.number == number else self.began.get(number, now_s)
+        expected = max(begins, asker.due_s)
         if expected - now_s > SOON_S:
             return 0  # it works on what it has
-        if now_s - expected > (LATE_S if rate else FIRST_S):
-            self.absent.add(peer)
+        if now_s - expected > (LATE_S if asker.rate else FIRST_S):
+            asker.absent = True
             return 0
-        batch = self.sizes.get(peer, batch)
+        batch = asker.batch or batch
         left = share - had
-        if rate:
-            left = min(left, rate * LATE_S)
+        if asker.rate:
+            left = min(left, asker.rate * LATE_S)
         return max(int(left) // batch, int(not had)) * batch

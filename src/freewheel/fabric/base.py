@@ -105,6 +105,12 @@ class Message:
             raise self.bad(f"a vector of {self.payload.numel()} numbers, not {numel}")
         return self.payload
 
+    def of_length(self, count: int) -> Note:
+        """The note of a message that must have so many numbers."""
+        if len(self.note) != count:
+            raise self.bad(f"a note of {len(self.note)} numbers, not {count}")
+        return self.note
+
     def numbers(self, least: int, most: int | None = None) -> tuple[int, ...]:
         """The note of a message that must be so many whole numbers."""
         if len(self.note) < least or (most is not None and len(self.note) > most):

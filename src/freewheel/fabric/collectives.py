@@ -69,20 +69,12 @@ async def broadcast(
 
 async def gather(fabric: Fabric, members: Sequence[int], note: Note, tag: Tag) -> dict[int, Note]:
     """Let every member know every member's note: collected by the first, handed out along the tree."""
-    root = members[0]
-    notes: dict[int, Note] = {fabric.rank: note}
+    root, width = members[0], len(note)
     if fabric.rank == root:
         for peer in members[1:]:
-            message = await fabric.receive((*tag, "in"), peer)
-            if len(message.note) != len(note):
-                raise message.bad(f"a note of {len(message.note)} numbers, not {len(note)}")
-            notes[peer] = message.note
+            note += (await fabric.receive((*tag, "in"), peer)).of_length(width)
     else:
         await fabric.send(root, (*tag, "in"), None, note)
-    width = len(note)
-    flat = tuple(value for peer in members for value in notes[peer]) if fabric.rank == root else ()
-    handed = await broadcast(fabric, members, root, None, (*tag, "out"), flat)
-    everything = handed.note
-    if len(everything) != width * len(members):
-        raise handed.bad(f"a note of {len(everything)} numbers, not {width * len(members)}")
+    handed = await broadcast(fabric, members, root, None, (*tag, "out"), note)
+    everything = handed.of_length(width * len(members))
     return {peer: everything[k * width : (k + 1) * width] for k, peer in enumerate(members)}

@@ -62,11 +62,7 @@ class Merge:
         return [1 / len(self.members)] * len(self.members)
 
     async def reduce(
-        self,
-        vector: Tensor,
-        weights: Sequence[float] | None,
-        offset: bool = False,
-        among: Sequence[int] = (),
+        self, vector: Tensor, weights: Sequence[float] | None, offset: bool = False, among: Sequence[int] = ()
     ) -> Tensor:
         """See Fabric.reduce; each has a tag of its own, counted among those of the same members."""
         members = among or self.members

@@ -238,11 +238,12 @@ class TcpFabric(Together):
             self._spawn(self._call_again(link.peer))
 
     async def _call_again(self, peer: int) -> None:
-        while peer in self.book and peer not in self._connections:
+        while True:
             await asyncio.sleep(CALL_AGAIN_S)
+            if peer not in self.book or peer in self._connections:
+                return
             with contextlib.suppress(PeerLost):
-                if peer in self.book and peer not in self._connections:
-                    await self.connect(peer, *self.book[peer])
+                await self.connect(peer, *self.book[peer])
 
     async def _watch(self) -> None:
         """Send signs of life; drop who gives none."""
