@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from freewheel.fabric.base import Note
-from freewheel.fabric.notes import pack, read_all
+from freewheel.fabric.notes import pack
 
-LISTS = ([int],) * 5
-"""What a record is as numbers, and the word that a view is installed."""
+Pair: TypeAlias = tuple[int, int]
+PAIRS = [(int, int)]
+RECORD = (int, [int], [int], [int], PAIRS)
+"""What a record is as numbers."""
 STAMPS, GROUPS = 2**40, 4096
 """Views of a run, and groups that merge, of which there are never so many."""
 
@@ -29,7 +32,7 @@ class View:
 
 @dataclass
 class Record:
-    """What a worker says of itself when it is asked into a view."""
+    """What a worker says of itself when it is asked into a view; and what a leader says of the new one."""
 
     line: int
     """The stamp of the last view in which it had the main line's weights; -1: it has none."""
@@ -44,41 +47,22 @@ class Record:
 
     def pack(self) -> Note:
         """As numbers."""
-        lists = (self.line,), self.parents, self.heirs, self.members, flat(self.counted)
-        return pack(*map(list, lists))
+        lists = map(list, (self.parents, self.heirs, self.members, sorted(self.counted.items())))
+        return pack(self.line, *lists)
 
     @classmethod
-    def unpack(cls, words: Sequence[int], world_size: int) -> Record:
+    def of(cls, words: Sequence[Any], world_size: int) -> Record:
         """The way back; ValueError if it cannot be one."""
-        (line,), parents, heirs, members, counted = read_all(LISTS, iter(words))
+        line, parents, heirs, members, counted = words
         return cls(line, tuple(parents), ranks(heirs, world_size), ranks(members, world_size), pairs(counted))
 
 
-@dataclass(frozen=True)
-class Install:
-    """What a leader says of a view that all have promised."""
-
-    members: tuple[int, ...]
-    heirs: tuple[int, ...]
-    parents: tuple[int, ...]
-    counted: dict[int, int]
-    copies: dict[int, int]
-    """Who copies whose weights: all members but the heirs."""
-
-    def pack(self) -> Note:
-        """As numbers."""
-        lists = self.members, self.heirs, self.parents, flat(self.counted), flat(self.copies)
-        return pack(*map(list, lists))
-
-    @classmethod
-    def unpack(cls, words: Sequence[int], world_size: int) -> Install:
-        """The way back; ValueError if it cannot be one."""
-        given, kept, parents, counted, copies = read_all(LISTS, iter(words))
-        members, heirs, donors = ranks(given, world_size), ranks(kept, world_size), pairs(copies)
-        others = set(members) - set(heirs)
-        if not set(heirs) <= set(members) or set(donors) != others or not set(donors.values()) <= set(heirs):
-            raise ValueError("a view that cannot be, or copies that nobody needs, or can give")
-        return cls(members, heirs, tuple(parents), pairs(counted), donors)
+def donors(copies: Sequence[Pair], new: Record) -> dict[int, int]:
+    """Who copies whose weights in a new view: all members but the heirs; ValueError if that cannot be."""
+    found, members, heirs = pairs(copies), set(new.members), set(new.heirs)
+    if not heirs <= members or set(found) != members - heirs or not set(found.values()) <= heirs:
+        raise ValueError("a view that cannot be, or copies that nobody needs, or can give")
+    return found
 
 
 def main_line(answers: dict[int, Record]) -> tuple[int, ...]:
@@ -100,16 +84,11 @@ def main_line(answers: dict[int, Record]) -> tuple[int, ...]:
     return tuple(best) or (min(answers),)
 
 
-def flat(counts: dict[int, int]) -> tuple[int, ...]:
-    """A dictionary as a list."""
-    return tuple(k for pair in sorted(counts.items()) for k in pair)
-
-
-def pairs(numbers: Sequence[int]) -> dict[int, int]:
-    """The way back."""
-    if len(numbers) > 2 * GROUPS:
+def pairs(given: Sequence[Pair]) -> dict[int, int]:
+    """A dictionary; ValueError if it is longer than any can be."""
+    if len(given) > GROUPS:
         raise ValueError("more groups than there can be")
-    return dict(zip(numbers[::2], numbers[1::2], strict=True))
+    return dict(given)
 
 
 def ranks(given: Sequence[int], world_size: int) -> tuple[int, ...]:

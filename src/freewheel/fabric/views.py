@@ -28,7 +28,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from freewheel.fabric.base import Fabric, Message, Note, Spawn, Tag, hear
-from freewheel.fabric.lineage import Install, Record, View, check_stamp, flat, main_line, pairs, ranks
+from freewheel.fabric.lineage import PAIRS, RECORD, Record, View, check_stamp, donors, main_line, pairs, ranks
+from freewheel.fabric.notes import pack, read_all
 
 VIEW: Tag = ("view",)
 SEE, PROPOSE, ANSWER, INSTALL, REFUSE, LEFT = range(6)
@@ -195,7 +196,7 @@ class Views:
     def leave(self, called: dict[int, int]) -> None:
         """Take part in no further view: this worker's loop has ended after so many merges of each group."""
         self.gone, self._forming = True, None
-        self._goodbye = (LEFT, self.record.line, *flat(called))
+        self._goodbye = pack(LEFT, self.record.line, sorted(called.items()))
         for peer in self.reach.others():
             self.fabric.post(peer, VIEW, note=self._goodbye)
 
@@ -263,13 +264,14 @@ class Views:
         counted: Counter[int] = Counter()
         for peer in heirs:
             counted |= Counter(answers[peer].counted)
-        parents = sorted({answers[peer].line for peer in heirs})
+        parents = tuple(sorted({answers[peer].line for peer in heirs}))
         copies = {peer: self._donor(peer, heirs) for peer in forming.members if peer not in heirs}
-        install = Install(forming.members, heirs, tuple(parents), dict(counted), copies)
+        new = Record(forming.stamp, parents, heirs, forming.members, dict(counted))
         for peer in forming.members:
             if peer != self.rank:
-                self.fabric.post(peer, VIEW, note=(INSTALL, forming.stamp, *install.pack()))
-        self._install(forming.stamp, install)
+                note = (INSTALL, *new.pack(), *pack(sorted(copies.items())))
+                self.fabric.post(peer, VIEW, note=note)
+        self._install(new, copies)
 
     # -- what is said --
 
@@ -286,14 +288,16 @@ class Views:
         """What another says; ValueError or IndexError if it cannot be so."""
         world_size = self.fabric.world_size
         if kind == INSTALL:
-            check_stamp(words[0], sender, world_size)
-            self._install(words[0], Install.unpack(words[1:], world_size))
+            *record, copies = read_all((*RECORD, PAIRS), iter(words))
+            new = Record.of(record, world_size)
+            check_stamp(new.line, sender, world_size)
+            self._install(new, donors(copies, new))
         elif kind == ANSWER:
-            stamp, code, number, *record = words
+            stamp, code, number, *record = read_all((int, int, int, *RECORD), iter(words))
             check_stamp(number * world_size + sender, sender, world_size)
             if code not in (YES, LATE, ELSEWHERE, GONE):
                 raise ValueError(f"an answer {code}")
-            self._answered(sender, stamp, code, number, Record.unpack(tuple(record), world_size))
+            self._answered(sender, stamp, code, number, Record.of(record, world_size))
         elif kind == SEE:
             need, promised, *reach = words
             self._seen(sender, need, promised, ranks(reach, world_size))
@@ -307,7 +311,8 @@ class Views:
             if self.over.done() or sender not in self.view.members:
                 self.reach.note(self.reach.refused, sender)
         elif kind == LEFT:
-            self.reach.left[sender] = (self.fabric.epoch(sender), words[0], pairs(words[1:]))
+            line, called = read_all((int, PAIRS), iter(words))
+            self.reach.left[sender] = (self.fabric.epoch(sender), line, pairs(called))
         else:
             raise ValueError(f"a word of kind {kind}")
 
@@ -403,20 +408,19 @@ class Views:
         self._epochs = {peer: self.fabric.epoch(peer) for peer in members}
         self._halt()
 
-    def _install(self, stamp: int, new: Install) -> None:
+    def _install(self, new: Record, copies: dict[int, int]) -> None:
         if self.rank not in new.members:
             raise ValueError("a view without who is told of it")
-        if stamp != self._promised or self.gone:
+        if new.line != self._promised or self.gone:
             return
-        self.view = View(stamp, new.members)
-        self.coming = Record(stamp, new.parents, new.heirs, new.members, dict(new.counted))
+        self.view, self.coming = View(new.line, new.members), new
         self.record.members = new.members
-        self.owed = [joiner for joiner, donor in new.copies.items() if donor == self.rank]
+        self.owed = [joiner for joiner, donor in copies.items() if donor == self.rank]
         self.whole = self.rank in new.heirs
         if self.whole:
             self.record = self.coming
         else:
-            self.source = new.copies[self.rank]
+            self.source = copies[self.rank]
         self._wanted = False
         self.over = asyncio.get_running_loop().create_future()
         self._open.set()
