@@ -233,6 +233,20 @@ class Node:
         merge = await self._merges.attempt(act, group)
         return merge.result if merge is not None and merge.counts else None
 
+    async def merge_beside(
+        self, act: Callable[[Merge, Tensor], Awaitable[T]], keep: bool = False
+    ) -> asyncio.Task[T]:
+        """Take a snapshot now and `merge` it while training goes on; await what is returned for the result.
+
+        A merge that failed has used the snapshot up, and is done again from a new one.
+        """
+        first = [await self.snapshot(keep)]
+
+        async def again(merge: Merge) -> T:
+            return await act(merge, first.pop() if first else await self.snapshot(keep))
+
+        return self.beside(self.merge(again))
+
     async def view_change(self) -> None:
         """Wait until there is another view."""
         await self._views.changed()

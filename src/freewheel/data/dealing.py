@@ -26,7 +26,7 @@ from freewheel.data.dataset import DIFFERS, GIVEN, REFUSED, DatasetLedger, Quest
 from freewheel.data.ledger import Lease, Ledger, Owner, reader
 from freewheel.data.sameness import difference
 from freewheel.errors import ConfigError, PeerLost
-from freewheel.fabric.base import RUNTIME, Fabric, Message, Tag
+from freewheel.fabric.base import RUNTIME, Fabric, Message, Spawn, Tag
 from freewheel.fabric.notes import read
 from freewheel.records.counters import Counters
 
@@ -56,13 +56,7 @@ log = logging.getLogger("freewheel")
 class Dealing:
     """One worker's part in dealing, whether it asks, deals or is the deputy."""
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        life: int,
-        counters: Counters,
-        spawn: Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]],
-    ) -> None:
+    def __init__(self, fabric: Fabric, life: int, counters: Counters, spawn: Spawn) -> None:
         self.fabric, self.counters, self.spawn = fabric, counters, spawn
         self.me: Owner = (fabric.rank, life)
         self.datasets: dict[int, DatasetLedger] = {}

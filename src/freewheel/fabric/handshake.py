@@ -24,15 +24,14 @@ import secrets
 import socket
 import ssl
 import struct
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import frames
-from freewheel.fabric.base import Note, Tag
+from freewheel.fabric.base import Note, Spawn, Tag
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
 from freewheel.fabric.secret import Seals, derive, same
 from freewheel.fabric.transport import Transport, dial, listen, open_transport
@@ -209,7 +208,7 @@ class Listener:
         windows: Windows,
         check: Callable[[Frame], None],
         admit: Callable[[Greeted, str], None],
-        spawn: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]],
+        spawn: Spawn,
     ) -> None:
         self.me, self.counters = me, counters
         self._server = tls[0] if tls else None
@@ -218,7 +217,7 @@ class Listener:
         self.unshared: set[int] = set()
         """Peers whose windows could not be opened, although they could be tried."""
         self.listener: socket.socket | None = None
-        self._unproven: dict[asyncio.Task[None], float] = {}
+        self._unproven: dict[asyncio.Task[None], None] = {}
         """Connections that came in and have proved nothing yet, the oldest first."""
         self._complaints = Complaints()
 
@@ -280,7 +279,7 @@ class Listener:
             greeting = self._spawn(self._greet(sock, f"{address[0]}:{address[1]}"))
             # One that is cancelled before it begins cannot close the socket itself.
             greeting.add_done_callback(functools.partial(_close_if_cancelled, sock))
-            self._unproven[greeting] = loop.time()
+            self._unproven[greeting] = None
             greeting.add_done_callback(self._proven)
 
     def _proven(self, greeting: asyncio.Task[None]) -> None:

@@ -51,13 +51,13 @@ class DPSGD(Strategy):
     async def start(self, node: Node) -> None:
         """Begin to mix the model that the first gradient is taken at."""
         self.graph = self.graph_of(len(node.view.members))
-        self.mixing = node.beside(self.mix(node, [await node.snapshot(keep=True)]))
+        await self.begin_mixing(node)
 
     async def after_step(self, node: Node) -> None:
         """Take the mixture in; begin to mix what the next gradient is taken at."""
         node.correct(await self.mixing)
         node.stale(0)
-        self.mixing = node.beside(self.mix(node, [await node.snapshot(keep=True)]))
+        await self.begin_mixing(node)
 
     def settled(self, node: Node) -> bool:
         """Always: the mixing that has just begun has the last step."""
@@ -67,15 +67,9 @@ class DPSGD(Strategy):
         """Let the neighbours have it."""
         node.correct(await self.mixing)
 
-    async def mix(self, node: Node, first: list[Tensor]) -> Tensor:
-        """The correction of one step; where it has to be done again, from a new snapshot."""
-
-        async def again(merge: Merge) -> Tensor:
-            return await self.mixed(
-                merge, node.rank, first.pop() if first else await node.snapshot(keep=True)
-            )
-
-        return await node.merge(again)
+    async def begin_mixing(self, node: Node) -> None:
+        """Snapshot now; mix beside training."""
+        self.mixing = await node.merge_beside(lambda merge, s: self.mixed(merge, node.rank, s), keep=True)
 
     async def mixed(self, merge: Merge, rank: int, s: Tensor) -> Tensor:
         """Σ_j W_ij (s_j - s_i) over the neighbours j of step k."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from freewheel import theory
 from freewheel.errors import ConfigError, at_least
 from freewheel.fabric.merges import Merge
@@ -65,7 +63,7 @@ class NoDelay(Strategy):
 
     async def start(self, node: Node) -> None:
         """Begin with the merge of the common start, so that every cycle looks the same."""
-        await self.begin_merge(node)
+        self.merge = await node.merge_beside(Merge.offset)
 
     async def after_step(self, node: Node) -> None:
         """At the end of a cycle: take the last merge in, begin the next."""
@@ -73,7 +71,7 @@ class NoDelay(Strategy):
             return
         node.correct(await self.merge, own=True)
         del self.merge  # large: let go before there is another
-        await self.begin_merge(node)
+        self.merge = await node.merge_beside(Merge.offset)  # P - s_i
 
     def settled(self, node: Node) -> bool:
         """At the end of a cycle: the merge that has just begun has all its steps."""
@@ -82,15 +80,3 @@ class NoDelay(Strategy):
     async def leave(self, node: Node) -> None:
         """Take part in that merge."""
         node.correct(await self.merge, own=True)
-
-    async def begin_merge(self, node: Node) -> None:
-        """Snapshot now; merge beside training."""
-        self.merge = node.beside(self.offset(node, [await node.snapshot()]))
-
-    async def offset(self, node: Node, first: list[Tensor]) -> Tensor:
-        """P - s_i; a merge that failed has used the snapshot up, and is done again from a new one."""
-
-        async def again(merge: Merge) -> Tensor:
-            return await merge.offset(first.pop() if first else await node.snapshot())
-
-        return await node.merge(again)
