@@ -15,6 +15,7 @@ from freewheel.errors import PeerLost
 from freewheel.fabric import together, windows
 from freewheel.fabric.base import RUNTIME, Message, Pull
 from freewheel.fabric.handshake import Identity
+from freewheel.fabric.notes import pack
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.fabric.transfers import LONG, shares
 from freewheel.records.counters import Counters
@@ -258,11 +259,16 @@ def test_shares_cover_a_vector_once(numel, count):
 
 
 def test_groups_are_cliques_of_one_kind():
-    notes = {0: (1.0, 1, 1, 9.0), 1: (1.0, 2, 0, 2, 8.0), 2: (1.0, 1, 1, 7.0), 3: (0.0, 0)}
+    notes = {
+        0: (1.0, 1, 1, 1, 9.0),
+        1: (1.0, 2, 0, 2, 1, 8.0),
+        2: (1.0, 1, 1, 1, 7.0),
+        3: (0.0, 0, 0),
+    }
     ready = {rank: together._read_ready(Message(rank, ("x",), None, note)) for rank, note in notes.items()}
     groups = together._cliques(ready)
-    assert groups == [[(0, (9.0,)), (1, (8.0,))], [(2, (7.0,))], [(3, ())]]
-    assert together._unpack(Message(0, ("x",), None, together._pack(groups)), range(4)) == groups
+    assert groups == [[(0, [9.0]), (1, [8.0])], [(2, [7.0])], [(3, [])]]
+    assert together._read_groups(Message(0, ("x",), None, pack(groups)), range(4)) == groups
 
 
 @pytest.mark.parametrize(
@@ -270,23 +276,39 @@ def test_groups_are_cliques_of_one_kind():
     [
         (),
         (1.0,),
-        (1.0, 0),
-        (2.0, 0, 0),
-        (2.0, 0, 0, 0, 0),
-        (2.0, 0, 0, 7, 0),
-        (2.0, 0, -1),
+        (1.0, 1.0, 0),
+        (1.0, 2.0, 0, 0),
+        (1.0, 2.0, 0, 0, 0, 0),
+        (1.0, 2.0, 0, 0, 7, 0),
+        (1.0, 2.0, 0, 0, 1, 0, 5),
+        (2.0, 2.0, 0, 0, 1, 0, 0),
+        (1.0, 2.0, 0, -1),
         (-1.0,),
+        (1.0, -1.0),
         (1e300,),
     ],
 )
 def test_groups_that_cannot_be_cost_the_sender_its_connection(note):
     offences = []
     with pytest.raises(PeerLost):
-        together._unpack(Message(0, ("x",), None, note, offences.append), (0, 1))
+        together._read_groups(Message(0, ("x",), None, note, offences.append), (0, 1))
     assert len(offences) == 1
 
 
-@pytest.mark.parametrize("note", [(), (1.0,), (9.0, 0), (-1.0, 0), (1.0, 5, 0), (1.0, -1), (0.5, 0)])
+@pytest.mark.parametrize(
+    "note",
+    [
+        (),
+        (1.0,),
+        (9.0, 0, 0),
+        (-1.0, 0, 0),
+        (1.0, 5, 0),
+        (1.0, 0, -1),
+        (1.0, -1, 0),
+        (0.5, 0, 0),
+        (1.0, 0, 0, 0),
+    ],
+)
 def test_a_member_that_is_ready_with_nonsense_is_cut_off(note):
     offences = []
     with pytest.raises(PeerLost):

@@ -28,7 +28,9 @@ def pack(*values: Any) -> tuple[float, ...]:
 def read(shape: Shape, numbers: Iterator[int]) -> Any:
     """The way back; ValueError if there are too few."""
     if isinstance(shape, list):
-        return [read(shape[0], numbers) for _ in range(read(int, numbers))]
+        if (count := read(int, numbers)) < 0:
+            raise ValueError("a list shorter than none")
+        return [read(shape[0], numbers) for _ in range(count)]
     if isinstance(shape, tuple):
         return tuple([read(one, numbers) for one in shape])
     for number in numbers:
