@@ -78,7 +78,7 @@ def test_all_get_the_weighted_sum(hosts, size, place, offset):
                 before = [vector.clone() for vector in vectors]
                 results = await asyncio.gather(
                     *(
-                        fabric.reduce(range(4), ("t", turn), vector, weights, offset)
+                        fabric.reduce(("t", turn), vector, dict(enumerate(weights)), offset)
                         for fabric, vector in zip(fabrics, vectors, strict=True)
                     )
                 )
@@ -105,7 +105,7 @@ def test_between_hosts_each_byte_goes_once_and_not_once_for_each_worker():
                 fabric.transfers.write = count  # type: ignore[method-assign]
             await asyncio.gather(
                 *(
-                    fabric.reduce(range(4), ("t",), vector)
+                    fabric.reduce(("t",), vector, dict.fromkeys(range(4), 1.0))
                     for fabric, vector in zip(fabrics, vectors, strict=True)
                 )
             )
@@ -187,7 +187,7 @@ def test_windows_that_cannot_be_opened_are_told_of_once_and_streams_take_their_p
             assert [fabric.kinds() for fabric in fabrics] == [{1: "stream"}, {0: "stream"}]
             vectors = [torch.full((SIZE,), float(k)) for k in range(2)]
             await asyncio.gather(
-                *(f.reduce(range(2), ("t",), v) for f, v in zip(fabrics, vectors, strict=True))
+                *(f.reduce(("t",), v, {0: 1.0, 1: 1.0}) for f, v in zip(fabrics, vectors, strict=True))
             )
             assert bool((vectors[0] == 1).all())
 
@@ -215,7 +215,7 @@ def test_a_member_that_is_lost_in_a_reduction_ends_it_for_all_who_need_it(when, 
             async def part(fabric: TcpFabric) -> None:
                 vector = fabric.windows.make(SIZE, torch.float32).fill_(1.0)
                 try:
-                    await fabric.reduce(range(3), ("t",), vector)
+                    await fabric.reduce(("t",), vector, dict.fromkeys(range(3), 1.0))
                 except ConnectionError:
                     await fabric.close("dead")
                     raise

@@ -53,8 +53,8 @@ def _twice(node, peer, correction):
 
 
 async def _without_the_last(merge, vector):
-    count = len(merge.members) - 1
-    return await merge.reduce(vector, [1 / count] * count + [0.0], offset=True)
+    *others, last = merge.members
+    return await merge.reduce(vector, {**dict.fromkeys(others, 1 / len(others)), last: 0.0}, offset=True)
 
 
 MET = NodeDriver.met

@@ -41,7 +41,7 @@ class Crew:
         async def mean(members, tag):
             await collectives.gather(fabric, members, (1.0,), (*tag, "parts"))
             weights = torch.full((self.size,), float(rank))
-            total = await fabric.reduce(members, (*tag, "weights"), weights)
+            total = await fabric.reduce((*tag, "weights"), weights, dict.fromkeys(members, 1.0))
             return total / len(members), {"buffer": torch.zeros(1)}
 
         def spawn(work):

@@ -185,7 +185,7 @@ def test_ring_sum(n):
     sums = [None] * n
 
     async def take_part(rank):
-        sums[rank] = await w.ends[rank].reduce(range(n), ("s",), vectors[rank])
+        sums[rank] = await w.ends[rank].reduce(("s",), vectors[rank], dict.fromkeys(range(n), 1.0))
 
     play(w, *(take_part(rank) for rank in range(n)))
     for total in sums:
@@ -196,7 +196,7 @@ def test_ring_sum(n):
 
 def test_a_ring_costs_what_rings_cost():
     n, w = 4, wire(4)
-    play(w, *(w.ends[rank].reduce(range(n), ("s",), VECTOR) for rank in range(n)))
+    play(w, *(w.ends[rank].reduce(("s",), VECTOR, dict.fromkeys(range(n), 1.0)) for rank in range(n)))
     assert w.loop.time() == pytest.approx(2 * (n - 1) * (SIZE * 4 / n / 1e6 + 0.005), rel=0.01)
 
 

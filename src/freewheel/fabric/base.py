@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -61,6 +61,8 @@ class Pull:
         mine.sub_(theirs).mul_(-self.share)
 
 
+Weights: TypeAlias = Mapping[int, float]
+"""The members of a reduction, in order, each with the weight of its vector."""
 Spawn: TypeAlias = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 """Runs a coroutine in this worker's life."""
 Each: TypeAlias = Callable[[int, Tensor], None]
@@ -222,15 +224,8 @@ class Fabric:
         """What `swap` does, by one side alone, with a vector the peer has laid."""
         raise NotImplementedError
 
-    async def reduce(
-        self,
-        members: Sequence[int],
-        tag: Tag,
-        vector: Tensor,
-        weights: Sequence[float] | None = None,
-        offset: bool = False,
-    ) -> Tensor:
-        """The weighted sum of all members' vectors (weights 1), or how far it is from this one.
+    async def reduce(self, tag: Tag, vector: Tensor, weights: Weights, offset: bool = False) -> Tensor:
+        """The weighted sum of all members' vectors, or how far it is from this one.
 
         All members call it alike. PeerLost if one is lost.
         """

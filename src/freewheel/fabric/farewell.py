@@ -75,7 +75,7 @@ class Farewells:
         """What each of those who stay has to add; the one that leaves has called."""
         await self.party.pause()
         n, leaver = len(merge.members), merge.caller
-        shares = [1 / n if peer == leaver else -1 / (n * (n - 1)) for peer in merge.members]
+        shares = {peer: 1 / n if peer == leaver else -1 / (n * (n - 1)) for peer in merge.members}
         return await merge.reduce(await self.party.snapshot(), shares)
 
     def _decided(self, merge: Merge, outcome: str) -> None:

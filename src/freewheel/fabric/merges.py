@@ -23,7 +23,7 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Fabric, Message, Note, Tag
+from freewheel.fabric.base import Fabric, Message, Note, Tag, Weights
 from freewheel.fabric.lineage import View
 from freewheel.fabric.views import Views
 
@@ -48,27 +48,24 @@ class Merge:
 
     async def sum(self, vector: Tensor, among: Sequence[int] = ()) -> Tensor:
         """The sum of the members' vectors, each of which is used up."""
-        return await self.reduce(vector, None, among=among)
+        return await self.reduce(vector, dict.fromkeys(among or self.members, 1.0))
 
     async def mean(self, vector: Tensor) -> Tensor:
         """The mean of the members' vectors, each of which is used up."""
-        return await self.reduce(vector, self._shares())
+        return await self.reduce(vector, self._alike())
 
     async def offset(self, vector: Tensor) -> Tensor:
         """How far the mean of the members' vectors is from this one, which is used up."""
-        return await self.reduce(vector, self._shares(), offset=True)
+        return await self.reduce(vector, self._alike(), offset=True)
 
-    def _shares(self) -> list[float]:
-        return [1 / len(self.members)] * len(self.members)
+    def _alike(self) -> Weights:
+        return dict.fromkeys(self.members, 1 / len(self.members))
 
-    async def reduce(
-        self, vector: Tensor, weights: Sequence[float] | None, offset: bool = False, among: Sequence[int] = ()
-    ) -> Tensor:
+    async def reduce(self, vector: Tensor, weights: Weights, offset: bool = False) -> Tensor:
         """See Fabric.reduce; each has a tag of its own, counted among those of the same members."""
-        members = among or self.members
-        tag = (*self.tag, zlib.crc32(repr(tuple(members)).encode()))
+        tag = (*self.tag, zlib.crc32(repr(tuple(weights)).encode()))
         self._reductions[tag] += 1
-        return await self._fabric.reduce(members, (*tag, self._reductions[tag]), vector, weights, offset)
+        return await self._fabric.reduce((*tag, self._reductions[tag]), vector, weights, offset)
 
     async def gather(self, note: Note) -> dict[int, Note]:
         """Every member's note, known to every member."""

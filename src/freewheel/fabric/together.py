@@ -23,7 +23,7 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Meet, Message, Note, NotNow, Pull, Tag
+from freewheel.fabric.base import Meet, Message, Note, NotNow, Pull, Tag, Weights
 from freewheel.fabric.connection import Connection, Vectors
 from freewheel.fabric.frames import BadFrame, Kind
 from freewheel.fabric.handshake import Identity
@@ -189,22 +189,14 @@ class Together(Vectors):
 
     # -- all --
 
-    async def reduce(
-        self,
-        members: Sequence[int],
-        tag: Tag,
-        vector: Tensor,
-        weights: Sequence[float] | None = None,
-        offset: bool = False,
-    ) -> Tensor:
+    async def reduce(self, tag: Tag, vector: Tensor, weights: Weights, offset: bool = False) -> Tensor:
         """See Fabric.reduce; the result is written over the vector."""
-        weight = dict(zip(members, weights or [1.0] * len(members), strict=True))
-        others = [peer for peer in members if peer != self.rank]
+        others = [peer for peer in weights if peer != self.rank]
         kind = self._kind(others, vector)
         async with self._lent(vector, kind, others) as shown:
-            groups = await self._groups(members, tag, kind, shown)
+            groups = await self._groups(tuple(weights), tag, kind, shown)
             group = next(group for group in groups if any(rank == self.rank for rank, _ in group))
-            await self._share(groups, group, tag, shown, weight, offset)
+            await self._share(groups, group, tag, shown, weights, offset)
         return vector
 
     def _kind(self, others: Sequence[int], vector: Tensor) -> str:
@@ -237,7 +229,7 @@ class Together(Vectors):
         group: list[Shown],
         tag: Tag,
         shown: Tensor,
-        weight: dict[int, float],
+        weights: Weights,
         offset: bool,
     ) -> None:
         """Do this worker's share for its group, and wait until all shares of its group are done."""
@@ -250,12 +242,12 @@ class Together(Vectors):
             for rank, locator in group:
                 if rank != self.rank:
                     parts.append((await self.opened(rank, tuple(locator), shown.numel()))[share])
-            weights = [weight[rank] for rank in (self.rank, *mates)]
+            each = [weights[rank] for rank in (self.rank, *mates)]
             if len(groups) == 1:
-                await self._work(shown.numel(), lambda: combine_all(parts, weights, offset))
+                await self._work(shown.numel(), lambda: combine_all(parts, each, offset))
             else:
                 ring = [one[lane][0] for one in groups]
-                await self._ring(ring, (*tag, "ring"), parts, weights, offset)
+                await self._ring(ring, (*tag, "ring"), parts, each, offset)
             self._moved(len(mates) * parts[0].nbytes)
             for rank in mates:
                 self.post(rank, (*tag, "done"))

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
 
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Fabric, Message, Note, Tag
+from freewheel.fabric.base import Fabric, Message, Note, Tag, Weights
 from freewheel.records.counters import Counters
 from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.links import PACKET_BYTES, Network, Port
@@ -169,19 +168,12 @@ class VirtualFabric(Fabric):
             return
         self._transmit(peer, tag, vector, note, None)
 
-    async def reduce(
-        self,
-        members: Sequence[int],
-        tag: Tag,
-        vector: Tensor,
-        weights: Sequence[float] | None = None,
-        offset: bool = False,
-    ) -> Tensor:
+    async def reduce(self, tag: Tag, vector: Tensor, weights: Weights, offset: bool = False) -> Tensor:
         """A ring of all members; see Fabric.reduce."""
-        weight = weights[members.index(self.rank)] if weights is not None else 1.0
+        weight = weights[self.rank]
         total = vector.clone() if weight == 1 else vector * weight
         for at in range(0, total.numel(), collectives.CHUNK):
-            await collectives.ring(self, members, total[at : at + collectives.CHUNK], tag)
+            await collectives.ring(self, tuple(weights), total[at : at + collectives.CHUNK], tag)
         return total.sub_(vector) if offset else total
 
     def queued_bytes(self) -> int:

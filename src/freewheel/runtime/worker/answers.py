@@ -45,8 +45,8 @@ class Answers:
             raise WorkerLost(NO_ANSWER)
         if part is None:
             part = self._replica.plain_vector(self._replica.size, self._replica.dtype).zero_()
-        shares = [notes[peer][0] / parts for peer in members]
-        weights = await self._fabric.reduce(members, (*tag, "weights"), part, shares)
+        shares = {peer: notes[peer][0] / parts for peer in members}
+        weights = await self._fabric.reduce((*tag, "weights"), part, shares)
         return weights, await agree(self._fabric, members, (*tag, "buffers"), self._inventory.buffers())
 
     async def consensus(self) -> Answer:

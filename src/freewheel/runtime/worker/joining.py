@@ -134,8 +134,8 @@ async def start(
     elif len(fabric.members) > 1 and strategy.waits_for == "nobody" and not strategy.keeps_mean:
         # Updates that were under way are lost, and nothing would bring the replicas together again.
         members, resumed = fabric.members, {}
-        shares = [1 / len(members)] * len(members)
-        agent.replica.load(await fabric.reduce(members, START, await agent.replica.snapshot(), shares))
+        shares = dict.fromkeys(members, 1 / len(members))
+        agent.replica.load(await fabric.reduce(START, await agent.replica.snapshot(), shares))
     if strategy.merges():
         node.begin_views(agent.first)
     await strategy.start(node)
