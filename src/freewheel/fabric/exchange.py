@@ -31,7 +31,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter, deque
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -80,7 +80,8 @@ class Exchanges:
         self.paused = False  # no exchange begins until this worker is free again, whoever calls
         self.took_s = 0.0  # from a call to the correction, a running mean; 0: there was none yet
         self.patience: asyncio.TimerHandle | None = None
-        self.left = False  # whether the peer has all it needs, in the exchange under way
+        self.left = False  # whether a caller has all it needs, in the exchange under way
+        self._mine: Tensor | None = None  # this worker's snapshot in it
         self.serial = rng.randrange(2**40)  # begins anywhere, so that no life of a worker repeats another's
 
     async def call(self, peer: int) -> bool:
@@ -91,48 +92,31 @@ class Exchanges:
             self.party.count("busy")
             return False
         self.serial += 1
-        tag: Tag = (EXCHANGE, self.fabric.rank, self.serial)
         self.partner, self.calling = peer, True
-        mine: Tensor | None = None
-        try:
-            self.called_at = self._now()
-            self.fabric.post(peer, CALL, None, (self.serial,))
-            answer = await self.fabric.receive(tag, peer)
-            self.answer_s = min(1.02 * self.answer_s, self._now() - self.called_at)
-            self.calling = False
-            if answer.note == BUSY:
-                self.party.count("busy")
-                return False
-            if answer.note[:1] != YES:
-                raise answer.bad("no answer")
-            mine, where = await self._snapshot(peer), answer.note[1:]
-            if not where:
-                correction = await self.fabric.swap(peer, tag, mine, self.party.meet, self._told)
-            elif mine is not None:
-                correction = await self.fabric.combine(peer, where, mine, self.party.meet)
-            else:
-                self.fabric.post(peer, tag, note=BUSY)
-                raise NotNow
-            self.party.met(peer, correction)
-            self.fabric.post(peer, tag)
-            self.party.count("done")
-            took_s = self._now() - self.called_at
-            self.took_s += (took_s - self.took_s) * (0.1 if self.took_s else 1)
-            return True
-        except PeerLost:
-            self.party.count("failed")
-            return False
-        except NotNow:
-            self.party.count("busy")
-            if mine is not None:
-                self.party.unused(mine)
-            return False
-        except asyncio.CancelledError:
-            self.waiting.clear()  # this life is over
-            raise
-        finally:
-            self.calling = False
-            self._release(tag)
+        return await self._meeting(peer, (EXCHANGE, self.fabric.rank, self.serial), self._call)
+
+    async def _call(self, peer: int, tag: Tag) -> None:
+        self.called_at = self._now()
+        self.fabric.post(peer, CALL, None, (self.serial,))
+        answer = await self.fabric.receive(tag, peer)
+        self.answer_s = min(1.02 * self.answer_s, self._now() - self.called_at)
+        self.calling = False
+        if answer.note == BUSY:
+            raise NotNow
+        if answer.note[:1] != YES:
+            raise answer.bad("no answer")
+        mine, where = await self._snapshot(peer), answer.note[1:]
+        if not where:
+            correction = await self.fabric.swap(peer, tag, mine, self.party.meet, lambda: None)
+        elif mine is not None:
+            correction = await self.fabric.combine(peer, where, mine, self.party.meet)
+        else:
+            self.fabric.post(peer, tag, note=BUSY)
+            raise NotNow
+        self.party.met(peer, correction)
+        self.fabric.post(peer, tag)
+        took_s = self._now() - self.called_at
+        self.took_s += (took_s - self.took_s) * (0.1 if self.took_s else 1)
 
     def serve(self) -> Coroutine[Any, Any, None]:
         """Answer calls for ever."""
@@ -182,48 +166,55 @@ class Exchanges:
         self.refused.discard(peer)
         self.served[peer] += 1
         self.partner = peer  # taken from this moment, before anything is awaited
-        self.spawn(self._answer(peer, tag))
+        self.spawn(self._meeting(peer, tag, self._answer))
 
     async def _answer(self, peer: int, tag: Tag) -> None:
         where: Note = ()
         mine: Tensor | None = None
+        if self.fabric.short(peer):
+            mine = await self._snapshot(peer)
+            if mine is None:
+                self.fabric.post(peer, tag, note=BUSY)
+                raise NotNow
+            where = self.fabric.laid(peer, mine)
+            self.left = bool(where)
+        self.fabric.post(peer, tag, note=(*YES, *where))
+        if mine is None:
+            mine = await self._snapshot(peer)
+        if mine is None or not where:
+            mine = await self.fabric.swap(peer, tag, mine, self.party.meet, self._told)
+        if (await self.fabric.receive(tag, peer)).note == BUSY:
+            raise NotNow
+        self.party.met(peer, mine)
+
+    async def _meeting(self, peer: int, tag: Tag, act: Callable[[int, Tag], Awaitable[None]]) -> bool:
+        """Do one side of an exchange, and be free again; whether it is done is counted."""
         self.left = False
         try:
-            if self.fabric.short(peer):
-                mine = await self._snapshot(peer)
-                if mine is None:
-                    self.fabric.post(peer, tag, note=BUSY)
-                    raise NotNow
-                where = self.fabric.laid(peer, mine)
-                self.left = bool(where)
-            self.fabric.post(peer, tag, note=(*YES, *where))
-            if mine is None:
-                mine = await self._snapshot(peer)
-            if mine is None or not where:
-                mine = await self.fabric.swap(peer, tag, mine, self.party.meet, self._told)
-            if (await self.fabric.receive(tag, peer)).note == BUSY:
-                raise NotNow
-            self.party.met(peer, mine)
+            await act(peer, tag)
             self.party.count("done")
+            return True
         except NotNow:
             self.party.count("busy")
-            if mine is not None:
-                self.party.unused(mine)
+            if self._mine is not None:
+                self.party.unused(self._mine)
         except PeerLost:
             # Only a caller that has all it needs can have corrected.
             self.party.count("half" if self.left else "failed")
             if self.left:
                 self.fabric.notice("half", peer, "an exchange with it may have counted on its side only")
         except asyncio.CancelledError:
-            self.waiting.clear()
+            self.waiting.clear()  # this life is over
             raise
         finally:
+            self.calling, self._mine = False, None
             self._release(tag)
+        return False
 
     async def _snapshot(self, peer: int) -> Tensor | None:
         """One's own weights, unless they move for too long; PeerLost if the peer has been lost meanwhile."""
         epoch = self.fabric.epoch(peer)
-        mine = await self.party.snapshot_soon()
+        self._mine = mine = await self.party.snapshot_soon()
         if epoch != self.fabric.epoch(peer):
             raise PeerLost(peer, "the connection broke")
         return mine

@@ -63,6 +63,7 @@ class TcpFabric(Together):
         self.book: dict[int, tuple[str, int]] = {}
         """Where each peer was last known to listen."""
         self._most_unread = UNREAD_BYTES + UNREAD * me.longest * dtype.itemsize
+        self._connections: dict[int, Connection] = {}
         self.lives: dict[int, int] = {me.rank: me.incarnation}
         """Which life of each worker was the last one seen."""
         self.outlived: Callable[[], None] = lambda: None

@@ -26,19 +26,9 @@ from freewheel.fabric import collectives
 from freewheel.fabric.base import Meet, Message, Note, NotNow, Pull, Tag, Weights
 from freewheel.fabric.connection import Connection, Vectors
 from freewheel.fabric.frames import BadFrame, Kind
-from freewheel.fabric.handshake import Identity
 from freewheel.fabric.notes import pack
-from freewheel.fabric.transfers import (
-    LONG,
-    Outgoing,
-    Transfers,
-    add_up,
-    combine_all,
-    combine_two,
-    shares,
-    spread,
-)
-from freewheel.fabric.windows import DEVICE, HOST, KINDS, STREAM, Windows
+from freewheel.fabric.transfers import LONG, Outgoing, add_up, combine_all, combine_two, shares, spread
+from freewheel.fabric.windows import DEVICE, HOST, KINDS, STREAM
 
 Ready: TypeAlias = tuple[int, list[int], list[float]]
 """Which kind of window a member's vector lies in, whose windows of that kind it sees, and where it lies."""
@@ -51,10 +41,7 @@ READY, GROUPS = (int, [int], [int]), [[(int, [int])]]
 class Together(Vectors):
     """A fabric of workers that see each other's windows, or send each other streams."""
 
-    def __init__(self, me: Identity, windows: Windows, transfers: Transfers, wire: torch.dtype) -> None:
-        super().__init__(me, windows, transfers, wire)
-        self._connections: dict[int, Connection] = {}
-        self._work = transfers.work
+    _connections: dict[int, Connection]
 
     def kind(self, peer: int) -> str:
         """How vectors travel to a peer."""
@@ -106,7 +93,7 @@ class Together(Vectors):
             self.windows.retire(shown, writers)  # they may still be writing
             raise
         if shown is not vector:
-            await self._work(vector.numel(), lambda: vector.copy_(shown))
+            await self.transfers.work(vector.numel(), lambda: vector.copy_(shown))
             self.windows.give_back(shown)
 
     def _locator(self, shown: Tensor, kind: str) -> Note:
@@ -134,7 +121,7 @@ class Together(Vectors):
             if not (where := (await self.receive(tag, peer)).note):
                 raise NotNow
             theirs = await self.opened(peer, where, mine.numel())
-            await self._work(mine.numel() // 2, lambda: combine_two(shown[own], theirs[own], meet))
+            await self.transfers.work(mine.numel() // 2, lambda: combine_two(shown[own], theirs[own], meet))
             self.post(peer, tag)
             told()
             await self.receive(tag, peer)
@@ -149,7 +136,7 @@ class Together(Vectors):
     async def combine(self, peer: int, where: Note, mine: Tensor, meet: Meet) -> Tensor:
         """See Fabric.combine."""
         theirs = await self.opened(peer, where, mine.numel())
-        await self._work(mine.numel(), lambda: combine_two(mine, theirs, meet))
+        await self.transfers.work(mine.numel(), lambda: combine_two(mine, theirs, meet))
         self._moved(mine.nbytes)
         return mine
 
@@ -244,7 +231,7 @@ class Together(Vectors):
                     parts.append((await self.opened(rank, tuple(locator), shown.numel()))[share])
             each = [weights[rank] for rank in (self.rank, *mates)]
             if len(groups) == 1:
-                await self._work(shown.numel(), lambda: combine_all(parts, each, offset))
+                await self.transfers.work(shown.numel(), lambda: combine_all(parts, each, offset))
             else:
                 ring = [one[lane][0] for one in groups]
                 await self._ring(ring, (*tag, "ring"), parts, each, offset)
@@ -272,9 +259,9 @@ class Together(Vectors):
             def hand_out(pieces: list[Tensor] = pieces, size: int = size) -> None:
                 spread(total[:size].copy_(travels[:size]), pieces, offset)
 
-            await self._work(size, gather)
+            await self.transfers.work(size, gather)
             await collectives.ring(self, ring, travels[:size], tag)
-            await self._work(size, hand_out)
+            await self.transfers.work(size, hand_out)
 
 
 def _cliques(ready: dict[int, Ready]) -> list[list[Shown]]:
