@@ -376,7 +376,10 @@ def test_who_is_refused_is_told_why(who, run, lines):
     run.until(lambda: bool(lines.texts))  # it is told first and noted then
 
 
-@pytest.mark.parametrize("data", [b"", b"FWHL", b"FWHL\6" + bytes(31)], ids=["nothing", "a word", "nearly"])
+NEARLY = b"FWHL" + bytes([frames.PROTOCOL]) + bytes(31)
+
+
+@pytest.mark.parametrize("data", [b"", b"FWHL", NEARLY], ids=["nothing", "a word", "nearly"])
 def test_one_that_hangs_up_at_once(data, run, lines):
     sock = run.call()
     sock.sendall(data)
