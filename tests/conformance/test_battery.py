@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import os
@@ -48,10 +49,10 @@ def test_every_strategy_is_in_the_table():
 # -- converges --
 
 
-@pytest.fixture(scope="module")
-def alone() -> float:
+@functools.cache
+def alone(steps: int) -> float:
     """Where workers end up that never talk: the mean of their optima is not the optimum of the mean."""
-    simulation = run("none", workers=6, steps=300, compute=JITTER)
+    simulation = run("none", workers=6, steps=steps, compute=JITTER)
     worst = max(simulation.task.value(x) - simulation.task.lowest for x in replicas(simulation))
     assert worst > 1.0
     assert simulation.result.loss > 0.04
@@ -59,10 +60,11 @@ def alone() -> float:
 
 
 @pytest.mark.parametrize("spec", [spec for spec in ROWS if spec != "none"])
-def test_converges_although_every_worker_wants_something_else(spec, alone):
-    simulation = run(spec, workers=6, steps=300, compute=JITTER)
-    assert simulation.result.loss < alone / 3
-    assert simulation.result.worker_steps == 1800
+def test_converges_although_every_worker_wants_something_else(spec):
+    steps = 300 if resolve(spec).name in ("easgd", "eamsgd") else 200  # a spring takes its time
+    simulation = run(spec, workers=6, steps=steps, compute=JITTER)
+    assert simulation.result.loss < alone(steps) / 3
+    assert simulation.result.worker_steps == 6 * steps
 
 
 @every_strategy
