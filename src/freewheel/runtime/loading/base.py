@@ -45,8 +45,6 @@ class Side:
     """Whether it is the worker's first loader, of the data that are trained on."""
     stopped: Callable[[], bool] = lambda: False
     """Whether there is to be no next batch. It is asked before each one."""
-    check: Callable[[], None] = lambda: None
-    """Raises what failed beside training."""
 
 
 class BaseLoader:

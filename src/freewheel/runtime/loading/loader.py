@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -272,12 +272,7 @@ def _order_of(given: DataLoader[Any]) -> dict[str, Any]:
         return {"batch_sampler": given.batch_sampler}
     if type(given.sampler) is SequentialSampler:
         return {"shuffle": False}
-    if (
-        type(given.sampler) is RandomSampler
-        and not given.sampler.replacement
-        and (
-            given.sampler.num_samples == len(given.dataset)  # type: ignore[arg-type]
-        )
-    ):
+    dataset, drawn = cast(Any, given.dataset), given.sampler
+    if type(drawn) is RandomSampler and not drawn.replacement and drawn.num_samples == len(dataset):
         return {"shuffle": True}
-    return {"sampler": given.sampler}
+    return {"sampler": drawn}

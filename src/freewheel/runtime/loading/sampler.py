@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import functools
 import logging
 import time
@@ -151,7 +150,7 @@ class LeaseSampler(Sampler[list[int]]):
 
     def _filled(self, patient: bool) -> bool:
         with self.queue.rate.waiting(time.monotonic):
-            self._wait(self.agent.begin(self.queue.fill(patient)))
+            self.agent.wait(self.queue.fill(patient), lambda: self.agent.stopped)
         return bool(self.queue.ready)
 
     def end(self, left: bool, in_hand: bool) -> None:
@@ -163,7 +162,7 @@ class LeaseSampler(Sampler[list[int]]):
         self._page = (-1, 0, [])
         if not self.agent.alive:  # an exception ended the block, and nobody is there to be told
             return
-        self._wait(self.agent.begin(self.queue.settle(left, doubtful)), patient=True)
+        self.agent.wait(self.queue.settle(left, doubtful))
 
     def progress(self) -> float:
         """Passes made by all workers together, as far as is known here."""
@@ -175,17 +174,6 @@ class LeaseSampler(Sampler[list[int]]):
             return self._samples(self.queue.ready[0])
         except IndexError:
             return []
-
-    def _wait(self, asked: concurrent.futures.Future[None], patient: bool = False) -> None:
-        """Wait for the communication thread, but not if it has failed, or the run was stopped."""
-        while not asked.cancelled():
-            try:
-                return asked.result(timeout=0.2)
-            except concurrent.futures.TimeoutError:
-                self.side.check()
-                if self.agent.stopped and not patient:
-                    asked.cancel()
-        return None
 
     def _samples(self, batch: Batch) -> list[int]:
         """Which samples a batch has."""

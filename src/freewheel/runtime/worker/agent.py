@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from freewheel.data.dealing import Dealing
-from freewheel.errors import PeerLost
+from freewheel.errors import PeerLost, RunStopped, WorkerLost
 from freewheel.fabric.base import RUNTIME, Message, Note, Tag, hear
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import LEFT, TcpFabric
@@ -109,6 +109,26 @@ class Agent:
         """Run a coroutine in the communication thread and wait for it."""
         return self.begin(work).result()
 
+    def wait(self, work: Coroutine[Any, Any, T], given_up: Callable[[], bool] = lambda: False) -> T | None:
+        """The same, but not if something has failed beside training; None: it was given up."""
+        asked = self.begin(work)
+        while not asked.cancelled():
+            try:
+                return asked.result(timeout=0.2)
+            except concurrent.futures.TimeoutError:
+                self.check()
+                if given_up():
+                    asked.cancel()
+        return None
+
+    def check(self) -> None:
+        """Raise what failed beside training."""
+        failure = self.failure
+        if isinstance(failure, PeerLost):
+            raise explained(self.strategy, failure) from failure
+        if failure is not None:
+            raise failure
+
     def close(self, why: str) -> None:
         """Say goodbye, end everything, end the thread."""
         if not self._thread.is_alive():
@@ -133,14 +153,15 @@ class Agent:
             self.loop.close()
 
     async def _make(self) -> None:
+        settings, replica = self._settings, self.replica
         self.fabric = TcpFabric(
             self.me,
             self.counters,
-            self.replica.dtype,
-            self._settings.rounds_to,
+            replica.dtype,
+            settings.rounds_to,
             self._tls,
-            self._settings.heartbeat_s,
-            self.replica.side,
+            settings.heartbeat_s,
+            replica.side,
         )
         self.fabric.notice, self.events.lives = self.events.note, self.fabric.lives
         self.fabric.outlived = self._outlived
@@ -153,7 +174,7 @@ class Agent:
         self.node = NodeDriver(
             self.fabric,
             self.replica,
-            random.Random(f"node/{self._settings.seed}/{self.me.rank}/{self.me.incarnation}"),
+            random.Random(f"node/{settings.seed}/{self.me.rank}/{self.me.incarnation}"),
             self.spawn,
             self.strategy,
         )
@@ -268,10 +289,6 @@ class Agent:
         self._name_absent(self.ending.members or self.fabric.members)
         return answer
 
-    async def announce(self) -> None:
-        """Tell the others that this worker is about to leave."""
-        self.node.farewells.announce()
-
     async def depart(self, within_s: float, settled: bool) -> str:
         """Leave before the others: hand back, hand over, say goodbye. What was not done in time, in words.
 
@@ -336,3 +353,11 @@ class Agent:
     def _under_way(self) -> Note:
         sent, got = self.fabric.traffic()
         return float(self.fabric.quiet() and self.node.idle), float(sent), float(got)
+
+
+def explained(strategy: Strategy, error: PeerLost) -> RunStopped:
+    """What the loss of a worker means to those who cannot do without it."""
+    return WorkerLost(
+        f"{strategy.name} stopped: it lost worker {error.peer} ({error.why}), which it cannot do "
+        "without: it held the server. Strategies without one go on, such as adpsgd or allreduce."
+    )

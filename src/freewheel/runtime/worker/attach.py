@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import copy
 from collections.abc import Mapping
 from pathlib import Path
@@ -56,7 +55,6 @@ class Worker(Life):
             parts=self._strategy.merges(),
             first=not self._checkpoints.loaders,
             stopped=self._checkpoints.watching(lambda: self.stopped),
-            check=self._check,
         )
         asked = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
         loader = make(dataset, {**asked, "epochs": epochs, **options}, side)
@@ -106,7 +104,7 @@ class Worker(Life):
         """
         if not self._inside:
             raise ConfigError("call worker.checkpoint inside the with-block.")
-        self._check()
+        self._agent.check()
         self._checkpoints.arrange(Path(path), every, keep, extra)
 
     @property
@@ -171,13 +169,10 @@ class Worker(Life):
         if not self._inside:
             raise ConfigError("call worker.mean inside the with-block, or between start and finish.")
         self._replica.end_moving()  # a step may have raised
-        asked = self._agent.begin(self._agent.means.mean(vector, name, wait))
-        while True:
-            try:
-                found: T = shaped(asked.result(timeout=0.2)[0], value)
-                return found
-            except concurrent.futures.TimeoutError:
-                self._check()
+        mean = self._agent.wait(self._agent.means.mean(vector, name, wait))
+        assert mean is not None  # nobody gives it up
+        found: T = shaped(mean, value)
+        return found
 
     def start(self) -> Self:
         """Begin, in a script that has no place for a with-block; `finish` ends it."""

@@ -27,7 +27,7 @@ from freewheel.runtime.membership.generation import Beginning, Orphaned, TooLate
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.registrar import stay_registered
 from freewheel.runtime.membership.rendezvous import Rendezvous, address_for, options_alone, patiently
-from freewheel.runtime.worker import checks, guards, joining, optimizers, steps, unfinished
+from freewheel.runtime.worker import checks, guards, joining, optimizers, unfinished
 from freewheel.runtime.worker.account import Account
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.ending import Answer
@@ -233,7 +233,7 @@ class Life:
         """The loop has ended: wait for the others, and take the mean."""
         account = self._account
         account.ended()
-        self._check()
+        self._agent.check()
         self._inventory.check()
         self._steps.check_still()
         self._steps.say_idle(self.rank)
@@ -259,7 +259,7 @@ class Life:
     def _say_leaving(self) -> None:
         self._agent.leaving = True
         with contextlib.suppress(RuntimeError):  # the communication thread has ended
-            self._agent.begin(self._agent.announce())
+            self._agent.loop.call_soon_threadsafe(self._agent.node.farewells.announce)
 
     def _between(self) -> None:
         """Nothing is half done: leave here, if that was asked for and nothing would be lost."""
@@ -293,10 +293,6 @@ class Life:
                     return future.result()
                 if ends and self._leaving.half_over:
                     raise Left
-                self._check()
+                self._agent.check()
         finally:
             future.cancel()
-
-    def _check(self) -> None:
-        """Raise what failed beside training."""
-        steps.check(self._agent)

@@ -60,8 +60,8 @@ class Means:
         part = value[begin : begin + self._longest].to(self._dtype)
         self.fabric.post(message.sender, tag, part, note=(float(times), float(value.numel())))
 
-    async def mean(self, value: Tensor, name: str, wait: bool) -> tuple[Tensor, int]:
-        """The mean of what all have said under a name, and of how many; `wait`: as often as this worker."""
+    async def mean(self, value: Tensor, name: str, wait: bool) -> Tensor:
+        """The mean of what all have said under a name; `wait`: as often as this worker."""
         key = number(f"mean/{name}") >> 14
         times, kept = self._said.get(key, (0, []))
         if wait and not kept:  # one that was started again goes on where the others are
@@ -79,7 +79,7 @@ class Means:
                         f"{value.numel()}. Give the same on all workers."
                     )
                 total, count = total.add_(theirs), count + 1
-        return total.div_(count), count
+        return total.div_(count)
 
     async def _turn(self, key: int) -> int:
         """How often the others have said something under a name."""

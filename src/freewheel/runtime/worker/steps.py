@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import functools
 import logging
 import time
 import weakref
@@ -19,11 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from freewheel.errors import ConfigError, PeerLost, RunStopped, WorkerLost
+from freewheel.errors import ConfigError, PeerLost, RunStopped
 from freewheel.moments import QuasiGlobal, momentum_buffers
 from freewheel.runtime.checkpoint.taker import Checkpoints
 from freewheel.runtime.worker import firsts, guards
-from freewheel.runtime.worker.agent import Agent
+from freewheel.runtime.worker.agent import Agent, explained
 from freewheel.runtime.worker.gradients import Gradients
 from freewheel.runtime.worker.optimizers import members, parameters
 from freewheel.strategy import Strategy
@@ -168,7 +167,7 @@ class Steps:
         replica.end_moving()  # the last step may have raised, and the communication thread may be waiting
         self._inventory.look()
         if self._agent.failure is not None:
-            check(self._agent)
+            self._agent.check()
         counters = self._agent.node.counters
         blocked = counters.blocked_s["data"] + counters.blocked_s["checkpoint"]
         self._computed(time.perf_counter() - self._began_s, blocked - self._blocked_s)
@@ -221,7 +220,7 @@ class Steps:
         """Let the strategy do what it does before a step; the loss, which it may have averaged."""
         if self._before is not None:
             self._replica.gradients.loss = loss
-            self._wait(functools.partial(self._parked, self._before))
+            self._wait(self._before)
             return self._replica.gradients.loss
         return loss
 
@@ -275,7 +274,7 @@ class Steps:
         if self._after is not None:
             replica.end_moving()
             self.stepping = False
-            self._wait(functools.partial(self._parked, self._after))
+            self._wait(self._after)
             self.stepping = True
             replica.begin_moving()
         replica.boundary()
@@ -289,11 +288,11 @@ class Steps:
         self._stale = node.unmerged_steps
         self._checkpoints.stepped(node.counters.steps)
 
-    async def _parked(self, act: Callable[[Any], Coroutine[Any, Any, None]], node: Any) -> None:
+    async def _parked(self, act: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         """Beside a step, while the training thread waits: corrections need not wait for the boundary."""
         self._replica.parked = True
         try:
-            await act(node)
+            await act(self._agent.node)
         finally:
             self._replica.parked = False  # in this thread: nothing is added once the other has gone on
 
@@ -303,7 +302,7 @@ class Steps:
         self._replica.catch_up()
         agent.counters.wait("peers", time.perf_counter())
         stepping, self.stepping = self.stepping, True
-        work = self._work = agent.begin(act(agent.node))
+        work = self._work = agent.begin(self._parked(act))
         self.stepping = stepping
         waited_s = 0.0
         try:
@@ -321,7 +320,7 @@ class Steps:
                             f"{ended} has ended. Give all workers the same number of steps."
                         ) from None
         except PeerLost as error:
-            raise _explained(strategy, error) from error
+            raise explained(strategy, error) from error
         finally:
             agent.counters.go_on(time.perf_counter())
 
@@ -339,19 +338,3 @@ def with_closure(
     if "closure" in kwargs:
         return args, {**kwargs, "closure": closure}
     return (args[0], closure, *args[2:]), kwargs
-
-
-def check(agent: Agent) -> None:
-    """Raise what failed beside training."""
-    failure = agent.failure
-    if isinstance(failure, PeerLost):
-        raise _explained(agent.strategy, failure) from failure
-    if failure is not None:
-        raise failure
-
-
-def _explained(strategy: Strategy, error: PeerLost) -> RunStopped:
-    return WorkerLost(
-        f"{strategy.name} stopped: it lost worker {error.peer} ({error.why}), which it cannot do "
-        "without: it held the server. Strategies without one go on, such as adpsgd or allreduce."
-    )
