@@ -321,6 +321,12 @@ def test_a_mistake_is_named_before_anything_runs(arguments, message, monkeypatch
     assert message in str(result.exception)
 
 
+def test_help_names_defaults_and_what_an_option_is_about(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    assert "default: 0:10." in bench("straggler", "--help").output
+    assert "Checkpoints" not in bench("soak", "--help").output
+
+
 def test_without_the_package_the_command_says_what_to_install():
     words = ["freewheel", "bench", "straggler", "--quick", "--help"]
     code = f"import sys; sys.modules['freewheel_bench'] = None; sys.argv = {words}\n"

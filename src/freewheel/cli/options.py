@@ -112,12 +112,15 @@ def _options(cls: type, defaults: Mapping[str, Any]) -> list[_Option]:
         flag = one.metadata["flag"] or f"--{one.name.replace('_', '-')}"
         meaning = one.metadata["meaning"]
         read: Callable[[Any], Any] = _as_it_is
+        usual = one.default  # what it is where nothing is given
         if typing.get_origin(kind) in (dict, Mapping):
-            kind, default, read = list[str] | None, None, _factors(flag, defaults.get(one.name, {}))
+            factors = defaults.get(one.name, {})
+            kind, default, read = list[str] | None, None, _factors(flag, factors)
+            usual = ", ".join(f"{rank}:{factor:g}" for rank, factor in factors.items())
         elif default is True:  # the option takes it away
             default, read = False, lambda given: not given
-        if default is None and one.default is not None and one.name in defaults:
-            meaning = f"{meaning.removesuffix('.')}; default: {one.default}."
+        if default is None and usual is not None and one.name in defaults:
+            meaning = f"{meaning.removesuffix('.')}; default: {usual}."
         parameter = inspect.Parameter(
             flag.removeprefix("--").replace("-", "_"),
             inspect.Parameter.KEYWORD_ONLY,
