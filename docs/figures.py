@@ -1,7 +1,7 @@
 """Draw the figures of the pages: ``python docs/figures.py``, into docs/pictures.
 
 All but one are drawn from simulated runs, which are the same everywhere; the chart of README is drawn from
-tables of docs/benchmarks. The screenshots beside them are by benchmarks/pictures.py.
+a table of docs/benchmarks. The screenshots beside them are by benchmarks/pictures.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 import freewheel as fw
 from freewheel.records.run import Run
-from freewheel.show.replay import html
+from freewheel.show.replay import LABELS, OWN, html
 from freewheel.strategies import ALL
 
 DOCS = Path(__file__).parent
@@ -28,8 +28,9 @@ WORKERS, SLOW = 6, 5
 STRAGGLER = fw.Compute(ms=50, kind="lognormal", spread=0.1, slow={0: SLOW})
 COMPUTING, SLOWLY, WAITING, MEETING, LINE = "#3b82f6", "#f0791e", "#f4c9c0", "#1e3a8a", "#e2e5ea"
 INK, PALE = "#1b2230", "#667085"
-BASELINE = "#c2503b"
-COLOURS = ("#2f7ef5", "#16996a", "#9254de", "#b7791f")
+BASELINE = OWN["ddp"]
+COLOURS = ("#2f7ef5", "#16996a", "#9254de", "#0e7490", "#c0267a", "#4d5b70")
+"""Of curves. Orange is the straggler's alone."""
 RARE = ("hierarchical_sasgd", "nodelay", "sasgd")
 OFTEN_S, RARE_S = (1.0, 2.0), (1.0, 5.0)
 """Which seconds of a run lanes show: those who meet rarely are shown for longer."""
@@ -169,7 +170,8 @@ def strategy(name: str) -> Drawing:
     legend(drawing, 34, 238)
     box, until = (530, 40, 300, 164), 6.0
     axes(drawing, box, [(0, "0 %"), (0.5, "50 %"), (1, "100 %")], f"{until:g} s", "Accuracy over time")
-    drawn = [("allreduce", base, BASELINE)] + ([(name, run, COLOURS[0])] if name != "allreduce" else [])
+    own = [(name, run, OWN.get(name, COLOURS[2]))] if name != "allreduce" else []
+    drawn = [("allreduce", base, BASELINE), *own]
     for place, (label, one, colour) in enumerate(drawn):
         curve(drawing, box, [(at / until, share) for at, share in one["accuracy"]], colour)
         drawing.text(box[0] + box[2] - 6, box[1] + box[3] - 10 - 16 * place, label, 12, colour, anchor="end")
@@ -211,7 +213,7 @@ def averaging() -> Drawing:
     axes(drawing, box, [(0, ""), (1, "")], "exchanges", "One weight of six workers that average in pairs")
     curve(drawing, box, [(0, mean), (1, mean)], PALE, stroke_dasharray="5 4")
     for rank, trace in enumerate(traces):
-        curve(drawing, box, [*trace, (1.0, trace[-1][1])], [SLOWLY, COMPUTING, *COLOURS[1:], "#0e7490"][rank])
+        curve(drawing, box, [*trace, (1.0, trace[-1][1])], COLOURS[rank])
     for at, low, high in meetings:
         x = box[0] + box[2] * at
         drawing.line(*((x, box[1] + box[3] * (1 - y)) for y in (low, high)), colour=MEETING, width=1.2)
@@ -272,29 +274,25 @@ def table(page: str, name: str) -> list[list[str]]:
 
 
 def straggler() -> Drawing:
-    """How long CIFAR-10 takes with one slow worker, from the tables of docs/benchmarks."""
-    drawing = Drawing(860, 212, "CIFAR-10 with one slow worker: time to an accuracy, DDP against Freewheel")
-    drawing.text(20, 28, "CIFAR-10, ResNet-20, 4 workers, one of them 5× slower: seconds to an accuracy", 14,
-                 font_weight="600")  # fmt: skip
-    parts = (
-        ("benchmarks/real.md", "to 85.5 %, budget of 30 epochs", 20),
-        ("benchmarks/convergence.md", "to 80 %, budget of 10 epochs", 440),
-    )
-    for page, words, left in parts:
-        rows = [(row[0], float(row[1].removesuffix(" s"))) for row in table(page, "straggler")]
-        longest, first = max(s for _, s in rows), rows[0][1]
-        drawing.text(left, 56, words, 12, PALE)
-        for place, (name, seconds) in enumerate(rows):
-            y, width = 70 + 40 * place, 180 * seconds / longest
-            drawing.text(left + 128, y + 19, name, 12, anchor="end")
-            drawing.rect(left + 136, y, width, 28, COLOURS[0] if place else BASELINE, rx="3")
-            said = f"{seconds:.0f} s" + (f", {first / seconds:.1f}× sooner" if place else "")
-            end, colour, anchor = (width + 8, INK, "start") if place else (width - 8, "#fff", "end")
-            drawing.text(left + 136 + end, y + 19, said, 12, colour, anchor=anchor, font_weight="600")
-    said = (
-        "Real processes that share one H200; DDP on gloo. Commands: docs/benchmarks/real.md, convergence.md."
-    )
-    drawing.text(20, 198, said, 11, PALE)
+    """How long CIFAR-10 takes with one slow worker, from a table of docs/benchmarks."""
+    title = "Time to 85.5 % accuracy, one of 4 workers 5× slower"
+    drawing = Drawing(640, 236, f"{title}: DDP 175 s, AD-PSGD 47 s")
+    drawing.text(20, 38, title, 19.5, font_weight="600")
+    rows = [
+        (row[0], float(row[1].removesuffix(" s")), row[3]) for row in table("benchmarks/real.md", "straggler")
+    ]
+    longest, first = max(s for _, s, _ in rows), rows[0][1]
+    for place, (name, seconds, end) in enumerate(rows):
+        y, width = 60 + 70 * place, 480 * seconds / longest
+        drawing.text(
+            120, y + 35, LABELS.get(name, name.partition(" ")[0]), 20, anchor="end", font_weight="600"
+        )
+        drawing.rect(132, y, width, 56, COLOURS[0] if place else BASELINE, rx="4")
+        after, colour = (width + 12, INK) if place else (14, "#fff")
+        sooner = f": {first / seconds:.1f}× sooner" if place else ""
+        drawing.text(132 + after, y + 25, f"{seconds:.0f} s{sooner}", 21, colour, font_weight="600")
+        drawing.text(132 + after, y + 47, f"ends at {end}", 17, colour)
+    drawing.text(20, 220, "CIFAR-10, ResNet-20, 30 epochs; real processes on one H200, DDP on gloo", 15, PALE)
     return drawing
 
 

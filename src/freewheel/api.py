@@ -36,13 +36,28 @@ def attach(
     step is where corrections are added. Where several optimizers train the model, give them all in a
     list: a step is complete when all have stepped.
 
-    wire: what vectors travel as; bf16 halves the bytes. bind: the address to listen on (default: loopback;
-    "auto": the one that reaches MASTER_ADDR). tls: a folder of `freewheel keys`. folder: where to write
-    records (JSON lines). tensorboard: where to write them for TensorBoard, too. resume: a folder of
-    `worker.checkpoint` to go on from, where it holds one already. seed: of the choice of peers.
-    heartbeat_s: a worker that gives no sign of life for so long is gone.
-    leave_s: how long it may take to leave after SIGTERM; default: FREEWHEEL_LEAVE_S, or 10.
+    Args:
+        model: The module; all parameters that are trainable on entering the block are exchanged.
+        optimizer: Any `torch.optim` optimizer of the model's parameters, or a list of them.
+        strategy: A name with settings ("adpsgd:topology=ring") or an object (`fw.ADPSGD(topology="ring")`).
+        settings: By name, any of these.
 
+    Keyword Args:
+        wire (str): What vectors travel as: "fp32", or "bf16" for half the bytes.
+        bind (str): The address to listen on (default: loopback; "auto": the one that reaches MASTER_ADDR).
+        tls (Path): A folder of `freewheel keys`.
+        folder (Path): Where to write records (JSON lines).
+        tensorboard (Path): Where to write them for TensorBoard, too.
+        resume (Path): A folder of `worker.checkpoint` to go on from, where it holds one already.
+        seed (int): Of the choice of peers.
+        join_timeout_s (float): How long to wait for the others and for the rendezvous, 300 unless given.
+        heartbeat_s (float): A worker that gives no sign of life for so long is gone, 2 unless given.
+        leave_s (float): How long it may take to leave after SIGTERM; default: FREEWHEEL_LEAVE_S, or 10.
+
+    Returns:
+        The worker, which trains in a with-block.
+
+    Examples:
         >>> import freewheel as fw, torch
         >>> model = torch.nn.Linear(2, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -2,12 +2,15 @@
 
 Blocks of ``python`` and ``bash`` are run, those of a page in order and in one folder. A python block whose
 first line is ``# NAME.py`` is also a file there. Before a block, ``<!-- not run: WHY -->`` lets it be, and
-``<!-- slow: WHY -->`` leaves it to the slow tests.
+``<!-- slow: WHY -->`` leaves it to the slow tests. Before a ``text`` block, ``<!-- as printed -->`` says that
+the commands right before it print these lines, numbers about the same.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import re
 import runpy
 import shlex
@@ -24,7 +27,8 @@ from freewheel.strategies import ALL
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
-    r"(?:<!-- (?P<mark>not run|slow): [^\n]+ -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$", flags=re.M | re.S
+    r"(?:<!-- (?P<mark>(?:not run|slow)(?=: )|as printed)[^\n]* -->\n)?^```(?P<kind>\w*)\n(?P<body>.*?)^```$",
+    flags=re.M | re.S,
 )
 PROGRAMS = re.compile(r"^(sudo )?(freewheel|python3?|torchrun|pip|make) ", flags=re.M)
 
@@ -58,19 +62,43 @@ def blocks(path: Path) -> list[Block]:
 
 def run_page(path: Path, monkeypatch, slow: bool = False) -> None:
     """Run what a page shows, in the current folder."""
+    said = io.StringIO()
     for block in blocks(path):
         run = block.mark is None or (slow and block.mark == "slow")
         try:
             if block.kind == "python":
                 run_python(block, run)
             elif block.kind == "bash":
-                for words in block.commands:
-                    run_command(words, monkeypatch) if run else parse(words)
+                said = io.StringIO()
+                with contextlib.redirect_stdout(said):
+                    for words in block.commands:
+                        run_command(words, monkeypatch) if run else parse(words)
+            elif block.mark == "as printed":
+                printed = said.getvalue().splitlines()
+                for line in block.body.splitlines():
+                    assert any(alike(line, one) for one in printed), f"not printed: {line!r}, but {printed}"
             else:
                 assert not PROGRAMS.search(block.body), "commands belong into a bash block"
         except BaseException as error:
             error.add_note(f"in the block at {block.where}")
             raise
+
+
+def alike(line: str, other: str) -> bool:
+    """The same words, and numbers that differ as two builds of torch may: 2 points, or a fifth."""
+    words, others = line.split(), other.split()
+    if len(words) != len(others):
+        return False
+    for one, two, unit in zip(words, others, [*words[1:], ""], strict=True):
+        try:
+            numbers = float(one), float(two)
+        except ValueError:
+            if one != two:
+                return False
+        else:
+            if numbers[1] != pytest.approx(numbers[0], **({"abs": 2} if unit == "%" else {"rel": 0.2})):
+                return False
+    return True
 
 
 def run_python(block: Block, run: bool) -> None:
@@ -144,6 +172,7 @@ GOOD = "```python\nprint(1)\n```\n"
         ("<!-- not run: root -->\n```bash\nsudo freewheel bench network --link-mbitt 100\n```", "link-mbitt"),
         ("<!-- not run: long -->\n```bash\nfreewheel trane\n```", "no command trane"),
         ("<!-- not run: long -->\n```bash\nfreewheel run -n many train.py\n```", "valid integer"),
+        ("<!-- as printed -->\n```text\nadpsgd 7\n```", "not printed: 'adpsgd 7'"),
         ("<!-- not run: yours -->\n```python\nwith fw.attach(model) as:\n```", "invalid syntax"),
     ],
 )
