@@ -145,7 +145,7 @@ function graph(run, canvas) {
   }
   if (ended) {
     pen.font = "600 15px system-ui, sans-serif"; pen.fillStyle = colours.text;
-    pen.fillText(`done after ${spoken(run.seconds)}`, ...middle);
+    pen.fillText("done", middle[0], middle[1] - 10); pen.fillText(`after ${spoken(run.seconds)}`, middle[0], middle[1] + 10);
   }
 }
 
@@ -244,10 +244,12 @@ function race() {
     const x = at.x(run.curve[seen][0]), y = at.y(run.curve[seen][1]);
     pen.beginPath(); pen.arc(x, y, 4, 0, 7); pen.fill();
     let place = Math.max(8, Math.min(at.height - at.bottom - 7, y));
-    for (const other of ends) if (Math.abs(other - place) < 15) place = other + (place < other ? -15 : 15);
-    ends.push(place);
     pen.font = "600 13px system-ui, sans-serif"; pen.textAlign = "left"; pen.textBaseline = "middle";
-    pen.fillText(run.short, Math.min(x + 9, width - pen.measureText(run.short).width - 1), place);
+    const long = pen.measureText(run.short).width, begin = Math.min(x + 9, width - long - 1);
+    for (const [from, to, other] of ends) if (begin < to && from < begin + long && Math.abs(other - place) < 15)
+      place = other + (place < other && other > 23 ? -15 : 15);
+    ends.push([begin, begin + long, place]);
+    pen.fillText(run.short, begin, place);
   }
 }
 
