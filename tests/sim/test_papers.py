@@ -77,7 +77,7 @@ def test_nodelay_merges_the_mean_of_one_cycle_ago(workers):
     means, models, step = [], {}, 4
     for worker in simulation.workers.values():
 
-        async def begin_merge(node, inner=worker.strategy.begin_merge):
+        async def start(node, inner=worker.strategy.start):
             await inner(node)
             models[node.rank, node.steps] = await node.weights()
 
@@ -86,8 +86,9 @@ def test_nodelay_merges_the_mean_of_one_cycle_ago(workers):
                 before = models[node.rank, node.steps - step]
                 means.append((node.steps - step, before + await strategy.merge))
             await inner(node)
+            models[node.rank, node.steps] = await node.weights()
 
-        worker.strategy.begin_merge, worker.strategy.after_step = begin_merge, after_step
+        worker.strategy.start, worker.strategy.after_step = start, after_step
     simulation.run()
     assert len(means) == workers * 10
     for cycle_ago, merged in means:
