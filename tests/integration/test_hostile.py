@@ -589,7 +589,7 @@ def test_a_member_whose_process_has_ended_is_lost_and_not_refused(run, lines):
     run.until(lambda: 2 not in run.members())
     run.check()
     assert not lines.texts
-    assert 2 not in run.workers[0]._agent.fabric._unshared
+    assert 2 not in run.workers[0]._agent.fabric._listener.unshared
 
 
 @pytest.mark.parametrize("what", LIARS)

@@ -63,7 +63,7 @@ class NoDelay(Strategy):
 
     async def start(self, node: Node) -> None:
         """Begin with the merge of the common start, so that every cycle looks the same."""
-        self.merge = await node.merge_beside(Merge.offset)
+        await self.begin_merge(node)
 
     async def after_step(self, node: Node) -> None:
         """At the end of a cycle: take the last merge in, begin the next."""
@@ -71,7 +71,7 @@ class NoDelay(Strategy):
             return
         node.correct(await self.merge, own=True)
         del self.merge  # large: let go before there is another
-        self.merge = await node.merge_beside(Merge.offset)  # P - s_i
+        await self.begin_merge(node)
 
     def settled(self, node: Node) -> bool:
         """At the end of a cycle: the merge that has just begun has all its steps."""
@@ -80,3 +80,7 @@ class NoDelay(Strategy):
     async def leave(self, node: Node) -> None:
         """Take part in that merge."""
         node.correct(await self.merge, own=True)
+
+    async def begin_merge(self, node: Node) -> None:
+        """Snapshot now; merge beside training: P - s_i."""
+        self.merge = await node.merge_beside(Merge.offset)
