@@ -25,7 +25,7 @@ from freewheel.records.run import Run
 from freewheel.show.rows import history, most_telling, rows, total
 from freewheel.show.terminal import Screen, plain_line, spark
 
-ALL_HEADINGS = ["rank", "state", "steps", "steps/s", "blocked", "stale", "discrep.", "exch.", "MB/s", "loss"]
+ALL_HEADINGS = ["rank", "state", "steps", "steps/s", "waiting", "stale", "discrep.", "exch.", "MB/s", "loss"]
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_every_line_fits_and_every_worker_has_one(tmp_path, now, width, ended):
 def test_columns_are_left_out_in_a_sensible_order(tmp_path, now):
     run = Run(made.run(tmp_path, samples=20, ended=False))
     headings = {width: text(run, width)[3].split() for width in (40, 80, 140)}
-    assert headings[40] == ["rank", "state", "steps/s", "blocked", "loss"]
+    assert headings[40] == ["rank", "state", "steps/s", "waiting", "loss"]
     assert [one for one in ALL_HEADINGS if one != "steps"] == [
         one for one in headings[80] if one not in ("last", "15", "s")
     ]
@@ -259,10 +259,10 @@ def test_a_worker_without_exchanges_has_merges_or_neither(tmp_path, now):
 def test_a_line_for_a_log_has_the_totals(tmp_path, now):
     run = Run(made.run(tmp_path, samples=20, ended=False))
     assert plain_line(run) == (
-        "0:09  4 training  538 steps  56.6 steps/s  blocked 3.0 %  stale 1.50  538 exchanges  226 MB/s  "
+        "0:09  4 training  538 steps  56.6 steps/s  waiting 3.0 %  stale 1.50  538 exchanges  226 MB/s  "
         "loss 2.1589"
     )
-    assert plain_line(run, 60) == "0:09  4 training  538 steps  56.6 steps/s  blocked 3.0 %"
+    assert plain_line(run, 60) == "0:09  4 training  538 steps  56.6 steps/s  waiting 3.0 %"
 
 
 def test_a_total_of_workers_that_came_and_went_is_that_of_the_run(tmp_path, now):

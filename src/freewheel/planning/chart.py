@@ -8,7 +8,7 @@ from html import escape
 from freewheel.planning.forecast import CEILING, Forecast, of
 from freewheel.show.figures.common import Figure, axis, figure, line, log_axis
 from freewheel.show.report.page import document, places
-from freewheel.show.shown import Shown
+from freewheel.show.shown import Shown, hues
 
 Value = Callable[[Forecast], float | None]
 
@@ -42,7 +42,10 @@ FIGURES: dict[str, tuple[str, bool, Value]] = {
 def html(grown: dict[int, list[Forecast]], title: str, command: str) -> str:
     """The page, in the style of a report."""
     strategies = dict.fromkeys(one.name for found in reversed(grown.values()) for one in found)
-    curves = [Shown(strategy, place) for place, strategy in enumerate(strategies)]
+    curves = [
+        Shown(strategy, place, hue)
+        for place, (strategy, hue) in enumerate(zip(strategies, hues(strategies), strict=True))
+    ]
     figures = {str(at): _figure(grown, curves, heading) for at, heading in enumerate(FIGURES)}
     command = f'<pre class="command"><code>{escape(command)}</code></pre>'
     return document(title, command + places("By number of workers", curves, figures), figures)

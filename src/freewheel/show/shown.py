@@ -10,7 +10,7 @@ from typing import Any
 
 from freewheel.records.result import Result
 from freewheel.records.run import Run
-from freewheel.show.figures.palette import COLOURS, DASHES
+from freewheel.show.figures.palette import COLOURS, DASHES, OWN
 from freewheel.show.rows import Row, rows
 from freewheel.show.series import Series, series
 
@@ -24,6 +24,8 @@ class Shown:
 
     label: str
     place: int
+    hue: int
+    """Which of the colours it has; beyond them, dashes."""
     records: Run | None = None
     summary: Result | None = None
     unit_s: float = 1.0
@@ -44,12 +46,12 @@ class Shown:
     @property
     def colour(self) -> str:
         """The run's colour in every figure."""
-        return COLOURS[self.place % len(COLOURS)]
+        return COLOURS[self.hue % len(COLOURS)]
 
     @property
     def style(self) -> int:
         """Which of the dashes it has: the first eight runs have solid lines."""
-        return self.place // len(COLOURS) % len(DASHES)
+        return self.hue // len(COLOURS) % len(DASHES)
 
     @cached_property
     def series(self) -> Series:
@@ -80,11 +82,27 @@ def shown(runs: Sequence[Run]) -> list[Shown]:
     """Runs under the names of their strategies, and of their folders where those are alike."""
     names = [str(run.about.get("strategy") or run.folder.name) for run in runs]
     twins = Counter(names)
-    found = []
+    found, colours = [], hues(names)
     for place, (run, name) in enumerate(zip(runs, names, strict=True)):
         alike = twins[name] > 1 and name != run.folder.name
-        found.append(Shown(f"{name} · {run.folder.name}" if alike else name, place, run))
+        found.append(Shown(f"{name} · {run.folder.name}" if alike else name, place, colours[place], run))
     return timed(found)
+
+
+def hues(strategies: Sequence[str]) -> list[int]:
+    """A colour for each run: its strategy's own, unless an earlier run has it."""
+    owners: dict[int, int] = {}
+    for place, name in enumerate(strategies):
+        if name in OWN:
+            owners.setdefault(OWN[name], place)
+    given = {place: hue for hue, place in owners.items()}
+    others = [
+        *range(len(set(OWN.values())), len(COLOURS)),
+        *OWN.values(),
+        *range(len(COLOURS), len(strategies)),
+    ]
+    free = iter(hue for hue in dict.fromkeys(others) if hue not in owners)
+    return [given[place] if place in given else next(free) for place in range(len(strategies))]
 
 
 def timed(found: list[Shown]) -> list[Shown]:
@@ -119,7 +137,10 @@ def ranked(results: Sequence[Result], runs: Sequence[Run | None] = ()) -> list[S
         for place, name in zip(places, names, strict=True):
             labels[place] += f" ({name})"
     every = zip(labels, recorded, results, strict=True)
-    return [Shown(label, place, run, result) for place, (label, run, result) in enumerate(every)]
+    colours = hues([result.strategy for result in results])
+    return [
+        Shown(label, place, colours[place], run, result) for place, (label, run, result) in enumerate(every)
+    ]
 
 
 def _twins(labels: Sequence[str]) -> list[list[int]]:

@@ -34,7 +34,7 @@ WORDS = {
     "store back": "worker {} has the rendezvous again", "thinned": "records of worker {} were thinned",
     "slowed": "worker {} is slower",
 }  # fmt: skip
-DROPPED = ("steps", "exch.", "merges", "restarts", "sent", "node", "stale", "rate", "discrep.", "blocked",
+DROPPED = ("steps", "exch.", "merges", "restarts", "sent", "node", "stale", "rate", "discrep.", "waiting",
            "loss", "state")  # fmt: skip
 """Which columns go first where the terminal is narrow; `rate` is what is drawn."""
 
@@ -131,7 +131,7 @@ def _columns(shown: list[Row]) -> list[Column]:
         Column("steps", [f"{row.steps:,.0f}" for row in shown]),
         Column("steps/s", column([row.steps_per_s for row in shown])),
         Column("rate", [""] * len(shown), left=True),
-        Column("blocked", [share(row.blocked_share) for row in shown]),
+        Column("waiting", [share(row.blocked_share) for row in shown]),
         Column("stale", column([row.staleness for row in shown])),
         Column("discrep.", column([row.discrepancy for row in shown], 3)),
         # A strategy has exchanges or merges or neither, hardly ever both.
@@ -140,7 +140,7 @@ def _columns(shown: list[Row]) -> list[Column]:
         Column("sent", column(sent), unit),
         Column("loss", column([row.loss for row in shown], 4)),
     ]
-    always = ("state", "steps/s", "rate", "blocked")
+    always = ("state", "steps/s", "rate", "waiting")
     return [one for one in columns if one.key in always or any(cell != UNKNOWN for cell in one.cells)]
 
 
@@ -274,7 +274,7 @@ def plain_line(run: Run, width: int | None = None) -> str:
         ", ".join(f"{number} {state}" for state, number in states.most_common()),
         f"{row.steps:,.0f} steps",
         f"{column([row.steps_per_s])[0]} steps/s",
-        f"blocked {share(row.blocked_share)}",
+        f"waiting {share(row.blocked_share)}",
     ]
     if row.staleness is not None:
         parts.append(f"stale {column([row.staleness])[0]}")

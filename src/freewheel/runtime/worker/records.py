@@ -210,7 +210,7 @@ def line(sample: WorkerSample) -> str:
         f"{sample['elapsed_s']:.0f} s",
         f"step {sample['resumed_at'] + sample['steps']}",
         f"{sample['steps_per_s']:.1f} steps/s",
-        f"blocked {share(sample['blocked_share'])}",
+        f"waiting {share(sample['blocked_share'])}",
         f"exchanges {sample['exchanges']['done'] + sample['merges']['done']}",
         f"staleness {sample['staleness_mean']:.1f}",
     ]

@@ -171,7 +171,7 @@
       : one.elapsed_s < 60 ? "" : one.elapsed_s < 3600 ? "min:s" : "h:min:s"),
     tile("workers", `${one.there} of ${one.workers}`, one.faults ? `${one.faults} fault${one.faults === 1 ? "" : "s"}` : "no faults"),
     tile("worker-steps/s", digits(one.rate), one.ideal_share === null ? "" : percent(one.ideal_share) + " of ideal"),
-    tile("blocked", percent(one.blocked), "of worker-time"),
+    tile("waiting", percent(one.blocked), "of worker-time"),
     tile("staleness", digits(one.staleness), "mean"),
     tile("loss", digits(one.loss), one.loss_answer === null ? "training" : `answer ${digits(one.loss_answer)}`),
     tile("accuracy", percent(one.accuracy), one.accuracy === null ? "not measured" : "of the answer"),
@@ -181,7 +181,7 @@
     make("table", {}, make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { textContent: head })))),
       make("tbody", {}, ...rows)), ...below);
   const compared = () => {
-    const heads = ["run", "state", "time", "workers", "worker-steps/s", "of ideal", "blocked", "staleness", "loss",
+    const heads = ["run", "state", "time", "workers", "worker-steps/s", "of ideal", "waiting", "staleness", "loss",
       "accuracy", "faults"];
     const rows = document_.shown.map((one) => [lasted(one.elapsed_s), `${one.there} of ${one.workers}`,
       digits(one.rate), percent(one.ideal_share), percent(one.blocked), digits(one.staleness),
@@ -230,7 +230,7 @@
     ...lines.map((text) => make("p", { className: "warn", textContent: text })));
 
   const columns = [["worker", (v) => String(v)], ["state", String], ["life", String], ["steps", digits],
-    ["steps/s", digits], ["blocked", percent], ["staleness", digits], ["distance", digits], ["exchanges", digits],
+    ["steps/s", digits], ["waiting", percent], ["staleness", digits], ["distance", digits], ["exchanges", digits],
     ["sent", rate], ["loss", digits], ["windows", String], ["node", String]];
   let sorted = { column: null, down: false };
   const table = () => {
@@ -263,7 +263,7 @@
     if (focus >= 0) thead.querySelectorAll("button")[focus].focus();
     tbody.replaceChildren(...rows.map((row) => make("tr", {}, ...cells(row))));
     const live = document_.shown.some((one) => one.state === "live" && one.clock === "wall");
-    byId("workers-said").textContent = "Distance: to the last peer met. steps/s, blocked and sent: "
+    byId("workers-said").textContent = "Distance: to the last peer met. steps/s, waiting and sent: "
       + (live ? "of workers that train, over the last 5 s." : "over all the time of the worker.");
   };
   const about = () => byId("about").replaceChildren(...document_.about.map(({ label, rows }) => make("details", {},

@@ -199,10 +199,10 @@ def blocked_shares(runs: Sequence[Shown]) -> Figure:
     top = max((sum(share.values()) for share in shares), default=0.0)
     yaxis = {"title": {"text": "share of time"}, "range": [0, min(1.0, 1.12 * max(top, 0.01))]}
     yaxis["tickformat"] = ".0%" if top > 0.04 else ".1%"
-    empty = "Nobody was ever blocked." if shares else "No worker has made a step."
+    empty = "Nobody ever waited." if shares else "No worker has made a step."
     layout = {"barmode": "stack", "bargap": 0.25, "showlegend": True, "legend": LEGEND}
     said += " The rest is computing, and Freewheel’s own work."
-    return figure("Blocked, by cause", said, 280, data, empty, **layout, xaxis=xaxis, yaxis=yaxis)
+    return figure("Waiting, by cause", said, 280, data, empty, **layout, xaxis=xaxis, yaxis=yaxis)
 
 
 # -- how far behind, how far apart --

@@ -210,6 +210,6 @@ def _about(run: Run, rank: int, state: str) -> str:
     if (track := run.workers.get(rank)) is not None:
         per_s, loss = rate(track), track.value("loss")
         said += [f"{short(per_s)} steps/s"] if per_s is not None else []
-        said += [f"blocked {share(track.latest.get('blocked_share') or 0.0)}"]
+        said += [f"waiting {share(track.latest.get('blocked_share') or 0.0)}"]
         said += [f"loss {short(loss, 4)}"] if loss is not None else []
     return "<br>".join(said)

@@ -67,7 +67,7 @@ def _worker(life: dict[str, Any]) -> dict[str, str]:
         "steps/s": number(life["steps"] / alive_s if alive_s and "steps" in life else None),
         "computing": part(life.get("compute_s")),
         **{
-            f"blocked by {cause}{'s' * (cause == 'checkpoint')}": part(blocked.get(cause) or None)
+            f"waiting for {cause}{'s' * (cause == 'checkpoint')}": part(blocked.get(cause) or None)
             for cause in CAUSES
         },
         "staleness mean": number(life.get("staleness_mean")),

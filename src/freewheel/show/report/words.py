@@ -164,7 +164,10 @@ def _scenario(result: Result) -> str:
     settings, scenario, n = result.settings, result.scenario, result.workers
     compute, links = scenario.get("compute", {}), scenario.get("links", {})
     each = f", {scenario['steps']:,} each on average" if n > 1 and "steps" in scenario else ""
-    said = [f"{count(n, 'worker')} with {count(result.worker_steps, 'step')} in all{each}"]
+    budget = f"with {count(result.worker_steps, 'step')} in all{each}"
+    if scenario.get("seconds"):  # how many steps that makes is what a run shows
+        budget = f"for {given(scenario['seconds'])} s"
+    said = [f"{count(n, 'worker')} {budget}"]
     if compute:
         said.append(_compute(compute))
     elif "compute_ms" in scenario:
