@@ -227,23 +227,24 @@ KEYS = {
 
 
 def test_metrics_and_records(tmp_path):
-    def work(place: Place) -> dict[str, Any]:
+    def work(place: Place) -> tuple[dict[str, Any], int]:
         model = net(place.rank)
         worker = make(place, model, folder=tmp_path / "run")
         with worker:
-            for k in range(30):
-                worker.report(step(model, worker.optimizer, k + 100 * place.rank))
-            inside = worker.metrics()
+            made = 0
+            while made < 30 or not (
+                inside["bytes_in"] and inside["bytes_out"]
+            ):  # steps may be too fast to meet
+                worker.report(step(model, worker.optimizer, made + 1000 * place.rank))
+                made, inside = made + 1, worker.metrics()
         assert worker.metrics()["members"] == [0, 1], "after the block, those who were there when it ended"
-        return inside
+        return inside, made
 
-    for rank, metrics in enumerate(together(2, work)):
+    for rank, (metrics, made) in enumerate(together(2, work)):
         assert set(metrics) >= KEYS
         assert set(metrics["exchanges"]) == {"done", "busy", "half", "failed"}
         assert metrics["rank"] == rank
-        assert metrics["steps"] == 30
-        assert metrics["bytes_out"] > 0
-        assert metrics["bytes_in"] > 0
+        assert metrics["steps"] == made >= 30
         assert metrics["members"] == [0, 1]
         assert 0 <= metrics["blocked_share"] < 1
         assert metrics["loss"] < 100
@@ -251,7 +252,7 @@ def test_metrics_and_records(tmp_path):
         records = [json.loads(line) for line in text.splitlines()]
         assert [record["last"] for record in records] == [False] * (len(records) - 1) + [True]
         assert set(records[-1]) >= KEYS | {"time"}
-        assert records[-1]["steps"] == 30
+        assert records[-1]["steps"] == made
 
 
 def test_records_of_a_loss_that_is_no_number_are_json(tmp_path, no_environment):
