@@ -390,6 +390,11 @@ def test_the_scenario_is_told_in_words() -> None:
     assert "Worker 3 crashes at 0.5 s; the link of workers 3 and 1 is cut at 0.5 s." in said
 
 
+def test_a_budget_of_seconds_is_not_told_in_one_run_s_steps() -> None:
+    said = page_of([made("ddp", scenario={"seconds": 15.0})]).said
+    assert "4 workers for 15 s." in said
+
+
 def test_runs_of_one_strategy_are_told_apart() -> None:
     four, eight = made("sasgd", {"interval": 4, "scale": None}), made("sasgd", {"interval": 8, "scale": None})
     page = page_of([four, eight, eight, made("adpsgd")])

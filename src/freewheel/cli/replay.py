@@ -9,9 +9,8 @@ from freewheel.errors import ConfigError
 from freewheel.records.files import check_writable, write_whole
 from freewheel.records.find_run import find_runs
 from freewheel.records.run import Run
-from freewheel.show.replay import MOST, html
+from freewheel.show.replay import MOST, html, title_of, two
 from freewheel.show.replay.perfetto import as_perfetto
-from freewheel.show.versus import BASELINES
 
 
 def replay(
@@ -29,25 +28,8 @@ def replay(
         print(f"Trace, open it at ui.perfetto.dev: {out.resolve()}")
         return
     if len(folders) == 1 and len(runs) > 2:
-        runs = _two(runs)
+        runs = two(runs)
     if len(runs) > MOST:
         raise ConfigError(f"a replay shows at most {MOST} runs, not {len(runs)}; name some of them.")
-    write_whole(out, html(runs, _title(runs)))
+    write_whole(out, html(runs, title_of(runs)))
     print(f"Replay: {out.resolve()}")
-
-
-def _two(runs: list[Run]) -> list[Run]:
-    """Of many runs the baseline, and the one that ended first."""
-    named = {str(run.about.get("strategy")): run for run in runs}
-    baseline = next((named[one] for one in BASELINES if one in named), runs[0])
-    others = [run for run in runs if run is not baseline]
-    return [baseline, min(others, key=lambda run: run.ended_s - run.began_s)]
-
-
-def _title(runs: list[Run]) -> str:
-    about = runs[0].about
-    slow = about.get("settings", {}).get("scenario", {})
-    factors = slow.get("slow") or (slow.get("compute") or {}).get("slow") or {}
-    who = [f"worker {rank} is {float(factor):g}× slower" for rank, factor in factors.items()]
-    task = str(about.get("name", runs[0].folder.name)).partition(":")[0]
-    return ", ".join([f"{task} on {about.get('workers', len(runs[0].ranks))} workers", *who])

@@ -41,7 +41,7 @@ FIGURES: dict[str, tuple[str, bool, Value]] = {
 
 def html(grown: dict[int, list[Forecast]], title: str, command: str) -> str:
     """The page, in the style of a report."""
-    strategies = dict.fromkeys(one.name for found in reversed(grown.values()) for one in found)
+    strategies = list(dict.fromkeys(one.name for found in reversed(grown.values()) for one in found))
     curves = [
         Shown(strategy, place, hue)
         for place, (strategy, hue) in enumerate(zip(strategies, hues(strategies), strict=True))

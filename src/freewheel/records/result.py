@@ -69,6 +69,7 @@ class Result:
         slow = found.get("slow")
         fits = {
             "steps": isinstance(found.get("steps"), int),
+            "seconds": isinstance(found.get("seconds"), int | float),
             "compute_ms": isinstance(found.get("compute_ms"), int | float),
             "slow": isinstance(slow, dict) and all(isinstance(one, int | float) for one in slow.values()),
         }

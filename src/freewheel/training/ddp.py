@@ -22,7 +22,7 @@ from freewheel.records.run_json import run_json, typed
 from freewheel.records.schema import WorkerSample, worker_sample
 from freewheel.records.timeline import Timeline
 from freewheel.runtime.membership.place import Place
-from freewheel.runtime.membership.rendezvous import options_alone
+from freewheel.runtime.membership.rendezvous import launched_options
 from freewheel.runtime.worker.records import Events, Recorder
 from freewheel.training.job import DDP, Job
 
@@ -71,7 +71,7 @@ class DdpBooks:
 
     def about(self, lr: float, optimizer: torch.optim.Optimizer) -> None:
         """Let run.json be written."""
-        job, options = self._job, options_alone(Place.read())
+        job, options = self._job, launched_options(Place.read())
         settings = {
             "strategy": {},
             "scenario": {"optimizer": type(optimizer).__name__, **job.scenario()},

@@ -8,17 +8,17 @@ from html import escape
 from importlib.resources import files
 
 from freewheel.records.run import Run
+from freewheel.show.figures.palette import COLOURS
 from freewheel.show.replay.played import Played, played
 from freewheel.show.replay.story import LABELS, goal, labels, story, waits
+from freewheel.show.shown import hues
+from freewheel.show.versus import BASELINES
 
-__all__ = ["LABELS", "MOST", "html"]
+__all__ = ["LABELS", "MOST", "html", "title_of", "two"]
 
 MOST = 4
 """Runs on one page."""
 
-OWN = {"ddp": "#c2503b", "allreduce": "#c2503b", "adpsgd": "#2f7ef5", "nodelay_free": "#16996a"}
-COLOURS = ("#9254de", "#0e7490", "#c0267a", "#4d5b70")
-"""For all others. Orange is the straggler's."""
 STEPS_SHOWN = 5
 """So many steps of the slowest worker fill the lanes."""
 
@@ -26,6 +26,7 @@ STEPS_SHOWN = 5
 def html(runs: Sequence[Run], title: str) -> str:
     """The whole page, which needs nothing else."""
     all_played = [played(run) for run in runs]
+    strategies = [one.strategy for one in all_played]
     target = goal(all_played)
     simulated = {run.clock == "virtual" for run in runs}
     about = "Simulated, in virtual time." if simulated == {True} else "Real processes."
@@ -43,8 +44,8 @@ def html(runs: Sequence[Run], title: str) -> str:
         "usual": min(means),
         "speed": _speed(max(one.seconds for one in all_played)),
         "runs": [
-            {**one.as_json(), "colour": colour, "short": name, "label": _label(one, name)}
-            for one, colour, name in zip(all_played, _colours(all_played), labels(all_played), strict=True)
+            {**one.as_json(), "colour": COLOURS[hue], "short": name, "label": _label(one, name)}
+            for one, hue, name in zip(all_played, hues(strategies), labels(all_played), strict=True)
         ],
     }
     page = files(__package__)
@@ -59,19 +60,28 @@ def html(runs: Sequence[Run], title: str) -> str:
     )
 
 
+def two(runs: Sequence[Run]) -> list[Run]:
+    """Of many runs the baseline, and the one that ended first."""
+    named = {str(run.about.get("strategy")): run for run in runs}
+    baseline = next((named[one] for one in BASELINES if one in named), runs[0])
+    others = [run for run in runs if run is not baseline]
+    return [baseline, min(others, key=lambda run: run.ended_s - run.began_s)]
+
+
+def title_of(runs: Sequence[Run]) -> str:
+    """What is played, and who is slow."""
+    about = runs[0].about
+    slow = about.get("settings", {}).get("scenario", {})
+    factors = slow.get("slow") or (slow.get("compute") or {}).get("slow") or {}
+    who = [f"worker {rank} is {float(factor):g}× slower" for rank, factor in factors.items()]
+    task = str(about.get("name", runs[0].folder.name)).partition(":")[0]
+    return ", ".join([f"{task} on {about.get('workers', len(runs[0].ranks))} workers", *who])
+
+
 def _label(run: Played, name: str) -> str:
     """Longer where there is more to say."""
     own = LABELS.get(run.strategy, name)
     return own if own.startswith(name) else name
-
-
-def _colours(runs: Sequence[Played]) -> list[str]:
-    """Each strategy's own where it is free."""
-    taken: list[str] = []
-    for run in runs:
-        choices = (OWN.get(run.strategy, COLOURS[0]), *COLOURS)
-        taken.append(next(one for one in choices if one not in taken))
-    return taken
 
 
 def _speed(length_s: float) -> float:

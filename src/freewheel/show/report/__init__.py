@@ -9,6 +9,8 @@ from freewheel.errors import ConfigError
 from freewheel.records.files import write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
+from freewheel.show import replay
+from freewheel.show.replay import title_of, two
 from freewheel.show.report.content import content
 from freewheel.show.report.markdown import text
 from freewheel.show.report.page import page
@@ -36,7 +38,16 @@ def write(
 def html(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: str, command: str) -> str:
     """The report as one page. `runs` are the records of the results, in the same order, if there are any."""
     shown = _shown(results, runs)
-    return page(shown, content(shown), title, command)
+    return page(shown, content(shown), title, command, _replay([run for run in runs if run is not None]))
+
+
+def _replay(runs: Sequence[Run]) -> str:
+    """The page that plays the runs, of many the baseline and the fastest; nothing without timelines."""
+    try:
+        chosen = two(runs) if len(runs) > 2 else runs
+        return replay.html(chosen, title_of(chosen)) if chosen else ""
+    except ConfigError:
+        return ""
 
 
 def markdown(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: str, command: str) -> str:

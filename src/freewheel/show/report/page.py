@@ -19,8 +19,10 @@ OPEN = 16
 """A single run's table of so many workers is shown at once; a longer one is folded."""
 
 
-def page(runs: Sequence[Shown], sections: Sequence[Section], title: str, command: str) -> str:
-    """The sections as HTML, with the figures that a page can draw."""
+def page(
+    runs: Sequence[Shown], sections: Sequence[Section], title: str, command: str, replay: str = ""
+) -> str:
+    """The sections as HTML, with the figures that a page can draw, and a page that plays the runs."""
     figures, omitted = all_figures(runs)
     body = []
     for section in sections:
@@ -30,6 +32,9 @@ def page(runs: Sequence[Shown], sections: Sequence[Section], title: str, command
             body.append(places(section.title, runs, figures, omitted))
         else:
             body.append(_section(section, len(runs) == 1))
+        if section.kind == "see" and replay:
+            page = f'<iframe title="Replay" loading="lazy" srcdoc="{escape(replay)}"></iframe>'
+            body.append(f"<section><h2>Replay</h2>{page}</section>")
     return document(title, "\n".join(body), figures)
 
 
