@@ -19,7 +19,8 @@ from typing import Any
 
 import freewheel as fw
 from freewheel.records.run import Run
-from freewheel.show.replay import LABELS, OWN, html
+from freewheel.show.figures import palette
+from freewheel.show.replay import LABELS, html
 from freewheel.strategies import ALL
 
 DOCS = Path(__file__).parent
@@ -28,6 +29,7 @@ WORKERS, SLOW = 6, 5
 STRAGGLER = fw.Compute(ms=50, kind="lognormal", spread=0.1, slow={0: SLOW})
 COMPUTING, SLOWLY, WAITING, MEETING, LINE = "#3b82f6", "#f0791e", "#f4c9c0", "#1e3a8a", "#e2e5ea"
 INK, PALE = "#1b2230", "#667085"
+OWN = {name: palette.COLOURS[hue] for name, hue in palette.OWN.items()}
 BASELINE = OWN["ddp"]
 COLOURS = ("#2f7ef5", "#16996a", "#9254de", "#0e7490", "#c0267a", "#4d5b70")
 """Of curves. Orange is the straggler's alone."""

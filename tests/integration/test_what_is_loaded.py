@@ -92,11 +92,19 @@ def test_a_short_pass_is_shared_alike():
     ],
 )
 def test_workers_with_other_data_are_refused_by_name(make, message):
+    begun, over = threading.Event(), threading.Event()
+
     def work(place):
         made, _ = worker(place, model(), "none")
         with made as me:
-            for _ in make(me):
-                pass
+            if place.rank == 1:
+                assert begun.wait(60)
+            try:
+                for _ in make(me):
+                    begun.set()  # worker 0's is known: the other one is another
+                    assert place.rank == 1 or over.wait(60)
+            finally:
+                over.set() if place.rank == 1 else begun.set()
 
     first, second = outcomes(2, work)
     assert first is None

@@ -302,9 +302,9 @@ class Fabric:
         """Why a peer is out of reach."""
         return self._lost.get(peer, "not there")
 
-    def need(self, peer: int) -> None:
-        """Raise PeerLost unless a peer is within reach."""
-        if peer not in self._reach:
+    def need(self, peer: int, epoch: int | None = None) -> None:
+        """Raise PeerLost unless a peer is within reach, and has been since an epoch."""
+        if peer not in self._reach or epoch not in (None, self.epoch(peer)):
             raise PeerLost(peer, self.why_lost(peer))
 
     def deliver(self, message: Message) -> None:

@@ -116,7 +116,7 @@ class Connection:
     ) -> Outgoing:
         """Let a frame leave after those before it."""
         fabric, counted = self.fabric, kind is Kind.MESSAGE and tag[0] != RUNTIME
-        near = vector is not None and self._near(tag, vector)
+        near = vector is not None and not negated and self._near(tag, vector)
         wire = fabric.wire_of(tag)
         of_vector = (None, 0) if vector is None else (wire, vector.numel())
         head = b"" if near else fabric.me.frame(kind, tag, note, *of_vector)

@@ -28,7 +28,7 @@ from freewheel.fabric.connection import Connection, Vectors
 from freewheel.fabric.frames import BadFrame, Kind
 from freewheel.fabric.notes import pack
 from freewheel.fabric.transfers import LONG, Outgoing, add_up, combine_all, combine_two, shares, spread
-from freewheel.fabric.windows import DEVICE, HOST, KINDS, STREAM
+from freewheel.fabric.windows import DEVICE, HOST, KINDS, LONGEST_LOCATOR, STREAM
 
 Ready: TypeAlias = tuple[int, list[int], list[float]]
 """Which kind of window a member's vector lies in, whose windows of that kind it sees, and where it lies."""
@@ -80,7 +80,7 @@ class Together(Vectors):
 
     @contextlib.asynccontextmanager
     async def _lent(self, vector: Tensor, kind: str, peers: Sequence[int]) -> AsyncIterator[Tensor]:
-        """The same, for peers that write the result over it."""
+        """A vector where peers see it (`published`), who write the result over it."""
         shown = await self.published(vector, kind)
         writers = [peer for peer in peers if kind != STREAM and self.kind(peer) == kind]
         try:
@@ -107,13 +107,14 @@ class Together(Vectors):
     ) -> Tensor:
         """See Fabric.swap; both begin by saying whether they have a vector, and where it lies."""
         self.need(peer)
-        kind = self.kind(peer)
+        kind, epoch = self.kind(peer), self.epoch(peer)
         if mine is None:
             self.post(peer, tag)
             raise NotNow
         halves = shares(mine.numel(), 2)
         own, other = halves if self.rank < peer else reversed(halves)
         async with self._lent(mine, kind, (peer,)) as shown:
+            self.need(peer, epoch)  # who was lost meanwhile has forgotten this swap
             if kind == STREAM:
                 await self._swap_streams(peer, tag, shown[own], shown[other], meet, told)
                 return mine
@@ -122,6 +123,7 @@ class Together(Vectors):
                 raise NotNow
             theirs = await self.opened(peer, where, mine.numel())
             await self.transfers.work(mine.numel() // 2, lambda: combine_two(shown[own], theirs[own], meet))
+            self.need(peer, epoch)
             self.post(peer, tag)
             told()
             await self.receive(tag, peer)
@@ -280,9 +282,10 @@ def _cliques(ready: dict[int, Ready]) -> list[list[Shown]]:
 def _read_ready(message: Message) -> Ready:
     """What a member says when it has published its vector."""
     ready: Ready = message.read(READY)
-    if not 0 <= ready[0] < len(KINDS):
+    kind, sees, locator = ready
+    if not 0 <= kind < len(KINDS) or len(locator) > LONGEST_LOCATOR:
         raise message.bad("a window of no kind")
-    return ready
+    return kind, list(set(sees)), locator
 
 
 def _read_groups(message: Message, members: Sequence[int]) -> list[list[Shown]]:

@@ -79,9 +79,13 @@ class HostWindow(mmap.mmap):
     def open(cls, pid: int, size: int, fd: int) -> HostWindow:
         """A peer's; OSError if this is not one, ProcessLookupError if the peer is no more."""
         path = Path(f"/proc/{pid}/fd/{fd}")
-        if not path.parent.exists():
-            raise ProcessLookupError("its process has ended")
-        if path.readlink().name != f"memfd:{NAME} (deleted)":
+        try:
+            name = path.readlink().name
+        except OSError:
+            if _ended(pid):
+                raise ProcessLookupError("its process has ended") from None
+            raise
+        if name != f"memfd:{NAME} (deleted)":
             raise OSError(f"{path} is not a window")
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -126,6 +130,14 @@ class HostWindow(mmap.mmap):
     def __del__(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
             os.close(self.fd)
+
+
+def _ended(pid: int) -> bool:
+    """Whether a process is no more, or only waits for its parent to look."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def _unpin(address: int) -> None:
@@ -462,12 +474,18 @@ class Windows:
         self._probes.clear()
 
 
+LONGEST_LOCATOR = 68
+"""Numbers: a device window's, with its handle."""
+
+
 def is_locator(note: Note) -> bool:
     """Whether numbers that came from a peer can be a locator."""
     if len(note) < 5 or not all(0 <= number < 2**53 and number == int(number) for number in note):
         return False
     kind = int(note[0])
-    return (kind == 1 and len(note) == 5) or (kind == 2 and len(note) == 68 and max(note[4:]) < 256)
+    return (kind == 1 and len(note) == 5) or (
+        kind == 2 and len(note) == LONGEST_LOCATOR and max(note[4:]) < 256
+    )
 
 
 def place() -> str:

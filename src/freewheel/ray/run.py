@@ -125,7 +125,12 @@ class Driver:
 
         def create(rank: int) -> None:
             actor = Worker.options(  # type: ignore[attr-defined]
-                name=f"{self.name}-{rank}", namespace=NAMESPACE, scheduling_strategy="SPREAD", **options
+                **{
+                    "scheduling_strategy": "SPREAD",
+                    **options,
+                    "name": f"{self.name}-{rank}",
+                    "namespace": NAMESPACE,
+                }
             ).remote(f"{self.name}-book", number, rank, most, shared, self.folder is not None)
             self.actors[rank] = actor
             self.left[actor.run.remote(target, os.getcwd(), restarts)] = rank

@@ -29,7 +29,7 @@ from freewheel.runtime.launch.keys import contexts
 from freewheel.runtime.membership.hosts import listen
 
 PORT = 29600
-VISITORS = 8
+VISITORS = 4096  # places, of which each takes one by chance
 VISIT_S = 120.0  # of one visitor, at most
 SILENT_S = 10.0  # without a sign of life, at most
 PINGS = 21
@@ -160,7 +160,7 @@ async def _worker(rank: int, tls: Path | None) -> AsyncIterator[TcpFabric]:
     """One end of the network: rank 0 serves, the others visit it."""
     ends = contexts(tls) if tls else None
     key = secret.derive(secret.of_keys(tls) if tls else b"", "doctor")
-    life = (1 << 32) - 1 - int(time.time())  # of two that take one place the first stays
+    life = (1 << 32) - 1 - time.time_ns() // 1000 % (1 << 32)  # of two that take one place the first stays
     version = importlib.metadata.version("freewheel")
     me = Identity(key, rank, 1 + VISITORS, life, version, "links", PIECE.numel())
     fabric = TcpFabric(me, Counters(), tls=ends, silence_s=SILENT_S)

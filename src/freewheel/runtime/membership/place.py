@@ -77,14 +77,15 @@ class Place:
         if _given is not None and environment is os.environ:
             return _given
         environment = _in_our_words(shown(environment))
-        if not {"RANK", "WORLD_SIZE", STORE, "JOB_COMPLETION_INDEX"} & environment.keys():
+        known = {"RANK", "WORLD_SIZE"} & environment.keys()
+        if not known and not any(environment.get(name) for name in (STORE, "JOB_COMPLETION_INDEX")):
             return cls()
         names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
         missing = [name for name in names if not environment.get(name)]
         if missing and environment.get("WORLD_SIZE") != "1":
             raise ConfigError(
                 f"the environment has no {', '.join(missing)}. Start workers with `freewheel run` or "
-                f"torchrun, or set {', '.join(names)}; with none of them set a script trains alone."
+                f"torchrun, or set {', '.join(names)}; with WORLD_SIZE=1 a script trains alone."
             )
         numbers = {}
         for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"):

@@ -301,7 +301,7 @@ class Rendezvous:
     def leave(self, why: str) -> None:
         """Tell those who still gather that this worker is not coming, and that it cannot be copied."""
         self.hurry()  # the store may be why, or may have left with worker 0
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(RuntimeError, OSError):
             self._store.set(f"absent/{self.place.rank}", why)
             if self._store.check(here := f"here/{self.place.rank}"):
                 self._store.set(here, "0")

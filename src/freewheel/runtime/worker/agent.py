@@ -112,14 +112,12 @@ class Agent:
     def wait(self, work: Coroutine[Any, Any, T], given_up: Callable[[], bool] = lambda: False) -> T | None:
         """The same, but not if something has failed beside training; None: it was given up."""
         asked = self.begin(work)
-        while not asked.cancelled():
-            try:
-                return asked.result(timeout=0.2)
-            except concurrent.futures.TimeoutError:
-                self.check()
-                if given_up():
-                    asked.cancel()
-        return None
+        while not concurrent.futures.wait([asked], 0.2).done:
+            self.check()
+            if given_up():
+                asked.cancel()
+                return None
+        return asked.result()
 
     def check(self) -> None:
         """Raise what failed beside training."""

@@ -1,7 +1,7 @@
 """Leaving before the others: SIGTERM, or `worker.leave()`, and the time there is for it.
 
 A cloud, Slurm or Kubernetes gives notice with SIGTERM and kills later. The worker goes on to the next moment
-at which nothing is half done (Worker._between), leaves there, and the script ends with exit code 0. Where no
+at which nothing is half done (Life._between), leaves there, and the script ends with exit code 0. Where no
 such moment comes in half of the time, as in a step that takes minutes, it leaves where it is.
 """
 
@@ -108,8 +108,10 @@ class Leaving:
         """
         self.going = True
         if threading.current_thread() is threading.main_thread():
-            self._children = signal.getsignal(signal.SIGCHLD)
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            before = signal.getsignal(signal.SIGCHLD)
+            if callable(before):  # others raise nothing
+                self._children = before
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
     def unwatch(self) -> None:
         """Let signals mean what they meant before."""

@@ -194,11 +194,11 @@ class Life:
         checks.leave(self._model)
         self._replica.end_moving()  # a step may have raised
         failure, left = error, False
-        if error is not None and "number of total steps" in str(error):  # OneCycleLR
-            error.add_note(checks.TOO_MANY_STEPS)
         try:
             if error is None:
                 self._end_well()
+            elif isinstance(error, ValueError) and "number of total steps" in str(error):  # OneCycleLR
+                error.add_note(checks.TOO_MANY_STEPS)
             elif left := (self._leaving.asked and ends(error)) or exits_well(error):
                 self._leaving.ask()
                 self._depart()
@@ -211,7 +211,6 @@ class Life:
             failure = late
             raise
         finally:
-            self._leaving.unwatch()
             why = FINISHED if failure is None else f"it left with {type(failure).__name__}"
             if isinstance(failure, Diverged):
                 why = str(failure)
@@ -228,6 +227,7 @@ class Life:
                 self._checkpoints.wait()
                 if account.recorder is not None:
                     account.recorder.write_rest()
+                self._leaving.unwatch()
 
     def _end_well(self) -> None:
         """The loop has ended: wait for the others, and take the mean."""
