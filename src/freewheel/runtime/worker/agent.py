@@ -282,6 +282,7 @@ class Agent:
             )
 
         answer = await self.ending.run(somebody_comes) or await self.answers.consensus()
+        self.events.over = True  # who goes now goes with this worker
         if rendezvous is not None:
             self.lack(await asyncio.to_thread(rendezvous.refused, self.fabric.members))
         self._name_absent(self.ending.members or self.fabric.members)

@@ -244,7 +244,6 @@ class Life:
             self._depart()
             raise
         account.members = list(self._agent.ending.members) or account.members
-        account.events.over = True
         said = account.members if self._store is None else self._store.end(account.members)
         if self.rank not in said:
             raise WorkerLost(
