@@ -5,8 +5,9 @@
 A form is a name with settings: `all` (gradients of all are averaged), `pairs` (random pairs average, the
 correction comes `delay` steps late), `merge` (all average, which takes `delay` steps), `local` (all average
 every `interval` steps); with lr, warmup (steps), moments=1 (averaged too), nesterov=0, early and late (shares
-of the steps, at the beginning and the end, without delay) and seed. Nothing here uses Freewheel's engine:
-it is a check of it.
+of the steps, at the beginning and the end, without delay), fresh (the share of pairs that meet without delay),
+callers=1 (of each pair one is corrected without delay) and seed. Nothing here uses Freewheel's engine: it is
+a check of it.
 """
 
 from __future__ import annotations
@@ -78,6 +79,15 @@ def pairs(workers: int, draws: torch.Generator, device: torch.device) -> Tensor:
     return partner
 
 
+def fresh_now(partner: Tensor, fresh: float, draws: torch.Generator) -> Tensor:
+    """Who is corrected without delay: both of some pairs, or else one of each."""
+    ranks = torch.arange(len(partner), device=partner.device)
+    if not fresh:
+        return (ranks < partner).unsqueeze(1)
+    chance = torch.rand(len(partner), generator=draws, device=partner.device)
+    return (chance[torch.minimum(ranks, partner)] < fresh).unsqueeze(1)
+
+
 def run(replicas: Replicas, form: str, steps: int) -> str:
     """Train by one form; its figures in words."""
     kind, *settings = form.split(":")
@@ -85,6 +95,7 @@ def run(replicas: Replicas, form: str, steps: int) -> str:
     lr_top, warmup = float(given.get("lr", 0.4)), float(given.get("warmup", steps / 20))
     usual = {"delay": 1, "interval": 8, "moments": 0, "nesterov": 1}
     delay, interval, moments, nesterov = (int(given.get(key, usual[key])) for key in usual)
+    fresh, callers = float(given.get("fresh", 0)), int(given.get("callers", 0))
     early, late = float(given.get("early", 0)) * steps, steps - float(given.get("late", 0)) * steps
     draws = torch.Generator(device=replicas.device).manual_seed(int(given.get("seed", 1)))
     x = replicas.start.repeat(replicas.workers, 1)
@@ -107,6 +118,10 @@ def run(replicas: Replicas, form: str, steps: int) -> str:
             if kind == "pairs":
                 partner = pairs(replicas.workers, draws, replicas.device)
                 under_way = ((x[partner] - x) / 2, (v[partner] - v) / 2)
+                if fresh or callers:
+                    now = fresh_now(partner, fresh, draws)
+                    x = x + now * under_way[0]
+                    under_way = ((~now) * under_way[0], under_way[1])
             else:
                 under_way = (x.mean(0) - x, v.mean(0) - v)
             due = step + delay
