@@ -25,6 +25,7 @@ from freewheel.fabric.free_merges import FreeMerges
 from freewheel.fabric.lineage import View
 from freewheel.fabric.merges import Group, Merge, Merges
 from freewheel.fabric.views import Views
+from freewheel.patience import Patience
 from freewheel.replica import Replica
 from freewheel.topology import Topology
 
@@ -200,6 +201,15 @@ class Node:
             if (left_s := self._stepped_s + ready_s - now_s) > 0:
                 await asyncio.sleep(left_s)
 
+    async def linger(self, patience: Patience, work: Coroutine[Any, Any, Any]) -> None:
+        """In `after_step`: let training wait for communication as long as there is patience.
+
+        After that it goes on beside.
+        """
+        task, longest_s = self._spawn(work), max(self._recent_s, default=0.0)
+        await asyncio.wait({task}, timeout=patience.most * longest_s)
+        patience.learn(not task.done())
+
     def beside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start communication that training does not wait for; await what is returned to get its result."""
         return self._spawn(work)
@@ -269,6 +279,10 @@ class Node:
     async def exchange(self, peer: int) -> bool:
         """Swap snapshots with a peer; both add `Strategy.meet` of the two. False: busy, or gone."""
         return await self._exchanges.call(peer)
+
+    async def exchange_over(self) -> None:
+        """Wait until this worker is in no exchange."""
+        await self._exchanges.over()
 
     async def hand_over(self) -> None:
         """As a worker that leaves: let the mean of the others become the mean of all, this one included."""

@@ -127,6 +127,10 @@ class Strategy:
     async def after_step(self, node: Node) -> None:
         """The optimizer has moved the weights."""
 
+    def stops(self, node: Node) -> bool:
+        """Whether training is to stop for `after_step` at this boundary; asked in the training thread."""
+        return True
+
     async def background(self, node: Node) -> None:
         """Beside training."""
 

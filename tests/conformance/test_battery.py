@@ -28,6 +28,7 @@ ROWS = [
     "adpsgd:topology=bipartite_ring",
     "adpsgd:topology=star:every=2",
     "adpsgd:topology=one_peer_exponential",
+    "adpsgd:patience=0.5",
     "dpsgd:topology=complete",
     "dpsgd:topology=one_peer_exponential",
     "dpsgd:topology=torus",

@@ -22,6 +22,7 @@ SHORT, MANY_PIECES = 3000, 2 * PIECE + HOST_PIECE + 5
 EXCHANGES = [
     ("adpsgd", "fp32", SHORT, True),
     ("adpsgd:topology=ring", "fp32", SHORT, True),
+    ("adpsgd:patience=1", "fp32", SHORT, True),
     ("nodelay_free", "fp32", SHORT, True),
     ("nodelay_free:tau=3", "fp32", SHORT, True),
     ("adpsgd", "bf16", SHORT, True),

@@ -140,6 +140,10 @@ class Exchanges:
     async def pause(self) -> None:
         """Take part in no further exchange; return when the one under way is over."""
         self.paused = True
+        await self.over()
+
+    async def over(self) -> None:
+        """Wait until no exchange is under way."""
         while self.partner is not None:
             self._freed.clear()
             await self._freed.wait()

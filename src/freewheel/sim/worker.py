@@ -141,7 +141,7 @@ class SimulatedWorker:
             rate = rate_of(self)
             study.step(rate)
         counters.steps += 1
-        if self._after:
+        if self._after and strategy.stops(node):
             counters.wait("peers", self.loop.time())
             await strategy.after_step(node)
             counters.go_on(self.loop.time())

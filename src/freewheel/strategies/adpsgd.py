@@ -8,8 +8,12 @@ from freewheel import topology
 from freewheel.errors import at_least
 from freewheel.fabric.base import Pull
 from freewheel.node import Node
+from freewheel.patience import Patience
 from freewheel.strategy import Machines, Strategy
 from freewheel.topology import Topology
+
+AT_BOUNDARY = 8
+"""How many neighbours a worker asks while it waits at its boundary."""
 
 
 @dataclass
@@ -28,7 +32,8 @@ class ADPSGD(Strategy):
 
     Settings: topology (who may meet whom), tries (neighbours asked before the worker lets a step pass
     without an exchange), every (steps for each exchange), per_step (exchanges in a step, where the links
-    are fast), quasi_global (momentum follows the way the weights went).
+    are fast), quasi_global (momentum follows the way the weights went), patience (the share of a step that a
+    worker waits at most for an exchange it begins at its boundary; 0: it never does).
     Late, lost and doubled messages: a late peer delays only the pair's own exchange, never a step. A peer
     lost before both have both snapshots: neither corrects. See fabric/exchange.py.
 
@@ -54,6 +59,7 @@ class ADPSGD(Strategy):
     every: int = 1
     per_step: int = 1
     quasi_global: bool = False
+    patience: float = 0.0
 
     @classmethod
     def round_s(cls, machines: Machines) -> float:
@@ -65,13 +71,36 @@ class ADPSGD(Strategy):
         at_least("adpsgd: tries", self.tries, 1)
         at_least("adpsgd: every", self.every, 1)
         at_least("adpsgd: per_step", self.per_step, 1)
+        at_least("adpsgd: patience", self.patience, 0)
         topology.resolve(self.topology, world_size)
+
+    def defines(self, method: str) -> bool:
+        """Without patience no step waits."""
+        return super().defines(method) and (self.patience > 0 or method != "after_step")
+
+    async def start(self, node: Node) -> None:
+        """Be patient anew."""
+        self.moment = Patience(self.patience)
 
     meet = Pull(0.5)
     """Half of the difference, on both sides."""
 
+    def stops(self, node: Node) -> bool:
+        """Where waiting is worth it."""
+        return node.steps % self.every == 0 and self.moment.tries(node.steps)
+
+    async def after_step(self, node: Node) -> None:
+        """Wait a moment for an exchange."""
+        graph = topology.resolve(self.topology, node.world_size)
+        if graph.initiates(node.rank):
+            await node.linger(self.moment, self._fresh(node, graph))
+
+    async def _fresh(self, node: Node, graph: Topology) -> None:
+        await node.exchange_over()  # what is under way has nothing of the last step
+        await self._exchange(node, graph, AT_BOUNDARY)
+
     async def background(self, node: Node) -> None:
-        """So many exchanges for each step, with the first free one of a few random neighbours."""
+        """So many exchanges for each step, at its end or late in it."""
         graph = topology.resolve(self.topology, node.world_size)
         if not graph.initiates(node.rank):
             return
@@ -80,8 +109,11 @@ class ADPSGD(Strategy):
             await node.next_step(self.every)
             for number in range(1, self.per_step + 1):
                 await node.late(number / self.per_step)
-                if node.exchanges >= before + number:
-                    continue  # another worker called: that was this worker's exchange
-                for peer, _ in zip(node.peers(graph), range(self.tries), strict=False):
-                    if await node.exchange(peer):
-                        break
+                if node.exchanges < before + number:  # else another worker called, or it was at the boundary
+                    await self._exchange(node, graph, self.tries)
+
+    async def _exchange(self, node: Node, graph: Topology, tries: int) -> None:
+        """With the first free one of a few random neighbours."""
+        for peer, _ in zip(node.peers(graph), range(tries), strict=False):
+            if await node.exchange(peer):
+                break

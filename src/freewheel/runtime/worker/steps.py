@@ -271,7 +271,7 @@ class Steps:
         self._computed_s = 0.0
         node.counters.steps += 1
         self._checkpoints.used()
-        if self._after is not None:
+        if self._after is not None and self._agent.strategy.stops(node):
             replica.end_moving()
             self.stepping = False
             self._wait(self._after)
@@ -299,7 +299,11 @@ class Steps:
     def _wait(self, act: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         """Let training wait for the strategy."""
         agent, strategy = self._agent, self._agent.strategy
+        began_s = time.perf_counter()
         self._replica.catch_up()
+        drained_s = time.perf_counter() - began_s  # a device has computed so long
+        agent.counters.compute_s += drained_s
+        self._computed_s += drained_s
         agent.counters.wait("peers", time.perf_counter())
         stepping, self.stepping = self.stepping, True
         work = self._work = agent.begin(self._parked(act))

@@ -1,0 +1,28 @@
+"""How long a worker waits at its boundary for an exchange it begins there, so that it counts without delay.
+
+What a worker exchanges beside its steps counts a step late. If it waits a moment at its boundary, its last
+update is averaged before the next gradient is computed. That needs an exchange that is short beside a step;
+where waiting is mostly in vain, a worker hardly ever tries.
+"""
+
+from __future__ import annotations
+
+SELDOM, AGAIN = 128, 3
+"""Where waiting is mostly in vain, a worker tries in this many steps of so many."""
+
+
+class Patience:
+    """A worker's patience: the share of a step that it waits at most; 0: it never waits."""
+
+    def __init__(self, most: float) -> None:
+        self.most = most
+        self._vain = 0.0
+        """Which share of the waits was in vain, a running mean."""
+
+    def tries(self, step: int) -> bool:
+        """Whether to wait after so many steps."""
+        return self.most > 0 and (self._vain < 0.5 or step % SELDOM < AGAIN)
+
+    def learn(self, vain: bool) -> None:
+        """Whether the exchange took longer than there was patience."""
+        self._vain += 0.1 * (vain - self._vain)

@@ -1,0 +1,50 @@
+"""Who waits a moment at its boundary averages without delay, and nobody waits long in vain."""
+
+from __future__ import annotations
+
+import pytest
+
+import freewheel as fw
+from freewheel.patience import AGAIN, SELDOM, Patience
+from lab import timing
+
+QUICK = fw.Links(mbit=10_000, latency_ms=0.05)
+SLOW = fw.Links(mbit=10, latency_ms=0.05)
+
+
+@pytest.mark.parametrize("slow", [{}, {0: 5}, {rank: 1 + rank / 7 for rank in range(8)}])
+def test_a_moment_makes_the_last_update_count_at_once(slow):
+    compute = fw.Compute(ms=20, kind="lognormal", spread=0.1, slow=slow)
+    free, patient = (
+        timing(spec, workers=8, steps=150, compute=compute, links=QUICK, model_mb=1)
+        for spec in ("adpsgd", "adpsgd:patience=0.25")
+    )
+    assert free.staleness_mean > 0.9
+    assert patient.staleness_mean < 0.1
+    assert free.idle_share == 0
+    assert patient.idle_share < 0.12
+
+
+def test_exchanges_that_take_long_are_hardly_ever_waited_for():
+    compute = fw.Compute(ms=20, kind="lognormal", spread=0.1)
+    free, patient = (
+        timing(spec, workers=8, steps=400, compute=compute, links=SLOW, model_mb=1)
+        for spec in ("adpsgd", "adpsgd:patience=0.5")
+    )
+    assert 0 < patient.idle_share < 0.04
+    assert patient.steps_per_s > 0.96 * free.steps_per_s
+
+
+def test_who_waits_in_vain_tries_again_later_and_goes_on_if_it_pays():
+    patience = Patience(0.25)
+    tried = []
+    for step in range(2 * SELDOM):
+        if patience.tries(step):
+            tried.append(step)
+            patience.learn(vain=True)
+    assert tried[:7] == list(range(7))
+    assert tried[7:] == list(range(SELDOM, SELDOM + AGAIN))
+    for step in range(2 * SELDOM, 2 * SELDOM + AGAIN):
+        patience.learn(vain=False)
+    assert patience.tries(2 * SELDOM + AGAIN)
+    assert not Patience(0).tries(0)
