@@ -38,7 +38,7 @@ from freewheel import strategies
 from freewheel.fabric import frames, secret
 from freewheel.fabric.connection import Connection, Goodbye
 from freewheel.fabric.frames import BadFrame, Kind
-from freewheel.fabric.handshake import CHALLENGE, Greeted, Identity, Line, prove
+from freewheel.fabric.handshake import CHALLENGE, Identity, Line, prove
 from freewheel.fabric.secret import Seals
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.fabric.windows import HOST, STREAM
@@ -217,8 +217,8 @@ def on_the_line(corpus: list[Said], rng: random.Random) -> bytes:
 
 def connection(fabric: TcpFabric, transport: Bytes, kind: str, pid: int) -> Connection:
     """With the peer that the fuzzer plays."""
-    line = Line(transport, Seals(KEY), Seals(KEY), fabric.me, fabric.counters)
-    return Connection(fabric, Greeted(line, PEER, 1, kind, pid), "fuzz", PEER, fabric._offended)
+    line = Line(transport, Seals(KEY), Seals(KEY), fabric.me, fabric.counters, PEER, 1, kind, pid)
+    return Connection(fabric, line, "fuzz", PEER, fabric._offended)
 
 
 async def the_line(count: int, corpus: list[Said], rng: random.Random) -> Counter[str]:

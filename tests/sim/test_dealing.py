@@ -13,8 +13,9 @@ import lab
 from freewheel.data.batches import Batch, Key
 from freewheel.data.dealing import ASK, NOTE, TELL, Dealing
 from freewheel.data.leases import LeaseQueue
-from freewheel.data.ledger import Ledger, reader
+from freewheel.data.ledger import Ledger
 from freewheel.fabric.frames import NOTES
+from freewheel.fabric.notes import whole
 from freewheel.records.counters import Counters
 from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.fabric import Wire
@@ -309,10 +310,10 @@ def test_a_ledger_always_fits_into_a_message():
     for held in (False, True):
         encoded = ledger.encode(held)
         assert len(encoded) < NOTES - 1000
-        told = Ledger.decode(10**6, reader(encoded))
+        told = Ledger.decode(10**6, whole(encoded))
         assert 0 < len(told.passes) < 40
         assert max(told.passes) == 39
-    Ledger.decode(10**6, reader(Ledger(10**6).encode()))
+    Ledger.decode(10**6, whole(Ledger(10**6).encode()))
 
 
 def test_leases_shrink_so_that_all_end_together():

@@ -23,11 +23,11 @@ from typing import Any
 
 from freewheel.data.batches import Key
 from freewheel.data.dataset import DIFFERS, GIVEN, REFUSED, DatasetLedger, Question
-from freewheel.data.ledger import Lease, Ledger, Owner, reader
+from freewheel.data.ledger import Lease, Ledger, Owner
 from freewheel.data.sameness import difference
 from freewheel.errors import ConfigError, PeerLost
 from freewheel.fabric.base import RUNTIME, Fabric, Message, Spawn, Tag
-from freewheel.fabric.notes import read
+from freewheel.fabric.notes import read, whole
 from freewheel.records.counters import Counters
 
 ASK: Tag = (RUNTIME, "deal", "ask")
@@ -162,7 +162,7 @@ class Dealing:
             held = sent.holding(self.me, data.ledger)
             self.fabric.post(dealer, ASK, note=(*data.key, serial, *question, *held.encode(held=True)))
             async with asyncio.timeout(ANSWER_S):
-                told = reader((await self.fabric.receive((*ASK, serial), dealer)).note)
+                told = whole((await self.fabric.receive((*ASK, serial), dealer)).note)
             kind, number, start, stop, again = read((int,) * 5, told)
             if kind == REFUSED:
                 return REFUSED
@@ -233,7 +233,7 @@ class Dealing:
         for peer in peers:
             try:
                 async with asyncio.timeout_at(end_s):
-                    told = reader((await self.fabric.receive((*TELL, serial), peer)).note)
+                    told = whole((await self.fabric.receive((*TELL, serial), peer)).note)
                 yield peer, read(int, told), Ledger.decode(key.length, told)
             except PeerLost:
                 continue
@@ -266,7 +266,7 @@ class Dealing:
         while True:
             message: Message = await self.fabric.receive(tag)
             try:
-                told = reader(message.note)
+                told = whole(message.note)
                 key = Key(*read(KEY, told))
                 if not key.length:
                     raise ValueError("there is nothing to deal")

@@ -16,7 +16,6 @@ and its holders': it is not merged.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -276,11 +275,3 @@ class Ledger:
             for rank, life, start, stop in held:
                 one.held[rank, life] = union(one.held.get((rank, life), []), spans([(start, stop)]))
         return ledger
-
-
-def reader(numbers: Sequence[float]) -> Iterator[int]:
-    """Numbers that must be whole and not negative, one after the other."""
-    for number in numbers:
-        if not (0 <= number < math.inf and number == int(number)):
-            raise ValueError(f"{number} is not a whole number")
-        yield int(number)

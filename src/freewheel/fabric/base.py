@@ -65,8 +65,16 @@ Weights: TypeAlias = Mapping[int, float]
 """The members of a reduction, in order, each with the weight of its vector."""
 Spawn: TypeAlias = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 """Runs a coroutine in this worker's life."""
-Each: TypeAlias = Callable[[int, Tensor], None]
+Each: TypeAlias = Callable[[int, Tensor], object]
 """Is handed each piece of a vector that arrives, with its place; may run in another thread."""
+
+
+def put(each: Each | Tensor, at: int, piece: Tensor) -> None:
+    """Hand over a piece of a vector, or write it into one."""
+    if isinstance(each, Tensor):
+        each[at : at + piece.numel()].copy_(piece)
+    else:
+        each(at, piece)
 
 
 def _nothing(why: str) -> None:
@@ -233,11 +241,7 @@ class Fabric:
 
     async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
         """Wait for a vector and take it piece by piece, or straight into a tensor."""
-        vector = (await self.receive(tag, peer)).payload
-        if isinstance(each, Tensor):
-            each.copy_(vector)
-        else:
-            each(0, vector)
+        put(each, 0, (await self.receive(tag, peer)).payload)
 
     def lend(self, vector: Tensor) -> Tensor:
         """A vector that may be changed once it has left, as it is to be sent: here a copy."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from freewheel.fabric.base import BYTES, EXCHANGE, RUNTIME, Each, Fabric, Message, Note, Tag
 from freewheel.fabric.frames import BadFrame, Kind
-from freewheel.fabric.handshake import Greeted, Identity
+from freewheel.fabric.handshake import Identity, Line
 from freewheel.fabric.transfers import LONG, Landing, Outgoing, Transfers
 from freewheel.fabric.windows import DEVICE, HOST, STREAM, Windows, is_locator
 
@@ -60,18 +60,14 @@ class Connection:
     def __init__(
         self,
         fabric: Vectors,
-        greeted: Greeted,
+        line: Line,
         address: str,
         caller: int,
         offended: Callable[[Connection, Exception], None],
     ) -> None:
         self.fabric, self.address, self.caller = fabric, address, caller
-        self.line, self.transport = greeted.line, greeted.line.transport
-        self.peer, self.incarnation = greeted.sender, greeted.incarnation
-        self.kind = greeted.kind
-        """How vectors travel: through windows of the device or the host, or as a stream of bytes."""
-        self.pid = greeted.pid
-        """The peer's process, where windows are shared."""
+        self.line, self.transport, self.peer = line, line.transport, line.peer
+        self.incarnation, self.kind, self.pid = line.incarnation, line.kind, line.pid
         self.queue: deque[Outgoing] = deque()
         self.wake = asyncio.Event()
         self.writing = False
@@ -106,22 +102,14 @@ class Connection:
 
     # -- writing --
 
-    def send(
-        self,
-        kind: Kind,
-        tag: Tag = (),
-        vector: Tensor | None = None,
-        note: Note = (),
-        negated: bool = False,
-    ) -> Outgoing:
+    def send(self, kind: Kind, tag: Tag = (), vector: Tensor | None = None, note: Note = ()) -> Outgoing:
         """Let a frame leave after those before it."""
         fabric, counted = self.fabric, kind is Kind.MESSAGE and tag[0] != RUNTIME
-        near = vector is not None and not negated and self._near(tag, vector)
+        near = vector is not None and self._near(tag, vector)
         wire = fabric.wire_of(tag)
         of_vector = (None, 0) if vector is None else (wire, vector.numel())
         head = b"" if near else fabric.me.frame(kind, tag, note, *of_vector)
-        loop = asyncio.get_running_loop()
-        outgoing = Outgoing(head, vector, wire, loop, negated=negated, counted=counted)
+        outgoing = Outgoing(head, vector, wire, counted)
         if near:
             outgoing.tag, outgoing.note = tag, note
         fabric.counters.messages_out += kind is Kind.MESSAGE
@@ -239,11 +227,10 @@ class Connection:
 
     async def land(self, tag: Tag, numel: int, each: Each | Tensor) -> None:
         """Take a vector where it is awaited, as it comes."""
-        landing = self.landings[tag] = Landing(numel, each, asyncio.get_running_loop().create_future())
+        landing = self.landings[tag] = Landing(numel, each)
         try:
-            await landing.done
+            await landing
         finally:
-            landing.done.cancel()
             self.landings.pop(tag, None)
 
     async def _read_near(self, tag: Tag, note: Note) -> None:
@@ -269,9 +256,10 @@ class Connection:
             if window is None:  # the first time may take a while
                 window = await asyncio.to_thread(fabric.windows.open, locator)
                 fabric.windows.keep(locator, window)
-            if window.nbytes != locator[3]:
+            memory = window.memory()
+            if memory.nbytes != locator[3]:
                 raise OSError("it has another size")
-            return window.memory().view(fabric.dtype)[:numel]
+            return memory.view(fabric.dtype)[:numel]
         except ProcessLookupError:
             raise
         except (OSError, RuntimeError) as error:

@@ -13,7 +13,6 @@ two vectors, however many workers it has.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeAlias
@@ -48,18 +47,15 @@ class Together(Vectors):
         link = self._connections.get(peer)
         return STREAM if link is None else link.kind
 
-    def send(
-        self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = (), *, negated: bool = False
-    ) -> Outgoing:
+    def send(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> Outgoing:
         """See Fabric.send; done when the last byte has left, or the peer has read the window."""
         self.need(peer)
         if peer == self.rank:
-            loop = asyncio.get_running_loop()
-            left = Outgoing(b"", vector, self.dtype, loop)
+            left = Outgoing(b"", None, self.dtype)
             left.set_result(None)
-            loop.call_soon(self.deliver, Message(peer, tag, vector, note))
+            left.get_loop().call_soon(self.deliver, Message(peer, tag, vector, note))
             return left
-        sending = self._connections[peer].send(Kind.MESSAGE, tag, vector, note, negated=negated)
+        sending = self._connections[peer].send(Kind.MESSAGE, tag, vector, note)
         self.leaving(peer, sending)
         return sending
 
@@ -145,7 +141,10 @@ class Together(Vectors):
     async def _swap_streams(
         self, peer: int, tag: Tag, own: Tensor, other: Tensor, meet: Meet, told: Callable[[], None]
     ) -> None:
-        """Send one half, combine the other as it comes, send its corrections back, get those of the first."""
+        """Send one half, combine the other as it comes, send its corrections back, get those of the first.
+
+        What comes back is the peer's correction: this worker's is its negative.
+        """
         wire = self.wire
 
         def combine(at: int, theirs: Tensor) -> None:
@@ -165,8 +164,10 @@ class Together(Vectors):
             if not (await self.receive(tag, peer)).note:
                 raise NotNow
             await self.land(peer, tag, own.numel(), combine)
-            back = self.send(peer, tag, own, negated=True)
-            await self.land(peer, tag, other.numel(), other)
+            back = self.send(peer, tag, own)
+            await self.land(
+                peer, tag, other.numel(), lambda at, piece: torch.neg(piece, out=other[at : at + len(piece)])
+            )
             await out
             await back
         finally:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from freewheel.fabric import kernels
-from freewheel.fabric.base import Each, Meet, Note, Pull, Tag
+from freewheel.fabric.base import Each, Meet, Note, Pull, Tag, put
 from freewheel.fabric.frames import BadFrame
 from freewheel.fabric.transport import Bytes, Transport
 from freewheel.records.counters import Counters
@@ -55,13 +55,10 @@ class Outgoing(asyncio.Future):  # type: ignore[type-arg]
         head: bytes,
         vector: Tensor | None,
         wire: torch.dtype,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        negated: bool = False,
         counted: bool = False,
     ) -> None:
-        super().__init__(loop=loop)
-        self.head, self.vector, self.wire, self.negated = head, vector, wire, negated
+        super().__init__()
+        self.head, self.vector, self.wire = head, vector, wire
         self.begun, self.counted = False, counted
         """Whether it is one of the strategy's messages, of which none may be under way at the end."""
         self.tag: Tag | None = None
@@ -71,39 +68,34 @@ class Outgoing(asyncio.Future):  # type: ignore[type-arg]
         """Whether that window was borrowed for it."""
 
 
-class Landing:
-    """Where a vector is awaited: each piece is handed to `each` with its place, in a thread or not."""
+class Landing(asyncio.Future):  # type: ignore[type-arg]
+    """A vector that is awaited: each piece is handed to `each` with its place, in a thread or not."""
 
-    def __init__(self, numel: int, each: Each | Tensor, done: asyncio.Future[None]) -> None:
-        self.numel, self.each, self.done = numel, each, done
+    def __init__(self, numel: int, each: Each | Tensor) -> None:
+        super().__init__()
+        self.numel, self.each = numel, each
         self.failure: BaseException | None = None
         """What `each` raised."""
 
     @property
     def open(self) -> bool:
         """Whether it is still wanted: what comes for one that is not is read and dropped."""
-        return self.failure is None and not self.done.done()
+        return self.failure is None and not self.done()
 
     def take(self, at: int, piece: Tensor) -> None:
         """A piece is there."""
-        if not self.open:
-            return
-        if isinstance(self.each, Tensor):
-            self.each[at : at + piece.numel()].copy_(piece)
-            return
         try:
-            self.each(at, piece)
+            if self.open:
+                put(self.each, at, piece)
         except BaseException as error:
             self.failure = error
 
     def finish(self) -> None:
         """All pieces are there; in the event loop."""
-        if self.done.done():
-            return
-        if self.failure is not None:
-            self.done.set_exception(self.failure)
-        else:
-            self.done.set_result(None)
+        if not self.done() and self.failure is not None:
+            self.set_exception(self.failure)
+        elif not self.done():
+            self.set_result(None)
 
 
 class Transfers:
@@ -156,8 +148,7 @@ class Transfers:
         else:
             spare = self._spare.pop(numel, None)
             vector = torch.empty(numel, dtype=self.dtype) if spare is None else spare
-        landing = Landing(numel, vector, asyncio.get_running_loop().create_future())
-        await self._move(transport, numel, partial(self._read, dtype, landing))
+        await self._move(transport, numel, partial(self._read, dtype, Landing(numel, vector)))
         return vector
 
     async def land(self, transport: Transport, dtype: torch.dtype, numel: int, landing: Landing) -> None:
@@ -178,23 +169,21 @@ class Transfers:
         def run() -> None:
             if not hasattr(_of_thread, "held"):
                 _of_thread.held = {}
-            with blocking as thread_transport:
-                _complete(work(thread_transport))
+            _complete(work(blocking))
 
-        await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        moving = self._threads.submit(run)
+        moving.add_done_callback(lambda _: blocking.socket.close())  # also of one that never began
+        await asyncio.wrap_future(moving)
 
     async def _write(self, outgoing: Outgoing, transport: Bytes) -> None:
         assert outgoing.vector is not None
         vector = outgoing.vector.contiguous()
-        as_it_is = vector.dtype == outgoing.wire and not outgoing.negated
+        as_it_is = vector.dtype == outgoing.wire
         staging = _staging(0 if as_it_is else vector.numel(), outgoing.wire)
         for at in range(0, vector.numel(), PIECE):
             piece = vector[at : at + PIECE]
-            if outgoing.negated and vector.dtype == outgoing.wire:
-                piece = torch.neg(piece, out=staging[: piece.numel()])
-            elif not as_it_is:
+            if not as_it_is:
                 piece = staging[: piece.numel()].copy_(piece)
-                piece = piece.neg_() if outgoing.negated else piece
             data = _memory(piece)
             await transport.write(data)
             self.counters.bytes_out += len(data)
