@@ -265,12 +265,12 @@ def said(kind: str, k: int, key: Key) -> list[float]:
         ledger.finish((k, k), number, 2 * (k % 10), 2 * (k % 10) + 1)
     ledger.passes[k].held[1, k] = [(5, 7)]
     if kind == "tell":
-        return [*key, k]
+        return [k, *key]
     if kind in ("dealt", "back"):
-        return [*key, 1, k, *ledger.encode(held=kind == "dealt")]
+        return [0, *key, 1, k, *ledger.encode(held=kind == "dealt")]
     number = k if kind == "ask" else 10**9 - k
     flags = [k, number, 0, k % 2, 0, 1, 0, 1, 0, 0, 10**6]  # life, pass, since, wants, …, rate
-    return [*key, 10**6 + k, *flags, *ledger.encode(held=True)]
+    return [10**6 + k, *key, *flags, *ledger.encode(held=True)]
 
 
 @pytest.mark.parametrize("kind", ["ask", "ask backwards", "tell", "dealt", "back"])

@@ -19,11 +19,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hmac
 import logging
 import secrets
 import socket
 import ssl
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -34,7 +36,7 @@ from freewheel.fabric import frames
 from freewheel.fabric.base import Note, Spawn, Tag
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
 from freewheel.fabric.notes import pack, read_all, whole
-from freewheel.fabric.secret import Seals, derive, same
+from freewheel.fabric.secret import Seals, derive
 from freewheel.fabric.transport import Transport, dial, listen, open_transport
 from freewheel.fabric.windows import KINDS, STREAM, Windows, is_locator
 from freewheel.records.counters import Counters
@@ -188,7 +190,7 @@ async def _challenge(transport: Transport) -> bytes:
 async def _proof(transport: Transport, expected: bytes) -> None:
     given = bytearray(len(expected))
     await transport.read(memoryview(given))
-    if not same(bytes(given), expected):
+    if not hmac.compare_digest(given, expected):
         raise BadFrame(STRANGER)
 
 
@@ -260,13 +262,14 @@ class Listener:
             if self._complaints.many():
                 await asyncio.sleep(PAUSE_S)
             greeting = self._spawn(self._let_in(sock, f"{address[0]}:{address[1]}"))
-            # One that is cancelled before it begins cannot close the socket itself.
-            greeting.add_done_callback(functools.partial(_close_if_cancelled, sock))
             self._unproven[greeting] = None
-            greeting.add_done_callback(self._proven)
+            greeting.add_done_callback(functools.partial(self._proven, sock))
 
-    def _proven(self, greeting: asyncio.Task[None]) -> None:
+    def _proven(self, sock: socket.socket, greeting: asyncio.Task[None]) -> None:
+        """It has proved that it has the key, or has ended."""
         self._unproven.pop(greeting, None)
+        if greeting.cancelled():  # before it began it cannot close the socket itself
+            sock.close()
 
     async def _let_in(self, sock: socket.socket, address: str) -> None:
         """A connection came in: let it say who it is."""
@@ -288,7 +291,7 @@ class Listener:
                 if peer is not None:
                     await line.write(self._hello(transport, peer))
                 else:
-                    self._proven(asyncio.current_task())  # type: ignore[arg-type]
+                    self._unproven.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
                 try:
                     frame, tag, note = await line.read()
                     self.me.check(frame, tag, peer)
@@ -352,15 +355,14 @@ class Complaints:
     """What is said about connections that were turned away: not more than anybody reads."""
 
     def __init__(self) -> None:
-        self._since_s = self._second_s = -COMPLAINTS_S
-        self._said = self._unsaid = self._now = 0
+        self._since_s, self._said, self._unsaid = -COMPLAINTS_S, 0, 0
+        self._last_s: deque[float] = deque(maxlen=UNPROVEN)
+        """When the last ones were turned away."""
 
     def add(self, harmless: bool, text: str, *words: str) -> None:
         """One was turned away."""
         now_s = asyncio.get_running_loop().time()
-        if now_s - self._second_s > 1:
-            self._second_s, self._now = now_s, 0
-        self._now += 1
+        self._last_s.append(now_s)
         if now_s - self._since_s > COMPLAINTS_S:
             if self._unsaid:
                 log.warning("refused %d more connections, not named here", self._unsaid)
@@ -373,7 +375,7 @@ class Complaints:
 
     def many(self) -> bool:
         """Whether somebody keeps knocking."""
-        return self._now > UNPROVEN and asyncio.get_running_loop().time() - self._second_s < 1
+        return len(self._last_s) == UNPROVEN and asyncio.get_running_loop().time() - self._last_s[0] < 1
 
 
 def offered(note: Note) -> list[Note]:
@@ -390,8 +392,3 @@ def words(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {GREETING_S:g} s"
     return str(error) or type(error).__name__
-
-
-def _close_if_cancelled(sock: socket.socket, task: asyncio.Task[None]) -> None:
-    if task.cancelled():
-        sock.close()

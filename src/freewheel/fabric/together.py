@@ -26,7 +26,16 @@ from freewheel.fabric.base import Meet, Message, Note, NotNow, Pull, Tag, Weight
 from freewheel.fabric.connection import Connection, Vectors
 from freewheel.fabric.frames import BadFrame, Kind
 from freewheel.fabric.notes import pack
-from freewheel.fabric.transfers import LONG, Outgoing, add_up, combine_all, combine_two, shares, spread
+from freewheel.fabric.transfers import (
+    LONG,
+    Outgoing,
+    add_up,
+    combine_all,
+    combine_two,
+    pieces,
+    shares,
+    spread,
+)
 from freewheel.fabric.windows import DEVICE, HOST, KINDS, LONGEST_LOCATOR, STREAM
 
 Ready: TypeAlias = tuple[int, list[int], list[float]]
@@ -253,14 +262,18 @@ class Together(Vectors):
         total = torch.empty(min(chunk, home.numel()), dtype=home.dtype, device=home.device)
         travels = torch.empty(total.shape, dtype=home.dtype, pin_memory=True) if home.is_cuda else total
         for at in range(0, home.numel(), chunk):
-            pieces = [part[at : at + chunk] for part in parts]
-            size = pieces[0].numel()
+            here = [part[at : at + chunk] for part in parts]
+            size = here[0].numel()
 
-            def gather(pieces: list[Tensor] = pieces, size: int = size) -> None:
-                travels[:size].copy_(add_up(total[:size], pieces, weights))
+            def gather(here: list[Tensor] = here, size: int = size) -> None:
+                for into, *some in pieces((total[:size], *here)):
+                    add_up(into, some, weights)
+                travels[:size].copy_(total[:size])
 
-            def hand_out(pieces: list[Tensor] = pieces, size: int = size) -> None:
-                spread(total[:size].copy_(travels[:size]), pieces, offset)
+            def hand_out(here: list[Tensor] = here, size: int = size) -> None:
+                total[:size].copy_(travels[:size])
+                for one, *some in pieces((total[:size], *here)):
+                    spread(one, some, offset)
 
             await self.transfers.work(size, gather)
             await collectives.ring(self, ring, travels[:size], tag)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -42,9 +41,6 @@ HOST_PIECE, DEVICE_PIECE = 1 << 16, 1 << 23
 would be faster, and need more memory."""
 ALIGN = 64
 """Shares of a vector begin at multiples of so many numbers."""
-
-
-_of_thread = threading.local()
 
 
 class Outgoing(asyncio.Future):  # type: ignore[type-arg]
@@ -166,12 +162,7 @@ class Transfers:
             await work(transport)
             return
 
-        def run() -> None:
-            if not hasattr(_of_thread, "held"):
-                _of_thread.held = {}
-            _complete(work(blocking))
-
-        moving = self._threads.submit(run)
+        moving = self._threads.submit(lambda: _complete(work(blocking)))
         moving.add_done_callback(lambda _: blocking.socket.close())  # also of one that never began
         await asyncio.wrap_future(moving)
 
@@ -179,7 +170,7 @@ class Transfers:
         assert outgoing.vector is not None
         vector = outgoing.vector.contiguous()
         as_it_is = vector.dtype == outgoing.wire
-        staging = _staging(0 if as_it_is else vector.numel(), outgoing.wire)
+        staging = torch.empty(0 if as_it_is else min(PIECE, vector.numel()), dtype=outgoing.wire)
         for at in range(0, vector.numel(), PIECE):
             piece = vector[at : at + PIECE]
             if not as_it_is:
@@ -190,9 +181,14 @@ class Transfers:
 
     async def _read(self, dtype: torch.dtype, landing: Landing, transport: Bytes) -> None:
         into = landing.each if isinstance(landing.each, Tensor) and landing.each.dtype == dtype else None
+        staging: Tensor | None = None
         for at in range(0, landing.numel, PIECE):
             size = min(PIECE, landing.numel - at)
-            piece = into[at : at + size] if into is not None and landing.open else _staging(size, dtype)
+            if into is not None and landing.open:
+                piece = into[at : at + size]
+            else:
+                staging = torch.empty(size, dtype=dtype) if staging is None else staging
+                piece = staging[:size]
             memory = _memory(piece)
             await transport.read(memory)
             self.counters.bytes_in += len(memory)
@@ -218,7 +214,7 @@ def combine_two(mine: Tensor, theirs: Tensor, meet: Meet) -> None:
     if isinstance(meet, Pull) and (fused := _kernels(mine, theirs)) is not None:
         fused.pull(mine, theirs, meet.share)
         return
-    for own, far in _pieces((mine, theirs)):
+    for own, far in pieces((mine, theirs)):
         other = far.to(own.device)
         if isinstance(meet, Pull):
             meet.over_mine(own, other)
@@ -236,21 +232,8 @@ def combine_all(vectors: Sequence[Tensor], weights: Sequence[float], offset: boo
         fused.all(vectors, weights, offset)
         return
     total = torch.empty_like(vectors[0][: _size(vectors[0])])
-    for parts in _pieces(vectors):
-        _spread(_add_up(total[: parts[0].numel()], parts, weights), parts, offset)
-
-
-def add_up(total: Tensor, vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The weighted sum of some vectors."""
-    for into, *parts in _pieces((total, *vectors)):
-        _add_up(into, parts, weights)
-    return total
-
-
-def spread(total: Tensor, vectors: Sequence[Tensor], offset: bool) -> None:
-    """Write a sum, or how far it is, over each vector."""
-    for one, *parts in _pieces((total, *vectors)):
-        _spread(one, parts, offset)
+    for parts in pieces(vectors):
+        spread(add_up(total[: parts[0].numel()], parts, weights), parts, offset)
 
 
 def _kernels(*vectors: Tensor) -> kernels.Kernels | None:
@@ -261,22 +244,24 @@ def _size(vector: Tensor) -> int:
     return DEVICE_PIECE if vector.is_cuda else HOST_PIECE
 
 
-def _pieces(vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+def pieces(vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Vectors side by side, so much of each at once as fits the cache."""
     return zip(*(torch.split(vector, _size(vectors[0])) for vector in vectors), strict=True)
 
 
-def _add_up(total: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    first = True
-    for part, weight in zip(parts, weights, strict=True):
-        if weight and first:
-            torch.mul(part.to(total.device), weight, out=total)
-        elif weight:
-            total.add_(part.to(total.device), alpha=weight)
-        first = first and not weight
-    return total.zero_() if first else total
+def add_up(total: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The weighted sum of a piece of some vectors."""
+    counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
+    if not counted:
+        return total.zero_()
+    torch.mul(counted[0][0].to(total.device), counted[0][1], out=total)
+    for part, weight in counted[1:]:
+        total.add_(part.to(total.device), alpha=weight)
+    return total
 
 
-def _spread(total: Tensor, parts: Sequence[Tensor], offset: bool) -> None:
+def spread(total: Tensor, parts: Sequence[Tensor], offset: bool) -> None:
+    """Write a sum, or how far it is, over a piece of each vector."""
     for part in parts:
         if not offset:
             part.copy_(total)
@@ -289,16 +274,6 @@ def _spread(total: Tensor, parts: Sequence[Tensor], offset: bool) -> None:
 def finite(piece: Tensor) -> bool:
     """Whether all numbers are finite. If not, nor is their sum; one that overflows is looked at again."""
     return math.isfinite(piece.sum().item()) or bool(piece.isfinite().all())
-
-
-def _staging(numel: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a piece on its way: a thread that does one thing at a time uses its own again."""
-    held: dict[torch.dtype, Tensor] | None = getattr(_of_thread, "held", None)
-    if held is None or numel < LONG:
-        return torch.empty(min(numel, PIECE), dtype=dtype)
-    if dtype not in held:
-        held[dtype] = torch.empty(PIECE, dtype=dtype)
-    return held[dtype][: min(numel, PIECE)]
 
 
 def _memory(tensor: Tensor) -> memoryview:

@@ -205,7 +205,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
-        sock.listen(128)
+        sock.listen(1024)
         sock.setblocking(False)
     except BaseException:
         sock.close()

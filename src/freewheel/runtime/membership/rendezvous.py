@@ -375,11 +375,6 @@ class Waiting:
             )
 
 
-def options_alone(place: Place) -> Options | None:
-    """What our launcher tells a worker that begins alone; None: it does not, or there is none."""
-    return launched_options(place) if place.world_size == 1 else None
-
-
 def launched_options(place: Place) -> Options | None:
     """What our launcher tells its workers; None where there is none."""
     if not place.launched:
