@@ -182,7 +182,6 @@ def on_the_line(corpus: list[Said], rng: random.Random) -> bytes:
     whole = []
     for head, vector in heads:
         whole.append(head + ours.next(head) + vector)
-        ours.advance()
     first, second = whole
     way = rng.randrange(8)
     if way == 0:  # in another order, or one is missing
@@ -309,7 +308,6 @@ class Victim:
                 continue
             ours = self._ours
             link.transport.feed(head + ours.next(head) + vector)  # type: ignore[attr-defined]
-            ours.advance()
             found[await self._read(link)] += 1
             if self.agent.failure is not None:
                 found[f"CRASHED: {self.agent.failure!r}"] += 1

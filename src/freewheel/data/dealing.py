@@ -213,7 +213,7 @@ class Dealing:
             try:
                 if theirs is None:
                     raise ValueError("no answer")
-                data.learn(theirs)
+                data.ledger.merge(theirs)
             except ValueError as error:
                 log.debug("worker %d does not tell what it knows: %s", peer, error)
                 data.mute.add(peer)
@@ -303,5 +303,5 @@ class Dealing:
         """Remember what somebody has finished and holds: be the deputy."""
         owner, theirs = read((int, int), told), Ledger.decode(key.length, told)
         if (data := self._known(key, peer)) is not None:
-            data.learn(theirs)
+            data.ledger.merge(theirs)
             data.ledger.hold(owner, theirs.held_by(owner))

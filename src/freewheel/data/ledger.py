@@ -62,10 +62,6 @@ class Pass:
         """How many samples are known to have been finished more than once."""
         return sum(self.counts.values()) - size(self.finished)
 
-    def taken(self) -> Spans:
-        """What is finished or held."""
-        return union(self.finished, *self.held.values())
-
     def entries(self) -> int:
         """How much memory it takes, in spans and owners."""
         held = sum(map(len, self.held.values()))
@@ -96,11 +92,6 @@ class Ledger:
         """How much memory it takes: passes, spans and owners."""
         return sum(one.entries() for one in self.passes.values())
 
-    def room(self, more: int) -> None:
-        """ValueError if somebody tells so much more that it is no longer a ledger of workers."""
-        if self.entries() + more > MOST_ENTRIES:
-            raise ValueError(f"more than {MOST_ENTRIES} passes, spans and owners")
-
     # -- dealing --
 
     def open(self, number: int) -> Pass | None:
@@ -114,7 +105,7 @@ class Ledger:
         one = self.passes.get(number)
         if number < self.floor:
             return []
-        return minus([(0, self.length)], one.taken() if one else [])
+        return minus([(0, self.length)], union(one.finished, *one.held.values()) if one else [])
 
     def deal(
         self, owner: Owner, number: int, cut: Callable[[int, Spans], Span | None], since: int = 0
@@ -184,7 +175,9 @@ class Ledger:
             one.left = True
 
     def merge(self, theirs: Ledger) -> None:
-        """Learn what another ledger knows, but for who holds what."""
+        """Learn what another ledger knows, but for who holds what; ValueError: more than workers make."""
+        if self.entries() + theirs.entries() > MOST_ENTRIES:
+            raise ValueError(f"more than {MOST_ENTRIES} passes, spans and owners")
         if theirs.floor > self.floor:
             self.floor, self.past = theirs.floor, theirs.past
             for number in [q for q in self.passes if q < self.floor]:

@@ -127,13 +127,11 @@ class Connection:
     def _put(self, outgoing: Outgoing) -> None:
         """A short message leaves at once if nothing is before it."""
         if not self.queue and not self.writing and outgoing.vector is None:
-            whole = outgoing.head + self.line.ours.next(outgoing.head)
-            if written := self.transport.write_now(whole):
-                self.line.ours.advance()
-                outgoing.head, outgoing.begun = whole[written:], True
-                if not outgoing.head:
-                    outgoing.set_result(None)
-                    return
+            whole = self.line.sealed(outgoing.head)
+            outgoing.head, outgoing.begun = whole[self.transport.write_now(whole) :], True
+            if not outgoing.head:
+                outgoing.set_result(None)
+                return
         self.queue.append(outgoing)
         self.wake.set()
 
@@ -251,9 +249,8 @@ class Connection:
         shown = int(locator[3]) // fabric.dtype.itemsize
         if shown > fabric.me.longest or (numel is not None and shown != max(1, numel)):
             raise BadFrame(f"it shows {shown} numbers, where the longest vector has {fabric.me.longest}")
-        window = fabric.windows.known(locator)
         try:
-            if window is None:  # the first time may take a while
+            if (window := fabric.windows.known(locator)) is None:  # the first time may take a while
                 window = await asyncio.to_thread(fabric.windows.open, locator)
                 fabric.windows.keep(locator, window)
             memory = window.memory()

@@ -137,7 +137,6 @@ def parse_rest(frame: Frame, rest: bytes | bytearray, seals: Seals) -> tuple[Tag
     """Tag and note of the next frame that was sealed so."""
     if not hmac.compare_digest(bytes(rest[-SEAL_BYTES:]), seals.next(frame.head + rest[:-SEAL_BYTES])):
         raise BadFrame("it sent a frame that is damaged, or not the next one of this connection")
-    seals.advance()
     try:
         words = json.loads(bytes(rest[: frame.tag_bytes])) if frame.tag_bytes else []
     except (ValueError, RecursionError):

@@ -138,9 +138,7 @@ class Line:
 
     def sealed(self, head: bytes) -> bytes:
         """A frame that leaves now."""
-        whole = head + self.ours.next(head)
-        self.ours.advance()
-        return whole
+        return head + self.ours.next(head)
 
     async def write(self, head: bytes) -> None:
         """Send a frame that has no vector."""

@@ -67,13 +67,10 @@ class Seals:
         self._key, self._before = key, 0
 
     def next(self, data: bytes | bytearray) -> bytes:
-        """The seal of a frame, if it is the next one; `advance` when it is."""
+        """The seal of the next frame."""
         number = self._before.to_bytes(16, "big")  # a salt: BLAKE2 is its own HMAC, and quicker
-        return hashlib.blake2b(data, key=self._key, salt=number, digest_size=SEAL_BYTES).digest()
-
-    def advance(self) -> None:
-        """It was."""
         self._before += 1
+        return hashlib.blake2b(data, key=self._key, salt=number, digest_size=SEAL_BYTES).digest()
 
 
 # -- where it comes from --
