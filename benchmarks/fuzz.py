@@ -216,8 +216,10 @@ def on_the_line(corpus: list[Said], rng: random.Random) -> bytes:
 
 def connection(fabric: TcpFabric, transport: Bytes, kind: str, pid: int) -> Connection:
     """With the peer that the fuzzer plays."""
-    line = Line(transport, Seals(KEY), Seals(KEY), fabric.me, fabric.counters, PEER, 1, kind, pid)
-    return Connection(fabric, line, "fuzz", PEER, fabric._offended)
+    line = Line(
+        transport, Seals(KEY), Seals(KEY), fabric.me, fabric.counters, "fuzz", False, PEER, 1, kind, pid
+    )
+    return Connection(fabric, line, fabric._offended)
 
 
 async def the_line(count: int, corpus: list[Said], rng: random.Random) -> Counter[str]:

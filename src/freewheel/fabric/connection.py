@@ -58,14 +58,9 @@ class Connection:
     """A connection with a peer that has said who it is."""
 
     def __init__(
-        self,
-        fabric: Vectors,
-        line: Line,
-        address: str,
-        caller: int,
-        offended: Callable[[Connection, Exception], None],
+        self, fabric: Vectors, line: Line, offended: Callable[[Connection, Exception], None]
     ) -> None:
-        self.fabric, self.address, self.caller = fabric, address, caller
+        self.fabric = fabric
         self.line, self.transport, self.peer = line, line.transport, line.peer
         self.incarnation, self.kind, self.pid = line.incarnation, line.kind, line.pid
         self.queue: deque[Outgoing] = deque()
@@ -211,7 +206,7 @@ class Connection:
                 await self._read_near(tag, note)
                 continue
             if frame.dtype is None:
-                fabric.deliver(self._message(tag, None, note))
+                fabric.deliver(Message(self.peer, tag, None, note, self._offend))
                 await asyncio.sleep(0)  # who was waiting runs before the next frame: it may await it in place
                 continue
             if frame.dtype != (wire := fabric.wire_of(tag)):
@@ -265,7 +260,7 @@ class Connection:
 
     def _arrived(self, tag: Tag, note: Note, vector: Tensor) -> None:
         if (landing := self.landings.get(tag)) is None:
-            self.fabric.deliver(self._message(tag, vector, note))
+            self.fabric.deliver(Message(self.peer, tag, vector, note, self._offend))
             return
         if vector.numel() != landing.numel:  # it was awaited while it arrived
             raise BadFrame(f"it sent {vector.numel()} numbers where {landing.numel} are awaited")
@@ -273,9 +268,6 @@ class Connection:
         landing.finish()
         del self.landings[tag]
         self.fabric.transfers.give_back(vector)
-
-    def _message(self, tag: Tag, vector: Tensor | None, note: Note) -> Message:
-        return Message(self.peer, tag, vector, note, self._offend)
 
     def _offend(self, why: str) -> None:
         self.offended(self, BadFrame(why))

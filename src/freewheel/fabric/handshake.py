@@ -129,6 +129,9 @@ class Line:
     """Of what is sent, and of what comes."""
     me: Identity
     counters: Counters
+    address: str
+    called: bool
+    """Whether it was this worker that called."""
     peer: int = -1
     incarnation: int = 0
     kind: str = STREAM
@@ -203,7 +206,7 @@ class Listener:
         *,
         windows: Windows,
         check: Callable[[Frame], None],
-        admit: Callable[[Line, str], None],
+        admit: Callable[[Line], None],
         spawn: Spawn,
     ) -> None:
         self.me, self.counters = me, counters
@@ -275,7 +278,7 @@ class Listener:
             line = await self._greet(sock, address)
         except BROKEN:
             return
-        self._admit(line, address)
+        self._admit(line)
 
     async def _greet(self, sock: socket.socket, address: str, peer: int | None = None) -> Line:
         """Shake hands with a peer that was called, or with whoever has called."""
@@ -285,7 +288,7 @@ class Listener:
             async with asyncio.timeout(GREETING_S):  # keys take their time
                 opened = transport = await open_transport(sock, self._tls[calls], server=not calls)
                 ours, theirs = await prove(transport, self.me.key, calls)
-                line = Line(transport, ours, theirs, self.me, self.counters)
+                line = Line(transport, ours, theirs, self.me, self.counters, address, calls)
                 if peer is not None:
                     await line.write(self._hello(transport, peer))
                 else:

@@ -100,7 +100,7 @@ class TcpFabric(Together):
                 self.book.clear()  # nobody is called again
                 self.outlived()
             raise
-        self._install(line, f"{host}:{port}", caller=self.rank)
+        self._install(line)
 
     async def close(self, why: str = FINISHED) -> None:
         """Say goodbye, then close everything."""
@@ -169,11 +169,11 @@ class TcpFabric(Together):
             return
         if frame.incarnation < known.incarnation:
             raise BadFrame(f"{EARLIER} {frame.sender}")
-        if known.caller == self.rank > frame.sender:
+        if known.line.called and self.rank > frame.sender:
             raise Crossed("this worker has called already")
 
-    def _install(self, line: Line, address: str, caller: int = -1) -> None:
-        link = Connection(self, line, address, caller, self._offended)
+    def _install(self, line: Line) -> None:
+        link = Connection(self, line, self._offended)
         known = self._connections.get(link.peer)
         if known is not None:
             same = known.incarnation == link.incarnation
@@ -205,7 +205,7 @@ class TcpFabric(Together):
                 log.warning("worker %d has left the run: %s", link.peer, error)
             return str(error), "left" if str(error) != FINISHED else "finished"
         if isinstance(error, BadFrame):
-            log.warning("refused worker %d at %s: %s", link.peer, link.address, error)
+            log.warning("refused worker %d at %s: %s", link.peer, link.line.address, error)
             return words(error), "cut"
         if error is not None and not isinstance(error, OSError | EOFError):
             log.error("the connection with worker %d failed", link.peer, exc_info=error)

@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from freewheel.fabric.base import Fabric, Message, Note, Spawn, Tag, hear
 from freewheel.fabric.lineage import PAIRS, RECORD, Record, View, check_stamp, donors, main_line, pairs, ranks
@@ -37,16 +36,6 @@ YES, LATE, ELSEWHERE, GONE = range(4)
 NOTHING, BROKEN, HOMELESS = range(3)
 GRACE_S = 0.5
 """How long workers may differ about who is there before it is believed."""
-
-
-@dataclass
-class Forming:
-    """A view that is being formed."""
-
-    stamp: int
-    members: tuple[int, ...]
-    epochs: dict[int, int]
-    answers: dict[int, Record] = field(default_factory=dict)
 
 
 class Reach:
@@ -125,7 +114,8 @@ class Views:
         self._epochs: dict[int, int] = {}
         """The members of the view that was promised last, each with the epoch it was in."""
         self._held: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._forming: Forming | None = None
+        self._answers: dict[int, Record] | None = None
+        """As leader: what the members of a view that is being formed have said so far."""
         self._wanted = False
         self._goodbye: Note = ()
 
@@ -169,7 +159,7 @@ class Views:
 
     def leave(self, called: dict[int, int]) -> None:
         """Take part in no further view: this worker's loop has ended after so many merges of each group."""
-        self.gone, self._forming = True, None
+        self.gone, self._answers = True, None
         self._goodbye = pack(LEFT, self.record.line, sorted(called.items()))
         for peer in self.fabric.others:
             self.fabric.post(peer, VIEW, note=self._goodbye)
@@ -210,16 +200,16 @@ class Views:
         want = self.reach.choose(self.view.members, self.look)
         epochs = {peer: self.fabric.epoch(peer) for peer in want}
         stays = set(self.view.members) - self.reach.left.keys() == set(want)
-        if self._forming is not None:
-            if (self._forming.members, self._forming.epochs) == (want, epochs):
+        if self._answers is not None:
+            if self._epochs == epochs:
                 return
         elif stays and not self.over.done() and not self._wanted:
             return
         self._wanted = False
         self._number += 1
         stamp = self._number * self.fabric.world_size + self.rank
-        self._forming = Forming(stamp, want, epochs, {self.rank: self.record})
         self._promise(stamp, want)
+        self._answers = {self.rank: self.record}
         for peer in self.reach.candidates():
             if peer not in want:
                 self.fabric.post(peer, VIEW, note=(REFUSE,))
@@ -229,18 +219,18 @@ class Views:
 
     def _decide(self) -> None:
         """When all have said yes: who is on the main line, what has counted, who copies whom."""
-        forming = self._forming
-        if forming is None or set(forming.answers) != set(forming.members):
+        answers, members = self._answers, tuple(self._epochs)
+        if answers is None or set(answers) != set(members):
             return
-        self._forming, answers = None, forming.answers
+        self._answers = None
         heirs = main_line(answers)
         counted: Counter[int] = Counter()
         for peer in heirs:
             counted |= Counter(answers[peer].counted)
         parents = tuple(sorted({answers[peer].line for peer in heirs}))
-        copies = {peer: self._donor(peer, heirs) for peer in forming.members if peer not in heirs}
-        new = Record(forming.stamp, parents, heirs, forming.members, dict(counted))
-        for peer in forming.members:
+        copies = {peer: self._donor(peer, heirs) for peer in members if peer not in heirs}
+        new = Record(self._promised, parents, heirs, members, dict(counted))
+        for peer in members:
             if peer != self.rank:
                 note = (INSTALL, *new.pack(), *pack(sorted(copies.items())))
                 self.fabric.post(peer, VIEW, note=note)
@@ -342,7 +332,6 @@ class Views:
         if stamp <= self._promised:
             self._answer(sender, stamp, LATE)
             return
-        self._forming = None
         self._promise(stamp, members)
         self._answer(sender, stamp, YES)
 
@@ -351,17 +340,17 @@ class Views:
         self.fabric.post(peer, VIEW, note=note)
 
     def _answered(self, sender: int, stamp: int, code: int, number: int, answer: Record) -> None:
-        if self._forming is None or self._forming.stamp != stamp:
+        if self._answers is None or stamp != self._promised:
             return
         self._number = max(self._number, number)
         if code == YES:
-            self._forming.answers[sender] = answer
+            self._answers[sender] = answer
             for peer in answer.members:  # who was with it is asked too
                 self.reach.heard[peer] = True
             self._form()
             self._decide()
             return
-        self._forming = None
+        self._answers = None
         if code == ELSEWHERE:
             self.reach.refused[sender] = True
         elif code == GONE:
@@ -377,7 +366,7 @@ class Views:
 
     def _promise(self, stamp: int, members: Iterable[int]) -> None:
         """Let nothing more count in the old view."""
-        self._promised = stamp
+        self._promised, self._answers = stamp, None
         self._epochs = {peer: self.fabric.epoch(peer) for peer in members}
         self._halt()
 

@@ -75,10 +75,6 @@ class Beginning:
         """As the store has it; the first one is not written down."""
         return json.dumps([self.number, self.ranks, self.why]) if self.number else ""
 
-    def names(self, prefix: str) -> str:
-        """What its names in the store begin with."""
-        return f"{prefix}/{self.number}" if self.number else prefix
-
     def run(self, run: str) -> str:
         """The number of the run: what an earlier beginning still sends does not belong to this one."""
         return hashlib.sha256(f"{run}/{self.number}".encode()).hexdigest()[:32] if self.number else run
@@ -124,7 +120,7 @@ class Beginnings:
 
     def store(self, beginning: Beginning) -> Entries:
         """Where a beginning has its names."""
-        return self._base.under(beginning.names(self._prefix))
+        return self._run.under(str(beginning.number)) if beginning.number else self._run
 
     def count_life(self, rank: int, least: int) -> int:
         """A new life of a rank, from 1 on.
