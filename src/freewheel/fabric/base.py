@@ -77,10 +77,6 @@ def put(each: Each | Tensor, at: int, piece: Tensor) -> None:
         each(at, piece)
 
 
-def _nothing(why: str) -> None:
-    """Where all messages are one's own."""
-
-
 @dataclass(slots=True)
 class Message:
     """A vector, or a few numbers (the note), or both.
@@ -93,8 +89,8 @@ class Message:
     tag: Tag
     vector: Tensor | None
     note: Note
-    offend: Callable[[str], None] = _nothing
-    """Cuts the sender off."""
+    offend: Callable[[str], None] = lambda why: None
+    """Cuts the sender off, where that is not this worker."""
 
     def bad(self, what: str) -> PeerLost:
         """This message cannot be used: what to raise."""

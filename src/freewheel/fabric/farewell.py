@@ -92,15 +92,11 @@ class Farewells:
     def _note(self, message: Message) -> None:
         self._leaving[message.sender] = True
 
-    def somebody_stays(self) -> bool:
-        """Whether there is a worker that has not said that it leaves."""
-        return not self._leaving.keys() >= set(self.fabric.others)
-
     async def hand_over(self) -> None:
         """Let the others' mean become the mean of all; tries until it is done, or nobody stays."""
         tries, away = 0, set[int]()
         try:
-            while self.somebody_stays():
+            while not self._leaving.keys() >= set(self.fabric.others):
                 members = [peer for peer in self.fabric.members if peer not in away]
                 if len(members) > 1:
                     if (refusal := await self.calls.call(members)) is None:

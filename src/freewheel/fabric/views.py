@@ -153,10 +153,6 @@ class Views:
             await asyncio.shield(self.over)
         await self._open.wait()
 
-    def adopt(self) -> None:
-        """This worker has copied the main line's weights."""
-        self.record, self.whole = self.coming, True
-
     def leave(self, called: dict[int, int]) -> None:
         """Take part in no further view: this worker's loop has ended after so many merges of each group."""
         self.gone, self._answers = True, None

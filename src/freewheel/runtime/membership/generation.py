@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from freewheel.errors import RunStopped, WorkerLost
@@ -131,10 +132,6 @@ class Beginnings:
         life = self._run.add(f"life/{rank}", 1)
         return life if counted <= life else self._run.add(f"life/{rank}", counted - life)
 
-    def raise_life(self, rank: int, life: int) -> None:
-        """Let the last life of a rank be this one, or a later one."""
-        self._run.raise_to(f"life/{rank}", life)
-
     def enter(self, rank: int, life: int, strategy: Strategy) -> Entry:
         """Come into the newest beginning, or into the next one where nobody of it is left."""
         while why := self.lost(now := self.newest(), strategy):
@@ -181,8 +178,13 @@ class Beginnings:
             raise RunStopped(f"{why}, and none of those it began with is started again. Start a new run.")
         self._run.compare_set(NEWEST, now.text, Beginning(now.number + 1, tuple(ranks), why).text)
 
-    def restore(self, mine: Beginning) -> None:
-        """Tell a store that was started anew which beginning it is, unless another knows a later one."""
+    def restore(self, mine: Beginning, lives: Mapping[int, int]) -> None:
+        """Tell a store that was started anew which beginning it is, and which life of each rank was the last.
+
+        Another may know later ones.
+        """
+        for rank, life in lives.items():
+            self._run.raise_to(f"life/{rank}", life)
         while (known := self.newest()).number < mine.number:
             self._run.compare_set(NEWEST, known.text, mine.text)
 

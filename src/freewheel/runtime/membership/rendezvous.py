@@ -233,9 +233,7 @@ class Rendezvous:
         place, store = self.place, self._store
         if store.read(f"address/{place.rank}") is not None:
             return
-        for rank, life in lives.items():
-            self._beginnings.raise_life(rank, life)
-        self._beginnings.restore(self._beginning)
+        self._beginnings.restore(self._beginning, lives)
         store.compare_set("model", "", self._model)
         store.set(f"here/{place.rank}", str(lives.get(place.rank, 1)))
         store.set("begun", "yes")
