@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from freewheel.data.batches import Batch, Key
-from freewheel.data.ledger import Lease, Ledger, Owner
+from freewheel.data.batches import Batch, Key, Lease
+from freewheel.data.ledger import Ledger, Owner
 from freewheel.data.shares import Shares
 from freewheel.data.spans import Span, Spans, common, first, minus, size, union
 from freewheel.fabric.base import Fabric
@@ -129,7 +129,7 @@ class DatasetLedger:
         for q, one in self.ledger.passes.items():
             mine = one.held.get(self._me, [])
             if lease is not None and q == lease.number:
-                mine = union(mine, [(lease.start, lease.stop)])
+                mine = union(mine, [(lease.place, lease.stop)])
             one.held = {**(theirs.passes[q].held if q in theirs.passes else {}), self._me: mine}
 
     # -- what others say --

@@ -22,9 +22,9 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from typing import Any, TypeAlias
 
-from freewheel.data.batches import Key
+from freewheel.data.batches import Key, Lease
 from freewheel.data.dataset import DIFFERS, GIVEN, REFUSED, DatasetLedger, Question
-from freewheel.data.ledger import Lease, Ledger, Owner
+from freewheel.data.ledger import Ledger, Owner
 from freewheel.data.sameness import difference
 from freewheel.errors import ConfigError, PeerLost
 from freewheel.fabric.base import RUNTIME, Fabric, Message, Note, Spawn, Tag, hear

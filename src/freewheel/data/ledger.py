@@ -19,8 +19,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
+from freewheel.data.batches import Lease
 from freewheel.data.spans import Span, Spans, common, minus, size, union
 from freewheel.fabric.notes import pack, read
 
@@ -36,16 +37,6 @@ MOST_ENTRIES = 1 << 17
 """How many passes, spans and owners a ledger takes in from others: far more than workers make, some 20 MB."""
 LEDGER = (int, int, [(int, int, [(int, int)], [(int, int)], [(int, int, int)], [(int, int, int, int)])])
 """As numbers: floor, past; of a pass its number, whether it was left, finished, lost, counts, who holds."""
-
-
-class Lease(NamedTuple):
-    """Samples of one pass, dealt to one worker: places of its order."""
-
-    number: int
-    start: int
-    stop: int
-    again: bool
-    """Whether they had been dealt before, to a worker that was lost."""
 
 
 @dataclass(slots=True)
