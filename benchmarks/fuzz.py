@@ -38,7 +38,7 @@ from freewheel import strategies
 from freewheel.fabric import frames, secret
 from freewheel.fabric.connection import Connection, Goodbye
 from freewheel.fabric.frames import BadFrame, Kind
-from freewheel.fabric.handshake import CHALLENGE, Greeted, Identity, Line, prove
+from freewheel.fabric.handshake import CHALLENGE, Identity, Line, prove
 from freewheel.fabric.secret import Seals
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.fabric.windows import HOST, STREAM
@@ -182,7 +182,6 @@ def on_the_line(corpus: list[Said], rng: random.Random) -> bytes:
     whole = []
     for head, vector in heads:
         whole.append(head + ours.next(head) + vector)
-        ours.advance()
     first, second = whole
     way = rng.randrange(8)
     if way == 0:  # in another order, or one is missing
@@ -217,8 +216,10 @@ def on_the_line(corpus: list[Said], rng: random.Random) -> bytes:
 
 def connection(fabric: TcpFabric, transport: Bytes, kind: str, pid: int) -> Connection:
     """With the peer that the fuzzer plays."""
-    line = Line(transport, Seals(KEY), Seals(KEY), fabric.me, fabric.counters)
-    return Connection(fabric, Greeted(line, PEER, 1, kind, pid), "fuzz", PEER, fabric._offended)
+    line = Line(
+        transport, Seals(KEY), Seals(KEY), fabric.me, fabric.counters, "fuzz", False, PEER, 1, kind, pid
+    )
+    return Connection(fabric, line, fabric._offended)
 
 
 async def the_line(count: int, corpus: list[Said], rng: random.Random) -> Counter[str]:
@@ -309,7 +310,6 @@ class Victim:
                 continue
             ours = self._ours
             link.transport.feed(head + ours.next(head) + vector)  # type: ignore[attr-defined]
-            ours.advance()
             found[await self._read(link)] += 1
             if self.agent.failure is not None:
                 found[f"CRASHED: {self.agent.failure!r}"] += 1

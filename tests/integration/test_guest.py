@@ -12,8 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from crew import next_life, places, together, worker
-from freewheel.data.ledger import Ledger, reader
+from freewheel.data.ledger import Ledger
 from freewheel.data.spans import size
+from freewheel.fabric.notes import whole
 from freewheel.runtime.loading.sampler import LeaseSampler
 from freewheel.runtime.worker.guest import Guest
 
@@ -85,7 +86,7 @@ def _loop(guest, made, optimizer, position, after, bounded):
 def finished(position) -> int:
     """How many samples a checkpoint says are finished."""
     (numbers,) = position["loader"]["ledger"]
-    ledger = Ledger.decode(LENGTH, reader(numbers))
+    ledger = Ledger.decode(LENGTH, whole(numbers))
     return ledger.past + sum(size(one.finished) for one in ledger.passes.values())
 
 

@@ -174,9 +174,7 @@ class Client:
         assert self.read()[0].kind is Kind.SEES
 
     def sealed(self, head: bytes) -> bytes:
-        whole = head + self.ours.next(head)
-        self.ours.advance()
-        return whole
+        return head + self.ours.next(head)
 
     def send(self, head: bytes, vector: bytes = b"") -> None:
         self.sock.sendall(self.sealed(head) + vector)

@@ -13,8 +13,9 @@ import lab
 from freewheel.data.batches import Batch, Key
 from freewheel.data.dealing import ASK, NOTE, TELL, Dealing
 from freewheel.data.leases import LeaseQueue
-from freewheel.data.ledger import Ledger, reader
+from freewheel.data.ledger import Ledger
 from freewheel.fabric.frames import NOTES
+from freewheel.fabric.notes import whole
 from freewheel.records.counters import Counters
 from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.fabric import Wire
@@ -264,12 +265,12 @@ def said(kind: str, k: int, key: Key) -> list[float]:
         ledger.finish((k, k), number, 2 * (k % 10), 2 * (k % 10) + 1)
     ledger.passes[k].held[1, k] = [(5, 7)]
     if kind == "tell":
-        return [*key, k]
+        return [k, *key]
     if kind in ("dealt", "back"):
-        return [*key, 1, k, *ledger.encode(held=kind == "dealt")]
+        return [0, *key, 1, k, *ledger.encode(held=kind == "dealt")]
     number = k if kind == "ask" else 10**9 - k
     flags = [k, number, 0, k % 2, 0, 1, 0, 1, 0, 0, 10**6]  # life, pass, since, wants, …, rate
-    return [*key, 10**6 + k, *flags, *ledger.encode(held=True)]
+    return [10**6 + k, *key, *flags, *ledger.encode(held=True)]
 
 
 @pytest.mark.parametrize("kind", ["ask", "ask backwards", "tell", "dealt", "back"])
@@ -309,10 +310,10 @@ def test_a_ledger_always_fits_into_a_message():
     for held in (False, True):
         encoded = ledger.encode(held)
         assert len(encoded) < NOTES - 1000
-        told = Ledger.decode(10**6, reader(encoded))
+        told = Ledger.decode(10**6, whole(encoded))
         assert 0 < len(told.passes) < 40
         assert max(told.passes) == 39
-    Ledger.decode(10**6, reader(Ledger(10**6).encode()))
+    Ledger.decode(10**6, whole(Ledger(10**6).encode()))
 
 
 def test_leases_shrink_so_that_all_end_together():

@@ -222,6 +222,4 @@ def test_a_frame_with_any_byte_changed_is_refused(data):
 def test_a_seal_fits_one_frame_of_one_connection():
     ours, data = Seals(KEY), pack(Kind.PING, 1, 1)
     first = ours.next(data)
-    assert ours.next(data) == first, "it has not left yet"
-    ours.advance()
     assert first not in (ours.next(data), Seals(bytes(16)).next(data))

@@ -40,10 +40,15 @@ class Key(NamedTuple):
         return list(zip([start, *inner], [*inner, stop], strict=True))
 
 
-class Batch(NamedTuple):
-    """A batch in a worker's hand: a span of the order of a pass."""
+class Lease(NamedTuple):
+    """Samples of one pass, dealt to one worker: places of its order."""
 
     number: int
     place: int
     stop: int
     again: bool
+    """Whether they had been dealt before, to a worker that was lost."""
+
+
+class Batch(Lease):
+    """A part of a lease that is used in one step."""

@@ -7,8 +7,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from freewheel.data.batches import Batch, Key
-from freewheel.data.ledger import Lease, Ledger, Owner
+from freewheel.data.batches import Batch, Key, Lease
+from freewheel.data.ledger import Ledger, Owner
 from freewheel.data.shares import Shares
 from freewheel.data.spans import Span, Spans, common, first, minus, size, union
 from freewheel.fabric.base import Fabric
@@ -123,21 +123,16 @@ class DatasetLedger:
 
     def confirm(self, theirs: Ledger, lease: Lease | None) -> None:
         """A dealer has answered with what it knows, and has dealt a lease."""
-        self.learn(theirs)
+        self.ledger.merge(theirs)
         for q in theirs.passes.keys() & self.ledger.passes.keys():
             self.counted[q] = max(theirs.passes[q].excess(), self.counted.get(q, 0))
         for q, one in self.ledger.passes.items():
             mine = one.held.get(self._me, [])
             if lease is not None and q == lease.number:
-                mine = union(mine, [(lease.start, lease.stop)])
+                mine = union(mine, [(lease.place, lease.stop)])
             one.held = {**(theirs.passes[q].held if q in theirs.passes else {}), self._me: mine}
 
     # -- what others say --
-
-    def learn(self, theirs: Ledger) -> None:
-        """Take in what another ledger knows; ValueError if that is more than workers make."""
-        self.ledger.room(theirs.entries())
-        self.ledger.merge(theirs)
 
     def learn_from_all(self, told: dict[int, Ledger]) -> None:
         """Workers have told all they know, and what they hold."""
@@ -181,7 +176,7 @@ class DatasetLedger:
     def tell(self, owner: Owner, news: Ledger) -> None:
         """Somebody says what it has finished, and what it holds: this and nothing else."""
         late = sum(size(one.finished) for q, one in news.passes.items() if q < self.ledger.floor)
-        self.learn(news)
+        self.ledger.merge(news)
         self.lives[owner[0]] = owner[1]
         self._counters.samples_again += late
         self.ledger.hold(owner, news.held_by(owner))

@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from functools import partial
+from typing import Any, TypeAlias
 
-from freewheel.data.batches import Key
+from freewheel.data.batches import Key, Lease
 from freewheel.data.dataset import DIFFERS, GIVEN, REFUSED, DatasetLedger, Question
-from freewheel.data.ledger import Lease, Ledger, Owner, reader
+from freewheel.data.ledger import Ledger, Owner
 from freewheel.data.sameness import difference
 from freewheel.errors import ConfigError, PeerLost
-from freewheel.fabric.base import RUNTIME, Fabric, Message, Spawn, Tag
-from freewheel.fabric.notes import read
+from freewheel.fabric.base import RUNTIME, Fabric, Message, Note, Spawn, Tag, hear
+from freewheel.fabric.notes import read, whole
 from freewheel.records.counters import Counters
 
 ASK: Tag = (RUNTIME, "deal", "ask")
@@ -48,7 +49,9 @@ REFUSALS = 3
 """After so many refusals a worker no longer believes that it will reach the dealer it is told to ask."""
 
 KEY = (int,) * len(Key._fields)
-"""How the data are named in each of these messages."""
+"""How the data are named in each of these messages, after the number of the question."""
+Service: TypeAlias = Callable[[int, Key, Iterator[int]], Coroutine[Any, Any, Note | None]]
+"""Takes what another says of some data; the answer, if it is to have one."""
 
 log = logging.getLogger("freewheel")
 
@@ -63,10 +66,9 @@ class Dealing:
         """By the mark of their keys."""
         self.settling: list[Callable[[], Awaitable[None]]] = []
         """Give back what this worker holds, of each set of data that it uses."""
-        self._serial = 0
         self._dealing = asyncio.Lock()
         for tag, act in ((ASK, self._answer), (TELL, self._tell), (NOTE, self._note)):
-            spawn(self._each(tag, act))
+            spawn(hear(fabric, tag, partial(self._served, act)))
         spawn(self._look_up())
 
     def use(self, key: Key) -> DatasetLedger:
@@ -114,8 +116,8 @@ class Dealing:
         for data in self.datasets.values():
             data.collect()
             data.ledger.hold(self.me, {})
-            for peer in self._others():
-                self.fabric.post(peer, NOTE, note=(*data.key, *self.me, *data.ledger.encode()))
+            for peer in self.fabric.others:
+                self.fabric.post(peer, NOTE, note=(0, *data.key, *self.me, *data.ledger.encode()))
 
     # -- asking --
 
@@ -155,14 +157,13 @@ class Dealing:
             await asyncio.sleep(RETRY_S)
 
     async def _ask(self, data: DatasetLedger, dealer: int, question: Question) -> Lease | int:
-        serial = self._next_serial()
         sent, data.news = data.news, Ledger(data.key.length)
         confirmed = False
         try:
             held = sent.holding(self.me, data.ledger)
-            self.fabric.post(dealer, ASK, note=(*data.key, serial, *question, *held.encode(held=True)))
+            note = (*data.key, *question, *held.encode(held=True))
             async with asyncio.timeout(ANSWER_S):
-                told = reader((await self.fabric.receive((*ASK, serial), dealer)).note)
+                told = whole((await self.fabric.ask(dealer, ASK, note=note)).note)
             kind, number, start, stop, again = read((int,) * 5, told)
             if kind == REFUSED:
                 return REFUSED
@@ -173,7 +174,6 @@ class Dealing:
             confirmed = True
         finally:
             if not confirmed:
-                self.fabric.forget((*ASK, serial))
                 data.news.merge(sent)
         return lease or kind
 
@@ -198,22 +198,22 @@ class Dealing:
             data.release_lost()
             data.count_doubles()
             answer = data.lease(owner, question, asyncio.get_running_loop().time())
-            deputy = next((one for one in self._others() if one != peer), None)
+            deputy = next((one for one in self.fabric.others if one != peer), None)
             if deputy is not None and (isinstance(answer, Lease) or news.passes):
                 held = news.holding(owner, data.ledger)
-                self.fabric.post(deputy, NOTE, note=(*data.key, *owner, *held.encode(held=True)))
+                self.fabric.post(deputy, NOTE, note=(0, *data.key, *owner, *held.encode(held=True)))
             return answer
 
     async def _hear_all(self, data: DatasetLedger) -> None:
         """Let everybody who has not done so since it came within reach tell what it knows."""
-        asked = [peer for peer in self._others() if not data.hears(peer)]
+        asked = [peer for peer in self.fabric.others if not data.hears(peer)]
         epochs = {peer: self.fabric.epoch(peer) for peer in asked}
         told: dict[int, Ledger] = {}
-        async for peer, life, theirs in self._hear(data.key, asked):
+        for peer, (life, theirs) in (await self._hear(data.key, asked)).items():
             try:
                 if theirs is None:
                     raise ValueError("no answer")
-                data.learn(theirs)
+                data.ledger.merge(theirs)
             except ValueError as error:
                 log.debug("worker %d does not tell what it knows: %s", peer, error)
                 data.mute.add(peer)
@@ -222,57 +222,45 @@ class Dealing:
             data.heard[peer] = epochs[peer]
         data.learn_from_all(told)
 
-    async def _hear(self, key: Key, peers: Sequence[int]) -> AsyncIterator[tuple[int, int, Ledger | None]]:
-        """What each that is not lost tells of these data, and in which life; None: nothing in time."""
-        if not peers:
-            return
-        serial = self._next_serial()
-        for peer in peers:
-            self.fabric.post(peer, TELL, note=(*key, serial))
-        end_s = asyncio.get_running_loop().time() + HEAR_S
-        for peer in peers:
+    async def _hear(self, key: Key, peers: Sequence[int]) -> dict[int, tuple[int, Ledger | None]]:
+        """In which life each that is not lost is, and what it tells of these data; None: nothing in time."""
+        found: dict[int, tuple[int, Ledger | None]] = {}
+
+        async def hear_one(peer: int) -> None:
             try:
-                async with asyncio.timeout_at(end_s):
-                    told = reader((await self.fabric.receive((*TELL, serial), peer)).note)
-                yield peer, read(int, told), Ledger.decode(key.length, told)
-            except PeerLost:
-                continue
+                async with asyncio.timeout(HEAR_S):
+                    told = whole((await self.fabric.ask(peer, TELL, note=key)).note)
+                found[peer] = read(int, told), Ledger.decode(key.length, told)
             except (TimeoutError, ValueError):
-                yield peer, 0, None
-        self.fabric.forget((*TELL, serial))
+                found[peer] = 0, None
+            except PeerLost:
+                pass
+
+        await asyncio.gather(*map(hear_one, peers))
+        return found
 
     async def known(self, data: DatasetLedger) -> Ledger:
         """All that anybody within reach knows to be finished."""
         found = Ledger(data.key.length)
         data.collect()
         found.merge(data.ledger)
-        async for _, _, theirs in self._hear(data.key, self._others()):
+        for _, theirs in (await self._hear(data.key, self.fabric.others)).values():
             if theirs is not None:
                 found.merge(theirs)
         return found
 
-    def _others(self) -> list[int]:
-        return [peer for peer in self.fabric.members if peer != self.me[0]]
-
-    def _next_serial(self) -> int:
-        self._serial += 1
-        return self._serial
-
     # -- services --
 
-    async def _each(
-        self, tag: Tag, act: Callable[[int, Key, Iterator[int]], Coroutine[Any, Any, None]]
-    ) -> None:
-        while True:
-            message: Message = await self.fabric.receive(tag)
-            try:
-                told = reader(message.note)
-                key = Key(*read(KEY, told))
-                if not key.length:
-                    raise ValueError("there is nothing to deal")
-                await act(message.sender, key, told)
-            except ValueError as error:
-                log.warning("worker %d sent %s that cannot be read: %s", message.sender, tag[-1], error)
+    async def _served(self, act: Service, message: Message) -> None:
+        try:
+            told = whole(message.note)
+            number, *key = read((int, *KEY), told)
+            if not key[0]:
+                raise ValueError("there is nothing to deal")
+            if answer := await act(message.sender, Key(*key), told):
+                self.fabric.post(message.sender, (*message.tag, number), note=answer)
+        except ValueError as error:
+            log.warning("worker %d sent %s that cannot be read: %s", message.sender, message.tag[-1], error)
 
     async def _look_up(self) -> None:
         """Hear those who come at once, and what is left when a dealer is gone: nobody has to wait for it."""
@@ -285,41 +273,35 @@ class Dealing:
                     await self._hear_all(data)
                     data.count_doubles()
 
-    async def _answer(self, peer: int, key: Key, told: Iterator[int]) -> None:
+    async def _answer(self, peer: int, key: Key, told: Iterator[int]) -> Note:
         """Somebody asks this worker to deal."""
-        serial, *asked = read((int,) * (1 + len(Question._fields)), told)
-        question, news = Question._make(asked), Ledger.decode(key.length, told)
+        question = Question._make(read((int,) * len(Question._fields), told))
+        news = Ledger.decode(key.length, told)
         if not question.size or (question.parts and not key.grid):
             raise ValueError("there is nothing to deal")
-        answer: Lease | int = REFUSED
         if (data := self._known(key, peer)) is None:
-            answer, data, other = DIFFERS, self.datasets[key.mark], self.datasets[key.mark].by
-        elif question.insists or self.fabric.members[0] == self.me[0]:
+            other = self.datasets[key.mark]
+            return (DIFFERS, other.by, 0, 0, 0, *other.key)
+        answer: Lease | int = REFUSED
+        if question.insists or self.fabric.members[0] == self.me[0]:
             answer = await self._deal(data, (peer, question.life), question, news)
-            other = data.orders[question.number][1] if answer == DIFFERS else 0
-        note: tuple[float, ...]
-        if answer == REFUSED:
-            note = (REFUSED, 0, 0, 0, 0)
-        elif answer == DIFFERS:
-            note = (DIFFERS, other, 0, 0, 0, *data.key)
-        else:
-            given = (GIVEN, *answer) if isinstance(answer, Lease) else (answer, 0, 0, 0, 0)
-            note = (*given, *data.ledger.encode(held=True))
-        self.fabric.post(peer, (*ASK, serial), note=note)
+        if answer == DIFFERS:
+            return (DIFFERS, data.orders[question.number][1], 0, 0, 0, *data.key)
+        given = (GIVEN, *answer) if isinstance(answer, Lease) else (answer, 0, 0, 0, 0)
+        return (*given, *data.ledger.encode(held=True))
 
-    async def _tell(self, peer: int, key: Key, told: Iterator[int]) -> None:
+    async def _tell(self, peer: int, key: Key, _: Iterator[int]) -> Note:
         """A new dealer asks what this worker knows."""
-        serial = read(int, told)
         known = Ledger(key.length)  # of other data it knows nothing
         if (data := self._known(key, peer)) is not None:
             data.heard.clear()
             data.collect()
             known = data.ledger
-        self.fabric.post(peer, (*TELL, serial), note=(self.me[1], *known.encode(held=True)))
+        return (self.me[1], *known.encode(held=True))
 
     async def _note(self, peer: int, key: Key, told: Iterator[int]) -> None:
         """Remember what somebody has finished and holds: be the deputy."""
         owner, theirs = read((int, int), told), Ledger.decode(key.length, told)
         if (data := self._known(key, peer)) is not None:
-            data.learn(theirs)
+            data.ledger.merge(theirs)
             data.ledger.hold(owner, theirs.held_by(owner))

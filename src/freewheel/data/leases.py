@@ -7,10 +7,9 @@ import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator
 
-from freewheel.data.batches import Batch, Key
+from freewheel.data.batches import Batch, Key, Lease
 from freewheel.data.dataset import SOON, WAIT, Question
 from freewheel.data.dealing import RETRY_S, Dealing
-from freewheel.data.ledger import Lease
 from freewheel.data.shares import LEASE_S
 from freewheel.data.spans import union
 from freewheel.errors import PeerLost

@@ -16,12 +16,12 @@ and its holders': it is not merged.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
+from freewheel.data.batches import Lease
 from freewheel.data.spans import Span, Spans, common, minus, size, union
 from freewheel.fabric.notes import pack, read
 
@@ -39,16 +39,6 @@ LEDGER = (int, int, [(int, int, [(int, int)], [(int, int)], [(int, int, int)], [
 """As numbers: floor, past; of a pass its number, whether it was left, finished, lost, counts, who holds."""
 
 
-class Lease(NamedTuple):
-    """Samples of one pass, dealt to one worker: places of its order."""
-
-    number: int
-    start: int
-    stop: int
-    again: bool
-    """Whether they had been dealt before, to a worker that was lost."""
-
-
 @dataclass(slots=True)
 class Pass:
     """One pass over the data."""
@@ -62,10 +52,6 @@ class Pass:
     def excess(self) -> int:
         """How many samples are known to have been finished more than once."""
         return sum(self.counts.values()) - size(self.finished)
-
-    def taken(self) -> Spans:
-        """What is finished or held."""
-        return union(self.finished, *self.held.values())
 
     def entries(self) -> int:
         """How much memory it takes, in spans and owners."""
@@ -97,11 +83,6 @@ class Ledger:
         """How much memory it takes: passes, spans and owners."""
         return sum(one.entries() for one in self.passes.values())
 
-    def room(self, more: int) -> None:
-        """ValueError if somebody tells so much more that it is no longer a ledger of workers."""
-        if self.entries() + more > MOST_ENTRIES:
-            raise ValueError(f"more than {MOST_ENTRIES} passes, spans and owners")
-
     # -- dealing --
 
     def open(self, number: int) -> Pass | None:
@@ -115,7 +96,7 @@ class Ledger:
         one = self.passes.get(number)
         if number < self.floor:
             return []
-        return minus([(0, self.length)], one.taken() if one else [])
+        return minus([(0, self.length)], union(one.finished, *one.held.values()) if one else [])
 
     def deal(
         self, owner: Owner, number: int, cut: Callable[[int, Spans], Span | None], since: int = 0
@@ -185,7 +166,9 @@ class Ledger:
             one.left = True
 
     def merge(self, theirs: Ledger) -> None:
-        """Learn what another ledger knows, but for who holds what."""
+        """Learn what another ledger knows, but for who holds what; ValueError: more than workers make."""
+        if self.entries() + theirs.entries() > MOST_ENTRIES:
+            raise ValueError(f"more than {MOST_ENTRIES} passes, spans and owners")
         if theirs.floor > self.floor:
             self.floor, self.past = theirs.floor, theirs.past
             for number in [q for q in self.passes if q < self.floor]:
@@ -276,11 +259,3 @@ class Ledger:
             for rank, life, start, stop in held:
                 one.held[rank, life] = union(one.held.get((rank, life), []), spans([(start, stop)]))
         return ledger
-
-
-def reader(numbers: Sequence[float]) -> Iterator[int]:
-    """Numbers that must be whole and not negative, one after the other."""
-    for number in numbers:
-        if not (0 <= number < math.inf and number == int(number)):
-            raise ValueError(f"{number} is not a whole number")
-        yield int(number)

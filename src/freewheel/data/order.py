@@ -131,18 +131,18 @@ def drawing(sampler: Any, seed: int) -> Iterator[None]:
         else:
             kind = type(one.bit_generator)
             one.bit_generator.state = kind(seed).state
-    python, torch_state = random.getstate(), torch.default_generator.get_state()
+    python = random.getstate()
     numpy = sys.modules.get("numpy.random")
     numpy_state = numpy.get_state() if numpy else None
     random.seed(seed)
-    torch.default_generator.manual_seed(seed)
     if numpy:
         numpy.seed(seed % 2**32)
     try:
-        yield
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            yield
     finally:
         random.setstate(python)
-        torch.default_generator.set_state(torch_state)
         if numpy:
             numpy.set_state(numpy_state)
 

@@ -65,12 +65,16 @@ Weights: TypeAlias = Mapping[int, float]
 """The members of a reduction, in order, each with the weight of its vector."""
 Spawn: TypeAlias = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
 """Runs a coroutine in this worker's life."""
-Each: TypeAlias = Callable[[int, Tensor], None]
+Each: TypeAlias = Callable[[int, Tensor], object]
 """Is handed each piece of a vector that arrives, with its place; may run in another thread."""
 
 
-def _nothing(why: str) -> None:
-    """Where all messages are one's own."""
+def put(each: Each | Tensor, at: int, piece: Tensor) -> None:
+    """Hand over a piece of a vector, or write it into one."""
+    if isinstance(each, Tensor):
+        each[at : at + piece.numel()].copy_(piece)
+    else:
+        each(at, piece)
 
 
 @dataclass(slots=True)
@@ -85,8 +89,8 @@ class Message:
     tag: Tag
     vector: Tensor | None
     note: Note
-    offend: Callable[[str], None] = _nothing
-    """Cuts the sender off."""
+    offend: Callable[[str], None] = lambda why: None
+    """Cuts the sender off, where that is not this worker."""
 
     def bad(self, what: str) -> PeerLost:
         """This message cannot be used: what to raise."""
@@ -159,6 +163,8 @@ class Fabric:
         self._forgotten: dict[Tag, None] = {}
         self._leaving: dict[int, list[asyncio.Future[None]]] = {}
         self._epochs: dict[int, int] = {}
+        self._kept: list[dict[int, Any]] = []
+        self._asked = 0
         self._change: asyncio.Future[None] | None = None
         self.notice: Notice = lambda what, peer, text: None
         """Hears of what happens to peers, and in views."""
@@ -233,11 +239,7 @@ class Fabric:
 
     async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
         """Wait for a vector and take it piece by piece, or straight into a tensor."""
-        vector = (await self.receive(tag, peer)).payload
-        if isinstance(each, Tensor):
-            each.copy_(vector)
-        else:
-            each(0, vector)
+        put(each, 0, (await self.receive(tag, peer)).payload)
 
     def lend(self, vector: Tensor) -> Tensor:
         """A vector that may be changed once it has left, as it is to be sent: here a copy."""
@@ -273,6 +275,17 @@ class Fabric:
         self._boxes.clear()
         self._unread.clear()
 
+    async def ask(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> Message:
+        """Send a question, whose note begins with its number; wait for the answer, whose tag ends with it."""
+        self._asked += 1
+        answer = (*tag, self._asked)
+        try:
+            await self.send(peer, tag, vector, (self._asked, *note))
+            return await self.receive(answer, peer)
+        except BaseException:
+            self.forget(answer)
+            raise
+
     async def changed(self) -> None:
         """Wait until a peer comes or goes."""
         if self._change is None:
@@ -282,6 +295,16 @@ class Fabric:
     def epoch(self, peer: int) -> int:
         """How often a peer has been lost: what was said in one epoch means nothing in the next."""
         return self._epochs.get(peer, 0)
+
+    def by_peer(self) -> dict[int, Any]:
+        """A dictionary of what peers have said, which forgets what those have said that are lost."""
+        self._kept.append({})
+        return self._kept[-1]
+
+    @property
+    def others(self) -> list[int]:
+        """All within reach but this worker."""
+        return [peer for peer in self.members if peer != self.rank]
 
     def waits(self) -> list[tuple[int | None, Tag]]:
         """Whom this worker waits for, and for what."""
@@ -343,12 +366,10 @@ class Fabric:
         self._reach -= {peer}
         self._members_changed()
         del self._unread[peer]
-        for tag in list(self._boxes):
-            kept = deque(message for message in self._boxes[tag] if message.sender != peer)
-            if kept:
-                self._boxes[tag] = kept
-            else:
-                del self._boxes[tag]
+        for kept in self._kept:
+            kept.pop(peer, None)
+        boxes = {tag: deque(one for one in box if one.sender != peer) for tag, box in self._boxes.items()}
+        self._boxes = {tag: box for tag, box in boxes.items() if box}
         for left in self._leaving.pop(peer, ()):
             if not left.done():
                 left.set_exception(PeerLost(peer, why))

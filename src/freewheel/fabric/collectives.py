@@ -50,19 +50,15 @@ async def broadcast(
     fabric: Fabric, members: Sequence[int], root: int, vector: Tensor | None, tag: Tag, note: Note = ()
 ) -> Message:
     """Hand the root's vector and note to all members along a binomial tree."""
-    n = len(members)
-    place = (members.index(fabric.rank) - members.index(root)) % n
-    at = [members[(members.index(root) + k) % n] for k in range(n)]
-    span = 1
+    first = members.index(root)
+    at = [*members[first:], *members[:first]]
+    place = at.index(fabric.rank)
+    span = 1 << place.bit_length()
     message = Message(root, tag, vector, note)
     if place:
-        while span * 2 <= place:
-            span *= 2
-        message = await fabric.receive(tag, at[place - span])
-        span *= 2
-    while span < n:
-        if place + span < n and place < span:
-            await fabric.send(at[place + span], tag, message.vector, message.note)
+        message = await fabric.receive(tag, at[place - span // 2])
+    while place + span < len(at):
+        await fabric.send(at[place + span], tag, message.vector, message.note)
         span *= 2
     return message
 

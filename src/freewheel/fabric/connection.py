@@ -11,7 +11,7 @@ from torch import Tensor
 
 from freewheel.fabric.base import BYTES, EXCHANGE, RUNTIME, Each, Fabric, Message, Note, Tag
 from freewheel.fabric.frames import BadFrame, Kind
-from freewheel.fabric.handshake import Greeted, Identity
+from freewheel.fabric.handshake import Identity, Line
 from freewheel.fabric.transfers import LONG, Landing, Outgoing, Transfers
 from freewheel.fabric.windows import DEVICE, HOST, STREAM, Windows, is_locator
 
@@ -49,7 +49,7 @@ class Vectors(Fabric):
             if vector.is_cuda:  # the device may still be writing it
                 await self.transfers.work(vector.numel(), lambda: None)
             return vector
-        shown = self.windows.borrow(vector, HOST if kind == STREAM else kind)
+        shown = self.windows.make(vector.numel(), vector.dtype, HOST if kind == STREAM else kind)
         await self.transfers.work(vector.numel(), lambda: shown.copy_(vector))
         return shown
 
@@ -58,20 +58,11 @@ class Connection:
     """A connection with a peer that has said who it is."""
 
     def __init__(
-        self,
-        fabric: Vectors,
-        greeted: Greeted,
-        address: str,
-        caller: int,
-        offended: Callable[[Connection, Exception], None],
+        self, fabric: Vectors, line: Line, offended: Callable[[Connection, Exception], None]
     ) -> None:
-        self.fabric, self.address, self.caller = fabric, address, caller
-        self.line, self.transport = greeted.line, greeted.line.transport
-        self.peer, self.incarnation = greeted.sender, greeted.incarnation
-        self.kind = greeted.kind
-        """How vectors travel: through windows of the device or the host, or as a stream of bytes."""
-        self.pid = greeted.pid
-        """The peer's process, where windows are shared."""
+        self.fabric = fabric
+        self.line, self.transport, self.peer = line, line.transport, line.peer
+        self.incarnation, self.kind, self.pid = line.incarnation, line.kind, line.pid
         self.queue: deque[Outgoing] = deque()
         self.wake = asyncio.Event()
         self.writing = False
@@ -106,22 +97,14 @@ class Connection:
 
     # -- writing --
 
-    def send(
-        self,
-        kind: Kind,
-        tag: Tag = (),
-        vector: Tensor | None = None,
-        note: Note = (),
-        negated: bool = False,
-    ) -> Outgoing:
+    def send(self, kind: Kind, tag: Tag = (), vector: Tensor | None = None, note: Note = ()) -> Outgoing:
         """Let a frame leave after those before it."""
         fabric, counted = self.fabric, kind is Kind.MESSAGE and tag[0] != RUNTIME
-        near = vector is not None and not negated and self._near(tag, vector)
+        near = vector is not None and self._near(tag, vector)
         wire = fabric.wire_of(tag)
         of_vector = (None, 0) if vector is None else (wire, vector.numel())
         head = b"" if near else fabric.me.frame(kind, tag, note, *of_vector)
-        loop = asyncio.get_running_loop()
-        outgoing = Outgoing(head, vector, wire, loop, negated=negated, counted=counted)
+        outgoing = Outgoing(head, vector, wire, counted)
         if near:
             outgoing.tag, outgoing.note = tag, note
         fabric.counters.messages_out += kind is Kind.MESSAGE
@@ -139,13 +122,11 @@ class Connection:
     def _put(self, outgoing: Outgoing) -> None:
         """A short message leaves at once if nothing is before it."""
         if not self.queue and not self.writing and outgoing.vector is None:
-            whole = outgoing.head + self.line.ours.next(outgoing.head)
-            if written := self.transport.write_now(whole):
-                self.line.ours.advance()
-                outgoing.head, outgoing.begun = whole[written:], True
-                if not outgoing.head:
-                    outgoing.set_result(None)
-                    return
+            whole = self.line.sealed(outgoing.head)
+            outgoing.head, outgoing.begun = whole[self.transport.write_now(whole) :], True
+            if not outgoing.head:
+                outgoing.set_result(None)
+                return
         self.queue.append(outgoing)
         self.wake.set()
 
@@ -225,7 +206,7 @@ class Connection:
                 await self._read_near(tag, note)
                 continue
             if frame.dtype is None:
-                fabric.deliver(self._message(tag, None, note))
+                fabric.deliver(Message(self.peer, tag, None, note, self._offend))
                 await asyncio.sleep(0)  # who was waiting runs before the next frame: it may await it in place
                 continue
             if frame.dtype != (wire := fabric.wire_of(tag)):
@@ -239,11 +220,10 @@ class Connection:
 
     async def land(self, tag: Tag, numel: int, each: Each | Tensor) -> None:
         """Take a vector where it is awaited, as it comes."""
-        landing = self.landings[tag] = Landing(numel, each, asyncio.get_running_loop().create_future())
+        landing = self.landings[tag] = Landing(numel, each)
         try:
-            await landing.done
+            await landing
         finally:
-            landing.done.cancel()
             self.landings.pop(tag, None)
 
     async def _read_near(self, tag: Tag, note: Note) -> None:
@@ -264,14 +244,14 @@ class Connection:
         shown = int(locator[3]) // fabric.dtype.itemsize
         if shown > fabric.me.longest or (numel is not None and shown != max(1, numel)):
             raise BadFrame(f"it shows {shown} numbers, where the longest vector has {fabric.me.longest}")
-        window = fabric.windows.known(locator)
         try:
-            if window is None:  # the first time may take a while
+            if (window := fabric.windows.known(locator)) is None:  # the first time may take a while
                 window = await asyncio.to_thread(fabric.windows.open, locator)
                 fabric.windows.keep(locator, window)
-            if window.nbytes != locator[3]:
+            memory = window.memory()
+            if memory.nbytes != locator[3]:
                 raise OSError("it has another size")
-            return window.memory().view(fabric.dtype)[:numel]
+            return memory.view(fabric.dtype)[:numel]
         except ProcessLookupError:
             raise
         except (OSError, RuntimeError) as error:
@@ -280,7 +260,7 @@ class Connection:
 
     def _arrived(self, tag: Tag, note: Note, vector: Tensor) -> None:
         if (landing := self.landings.get(tag)) is None:
-            self.fabric.deliver(self._message(tag, vector, note))
+            self.fabric.deliver(Message(self.peer, tag, vector, note, self._offend))
             return
         if vector.numel() != landing.numel:  # it was awaited while it arrived
             raise BadFrame(f"it sent {vector.numel()} numbers where {landing.numel} are awaited")
@@ -288,9 +268,6 @@ class Connection:
         landing.finish()
         del self.landings[tag]
         self.fabric.transfers.give_back(vector)
-
-    def _message(self, tag: Tag, vector: Tensor | None, note: Note) -> Message:
-        return Message(self.peer, tag, vector, note, self._offend)
 
     def _offend(self, why: str) -> None:
         self.offended(self, BadFrame(why))

@@ -13,7 +13,6 @@ who joins and has no weights yet. Last comes a goodbye that is answered: what wa
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import random
 from typing import Protocol
 
@@ -56,18 +55,14 @@ class Farewells:
         self.fabric, self.party, self.random = fabric, party, rng
         self.calls = Calls(fabric, spawn, CALL, self._share, self._decided, number=rng, longest_s=LONGEST_S)
         """A worker is away where it has handed over, or has no weights yet."""
-        self._leaving: dict[int, int] = {}
-        """Who has said that it leaves, each with the epoch in which it did."""
-        self._goodbyes = 0
+        self._leaving = fabric.by_peer()
+        """Who has said that it leaves."""
 
     def serve(self) -> None:
         """Take part in the others' farewells, from now on."""
         self.calls.serve()
         for tag, act in ((LEAVING, self._note), (BYE, self._answer)):
             self.calls.spawn(hear(self.fabric, tag, act))
-
-    def _others(self) -> list[int]:
-        return [peer for peer in self.fabric.members if peer != self.fabric.rank]
 
     # -- together --
 
@@ -91,21 +86,17 @@ class Farewells:
 
     def announce(self) -> None:
         """Say that this worker is about to leave: where all do, none has to hand anything over."""
-        for peer in self._others():
+        for peer in self.fabric.others:
             self.fabric.post(peer, LEAVING)
 
     def _note(self, message: Message) -> None:
-        self._leaving[message.sender] = self.fabric.epoch(message.sender)
-
-    def somebody_stays(self) -> bool:
-        """Whether there is a worker that has not said that it leaves."""
-        return any(self._leaving.get(peer) != self.fabric.epoch(peer) for peer in self._others())
+        self._leaving[message.sender] = True
 
     async def hand_over(self) -> None:
         """Let the others' mean become the mean of all; tries until it is done, or nobody stays."""
         tries, away = 0, set[int]()
         try:
-            while self.somebody_stays():
+            while not self._leaving.keys() >= set(self.fabric.others):
                 members = [peer for peer in self.fabric.members if peer not in away]
                 if len(members) > 1:
                     if (refusal := await self.calls.call(members)) is None:
@@ -120,12 +111,10 @@ class Farewells:
 
     async def goodbye(self) -> None:
         """Wait until everybody has got all that this worker has sent."""
-        self._goodbyes, others = self._goodbyes + 1, self._others()
-        for peer in others:
-            self.fabric.post(peer, BYE, note=(self._goodbyes,))
-        for peer in others:
-            with contextlib.suppress(PeerLost):
-                await self.fabric.receive((*BYE, self._goodbyes), peer)
+        goodbyes = [self.fabric.ask(peer, BYE) for peer in self.fabric.others]
+        for said in await asyncio.gather(*goodbyes, return_exceptions=True):
+            if isinstance(said, BaseException) and not isinstance(said, PeerLost):
+                raise said
 
     def _answer(self, message: Message) -> None:
         (serial,) = message.numbers(1, 1)

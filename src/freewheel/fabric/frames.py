@@ -13,6 +13,7 @@ read; a frame whose seal does not fit, before anything is made of it.
 from __future__ import annotations
 
 import enum
+import hmac
 import json
 import struct
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from freewheel.fabric.base import BYTES_PIECE, Note, Tag
-from freewheel.fabric.secret import SEAL_BYTES, Seals, same
+from freewheel.fabric.secret import SEAL_BYTES, Seals
 
 MAGIC = b"FWHL"
 PROTOCOL = 7
@@ -134,9 +135,8 @@ def check_protocol(magic: bytes, protocol: int) -> None:
 
 def parse_rest(frame: Frame, rest: bytes | bytearray, seals: Seals) -> tuple[Tag, Note]:
     """Tag and note of the next frame that was sealed so."""
-    if not same(bytes(rest[-SEAL_BYTES:]), seals.next(frame.head + rest[:-SEAL_BYTES])):
+    if not hmac.compare_digest(bytes(rest[-SEAL_BYTES:]), seals.next(frame.head + rest[:-SEAL_BYTES])):
         raise BadFrame("it sent a frame that is damaged, or not the next one of this connection")
-    seals.advance()
     try:
         words = json.loads(bytes(rest[: frame.tag_bytes])) if frame.tag_bytes else []
     except (ValueError, RecursionError):

@@ -19,11 +19,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import hmac
 import logging
 import secrets
 import socket
 import ssl
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -33,7 +35,8 @@ from freewheel.errors import PeerLost
 from freewheel.fabric import frames
 from freewheel.fabric.base import Note, Spawn, Tag
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
-from freewheel.fabric.secret import Seals, derive, same
+from freewheel.fabric.notes import pack, read_all, whole
+from freewheel.fabric.secret import Seals, derive
 from freewheel.fabric.transport import Transport, dial, listen, open_transport
 from freewheel.fabric.windows import KINDS, STREAM, Windows, is_locator
 from freewheel.records.counters import Counters
@@ -54,6 +57,8 @@ PAUSE_S = 0.005
 """Between two connections while as many have been turned away within a second: training comes first."""
 COMPLAINTS, COMPLAINTS_S = 100, 60.0
 """Lines of the log about connections that were turned away, in so many seconds; more are counted."""
+BROKEN = (OSError, EOFError, BadFrame)
+"""How connections end that come to nothing; silence and bad keys are OSErrors."""
 CHALLENGE = struct.Struct("!4sB32s")
 
 log = logging.getLogger("freewheel")
@@ -92,7 +97,7 @@ class Identity:
     def hello(self, offers: Sequence[Note] = ()) -> bytes:
         """The first frame of this worker on a connection; with windows that the peer may try to open."""
         tag = ("hello", self.version, self.model, self.place if offers else "", self.wire)
-        return self.frame(Kind.HELLO, tag, tuple(x for one in offers for x in (len(one), *one)))
+        return self.frame(Kind.HELLO, tag, pack([list(one) for one in offers]))
 
     def check(self, frame: Frame, tag: Tag, peer: int | None = None) -> None:
         """BadFrame unless the other side is a worker (`peer`) of our run with our model and our version."""
@@ -124,12 +129,19 @@ class Line:
     """Of what is sent, and of what comes."""
     me: Identity
     counters: Counters
+    address: str
+    called: bool
+    """Whether it was this worker that called."""
+    peer: int = -1
+    incarnation: int = 0
+    kind: str = STREAM
+    """How vectors travel: through windows of the device or the host, or as a stream of bytes."""
+    pid: int = 0
+    """The peer's process, where windows are shared."""
 
     def sealed(self, head: bytes) -> bytes:
         """A frame that leaves now."""
-        whole = head + self.ours.next(head)
-        self.ours.advance()
-        return whole
+        return head + self.ours.next(head)
 
     async def write(self, head: bytes) -> None:
         """Send a frame that has no vector."""
@@ -144,19 +156,6 @@ class Line:
         await self.transport.read(memoryview(rest))
         self.counters.bytes_in += len(head) + len(rest)
         return (frame, *frames.parse_rest(frame, rest, self.theirs))
-
-
-@dataclass(frozen=True)
-class Greeted:
-    """What a handshake has found out."""
-
-    line: Line
-    sender: int
-    incarnation: int
-    kind: str
-    """How vectors travel."""
-    pid: int
-    """The peer's process, where windows are shared."""
 
 
 async def prove(transport: Transport, key: bytes, caller: bool) -> tuple[Seals, Seals]:
@@ -192,7 +191,7 @@ async def _challenge(transport: Transport) -> bytes:
 async def _proof(transport: Transport, expected: bytes) -> None:
     given = bytearray(len(expected))
     await transport.read(memoryview(given))
-    if not same(bytes(given), expected):
+    if not hmac.compare_digest(given, expected):
         raise BadFrame(STRANGER)
 
 
@@ -207,12 +206,11 @@ class Listener:
         *,
         windows: Windows,
         check: Callable[[Frame], None],
-        admit: Callable[[Greeted, str], None],
+        admit: Callable[[Line], None],
         spawn: Spawn,
     ) -> None:
         self.me, self.counters = me, counters
-        self._server = tls[0] if tls else None
-        self._client = tls[1] if tls else None
+        self._tls = tls or (None, None)
         self._windows, self._check, self._admit, self._spawn = windows, check, admit, spawn
         self.unshared: set[int] = set()
         """Peers whose windows could not be opened, although they could be tried."""
@@ -233,24 +231,12 @@ class Listener:
         if listener is not None:
             listener.close()
 
-    async def call(self, peer: int, host: str, port: int) -> Greeted:
+    async def call(self, peer: int, host: str, port: int) -> Line:
         """Connect with a peer; PeerLost with the reason if it cannot be had."""
         try:
             async with asyncio.timeout(DIAL_S):
                 sock = await dial(host, port)
-            opened: Transport | socket.socket = sock
-            try:
-                async with asyncio.timeout(GREETING_S):  # keys take their time
-                    opened = transport = await open_transport(sock, self._client, server=False)
-                    ours, theirs = await prove(transport, self.me.key, caller=True)
-                    line = Line(transport, ours, theirs, self.me, self.counters)
-                    await line.write(self._hello(transport, peer))
-                    frame, tag, note = await line.read()
-                    self.me.check(frame, tag, peer)
-                    return await self._compare(line, frame, tag, note)
-            except BaseException:
-                opened.close()
-                raise
+            return await self._greet(sock, f"{host}:{port}", peer)
         except TimeoutError as error:
             raise PeerLost(peer, f"{host}:{port}: no answer in time") from error
         except ssl.SSLError as error:
@@ -258,7 +244,7 @@ class Listener:
             if isinstance(error, ssl.SSLEOFError):  # the connection ended; it says nothing of keys
                 why = words(error)
             raise PeerLost(peer, f"{host}:{port}: {why}") from error
-        except (OSError, EOFError, BadFrame) as error:
+        except BROKEN as error:
             raise PeerLost(peer, f"{host}:{port}: {words(error)}") from error
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -276,46 +262,58 @@ class Listener:
                 oldest.cancel()
             if self._complaints.many():
                 await asyncio.sleep(PAUSE_S)
-            greeting = self._spawn(self._greet(sock, f"{address[0]}:{address[1]}"))
-            # One that is cancelled before it begins cannot close the socket itself.
-            greeting.add_done_callback(functools.partial(_close_if_cancelled, sock))
+            greeting = self._spawn(self._let_in(sock, f"{address[0]}:{address[1]}"))
             self._unproven[greeting] = None
-            greeting.add_done_callback(self._proven)
+            greeting.add_done_callback(functools.partial(self._proven, sock))
 
-    def _proven(self, greeting: asyncio.Task[None]) -> None:
+    def _proven(self, sock: socket.socket, greeting: asyncio.Task[None]) -> None:
+        """It has proved that it has the key, or has ended."""
         self._unproven.pop(greeting, None)
+        if greeting.cancelled():  # before it began it cannot close the socket itself
+            sock.close()
 
-    async def _greet(self, sock: socket.socket, address: str) -> None:
+    async def _let_in(self, sock: socket.socket, address: str) -> None:
         """A connection came in: let it say who it is."""
-        transport: Transport | None = None
         try:
-            async with asyncio.timeout(GREETING_S):
-                transport = await open_transport(sock, self._server, server=True)
-                ours, theirs = await prove(transport, self.me.key, caller=False)
-                self._proven(asyncio.current_task())  # type: ignore[arg-type]
-                line = Line(transport, ours, theirs, self.me, self.counters)
+            line = await self._greet(sock, address)
+        except BROKEN:
+            return
+        self._admit(line)
+
+    async def _greet(self, sock: socket.socket, address: str, peer: int | None = None) -> Line:
+        """Shake hands with a peer that was called, or with whoever has called."""
+        opened: Transport | socket.socket = sock
+        calls = peer is not None
+        try:
+            async with asyncio.timeout(GREETING_S):  # keys take their time
+                opened = transport = await open_transport(sock, self._tls[calls], server=not calls)
+                ours, theirs = await prove(transport, self.me.key, calls)
+                line = Line(transport, ours, theirs, self.me, self.counters, address, calls)
+                if peer is not None:
+                    await line.write(self._hello(transport, peer))
+                else:
+                    self._unproven.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
                 try:
                     frame, tag, note = await line.read()
-                    self.me.check(frame, tag)
-                    self._check(frame)
+                    self.me.check(frame, tag, peer)
+                    if not calls:
+                        self._check(frame)
                 except BadFrame as error:
-                    with contextlib.suppress(OSError):
-                        await line.write(self.me.frame(Kind.REFUSE, (str(error)[:200],)))
+                    if not calls:
+                        with contextlib.suppress(OSError):
+                            await line.write(self.me.frame(Kind.REFUSE, (str(error)[:200],)))
                     raise
-                await line.write(self._hello(transport, frame.sender))
-                greeted = await self._compare(line, frame, tag, note)
+                if not calls:
+                    await line.write(self._hello(transport, frame.sender))
+                line.peer, line.incarnation = frame.sender, frame.incarnation
+                await self._compare(line, tag, note)
+                return line
         except BaseException as error:
-            refused = isinstance(error, OSError | EOFError | BadFrame)  # silence and bad keys are OSErrors
-            if refused:
+            if not calls and isinstance(error, BROKEN):
                 harmless = isinstance(error, Crossed | ConnectionError | EOFError)  # the other has hung up
                 self._complaints.add(harmless, "refused a connection from %s: %s", address, words(error))
-            if transport is not None:
-                transport.close()
-            sock.close()
-            if not refused:
-                raise
-        else:
-            self._admit(greeted, address)
+            opened.close()
+            raise
 
     def _hello(self, transport: Transport, peer: int) -> bytes:
         near = bool(self.me.place) and transport.local and self._shares(peer)
@@ -329,44 +327,43 @@ class Listener:
         """What lies in a worker's probes."""
         return self.me.run + rank.to_bytes(4, "big")
 
-    async def _compare(self, line: Line, hello: Frame, tag: Tag, note: Note) -> Greeted:
+    async def _compare(self, line: Line, tag: Tag, note: Note) -> None:
         """Try to open what the peer offers, tell it, and hear what it could open; take the best of both."""
         seen: list[str] = []
-        offers = split(note)
+        offers = offered(note)
         near = bool(self.me.place) and tag[3] == self.me.place and line.transport.local
-        if near and self._shares(hello.sender):
-            seen = await asyncio.to_thread(self._windows.tried, offers, self._mark(hello.sender))
+        if near and self._shares(line.peer):
+            seen = await asyncio.to_thread(self._windows.tried, offers, self._mark(line.peer))
         await line.write(self.me.frame(Kind.SEES, ("sees", *seen)))
         frame, sees, _ = await line.read()
-        if frame.kind is not Kind.SEES or frame.sender != hello.sender or not set(sees[1:]) <= set(KINDS):
+        if frame.kind is not Kind.SEES or frame.sender != line.peer or not set(sees[1:]) <= set(KINDS):
             raise BadFrame("it did not say what it sees")
         both = [kind for kind in KINDS if kind in seen and kind in sees[1:]]
+        if both:
+            line.kind, line.pid = both[-1], int(offers[0][2])
         expected = {KINDS[int(one[0])] for one in offers} & set(self._windows.kinds)
-        if near and self.me.rank < hello.sender and expected - set(both):
+        if near and self.me.rank < line.peer and expected - set(both):
             log.warning(
                 "workers %d and %d share no %s window: vectors between them travel by %s",
                 self.me.rank,
-                hello.sender,
+                line.peer,
                 " and no ".join(sorted(expected - set(both))),
-                both[-1] if both else STREAM,
+                line.kind,
             )
-        pid = int(offers[0][2]) if offers and both else 0
-        return Greeted(line, hello.sender, hello.incarnation, both[-1] if both else STREAM, pid)
 
 
 class Complaints:
     """What is said about connections that were turned away: not more than anybody reads."""
 
     def __init__(self) -> None:
-        self._since_s = self._second_s = -COMPLAINTS_S
-        self._said = self._unsaid = self._now = 0
+        self._since_s, self._said, self._unsaid = -COMPLAINTS_S, 0, 0
+        self._last_s: deque[float] = deque(maxlen=UNPROVEN)
+        """When the last ones were turned away."""
 
     def add(self, harmless: bool, text: str, *words: str) -> None:
         """One was turned away."""
         now_s = asyncio.get_running_loop().time()
-        if now_s - self._second_s > 1:
-            self._second_s, self._now = now_s, 0
-        self._now += 1
+        self._last_s.append(now_s)
         if now_s - self._since_s > COMPLAINTS_S:
             if self._unsaid:
                 log.warning("refused %d more connections, not named here", self._unsaid)
@@ -379,19 +376,16 @@ class Complaints:
 
     def many(self) -> bool:
         """Whether somebody keeps knocking."""
-        return self._now > UNPROVEN and asyncio.get_running_loop().time() - self._second_s < 1
+        return len(self._last_s) == UNPROVEN and asyncio.get_running_loop().time() - self._last_s[0] < 1
 
 
-def split(note: Note) -> list[Note]:
+def offered(note: Note) -> list[Note]:
     """The windows a peer offers."""
-    offers, at = [], 0
-    while at < len(note):
-        end = at + 1 + (int(note[at]) if 0 < note[at] < 100 else 0)
-        if not is_locator(note[at + 1 : end]):
-            raise BadFrame("it offers what is no window")
-        offers.append(note[at + 1 : end])
-        at = end
-    return offers
+    with contextlib.suppress(ValueError):
+        offers = [tuple(one) for one in read_all([[int]], whole(note))]
+        if all(map(is_locator, offers)):
+            return offers
+    raise BadFrame("it offers what is no window")
 
 
 def words(error: BaseException) -> str:
@@ -399,8 +393,3 @@ def words(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return f"no answer within {GREETING_S:g} s"
     return str(error) or type(error).__name__
-
-
-def _close_if_cancelled(sock: socket.socket, task: asyncio.Task[None]) -> None:
-    if task.cancelled():
-        sock.close()

@@ -16,16 +16,17 @@ from torch import Tensor
 
 MOST = 8
 """Vectors that are combined in one pass; it stands in the source too."""
-LONGEST = 1 << 30
-"""Numbers of one launch: kernels count in 32 bits."""
 THREADS, BLOCKS = 512, 1056
 
 SOURCE = r"""
-#define EACH(n) int i = blockIdx.x * blockDim.x + threadIdx.x; i < n; i += gridDim.x * blockDim.x
+#define HERE ((long long)blockIdx.x * blockDim.x + threadIdx.x)
+#define EACH(n) long long i = HERE; i < (n); i += (long long)gridDim.x * blockDim.x
 #define MOST 8
 
 // A copy, with what is pending; *bad = 1 if a number is not finite.
-extern "C" __global__ void fw_copy(const float* from, const float* pending, float* into, int* bad, int n) {
+extern "C" __global__ void fw_copy(const float* from, const float* pending, float* into, int* bad,
+                                   double size) {
+  long long n = size;
   bool good = true;
   const float4 *from4 = (const float4*)from, *pending4 = (const float4*)pending;
   for (EACH(n / 4)) {
@@ -34,7 +35,7 @@ extern "C" __global__ void fw_copy(const float* from, const float* pending, floa
     good = good && isfinite(x.x) && isfinite(x.y) && isfinite(x.z) && isfinite(x.w);
     ((float4*)into)[i] = x;
   }
-  int rest = n / 4 * 4 + blockIdx.x * blockDim.x + threadIdx.x;
+  long long rest = n / 4 * 4 + HERE;
   if (rest < n) {
     float x = pending ? from[rest] + pending[rest] : from[rest];
     good = good && isfinite(x);
@@ -44,7 +45,8 @@ extern "C" __global__ void fw_copy(const float* from, const float* pending, floa
 }
 
 // mine <- share (theirs - mine), theirs <- the negative.
-extern "C" __global__ void fw_pull(float* mine, float* theirs, double share, int n) {
+extern "C" __global__ void fw_pull(float* mine, float* theirs, double share, double size) {
+  long long n = size;
   float s = (float)share;
   for (EACH(n / 4)) {
     float4 a = ((float4*)mine)[i], b = ((float4*)theirs)[i];
@@ -52,7 +54,7 @@ extern "C" __global__ void fw_pull(float* mine, float* theirs, double share, int
     ((float4*)mine)[i] = c;
     ((float4*)theirs)[i] = make_float4(-c.x, -c.y, -c.z, -c.w);
   }
-  int rest = n / 4 * 4 + blockIdx.x * blockDim.x + threadIdx.x;
+  long long rest = n / 4 * 4 + HERE;
   if (rest < n) {
     float c = (theirs[rest] - mine[rest]) * s;
     mine[rest] = c;
@@ -63,7 +65,8 @@ extern "C" __global__ void fw_pull(float* mine, float* theirs, double share, int
 // Each vector <- the weighted sum of all, or how far that is from it.
 extern "C" __global__ void fw_all(float* v0, float* v1, float* v2, float* v3, float* v4, float* v5, float* v6,
                                   float* v7, double w0, double w1, double w2, double w3, double w4, double w5,
-                                  double w6, double w7, int count, int offset, int n) {
+                                  double w6, double w7, int count, int offset, double size) {
+  long long n = size;
   float* vectors[MOST] = {v0, v1, v2, v3, v4, v5, v6, v7};
   float weights[MOST] = {(float)w0, (float)w1, (float)w2, (float)w3,
                          (float)w4, (float)w5, (float)w6, (float)w7};
@@ -92,27 +95,24 @@ class Kernels:
 
     def copy(self, weights: Tensor, pending: Tensor | None, into: Tensor, bad: Tensor) -> None:
         """A copy with what is pending; `bad`, in pinned memory, becomes 1 if a number is not finite."""
-        for at, size in _launches(weights):
-            nothing = weights.new_empty(0)  # its address is 0
-            add = nothing if pending is None else pending[at : at + size]
-            self._run(self._copy, weights, size, weights[at:], add, into[at:], bad)
+        nothing = weights.new_empty(0)  # its address is 0
+        self._run(self._copy, weights, nothing if pending is None else pending, into, bad)
 
     def pull(self, mine: Tensor, theirs: Tensor, share: float) -> None:
         """mine <- share·(theirs - mine), theirs <- its negative."""
-        for at, size in _launches(mine):
-            self._run(self._pull, mine, size, mine[at:], theirs[at:], float(share))
+        self._run(self._pull, mine, theirs, float(share))
 
     def all(self, vectors: Sequence[Tensor], weights: Sequence[float], offset: bool) -> None:
         """Each vector <- the weighted sum of all, or how far that is from it."""
-        home, none = vectors[0], MOST - len(vectors)
-        for at, size in _launches(home):
-            table = [vector[at:] for vector in vectors] + [home] * none
-            factors = [float(weight) for weight in weights] + [0.0] * none
-            self._run(self._all, home, size, *table, *factors, len(vectors), int(offset))
+        none = MOST - len(vectors)
+        factors = [float(weight) for weight in weights] + [0.0] * none
+        self._run(self._all, *vectors, *[vectors[0]] * none, *factors, len(vectors), int(offset))
 
-    def _run(self, kernel: Any, home: Tensor, size: int, *arguments: Any) -> None:
-        blocks = min(BLOCKS, -(-size // THREADS))
+    def _run(self, kernel: Any, *arguments: Any) -> None:
+        home: Tensor = arguments[0]
+        blocks = min(BLOCKS, -(-home.numel() // THREADS))
         stream = torch.cuda.current_stream(home.device)
+        size = float(home.numel())  # whole numbers travel in 32 bits
         kernel((blocks, 1, 1), (THREADS, 1, 1), [*arguments, size], stream=stream)
 
 
@@ -136,7 +136,3 @@ def for_device(device: torch.device) -> Kernels | None:
     except Exception as error:
         log.info("no kernels of our own on %s: %s", device, error)
         return None
-
-
-def _launches(vector: Tensor) -> list[tuple[int, int]]:
-    return [(at, min(LONGEST, vector.numel() - at)) for at in range(0, vector.numel(), LONGEST)]

@@ -173,7 +173,7 @@ class Merges:
         finally:
             self.fabric.forget(tag)
         await self._take(message)
-        self.views.adopt()
+        self.views.record, self.views.whole = self.views.coming, True
         return True
 
     async def _try(

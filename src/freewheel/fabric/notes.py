@@ -6,7 +6,8 @@ ends. A shape says what is read: `int` a whole number, `(a, b)` one of each, `[a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias
 
 Shape: TypeAlias = Any
@@ -44,3 +45,11 @@ def read_all(shape: Shape, numbers: Iterator[int]) -> Any:
     for _ in numbers:
         raise ValueError("more numbers than were awaited")
     return found
+
+
+def whole(numbers: Sequence[float]) -> Iterator[int]:
+    """Numbers that must be whole and not negative, one after the other; ValueError if one is not."""
+    for number in numbers:
+        if not (0 <= number < math.inf and number == int(number)):
+            raise ValueError(f"{number} is not a whole number")
+        yield int(number)

@@ -43,11 +43,6 @@ def derive(key: bytes, *words: str | bytes) -> bytes:
     return hmac.digest(key, b"".join(len(part).to_bytes(8, "big") + part for part in parts), "sha256")
 
 
-def same(given: bytes, expected: bytes) -> bool:
-    """Compare without telling by the time how much of it was right."""
-    return hmac.compare_digest(given, expected)
-
-
 def seal(key: bytes, name: str, text: str) -> str:
     """What is written into the store under a name."""
     return derive(key, "entry", name, text).hex() + text
@@ -60,7 +55,7 @@ def unseal(key: bytes, name: str, entry: bytes) -> str:
         read = text.decode()
     except UnicodeDecodeError:
         raise Forged(name) from None
-    if not same(mark, derive(key, "entry", name, read).hex().encode()):
+    if not hmac.compare_digest(mark, derive(key, "entry", name, read).hex().encode()):
         raise Forged(name)
     return read
 
@@ -72,13 +67,10 @@ class Seals:
         self._key, self._before = key, 0
 
     def next(self, data: bytes | bytearray) -> bytes:
-        """The seal of a frame, if it is the next one; `advance` when it is."""
+        """The seal of the next frame."""
         number = self._before.to_bytes(16, "big")  # a salt: BLAKE2 is its own HMAC, and quicker
-        return hashlib.blake2b(data, key=self._key, salt=number, digest_size=SEAL_BYTES).digest()
-
-    def advance(self) -> None:
-        """It was."""
         self._before += 1
+        return hashlib.blake2b(data, key=self._key, salt=number, digest_size=SEAL_BYTES).digest()
 
 
 # -- where it comes from --

@@ -14,8 +14,6 @@ from torch import Tensor
 from freewheel.fabric.base import Fabric, Message, Tag, hear
 
 REQUEST: Tag = ("server", "request")
-ANSWER: Tag = ("server", "answer")
-"""Followed by the number of the question: whoever gave up waiting takes no late answer for the next one's."""
 
 Apply = Callable[[Tensor, Tensor], Tensor]
 
@@ -37,8 +35,8 @@ async def serve(fabric: Fabric, centre: Tensor, apply: Apply) -> None:
 
     def answer(request: Message) -> None:
         nonlocal version
-        known, number = request.numbers(2, 2)
-        to: Tag = (*ANSWER, number)
+        number, known = request.numbers(2, 2)
+        to: Tag = (*REQUEST, number)
         if request.vector is None:
             fabric.post(request.sender, to, centre.clone(), note=(0, version))
         else:
@@ -54,17 +52,10 @@ class Client:
 
     def __init__(self, fabric: Fabric, server: int, numel: int) -> None:
         self.fabric, self.server, self.numel = fabric, server, numel
-        self.version, self.asked = 0, 0
+        self.version = 0
 
     async def ask(self, vector: Tensor | None) -> Answer:
         """Send a vector to the server, or None to read the centre, and wait for the answer."""
-        self.asked += 1
-        tag: Tag = (*ANSWER, self.asked)
-        try:
-            await self.fabric.send(self.server, REQUEST, vector, note=(self.version, self.asked))
-            message = await self.fabric.receive(tag, self.server)
-        except BaseException:
-            self.fabric.forget(tag)
-            raise
+        message = await self.fabric.ask(self.server, REQUEST, vector, (self.version,))
         delay, self.version = message.numbers(2, 2)
         return Answer(message.of(self.numel), delay)

@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import AGAIN, RUNTIME, Each, Message, Tag
+from freewheel.fabric.base import AGAIN, RUNTIME, Each, Message, Tag, put
 from freewheel.fabric.connection import Connection, Goodbye
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
-from freewheel.fabric.handshake import EARLIER, REFUSED, Greeted, Identity, Listener, words
+from freewheel.fabric.handshake import EARLIER, REFUSED, Identity, Line, Listener, words
 from freewheel.fabric.together import Together
-from freewheel.fabric.transfers import INLINE, Landing, Transfers
+from freewheel.fabric.transfers import INLINE, Transfers
 from freewheel.fabric.windows import HOST, Windows
 from freewheel.records.counters import Counters
 
@@ -94,13 +94,13 @@ class TcpFabric(Together):
         """Call a peer; PeerLost with the reason if it cannot be had."""
         self.book[peer] = (host, port)
         try:
-            greeted = await self._listener.call(peer, host, port)
+            line = await self._listener.call(peer, host, port)
         except PeerLost as error:
             if f"{REFUSED}: {EARLIER}" in error.why:
                 self.book.clear()  # nobody is called again
                 self.outlived()
             raise
-        self._install(greeted, f"{host}:{port}", called=True)
+        self._install(line)
 
     async def close(self, why: str = FINISHED) -> None:
         """Say goodbye, then close everything."""
@@ -138,11 +138,8 @@ class TcpFabric(Together):
         """Take a vector as it comes; see Fabric.land."""
         if tag in self._boxes:  # it was faster than who awaits it
             vector = (await super().receive(tag, peer)).of(numel).cpu()
-            landing = Landing(numel, each, self._loop.create_future())
-            landing.take(0, vector)
-            landing.finish()
+            put(each, 0, vector)
             self.transfers.give_back(vector)
-            await landing.done
             return
         self.need(peer)
         await self._connections[peer].land(tag, numel, each)
@@ -172,18 +169,15 @@ class TcpFabric(Together):
             return
         if frame.incarnation < known.incarnation:
             raise BadFrame(f"{EARLIER} {frame.sender}")
-        if known.caller == self.rank > frame.sender:
+        if known.line.called and self.rank > frame.sender:
             raise Crossed("this worker has called already")
 
-    def _install(self, greeted: Greeted, address: str, called: bool = False) -> None:
-        caller = self.rank if called else greeted.sender
-        link = Connection(self, greeted, address, caller, self._offended)
+    def _install(self, line: Line) -> None:
+        link = Connection(self, line, self._offended)
         known = self._connections.get(link.peer)
         if known is not None:
-            why, what = (
-                (AGAIN, "cut") if known.incarnation == link.incarnation else ("it lives again", "died")
-            )
-            self._unlink(known, why, what)
+            same = known.incarnation == link.incarnation
+            self._unlink(known, *((AGAIN, "cut") if same else ("it lives again", "died")))
         self._connections[link.peer] = link
         self.lives[link.peer] = link.incarnation
         if link.pid:
@@ -211,7 +205,7 @@ class TcpFabric(Together):
                 log.warning("worker %d has left the run: %s", link.peer, error)
             return str(error), "left" if str(error) != FINISHED else "finished"
         if isinstance(error, BadFrame):
-            log.warning("refused worker %d at %s: %s", link.peer, link.address, error)
+            log.warning("refused worker %d at %s: %s", link.peer, link.line.address, error)
             return words(error), "cut"
         if error is not None and not isinstance(error, OSError | EOFError):
             log.error("the connection with worker %d failed", link.peer, exc_info=error)
@@ -228,8 +222,8 @@ class TcpFabric(Together):
             link.task.cancel()
         self.lose(link.peer, why, what)
         for landing in link.landings.values():
-            if not landing.done.done():
-                landing.done.set_exception(PeerLost(link.peer, why))
+            if not landing.done():
+                landing.set_exception(PeerLost(link.peer, why))
         for _, vector in link.shown.values():
             self.windows.retire(vector, [link.peer])
         for sending in link.queue:

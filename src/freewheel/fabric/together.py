@@ -13,7 +13,6 @@ two vectors, however many workers it has.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeAlias
@@ -27,7 +26,16 @@ from freewheel.fabric.base import Meet, Message, Note, NotNow, Pull, Tag, Weight
 from freewheel.fabric.connection import Connection, Vectors
 from freewheel.fabric.frames import BadFrame, Kind
 from freewheel.fabric.notes import pack
-from freewheel.fabric.transfers import LONG, Outgoing, add_up, combine_all, combine_two, shares, spread
+from freewheel.fabric.transfers import (
+    LONG,
+    Outgoing,
+    add_up,
+    combine_all,
+    combine_two,
+    pieces,
+    shares,
+    spread,
+)
 from freewheel.fabric.windows import DEVICE, HOST, KINDS, LONGEST_LOCATOR, STREAM
 
 Ready: TypeAlias = tuple[int, list[int], list[float]]
@@ -48,18 +56,15 @@ class Together(Vectors):
         link = self._connections.get(peer)
         return STREAM if link is None else link.kind
 
-    def send(
-        self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = (), *, negated: bool = False
-    ) -> Outgoing:
+    def send(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> Outgoing:
         """See Fabric.send; done when the last byte has left, or the peer has read the window."""
         self.need(peer)
         if peer == self.rank:
-            loop = asyncio.get_running_loop()
-            left = Outgoing(b"", vector, self.dtype, loop)
+            left = Outgoing(b"", None, self.dtype)
             left.set_result(None)
-            loop.call_soon(self.deliver, Message(peer, tag, vector, note))
+            left.get_loop().call_soon(self.deliver, Message(peer, tag, vector, note))
             return left
-        sending = self._connections[peer].send(Kind.MESSAGE, tag, vector, note, negated=negated)
+        sending = self._connections[peer].send(Kind.MESSAGE, tag, vector, note)
         self.leaving(peer, sending)
         return sending
 
@@ -145,7 +150,10 @@ class Together(Vectors):
     async def _swap_streams(
         self, peer: int, tag: Tag, own: Tensor, other: Tensor, meet: Meet, told: Callable[[], None]
     ) -> None:
-        """Send one half, combine the other as it comes, send its corrections back, get those of the first."""
+        """Send one half, combine the other as it comes, send its corrections back, get those of the first.
+
+        What comes back is the peer's correction: this worker's is its negative.
+        """
         wire = self.wire
 
         def combine(at: int, theirs: Tensor) -> None:
@@ -165,8 +173,10 @@ class Together(Vectors):
             if not (await self.receive(tag, peer)).note:
                 raise NotNow
             await self.land(peer, tag, own.numel(), combine)
-            back = self.send(peer, tag, own, negated=True)
-            await self.land(peer, tag, other.numel(), other)
+            back = self.send(peer, tag, own)
+            await self.land(
+                peer, tag, other.numel(), lambda at, piece: torch.neg(piece, out=other[at : at + len(piece)])
+            )
             await out
             await back
         finally:
@@ -252,14 +262,18 @@ class Together(Vectors):
         total = torch.empty(min(chunk, home.numel()), dtype=home.dtype, device=home.device)
         travels = torch.empty(total.shape, dtype=home.dtype, pin_memory=True) if home.is_cuda else total
         for at in range(0, home.numel(), chunk):
-            pieces = [part[at : at + chunk] for part in parts]
-            size = pieces[0].numel()
+            here = [part[at : at + chunk] for part in parts]
+            size = here[0].numel()
 
-            def gather(pieces: list[Tensor] = pieces, size: int = size) -> None:
-                travels[:size].copy_(add_up(total[:size], pieces, weights))
+            def gather(here: list[Tensor] = here, size: int = size) -> None:
+                for into, *some in pieces((total[:size], *here)):
+                    add_up(into, some, weights)
+                travels[:size].copy_(total[:size])
 
-            def hand_out(pieces: list[Tensor] = pieces, size: int = size) -> None:
-                spread(total[:size].copy_(travels[:size]), pieces, offset)
+            def hand_out(here: list[Tensor] = here, size: int = size) -> None:
+                total[:size].copy_(travels[:size])
+                for one, *some in pieces((total[:size], *here)):
+                    spread(one, some, offset)
 
             await self.transfers.work(size, gather)
             await collectives.ring(self, ring, travels[:size], tag)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from freewheel.fabric import kernels
-from freewheel.fabric.base import Each, Meet, Note, Pull, Tag
+from freewheel.fabric.base import Each, Meet, Note, Pull, Tag, put
 from freewheel.fabric.frames import BadFrame
 from freewheel.fabric.transport import Bytes, Transport
 from freewheel.records.counters import Counters
@@ -44,9 +43,6 @@ ALIGN = 64
 """Shares of a vector begin at multiples of so many numbers."""
 
 
-_of_thread = threading.local()
-
-
 class Outgoing(asyncio.Future):  # type: ignore[type-arg]
     """A message on its way out; done when the last byte has left, or the peer has read the window."""
 
@@ -55,13 +51,10 @@ class Outgoing(asyncio.Future):  # type: ignore[type-arg]
         head: bytes,
         vector: Tensor | None,
         wire: torch.dtype,
-        loop: asyncio.AbstractEventLoop,
-        *,
-        negated: bool = False,
         counted: bool = False,
     ) -> None:
-        super().__init__(loop=loop)
-        self.head, self.vector, self.wire, self.negated = head, vector, wire, negated
+        super().__init__()
+        self.head, self.vector, self.wire = head, vector, wire
         self.begun, self.counted = False, counted
         """Whether it is one of the strategy's messages, of which none may be under way at the end."""
         self.tag: Tag | None = None
@@ -71,39 +64,34 @@ class Outgoing(asyncio.Future):  # type: ignore[type-arg]
         """Whether that window was borrowed for it."""
 
 
-class Landing:
-    """Where a vector is awaited: each piece is handed to `each` with its place, in a thread or not."""
+class Landing(asyncio.Future):  # type: ignore[type-arg]
+    """A vector that is awaited: each piece is handed to `each` with its place, in a thread or not."""
 
-    def __init__(self, numel: int, each: Each | Tensor, done: asyncio.Future[None]) -> None:
-        self.numel, self.each, self.done = numel, each, done
+    def __init__(self, numel: int, each: Each | Tensor) -> None:
+        super().__init__()
+        self.numel, self.each = numel, each
         self.failure: BaseException | None = None
         """What `each` raised."""
 
     @property
     def open(self) -> bool:
         """Whether it is still wanted: what comes for one that is not is read and dropped."""
-        return self.failure is None and not self.done.done()
+        return self.failure is None and not self.done()
 
     def take(self, at: int, piece: Tensor) -> None:
         """A piece is there."""
-        if not self.open:
-            return
-        if isinstance(self.each, Tensor):
-            self.each[at : at + piece.numel()].copy_(piece)
-            return
         try:
-            self.each(at, piece)
+            if self.open:
+                put(self.each, at, piece)
         except BaseException as error:
             self.failure = error
 
     def finish(self) -> None:
         """All pieces are there; in the event loop."""
-        if self.done.done():
-            return
-        if self.failure is not None:
-            self.done.set_exception(self.failure)
-        else:
-            self.done.set_result(None)
+        if not self.done() and self.failure is not None:
+            self.set_exception(self.failure)
+        elif not self.done():
+            self.set_result(None)
 
 
 class Transfers:
@@ -156,8 +144,7 @@ class Transfers:
         else:
             spare = self._spare.pop(numel, None)
             vector = torch.empty(numel, dtype=self.dtype) if spare is None else spare
-        landing = Landing(numel, vector, asyncio.get_running_loop().create_future())
-        await self._move(transport, numel, partial(self._read, dtype, landing))
+        await self._move(transport, numel, partial(self._read, dtype, Landing(numel, vector)))
         return vector
 
     async def land(self, transport: Transport, dtype: torch.dtype, numel: int, landing: Landing) -> None:
@@ -175,35 +162,33 @@ class Transfers:
             await work(transport)
             return
 
-        def run() -> None:
-            if not hasattr(_of_thread, "held"):
-                _of_thread.held = {}
-            with blocking as thread_transport:
-                _complete(work(thread_transport))
-
-        await asyncio.get_running_loop().run_in_executor(self._threads, run)
+        moving = self._threads.submit(lambda: _complete(work(blocking)))
+        moving.add_done_callback(lambda _: blocking.socket.close())  # also of one that never began
+        await asyncio.wrap_future(moving)
 
     async def _write(self, outgoing: Outgoing, transport: Bytes) -> None:
         assert outgoing.vector is not None
         vector = outgoing.vector.contiguous()
-        as_it_is = vector.dtype == outgoing.wire and not outgoing.negated
-        staging = _staging(0 if as_it_is else vector.numel(), outgoing.wire)
+        as_it_is = vector.dtype == outgoing.wire
+        staging = torch.empty(0 if as_it_is else min(PIECE, vector.numel()), dtype=outgoing.wire)
         for at in range(0, vector.numel(), PIECE):
             piece = vector[at : at + PIECE]
-            if outgoing.negated and vector.dtype == outgoing.wire:
-                piece = torch.neg(piece, out=staging[: piece.numel()])
-            elif not as_it_is:
+            if not as_it_is:
                 piece = staging[: piece.numel()].copy_(piece)
-                piece = piece.neg_() if outgoing.negated else piece
             data = _memory(piece)
             await transport.write(data)
             self.counters.bytes_out += len(data)
 
     async def _read(self, dtype: torch.dtype, landing: Landing, transport: Bytes) -> None:
         into = landing.each if isinstance(landing.each, Tensor) and landing.each.dtype == dtype else None
+        staging: Tensor | None = None
         for at in range(0, landing.numel, PIECE):
             size = min(PIECE, landing.numel - at)
-            piece = into[at : at + size] if into is not None and landing.open else _staging(size, dtype)
+            if into is not None and landing.open:
+                piece = into[at : at + size]
+            else:
+                staging = torch.empty(size, dtype=dtype) if staging is None else staging
+                piece = staging[:size]
             memory = _memory(piece)
             await transport.read(memory)
             self.counters.bytes_in += len(memory)
@@ -229,7 +214,7 @@ def combine_two(mine: Tensor, theirs: Tensor, meet: Meet) -> None:
     if isinstance(meet, Pull) and (fused := _kernels(mine, theirs)) is not None:
         fused.pull(mine, theirs, meet.share)
         return
-    for own, far in _pieces((mine, theirs)):
+    for own, far in pieces((mine, theirs)):
         other = far.to(own.device)
         if isinstance(meet, Pull):
             meet.over_mine(own, other)
@@ -247,21 +232,8 @@ def combine_all(vectors: Sequence[Tensor], weights: Sequence[float], offset: boo
         fused.all(vectors, weights, offset)
         return
     total = torch.empty_like(vectors[0][: _size(vectors[0])])
-    for parts in _pieces(vectors):
-        _spread(_add_up(total[: parts[0].numel()], parts, weights), parts, offset)
-
-
-def add_up(total: Tensor, vectors: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    """The weighted sum of some vectors."""
-    for into, *parts in _pieces((total, *vectors)):
-        _add_up(into, parts, weights)
-    return total
-
-
-def spread(total: Tensor, vectors: Sequence[Tensor], offset: bool) -> None:
-    """Write a sum, or how far it is, over each vector."""
-    for one, *parts in _pieces((total, *vectors)):
-        _spread(one, parts, offset)
+    for parts in pieces(vectors):
+        spread(add_up(total[: parts[0].numel()], parts, weights), parts, offset)
 
 
 def _kernels(*vectors: Tensor) -> kernels.Kernels | None:
@@ -272,22 +244,24 @@ def _size(vector: Tensor) -> int:
     return DEVICE_PIECE if vector.is_cuda else HOST_PIECE
 
 
-def _pieces(vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+def pieces(vectors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Vectors side by side, so much of each at once as fits the cache."""
     return zip(*(torch.split(vector, _size(vectors[0])) for vector in vectors), strict=True)
 
 
-def _add_up(total: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
-    first = True
-    for part, weight in zip(parts, weights, strict=True):
-        if weight and first:
-            torch.mul(part.to(total.device), weight, out=total)
-        elif weight:
-            total.add_(part.to(total.device), alpha=weight)
-        first = first and not weight
-    return total.zero_() if first else total
+def add_up(total: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> Tensor:
+    """The weighted sum of a piece of some vectors."""
+    counted = [(part, weight) for part, weight in zip(parts, weights, strict=True) if weight]
+    if not counted:
+        return total.zero_()
+    torch.mul(counted[0][0].to(total.device), counted[0][1], out=total)
+    for part, weight in counted[1:]:
+        total.add_(part.to(total.device), alpha=weight)
+    return total
 
 
-def _spread(total: Tensor, parts: Sequence[Tensor], offset: bool) -> None:
+def spread(total: Tensor, parts: Sequence[Tensor], offset: bool) -> None:
+    """Write a sum, or how far it is, over a piece of each vector."""
     for part in parts:
         if not offset:
             part.copy_(total)
@@ -300,16 +274,6 @@ def _spread(total: Tensor, parts: Sequence[Tensor], offset: bool) -> None:
 def finite(piece: Tensor) -> bool:
     """Whether all numbers are finite. If not, nor is their sum; one that overflows is looked at again."""
     return math.isfinite(piece.sum().item()) or bool(piece.isfinite().all())
-
-
-def _staging(numel: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a piece on its way: a thread that does one thing at a time uses its own again."""
-    held: dict[torch.dtype, Tensor] | None = getattr(_of_thread, "held", None)
-    if held is None or numel < LONG:
-        return torch.empty(min(numel, PIECE), dtype=dtype)
-    if dtype not in held:
-        held[dtype] = torch.empty(PIECE, dtype=dtype)
-    return held[dtype][: min(numel, PIECE)]
 
 
 def _memory(tensor: Tensor) -> memoryview:

@@ -11,8 +11,7 @@ import contextlib
 import socket
 import ssl
 import struct
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TypeAlias
 
 SIGN_US = 250_000
@@ -32,8 +31,6 @@ class PlainTransport:
         self._loop, self._socket = asyncio.get_running_loop(), sock
         self.heard_s = self._loop.time()
         """When the last byte came, by the event loop's clock."""
-        self._users, self._lock = 0, threading.Lock()
-        self.closed = False
         sock.setblocking(True)  # in the event loop MSG_DONTWAIT says otherwise
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, SIGN_US))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -74,18 +71,12 @@ class PlainTransport:
 
     async def _until(self, add: Callable[..., None], remove: Callable[[int], object]) -> None:
         """Wait until the socket can be read, or written."""
-        ready: asyncio.Future[None] = self._loop.create_future()
-        number = self._socket.fileno()
-        add(number, self._wake, ready)
+        ready, number = asyncio.Event(), self._socket.fileno()
+        add(number, ready.set)
         try:
-            await ready
+            await ready.wait()
         finally:
             remove(number)
-
-    @staticmethod
-    def _wake(ready: asyncio.Future[None]) -> None:
-        if not ready.done():
-            ready.set_result(None)
 
     def heard(self, got: int) -> int:
         """So many bytes came."""
@@ -94,55 +85,36 @@ class PlainTransport:
         self.heard_s = self._loop.time()
         return got
 
-    @contextlib.contextmanager
-    def blocking(self) -> Iterator[Bytes]:
+    def blocking(self) -> BlockingTransport:
         """The same for a thread that may wait in system calls."""
-        with self._lock:
-            if self.closed:
-                raise EOFError("the connection was closed")
-            self._users += 1
-        try:
-            yield _BlockingTransport(self, self._socket)
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self.closed and not self._users:
-                self._socket.close()
+        return BlockingTransport(self, self._socket.dup())
 
     def close(self) -> None:
-        """Close at once; a thread that still uses the socket sees an error and closes it.
-
-        In a task whoever uses it must have been cancelled.
-        """
-        with self._lock:
-            if self.closed:
-                return
-            self.closed = True
-            with contextlib.suppress(OSError):
-                self._socket.shutdown(socket.SHUT_RDWR)
-            if not self._users:
-                self._socket.close()
+        """Close at once: a thread that still waits sees the end. No task may use it any more."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
 
 
-class _BlockingTransport:
-    """A plain transport as a thread sees it: its coroutines wait in the system and never give way."""
+class BlockingTransport:
+    """A plain transport as a thread sees it: its coroutines wait in the system and never give way.
+
+    The thread has a handle of its own, so that none is closed, and given to another connection, under it.
+    """
 
     def __init__(self, transport: PlainTransport, sock: socket.socket) -> None:
-        self._transport, self._socket = transport, sock
+        self._transport, self.socket = transport, sock
 
     async def read(self, into: memoryview) -> None:
+        """Fill the memory; EOFError when either side has closed."""
         while len(into):
-            try:
-                into = into[self._transport.heard(self._socket.recv_into(into, 0, socket.MSG_WAITALL)) :]
-            except BlockingIOError:  # nothing came for a while; whether that is too long, others decide
-                if self._transport.closed:
-                    raise EOFError("the connection was closed") from None
+            # Nothing may come for a while; whether that is too long, others decide.
+            with contextlib.suppress(BlockingIOError):
+                into = into[self._transport.heard(self.socket.recv_into(into, 0, socket.MSG_WAITALL)) :]
 
     async def write(self, data: memoryview | bytes) -> None:
-        self._socket.sendall(data)
+        """Hand all bytes to the system."""
+        self.socket.sendall(data)
 
 
 class TlsTransport:
@@ -175,9 +147,9 @@ class TlsTransport:
         """Nothing: what is encrypted is written in order by one task."""
         return 0
 
-    def blocking(self) -> contextlib.AbstractContextManager[Bytes] | None:
+    def blocking(self) -> None:
         """None: two threads must not use one TLS connection at once."""
-        return None
+        return
 
     def close(self) -> None:
         """Close at once."""
@@ -186,7 +158,7 @@ class TlsTransport:
 
 Transport: TypeAlias = PlainTransport | TlsTransport
 """A connection, opened by either side."""
-Bytes: TypeAlias = Transport | _BlockingTransport
+Bytes: TypeAlias = Transport | BlockingTransport
 """What moves them."""
 
 
@@ -233,7 +205,7 @@ def listen(host: str, port: int = 0) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         sock.bind(address)
-        sock.listen(128)
+        sock.listen(1024)
         sock.setblocking(False)
     except BaseException:
         sock.close()

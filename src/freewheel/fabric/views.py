@@ -25,7 +25,6 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 
 from freewheel.fabric.base import Fabric, Message, Note, Spawn, Tag, hear
 from freewheel.fabric.lineage import PAIRS, RECORD, Record, View, check_stamp, donors, main_line, pairs, ranks
@@ -39,54 +38,23 @@ GRACE_S = 0.5
 """How long workers may differ about who is there before it is believed."""
 
 
-@dataclass
-class Forming:
-    """A view that is being formed."""
-
-    stamp: int
-    members: tuple[int, ...]
-    epochs: dict[int, int]
-    answers: dict[int, Record] = field(default_factory=dict)
-
-
 class Reach:
     """Who is there, takes part, and may be with this worker, by what each has said since it came."""
 
     def __init__(self, fabric: Fabric) -> None:
         self.fabric, self.rank = fabric, fabric.rank
-        self.heard: dict[int, int] = {}
-        """Who takes part; here and below each with the epoch in which it said so."""
-        self.refused: dict[int, int] = {}
-        """Who cannot be with this worker."""
-        self.left: dict[int, tuple[int, int, dict[int, int]]] = {}
-        """Whose loop has ended: in which epoch, in which line, after which merge of each group."""
-        self.sees: dict[int, tuple[int, frozenset[int]]] = {}
-        """Whom each reaches."""
-        self.told: dict[int, tuple[int, Note]] = {}
-        """What each was told last, and in which epoch."""
+        self.heard, self.refused = fabric.by_peer(), fabric.by_peer()
+        """Who takes part; who cannot be with this worker."""
+        self.left = fabric.by_peer()
+        """Whose loop has ended: in which line, after which merge of each group."""
+        self.sees, self.told = fabric.by_peer(), fabric.by_peer()
+        """Whom each reaches; what each was told last."""
         self._apart_since: dict[tuple[int, int], float] = {}
-
-    def others(self) -> list[int]:
-        """All within reach but this worker."""
-        return [peer for peer in self.fabric.members if peer != self.rank]
-
-    def note(self, record: dict[int, int], peer: int) -> None:
-        """Remember it in this epoch."""
-        record[peer] = self.fabric.epoch(peer)
-
-    def has_left(self, peer: int) -> bool:
-        """Whether its loop has ended."""
-        return peer in self.left and self.left[peer][0] == self.fabric.epoch(peer)
 
     def candidates(self) -> list[int]:
         """This worker and those within reach that take part and may be with it."""
-        found = []
-        for peer in self.fabric.members:
-            epoch = self.fabric.epoch(peer)
-            takes_part = self.heard.get(peer) == epoch != self.refused.get(peer) and not self.has_left(peer)
-            if peer == self.rank or takes_part:
-                found.append(peer)
-        return found
+        takes_part = self.heard.keys() - self.refused.keys() - self.left.keys() | {self.rank}
+        return [peer for peer in self.fabric.members if peer in takes_part]
 
     def lead(self) -> int:
         """Who leads, as this worker sees it."""
@@ -94,10 +62,9 @@ class Reach:
 
     def tell(self, lead: int, news: Note) -> None:
         """Tell the leader what this worker sees, when that has changed; greet who is new."""
-        for peer in self.others():
-            epoch, told = self.told.get(peer, (-1, ()))
-            if epoch != self.fabric.epoch(peer) or (peer == lead and told != news):
-                self.told[peer] = (self.fabric.epoch(peer), news)
+        for peer in self.fabric.others:
+            if peer not in self.told or (peer == lead and self.told[peer] != news):
+                self.told[peer] = news
                 self.fabric.post(peer, VIEW, note=news)
 
     def choose(self, together: Sequence[int], look: Callable[[], None]) -> tuple[int, ...]:
@@ -108,10 +75,8 @@ class Reach:
         """
         chosen = self.candidates()
         now, apart = asyncio.get_running_loop().time(), set()
-        for peer in chosen:
-            epoch, sees = self.sees.get(peer, (-1, frozenset()))
-            if epoch == self.fabric.epoch(peer):
-                apart |= {(min(peer, q), max(peer, q)) for q in chosen if q not in sees}
+        for peer in self.sees.keys() & set(chosen):
+            apart |= {(min(peer, q), max(peer, q)) for q in chosen if q not in self.sees[peer]}
         self._apart_since = {pair: self._apart_since.get(pair, now) for pair in apart}
         for pair in list(apart):
             if set(pair) <= set(together) and now < self._apart_since[pair] + GRACE_S:
@@ -149,7 +114,8 @@ class Views:
         self._epochs: dict[int, int] = {}
         """The members of the view that was promised last, each with the epoch it was in."""
         self._held: dict[int, tuple[int, tuple[int, ...]]] = {}
-        self._forming: Forming | None = None
+        self._answers: dict[int, Record] | None = None
+        """As leader: what the members of a view that is being formed have said so far."""
         self._wanted = False
         self._goodbye: Note = ()
 
@@ -171,11 +137,9 @@ class Views:
             self.over.set_result(None)
         else:
             self._epochs = {peer: self.fabric.epoch(peer) for peer in self.view.members}
-            there = [peer for peer in self.view.members if self.fabric.reaches(peer)]
-            self.reach.heard = {peer: self._epochs[peer] for peer in there}
+            self.reach.heard.update((peer, True) for peer in members if self.fabric.reaches(peer))
             self._open.set()
-            told = self._news()
-            self.reach.told = {peer: (self.fabric.epoch(peer), told) for peer in self.fabric.members}
+            self.reach.told.update(dict.fromkeys(self.fabric.members, self._news()))
         self._spawn(hear(self.fabric, VIEW, self._listen))
         self._spawn(self._watch())
 
@@ -189,15 +153,11 @@ class Views:
             await asyncio.shield(self.over)
         await self._open.wait()
 
-    def adopt(self) -> None:
-        """This worker has copied the main line's weights."""
-        self.record, self.whole = self.coming, True
-
     def leave(self, called: dict[int, int]) -> None:
         """Take part in no further view: this worker's loop has ended after so many merges of each group."""
-        self.gone, self._forming = True, None
+        self.gone, self._answers = True, None
         self._goodbye = pack(LEFT, self.record.line, sorted(called.items()))
-        for peer in self.reach.others():
+        for peer in self.fabric.others:
             self.fabric.post(peer, VIEW, note=self._goodbye)
 
     def look(self) -> None:
@@ -219,8 +179,8 @@ class Views:
         for peer, epoch in self._epochs.items():
             if peer not in self.fabric.members or self.fabric.epoch(peer) != epoch:
                 return False
-            if self.reach.has_left(peer):
-                _, line, called = self.reach.left[peer]
+            if peer in self.reach.left:
+                line, called = self.reach.left[peer]
                 lacks = peer in members and (line != self.record.line or called.get(group, 0) < number)
                 if lacks or (peer == self.source and not self.whole):
                     return False
@@ -231,22 +191,21 @@ class Views:
     def _form(self) -> None:
         """Propose a view, if one is due that is not being formed already."""
         known = self.reach.heard.keys() | self.reach.left.keys()
-        if self.record.line < 0 and not known.issuperset(self.reach.others()):
+        if self.record.line < 0 and not known.issuperset(self.fabric.others):
             return  # a newborn leads nobody before it has heard who has weights
         want = self.reach.choose(self.view.members, self.look)
         epochs = {peer: self.fabric.epoch(peer) for peer in want}
-        if self._forming is not None:
-            if (self._forming.members, self._forming.epochs) == (want, epochs):
+        stays = set(self.view.members) - self.reach.left.keys() == set(want)
+        if self._answers is not None:
+            if self._epochs == epochs:
                 return
-        elif not self.over.done() and not self._wanted:
-            stay = {peer for peer in self.view.members if not self.reach.has_left(peer)}
-            if stay == set(want):
-                return
+        elif stays and not self.over.done() and not self._wanted:
+            return
         self._wanted = False
         self._number += 1
         stamp = self._number * self.fabric.world_size + self.rank
-        self._forming = Forming(stamp, want, epochs, {self.rank: self.record})
         self._promise(stamp, want)
+        self._answers = {self.rank: self.record}
         for peer in self.reach.candidates():
             if peer not in want:
                 self.fabric.post(peer, VIEW, note=(REFUSE,))
@@ -256,18 +215,18 @@ class Views:
 
     def _decide(self) -> None:
         """When all have said yes: who is on the main line, what has counted, who copies whom."""
-        forming = self._forming
-        if forming is None or set(forming.answers) != set(forming.members):
+        answers, members = self._answers, tuple(self._epochs)
+        if answers is None or set(answers) != set(members):
             return
-        self._forming, answers = None, forming.answers
+        self._answers = None
         heirs = main_line(answers)
         counted: Counter[int] = Counter()
         for peer in heirs:
             counted |= Counter(answers[peer].counted)
         parents = tuple(sorted({answers[peer].line for peer in heirs}))
-        copies = {peer: self._donor(peer, heirs) for peer in forming.members if peer not in heirs}
-        new = Record(forming.stamp, parents, heirs, forming.members, dict(counted))
-        for peer in forming.members:
+        copies = {peer: self._donor(peer, heirs) for peer in members if peer not in heirs}
+        new = Record(self._promised, parents, heirs, members, dict(counted))
+        for peer in members:
             if peer != self.rank:
                 note = (INSTALL, *new.pack(), *pack(sorted(copies.items())))
                 self.fabric.post(peer, VIEW, note=note)
@@ -309,10 +268,10 @@ class Views:
             self._proposed(sender, words[0], members)
         elif kind == REFUSE:
             if self.over.done() or sender not in self.view.members:
-                self.reach.note(self.reach.refused, sender)
+                self.reach.refused[sender] = True
         elif kind == LEFT:
             line, called = read_all((int, PAIRS), iter(words))
-            self.reach.left[sender] = (self.fabric.epoch(sender), line, pairs(called))
+            self.reach.left[sender] = (line, pairs(called))
         else:
             raise ValueError(f"a word of kind {kind}")
 
@@ -331,12 +290,12 @@ class Views:
         return (SEE, need, self._promised, *self.fabric.members)
 
     def _seen(self, sender: int, need: int, promised: int, reach: tuple[int, ...]) -> None:
-        self.reach.heard[sender] = epoch = self.fabric.epoch(sender)
-        self.reach.sees[sender] = (epoch, frozenset(reach))
+        self.reach.heard[sender], self.reach.sees[sender] = True, reach
         self.reach.refused.pop(sender, None)
         if self.gone:
             self.fabric.post(sender, VIEW, note=self._goodbye)
         elif need != NOTHING:
+            epoch = self.fabric.epoch(sender)
             asyncio.get_running_loop().call_later(GRACE_S, self._send_off, sender, epoch)
             if need == BROKEN and promised == self._promised and set(self.reach.candidates()) <= set(reach):
                 self._wanted = True  # else the view is about to change, or the two it names are apart
@@ -348,7 +307,7 @@ class Views:
             self.fabric.post(peer, VIEW, note=(REFUSE,))
 
     def _proposed(self, sender: int, stamp: int, members: tuple[int, ...]) -> None:
-        self.reach.note(self.reach.heard, sender)
+        self.reach.heard[sender] = True
         self.reach.refused.pop(sender, None)
         self._number = max(self._number, stamp // self.fabric.world_size)
         if self.gone:
@@ -369,7 +328,6 @@ class Views:
         if stamp <= self._promised:
             self._answer(sender, stamp, LATE)
             return
-        self._forming = None
         self._promise(stamp, members)
         self._answer(sender, stamp, YES)
 
@@ -378,21 +336,21 @@ class Views:
         self.fabric.post(peer, VIEW, note=note)
 
     def _answered(self, sender: int, stamp: int, code: int, number: int, answer: Record) -> None:
-        if self._forming is None or self._forming.stamp != stamp:
+        if self._answers is None or stamp != self._promised:
             return
         self._number = max(self._number, number)
         if code == YES:
-            self._forming.answers[sender] = answer
+            self._answers[sender] = answer
             for peer in answer.members:  # who was with it is asked too
-                self.reach.heard.setdefault(peer, self.fabric.epoch(peer))
+                self.reach.heard[peer] = True
             self._form()
             self._decide()
             return
-        self._forming = None
+        self._answers = None
         if code == ELSEWHERE:
-            self.reach.note(self.reach.refused, sender)
+            self.reach.refused[sender] = True
         elif code == GONE:
-            self.reach.left[sender] = (self.fabric.epoch(sender), -1, {})
+            self.reach.left[sender] = (-1, {})
 
     # -- from view to view --
 
@@ -404,7 +362,7 @@ class Views:
 
     def _promise(self, stamp: int, members: Iterable[int]) -> None:
         """Let nothing more count in the old view."""
-        self._promised = stamp
+        self._promised, self._answers = stamp, None
         self._epochs = {peer: self.fabric.epoch(peer) for peer in members}
         self._halt()
 

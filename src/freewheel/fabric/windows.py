@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import fcntl
+import functools
 import itertools
 import logging
 import mmap
@@ -24,7 +25,6 @@ import os
 import secrets
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +58,8 @@ class HostWindow(mmap.mmap):
     kind = HOST
     number: int
     fd: int
-    pinned = False
+    locator: Note
+    """What a peer opens it by."""
 
     @classmethod
     def make(cls, size: int) -> HostWindow:
@@ -72,6 +73,7 @@ class HostWindow(mmap.mmap):
             os.close(fd)
             raise
         window.fd, window.number = fd, next(_numbers)
+        window.locator = (KINDS.index(HOST), window.number, os.getpid(), size, fd)
         _made[window.number] = window
         return window
 
@@ -100,29 +102,16 @@ class HostWindow(mmap.mmap):
         window.fd = handle
         return window
 
-    @property
-    def nbytes(self) -> int:
-        """Its length."""
-        return len(self)
-
-    @property
-    def locator(self) -> Note:
-        """What a peer opens it by."""
-        return (KINDS.index(HOST), self.number, os.getpid(), len(self), self.fd)
-
     def memory(self) -> Tensor:
         """All of it."""
         return torch.frombuffer(self, dtype=torch.uint8)
 
     def pin(self) -> None:
         """Lock its pages, so that a GPU copies to and from it by itself."""
-        memory = self.memory()
         cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if self.pinned:
-            return
-        if int(cudart.cudaHostRegister(memory.data_ptr(), len(self), 0)) == 0:
-            self.pinned = True
-            weakref.finalize(self, _unpin, memory.data_ptr())
+        address = self.memory().data_ptr()
+        if int(cudart.cudaHostRegister(address, len(self), 0)) == 0:
+            weakref.finalize(self, cudart.cudaHostUnregister, address)
         else:  # it is slower then, and no more
             with contextlib.suppress(OSError):
                 Cuda().forget_error()
@@ -138,11 +127,6 @@ def _ended(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
     except OSError:
         return True
-
-
-def _unpin(address: int) -> None:
-    cudart: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    cudart.cudaHostUnregister(address)
 
 
 class _Handle(ctypes.Structure):
@@ -162,21 +146,13 @@ class Cuda:
             raise OSError("CUDA's runtime library is not loaded")
         self._library = ctypes.CDLL(path)
         self._library.cudaGetErrorString.restype = ctypes.c_char_p
-        self._library.cudaMalloc.argtypes = [ctypes.POINTER(ctypes.c_void_p), ctypes.c_size_t]
-        self._library.cudaFree.argtypes = [ctypes.c_void_p]
-        self._library.cudaIpcGetMemHandle.argtypes = [ctypes.POINTER(_Handle), ctypes.c_void_p]
-        self._library.cudaIpcOpenMemHandle.argtypes = (
-            ctypes.POINTER(ctypes.c_void_p),
-            _Handle,
-            ctypes.c_uint,
-        )
-        self._library.cudaIpcCloseMemHandle.argtypes = [ctypes.c_void_p]
 
     def forget_error(self) -> None:
         """Else PyTorch would report the last error at its next kernel."""
         self._library.cudaGetLastError()
 
-    def _do(self, name: str, *arguments: Any) -> None:
+    def do(self, name: str, *arguments: Any) -> None:
+        """Call a function; OSError with its reason where it fails."""
         if error := getattr(self._library, name)(*arguments):
             self.forget_error()
             raise OSError(f"{name}: {self._library.cudaGetErrorString(error).decode()}")
@@ -184,29 +160,15 @@ class Cuda:
     def malloc(self, size: int) -> int:
         """Memory of the current device."""
         address = ctypes.c_void_p()
-        self._do("cudaMalloc", ctypes.byref(address), size)
+        self.do("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
         return int(address.value or 0)
-
-    def free(self, address: int) -> None:
-        """The reverse."""
-        self._do("cudaFree", address)
-
-    def share(self, address: int) -> bytes:
-        """A handle another process opens memory by."""
-        handle = _Handle()
-        self._do("cudaIpcGetMemHandle", ctypes.byref(handle), address)
-        return bytes(handle.reserved)
 
     def open(self, handle: bytes) -> int:
-        """Another process's memory."""
+        """Another process's memory, by the handle of cudaIpcGetMemHandle."""
         address = ctypes.c_void_p()
         shared = _Handle((ctypes.c_ubyte * 64)(*handle))
-        self._do("cudaIpcOpenMemHandle", ctypes.byref(address), shared, 1)  # 1: between devices too
+        self.do("cudaIpcOpenMemHandle", ctypes.byref(address), shared, ctypes.c_uint(1))  # other devices' too
         return int(address.value or 0)
-
-    def close(self, address: int) -> None:
-        """The reverse."""
-        self._do("cudaIpcCloseMemHandle", address)
 
     def size(self, address: int) -> int | None:
         """How much memory begins here, as the driver knows; None: it does not say."""
@@ -226,9 +188,13 @@ class DeviceWindow:
 
     kind = DEVICE
 
-    def __init__(self, device: torch.device, address: int, size: int, end: Callable[[int], None]) -> None:
-        self.device, self.size, self._address, self._end = device, size, address, end
-        self.number, self.handle = 0, b""
+    number: int
+    locator: Note
+    """What a peer opens it by."""
+
+    def __init__(self, device: torch.device, address: int, size: int, end: Callable[..., None]) -> None:
+        self.device, self._address = device, address
+        self._end = functools.partial(end, ctypes.c_void_p(address))
         self.__cuda_array_interface__ = {
             "shape": (size,),
             "typestr": "|u1",
@@ -240,9 +206,11 @@ class DeviceWindow:
     def make(cls, cuda: Cuda, device: torch.device, size: int) -> DeviceWindow:
         """A new one."""
         with torch.cuda.device(device):
-            address = cuda.malloc(size)
-            window = cls(device, address, size, cuda.free)
-            window.handle, window.number = cuda.share(address), next(_numbers)
+            address, handle = cuda.malloc(size), (ctypes.c_ubyte * 64)()
+            window = cls(device, address, size, functools.partial(cuda.do, "cudaFree"))
+            cuda.do("cudaIpcGetMemHandle", handle, ctypes.c_void_p(address))
+        window.number = next(_numbers)
+        window.locator = (KINDS.index(DEVICE), window.number, os.getpid(), size, *handle)
         _made[window.number] = window
         return window
 
@@ -250,21 +218,11 @@ class DeviceWindow:
     def open(cls, cuda: Cuda, device: torch.device, size: int, handle: bytes) -> DeviceWindow:
         """A peer's; OSError if it cannot be opened, or is smaller than the peer says."""
         with torch.cuda.device(device):
-            window = cls(device, cuda.open(handle), size, cuda.close)
+            window = cls(device, cuda.open(handle), size, functools.partial(cuda.do, "cudaIpcCloseMemHandle"))
             real = cuda.size(window._address)
             if real is not None and real < size:
                 raise OSError(f"it has {real} bytes, not {size}")
             return window
-
-    @property
-    def nbytes(self) -> int:
-        """Its length."""
-        return self.size
-
-    @property
-    def locator(self) -> Note:
-        """What a peer opens it by."""
-        return (KINDS.index(DEVICE), self.number, os.getpid(), self.size, *self.handle)
 
     def memory(self) -> Tensor:
         """All of it."""
@@ -276,18 +234,10 @@ class DeviceWindow:
     def __del__(self) -> None:
         # At the end of the interpreter CUDA may be gone already.
         with contextlib.suppress(Exception), torch.cuda.device(self.device):
-            self._end(self._address)
+            self._end()
 
 
 Window = HostWindow | DeviceWindow
-
-
-@dataclass
-class Retired:
-    """Device memory that peers might still write, and since when each of them is known to be well or dead."""
-
-    vector: Tensor
-    peers: dict[int, float | None] = field(default_factory=dict)
 
 
 class Windows:
@@ -302,7 +252,8 @@ class Windows:
         self._peers: dict[tuple[int, int], Window] = {}
         self._spare: list[Tensor] = []
         """Windows for vectors that lie elsewhere, free to be borrowed."""
-        self._retired: list[Retired] = []
+        self._retired: list[tuple[Tensor, dict[int, float | None]]] = []
+        """Device memory that peers might still write; since when each of them is known to be well or dead."""
         if self.device is not None:
             try:
                 self.cuda = Cuda()
@@ -312,28 +263,31 @@ class Windows:
                 log.warning("no device windows: %s; vectors go through host memory", error)
         with contextlib.suppress(OSError):
             self._probes.append(HostWindow.make(PROBE_BYTES))
+        self.kinds = {window.kind for window in self._probes}
+        """The kinds this worker can make."""
+        best = HOST if self.device is None else DEVICE
+        self.native = best if best in self.kinds else STREAM
+        """The kind of window this worker's vectors lie in."""
 
     # -- one's own --
 
-    @property
-    def native(self) -> str:
-        """The kind of window this worker's vectors lie in."""
-        best = HOST if self.device is None else DEVICE
-        return best if best in self.kinds else STREAM
+    def make(self, numel: int, dtype: torch.dtype, kind: str = "") -> Tensor:
+        """A vector in a window of some kind; or where this worker's weights are, in a window if that can be.
 
-    @property
-    def kinds(self) -> set[str]:
-        """The kinds this worker can make."""
-        return {window.kind for window in self._probes}
-
-    def make(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A vector where this worker's weights are, in a window where that can be."""
-        size = max(1, numel) * dtype.itemsize
-        for at, spare in enumerate(self._spare):
-            if self.native == DEVICE and self._fits(spare, numel, dtype, DEVICE):
-                return self._spare.pop(at)
-        if self.native == HOST:
-            return self._vector(HostWindow.make(size), numel, dtype)
+        One for a vector that lies elsewhere is borrowed: `give_back` it.
+        """
+        spares = self._spare if kind or self.native == DEVICE else []  # borrowed, or dear
+        kind, size = kind or self.native, max(1, numel) * dtype.itemsize
+        for at, spare in enumerate(spares):
+            window = self.of(spare)
+            fits = (spare.numel(), spare.dtype) == (numel, dtype)
+            if fits and window is not None and window.kind == kind:
+                return spares.pop(at)
+        if kind == HOST:
+            shared = HostWindow.make(size)
+            if self.device is not None:
+                shared.pin()
+            return self._vector(shared, numel, dtype)
         if self.device is None:
             return torch.empty(numel, dtype=dtype)
         for empty in (torch.cuda.empty_cache, None):
@@ -360,22 +314,6 @@ class Windows:
         """The window a vector lies in, if it does."""
         return self._by_address.get(vector.untyped_storage().data_ptr())
 
-    def borrow(self, like: Tensor, kind: str) -> Tensor:
-        """A window's memory for a vector that lies elsewhere; `give_back` it."""
-        for at, spare in enumerate(self._spare):
-            if self._fits(spare, like.numel(), like.dtype, kind):
-                return self._spare.pop(at)
-        if kind == DEVICE:
-            return self.make(like.numel(), like.dtype)
-        window = HostWindow.make(max(1, like.numel()) * like.dtype.itemsize)
-        if self.device is not None:
-            window.pin()
-        return self._vector(window, like.numel(), like.dtype)
-
-    def _fits(self, spare: Tensor, numel: int, dtype: torch.dtype, kind: str) -> bool:
-        window = self.of(spare)
-        return (spare.numel(), spare.dtype) == (numel, dtype) and window is not None and window.kind == kind
-
     def give_back(self, vector: Tensor) -> None:
         """A borrowed one is free again; of the host's, those that were used last are kept."""
         self._spare.append(vector)
@@ -391,23 +329,23 @@ class Windows:
         """Never use a vector again that these peers might still write."""
         window = self.of(vector)
         if window is not None and window.kind == DEVICE:
-            self._retired.append(Retired(vector, dict.fromkeys(peers)))
+            self._retired.append((vector, dict.fromkeys(peers)))
 
     def settle(self, now_s: float, harmless: Callable[[int], bool]) -> None:
         """Use retired memory again whose peers have been well, or dead, for long enough.
 
         It is not freed: peers may have it open, and CUDA does not say what happens then.
         """
-        for one in self._retired:
-            for peer, since_s in list(one.peers.items()):
+        for _, peers in self._retired:
+            for peer, since_s in list(peers.items()):
                 if not harmless(peer):
-                    one.peers[peer] = None
+                    peers[peer] = None
                 elif since_s is None:
-                    one.peers[peer] = now_s
+                    peers[peer] = now_s
                 elif now_s - since_s > QUARANTINE_S:
-                    del one.peers[peer]
-        self._spare += [one.vector for one in self._retired if not one.peers]
-        self._retired = [one for one in self._retired if one.peers]
+                    del peers[peer]
+        self._spare += [vector for vector, peers in self._retired if not peers]
+        self._retired = [one for one in self._retired if one[1]]
 
     # -- peers' --
 

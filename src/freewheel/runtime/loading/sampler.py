@@ -13,10 +13,11 @@ from torch.utils.data import Sampler
 
 from freewheel.data.batches import Batch, Key
 from freewheel.data.leases import LeaseQueue
-from freewheel.data.ledger import BEHIND, Ledger, reader
+from freewheel.data.ledger import BEHIND, Ledger
 from freewheel.data.order import Blocked, Sampled, Seeded, check_batch_size, number
 from freewheel.data.spans import Spans, union
 from freewheel.errors import ConfigError
+from freewheel.fabric.notes import whole
 from freewheel.runtime.loading.base import Side
 from freewheel.runtime.worker.agent import Agent
 
@@ -246,7 +247,7 @@ class LeaseSampler(Sampler[list[int]]):
         told = [(numbers, mine) for numbers in state["ledger"]]
         told += [(numbers, False) for others in state.get("others", []) for numbers in others]
         for numbers, own in told:
-            known = Ledger.decode(data.key.length, reader(numbers))
+            known = Ledger.decode(data.key.length, whole(numbers))
             data.ledger.merge(known)
             data.news.merge(known)
             for q, one in known.passes.items() if own else ():

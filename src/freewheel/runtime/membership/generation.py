@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from freewheel.errors import RunStopped, WorkerLost
@@ -75,10 +76,6 @@ class Beginning:
         """As the store has it; the first one is not written down."""
         return json.dumps([self.number, self.ranks, self.why]) if self.number else ""
 
-    def names(self, prefix: str) -> str:
-        """What its names in the store begin with."""
-        return f"{prefix}/{self.number}" if self.number else prefix
-
     def run(self, run: str) -> str:
         """The number of the run: what an earlier beginning still sends does not belong to this one."""
         return hashlib.sha256(f"{run}/{self.number}".encode()).hexdigest()[:32] if self.number else run
@@ -124,7 +121,7 @@ class Beginnings:
 
     def store(self, beginning: Beginning) -> Entries:
         """Where a beginning has its names."""
-        return self._base.under(beginning.names(self._prefix))
+        return self._run.under(str(beginning.number)) if beginning.number else self._run
 
     def count_life(self, rank: int, least: int) -> int:
         """A new life of a rank, from 1 on.
@@ -134,10 +131,6 @@ class Beginnings:
         counted = max(started(self._base, rank) or 0, least)
         life = self._run.add(f"life/{rank}", 1)
         return life if counted <= life else self._run.add(f"life/{rank}", counted - life)
-
-    def raise_life(self, rank: int, life: int) -> None:
-        """Let the last life of a rank be this one, or a later one."""
-        self._run.raise_to(f"life/{rank}", life)
 
     def enter(self, rank: int, life: int, strategy: Strategy) -> Entry:
         """Come into the newest beginning, or into the next one where nobody of it is left."""
@@ -185,8 +178,13 @@ class Beginnings:
             raise RunStopped(f"{why}, and none of those it began with is started again. Start a new run.")
         self._run.compare_set(NEWEST, now.text, Beginning(now.number + 1, tuple(ranks), why).text)
 
-    def restore(self, mine: Beginning) -> None:
-        """Tell a store that was started anew which beginning it is, unless another knows a later one."""
+    def restore(self, mine: Beginning, lives: Mapping[int, int]) -> None:
+        """Tell a store that was started anew which beginning it is, and which life of each rank was the last.
+
+        Another may know later ones.
+        """
+        for rank, life in lives.items():
+            self._run.raise_to(f"life/{rank}", life)
         while (known := self.newest()).number < mine.number:
             self._run.compare_set(NEWEST, known.text, mine.text)
 

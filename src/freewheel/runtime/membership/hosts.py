@@ -14,6 +14,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError, first_line
+from freewheel.fabric import transport
 from freewheel.runtime.membership.entries import OPTIONS, Entries
 from freewheel.runtime.membership.place import parse_address
 from freewheel.runtime.membership.store_client import STORE_S, BoundedStore, reach
@@ -26,15 +27,7 @@ SLOW_S = 1.0  # an answer that takes longer is worth a word
 def listen(host: str, port: int, option: str) -> socket.socket:
     """A listening socket on one address of this machine; port 0 takes a free one."""
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind)
-        try:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(address)
-            listener.listen(1024)
-        except OSError:
-            listener.close()
-            raise
+        listener = transport.listen(host, port)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise ConfigError(f"{option}: port {port} of {host} is in use; give another one.") from None
@@ -46,6 +39,7 @@ def listen(host: str, port: int, option: str) -> socket.socket:
         raise ConfigError(
             f"{option}: cannot listen on {host!r}: {why}. Give an address of this machine."
         ) from None
+    listener.setblocking(True)
     return listener
 
 

@@ -233,9 +233,7 @@ class Rendezvous:
         place, store = self.place, self._store
         if store.read(f"address/{place.rank}") is not None:
             return
-        for rank, life in lives.items():
-            self._beginnings.raise_life(rank, life)
-        self._beginnings.restore(self._beginning)
+        self._beginnings.restore(self._beginning, lives)
         store.compare_set("model", "", self._model)
         store.set(f"here/{place.rank}", str(lives.get(place.rank, 1)))
         store.set("begun", "yes")
@@ -373,11 +371,6 @@ class Waiting:
                 ", ".join(map(str, peers)),
                 self._timeout_s,
             )
-
-
-def options_alone(place: Place) -> Options | None:
-    """What our launcher tells a worker that begins alone; None: it does not, or there is none."""
-    return launched_options(place) if place.world_size == 1 else None
 
 
 def launched_options(place: Place) -> Options | None:

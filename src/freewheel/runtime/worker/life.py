@@ -26,7 +26,7 @@ from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.generation import Beginning, Orphaned, TooLate
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.registrar import stay_registered
-from freewheel.runtime.membership.rendezvous import Rendezvous, address_for, options_alone, patiently
+from freewheel.runtime.membership.rendezvous import Rendezvous, address_for, launched_options, patiently
 from freewheel.runtime.worker import checks, guards, joining, optimizers, unfinished
 from freewheel.runtime.worker.account import Account
 from freewheel.runtime.worker.agent import Agent
@@ -112,7 +112,9 @@ class Life:
     def _join(self) -> None:
         place, timeout_s = self._place, self._settings.join_timeout_s
         end_s = time.monotonic() + timeout_s
-        options, life = options_alone(place) or Options(run=secrets.token_hex(16)), 1
+        options, life = Options(run=secrets.token_hex(16)), 1
+        if place.world_size == 1:  # it may begin alone, and others join it
+            options = launched_options(place) or options
         if place.world_size > 1 or options.most > 1:
             self._store = Rendezvous(place, timeout_s)
             options, life = self._store.options(), self._store.incarnation()
