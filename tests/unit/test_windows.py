@@ -113,12 +113,12 @@ def test_a_probe_is_seen_by_who_can_read_it_and_by_nobody_else(monkeypatch):
 def test_memory_for_vectors_that_lie_elsewhere_is_used_again():
     ours = Windows()
     like = torch.zeros(SIZE)
-    first = ours.make(like.numel(), like.dtype, HOST)
-    second = ours.make(like.numel(), like.dtype, HOST)
+    first = ours.borrow(like, HOST)
+    second = ours.borrow(like, HOST)
     assert first.data_ptr() != second.data_ptr()
     ours.give_back(first)
-    assert ours.make(like.numel(), like.dtype, HOST).data_ptr() == first.data_ptr()
-    assert ours.make(SIZE + 1, torch.float32, HOST).numel() == SIZE + 1
+    assert ours.borrow(like, HOST).data_ptr() == first.data_ptr()
+    assert ours.borrow(torch.zeros(SIZE + 1), HOST).numel() == SIZE + 1
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,7 @@ def test_device_memory_is_kept_until_those_who_might_write_it_are_well_or_dead(m
 def test_windows_that_are_given_back_and_kept_open_are_few():
     ours = Windows()
     for size in range(1, 30):
-        ours.give_back(ours.make(size, torch.float32, HOST))
+        ours.give_back(ours.borrow(torch.zeros(size), HOST))
     assert len(ours._spare) == windows.SPARES
     for number in range(30):
         ours.keep((1, number, 42, 4096, 3), HostWindow.make(16))

@@ -49,7 +49,7 @@ class Vectors(Fabric):
             if vector.is_cuda:  # the device may still be writing it
                 await self.transfers.work(vector.numel(), lambda: None)
             return vector
-        shown = self.windows.make(vector.numel(), vector.dtype, HOST if kind == STREAM else kind)
+        shown = self.windows.borrow(vector, HOST if kind == STREAM else kind)
         await self.transfers.work(vector.numel(), lambda: shown.copy_(vector))
         return shown
 

@@ -271,23 +271,13 @@ class Windows:
 
     # -- one's own --
 
-    def make(self, numel: int, dtype: torch.dtype, kind: str = "") -> Tensor:
-        """A vector in a window of some kind; or where this worker's weights are, in a window if that can be.
-
-        One for a vector that lies elsewhere is borrowed: `give_back` it.
-        """
-        spares = self._spare if kind or self.native == DEVICE else []  # borrowed, or dear
-        kind, size = kind or self.native, max(1, numel) * dtype.itemsize
-        for at, spare in enumerate(spares):
-            window = self.of(spare)
-            fits = (spare.numel(), spare.dtype) == (numel, dtype)
-            if fits and window is not None and window.kind == kind:
-                return spares.pop(at)
-        if kind == HOST:
-            shared = HostWindow.make(size)
-            if self.device is not None:
-                shared.pin()
-            return self._vector(shared, numel, dtype)
+    def make(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A vector where this worker's weights are, in a window where that can be."""
+        size = max(1, numel) * dtype.itemsize
+        if self.native == DEVICE and (spare := self._spare_one(numel, dtype, DEVICE)) is not None:
+            return spare
+        if self.native == HOST:
+            return self._vector(HostWindow.make(size), numel, dtype)
         if self.device is None:
             return torch.empty(numel, dtype=dtype)
         for empty in (torch.cuda.empty_cache, None):
@@ -313,6 +303,24 @@ class Windows:
     def of(self, vector: Tensor) -> Window | None:
         """The window a vector lies in, if it does."""
         return self._by_address.get(vector.untyped_storage().data_ptr())
+
+    def borrow(self, like: Tensor, kind: str) -> Tensor:
+        """A window's memory for a vector that lies elsewhere; `give_back` it."""
+        if (spare := self._spare_one(like.numel(), like.dtype, kind)) is not None:
+            return spare
+        if kind == DEVICE:
+            return self.make(like.numel(), like.dtype)
+        window = HostWindow.make(max(1, like.numel()) * like.dtype.itemsize)
+        if self.device is not None:
+            window.pin()
+        return self._vector(window, like.numel(), like.dtype)
+
+    def _spare_one(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor | None:
+        for at, spare in enumerate(self._spare):
+            window = self.of(spare)
+            if (spare.numel(), spare.dtype) == (numel, dtype) and window is not None and window.kind == kind:
+                return self._spare.pop(at)
+        return None
 
     def give_back(self, vector: Tensor) -> None:
         """A borrowed one is free again; of the host's, those that were used last are kept."""
