@@ -30,6 +30,7 @@ from freewheel.runtime.launch import keys
 from freewheel.runtime.membership.generation import Outlived
 from freewheel.runtime.membership.rendezvous import Rendezvous
 from freewheel.runtime.worker.answers import Answers
+from freewheel.runtime.worker.asking import Asking
 from freewheel.runtime.worker.ending import Answer, Ending
 from freewheel.runtime.worker.firsts import Firsts
 from freewheel.runtime.worker.inventory import Inventory
@@ -163,7 +164,8 @@ class Agent:
         )
         self.fabric.notice, self.events.lives = self.events.note, self.fabric.lives
         self.fabric.outlived = self._outlived
-        self.copies = Copies(self.fabric, self.inventory)
+        asking = Asking(self.fabric, self.spawn)
+        self.copies = Copies(asking, self.inventory)
         windows = self.fabric.windows
         if self.strategy.defines("background") and self.me.world_size > 1:
             self.replica.keep_close()
@@ -180,7 +182,7 @@ class Agent:
         self.node.judge, self.node.moments = self._score, Moments(optimizer, self.replica)
         self.node.momentum = float(optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
-        self.answers = Answers(self.fabric, self.node, self.strategy, self.inventory)
+        self.answers = Answers(asking, self.node, self.strategy, self.inventory)
         self.ending = Ending(
             self.fabric,
             self.spawn,
@@ -190,15 +192,16 @@ class Agent:
             self.replica.size,
         )
         self.firsts = Firsts(self.fabric)
-        self.means = Means(self.fabric, self.me.longest, self.replica.dtype, self.ending.has_ended)
+        self.means = Means(asking, self.replica.dtype, self.ending.has_ended)
 
     def listen(self) -> None:
         """Hear the others, from the beginning of the run on."""
-        self.spawn(self.copies.hand_out(self.answers.handover, self.spawn))
+        self.copies.serve(self.answers.handover)
+        self.answers.serve()
+        self.means.serve()
         self.ending.listen()
-        self.spawn(hear(self.fabric, STOP, self._note_stop))
-        for part in (self.answers, self.means, self.firsts):
-            self.spawn(part.serve())
+        for work in (hear(self.fabric, STOP, self._note_stop), self.firsts.serve()):
+            self.spawn(work)
         self.node.listen()
 
     async def _close(self, why: str) -> None:

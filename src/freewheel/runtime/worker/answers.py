@@ -2,35 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Coroutine, Sequence
-from typing import Any
+import asyncio
+from collections.abc import AsyncIterator, Sequence
 
 from torch import Tensor
 
 from freewheel.errors import PeerLost, WorkerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import RUNTIME, Message, Tag, hear
-from freewheel.fabric.tcp import TcpFabric
+from freewheel.fabric.base import Tag
 from freewheel.node_driver import NodeDriver
 from freewheel.runtime.worker import tensor_codec
+from freewheel.runtime.worker.asking import Asking, Reply
 from freewheel.runtime.worker.buffers import agree, mean_buffers
 from freewheel.runtime.worker.ending import Answer
 from freewheel.runtime.worker.inventory import Inventory
 from freewheel.strategy import Strategy
 
-PART: Tag = (RUNTIME, "part")
+PART = "part"
 NO_ANSWER = "no worker that holds the answer is left."
 
 
 class Answers:
     """One worker's part in the answer, and the others'. In the communication thread."""
 
-    def __init__(self, fabric: TcpFabric, node: NodeDriver, strategy: Strategy, inventory: Inventory) -> None:
-        self._fabric, self._node, self._strategy, self._inventory = fabric, node, strategy, inventory
-        self._replica = inventory.replica
+    def __init__(self, asking: Asking, node: NodeDriver, strategy: Strategy, inventory: Inventory) -> None:
+        self._asking, self._fabric, self._node = asking, asking.fabric, node
+        self._strategy, self._inventory, self._replica = strategy, inventory, inventory.replica
         self.ready = False
         """Whether this worker has weights that others may copy."""
-        self._asked = 0
 
     async def handover(self) -> Tensor | None:
         """The weights a worker that joins begins with; None: not yet."""
@@ -66,33 +65,29 @@ class Answers:
         self, own: bool = False
     ) -> AsyncIterator[tuple[int, Tensor | None, dict[str, Tensor], int]]:
         """Of every worker: rank, part in the answer (or its own weights), buffers, steps. Own the vectors."""
-        self._asked += 1
-        tag, fabric = (*PART, self._asked), self._fabric
+        fabric = self._fabric
         yield fabric.rank, await self._part(own), self._inventory.buffers(), fabric.counters.steps
-        asked = [peer for peer in fabric.members if peer != fabric.rank]
-        for peer in asked:
-            fabric.post(peer, PART, note=(self._asked, float(own)))
-        for peer in asked:
+        asked = {
+            peer: asyncio.ensure_future(self._asking.ask(peer, PART, own))
+            for peer in fabric.members
+            if peer != fabric.rank
+        }
+        for peer, asking in asked.items():
             try:
-                part = await fabric.receive((*tag, "weights"), peer)
-                buffers = await tensor_codec.receive(fabric, peer, (*tag, "buffers"))
+                part, buffers = await asking
                 vector = None if part.vector is None else part.of(self._replica.size)
                 (steps,) = part.numbers(1, 1)
             except PeerLost:
                 continue
             yield peer, vector, buffers, steps
 
-    def serve(self) -> Coroutine[Any, Any, None]:
+    def serve(self) -> None:
         """Answer those who ask."""
-        return hear(self._fabric, PART, self._hand_out)
+        self._asking.serve(PART, 1, self._hand_out)
 
-    async def _hand_out(self, request: Message) -> None:
-        number, own = request.numbers(2, 2)
-        tag, fabric = (*PART, number), self._fabric
+    async def _hand_out(self, own: int) -> Reply:
         part = await self._part(bool(own)) if self.ready else None
-        fabric.post(request.sender, (*tag, "weights"), part, note=(fabric.counters.steps,))
-        buffers = tensor_codec.pack(self._inventory.buffers())
-        tensor_codec.post(fabric, request.sender, (*tag, "buffers"), buffers)
+        return (self._fabric.counters.steps,), part, tensor_codec.pack(self._inventory.buffers())
 
     async def _part(self, own: bool) -> Tensor | None:
         return await (self._node.weights() if own else self._strategy.answer(self._node))

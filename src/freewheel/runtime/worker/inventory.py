@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.replica import flatten
-from freewheel.runtime.worker import tensor_codec
 from freewheel.runtime.worker.buffers import alike, buffers_of, in_memory
 from freewheel.runtime.worker.live_replica import LiveReplica
 
@@ -68,17 +67,14 @@ class Inventory:
         found = buffers_of(self.model)
         return {name: one.detach().to("cpu", copy=True) for name, one in found.items()}
 
-    def _fixed(self) -> dict[str, Tensor]:
+    def fixed(self) -> dict[str, Tensor]:
+        """Buffers and frozen parameters: what all begin with alike."""
         return {name: one for name, one in self.still().items() if in_memory(one)}
-
-    def fixed(self) -> Tensor:
-        """Buffers and frozen parameters as bytes, each in its own type: what all begin with alike."""
-        return tensor_codec.pack(self._fixed())
 
     @torch.no_grad()
     def set_fixed(self, given: Mapping[str, Tensor]) -> None:
-        """The way back, once they are unpacked."""
-        mine = self._fixed()
+        """The way back."""
+        mine = self.fixed()
         for name in [*mine, *given]:
             one, other = mine.get(name), given.get(name)
             if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):

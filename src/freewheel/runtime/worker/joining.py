@@ -197,7 +197,7 @@ async def _begin_alike(agent: Agent) -> None:
         return
     if agent.me.rank != agent.first[0] and await agent.copies.take_once():
         return  # lower ranks have left, and others have begun before
-    mine, my_fixed = await agent.replica.snapshot(), inventory.fixed()
+    mine, my_fixed = await agent.replica.snapshot(), tensor_codec.pack(inventory.fixed())
     for peer in fabric.members[1:]:
         fabric.post(peer, START, mine)
         tensor_codec.post(fabric, peer, (*START, "fixed"), my_fixed)

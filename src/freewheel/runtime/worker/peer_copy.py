@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from torch import Tensor
 
 from freewheel.errors import ConfigError, PeerLost
-from freewheel.fabric.base import RUNTIME, Message, Spawn, Tag, hear
-from freewheel.fabric.tcp import TcpFabric
 from freewheel.runtime.membership.rendezvous import POLL_S
 from freewheel.runtime.worker import tensor_codec
+from freewheel.runtime.worker.asking import Asking, Reply
 from freewheel.runtime.worker.inventory import Inventory
 
-COPY: Tag = (RUNTIME, "copy")
+COPY = "copy"
 TRIES = 5
 
 log = logging.getLogger("freewheel")
@@ -28,9 +27,8 @@ log = logging.getLogger("freewheel")
 class Copies:
     """One worker's side of both: copying another, and being copied."""
 
-    def __init__(self, fabric: TcpFabric, inventory: Inventory) -> None:
-        self._fabric, self._inventory = fabric, inventory
-        self._tries = 0
+    def __init__(self, asking: Asking, inventory: Inventory) -> None:
+        self._asking, self._fabric, self._inventory = asking, asking.fabric, inventory
 
     async def take(self, source: int | None = None) -> bool:
         """Become a copy of a living worker; False: nobody has anything to copy, and others wait for this."""
@@ -49,75 +47,53 @@ class Copies:
         return False
 
     async def _take_from(self, peer: int) -> bool:
-        self._tries += 1
-        tag: Tag = (*COPY, self._tries)
+        inventory, optimizer = self._inventory, self._inventory.optimizer
         try:
-            self._fabric.post(peer, COPY, note=(self._tries,))
-            weights = await self._fabric.receive((*tag, "weights"), peer)
+            weights, rest = await self._asking.ask(peer, COPY, holds=dict)
             if weights.vector is None:
                 return False
-            fixed = await tensor_codec.receive(self._fabric, peer, (*tag, "fixed"))
-            theirs = weights.of(self._inventory.replica.size)
-            state, (has_state,) = None, weights.numbers(1, 1)
-            if has_state:
-                state = await tensor_codec.receive_packed(self._fabric, peer, (*tag, "state"))
+            theirs, fixed = weights.of(inventory.replica.size), rest.get("fixed", {})
+            if not all(isinstance(one, Tensor) for one in fixed.values()):
+                raise weights.bad("something else than tensors")
         except PeerLost:
             return False
-        self._inventory.replica.load(theirs)
-        self._inventory.set_fixed(fixed)
-        if state is not None:
-            optimizer = self._inventory.optimizer
+        inventory.replica.load(theirs)
+        inventory.set_fixed(fixed)
+        if "state" in rest:
             # The script's: the other's may be of any moment.
             rates = [group.get("lr") for group in optimizer.param_groups]
             try:
-                optimizer.load_state_dict(tensor_codec.unpack(state))
+                optimizer.load_state_dict(rest["state"])
                 for group, rate in zip(optimizer.param_groups, rates, strict=True):
                     if rate is not None:
                         group["lr"] = rate
-            except (
-                ArithmeticError,
-                AttributeError,
-                LookupError,
-                RuntimeError,
-                TypeError,
-                ValueError,
-            ) as error:  # it has another optimizer, or what it sent is no state
+            except Exception as error:  # it has another optimizer, or what it sent is no state
                 log.warning("the optimizer begins without worker %d's state: %s", peer, error)
         return True
 
-    def hand_out(
-        self, handover: Callable[[], Awaitable[Tensor | None]], spawn: Spawn
-    ) -> Coroutine[Any, Any, None]:
-        """Answer those who want a copy, for ever; `handover` gives the weights, or None: not yet."""
+    def serve(self, handover: Callable[[], Awaitable[Tensor | None]]) -> None:
+        """Answer those who want a copy; `handover` gives the weights, or None: not yet."""
 
-        def answer(request: Message) -> None:
-            (number,) = request.numbers(1, 1)
-            spawn(self._give(request.sender, number, handover))
+        async def give() -> Reply:
+            weights = await handover()
+            return (), weights, tensor_codec.pack({}) if weights is None else await self._rest()
 
-        return hear(self._fabric, COPY, answer)
+        self._asking.serve(COPY, 0, give)
 
-    async def _give(self, peer: int, number: int, handover: Callable[[], Awaitable[Tensor | None]]) -> None:
-        tag = (*COPY, number)
-        weights = await handover()
-        state = await self._state() if weights is not None else None
-        self._fabric.post(peer, (*tag, "weights"), weights, note=(float(state is not None),))
-        tensor_codec.post(self._fabric, peer, (*tag, "fixed"), self._inventory.fixed())
-        if state is not None:
-            tensor_codec.post(self._fabric, peer, (*tag, "state"), state)
-
-    async def _state(self) -> Tensor | None:
-        """The optimizer's state, read beside training.
+    async def _rest(self) -> Tensor:
+        """Buffers, frozen parameters and the optimizer's state, read beside training.
 
         A step may fall into it, so some numbers may be one step older than others: that is less than what a
         worker that joins differs by anyway, and training does not wait for it.
         """
+        found: dict[str, Any] = {"fixed": self._inventory.fixed()}
         for _ in range(TRIES):
             try:
                 state = self._inventory.optimizer.state_dict()
-                return await asyncio.to_thread(tensor_codec.pack, state)
+                return await asyncio.to_thread(tensor_codec.pack, {**found, "state": state})
             except ConfigError as error:
                 log.warning("%s It begins anew on the worker that joins.", error)
-                return None
+                break
             except RuntimeError:  # the first step was just making it
                 await asyncio.sleep(POLL_S)
-        return None
+        return tensor_codec.pack(found)

@@ -103,20 +103,15 @@ def post(fabric: Fabric, peer: int, tag: Tag, data: Tensor) -> None:
         fabric.post(peer, (*tag, BYTES), part, note=(data.numel(),))
 
 
-async def receive_packed(fabric: Fabric, peer: int, tag: Tag) -> Tensor:
-    """Wait for them; PeerLost when the peer is gone."""
-    return (await _receive(fabric, peer, tag))[0]
-
-
-async def receive(fabric: Fabric, peer: int, tag: Tag) -> dict[str, Tensor]:
-    """Tensors by their names, unpacked; PeerLost where it is nothing that can be."""
+async def receive(fabric: Fabric, peer: int, tag: Tag, holds: type = Tensor) -> dict[str, Any]:
+    """Wait for tensors (or other things of one type) by their names; PeerLost where it is nothing such."""
     data, last = await _receive(fabric, peer, tag)
     try:
         found = unpack(data)
     except ValueError:
         raise last.bad("no packed state") from None
-    if not all(isinstance(one, Tensor) for one in found.values()):
-        raise last.bad("something else than tensors")
+    if not all(isinstance(one, holds) for one in found.values()):
+        raise last.bad(f"something else than a {holds.__name__}")
     return found
 
 

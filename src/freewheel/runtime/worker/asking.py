@@ -1,0 +1,48 @@
+"""Questions from worker to worker, beside training: the answer is numbers, a vector, named tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+from torch import Tensor
+
+from freewheel.fabric.base import RUNTIME, Fabric, Message, Note, Spawn, Tag, hear
+from freewheel.runtime.worker import tensor_codec
+
+Reply: TypeAlias = tuple[Note, Tensor | None, Tensor]
+"""Numbers, a vector of the weights' kind, and what `tensor_codec.pack` has made of all else."""
+
+
+class Asking:
+    """One worker's questions, and its answers to those of others. In the communication thread."""
+
+    def __init__(self, fabric: Fabric, spawn: Spawn) -> None:
+        self.fabric, self._spawn = fabric, spawn
+        self._asked = 0
+
+    async def ask(
+        self, peer: int, what: str, *numbers: int, holds: type = Tensor
+    ) -> tuple[Message, dict[str, Any]]:
+        """A peer's numbers and vector, and things of one type by name; PeerLost when the peer is gone."""
+        self._asked += 1
+        tag: Tag = (RUNTIME, what, self._asked)
+        self.fabric.post(peer, (RUNTIME, what), note=(self._asked, *numbers))
+        try:
+            message = await self.fabric.receive(tag, peer)
+            return message, await tensor_codec.receive(self.fabric, peer, tag, holds)
+        finally:
+            self.fabric.forget(tag)
+
+    def serve(self, what: str, count: int, answer: Callable[..., Awaitable[Reply]]) -> None:
+        """Answer those who ask, for ever; their questions have so many numbers."""
+
+        async def reply(peer: int, number: int, *numbers: int) -> None:
+            note, vector, packed = await answer(*numbers)
+            self.fabric.post(peer, (RUNTIME, what, number), vector, note)
+            tensor_codec.post(self.fabric, peer, (RUNTIME, what, number), packed)
+
+        def heard(question: Message) -> None:
+            self._spawn(reply(question.sender, *question.numbers(1 + count, 1 + count)))
+
+        self._spawn(hear(self.fabric, (RUNTIME, what), heard))
