@@ -82,6 +82,3 @@ class BaseLoader:
             return act(*given)
         finally:
             self._counters.go_on(time.perf_counter())
-
-    def _where(self) -> dict[str, Any]:
-        return {"begun": self.begun, "under_way": self.under_way, "given": self.given}

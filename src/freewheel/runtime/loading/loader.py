@@ -169,11 +169,15 @@ class Loader(BaseLoader):
         For after a step: the batch in hand counts as finished. The others are asked, and do not wait; what
         they have in hand is dealt again.
         """
-        return {**self._identity(), **self._where(), **self.leases.position(int(self.in_hand))}
+        return self._state(whole=True)
 
     def own_state(self) -> dict[str, Any]:
         """The same of what this worker has finished: all of them together make a checkpoint."""
-        return {**self._identity(), **self._where(), **self.leases.state(int(self.in_hand))}
+        return self._state(whole=False)
+
+    def _state(self, whole: bool) -> dict[str, Any]:
+        where = {"begun": self.begun, "under_way": self.under_way, "given": self.given}
+        return {**self._identity(), **where, **self.leases.state(int(self.in_hand), whole)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: the next iteration begins with the batch after it.

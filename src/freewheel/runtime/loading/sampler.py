@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import Sampler
 
 from freewheel.data.batches import Batch, Key
@@ -22,8 +23,6 @@ from freewheel.runtime.loading.base import Side
 from freewheel.runtime.worker.agent import Agent
 
 log = logging.getLogger("freewheel")
-PAGE = 4096
-"""How many samples of an order are looked up at once: one by one costs more than the rest of a batch."""
 EARLIER = 0
 """As which life of a worker that counts which it did in earlier runs."""
 
@@ -61,8 +60,6 @@ class LeaseSampler(Sampler[list[int]]):
         self.drawn: deque[Batch] = deque()
         """Batches that DataLoader has been given and the loop has not finished."""
         self._orders: dict[int, Any] = {}
-        self._page: tuple[int, int, list[int]] = (-1, 0, [])
-        """A piece of a pass's order: the pass, where it begins, the samples."""
         self._sum: tuple[int, int | None] = (-1, None)
         """A pass, and what its order sums up to."""
 
@@ -160,7 +157,6 @@ class LeaseSampler(Sampler[list[int]]):
         self.drawn.clear()
         for old in [q for q in self._orders if self.source.kind != 2 or q <= self.epoch - BEHIND]:
             del self._orders[old]
-        self._page = (-1, 0, [])
         if not self.agent.alive:  # an exception ended the block, and nobody is there to be told
             return
         self.agent.wait(self.queue.settle(left, doubtful))
@@ -178,15 +174,9 @@ class LeaseSampler(Sampler[list[int]]):
 
     def _samples(self, batch: Batch) -> list[int]:
         """Which samples a batch has."""
-        start, stop = batch.place, batch.stop
-        if self.source.batched:
-            return list(self._order(batch.number)[start])
-        number, first, page = self._page
-        if number != batch.number or start < first or stop > first + len(page):
-            drawn = self._order(batch.number)[start : max(stop, start + PAGE)]
-            first, page = start, drawn if isinstance(drawn, list) else drawn.tolist()
-            self._page = batch.number, first, page
-        return page[start - first : stop - first]
+        order = self._order(batch.number)
+        drawn = order[batch.place] if self.source.batched else order[batch.place : batch.stop]
+        return drawn.tolist() if isinstance(drawn, Tensor) else list(drawn)
 
     def _order(self, epoch: int) -> Any:
         if epoch not in self._orders:
@@ -200,29 +190,24 @@ class LeaseSampler(Sampler[list[int]]):
         epoch, known = state["epoch"], state["order"]
         return known is not None and known != self.source.sum(self._order(epoch))
 
-    def state(self, used: int) -> dict[str, Any]:
+    def state(self, used: int, whole: bool) -> dict[str, Any]:
         """What this worker itself has finished, and so many of the batches it has drawn.
 
         Not what it knows of the others: they may have finished it after their own last checkpoint. What they
-        say themselves is given to `load` as "others".
+        say themselves is given to `load` as "others". `whole`: what all workers together have finished, as
+        far as those within reach know.
         """
-        return self._state(self.agent.call(self._own(used)))
 
-    def position(self, used: int) -> dict[str, Any]:
-        """What all workers together have finished, as far as those within reach know."""
-        return {**self._state(self.agent.call(self._all(used))), "whole": True}
+        async def finished() -> list[float]:
+            data = self.queue.data
+            if whole:
+                return self.finished(await self.agent.dealing.known(data), used)
+            data.collect()
+            return data.ledger.account((self.side.rank, EARLIER), self._with_drawn(data.own, used))
 
-    def _state(self, ledger: list[float]) -> dict[str, Any]:
-        order = self._sum[1] if self._sum[0] == self.epoch else None
-        return {"epoch": self.epoch, "since": self.queue.since, "order": order, "ledger": [ledger]}
-
-    async def _own(self, used: int) -> list[float]:
-        data = self.queue.data
-        data.collect()
-        return data.ledger.account((self.side.rank, EARLIER), self._with_drawn(data.own, used))
-
-    async def _all(self, used: int) -> list[float]:
-        return self.finished(await self.agent.dealing.known(self.queue.data), used)
+        order, ledger = self._sum[1] if self._sum[0] == self.epoch else None, self.agent.call(finished())
+        found = {"epoch": self.epoch, "since": self.queue.since, "order": order, "ledger": [ledger]}
+        return {**found, "whole": True} if whole else found
 
     def finished(self, known: Ledger, used: int) -> list[float]:
         """What a ledger knows to be finished, and so many of the batches that were drawn; whoever did it."""

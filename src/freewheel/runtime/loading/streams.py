@@ -123,7 +123,8 @@ class StreamLoader(BaseLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass is: how many batches of it were given. Nobody knows of the others' streams."""
-        return {"epoch": self.epoch, **self._where(), "ledger": []}
+        where = {"begun": self.begun, "under_way": self.under_way, "given": self.given}
+        return {"epoch": self.epoch, **where, "ledger": []}
 
     own_state = state_dict
 
