@@ -12,10 +12,9 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -30,18 +29,16 @@ from freewheel.runtime.worker.optimizers import members
 
 TOGETHER = ("all", "neighbours", "group")
 """Whose steps, in the words of `Strategy.waits_for`, are numbered alike on several workers."""
+FOREIGN = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
+"""Endings of checkpoints that other programs write."""
+OFFERED = ("origin", "world_size", "set", "rank", "time", "step")
+"""What a worker says of each shard it sees."""
 
 log = logging.getLogger("freewheel")
 
 
-@dataclass
-class Resumed:
-    """What a worker begins with."""
-
-    step: int
-    origin: str
-    state: dict[str, Any]
-    """A shard's parts; None where the worker has no such part of its own."""
+Resumed: TypeAlias = tuple[int, str, dict[str, Any]]
+"""What a worker begins with: step, origin, a shard's parts (None where it has no such part of its own)."""
 
 
 class Alone:
@@ -61,7 +58,10 @@ def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | Alone
     damaged: dict[Path, str] = {}
     for attempt in itertools.count():
         found, wrong = _look(home, damaged)
-        offer = {"wrong": wrong, "shards": [_offer(one.manifest) for one in found]}
+        offer = {
+            "wrong": wrong,
+            "shards": [[getattr(one.manifest, name) for name in OFFERED] for one in found],
+        }
         plan = meeting.agree(f"resume/{attempt}", offer, partial(_plan, home, me, waits_for, found))
         if "error" in plan:
             raise ConfigError(plan["error"])
@@ -74,23 +74,22 @@ def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | Alone
         try:
             chosen = [by_place[name, rank] for rank, name in enumerate(plan["sets"]) if name is not None]
             resumed = _read(chosen, me)
-            finished = [one["ledger"] for one in resumed.state["loaders"]]
+            finished = [one["ledger"] for one in resumed[2]["loaders"]]
         except Damaged as error:
             damaged[error.shard.path] = str(error)
             log.warning("%s An older checkpoint is taken", error)
         # All know what all have finished before anybody deals.
-        everybody = meeting.agree(f"resume/{attempt}/read", finished, _unless_none)
+        everybody = meeting.agree(
+            f"resume/{attempt}/read", finished, lambda said: None if None in said else said
+        )
         if everybody is not None and resumed is not None:
-            for loader, *ledgers in zip(resumed.state["loaders"], *everybody, strict=False):
+            step, origin, state = resumed
+            for loader, *ledgers in zip(state["loaders"], *everybody, strict=False):
                 loader["others"] = ledgers
-            resumed.step = plan["step"] if plan["step"] is not None else resumed.step
-            log.info("resumes %s at step %d", home, resumed.step)
-            return resumed
+            step = plan["step"] if plan["step"] is not None else step
+            log.info("resumes %s at step %d", home, step)
+            return step, origin, state
     raise AssertionError("unreachable")
-
-
-def _unless_none(said: list[Any]) -> list[Any] | None:
-    return None if None in said else said
 
 
 # -- choosing --
@@ -103,15 +102,14 @@ def _look(home: Path, damaged: dict[Path, str]) -> tuple[list[Shard], list[str]]
     if not home.is_dir():
         return [], [f"{home} is a file; resume takes the folder that worker.checkpoint was given."]
     found, wrong = shards.find(home)
-    other = shards.foreign(home)
-    if not found and not wrong and other is not None:
-        wrong = [f"{other} was not written by Freewheel; load it into the model before attach."]
+    if not found and not wrong:
+        foreign = sorted(path for path in home.iterdir() if path.suffix in FOREIGN)
+        wrong = [
+            f"{one} was not written by Freewheel; load it into the model before attach."
+            for one in foreign[:1]
+        ]
     good = [one for one in found if one.path not in damaged]
     return good, wrong + list(damaged.values())
-
-
-def _offer(manifest: Manifest) -> list[Any]:
-    return [manifest.origin, manifest.world_size, manifest.set, manifest.rank, manifest.time, manifest.step]
 
 
 def _plan(
@@ -129,15 +127,15 @@ def _plan(
         if last is not None and origin != last:
             break  # an older training is not what is asked for
         last = origin
-        steps: dict[int, dict[str, tuple[float, int]]] = {rank: {} for rank in range(size)}
+        steps: dict[int, dict[str, tuple[float, int]]] = {}
         for rank in range(size):
             # Each reads its own shard; another number of workers, who need the mean, all read all.
             readers = [offers[rank]] if size == me.world_size else offers
             seen = [
                 {
-                    one[2]: (one[4], one[5])
-                    for one in offer["shards"]
-                    if one[:2] == [origin, size] and one[3] == rank
+                    name: (taken, step)
+                    for *whose, name, who, taken, step in offer["shards"]
+                    if whose == [origin, size] and who == rank
                 }
                 for offer in readers
             ]
@@ -200,7 +198,7 @@ def _read(chosen: Sequence[Shard], me: Manifest) -> Resumed:
     """This worker's shard; with another number of workers the mean of all, and its own where it has one."""
     if len(chosen) == me.world_size:
         manifest = chosen[me.rank].manifest
-        return Resumed(manifest.step, manifest.origin, shards.load(chosen[me.rank]))
+        return manifest.step, manifest.origin, shards.load(chosen[me.rank])
     own: dict[str, Any] | None = None
     absent: list[dict[str, Any]] = []
     weights, buffers = TensorMean(), TensorMean(buffers=True)
@@ -219,11 +217,11 @@ def _read(chosen: Sequence[Shard], me: Manifest) -> Resumed:
     own |= {"weights": weights.result(), "strategy": {}}
     own["buffers"] |= buffers.result()
     if me.rank < len(chosen):
-        return Resumed(chosen[me.rank].manifest.step, chosen[0].manifest.origin, own)
+        return chosen[me.rank].manifest.step, chosen[0].manifest.origin, own
     own["optimizer"] = own["random"] = None
     for loader in own["loaders"]:
         loader["ledger"] = []
-    return Resumed(min(one.manifest.step for one in chosen), chosen[0].manifest.origin, own)
+    return min(one.manifest.step for one in chosen), chosen[0].manifest.origin, own
 
 
 def restore(state: dict[str, Any], inventory: Inventory) -> None:

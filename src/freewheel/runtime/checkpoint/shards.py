@@ -22,11 +22,11 @@ from typing import Any, BinaryIO, cast
 
 import torch
 
+from freewheel.errors import first_line
+
 FORMAT = 1
 TEMPORARY = ".tmp"
 TRIES = 10
-FOREIGN = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
-"""Endings of checkpoints that other programs write."""
 PIECE = 1 << 22
 PARTS = {"weights", "buffers", "optimizer", "random", "loaders", "strategy", "extra"}
 """What a shard holds, by name."""
@@ -166,11 +166,6 @@ def newest_whole(found: Iterable[Shard]) -> list[Shard]:
     return max(whole, key=lambda one: max(shard.manifest.time for shard in one), default=[])
 
 
-def foreign(home: Path) -> Path | None:
-    """A checkpoint of another program in this folder."""
-    return next((path for path in sorted(home.iterdir()) if path.suffix in FOREIGN), None)
-
-
 def load(shard: Shard) -> dict[str, Any]:
     """Read a shard; nothing in it is run. Raises Damaged."""
     digest = hashlib.sha256()
@@ -187,7 +182,7 @@ def load(shard: Shard) -> dict[str, Any]:
     except Damaged:
         raise
     except Exception as error:  # a file of unknown making: torch and pickle raise whatever they meet
-        raise Damaged(shard, f"is not a shard of Freewheel: {_first_line(error)}") from error
+        raise Damaged(shard, f"is not a shard of Freewheel: {first_line(error, 160)}") from error
     if not isinstance(state, dict) or set(state) != PARTS:
         raise Damaged(shard, "is not a shard of Freewheel: it holds other things.")
     return state
@@ -275,7 +270,3 @@ def _read(path: Path) -> Manifest | str:
     except (ValueError, TypeError, KeyError, AttributeError):
         good = False
     return manifest if good else "it is not a manifest of Freewheel"
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:160]

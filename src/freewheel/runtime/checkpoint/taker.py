@@ -94,16 +94,15 @@ class Checkpoints:
         resumed, meeting = None, rendezvous or Alone()
         if path is not None:
             resumed = resume(Path(path), self._manifest, agent.strategy.waits_for, meeting)
+        step, origin, state = resumed or (0, self._manifest.run, {})
         # A worker that comes back does not resume, and learns here what the others have resumed.
-        origin = meeting.first("origin", resumed.origin if resumed else self._manifest.run)
-        self._manifest = dataclasses.replace(self._manifest, origin=origin)
+        self._manifest = dataclasses.replace(self._manifest, origin=meeting.first("origin", origin))
         if resumed is None:
             return None
-        restore(resumed.state, inventory)
-        agent.node.begin_at(resumed.step)
-        agent.events.note("resumed", me.rank, f"goes on at step {resumed.step} of {path}")
-        self._step = self._taken = resumed.step
-        state = resumed.state
+        restore(state, inventory)
+        agent.node.begin_at(step)
+        agent.events.note("resumed", me.rank, f"goes on at step {step} of {path}")
+        self._step = self._taken = step
         self._random, self._states, self._unclaimed = state["random"], state["loaders"], state["extra"]
         if self._random is not None:
             set_random_state(self._random["states"])
@@ -126,8 +125,7 @@ class Checkpoints:
             )
         self._writer.keep = keep
         if extra is not None:
-            self._extra = _with_states(extra)
-            self._restore_extra()
+            self._take_up(dict(extra))
         if every is not None:
             self._every = every
         else:
@@ -135,10 +133,17 @@ class Checkpoints:
             if not self._fed:
                 self.take()
 
-    def _restore_extra(self) -> None:
-        for name in self._extra.keys() & self._unclaimed.keys():
+    def _take_up(self, extra: dict[str, Any]) -> None:
+        for name, one in extra.items():
+            if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
+                raise ConfigError(
+                    f"checkpoint: extra has {name!r}, a {type(one).__name__} without state_dict and "
+                    "load_state_dict. Give objects that have both, such as a scheduler or a GradScaler."
+                )
+        self._extra = extra
+        for name in extra.keys() & self._unclaimed.keys():
             try:
-                self._extra[name].load_state_dict(self._unclaimed.pop(name))
+                extra[name].load_state_dict(self._unclaimed.pop(name))
             except (ValueError, TypeError, KeyError, RuntimeError) as error:
                 raise ConfigError(
                     f"{name} cannot be resumed: its load_state_dict says {error!r}. Make it as it was made "
@@ -146,16 +151,6 @@ class Checkpoints:
                 ) from error
 
     # -- from the loop --
-
-    def watching(self, stopped: Callable[[], bool]) -> Callable[[], bool]:
-        """What the next loader asks before each batch: whether there is to be none. So it is seen here."""
-        number = len(self.loaders)
-
-        def ask() -> bool:
-            self.asked(number)
-            return stopped()
-
-        return ask
 
     def made(self, loader: Any) -> None:
         """A loader was made; in a resumed run it goes on where the loader of the same number was."""
@@ -245,16 +240,13 @@ class Checkpoints:
             "extra": {name: one.state_dict() for name, one in self._extra.items()},
         }
         self._kept = {name: copied(part, kept.get(name), name) for name, part in state.items()}
-        self._kept |= self._copy_weights()
-        writer.begin(self._step, self._kept)
-        self._taken = self._step
-
-    def _copy_weights(self) -> dict[str, Any]:
         replica = self._agent.replica
         if not self._vector.numel():
             self._vector = torch.empty(replica.size, dtype=replica.dtype, pin_memory=replica.side is not None)
-        vectors = self._agent.call(self._agent.hold_still(self._vector))
-        return {"weights": dict(self._agent.inventory.pieces(self._vector)), "strategy": vectors}
+        self._kept["strategy"] = self._agent.call(self._agent.hold_still(self._vector))
+        self._kept["weights"] = dict(self._agent.inventory.pieces(self._vector))
+        writer.begin(self._step, self._kept)
+        self._taken = self._step
 
     def close(self) -> None:
         """Take what is still due, and where checkpoints are taken every so many steps, one of the end."""
@@ -274,16 +266,6 @@ def state_names(model: nn.Module) -> dict[str, str]:
     known = {id(one): name for name, one in [*model.named_parameters(), *model.named_buffers()]}
     entries = model.state_dict(keep_vars=True).items()
     return {key: known[id(one)] for key, one in entries if id(one) in known}
-
-
-def _with_states(extra: Mapping[str, Any]) -> dict[str, Any]:
-    for name, one in extra.items():
-        if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
-            raise ConfigError(
-                f"checkpoint: extra has {name!r}, a {type(one).__name__} without state_dict and "
-                "load_state_dict. Give objects that have both, such as a scheduler or a GradScaler."
-            )
-    return dict(extra)
 
 
 def copied(value: Any, kept: Any, where: str) -> Any:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.runtime.worker import optimizers, unfinished
-from freewheel.runtime.worker.agent import STOP
 from freewheel.runtime.worker.buffers import set_buffers
 from freewheel.runtime.worker.guards import without_guard
 from freewheel.runtime.worker.leaving import Left
@@ -48,14 +47,14 @@ class Worker(Life):
         from freewheel.runtime.loading.base import Side
         from freewheel.runtime.loading.loader import make
 
-        side = Side(
-            lambda: self._agent_inside,
-            self.rank,
-            self._beginners,
-            parts=self._strategy.merges(),
-            first=not self._checkpoints.loaders,
-            stopped=self._checkpoints.watching(lambda: self.stopped),
-        )
+        number = len(self._checkpoints.loaders)
+
+        def stopped() -> bool:  # a loader asks before each batch
+            self._checkpoints.asked(number)
+            return self.stopped
+
+        parts = self._strategy.merges()
+        side = Side(lambda: self._agent_inside, self.rank, self._beginners, parts, not number, stopped)
         asked = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
         loader = make(dataset, {**asked, "epochs": epochs, **options}, side)
         self._checkpoints.made(loader)
@@ -115,7 +114,7 @@ class Worker(Life):
     def stop(self) -> None:
         """Let the loaders of all workers end after their current batch."""
         self._agent.stopped = True
-        self._agent.begin(self._agent.tell_all(STOP))
+        self._agent.begin(self._agent.stop())
 
     def leave(self) -> None:
         """Leave before the others, as after SIGTERM: when the loop comes for its next batch, or has stepped.
@@ -155,8 +154,7 @@ class Worker(Life):
 
     def metrics(self) -> dict[str, Any]:
         """What this worker has done so far, as plain data."""
-        steps = self._agent.counters.steps
-        return {**self._account.said(), "steps": steps}
+        return {**self._account.said(), "steps": self._agent.counters.steps}
 
     def mean(self, value: T, name: str = "", *, wait: bool = False) -> T:
         """The mean over workers of a number, a tensor, or a list or dict of them, in the same form.
