@@ -137,7 +137,7 @@ def watch_reports(functions: Any, reported: Callable[[], int]) -> None:
         return
 
     def outside(*words: Any, **options: Any) -> Any:
-        if checks.attached():
+        if checks.attached:
             raise ConfigError(
                 "ray.train.report waits for all workers: inside the with-block each would go at the slowest "
                 "one's pace. Call it once, after the block; use worker.record and worker.checkpoint inside."

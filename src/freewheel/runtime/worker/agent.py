@@ -20,7 +20,7 @@ from torch import Tensor
 
 from freewheel.data.dealing import Dealing
 from freewheel.errors import PeerLost, RunStopped, WorkerLost
-from freewheel.fabric.base import RUNTIME, Message, Note, Tag, hear
+from freewheel.fabric.base import RUNTIME, Note, Tag, hear
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import LEFT, TcpFabric
 from freewheel.moments import Moments
@@ -37,7 +37,7 @@ from freewheel.runtime.worker.inventory import Inventory
 from freewheel.runtime.worker.means import Means
 from freewheel.runtime.worker.peer_copy import Copies
 from freewheel.runtime.worker.records import Events
-from freewheel.runtime.worker.settings import Settings
+from freewheel.runtime.worker.settings import WIRES, Settings
 from freewheel.strategy import Strategy
 
 T = TypeVar("T")
@@ -157,7 +157,7 @@ class Agent:
             self.me,
             self.counters,
             replica.dtype,
-            settings.rounds_to,
+            WIRES[settings.wire],
             self._tls,
             settings.heartbeat_s,
             replica.side,
@@ -200,8 +200,8 @@ class Agent:
         self.answers.serve()
         self.means.serve()
         self.ending.listen()
-        for work in (hear(self.fabric, STOP, self._note_stop), self.firsts.serve()):
-            self.spawn(work)
+        self.spawn(hear(self.fabric, STOP, lambda _: setattr(self, "stopped", True)))
+        self.spawn(self.firsts.serve())
         self.node.listen()
 
     async def _close(self, why: str) -> None:
@@ -241,14 +241,11 @@ class Agent:
                 log.warning("worker %d: the run goes on without worker %d: %s", self.me.rank, peer, why)
                 self.events.note("failed", peer, why)
 
-    def _note_stop(self, _message: Message) -> None:
-        self.stopped = True
-
-    async def tell_all(self, tag: Tag) -> None:
-        """Tell every other worker."""
+    async def stop(self) -> None:
+        """Let the loaders of all workers end after their current batch."""
         for peer in self.fabric.members:
             if peer != self.me.rank:
-                self.fabric.post(peer, tag)
+                self.fabric.post(peer, STOP)
 
     async def waits_for_finished(self) -> int | None:
         """A worker that is waited for although its loop has ended: all it sent before it said so is here."""

@@ -15,9 +15,6 @@ from freewheel.fabric import collectives
 from freewheel.fabric.base import Fabric, Tag
 from freewheel.runtime.worker import tensor_codec
 
-MOST = 1 << 14
-"""Digests of all workers' buffers that are compared one by one."""
-
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """BatchNorm's statistics, masks, counters: by name, those that lie in memory."""
@@ -28,7 +25,7 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 def set_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     """Overwrite those that differ."""
     for name, one in buffers_of(model).items():
-        if name not in buffers or alike([one, buffers[name]]):
+        if name not in buffers or alike(one, buffers[name]):
             continue
         if one.shape == buffers[name].shape and one.dtype == buffers[name].dtype:
             one.copy_(buffers[name])
@@ -64,7 +61,7 @@ class TensorMean:
                 self._totals[name] = None
             elif total is not None:
                 self._totals[name] = total + other
-            elif name not in self._totals and not alike([first, other]):
+            elif name not in self._totals and not alike(first, other):
                 wide = torch.promote_types(first.dtype, torch.float64)
                 self._totals[name] = first.to(wide) * (self._count - 1) + other
 
@@ -90,37 +87,26 @@ def in_memory(tensor: Tensor) -> bool:
     return tensor.layout == torch.strided and not tensor.is_meta
 
 
-def alike(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors are the same to the bit."""
-    first = tensor_codec.raw(tensors[0])
-    return all(
-        one.dtype == tensors[0].dtype
-        and one.shape == tensors[0].shape
-        and torch.equal(tensor_codec.raw(one), first)
-        for one in tensors[1:]
-    )
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same to the bit."""
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same and torch.equal(tensor_codec.raw(one), tensor_codec.raw(other))
 
 
 async def agree(
     fabric: Fabric, members: Sequence[int], tag: Tag, mine: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """The same buffers for all members, made by the first one of those in which they differ."""
+    """The same buffers for all members, made by the first one where they differ."""
     first, *others = members
-    digests = tuple(float(zlib.crc32(tensor_codec.raw(one).numpy().data)) for one in mine.values())
-    if len(digests) * len(members) > MOST:  # more than a message has room for: of all of them together
-        digests = (float(zlib.crc32(repr(digests).encode())),)
-    notes = await collectives.gather(fabric, members, digests, (*tag, "alike"))
-    names = [name for k, name in enumerate(mine) if len({note[k : k + 1] for note in notes.values()}) > 1]
-    if len(digests) < len(mine) and names:
-        names = list(mine)
-    if not names:
+    packed = tensor_codec.pack(mine)
+    digest = float(zlib.crc32(packed.numpy().data))
+    notes = await collectives.gather(fabric, members, (digest,), (*tag, "alike"))
+    if len(set(notes.values())) == 1:
         return mine
-    differ = {name: mine[name] for name in names}
     if fabric.rank != first:
-        tensor_codec.post(fabric, first, tag, tensor_codec.pack(differ))
-        return mine | await tensor_codec.receive(fabric, first, tag)
-    parts = [differ, *[await tensor_codec.receive(fabric, peer, tag) for peer in others]]
-    mean = mean_buffers(parts)
+        tensor_codec.post(fabric, first, tag, packed)
+        return await tensor_codec.receive(fabric, first, tag)
+    mean = mean_buffers([mine, *[await tensor_codec.receive(fabric, peer, tag) for peer in others]])
     for peer in others:
         tensor_codec.post(fabric, peer, tag, tensor_codec.pack(mean))
-    return mine | mean
+    return mean

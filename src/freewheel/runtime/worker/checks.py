@@ -7,10 +7,10 @@ import weakref
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from freewheel.errors import ConfigError, Diverged
+from freewheel.errors import ConfigError
 from freewheel.runtime.worker import optimizers
 from freewheel.strategy import Strategy
 
@@ -19,7 +19,8 @@ log = logging.getLogger("freewheel")
 SPREAD = ("DistributedDataParallel", "FullyShardedDataParallel")
 """Wrappers that average or shard by themselves."""
 
-_attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+"""The models of this process that are in a with-block."""
 
 
 def wire(given: str, strategy: Strategy) -> None:
@@ -31,8 +32,16 @@ def wire(given: str, strategy: Strategy) -> None:
         )
 
 
-def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what cannot be attached."""
+def check(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """Refuse what cannot be attached, or what another library spreads over processes."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"attach takes a torch.nn.Module first, not a {type(model).__name__}.")
+    for one in model.modules():
+        if type(one).__name__ in SPREAD:
+            raise ConfigError(
+                f"attach takes the model itself, not {type(one).__name__} around it: give its .module, and "
+                "leave the process group out. Freewheel does what it does."
+            )
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(f"the parameter {name} has no shape yet: let the model compute once before.")
@@ -63,18 +72,6 @@ def check(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def model_itself(model: object) -> None:
-    """Refuse what is no model, or one that another library spreads over processes."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"attach takes a torch.nn.Module first, not a {type(model).__name__}.")
-    for one in model.modules():
-        if type(one).__name__ in SPREAD:
-            raise ConfigError(
-                f"attach takes the model itself, not {type(one).__name__} around it: give its .module, and "
-                "leave the process group out. Freewheel does what it does."
-            )
-
-
 TOO_MANY_STEPS = (
     "Of a worker's steps nobody knows the number: fast workers take more batches than len(loader) says. "
     'worker.scheduler("cosine") goes by what all workers have done.'
@@ -82,22 +79,11 @@ TOO_MANY_STEPS = (
 """What a scheduler that ends at a step does not know."""
 
 
-def finite(weights: Tensor, rank: int) -> None:
-    """Refuse an answer that is none."""
-    if not weights.isfinite().all():
-        raise Diverged(f"worker {rank} ended with weights that are not finite. Lower the learning rate.")
-
-
 def enter(model: nn.Module) -> None:
     """A model is attached once at a time."""
-    if model in _attached:
+    if model in attached:
         raise ConfigError("this model is attached already; leave its with-block first.")
-    _attached.add(model)
-
-
-def leave(model: nn.Module) -> None:
-    """It may be attached again."""
-    _attached.discard(model)
+    attached.add(model)
 
 
 def room(strategy: Strategy, shared: bool) -> None:
@@ -107,11 +93,6 @@ def room(strategy: Strategy, shared: bool) -> None:
             f"{strategy.name} needs worker 0, whose room may go to a worker that waits for some. Leave --max "
             "out, and ask for as many workers as there is room for."
         )
-
-
-def attached() -> bool:
-    """Whether this process is in a with-block."""
-    return len(_attached) > 0
 
 
 def signature(model: nn.Module) -> list[list[Any]]:

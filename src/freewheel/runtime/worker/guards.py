@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from freewheel.errors import ConfigError
+from freewheel.runtime.worker import unfinished
 from freewheel.runtime.worker.optimizers import members
 
 log = logging.getLogger("freewheel")
@@ -100,10 +101,10 @@ def refuse(module: nn.Module, *_: Any) -> None:
         )
 
 
-def warn_outside(optimizer: torch.optim.Optimizer, stepped: Callable[[], None]) -> Callable[[], None]:
+def warn_outside(optimizer: torch.optim.Optimizer, rank: int | None) -> Callable[[], None]:
     """Say so once if an optimizer steps that was attached and has not come into its with-block.
 
-    `stepped` hears of it. What is returned ends it.
+    A worker whose rank is given has no answer if it never comes there. What is returned ends it.
     """
     hooks: list[RemovableHandle] = []
 
@@ -113,7 +114,8 @@ def warn_outside(optimizer: torch.optim.Optimizer, stepped: Callable[[], None]) 
 
     def warn(stepping: torch.optim.Optimizer, *_: Any) -> None:
         end()
-        stepped()
+        if rank is not None:
+            unfinished.watch(rank, lambda _: not unfinished.begun, unfinished.OUTSIDE)
         log.warning(
             "%s steps outside of its with-block, where nothing is merged: train inside "
             "`with fw.attach(…) as worker:`",

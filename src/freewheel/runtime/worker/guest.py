@@ -99,17 +99,13 @@ class Guest:
 
     # -- what all have done --
 
-    @property
-    def together(self) -> bool:
-        """Whether all workers step together: then each must count alike, from its own steps."""
-        return self.worker._strategy.merges()
-
     def steps(self, after: bool = False) -> int:
         """Steps of the plain loop that all workers together have made, as far as is known here.
 
         `after`: the loop has just made one with the batches it was given last.
         """
-        if self.together or self.passes is None:
+        # Where all workers step together each must count alike, from its own steps.
+        if self.worker._strategy.merges() or self.passes is None:
             return self._base + (self._own_steps() - self._first) * self.worker.world_size
         return max(self._base, self._dealt(after))
 

@@ -83,7 +83,7 @@ class Inventory:
                     "worker this one begins with. Build the same model on all workers."
                 )
         for name, one in mine.items():
-            if not alike([one, given[name]]):
+            if not alike(one, given[name]):
                 one.copy_(given[name])
 
     # -- looking --

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from types import FrameType
 
 from freewheel.errors import ConfigError, at_least
-from freewheel.fabric.tcp import LEFT
 
 LEAVE_S = 10.0
 """How long leaving may take; clouds give 30 s."""
@@ -87,10 +86,6 @@ class Leaving:
         self._tell()
         if self._watching:
             self._wake(self.seconds / 2)
-
-    def outcome(self, lacks: str) -> str:
-        """How it went, in words; `lacks`: what was not done in time."""
-        return LEFT + (f"; in {self.seconds:g} s it could not hand over {lacks}" if lacks else "")
 
     def watch(self) -> None:
         """Take SIGTERM as notice from now on, where the main thread asks and it is not ignored."""

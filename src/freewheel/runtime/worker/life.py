@@ -52,7 +52,6 @@ class Life:
         place: Place | None = None,
         version: str = "",
     ) -> None:
-        checks.model_itself(model)
         self._model, self._optimizer, self._strategy = model, optimizers.joined(optimizer), strategy
         checks.check(model, self._optimizer)
         given = [group.get("lr") for group in self._optimizer.param_groups]
@@ -71,8 +70,8 @@ class Life:
         self._store: Rendezvous | None = None
         self._inside = self._settled = False
         self._agents: Agent | None = None
-        outside = unfinished.watch_outside if place is None and self.world_size > 1 else lambda _: None
-        self._outside = guards.warn_outside(self._optimizer, lambda: outside(self.rank))
+        watched = place is None and self.world_size > 1
+        self._outside = guards.warn_outside(self._optimizer, self.rank if watched else None)
 
     @property
     def _agent(self) -> Agent:
@@ -98,7 +97,7 @@ class Life:
         try:
             patiently(self._join, self._place, self._settings.join_timeout_s)
         except BaseException as error:
-            checks.leave(self._model)
+            checks.attached.discard(self._model)
             if isinstance(error, TooLate) and error.done:
                 log.warning(
                     "worker %d was started again when the others had ended the run: it ends, with exit code "
@@ -193,7 +192,7 @@ class Life:
         self._settled = self._steps.end(self._leaving.left_s / 2 if self._leaving.asked else 0.0)
         self._inside, account, fabric = False, self._account, self._agent.fabric
         account.members, account.windows = list(fabric.members), fabric.kinds()
-        checks.leave(self._model)
+        checks.attached.discard(self._model)
         self._replica.end_moving()  # a step may have raised
         failure, left = error, False
         try:
@@ -252,7 +251,10 @@ class Life:
                 f"worker {self.rank} was silent while the run ended: the answer is the mean of "
                 f"worker {', '.join(map(str, said))}. What this worker has is not it; take theirs."
             )
-        checks.finite(answer[0], self.rank)
+        if not answer[0].isfinite().all():
+            raise Diverged(
+                f"worker {self.rank} ended with weights that are not finite. Lower the learning rate."
+            )
         self._answer = answer
 
     # -- leaving before the others --
@@ -274,7 +276,8 @@ class Life:
         self._account.ended()
         self._checkpoints.leave(self._leaving.left_s / 2)
         lacks = self._patiently(self._agent.depart(self._leaving.left_s, self._settled))
-        self._account.events.note("left", self.rank, self._leaving.outcome(lacks))
+        late = f"; in {self._leaving.seconds:g} s it could not hand over {lacks}" if lacks else ""
+        self._account.events.note("left", self.rank, LEFT + late)
 
     # -- waiting --
 

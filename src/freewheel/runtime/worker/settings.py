@@ -13,6 +13,7 @@ from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.place import Place
 
 WIRES = {"fp32": None, "bf16": torch.bfloat16}
+"""What vectors are rounded to on their way."""
 
 
 class Given(TypedDict, total=False):
@@ -57,11 +58,6 @@ class Settings:
         for name in given.keys() - set(names):
             raise UnknownName("setting of attach", name, names)
         return cls(**given)
-
-    @property
-    def rounds_to(self) -> torch.dtype | None:
-        """What vectors are rounded to on their way; None: nothing."""
-        return WIRES[self.wire]
 
     def in_run(self, options: Options, place: Place) -> Settings:
         """The same, with what the launcher and the place say where the user says nothing."""

@@ -40,11 +40,6 @@ def watch(rank: int, leave: Callable[[RunStopped], bool], why: str = ENDED) -> N
     atexit.register(end)
 
 
-def watch_outside(rank: int) -> None:
-    """A script has trained outside of its with-block: see at its end whether there was one at all."""
-    watch(rank, lambda _: not begun, OUTSIDE)
-
-
 class Refusing:
     """In the place of standard output at the very end: Python exits with 120 where it cannot be flushed.
 
