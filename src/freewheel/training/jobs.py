@@ -76,17 +76,13 @@ def _last_words(output: Captured, workers: int) -> str:
 
 def read_outcome(folder: Path, workers: int) -> Result:
     """The figures of a run on real processes, the same that `freewheel report` reads."""
-    for failed in [_failed(folder / f"outcome-{rank}.json") for rank in range(workers)]:
-        if failed:
-            raise RunStopped(failed)
+    try:
+        failed = [json.loads((folder / f"outcome-{rank}.json").read_text()) for rank in range(workers)]
+    except (OSError, ValueError):
+        raise RunStopped("") from None  # the worker's last words are in its log
+    for why in filter(None, failed):
+        raise RunStopped(why)
     try:
         return result_of(Run(folder))
     except ConfigError as error:  # a full disk
         raise RunStopped(f"it ended, but its records cannot be read: {error}") from None
-
-
-def _failed(path: Path) -> str:
-    try:
-        return str(json.loads(path.read_text())["failed"])
-    except (OSError, ValueError):
-        raise RunStopped("") from None  # the worker's last words are in its log

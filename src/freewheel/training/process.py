@@ -62,7 +62,7 @@ def main(folders: list[Path]) -> None:
         except FreewheelError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
             failed = str(error)
-        (folder / f"outcome-{rank}.json").write_text(json.dumps({"failed": failed}))
+        (folder / f"outcome-{rank}.json").write_text(json.dumps(failed))
 
 
 def run(folder: Path, number: int) -> None:

@@ -100,12 +100,12 @@ def launch(
     options = replace(options.whole(), run=uuid.uuid4().hex, workers=workers, most=most)
     base = Entries(store, known)
     base.set(OPTIONS, options.text)
-    _make(options.folder)
+    home = _made(options.folder)
     environment = _environment(workers, workers, (host, port), known, options.tls, env)
     threads, folder = environment["OMP_NUM_THREADS"], str(options.folder or "")
     output(None, f"workers: {workers}, OMP_NUM_THREADS: {threads}, records: {folder or 'none'}", True)
     with contextlib.ExitStack() as ends:  # what is opened here is closed, whatever happens, last things first
-        run = _Run(ends, output, restarts, base.of_run(options.run), (host, port), events or _into(folder))
+        run = _Run(ends, output, restarts, base.of_run(options.run), (host, port), events or home)
         if folder:
             output(None, f"Watch: freewheel watch {shlex.quote(folder)}", True)
         if most > workers:
@@ -145,14 +145,14 @@ def join(
     here, entries = here.whole(), base.of_run(given.run)
     folder, bind, tls = here.folder or given.folder, here.bind or given.bind, here.tls or given.tls
     options = replace(given, folder=folder, bind=bind, tls=tls)
-    _make(options.folder)
+    home = _made(options.folder)
     with contextlib.ExitStack() as ends:
         ranks = claim(entries, workers, given.workers, given.most, ends)
         for rank in ranks:
             base.set(f"{OPTIONS}/worker/{rank}", options.text)
         who = f"worker{'s' * (workers > 1)} {', '.join(map(str, ranks))}"
         output(None, f"joining {master} as {who}, running: {shlex.join(command)}", True)
-        run = _Run(ends, output, restarts, entries, at, _into(options.folder))
+        run = _Run(ends, output, restarts, entries, at, home)
         run.start(command, ranks, _environment(given.most, workers, at, secret, options.tls))
         return run.until_ended(tick)
 
@@ -327,16 +327,14 @@ def _check(workers: int, restarts: int, options: Options) -> None:
         keys.contexts(Path(options.tls))
 
 
-def _into(folder: str | Path | None) -> Callable[[], Path] | None:
-    return (lambda: Path(folder)) if folder else None
-
-
-def _make(folder: str | Path | None) -> None:
-    if folder is None:
-        return
+def _made(folder: str | Path | None) -> Callable[[], Path] | None:
+    """Make the run's folder, into which the launcher's own records go."""
+    if not folder:
+        return None
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"cannot make the run folder {str(folder)!r}: {error.strerror}. Give one that can be written to."
         ) from None
+    return lambda: Path(folder)
