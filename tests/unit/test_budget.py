@@ -62,7 +62,7 @@ def test_workers_of_a_group_end_after_the_same_step(store):
     job = Job(strategy="grouping", workers=3, steps=40, slow={0: 5.0})
 
     def turns(rank, group):
-        return Budget(job, False, 1, (0.05, 0.01, 0.01)[rank]).steps_of_groups(group)
+        return Budget(job, False, 1, (0.05, 0.01, 0.01)[rank]).steps(group)
 
     made = in_turns(turns)
     assert made[1] == made[2] > made[0] > 2
@@ -73,7 +73,7 @@ def test_workers_of_a_group_end_after_the_same_step_when_the_time_is_over(store,
     job = Job(strategy="grouping", workers=3, seconds=1.0, slow={0: 5.0})
 
     def turns(rank, group):
-        return budget.budget(job, False, 1, (0.05, 0.01, 0.01)[rank]).steps_of_groups(group)
+        return budget.budget(job, False, 1, (0.05, 0.01, 0.01)[rank]).steps(group)
 
     made = in_turns(turns, hour)
     assert made[1] == made[2] > made[0] > 2

@@ -182,9 +182,10 @@ def _attached(loop: Loop) -> Iterator[Together]:
             worker.checkpoint(job.checkpoint, every=job.every, extra={"draws": Draws(loop.generator)})
         if job.resume:
             loop.budget.go_on(loop.rank, worker.metrics()["resumed_at"])
-        turns, strategy = loop.budget.steps(), worker._agent.strategy
+        strategy, group = worker._agent.strategy, None
         if isinstance(strategy, Grouping):
-            turns = loop.budget.steps_of_groups(lambda: (strategy.group, not strategy.together))
+            group = lambda: (strategy.group, not strategy.together)  # noqa: E731
+        turns = loop.budget.steps(group)
         yield Together(loop.model, turns, worker.report, lambda _: samples.ask(worker), worker.consensus)
     for one in samples.pending:
         with contextlib.suppress(Exception):
