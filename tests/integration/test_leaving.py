@@ -20,6 +20,7 @@ from torch import nn
 import crew
 import forked
 import freewheel as fw
+from freewheel.runtime.checkpoint.taker import Checkpoints
 from freewheel.runtime.checkpoint.writer import Writer
 from freewheel.runtime.launch.launcher import Captured, launch
 from freewheel.runtime.membership.entries import Options
@@ -239,12 +240,12 @@ def test_the_end_of_a_process_that_loads_data_does_not_interrupt_who_leaves(monk
     def raises(*_: object) -> None:
         raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Terminated.")
 
-    def outcome(leaving: Leaving, lacks: str) -> str:
+    def leave(checkpoints: Checkpoints, within_s: float) -> None:
         os.kill(os.getpid(), signal.SIGCHLD)
-        return said(leaving, lacks)
+        left(checkpoints, within_s)
 
-    said = Leaving.outcome
-    monkeypatch.setattr(Leaving, "outcome", outcome)
+    left = Checkpoints.leave
+    monkeypatch.setattr(Checkpoints, "leave", leave)
     before = signal.signal(signal.SIGCHLD, raises)
     try:
         with pytest.raises(Left), alone() as worker:  # noqa: PT012

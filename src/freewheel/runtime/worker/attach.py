@@ -154,7 +154,8 @@ class Worker(Life):
 
     def metrics(self) -> dict[str, Any]:
         """What this worker has done so far, as plain data."""
-        return {**self._account.said(), "steps": self._agent.counters.steps}
+        steps = self._agent.counters.steps
+        return {**self._account.said(), "steps": steps}
 
     def mean(self, value: T, name: str = "", *, wait: bool = False) -> T:
         """The mean over workers of a number, a tensor, or a list or dict of them, in the same form.

@@ -32,8 +32,8 @@ def wire(given: str, strategy: Strategy) -> None:
         )
 
 
-def check(model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse what cannot be attached, or what another library spreads over processes."""
+def check(model: Any, given: Any) -> torch.optim.Optimizer:
+    """What was given as optimizers, as one; refuses what cannot be attached, or is spread over processes."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"attach takes a torch.nn.Module first, not a {type(model).__name__}.")
     for one in model.modules():
@@ -42,6 +42,7 @@ def check(model: Any, optimizer: torch.optim.Optimizer) -> None:
                 f"attach takes the model itself, not {type(one).__name__} around it: give its .module, and "
                 "leave the process group out. Freewheel does what it does."
             )
+    optimizer = optimizers.joined(given)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(f"the parameter {name} has no shape yet: let the model compute once before.")
@@ -70,6 +71,7 @@ def check(model: Any, optimizer: torch.optim.Optimizer) -> None:
             without[0],
             f" (and {len(without) - 1} more)" * (len(without) > 1),
         )
+    return optimizer
 
 
 TOO_MANY_STEPS = (

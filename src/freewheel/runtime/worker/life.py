@@ -27,7 +27,7 @@ from freewheel.runtime.membership.generation import Beginning, Orphaned, TooLate
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.registrar import stay_registered
 from freewheel.runtime.membership.rendezvous import Rendezvous, address_for, launched_options, patiently
-from freewheel.runtime.worker import checks, guards, joining, optimizers, unfinished
+from freewheel.runtime.worker import checks, guards, joining, unfinished
 from freewheel.runtime.worker.account import Account
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.ending import Answer
@@ -52,8 +52,7 @@ class Life:
         place: Place | None = None,
         version: str = "",
     ) -> None:
-        self._model, self._optimizer, self._strategy = model, optimizers.joined(optimizer), strategy
-        checks.check(model, self._optimizer)
+        self._model, self._optimizer, self._strategy = model, checks.check(model, optimizer), strategy
         given = [group.get("lr") for group in self._optimizer.param_groups]
         self._rates = [lr.item() if isinstance(lr, Tensor) else lr for lr in given]
         """As the script has set them: a checkpoint has those of its moment."""
