@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 import math
-import zlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from freewheel.errors import ConfigError
-from freewheel.fabric.base import BYTES, BYTES_PIECE, Fabric, Message, Tag
+from freewheel.fabric.base import BYTES, BYTES_PIECE, Fabric, Tag
 
-LONGEST_TEXT = 1 << 26
-"""Of names and numbers that are no tensors; a longer one is none."""
 TENSOR = "tensor"
 """The only key of what stands for a tensor in the text: its type, its shape, and where its bytes begin."""
 LENGTH = 8
@@ -49,7 +46,7 @@ def pack(state: dict[Any, Any]) -> Tensor:
         return value
 
     try:
-        text = zlib.compress(json.dumps(plain(state), allow_nan=False).encode())
+        text = json.dumps(plain(state), allow_nan=False).encode()
     except (TypeError, ValueError) as error:
         raise ConfigError(f"the optimizer's state cannot be handed over: {error}.") from None
     head = len(text).to_bytes(LENGTH, "big") + text
@@ -79,10 +76,9 @@ def unpack(data: Tensor) -> dict[Any, Any]:
             return (tuple if kind == "tuple" else list)(map(rich, inner))
         return value
 
-    text = zlib.decompressobj()
     try:
-        found = rich(json.loads(text.decompress(bytes(data[LENGTH : LENGTH + length].numpy()), LONGEST_TEXT)))
-    except (zlib.error, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
+        found = rich(json.loads(bytes(data[LENGTH : LENGTH + length].numpy())))
+    except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"it is no packed state: {error}") from None
     if not isinstance(found, dict):
         raise ValueError("it is no packed state")
@@ -98,35 +94,27 @@ def raw(tensor: Tensor) -> Tensor:
 
 
 def post(fabric: Fabric, peer: int, tag: Tag, data: Tensor) -> None:
-    """Send bytes without waiting, in pieces that a frame may hold."""
-    for part in torch.split(data, BYTES_PIECE) if data.numel() else [data]:
+    """Send what `pack` has made without waiting, in pieces that a frame may hold."""
+    for part in torch.split(data, BYTES_PIECE):
         fabric.post(peer, (*tag, BYTES), part, note=(data.numel(),))
 
 
 async def receive(fabric: Fabric, peer: int, tag: Tag, holds: type = Tensor) -> dict[str, Any]:
     """Wait for tensors (or other things of one type) by their names; PeerLost where it is nothing such."""
-    data, last = await _receive(fabric, peer, tag)
-    try:
-        found = unpack(data)
-    except ValueError:
-        raise last.bad("no packed state") from None
-    if not all(isinstance(one, holds) for one in found.values()):
-        raise last.bad(f"something else than a {holds.__name__}")
-    return found
-
-
-async def _receive(fabric: Fabric, peer: int, tag: Tag) -> tuple[Tensor, Message]:
-    """All bytes, and the message that had the last of them."""
-    data, whole = bytearray(), None
-    while True:
+    data, whole = bytearray(), -1
+    while len(data) != whole:
         part = await fabric.receive((*tag, BYTES), peer)
         if part.payload.dtype != torch.uint8:
             raise part.bad("something else than bytes")
         (length,) = part.numbers(1, 1)
-        whole = length if whole is None else whole
+        whole = length if whole < 0 else whole
         data += part.payload.numpy().data
-        if length != whole or len(data) > whole or (len(data) < whole and not part.payload.numel()):
+        if length != whole or len(data) > whole or not part.payload.numel():
             raise part.bad("bytes of another length")
-        if len(data) == whole:
-            made = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-            return made, part
+    try:
+        found = unpack(torch.frombuffer(data, dtype=torch.uint8))
+    except ValueError:
+        raise part.bad("no packed state") from None
+    if not all(isinstance(one, holds) for one in found.values()):
+        raise part.bad(f"something else than a {holds.__name__}")
+    return found
