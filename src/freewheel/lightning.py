@@ -70,7 +70,6 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Join the others, and share out the data."""
         self._guest = Guest(attach(pl_module, trainer.optimizers, self._strategy, **self._settings))
-        self._guest.enter()
         trainer.strategy.guest = self._guest
         self._budget = trainer.max_steps
         if self._deals:

@@ -81,7 +81,6 @@ class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
                 "lr_scheduler_type."
             )
         self._guest = guest = Guest(attach(model, optimizer, self._strategy, **self._settings))
-        guest.enter()
         if self._deals:
             try:
                 self._deal(guest, args, state, train_dataloader)

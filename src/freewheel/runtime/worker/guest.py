@@ -26,20 +26,14 @@ from freewheel.strategy import Strategy
 
 
 class Guest:
-    """A worker in somebody else's loop, and what that loop has done of the budget of all."""
+    """A worker in somebody else's loop, from now on, and what that loop has done of all workers' budget."""
 
     def __init__(self, worker: Worker) -> None:
-        self.worker, self.inside = worker, False
+        self.worker, self.inside = worker.start(), True
         self.passes: Passes | None = None
-        self._per_step, self._base, self._first = 1, 0, 0
+        self._per_step, self._base, self._first = 1, 0, worker._agent.counters.steps
 
     # -- life --
-
-    def enter(self) -> None:
-        """Begin the with-block."""
-        self.worker.start()
-        self.inside = True
-        self._first = self._own_steps()
 
     def leave(self, model: nn.Module) -> None:
         """End it well; the model then has the mean of all workers' weights."""
@@ -48,8 +42,8 @@ class Guest:
         self._close()
         answer = self.worker.finish()
         with torch.no_grad():
-            for mine, mean in zip(_tensors(model), _tensors(answer), strict=True):
-                mine.copy_(mean)
+            mine, mean = ([*one.parameters(), *one.buffers()] for one in (model, answer))
+            torch._foreach_copy_(mine, mean)
 
     def fail(self, error: BaseException) -> None:
         """End it with an exception of the loop."""
@@ -106,11 +100,9 @@ class Guest:
         """
         # Where all workers step together each must count alike, from its own steps.
         if self.worker._strategy.merges() or self.passes is None:
-            return self._base + (self._own_steps() - self._first) * self.worker.world_size
+            own = self.worker._agent.counters.steps - self._first
+            return self._base + own * self.worker.world_size
         return max(self._base, self._dealt(after))
-
-    def _own_steps(self) -> int:
-        return self.worker._agent.counters.steps
 
     def _dealt(self, after: bool = False) -> int:
         assert self.passes is not None
@@ -136,15 +128,16 @@ class Guest:
         """Where all workers are in the data, for a checkpoint after a step: plain numbers."""
         if self.passes is None or not self.inside:
             return None
-        loader = self.passes.loader
-        steps, known = self.worker._agent.call(self._moment(self.passes))
-        return {"steps": steps, "loader": {**loader.own_state(), "ledger": [known]}}
+        loader, used = self.passes.loader, self.passes.in_use()
+        data = loader.leases.queue.data
 
-    async def _moment(self, passes: Passes) -> tuple[int, list[float]]:
-        """How far all are and what is finished, of one moment: others say what they did at any other."""
-        leases = passes.loader.leases
-        leases.queue.data.collect()
-        return self.steps(after=True), leases.finished(leases.queue.data.ledger, passes.in_use())
+        async def moment() -> dict[str, Any]:
+            """How far all are and what is finished, of one moment: others say what they did at any other."""
+            data.collect()
+            return {"steps": self.steps(after=True), "ledger": [loader.leases.finished(data.ledger, used)]}
+
+        found = self.worker._agent.call(moment())
+        return {"steps": found["steps"], "loader": {**loader.own_state(), "ledger": found["ledger"]}}
 
 
 class GuestCallback:
@@ -291,8 +284,3 @@ def one_gpu() -> None:
     names = given.split(",") if given else [str(one) for one in range(torch.cuda.device_count())]
     if len(names) > 1:
         os.environ["CUDA_VISIBLE_DEVICES"] = names[local_rank() % len(names)]
-
-
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
