@@ -39,7 +39,7 @@ class Rows:
             if options.pop(name, None):
                 raise ConfigError(f"a Ray dataset is read by Ray, in its own order, and takes no {name}.")
         self.collate: Callable[[dict[str, Any]], Any] = options.pop("collate_fn", None) or tensors
-        options["collate_fn"] = same
+        options["collate_fn"] = lambda batch: batch  # it is made whole
         self.refs: list[Any] = []
         self.lengths: list[int] = []
         for bundle in bundles(dataset):
@@ -62,7 +62,11 @@ class Rows:
     def __getitems__(self, rows: Sequence[int]) -> Any:
         """A batch."""
         parts = [self._take(block, list(some)) for block, some in itertools.groupby(rows, self._block_of)]
-        self._fetch_ahead()
+        for row in self.ahead()[-1:]:  # let Ray bring the next block here, beside training
+            block = self._block_of(row)
+            if block not in self._kept and block != self._asked:
+                self._asked = block
+                ray.wait([self.refs[block]], timeout=0, fetch_local=True)
         return self.collate({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
     def _block_of(self, row: int) -> int:
@@ -77,14 +81,6 @@ class Rows:
         taken = BlockAccessor.for_block(self._kept[block]).take([row - self.starts[block] for row in rows])
         batch = BlockAccessor.for_block(taken).to_batch_format("numpy")
         return dict(batch)
-
-    def _fetch_ahead(self) -> None:
-        """Let Ray bring the next block here, beside training."""
-        for row in self.ahead()[-1:]:
-            block = self._block_of(row)
-            if block not in self._kept and block != self._asked:
-                self._asked = block
-                ray.wait([self.refs[block]], timeout=0, fetch_local=True)
 
 
 def bundles(dataset: Any) -> Any:
@@ -103,8 +99,3 @@ def tensors(batch: dict[str, Any]) -> dict[str, Any]:
         name: torch.from_numpy(np.ascontiguousarray(column)) if column.dtype.kind in "biufc" else column
         for name, column in batch.items()
     }
-
-
-def same(batch: Any) -> Any:
-    """A batch is made whole."""
-    return batch

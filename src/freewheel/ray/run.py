@@ -9,6 +9,7 @@ import secrets
 import time
 import uuid
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,8 @@ class Driver:
         self.actors: dict[int, Any] = {}
         self.left: dict[Any, int] = {}
         self.lives: dict[int, int] = {}
-        self.later: list[int] = []
-        """Who comes after those the run begins with, lest they take the room of one of these."""
-        self.create: Callable[[int], None] = lambda rank: None
+        self.later: list[Callable[[], None]] = []
+        """Make those who come after those the run begins with, lest they take the room of one of these."""
         self.told: set[str] = set()
         """Errors of scripts whose traceback was shown."""
         self.errors: dict[int, str] = {}
@@ -122,20 +122,15 @@ class Driver:
         entries = Entries(self.line, shared)
         entries.set(OPTIONS, Options(number, workers=begin, most=most).text)
         self.begun = lambda: entries.check(FIRST)
+        options = {"scheduling_strategy": "SPREAD", **options, "namespace": NAMESPACE}
 
         def create(rank: int) -> None:
-            actor = Worker.options(  # type: ignore[attr-defined]
-                **{
-                    "scheduling_strategy": "SPREAD",
-                    **options,
-                    "name": f"{self.name}-{rank}",
-                    "namespace": NAMESPACE,
-                }
-            ).remote(f"{self.name}-book", number, rank, most, shared, self.folder is not None)
+            make = Worker.options(**options, name=f"{self.name}-{rank}").remote  # type: ignore[attr-defined]
+            actor = make(f"{self.name}-book", number, rank, most, shared, self.folder is not None)
             self.actors[rank] = actor
             self.left[actor.run.remote(target, os.getcwd(), restarts)] = rank
 
-        self.create, self.later = create, list(range(begin, most))
+        self.later = [partial(create, rank) for rank in range(begin, most)]
         for rank in range(begin):
             create(rank)
 
@@ -201,8 +196,8 @@ class Driver:
             if self.collector is not None:
                 self.collector.write(pieces)
         if self.later and len(self.lives) == len(self.actors):  # all it begins with have their room
-            for rank in self.later:
-                self.create(rank)
+            for create in self.later:
+                create()
             self.later = []
 
     def _failed(self, rank: int, text: str) -> None:
