@@ -57,7 +57,7 @@ class Manifest:
     model: list[list[Any]]
     """Name, shape and type of every trainable parameter."""
     names: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Of every entry of the model's state_dict: which parameter or buffer it is."""
+    """Of every entry of the model's state_dict: the first name of the parameter or buffer it is."""
     step: int = 0
     time: float = 0.0
     """When it was taken, in seconds since 1970."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.checkpoint.resume import TOGETHER, Alone, restore, resume
@@ -78,7 +78,9 @@ class Checkpoints:
         None: there is nothing to resume. Loaders and extras take their states when they are made known.
         In a beginning without some of the workers shards are numbered by those there are.
         """
-        self._agent, inventory, me = agent, agent.inventory, agent.me
+        self._agent, inventory, model, me = agent, agent.inventory, agent.inventory.model, agent.me
+        known = {id(one): name for name, one in [*model.named_parameters(), *model.named_buffers()]}
+        entries = model.state_dict(keep_vars=True)
         self._manifest = Manifest(
             version=me.version,
             run=me.run.hex(),
@@ -88,8 +90,8 @@ class Checkpoints:
             strategy=agent.strategy.name,
             settings={name: str(value) for name, value in vars(agent.strategy).items()},
             optimizer=optimizers.name(inventory.optimizer),
-            model=signature(inventory.model),
-            names=state_names(inventory.model),
+            model=signature(model),
+            names={key: known[id(one)] for key, one in entries.items() if id(one) in known},
         )
         resumed, meeting = None, rendezvous or Alone()
         if path is not None:
@@ -259,13 +261,6 @@ class Checkpoints:
         """Wait until nothing is being written."""
         if self._writer is not None:
             self._writer.wait(CLOSE_S)
-
-
-def state_names(model: nn.Module) -> dict[str, str]:
-    """Of every entry of a model's state_dict: the first name of the parameter or buffer it is."""
-    known = {id(one): name for name, one in [*model.named_parameters(), *model.named_buffers()]}
-    entries = model.state_dict(keep_vars=True).items()
-    return {key: known[id(one)] for key, one in entries if id(one) in known}
 
 
 def copied(value: Any, kept: Any, where: str) -> Any:

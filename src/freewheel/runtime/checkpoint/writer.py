@@ -80,9 +80,19 @@ class Writer:
                 self._tidy = True
             given_up = self._write(manifest, state)
             self._counts["done"] += 1
-            instead = f", for want of room in place of step {_steps(given_up)}" if given_up else ""
-            self._notice("checkpoint", manifest.rank, f"of step {manifest.step}{instead}")
-            self._went_well(manifest.step, given_up)
+            instead = ", ".join(map(str, given_up))
+            room = f", for want of room in place of step {instead}" if given_up else ""
+            self._notice("checkpoint", manifest.rank, f"of step {manifest.step}{room}")
+            before, self._trouble = self._trouble, "short" if given_up else ""
+            if before == "failed" or (before and not given_up):
+                safe = "checkpoints are written again: that of step %d is safe (%s)"
+                log.warning(safe, manifest.step, self.home)
+            if given_up and before != "short":
+                log.warning(
+                    "the disk is full: the checkpoint of step %s was given up for that of step %d (%s). "
+                    "Make room, or keep fewer",
+                    instead, manifest.step, self.home,
+                )  # fmt: skip
         except Exception as error:
             self._counts["failed"] += 1
             why = getattr(error, "strerror", None) or error
@@ -112,18 +122,6 @@ class Writer:
                     raise
                 spare[0].delete()
                 given_up.append(spare[0].manifest.step)
-
-    def _went_well(self, step: int, given_up: list[int]) -> None:
-        """Tell the user once that room is short, and once that all is well again."""
-        before, self._trouble = self._trouble, "short" if given_up else ""
-        if before == "failed" or (before and not given_up):
-            log.warning("checkpoints are written again: that of step %d is safe (%s)", step, self.home)
-        if given_up and before != "short":
-            log.warning(
-                "the disk is full: the checkpoint of step %s was given up for that of step %d (%s). "
-                "Make room, or keep fewer",
-                _steps(given_up), step, self.home,
-            )  # fmt: skip
 
     def _ranks(self) -> range:
         """Whose shards this worker cleans up: its own, and those of workers that a larger run had."""
@@ -165,7 +163,3 @@ class Writer:
         for one in found:
             if one.manifest.rank in ranks and one.manifest.time < oldest and one not in whole:
                 one.delete()
-
-
-def _steps(steps: list[int]) -> str:
-    return ", ".join(map(str, steps))

@@ -262,21 +262,18 @@ def unpacked(given: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
             "the DataLoader gives samples, not batches (batch_size=None). Give it a batch_size."
         )
     found: dict[str, Any] = {name: getattr(given, name) for name in SHOWN if name != "dataset"}
-    if not isinstance(given.dataset, IterableDataset):
-        found |= _order_of(given)
+    dataset, drawn = cast(Any, given.dataset), given.sampler
+    if not isinstance(dataset, IterableDataset):
+        if given.batch_size is None:
+            found["batch_sampler"] = given.batch_sampler
+        elif type(drawn) is SequentialSampler:
+            found["shuffle"] = False
+        elif type(drawn) is RandomSampler and not drawn.replacement and drawn.num_samples == len(dataset):
+            found["shuffle"] = True
+        else:
+            found["sampler"] = drawn
     found |= {"batch_size": given.batch_size or 1, "drop_last": given.drop_last}
     found["in_order"] = getattr(given, "in_order", True)
     if not given.num_workers:
         del found["prefetch_factor"], found["multiprocessing_context"]
-    return given.dataset, {**found, **options}
-
-
-def _order_of(given: DataLoader[Any]) -> dict[str, Any]:
-    if given.batch_size is None:
-        return {"batch_sampler": given.batch_sampler}
-    if type(given.sampler) is SequentialSampler:
-        return {"shuffle": False}
-    dataset, drawn = cast(Any, given.dataset), given.sampler
-    if type(drawn) is RandomSampler and not drawn.replacement and drawn.num_samples == len(dataset):
-        return {"shuffle": True}
-    return {"sampler": drawn}
+    return dataset, {**found, **options}
