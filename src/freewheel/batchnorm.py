@@ -17,11 +17,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 BATCHES = 32
 
 
-def normalises(model: nn.Module) -> bool:
-    """Whether a model keeps statistics of its batches."""
-    return any(isinstance(one, _BatchNorm) and one.track_running_stats for one in model.modules())
-
-
 @torch.no_grad()
 def recalibrate(
     model: nn.Module,
@@ -52,19 +47,15 @@ def recalibrate(
         one.train()
     try:
         for batch in itertools.islice(batches, count):
-            (forward or _caller(model))(batch)
+            if forward is not None:
+                forward(batch)
+            elif isinstance(batch, dict):
+                model(**batch)
+            else:
+                model(batch[0] if isinstance(batch, tuple | list) else batch)
     finally:
         for one, momentum in zip(norms, momenta, strict=True):
             one.momentum = momentum
         for module, mode in modes.items():
             module.training = mode
     return model
-
-
-def _caller(model: nn.Module) -> Callable[[Any], Any]:
-    def call(batch: Any) -> Any:
-        if isinstance(batch, dict):
-            return model(**batch)
-        return model(batch[0] if isinstance(batch, tuple | list) else batch)
-
-    return call

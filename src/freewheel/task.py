@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from freewheel.batchnorm import normalises, recalibrate
+from freewheel.batchnorm import recalibrate
 from freewheel.errors import ConfigError
 
 
@@ -58,10 +58,9 @@ class Task(abc.ABC):
 
     def recalibrate(self, model: nn.Module, workers: int, seed: int) -> None:
         """Measure BatchNorm's statistics of a model that is a mean of others, where it has any."""
-        if normalises(model):
-            draws = torch.Generator().manual_seed(seed)
-            batches = (self.batch(turn % workers, draws) for turn in itertools.count())
-            recalibrate(model, batches, forward=lambda batch: self.loss(model, batch))
+        draws = torch.Generator().manual_seed(seed)
+        batches = (self.batch(turn % workers, draws) for turn in itertools.count())
+        recalibrate(model, batches, forward=lambda batch: self.loss(model, batch))
 
     def score(self, model: nn.Module) -> float:
         """The loss on data common to all workers, by which they may compare themselves."""

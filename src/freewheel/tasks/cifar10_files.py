@@ -35,7 +35,10 @@ def read(path: Path) -> tuple[Split, Split]:
     if not os.path.exists(path):  # which, unlike Path.exists, never raises
         raise ConfigError(f"cifar10: there is no {path}. {WANTED}")
     try:
-        return _read_folder(path) if path.is_dir() else _read_npz(path)
+        if not path.is_dir():
+            return _read_npz(path)
+        images, labels = zip(*(_read_batch(path / name) for name in BATCHES), strict=True)
+        return (torch.cat(images), torch.cat(labels)), _read_batch(path / "test_batch")
     except _Unfit as reason:
         raise ConfigError(f"cifar10: {path} will not do: {reason}. {WANTED}") from None
 
@@ -109,12 +112,6 @@ def _decode(data: NDArray[Any], ends: NDArray[Any], part: str) -> NDArray[Any]:
             raise _Unfit(f"image {k} of {part} cannot be decoded as JPEG") from None
         start = end
     return images
-
-
-def _read_folder(path: Path) -> tuple[Split, Split]:
-    parts = [_read_batch(path / name) for name in BATCHES]
-    images, labels = zip(*parts, strict=True)
-    return (torch.cat(images), torch.cat(labels)), _read_batch(path / "test_batch")
 
 
 def _read_batch(path: Path) -> Split:

@@ -31,7 +31,7 @@ from freewheel.errors import ConfigError, at_least
 from freewheel.fabric import secret as secrets
 from freewheel.records.journal import Journal
 from freewheel.runtime.launch import keys
-from freewheel.runtime.launch.processes import Keeper, Output, Process, ending_signals, pump
+from freewheel.runtime.launch.processes import Keeper, Output, Process, ending_signals
 from freewheel.runtime.membership.entries import OPTIONS, Entries, Options
 from freewheel.runtime.membership.generation import STARTS
 from freewheel.runtime.membership.hosts import claim, host_store, listen, reach_store
@@ -246,7 +246,9 @@ class _Run:
         """Show what they say, restart those that die, pass on signals, until none is left; the exit code."""
         kill_at_s, look_at_s = None, 0.0
         while self._running:
-            pump(self._selector, LOOK_S)
+            for key, _ in self._selector.select(LOOK_S):
+                if key.data.read() == b"":
+                    key.data.finish()
             now_s = time.monotonic()
             if now_s < look_at_s:
                 continue

@@ -164,13 +164,6 @@ def _newest(line: bytes) -> bytes:
     return next((state for state in reversed(line.split(b"\r")) if state.strip()), b"")
 
 
-def pump(selector: selectors.BaseSelector, timeout_s: float) -> None:
-    """Wait for output and show it."""
-    for key, _ in selector.select(timeout_s):
-        if key.data.read() == b"":
-            key.data.finish()
-
-
 _KEEPER = """
 import os, signal, sys
 groups = set()

@@ -55,7 +55,8 @@ class Leaving:
         """Whether it is on its way out: nothing interrupts that."""
         self._busy, self._tell = busy, tell
         """Whether weights move just now; tells the others."""
-        self._asked_s: float | None = None
+        self.asked, self._asked_s = False, 0.0
+        """Whether somebody has said so, and when."""
         self._timer: threading.Timer | None = None
         self._poked = False
         self._before: object = None
@@ -64,14 +65,9 @@ class Leaving:
         self._pid = os.getpid()
 
     @property
-    def asked(self) -> bool:
-        """Whether somebody has said so."""
-        return self._asked_s is not None
-
-    @property
     def half_over(self) -> bool:
         """Whether half of the time is over."""
-        return self._asked_s is not None and time.monotonic() >= self._asked_s + self.seconds / 2
+        return self.asked and time.monotonic() >= self._asked_s + self.seconds / 2
 
     @property
     def left_s(self) -> float:
@@ -80,9 +76,9 @@ class Leaving:
 
     def ask(self) -> None:
         """Let this worker leave soon."""
-        if self._asked_s is not None:
+        if self.asked:
             return
-        self._asked_s = time.monotonic()
+        self._asked_s, self.asked = time.monotonic(), True
         self._tell()
         if self._watching:
             self._wake(self.seconds / 2)

@@ -129,7 +129,7 @@ class Recorder:
         if self._board is not None:
             self._guarded("tensorboard", self._board.close)
 
-    def _guarded(self, what: str, act: Callable[[], None]) -> None:
+    def _guarded(self, what: str, act: Callable[[], object]) -> None:
         """Do it; the first time that it fails is told, and training goes on without."""
         if self._events.muted:
             return
@@ -141,16 +141,15 @@ class Recorder:
                 log.warning("%s: %s: %s. Training goes on without", what, type(error).__name__, error)
 
     def _write_notes(self) -> None:
-        if self._about is not None and self._journal is not None:
+        if self._journal is None:
+            return
+        if self._about is not None:
             head, self._about = self._about, None
             self._journal.about(head)
         for noted in self._events.take():
-            if self._journal is not None:
-                self._journal.event(*noted)
+            self._journal.event(*noted)
         while self._evaluations:
-            evaluation = self._evaluations.popleft()
-            if self._journal is not None:
-                self._journal.evaluation(**evaluation)
+            self._journal.evaluation(**self._evaluations.popleft())
 
     def _write_sample(self, over: bool) -> None:
         sample: WorkerSample = {"time": time.time(), **self._sample(), "last": over and self._well}
@@ -163,7 +162,7 @@ class Recorder:
         training = sample["state"] == "training"
         if self._console and training and time.monotonic() - self._spoke_s >= CONSOLE_S:
             self._spoke_s = time.monotonic()
-            self._guarded("console", lambda: _say(line(sample)))
+            self._guarded("console", lambda: sys.stderr.write(line(sample) + "\n"))
 
     def _show(self, sample: WorkerSample) -> None:
         for name, value in sample.items():
@@ -217,7 +216,3 @@ def line(sample: WorkerSample) -> str:
     if sample["loss"] is not None and not math.isnan(sample["loss"]):
         parts.append(f"loss {short(sample['loss'], 4)}")
     return "  ".join(parts)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(text + "\n")
