@@ -84,15 +84,3 @@ class Scheduler(LRScheduler):
         """Find the rate of this moment."""
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate
-
-
-def of_loader(loader: Any, curve: str, epochs: float | None, warmup: float | None) -> Schedule:
-    """A schedule that counts passes over a loader's data; up to its own number where none is given."""
-    if epochs is None and loader is not None:
-        epochs = loader.epochs
-    if epochs is None:
-        raise ConfigError(
-            "a schedule needs an end: give worker.scheduler epochs= (or the loader), or steps= where the "
-            "loop has a loader of its own."
-        )
-    return Schedule(epochs, curve, warmup, loader.step if loader is not None else 1.0)

@@ -7,7 +7,6 @@ import os
 import re
 import socket
 import time
-from typing import Any
 
 import ray
 
@@ -44,12 +43,6 @@ def check_answer(address: str | None) -> None:
         connection.sendall(PREFACE)
         if connection.recv(9)[3:4] != b"\x04":  # its own settings
             raise ConnectionError("what listens there is something else")
-
-
-def needs(options: dict[str, Any]) -> dict[str, float]:
-    """What a worker takes, of the options of its actor."""
-    found = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **(options.get("resources") or {})}
-    return {key: need for key, need in found.items() if need}
 
 
 def room(needs: dict[str, float], wanted: int) -> int:

@@ -18,7 +18,7 @@ import ray
 from freewheel.errors import ConfigError, FreewheelError, WorkerLost, at_least, first_line
 from freewheel.fabric import secret
 from freewheel.ray.book import NAMESPACE, Line, open_book
-from freewheel.ray.cluster import connect, needs, room
+from freewheel.ray.cluster import connect, room
 from freewheel.ray.records import Collector
 from freewheel.ray.worker import Gone, Worker
 from freewheel.records.journal import Journal
@@ -110,14 +110,15 @@ class Driver:
     ) -> None:
         """Ask Ray for all workers; begin with as many as there is room for."""
         number, shared = secrets.token_hex(16), secret.make()
-        takes = needs(options)
+        each = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **(options.get("resources") or {})}
+        takes = {key: need for key, need in each.items() if need}
         fit = room(takes, workers)
         begin = min(workers, max(1, fit))
         if fit < workers:
-            each = ", ".join(f"{need:g} {key}" for key, need in takes.items())
+            said = ", ".join(f"{need:g} {key}" for key, need in takes.items())
             log.warning(
                 "%d of %d workers have room now (each takes %s); the others join when there is more",
-                fit, workers, each,
+                fit, workers, said,
             )  # fmt: skip
         entries = Entries(self.line, shared)
         entries.set(OPTIONS, Options(number, workers=begin, most=most).text)

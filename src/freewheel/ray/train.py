@@ -72,7 +72,11 @@ class FreewheelBackend(Backend):  # type: ignore[misc]
         workers = worker_group.get_workers()
         if hasattr(worker_group, "get_replica_groups"):  # all, who have nobody to copy: another run
             self.end()
-            self._begin(len(workers))
+            self.number, self.secret, self.lives = secrets.token_hex(16), secret.make(), {}
+            self.name = f"freewheel-{self.number[:8]}-book"
+            self.book = open_book(self.name)
+            given = Options(self.number, workers=len(workers), most=len(workers))
+            Entries(Line(self.name, BOOK_S), self.secret).set(OPTIONS, given.text)
         for worker in workers:
             rank = worker.distributed_context.world_rank
             self.lives[rank] = self.lives.get(rank, 0) + 1
@@ -82,13 +86,6 @@ class FreewheelBackend(Backend):  # type: ignore[misc]
         """With the workers the book goes, too."""
         if hasattr(worker_group, "get_replica_groups"):
             self.end()
-
-    def _begin(self, workers: int) -> None:
-        self.number, self.secret, self.lives = secrets.token_hex(16), secret.make(), {}
-        self.name = f"freewheel-{self.number[:8]}-book"
-        self.book = open_book(self.name)
-        given = Options(self.number, workers=workers, most=workers)
-        Entries(Line(self.name, BOOK_S), self.secret).set(OPTIONS, given.text)
 
     def end(self) -> None:
         """End what this made."""

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -35,21 +36,6 @@ from freewheel.training.job import DDP, Job
 from freewheel.training.samples import Samples
 
 WARM_UP = 5
-
-
-class Draws:
-    """Where a worker is in the random numbers that draw its batches, for a checkpoint."""
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-
-    def state_dict(self) -> dict[str, Tensor]:
-        """As it is now."""
-        return {"generator": self._generator.get_state()}
-
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """The way back."""
-        self._generator.set_state(state["generator"])
 
 
 def main(folders: list[Path]) -> None:
@@ -179,7 +165,12 @@ def _attached(loop: Loop) -> Iterator[Together]:
     worker.about(name=job.task, target=job.target, **job.scenario())
     with worker:
         if job.checkpoint is not None:
-            worker.checkpoint(job.checkpoint, every=job.every, extra={"draws": Draws(loop.generator)})
+            # Where the worker is in the random numbers that draw its batches.
+            draws = SimpleNamespace(
+                state_dict=lambda: {"generator": loop.generator.get_state()},
+                load_state_dict=lambda state: loop.generator.set_state(state["generator"]),
+            )
+            worker.checkpoint(job.checkpoint, every=job.every, extra={"draws": draws})
         if job.resume:
             loop.budget.go_on(loop.rank, worker.metrics()["resumed_at"])
         strategy, group = worker._agent.strategy, None

@@ -222,19 +222,19 @@ class LeaseSampler(Sampler[list[int]]):
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on there: what is finished there is finished here."""
-        self.epoch = state["epoch"]
-        self.agent.call(self._load(state))
-
-    async def _load(self, state: dict[str, Any]) -> None:
-        data, self.queue.since = self.queue.data, state["since"]
+        data, self.epoch, self.queue.since = self.queue.data, state["epoch"], state["since"]
         # Of what all have done one keeps account: a checkpoint of each says what it has done itself.
         mine = not state.get("whole") or self.agent.me.rank == min(self.agent.first)
         told = [(numbers, mine) for numbers in state["ledger"]]
         told += [(numbers, False) for others in state.get("others", []) for numbers in others]
-        for numbers, own in told:
-            known = Ledger.decode(data.key.length, whole(numbers))
-            data.ledger.merge(known)
-            data.news.merge(known)
-            for q, one in known.passes.items() if own else ():
-                data.own[q] = union(data.own.get(q, []), one.finished)
-        data.collect()  # so that progress is known at once
+
+        async def take_up() -> None:
+            for numbers, own in told:
+                known = Ledger.decode(data.key.length, whole(numbers))
+                data.ledger.merge(known)
+                data.news.merge(known)
+                for q, one in known.passes.items() if own else ():
+                    data.own[q] = union(data.own.get(q, []), one.finished)
+            data.collect()  # so that progress is known at once
+
+        self.agent.call(take_up())

@@ -11,7 +11,7 @@ import math
 import os
 import random
 import threading
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -81,8 +81,7 @@ class Agent:
         """Who was to have a part in the run and was not let in, or has not come, and why."""
         self.leaving = False
         """Whether it is about to leave before the others."""
-        self._settings, self._score = settings, score
-        self._tls = keys.contexts(Path(settings.tls)) if settings.tls else None
+        tls = keys.contexts(Path(settings.tls)) if settings.tls else None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._asked_s, self._waited_for = -math.inf, list[int]()
         """When it was last looked which silent workers' processes are there, and which are."""
@@ -93,7 +92,7 @@ class Agent:
         self.loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="freewheel", daemon=True)
         self._thread.start()
-        self.call(self._make())
+        self.call(self._make(settings, tls, score))
 
     # -- from the training thread --
 
@@ -151,14 +150,14 @@ class Agent:
             self.loop.run_until_complete(self.loop.shutdown_default_executor())
             self.loop.close()
 
-    async def _make(self) -> None:
-        settings, replica = self._settings, self.replica
+    async def _make(self, settings: Settings, tls: Any, score: Callable[[], float]) -> None:
+        replica = self.replica
         self.fabric = TcpFabric(
             self.me,
             self.counters,
             replica.dtype,
             WIRES[settings.wire],
-            self._tls,
+            tls,
             settings.heartbeat_s,
             replica.side,
         )
@@ -179,7 +178,7 @@ class Agent:
             self.strategy,
         )
         optimizer = self.inventory.optimizer
-        self.node.judge, self.node.moments = self._score, Moments(optimizer, self.replica)
+        self.node.judge, self.node.moments = score, Moments(optimizer, self.replica)
         self.node.momentum = float(optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
         self.answers = Answers(asking, self.node, self.strategy, self.inventory)
@@ -285,7 +284,17 @@ class Agent:
         self.events.over = True  # who goes now goes with this worker
         if rendezvous is not None:
             self.lack(await asyncio.to_thread(rendezvous.refused, self.fabric.members))
-        self._name_absent(self.ending.members or self.fabric.members)
+        members, fabric = self.ending.members or self.fabric.members, self.fabric
+        gone = {peer for peer in fabric.lives if fabric.why_lost(peer) == LEFT}
+        absent = sorted({*fabric.lives, *self.lacking}.difference(members, gone))
+        if absent and (self.lacking or len(fabric.lives) > 1):
+            log.warning(
+                "worker %d: the answer is the mean of worker %s; it lacks worker %s: %s",
+                self.me.rank,
+                ", ".join(map(str, members)),
+                ", ".join(map(str, absent)),
+                self.lacking.get(absent[0]) or fabric.why_lost(absent[0]),
+            )
         return answer
 
     async def depart(self, within_s: float, settled: bool) -> str:
@@ -335,19 +344,6 @@ class Agent:
                 )
             self._waited_for = found
         return [peer for peer in self._waited_for if peer in lost]
-
-    def _name_absent(self, members: Sequence[int]) -> None:
-        """Say who had a part in the run, and has none in its answer."""
-        gone = {peer for peer in self.fabric.lives if self.fabric.why_lost(peer) == LEFT}
-        absent = sorted({*self.fabric.lives, *self.lacking}.difference(members, gone))
-        if absent and (self.lacking or len(self.fabric.lives) > 1):
-            log.warning(
-                "worker %d: the answer is the mean of worker %s; it lacks worker %s: %s",
-                self.me.rank,
-                ", ".join(map(str, members)),
-                ", ".join(map(str, absent)),
-                self.lacking.get(absent[0]) or self.fabric.why_lost(absent[0]),
-            )
 
     def _under_way(self) -> Note:
         sent, got = self.fabric.traffic()

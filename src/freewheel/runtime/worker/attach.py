@@ -17,7 +17,7 @@ from freewheel.runtime.worker.leaving import Left
 from freewheel.runtime.worker.life import Life
 from freewheel.runtime.worker.means import flat, shaped
 from freewheel.runtime.worker.records import evaluation
-from freewheel.schedule import Schedule, Scheduler, of_loader
+from freewheel.schedule import Schedule, Scheduler
 
 if TYPE_CHECKING:
     from freewheel.runtime.loading.loader import Loader
@@ -85,7 +85,15 @@ class Worker(Life):
         if steps is not None:
             schedule = Schedule(steps, curve, warmup)
             return Scheduler(self._optimizer, schedule, lambda: self._agent.counters.steps, rates)
-        schedule = of_loader(next(iter(self._checkpoints.loaders), None), curve, epochs, warmup)
+        loader = next(iter(self._checkpoints.loaders), None)
+        if epochs is None and loader is not None:
+            epochs = loader.epochs
+        if epochs is None:
+            raise ConfigError(
+                "a schedule needs an end: give worker.scheduler epochs= (or the loader), or steps= where the "
+                "loop has a loader of its own."
+            )
+        schedule = Schedule(epochs, curve, warmup, loader.step if loader is not None else 1.0)
         return Scheduler(self._optimizer, schedule, lambda: self.progress, rates)
 
     def checkpoint(

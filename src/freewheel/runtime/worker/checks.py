@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import weakref
 from typing import Any
@@ -108,9 +109,7 @@ def signature(model: nn.Module) -> list[list[Any]]:
 
 def first_difference(theirs: list[list[Any]], mine: list[list[Any]], there: str) -> str:
     """Where two models' signatures begin to differ, in words."""
-    for k in range(max(len(theirs), len(mine))):
-        one = mine[k] if k < len(mine) else None
-        other = theirs[k] if k < len(theirs) else None
+    for one, other in itertools.zip_longest(mine, theirs):
         if one != other:
             return f"The first difference: {_describe(one)} here, {_describe(other)} {there}."
     return "They differ."
