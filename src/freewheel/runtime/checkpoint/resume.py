@@ -131,15 +131,9 @@ def _plan(
         for rank in range(size):
             # Each reads its own shard; another number of workers, who need the mean, all read all.
             readers = [offers[rank]] if size == me.world_size else offers
-            seen = [
-                {
-                    name: (taken, step)
-                    for *whose, name, who, taken, step in offer["shards"]
-                    if whose == [origin, size] and who == rank
-                }
-                for offer in readers
-            ]
-            steps[rank] = {name: seen[0][name] for name in seen[0] if all(name in one for one in seen)}
+            seen = set.intersection(*(set(map(tuple, offer["shards"])) for offer in readers))
+            theirs = [one[2:] for one in seen if (*one[:2], one[3]) == (origin, size, rank)]
+            steps[rank] = {name: (taken, step) for name, _, taken, step in theirs}
         sets = _choose(steps, waits_for)
         if sets is None:
             who = [rank for rank in range(size) if not steps[rank]]
