@@ -167,7 +167,7 @@ def test_one_that_is_not_started_again_is_not_waited_for(launcher, tmp_path, str
     assert not lives.errors
     assert lives.began == {0: [0, EVERY], 1: [0], 2: [0, EVERY]}
     assert_every_sample_was_used(lives)
-    manifests = [one.manifest for one in shards.find(tmp_path / "saved")[0]]
+    manifests = shards.find(tmp_path / "saved")[0]
     assert max(manifests, key=lambda one: one.time).world_size == 2
 
 

@@ -689,5 +689,5 @@ def test_a_worker_that_comes_back_copies_a_living_one(tmp_path):
     assert "first step: 1\n" in output  # the checkpoint is of step 5
     found, wrong = shards.find(tmp_path / "saved")
     assert not wrong
-    assert len({one.manifest.origin for one in found}) == 1
-    assert len({one.manifest.run for one in found}) == 2
+    assert len({one.origin for one in found}) == 1
+    assert len({one.run for one in found}) == 2

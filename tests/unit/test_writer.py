@@ -40,7 +40,7 @@ class Disk:
             shards.load(one)
         assert len(list(self.home.rglob("*.pt"))) == len(found), "a shard that does not count is left"
         assert not list(self.home.rglob("*.tmp"))
-        return [one.manifest.step for one in found if one.manifest.rank == rank]
+        return [one.step for one in found if one.rank == rank]
 
 
 @pytest.fixture
@@ -166,7 +166,7 @@ def test_a_set_that_another_worker_clears_away_while_it_is_looked_for_is_none(di
         return glob(path, pattern)
 
     monkeypatch.setattr(Path, "glob", looked_for)
-    assert [one.manifest.step for one in shards.find(disk.home)[0]] == [2]
+    assert [one.step for one in shards.find(disk.home)[0]] == [2]
 
 
 def test_a_checkpoint_that_is_written_counts_though_older_ones_cannot_be_cleared_away(

@@ -20,7 +20,7 @@ import torch
 
 from freewheel.errors import ConfigError
 from freewheel.runtime.checkpoint import shards
-from freewheel.runtime.checkpoint.shards import Damaged, Manifest, Shard
+from freewheel.runtime.checkpoint.shards import Damaged, Manifest
 from freewheel.runtime.membership.rendezvous import Rendezvous
 from freewheel.runtime.worker.buffers import TensorMean
 from freewheel.runtime.worker.checks import first_difference
@@ -60,7 +60,7 @@ def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | Alone
         found, wrong = _look(home, damaged)
         offer = {
             "wrong": wrong,
-            "shards": [[getattr(one.manifest, name) for name in OFFERED] for one in found],
+            "shards": [[getattr(one, name) for name in OFFERED] for one in found],
         }
         plan = meeting.agree(f"resume/{attempt}", offer, partial(_plan, home, me, waits_for, found))
         if "error" in plan:
@@ -70,7 +70,7 @@ def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | Alone
                 log.warning("there is no checkpoint in %s yet: training begins anew", home)
             return None
         resumed = finished = None
-        by_place = {(one.manifest.set, one.manifest.rank): one for one in found}
+        by_place = {(one.set, one.rank): one for one in found}
         try:
             chosen = [by_place[name, rank] for rank, name in enumerate(plan["sets"]) if name is not None]
             resumed = _read(chosen, me)
@@ -95,7 +95,7 @@ def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | Alone
 # -- choosing --
 
 
-def _look(home: Path, damaged: dict[Path, str]) -> tuple[list[Shard], list[str]]:
+def _look(home: Path, damaged: dict[Path, str]) -> tuple[list[Manifest], list[str]]:
     """The shards that count, and what is wrong with the others."""
     if not home.exists():
         return [], []
@@ -113,7 +113,7 @@ def _look(home: Path, damaged: dict[Path, str]) -> tuple[list[Shard], list[str]]
 
 
 def _plan(
-    home: Path, me: Manifest, waits_for: str, mine: Sequence[Shard], offers: Sequence[dict[str, Any]]
+    home: Path, me: Manifest, waits_for: str, mine: Sequence[Manifest], offers: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Worker 0's choice: the set of each old rank, and the step where all must have the same one."""
     wrong = list(dict.fromkeys(itertools.chain(*(offer["wrong"] for offer in offers))))
@@ -140,7 +140,7 @@ def _plan(
             what = f"no shard of worker {who[0]} of {size}" if who else "no set that all workers have written"
             wrong.append(f"{home} has {what}.")
             continue
-        sample = next(one.manifest for one in mine if (one.manifest.set, one.manifest.rank) == (sets[0], 0))
+        sample = next(one for one in mine if (one.set, one.rank) == (sets[0], 0))
         if (why := _other(sample, me)) is not None:
             return {"error": f"{home} cannot be resumed: {why}"}
         counts = [steps[rank][name][1] for rank, name in enumerate(sets)]
@@ -188,11 +188,11 @@ def _other(was: Manifest, now: Manifest) -> str | None:
 # -- reading --
 
 
-def _read(chosen: Sequence[Shard], me: Manifest) -> Resumed:
+def _read(chosen: Sequence[Manifest], me: Manifest) -> Resumed:
     """This worker's shard; with another number of workers the mean of all, and its own where it has one."""
     if len(chosen) == me.world_size:
-        manifest = chosen[me.rank].manifest
-        return manifest.step, manifest.origin, shards.load(chosen[me.rank])
+        mine = chosen[me.rank]
+        return mine.step, mine.origin, shards.load(mine)
     own: dict[str, Any] | None = None
     absent: list[dict[str, Any]] = []
     weights, buffers = TensorMean(), TensorMean(buffers=True)
@@ -200,9 +200,9 @@ def _read(chosen: Sequence[Shard], me: Manifest) -> Resumed:
         state = shards.load(shard)
         weights.add(state["weights"])
         buffers.add(state["buffers"])
-        if shard.manifest.rank in (0, me.rank):
+        if shard.rank in (0, me.rank):
             own = state
-        elif me.rank == 0 and shard.manifest.rank >= me.world_size:
+        elif me.rank == 0 and shard.rank >= me.world_size:
             absent.append(state)
     assert own is not None
     for state in absent:  # what they finished, worker 0 answers for from now on
@@ -211,11 +211,11 @@ def _read(chosen: Sequence[Shard], me: Manifest) -> Resumed:
     own |= {"weights": weights.result(), "strategy": {}}
     own["buffers"] |= buffers.result()
     if me.rank < len(chosen):
-        return chosen[me.rank].manifest.step, chosen[0].manifest.origin, own
+        return chosen[me.rank].step, chosen[0].origin, own
     own["optimizer"] = own["random"] = None
     for loader in own["loaders"]:
         loader["ledger"] = []
-    return min(one.manifest.step for one in chosen), chosen[0].manifest.origin, own
+    return min(one.step for one in chosen), chosen[0].origin, own
 
 
 def restore(state: dict[str, Any], inventory: Inventory) -> None:

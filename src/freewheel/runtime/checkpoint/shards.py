@@ -35,8 +35,8 @@ PARTS = {"weights", "buffers", "optimizer", "random", "loaders", "strategy", "ex
 class Damaged(Exception):
     """A file is not what its manifest says."""
 
-    def __init__(self, shard: Shard, why: str) -> None:
-        super().__init__(f"{shard.file} {why}")
+    def __init__(self, shard: Manifest, why: str) -> None:
+        super().__init__(f"{shard.tensors} {why}")
         self.shard = shard
 
 
@@ -65,30 +65,23 @@ class Manifest:
     size: int = 0
     sha256: str = ""
     format: int = FORMAT
+    path: Path = Path()
+    """Where it was found; not written down."""
 
     @property
     def set(self) -> str:
         """The name of the set the shard belongs to."""
         return f"step-{self.step:08d}-{self.run[:8]}"
 
-
-@dataclass(frozen=True)
-class Shard:
-    """A shard that was found."""
-
-    path: Path
-    """Of its manifest."""
-    manifest: Manifest
-
     @property
-    def file(self) -> Path:
-        """Where the tensors are."""
-        return self.path.parent / self.manifest.file
+    def tensors(self) -> Path:
+        """Where the shard is."""
+        return self.path.parent / self.file
 
     def delete(self) -> None:
         """Remove it, manifest first: what is left of it never counts."""
         self.path.unlink(missing_ok=True)
-        self.file.unlink(missing_ok=True)
+        self.tensors.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # other workers' shards are still there
             self.path.parent.rmdir()
 
@@ -116,7 +109,8 @@ def write(home: Path, manifest: Manifest, state: dict[str, Any]) -> None:
         if not (isinstance(before, Manifest) and before.file == name):
             unnamed = folder / name
         with temporary.open("wb") as file:
-            file.write(json.dumps(dataclasses.asdict(manifest)).encode())
+            written = {name: one for name, one in dataclasses.asdict(manifest).items() if name != "path"}
+            file.write(json.dumps(written).encode())
             _flush(file)
         _flush_folder(folder)  # the shard's name is there before its manifest's is
         temporary.rename(path)
@@ -135,45 +129,43 @@ def write(home: Path, manifest: Manifest, state: dict[str, Any]) -> None:
         (folder / before.file).unlink(missing_ok=True)
 
 
-def find(home: Path) -> tuple[list[Shard], list[str]]:
+def find(home: Path) -> tuple[list[Manifest], list[str]]:
     """The shards below a folder, and what is wrong with those that do not count."""
     shards, wrong = [], []
     for path in sorted(_each(home, "worker-*.json")):
-        manifest = _read(path)
-        if isinstance(manifest, str):
-            wrong.append(f"{path}: {manifest}.")
+        one = _read(path)
+        if isinstance(one, str):
+            wrong.append(f"{path}: {one}.")
             continue
-        shard = Shard(path, manifest)
         try:
-            size = shard.file.stat().st_size
+            size = one.tensors.stat().st_size
         except FileNotFoundError:  # its worker may clear it away in this moment
-            size = None
-        if size is None:
-            wrong.append(f"{shard.file} is missing.")
-        elif size != manifest.size:
-            wrong.append(f"{shard.file} has {size} bytes and should have {manifest.size}: it was cut off.")
+            wrong.append(f"{one.tensors} is missing.")
+            continue
+        if size == one.size:
+            shards.append(one)
         else:
-            shards.append(shard)
+            wrong.append(f"{one.tensors} has {size} bytes and should have {one.size}: it was cut off.")
     return shards, wrong
 
 
-def newest_whole(found: Iterable[Shard]) -> list[Shard]:
+def newest_whole(found: Iterable[Manifest]) -> list[Manifest]:
     """Of some shards those of the newest set that all its workers have written; nothing: there is none."""
-    sets: dict[str, list[Shard]] = {}
+    sets: dict[str, list[Manifest]] = {}
     for one in found:
-        sets.setdefault(one.manifest.set, []).append(one)
-    whole = [one for one in sets.values() if len(one) == one[0].manifest.world_size]
-    return max(whole, key=lambda one: max(shard.manifest.time for shard in one), default=[])
+        sets.setdefault(one.set, []).append(one)
+    whole = [one for one in sets.values() if len(one) == one[0].world_size]
+    return max(whole, key=lambda one: max(shard.time for shard in one), default=[])
 
 
-def load(shard: Shard) -> dict[str, Any]:
+def load(shard: Manifest) -> dict[str, Any]:
     """Read a shard; nothing in it is run. Raises Damaged."""
     digest = hashlib.sha256()
     try:
-        with shard.file.open("rb") as file:
+        with shard.tensors.open("rb") as file:
             while piece := file.read(PIECE):
                 digest.update(piece)
-            if digest.hexdigest() != shard.manifest.sha256:
+            if digest.hexdigest() != shard.sha256:
                 raise Damaged(shard, "was changed after it was written: its SHA-256 is another.")
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -260,7 +252,7 @@ def _read(path: Path) -> Manifest | str:
         given = json.loads(path.read_bytes())
         if given["format"] > FORMAT:
             return f"it was written by a newer Freewheel ({given['version']})"
-        manifest = Manifest(**given)
+        manifest = Manifest(**given, path=path)
         numbers = (manifest.rank, manifest.world_size, manifest.step, manifest.size)
         good = all(type(one) is int and one >= 0 for one in numbers) and manifest.rank < manifest.world_size
         good = good and path.name == f"worker-{manifest.rank}.json" and path.parent.name == manifest.set

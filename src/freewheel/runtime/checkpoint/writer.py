@@ -17,7 +17,7 @@ from typing import Any
 from freewheel.errors import ConfigError
 from freewheel.fabric.base import Notice
 from freewheel.runtime.checkpoint import shards
-from freewheel.runtime.checkpoint.shards import Manifest, Shard
+from freewheel.runtime.checkpoint.shards import Manifest
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 """What a write fails with for want of room."""
@@ -45,7 +45,7 @@ class Writer:
             raise ConfigError(
                 f"checkpoints cannot be written to {home}: {error.strerror or error}. Give a folder."
             ) from None
-        others = {one.manifest.origin for one in shards.find(home)[0]} - {manifest.origin}
+        others = {one.origin for one in shards.find(home)[0]} - {manifest.origin}
         if others and manifest.rank == 0:
             log.warning("%s holds checkpoints of another training, too: they stay", home)
 
@@ -121,45 +121,45 @@ class Writer:
                 if not spare:
                     raise
                 spare[0].delete()
-                given_up.append(spare[0].manifest.step)
+                given_up.append(spare[0].step)
 
     def _ranks(self) -> range:
         """Whose shards this worker cleans up: its own, and those of workers that a larger run had."""
-        most = max((one.manifest.world_size for one in shards.find(self.home)[0]), default=0)
+        most = max((one.world_size for one in shards.find(self.home)[0]), default=0)
         return range(self._manifest.rank, max(most, self._manifest.world_size), self._manifest.world_size)
 
-    def _found(self) -> list[Shard]:
+    def _found(self) -> list[Manifest]:
         """The shards of this training, the newest first."""
-        found = [one for one in shards.find(self.home)[0] if one.manifest.origin == self._manifest.origin]
-        return sorted(found, key=lambda one: one.manifest.time, reverse=True)
+        found = [one for one in shards.find(self.home)[0] if one.origin == self._manifest.origin]
+        return sorted(found, key=lambda one: one.time, reverse=True)
 
-    def _spare(self, writing: str) -> list[Shard]:
+    def _spare(self, writing: str) -> list[Manifest]:
         """Which shards of this worker nobody needs while a set is being written, the oldest first.
 
         Where a whole set is resumed: those older than the newest whole one. Who sees such a set never loses
         it: to give up a part of it a worker must have seen a newer one. Partial sets that are newer stay, for
         the others may be about to complete them. Else, where each resumes its own: all but its newest.
         """
-        found = [one for one in self._found() if one.manifest.set != writing]
+        found = [one for one in self._found() if one.set != writing]
         if self._together:
-            taken = {one.manifest.rank: one.manifest.time for one in shards.newest_whole(found)}
+            taken = {one.rank: one.time for one in shards.newest_whole(found)}
             first = min(taken.values(), default=0.0)  # clocks of other hosts may be wrong: prefer its own
             ranks = self._ranks()
-            older = [one for one in found if one.manifest.time < taken.get(one.manifest.rank, first)]
-            spare = [one for one in older if one.manifest.rank in ranks]
+            older = [one for one in found if one.time < taken.get(one.rank, first)]
+            spare = [one for one in older if one.rank in ranks]
         else:
             me = self._manifest.rank, self._manifest.world_size
-            spare = [one for one in found if (one.manifest.rank, one.manifest.world_size) == me][1:]
+            spare = [one for one in found if (one.rank, one.world_size) == me][1:]
         return spare[::-1]
 
     def _retire(self) -> None:
         """Remove what is older than the last few, but not the newest set that is whole."""
         found = self._found()
-        mine = [one for one in found if one.manifest.rank == self._manifest.rank]
+        mine = [one for one in found if one.rank == self._manifest.rank]
         if len(mine) <= self.keep:
             return
-        oldest, ranks = mine[self.keep - 1].manifest.time, self._ranks()
+        oldest, ranks = mine[self.keep - 1].time, self._ranks()
         whole = shards.newest_whole(found)
         for one in found:
-            if one.manifest.rank in ranks and one.manifest.time < oldest and one not in whole:
+            if one.rank in ranks and one.time < oldest and one not in whole:
                 one.delete()
