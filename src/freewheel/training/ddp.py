@@ -96,11 +96,6 @@ class DdpBooks:
             )
         )
 
-    def bytes_out(self) -> int:
-        """What a ring would have sent."""
-        others = (self._job.workers - 1) / self._job.workers
-        return round(self.steps * 2 * others * self._model_bytes)
-
     def __enter__(self) -> Self:
         return self
 
@@ -115,7 +110,9 @@ class DdpBooks:
     def _sample(self) -> WorkerSample:
         elapsed_s = (self._ended_s or time.perf_counter()) - self._began_s
         compute_s = min(elapsed_s, self.steps * self._step_s)
-        counters = Counters(steps=self.steps, bytes_out=self.bytes_out(), bytes_in=self.bytes_out())
+        workers = self._job.workers
+        sent = round(self.steps * 2 * (workers - 1) / workers * self._model_bytes)  # as a ring would
+        counters = Counters(steps=self.steps, bytes_out=sent, bytes_in=sent)
         counters.merges["done"] = self.steps
         counters.merged = {self._others: self.steps}
         return worker_sample(
@@ -128,6 +125,6 @@ class DdpBooks:
             elapsed_s=elapsed_s,
             compute_s=compute_s,
             blocked_s=dict.fromkeys(CAUSES, 0.0) | {"peers": elapsed_s - compute_s},
-            members=list(range(self._job.workers)),
+            members=list(range(workers)),
             loss=float(self.loss),
         )

@@ -224,31 +224,27 @@ class Checkpoints:
         if self._writer.busy and not must:
             self.counts["skipped"] += 1
             return
-        counters = self._agent.counters
-        counters.wait("checkpoint", time.perf_counter())
+        agent, inventory, replica, kept = self._agent, self._agent.inventory, self._agent.replica, self._kept
+        agent.counters.wait("checkpoint", time.perf_counter())
         try:
-            self._take(self._writer, asked)
+            self.wait()
+            state = {
+                "buffers": inventory.still(),
+                "optimizer": inventory.optimizer.state_dict(),
+                "random": {"asked": asked, "states": random_state()},
+                "loaders": [loader.own_state() for loader in self.loaders],
+                "extra": {name: one.state_dict() for name, one in self._extra.items()},
+            }
+            self._kept = {name: copied(part, kept.get(name), name) for name, part in state.items()}
+            if not self._vector.numel():
+                pinned = replica.side is not None
+                self._vector = torch.empty(replica.size, dtype=replica.dtype, pin_memory=pinned)
+            self._kept["strategy"] = agent.call(agent.hold_still(self._vector))
+            self._kept["weights"] = dict(inventory.pieces(self._vector))
+            self._writer.begin(self._step, self._kept)
+            self._taken = self._step
         finally:
-            counters.go_on(time.perf_counter())
-
-    def _take(self, writer: Writer, asked: int | None) -> None:
-        self.wait()
-        kept = self._kept
-        state = {
-            "buffers": self._agent.inventory.still(),
-            "optimizer": self._agent.inventory.optimizer.state_dict(),
-            "random": {"asked": asked, "states": random_state()},
-            "loaders": [loader.own_state() for loader in self.loaders],
-            "extra": {name: one.state_dict() for name, one in self._extra.items()},
-        }
-        self._kept = {name: copied(part, kept.get(name), name) for name, part in state.items()}
-        replica = self._agent.replica
-        if not self._vector.numel():
-            self._vector = torch.empty(replica.size, dtype=replica.dtype, pin_memory=replica.side is not None)
-        self._kept["strategy"] = self._agent.call(self._agent.hold_still(self._vector))
-        self._kept["weights"] = dict(self._agent.inventory.pieces(self._vector))
-        writer.begin(self._step, self._kept)
-        self._taken = self._step
+            agent.counters.go_on(time.perf_counter())
 
     def close(self) -> None:
         """Take what is still due, and where checkpoints are taken every so many steps, one of the end."""

@@ -265,29 +265,29 @@ class _Run:
             elif tick is not None:
                 tick()
             if self._untold and now_s >= self._tell_at_s:
-                self._tell_rest()
+                self._tell()
             for process in list(self._running):
                 code = process.ended()
                 if code is not None:
                     self._ended(process, code)
         return 128 + self._caught[0] if self._caught else self._failure
 
-    def _tell(self, rank: int, starts: int) -> None:
-        """Let the workers know whether one that died comes back."""
-        self._untold[rank] = starts
-        self._tell_rest()
+    def _tell(self, rank: int | None = None, starts: int = 0) -> None:
+        """Let the workers know whether one that died comes back, and what they have not been told yet.
 
-    def _tell_rest(self) -> None:
-        """Without the store they go on all the same; but who is started again has to know, so try again."""
+        Without the store they go on all the same; but who is started again has to know, so try again.
+        """
+        if rank is not None:
+            self._untold[rank] = starts
         # Over a new connection: the store may have been started anew.
         with (
             contextlib.suppress(RuntimeError, OSError),
             contextlib.closing(reach(*self._at, STORE_S)) as connection,
         ):
             store = self._store.over(connection)
-            for rank, starts in list(self._untold.items()):
-                store.set(f"{STARTS}/{rank}", str(starts))
-                del self._untold[rank]
+            for who, often in list(self._untold.items()):
+                store.set(f"{STARTS}/{who}", str(often))
+                del self._untold[who]
         self._tell_at_s = time.monotonic() + TELL_AGAIN_S
 
     def _signal(self, number: int) -> None:

@@ -155,27 +155,21 @@ async def _take_over(agent: Agent, rendezvous: Rendezvous) -> None:
     """
     fabric, node = agent.fabric, agent.node
     if not agent.strategy.merges():
-        node.rejoined = await agent.copies.take()
-        done = node.rejoined
-    else:
-        done = await _enter(agent) or any(agent.ending.has_ended(peer) for peer in fabric.members)
+        done = node.rejoined = await agent.copies.take()
+    else:  # come into the view of those who train: they wait, so what is copied is of one moment
+        agent.replica.parked = True
+        try:
+            await node.join()
+            done = node.source is not None and await agent.copies.take(node.source)
+        finally:
+            agent.replica.parked = False
+        done = done or any(agent.ending.has_ended(peer) for peer in fabric.members)
     if done:
         return
     living = await asyncio.to_thread(rendezvous.living)
     if not set(living).intersection(fabric.members) - {agent.me.rank}:
         raise Orphaned("who could be copied is lost")
     log.warning("worker %d was started again before anybody had weights: it begins anew", agent.me.rank)
-
-
-async def _enter(agent: Agent) -> bool:
-    """Come into the view of those who train: they wait, so what is copied is of one moment."""
-    agent.replica.parked = True
-    try:
-        await agent.node.join()
-        source = agent.node.source
-        return source is not None and await agent.copies.take(source)
-    finally:
-        agent.replica.parked = False
 
 
 async def _begin_alike(agent: Agent) -> None:
