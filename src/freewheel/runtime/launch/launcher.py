@@ -31,7 +31,7 @@ from freewheel.errors import ConfigError, at_least
 from freewheel.fabric import secret as secrets
 from freewheel.records.journal import Journal
 from freewheel.runtime.launch import keys
-from freewheel.runtime.launch.processes import Keeper, Output, Process, ending_signals
+from freewheel.runtime.launch.processes import Output, Process, ending_signals, keeper
 from freewheel.runtime.membership.entries import OPTIONS, Entries, Options
 from freewheel.runtime.membership.generation import STARTS
 from freewheel.runtime.membership.hosts import claim, host_store, listen, reach_store
@@ -229,14 +229,14 @@ class _Run:
         """Start the processes; they are killed with the stack, if they have not ended before."""
         self._workers = len(ranks)
         self._caught = self._ends.enter_context(ending_signals())
-        keeper = self._ends.enter_context(Keeper())
+        tell = self._ends.enter_context(keeper())
         self._selector = self._ends.enter_context(selectors.DefaultSelector())
         for local, rank in enumerate(ranks):
             self._store.delete_key(f"{STARTS}/{rank}")  # who had this place before may have been given up
             own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(local)}
             if own.get(HIDES):
                 hide(own)
-            process = Process(rank, command, own, self._output, keeper, self._selector)
+            process = Process(rank, command, own, self._output, tell, self._selector)
             self._ends.callback(process.kill)
             self._running.append(process)
         for process in self._running:

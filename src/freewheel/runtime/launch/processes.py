@@ -21,6 +21,8 @@ Output = Callable[[int | None, str, bool], None]
 
 PROGRESS_S = 5.0  # between two lines out of one that is rewritten with carriage returns (a progress bar)
 LONGEST_LINE = 1 << 20
+Tell = Callable[[str], None]
+"""Takes a line: a process group, after a plus or a minus."""
 
 
 class Process:
@@ -32,7 +34,7 @@ class Process:
         command: Sequence[str],
         env: Mapping[str, str],
         output: Output,
-        keeper: Keeper,
+        keeper: Tell,
         selector: selectors.BaseSelector,
     ) -> None:
         self.rank, self.restarts = rank, 0
@@ -59,7 +61,7 @@ class Process:
                 f"cannot start {self._command[0]!r}: {why}. Name a program that exists."
             ) from None
         self._process = process
-        self._keeper.watch(process.pid)
+        self._keeper(f"+{process.pid}\n")
         assert process.stdout is not None
         assert process.stderr is not None
         self._pipes = [
@@ -93,7 +95,7 @@ class Process:
         if self._process is None:
             return
         self.signal(signal.SIGKILL)
-        self._keeper.forget(self._process.pid)
+        self._keeper(f"-{self._process.pid}\n")
         self._process.wait()
         self._process = None
         try:
@@ -177,42 +179,26 @@ for group in groups:
 """
 
 
-class Keeper:
-    """Kills the groups it watches when this process is gone, however it went.
+@contextlib.contextmanager
+def keeper() -> Iterator[Tell]:
+    """Kills the process groups it is told of when this process is gone, however it went.
 
     A small process of its own that reads a pipe to its end. The kernel's own death signal reaches only direct
     children, not theirs, and belongs to a thread rather than to a process.
     """
+    quiet = subprocess.DEVNULL
+    command, pipe = [sys.executable, "-I", "-S", "-c", _KEEPER], subprocess.PIPE
+    with subprocess.Popen(
+        command, stdin=pipe, stdout=quiet, stderr=quiet, bufsize=0, start_new_session=True
+    ) as process:  # which closes the pipe, and waits
+        stdin = process.stdin
+        assert stdin is not None
 
-    def __enter__(self) -> Keeper:
-        quiet = subprocess.DEVNULL
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _KEEPER],
-            stdin=subprocess.PIPE,
-            stdout=quiet,
-            stderr=quiet,
-            bufsize=0,
-            start_new_session=True,
-        )
-        return self
+        def tell(line: str) -> None:
+            with contextlib.suppress(BrokenPipeError):
+                stdin.write(line.encode())
 
-    def watch(self, group: int) -> None:
-        """Kill this group when the end comes."""
-        self._tell(f"+{group}\n")
-
-    def forget(self, group: int) -> None:
-        """This group is gone."""
-        self._tell(f"-{group}\n")
-
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(line.encode())
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait()
+        yield tell
 
 
 @contextlib.contextmanager
