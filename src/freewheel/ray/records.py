@@ -16,47 +16,46 @@ from freewheel.ray.book import Line, Piece
 SEND_S = 1.0
 
 
-class Sender:
-    """Sends a worker's folder to the book, beside what it does."""
+@contextlib.contextmanager
+def sending(folder: Path, life: int, line: Line) -> Iterator[None]:
+    """Send a worker's folder to the book, beside what it does, and what is left when that is done."""
+    sent, edition = dict[str, bytes](), ""
+    end = threading.Event()
 
-    def __init__(self, folder: Path, life: int, line: Line) -> None:
-        self._folder, self._life, self._line = folder, life, line
-        self._sent: dict[str, bytes] = {}
-        """What the book has of each file."""
-        self._edition = ""
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="freewheel-records", daemon=True)
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-        self._send()
-
-    def _run(self) -> None:
-        while not self._end.wait(SEND_S):
-            self._send()
-
-    def _send(self) -> None:
+    def send() -> None:
+        nonlocal sent, edition
         with contextlib.suppress(OSError):
             for _ in range(2):  # a new edition has nothing: once more, from the beginning
-                files = {file.name: file.read_bytes() for file in sorted(self._folder.iterdir())}
-                edition = self._line.ask("tell", self._edition, list(self._pieces(files)))
-                if edition == self._edition:
-                    self._sent = files
+                files = {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+                found = line.ask("tell", edition, list(_pieces(files, sent, life)))
+                if found == edition:
+                    sent = files
                     return
-                self._sent, self._edition = {}, edition
+                sent, edition = {}, found
 
-    def _pieces(self, files: dict[str, bytes]) -> Iterator[Piece]:
-        for name, data in files.items():
-            before = self._sent.get(name, b"")
-            if name.endswith(".jsonl") and data.startswith(before):
-                if len(data) > len(before):
-                    yield name, self._life, len(before), data[len(before) :]
-            elif data != before:  # written anew, as run.json is, or a file when thinned
-                yield name, self._life, -1, data
+    def run() -> None:
+        while not end.wait(SEND_S):
+            send()
+
+    thread = threading.Thread(target=run, name="freewheel-records", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+        send()
+
+
+def _pieces(files: dict[str, bytes], sent: dict[str, bytes], life: int) -> Iterator[Piece]:
+    """What the book has not of each file."""
+    for name, data in files.items():
+        before = sent.get(name, b"")
+        if name.endswith(".jsonl") and data.startswith(before):
+            if len(data) > len(before):
+                yield name, life, len(before), data[len(before) :]
+        elif data != before:  # written anew, as run.json is, or a file when thinned
+            yield name, life, -1, data
 
 
 class Collector:

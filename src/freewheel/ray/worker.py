@@ -19,7 +19,7 @@ from typing import Any
 import ray
 
 from freewheel.ray.book import BOOK_S, Line, take_place
-from freewheel.ray.records import Sender
+from freewheel.ray.records import sending
 from freewheel.runtime.membership.generation import STARTS, Outlived, TooLate
 from freewheel.runtime.worker.leaving import Left
 
@@ -57,8 +57,8 @@ class Worker:
         with contextlib.suppress(OSError):
             os.chdir(folder)
         try:
-            sender = Sender(self.folder, self.life, self.line) if self.folder else contextlib.nullcontext()
-            with sender, _notice():
+            sends = sending(self.folder, self.life, self.line) if self.folder else contextlib.nullcontext()
+            with sends, _notice():
                 return target() if callable(target) else _script(target)
         except (Left, TooLate):  # the others have ended well
             return Gone()
