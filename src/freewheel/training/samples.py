@@ -80,16 +80,15 @@ class Samples:
         """Measure all that was kept, and the answer after all that was made, for the records."""
         model.eval()
         replica = Replica(flatten(model.named_parameters(), gradients=False))
+
+        def measure(one: nn.Module, at: float, steps: int) -> None:
+            task.recalibrate(one, self.job.workers, self.job.seed)
+            loss, accuracy = task.evaluate(one)
+            self.journal.evaluation(at, worker_steps=steps, loss=loss, accuracy=accuracy)
+
         for sample in self.kept:
             replica.load(sample["weights"].to(replica.dtype))
             set_buffers(model, sample["buffers"])
-            task.recalibrate(model, self.job.workers, self.job.seed)
-            loss, accuracy = task.evaluate(model)
-            steps = sample["worker_steps"]
-            self.journal.evaluation(sample["time"], worker_steps=steps, loss=loss, accuracy=accuracy)
-        final.eval()
-        task.recalibrate(final, self.job.workers, self.job.seed)
-        loss, accuracy = task.evaluate(final)
+            measure(model, sample["time"], sample["worker_steps"])
         # One that was asked for at the end may have come after it.
-        at = max([ended, *(sample["time"] for sample in self.kept)])
-        self.journal.evaluation(at, worker_steps=made, loss=loss, accuracy=accuracy)
+        measure(final.eval(), max([ended, *(sample["time"] for sample in self.kept)]), made)

@@ -11,6 +11,7 @@ import logging
 import secrets
 import time
 from collections.abc import Coroutine, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -118,7 +119,14 @@ class Life:
             options, life = self._store.options(), self._store.incarnation()
             self.world_size = options.workers or place.world_size
             checks.room(self._strategy, place.meeting is not None and options.most > self.world_size)
-        settings = self._settings.in_run(options, place)
+        given = self._settings  # goes before what the launcher and the place say
+        settings = replace(
+            given,
+            bind=given.bind or options.bind or place.bind or place.loopback(),
+            tls=given.tls or options.tls,
+            folder=given.folder or place.folder or options.folder,
+            tensorboard=given.tensorboard or options.tensorboard,
+        )
         self._account.anew()
         while not self._meet(options, settings, life):  # the next beginning is another run
             if time.monotonic() > end_s:

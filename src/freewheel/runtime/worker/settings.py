@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 import torch
 
 from freewheel.errors import ConfigError, UnknownName, at_least
-from freewheel.runtime.membership.entries import Options
-from freewheel.runtime.membership.place import Place
 
 WIRES = {"fp32": None, "bf16": torch.bfloat16}
 """What vectors are rounded to on their way."""
@@ -58,13 +56,3 @@ class Settings:
         for name in given.keys() - set(names):
             raise UnknownName("setting of attach", name, names)
         return cls(**given)
-
-    def in_run(self, options: Options, place: Place) -> Settings:
-        """The same, with what the launcher and the place say where the user says nothing."""
-        return replace(
-            self,
-            bind=self.bind or options.bind or place.bind or place.loopback(),
-            tls=self.tls or options.tls,
-            folder=self.folder or place.folder or options.folder,
-            tensorboard=self.tensorboard or options.tensorboard,
-        )
