@@ -163,8 +163,7 @@ class Agent:
         )
         self.fabric.notice, self.events.lives = self.events.note, self.fabric.lives
         self.fabric.outlived = self._outlived
-        asking = Asking(self.fabric, self.spawn)
-        self.copies = Copies(asking, self.inventory)
+        asking = self.asking = Asking(self.fabric, self.spawn)
         windows = self.fabric.windows
         if self.strategy.defines("background") and self.me.world_size > 1:
             self.replica.keep_close()
@@ -182,6 +181,7 @@ class Agent:
         self.node.momentum = float(optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
         self.answers = Answers(asking, self.node, self.strategy, self.inventory)
+        self.copies = Copies(asking, self.inventory, self.answers.handover)
         self.ending = Ending(
             self.fabric,
             self.spawn,
@@ -190,17 +190,14 @@ class Agent:
             self.answers.mean,
             self.replica.size,
         )
-        self.firsts = Firsts(self.fabric)
+        self.firsts = Firsts(self.fabric, self.spawn)
         self.means = Means(asking, self.replica.dtype, self.ending.has_ended)
 
     def listen(self) -> None:
         """Hear the others, from the beginning of the run on."""
-        self.copies.serve(self.answers.handover)
-        self.answers.serve()
-        self.means.serve()
+        self.asking.listen()
         self.ending.listen()
         self.spawn(hear(self.fabric, STOP, lambda _: setattr(self, "stopped", True)))
-        self.spawn(self.firsts.serve())
         self.node.listen()
 
     async def _close(self, why: str) -> None:

@@ -30,6 +30,7 @@ class Answers:
         self._strategy, self._inventory, self._replica = strategy, inventory, inventory.replica
         self.ready = False
         """Whether this worker has weights that others may copy."""
+        asking.serve(PART, 1, self._hand_out)
 
     async def handover(self) -> Tensor | None:
         """The weights a worker that joins begins with; None: not yet."""
@@ -80,10 +81,6 @@ class Answers:
             except PeerLost:
                 continue
             yield peer, vector, buffers, steps
-
-    def serve(self) -> None:
-        """Answer those who ask."""
-        self._asking.serve(PART, 1, self._hand_out)
 
     async def _hand_out(self, own: int) -> Reply:
         part = await self._part(bool(own)) if self.ready else None

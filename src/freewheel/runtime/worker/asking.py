@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -20,6 +21,7 @@ class Asking:
     def __init__(self, fabric: Fabric, spawn: Spawn) -> None:
         self.fabric, self._spawn = fabric, spawn
         self._asked = 0
+        self._serving: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     async def ask(
         self, peer: int, what: str, *numbers: int, holds: type = Tensor
@@ -35,7 +37,7 @@ class Asking:
             self.fabric.forget(tag)
 
     def serve(self, what: str, count: int, answer: Callable[..., Awaitable[Reply]]) -> None:
-        """Answer those who ask, for ever; their questions have so many numbers."""
+        """Answer those who ask, from `listen` on; their questions have so many numbers."""
 
         async def reply(peer: int, number: int, *numbers: int) -> None:
             note, vector, packed = await answer(*numbers)
@@ -45,4 +47,9 @@ class Asking:
         def heard(question: Message) -> None:
             self._spawn(reply(question.sender, *question.numbers(1 + count, 1 + count)))
 
-        self._spawn(hear(self.fabric, (RUNTIME, what), heard))
+        self._serving.append(partial(hear, self.fabric, (RUNTIME, what), heard))
+
+    def listen(self) -> None:
+        """Begin to answer: what there is to tell is there."""
+        for serve in self._serving:
+            self._spawn(serve())

@@ -9,13 +9,12 @@ from __future__ import annotations
 import logging
 import math
 import zlib
-from collections.abc import Coroutine, Iterable
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-from freewheel.fabric.base import RUNTIME, Fabric, Tag, hear
+from freewheel.fabric.base import RUNTIME, Fabric, Spawn, Tag, hear
 
 FIRST: Tag = (RUNTIME, "first")
 
@@ -43,8 +42,9 @@ def _sums(gradient: Tensor) -> tuple[Tensor, Tensor]:
 class Firsts:
     """What the workers' first gradients sum up to, at the one of lowest rank, which compares them."""
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: Fabric, spawn: Spawn) -> None:
         self._fabric, self._known, self._said = fabric, dict[int, int](), False
+        spawn(hear(fabric, FIRST, lambda message: self._note(message.sender, *message.numbers(1, 1))))
 
     async def tell(self, mine: int) -> None:
         """This worker's are known."""
@@ -53,10 +53,6 @@ class Firsts:
             self._note(root, mine)
         else:
             self._fabric.post(root, FIRST, note=(mine,))
-
-    def serve(self) -> Coroutine[Any, Any, None]:
-        """Hear the others."""
-        return hear(self._fabric, FIRST, lambda message: self._note(message.sender, *message.numbers(1, 1)))
 
     def _note(self, rank: int, mine: int) -> None:
         self._known[rank] = mine

@@ -40,10 +40,7 @@ class Means:
         self._asking, self._fabric, self._dtype, self._ended = asking, asking.fabric, dtype, ended
         self._said: dict[int, tuple[int, list[Tensor]]] = {}
         """By the number of a name: how often something was said, and the last two times what."""
-
-    def serve(self) -> None:
-        """Answer those who ask."""
-        self._asking.serve(MEAN, 2, self._answer)
+        asking.serve(MEAN, 2, self._answer)
 
     async def _answer(self, name: int, turn: int) -> Reply:
         times, kept = self._said.get(name, (0, []))

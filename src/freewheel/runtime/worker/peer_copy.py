@@ -27,8 +27,13 @@ log = logging.getLogger("freewheel")
 class Copies:
     """One worker's side of both: copying another, and being copied."""
 
-    def __init__(self, asking: Asking, inventory: Inventory) -> None:
+    def __init__(
+        self, asking: Asking, inventory: Inventory, handover: Callable[[], Awaitable[Tensor | None]]
+    ) -> None:
         self._asking, self._fabric, self._inventory = asking, asking.fabric, inventory
+        self._handover = handover
+        """Gives the weights for a worker that joins, or None: not yet."""
+        asking.serve(COPY, 0, self._give)
 
     async def take(self, source: int | None = None) -> bool:
         """Become a copy of a living worker; False: nobody has anything to copy, and others wait for this."""
@@ -71,14 +76,9 @@ class Copies:
                 log.warning("the optimizer begins without worker %d's state: %s", peer, error)
         return True
 
-    def serve(self, handover: Callable[[], Awaitable[Tensor | None]]) -> None:
-        """Answer those who want a copy; `handover` gives the weights, or None: not yet."""
-
-        async def give() -> Reply:
-            weights = await handover()
-            return (), weights, tensor_codec.pack({}) if weights is None else await self._rest()
-
-        self._asking.serve(COPY, 0, give)
+    async def _give(self) -> Reply:
+        weights = await self._handover()
+        return (), weights, tensor_codec.pack({}) if weights is None else await self._rest()
 
     async def _rest(self) -> Tensor:
         """Buffers, frozen parameters and the optimizer's state, read beside training.
