@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.runtime.worker import optimizers, unfinished
+from freewheel.runtime.worker import guards, optimizers
 from freewheel.runtime.worker.buffers import set_buffers
-from freewheel.runtime.worker.guards import without_guard
 from freewheel.runtime.worker.leaving import Left
 from freewheel.runtime.worker.life import Life
 from freewheel.runtime.worker.means import flat, shaped
@@ -184,7 +183,7 @@ class Worker(Life):
     def start(self) -> Self:
         """Begin, in a script that has no place for a with-block; `finish` ends it."""
         worker = self.__enter__()
-        unfinished.watch(self.rank, self._unfinished)
+        guards.watch_end(self.rank, self._unfinished)
         return worker
 
     def finish(self) -> nn.Module:
@@ -217,7 +216,7 @@ class Worker(Life):
         if self._answer is None and not self._inside:
             raise RunStopped("there is no consensus: call it in the with-block, or after it has ended well.")
         weights, buffers = self._answer or agent.call(agent.answers.consensus())
-        clone = without_guard(copy.deepcopy(self._inventory.model))
+        clone = guards.without_guard(copy.deepcopy(self._inventory.model))
         clone.zero_grad(set_to_none=True)
         self._inventory.fill(clone, weights)
         set_buffers(clone, buffers)

@@ -7,12 +7,18 @@ pass. One hook, for all optimizers of the process, sees them step.
 may be under way with the old weights, or read half of the new ones; and what one worker loads, the others
 only average with. The hook is a plain function, so that a model can still be copied and pickled.
 
-Steps outside of the with-block.
+Steps outside of the with-block, and an end of the script without the run's answer: `worker.finish()` was not
+called, or the worker has never begun. It is not finished for it: what such a script has saved is one worker's
+own weights. It is told so, and its exit code is not 0.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
+import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,8 +29,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from freewheel.errors import ConfigError
-from freewheel.runtime.worker import unfinished
+from freewheel.errors import ConfigError, RunStopped
 from freewheel.runtime.worker.optimizers import members
 
 log = logging.getLogger("freewheel")
@@ -35,6 +40,10 @@ _watchers: tuple[Watcher, ...] = ()
 """Replaced, never changed: a step may be looking at it."""
 _lock = threading.Lock()
 _hooked = False
+ENDED = "the script ended without worker.finish()"
+OUTSIDE = "the script trained outside of `with fw.attach(…)`, where nothing is merged"
+begun = False
+"""Whether any worker of this process has begun."""
 
 
 def watch(watcher: Watcher) -> None:
@@ -115,7 +124,7 @@ def warn_outside(optimizer: torch.optim.Optimizer, rank: int | None) -> Callable
     def warn(stepping: torch.optim.Optimizer, *_: Any) -> None:
         end()
         if rank is not None:
-            unfinished.watch(rank, lambda _: not unfinished.begun, unfinished.OUTSIDE)
+            watch_end(rank, lambda _: not begun, OUTSIDE)
         log.warning(
             "%s steps outside of its with-block, where nothing is merged: train inside "
             "`with fw.attach(…) as worker:`",
@@ -124,3 +133,43 @@ def warn_outside(optimizer: torch.optim.Optimizer, rank: int | None) -> Callable
 
     hooks += [one.register_step_post_hook(warn) for one in members(optimizer)]
     return end
+
+
+def watch_end(rank: int, leave: Callable[[RunStopped], bool], why: str = ENDED) -> None:
+    """When the script ends, let the worker leave; `leave` says whether it has no answer."""
+    process = os.getpid()
+
+    def end() -> None:
+        if os.getpid() != process or not leave(RunStopped(why)):
+            return
+        if getattr(sys, "last_value", None) is None:  # else Python has said why, and exits with 1
+            with contextlib.suppress(OSError, AttributeError):
+                sys.stderr.write(
+                    f"freewheel: {why}: worker {rank} has no consensus; what it saved is one worker's "
+                    f"weights. {'Call worker.finish() at its end.' if why is ENDED else 'Train inside.'}\n"
+                )
+            sys.stdout = Refusing(sys.stdout)
+
+    atexit.register(end)
+
+
+class Refusing:
+    """In the place of standard output at the very end: Python exits with 120 where it cannot be flushed.
+
+    Nothing else changes the exit code then and lets files be written and other libraries clean up, as ever.
+    """
+
+    closed = False
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        """Write what is left, then fail, without a traceback."""
+        sys.stdout, sys.unraisablehook = self._stream, lambda _: None
+        if self._stream is not None:
+            self._stream.flush()
+        raise RunStopped(ENDED)

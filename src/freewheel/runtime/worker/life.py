@@ -28,7 +28,7 @@ from freewheel.runtime.membership.generation import Beginning, Orphaned, TooLate
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.registrar import stay_registered
 from freewheel.runtime.membership.rendezvous import Rendezvous, address_for, launched_options, patiently
-from freewheel.runtime.worker import checks, guards, joining, unfinished
+from freewheel.runtime.worker import checks, guards, joining
 from freewheel.runtime.worker.account import Account
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.ending import Answer
@@ -92,7 +92,7 @@ class Life:
         if self._agents is not None:
             raise RunStopped("this worker has had its with-block; call attach again for another one.")
         self._outside()
-        unfinished.begun = True
+        guards.begun = True
         checks.enter(self._model)
         try:
             patiently(self._join, self._place, self._settings.join_timeout_s)
