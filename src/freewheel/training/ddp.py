@@ -20,7 +20,6 @@ from freewheel.records.counters import CAUSES, Counters
 from freewheel.records.journal import Journal
 from freewheel.records.run_json import run_json, typed
 from freewheel.records.schema import WorkerSample, worker_sample
-from freewheel.records.timeline import Timeline
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.rendezvous import launched_options
 from freewheel.runtime.worker.records import Events, Recorder
@@ -58,16 +57,17 @@ class DdpBooks:
         self._ended_s: float | None = None
         self._began_s, self._began, self._state = time.perf_counter(), time.time(), "training"
         self._events = Events()
-        self._timeline, self._stepped_s = Timeline(time.time, 1), time.perf_counter()
-        self._recorder = Recorder(self._sample, self._events, Journal(folder, rank), timeline=self._timeline)
+        self._stepped_s = time.perf_counter()
+        self._recorder = Recorder(self._sample, self._events, Journal(folder, rank))
 
     def report(self, loss: Tensor) -> None:
         """A step is made, with this loss."""
         self.loss, self.steps = loss, self.steps + 1
         before_s, self._stepped_s = self._stepped_s, time.perf_counter()
         waited_s = max(0.0, self._stepped_s - before_s - self._step_s)
-        self._timeline.gradient(self._stepped_s - before_s - waited_s, waited_s)
-        self._timeline.merge(self._others, waited_s)
+        if (timeline := self._recorder.timeline) is not None:
+            timeline.gradient(self._stepped_s - before_s - waited_s, waited_s)
+            timeline.merge(self._others, waited_s)
 
     def about(self, lr: float, optimizer: torch.optim.Optimizer) -> None:
         """Let run.json be written."""

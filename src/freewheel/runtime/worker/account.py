@@ -16,7 +16,6 @@ from freewheel.errors import ConfigError
 from freewheel.records.journal import Journal
 from freewheel.records.run_json import run_json, typed
 from freewheel.records.schema import WorkerSample, worker_sample
-from freewheel.records.timeline import Timeline
 from freewheel.runtime.checkpoint.taker import Checkpoints
 from freewheel.runtime.worker import optimizers
 from freewheel.runtime.worker.agent import Agent
@@ -48,7 +47,6 @@ class Account:
         self.events = Events()
         self.recorder: Recorder | None = None
         self._journal: Journal | None = None
-        self._timeline: Timeline | None = None
 
     def open(self, agent: Agent, settings: Settings, console: bool) -> None:
         """There is a communication thread, the first or that of another beginning: begin to write."""
@@ -59,17 +57,16 @@ class Account:
                 self._journal = Journal(Path(settings.folder), self._rank)
                 if last := self._journal.last_life(self._rank):  # of this run, or another in the same folder
                     self._life = max(self._life, last + 1)
-                self._timeline = Timeline(time.time, self._life)
             board = None if settings.tensorboard is None else open_board(settings.tensorboard, self._rank)
             self.recorder = Recorder(
                 self._sample,
                 self.events,
                 self._journal,
-                timeline=self._timeline,
+                life=self._life,
                 console=console,
                 board=board,
             )
-        agent.counters.timeline = self._timeline
+        agent.counters.timeline = self.recorder.timeline
 
     def begin(self, settings: Settings, workers: int, command: str | None) -> None:
         """Training begins. run.json is written by the first of those who begin, or where there is none."""

@@ -71,12 +71,12 @@ class Recorder:
         events: Events,
         journal: Journal | None,
         *,
-        timeline: Timeline | None = None,
+        life: int = 1,
         console: bool = False,
         board: Any = None,
     ) -> None:
         self._sample, self._events, self._journal = sample, events, journal
-        self._timeline = timeline
+        self.timeline = Timeline(time.time, life) if journal is not None else None
         self._console, self._board = console, board
         self._spoke_s = time.monotonic()
         self._about: Mapping[str, Any] | None = None
@@ -155,8 +155,8 @@ class Recorder:
         sample: WorkerSample = {"time": time.time(), **self._sample(), "last": over and self._well}
         if self._journal is not None:
             self._journal.sample(sample)
-            if self._timeline is not None:
-                self._journal.timeline(sample["rank"], self._timeline.take())
+            if self.timeline is not None:
+                self._journal.timeline(sample["rank"], self.timeline.take())
         if self._board is not None and "tensorboard" not in self._failed:
             self._guarded("tensorboard", lambda: self._show(sample))
         training = sample["state"] == "training"
