@@ -8,7 +8,6 @@ Started by `freewheel run -n 4 train.py`, by torchrun, or alone. docs/ENGINES.md
 from __future__ import annotations
 
 import importlib
-import logging
 import math
 import os
 from typing import Any
@@ -29,7 +28,6 @@ except ModuleNotFoundError:
     raise NotInstalled("freewheel.lightning", "Lightning", "lightning") from None
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-log = logging.getLogger("freewheel")
 AHEAD = 1
 """Lightning draws a batch before it trains on the last, to know which one ends an epoch."""
 

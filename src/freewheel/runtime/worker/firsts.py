@@ -24,19 +24,15 @@ log = logging.getLogger("freewheel")
 @torch.no_grad()
 def summed(parameters: Iterable[nn.Parameter]) -> int:
     """What gradients sum up to; 0: there are none, or they say nothing."""
-    sums = [number for one in parameters if one.grad is not None for number in _sums(one.grad)]
+    sums: list[Tensor] = []
+    for gradient in (one.grad for one in parameters if one.grad is not None):
+        numbers = gradient.coalesce().values() if gradient.is_sparse else gradient
+        numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+        sums += numbers.sum(dtype=torch.float64), torch.linalg.vector_norm(numbers, dtype=torch.float64)
     found = torch.stack(sums).tolist() if sums else []
     if not any(found) or not all(map(math.isfinite, found)):
         return 0
     return zlib.crc32(repr(found).encode()) or 1
-
-
-def _sums(gradient: Tensor) -> tuple[Tensor, Tensor]:
-    if gradient.is_sparse:
-        gradient = gradient.coalesce().values()
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient)
-    return gradient.sum(dtype=torch.float64), torch.linalg.vector_norm(gradient, dtype=torch.float64)
 
 
 class Firsts:
