@@ -6,8 +6,6 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.table import Table
-
 from freewheel.cli.console import output
 from freewheel.cli.options import command_line, option
 from freewheel.cli.train import run_all
@@ -18,7 +16,7 @@ from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.show.replay import LABELS, html
 from freewheel.show.report import recorded, write
-from freewheel.show.tables import printed
+from freewheel.show.tables import brief_table
 from freewheel.show.versus import Row, versus
 from freewheel.training.job import Job, name
 
@@ -53,7 +51,15 @@ def demo(
         if isinstance(one, RunStopped):
             raise one
     results = [one for one in outcomes if isinstance(one, Result)]
-    console.print("", table(results), "", *story(results), "", sep="\n", highlight=False)
+    console.print(
+        "",
+        brief_table(results, [_label(one.strategy) for one in results]),
+        "",
+        *story(results),
+        "",
+        sep="\n",
+        highlight=False,
+    )
     report, replay = folder / "report.html", folder / "replay.html"
     write(
         report,
@@ -77,24 +83,6 @@ def _job(strategy: str, seconds: float) -> Job:
 
 def _label(strategy: str) -> str:
     return LABELS.get(strategy, strategy)
-
-
-def table(results: Sequence[Result]) -> Table:
-    """What they reached, and when."""
-    base = _label(results[0].strategy)
-    heads = ("", f"s to {GOAL}", f"speed-up over {base}", "time waiting", "steps/s", "final accuracy")
-    rows = [
-        (
-            _label(result.strategy),
-            "never" if row.target_s is None else short(row.target_s),
-            f"{'> ' if row.at_least else ''}{short(row.speedup)}",
-            share(result.idle_share),
-            short(result.steps_per_s),
-            share(result.accuracy),
-        )
-        for result, row in zip(results, _rows(results), strict=True)
-    ]
-    return printed(heads, rows)
 
 
 def story(results: Sequence[Result]) -> list[str]:

@@ -9,10 +9,10 @@ from importlib.resources import files
 
 from freewheel.records.run import Run
 from freewheel.show.figures.palette import COLOURS
-from freewheel.show.replay.played import Played, played
-from freewheel.show.replay.story import LABELS, goal, labels, story, waits
+from freewheel.show.rates import result_of
+from freewheel.show.replay.played import LABELS, Played, labels, played, waits
 from freewheel.show.shown import hues
-from freewheel.show.versus import BASELINES
+from freewheel.show.versus import BASELINES, goal, race
 
 __all__ = ["LABELS", "MOST", "html", "title_of", "two"]
 
@@ -27,25 +27,25 @@ def html(runs: Sequence[Run], title: str) -> str:
     """The whole page, which needs nothing else."""
     all_played = [played(run) for run in runs]
     strategies = [one.strategy for one in all_played]
-    target = goal(all_played)
     simulated = {run.clock == "virtual" for run in runs}
     about = "Simulated, in virtual time." if simulated == {True} else "Real processes."
     means = [mean_s for one in all_played for mean_s in one.step_s]
-    told = story(all_played, target)
-    waiting = waits(all_played)
+    names, results = labels(all_played), [result_of(run) for run in runs]
+    told, waiting = race(names, results), waits(all_played)
+    target, _ = goal(results)
     data = {
         "title": title,
         "story": told or waiting,
         "about": f"{waiting} {about}" if told else about,
         "measure": "accuracy" if all(one.accuracy for one in all_played) else "loss",
-        "target": target and target.value,
-        "goal": target and target.words,
+        "target": target,
+        "goal": target and f"{100 * target:.4g} %",
         "window": STEPS_SHOWN * max(means),
         "usual": min(means),
         "speed": _speed(max(one.seconds for one in all_played)),
         "runs": [
             {**one.as_json(), "colour": COLOURS[hue], "short": name, "label": _label(one, name)}
-            for one, hue, name in zip(all_played, hues(strategies), labels(all_played), strict=True)
+            for one, hue, name in zip(all_played, hues(strategies), names, strict=True)
         ],
     }
     page = files(__package__)

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from freewheel.records.run import Run
-from freewheel.show.replay.played import Played, played
-from freewheel.show.replay.story import labels
+from freewheel.show.replay.played import Played, labels, played
 
 US = 1e6
 APART = 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -14,6 +15,8 @@ from freewheel.records.tail import Tail
 from freewheel.records.timeline import UNITS, seconds
 
 DIGITS = 4
+LABELS = {"ddp": "DDP", "allreduce": "AllReduce (what DDP does)", "adpsgd": "AD-PSGD"}
+"""What strategies are called."""
 MARKS = {
     "died": "died",
     "failed": "died",
@@ -36,7 +39,6 @@ class Played:
 
     strategy: str
     name: str
-    target: float | None
     ranks: list[int]
     spans: list[list[float]]
     """Of each worker: when each gradient began and ended."""
@@ -107,7 +109,6 @@ def played(run: Run) -> Played:
     return Played(
         strategy=str(run.about.get("strategy", "")),
         name=run.folder.name,
-        target=run.about.get("target"),
         ranks=ranks,
         spans=spans,
         lives=lives,
@@ -119,6 +120,22 @@ def played(run: Run) -> Played:
         accuracy=_measured(run, "accuracy"),
         loss=_measured(run, "loss"),
     )
+
+
+def waits(runs: Sequence[Played]) -> str:
+    """What share of its time each run's workers wait."""
+    names = labels(runs)
+    told = [
+        f"{name}{'' if number else ' waits'} {100 * run.waiting:.0f} %{'' if number else ' of the time'}"
+        for number, (name, run) in enumerate(zip(names, runs, strict=True))
+    ]
+    return ", ".join(told) + "."
+
+
+def labels(runs: Sequence[Played]) -> list[str]:
+    """What each run is called: its strategy, or its folder where several have the same."""
+    names = [LABELS.get(run.strategy, run.strategy or run.name).partition(" (")[0] for run in runs]
+    return [run.name if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
 
 
 def _measured(run: Run, what: str) -> list[list[float]]:
