@@ -5,16 +5,25 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.cells import cell_len
 from rich.text import Text
 
-from freewheel.numbers import UNKNOWN, column, count, share, short
+from freewheel.numbers import column, count, share, short
 from freewheel.records.events import Event
 from freewheel.records.run import Run
 from freewheel.show.rates import elapsed_s, reached_s, standing
-from freewheel.show.rows import GOING, Row, history, most_telling, rows, total, window_s
+from freewheel.show.rows import (
+    GOING,
+    Column,
+    columns,
+    history,
+    most_telling,
+    printable,
+    rows,
+    total,
+    window_s,
+)
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = str.maketrans(BLOCKS + "·–…×", "_.,-=+*#|-~x")
@@ -37,16 +46,6 @@ WORDS = {
 DROPPED = ("steps", "exch.", "merges", "restarts", "sent", "node", "stale", "rate", "discrep.", "waiting",
            "loss", "state")  # fmt: skip
 """Which columns go first where the terminal is narrow; `rate` is what is drawn."""
-
-
-@dataclass
-class Column:
-    """A heading and a cell for each row; `key` is its name among those that may be dropped."""
-
-    key: str
-    cells: list[str]
-    heading: str = ""
-    left: bool = False
 
 
 class Screen:
@@ -83,17 +82,18 @@ class Screen:
             left = Counter(row.state for row in everyone if row not in shown)
             states = ", ".join(f"{number} {state}" for state, number in left.most_common())
             rest = [Text(f"… {left.total()} more: {states}", style="dim")]
-        columns = self._fit(_columns([*shown, total(run, everyone)]), width)
-        for one in columns:
+        found = [one for one in columns([*shown, total(run, everyone)]) if one.key != "windows"]
+        fitting = self._fit(found, width)
+        for one in fitting:
             if one.key == "rate":
                 _draw(run, one, [row.rank for row in shown], self._widths["rate"])
-        lines = [self._line(columns, None, "bold")]
+        lines = [self._line(fitting, None, "bold")]
         for number, row in enumerate(shown):
-            line = self._line(columns, number, "" if row.state in (*GOING, "finished") else "dim")
+            line = self._line(fitting, number, "" if row.state in (*GOING, "finished") else "dim")
             at = line.plain.find(row.state)
             line.stylize(STYLES.get(row.state, ""), at, at + len(row.state))
             lines.append(line)
-        return [*lines, *rest, self._line(columns, len(shown), "bold")]
+        return [*lines, *rest, self._line(fitting, len(shown), "bold")]
 
     def _fit(self, columns: list[Column], width: int) -> list[Column]:
         """Leave columns out until the others fit; what is drawn takes the room that is left."""
@@ -114,38 +114,8 @@ class Screen:
         for one in columns:
             cell = one.heading or one.key if number is None else one.cells[number]
             wide = self._widths[one.key]
-            cells.append(cell.ljust(wide) if one.left else cell.rjust(wide))
+            cells.append(cell.ljust(wide) if one.key in ("state", "node", "rate") else cell.rjust(wide))
         return Text(GAP.join(cells).rstrip(), style=style)
-
-
-def _columns(shown: list[Row]) -> list[Column]:
-    most = max((row.bytes_per_s or 0.0 for row in shown[:-1]), default=0.0)
-    scale, unit = (1e3, "kB/s") if most < 1e6 else (1e6, "MB/s") if most < 1e9 else (1e9, "GB/s")
-    sent = [None if row.bytes_per_s is None else row.bytes_per_s / scale for row in shown]
-    nodes = [printable(row.node) for row in shown]
-    columns = [
-        Column("rank", ["all" if row.rank is None else str(row.rank) for row in shown]),
-        Column("state", [row.state for row in shown], left=True),
-        Column("node", nodes if len(set(nodes[:-1])) > 1 else [UNKNOWN] * len(shown), left=True),
-        Column("restarts", _counts([row.restarts for row in shown])),
-        Column("steps", [f"{row.steps:,.0f}" for row in shown]),
-        Column("steps/s", column([row.steps_per_s for row in shown])),
-        Column("rate", [""] * len(shown), left=True),
-        Column("waiting", [share(row.blocked_share) for row in shown]),
-        Column("stale", column([row.staleness for row in shown])),
-        Column("discrep.", column([row.discrepancy for row in shown], 3)),
-        # A strategy has exchanges or merges or neither, hardly ever both.
-        Column("exch.", _counts([row.exchanges for row in shown])),
-        Column("merges", _counts([row.merges for row in shown])),
-        Column("sent", column(sent), unit),
-        Column("loss", column([row.loss for row in shown], 4)),
-    ]
-    always = ("state", "steps/s", "rate", "waiting")
-    return [one for one in columns if one.key in always or any(cell != UNKNOWN for cell in one.cells)]
-
-
-def _counts(values: Sequence[float]) -> list[str]:
-    return [f"{value:,.0f}" if any(values) else UNKNOWN for value in values]
 
 
 def _draw(run: Run, one: Column, ranks: list[int | None], cells: int) -> None:
@@ -182,11 +152,6 @@ def clock_time(run: Run, seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def printable(text: object) -> str:
-    """What a file says, on one line and without anything that steers a terminal."""
-    return "".join(one if one.isprintable() else " " for one in str(text)).strip()
 
 
 def header(run: Run, width: int, align: int) -> list[Text]:
