@@ -175,6 +175,6 @@ def test_a_timeline_does_not_grow_without_end(tmp_path, monkeypatch):
     assert timeline.take() is None
     assert (tmp_path / "timeline-0.jsonl").stat().st_size < 1500
     told = [
-        line for line in (tmp_path / "events-0.jsonl").read_text().splitlines() if "rest of the run" in line
+        line for line in (tmp_path / "events-0.jsonl").read_text().splitlines() if "takes too much" in line
     ]
     assert len(told) == 1

@@ -12,7 +12,7 @@ from rich.console import Console
 from freewheel.cli.options import RUNS, option
 from freewheel.errors import ConfigError
 from freewheel.records.files import check_writable, write_whole
-from freewheel.records.find_run import find_runs
+from freewheel.records.find_run import all_runs
 from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.show.rates import result_of
@@ -33,7 +33,7 @@ def report(
     check_writable(path)
     errors = Console(stderr=True)
     with errors.status("reading"):
-        results, runs = _read(_found(folders))
+        results, runs = _read(all_runs(folders))
     with errors.status("drawing"):
         words = {"title": _title(runs), "command": _commands(runs)}
         text = markdown(results, runs, **words) if as_markdown else html(results, runs, **words)
@@ -42,17 +42,6 @@ def report(
         return
     write_whole(path, text)
     print(f"Report: {path.resolve()}")
-
-
-def _found(folders: Sequence[Path]) -> list[Path]:
-    """All runs in these folders, in order."""
-    found: dict[Path, Path] = {}
-    for folder in folders:
-        for one in find_runs(folder):
-            if one.resolve() in found:
-                raise ConfigError(f"{str(one)!r} was given twice; name every run once.")
-            found[one.resolve()] = one
-    return list(found.values())
 
 
 def _read(folders: Sequence[Path]) -> tuple[list[Result], list[Run]]:

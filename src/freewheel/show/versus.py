@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from freewheel.numbers import given, listed, number, share
 from freewheel.records.result import Result
@@ -134,8 +135,6 @@ def _at(points: Sequence[Point], axis: int, moment: float) -> float | None:
         return None
     if points[-1][axis] <= ALIKE * moment:
         return points[-1][2]
-    after = bisect_left([point[axis] for point in points], moment)
-    if not after:
-        return points[0][2] if points[0][axis] == moment else None
-    (begin, low), (end, high) = ((points[k][axis], points[k][2]) for k in (after - 1, after))
-    return low + (high - low) * (moment - begin) / (end - begin)
+    if points[0][axis] > moment:
+        return None
+    return float(np.interp(moment, [point[axis] for point in points], [point[2] for point in points]))

@@ -78,17 +78,6 @@ class Entry:
         self.news += new or self.error != before
 
 
-@dataclass
-class Pick:
-    """The last document of some runs."""
-
-    version: int = 0
-    document: Document | None = None
-    of: tuple[int, ...] = ()
-    """The news of each run that are in it."""
-    made_s: float = -math.inf
-
-
 class Board:
     """The runs under a folder, and documents of those that somebody looks at."""
 
@@ -96,7 +85,8 @@ class Board:
         self._folder = folder
         self._entries: dict[Path, Entry] = {}
         self._scanned_s = -math.inf
-        self._picks: dict[tuple[int, ...], Pick] = {}
+        self._made: dict[tuple[int, ...], tuple[int, Document, tuple[int, ...], float]] = {}
+        """By runs: the version and document, the news of each run that are in it, and when it was made."""
         self._versions = itertools.count(1)
         self._lock = threading.Lock()
         found = find_runs(folder)
@@ -115,16 +105,14 @@ class Board:
             for entry in entries:
                 entry.poll()
             key, of = tuple(one.number for one in entries), tuple(one.news for one in entries)
-            pick = self._picks.pop(key, Pick())
-            self._picks[key] = pick  # the last that was asked for is the last to go
-            while len(self._picks) > MAX_PICKS:
-                del self._picks[next(iter(self._picks))]
-            if of != pick.of or time.monotonic() - pick.made_s > STALE_S:
-                document = self._document(entries)
-                if document != pick.document:
-                    pick.version, pick.document = next(self._versions), document
-                pick.of, pick.made_s = of, time.monotonic()
-            return {"version": pick.version, "document": None if since == pick.version else pick.document}
+            version, document, made_of, made_s = self._made.pop(key, (0, {}, (), -math.inf))
+            if of != made_of or time.monotonic() - made_s > STALE_S:
+                new = self._document(entries)
+                version = version if new == document else next(self._versions)
+                document, made_s = new, time.monotonic()
+            # The last that was asked for is the last to go.
+            self._made = dict([*self._made.items(), (key, (version, document, of, made_s))][-MAX_PICKS:])
+            return {"version": version, "document": None if since == version else document}
 
     # -- which runs --
 
