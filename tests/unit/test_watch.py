@@ -259,10 +259,10 @@ def test_a_worker_without_exchanges_has_merges_or_neither(tmp_path, now):
 def test_a_line_for_a_log_has_the_totals(tmp_path, now):
     run = Run(made.run(tmp_path, samples=20, ended=False))
     assert plain_line(run) == (
-        "0:09  4 training  538 steps  56.6 steps/s  waiting 3.0 %  stale 1.50  538 exchanges  226 MB/s  "
+        "0:09  4 training  steps 538  steps/s 56.6  waiting 3.0 %  stale 1.50  exch. 538  MB/s 226.4  "
         "loss 2.1589"
     )
-    assert plain_line(run, 60) == "0:09  4 training  538 steps  56.6 steps/s  waiting 3.0 %"
+    assert plain_line(run, 60) == "0:09  4 training  steps 538  steps/s 56.6  waiting 3.0 %"
 
 
 def test_a_total_of_workers_that_came_and_went_is_that_of_the_run(tmp_path, now):
@@ -339,7 +339,7 @@ def test_without_a_terminal_lines_come_and_events_when_they_happen_until_the_run
     )
     assert command(monkeypatch, folder) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("0:09  2 training  285 steps")
+    assert lines[2].startswith("0:09  2 training  steps 285")
     assert lines[3] == "   0:09  worker 1 is cut off: silent for 2 s (seen by 0)"
     assert lines[4].startswith("0:09  2 training")
     assert lines[5].startswith("0:10  2 finished")

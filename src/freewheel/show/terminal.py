@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from rich.cells import cell_len
 from rich.text import Text
 
-from freewheel.numbers import column, count, share, short
+from freewheel.numbers import UNKNOWN, column, count, share, short
 from freewheel.records.events import Event
 from freewheel.records.run import Run
 from freewheel.show.rates import elapsed_s, reached_s, standing
@@ -30,6 +30,8 @@ ASCII = str.maketrans(BLOCKS + "·–…×", "_.,-=+*#|-~x")
 SPARK = (6, 24)
 """The least and the greatest width of what is drawn."""
 GAP = "  "
+SUMMED = ("steps", "steps/s", "waiting", "stale", "exch.", "merges", "sent", "loss")
+"""What a line for a log says of all workers."""
 STYLES = {
     "training": "green", "joining": "cyan", "finished": "blue", "dead": "bold red", "silent": "yellow",
     "died": "red", "failed": "red", "cut": "red", "store lost": "red", "half": "yellow", "left": "yellow",
@@ -233,23 +235,16 @@ def event_line(run: Run, event: Event) -> Text:
 def plain_line(run: Run, width: int | None = None) -> str:
     """All workers in one line, for a log; what does not fit the width is left out, last first."""
     everyone = rows(run)
-    row, states = total(run, everyone), Counter(one.state for one in everyone)
+    states = Counter(one.state for one in everyone)
     parts = [
         clock_time(run, elapsed_s(run)),
         ", ".join(f"{number} {state}" for state, number in states.most_common()),
-        f"{row.steps:,.0f} steps",
-        f"{column([row.steps_per_s])[0]} steps/s",
-        f"waiting {share(row.blocked_share)}",
+        *(
+            f"{one.heading or one.key} {one.cells[-1]}"
+            for one in columns([*everyone, total(run, everyone)])
+            if one.key in SUMMED and one.cells[-1] != UNKNOWN
+        ),
     ]
-    if row.staleness is not None:
-        parts.append(f"stale {column([row.staleness])[0]}")
-    if row.exchanges or row.merges:
-        many, what = (row.exchanges, "exchanges") if row.exchanges else (row.merges, "merges")
-        parts.append(f"{many:,.0f} {what}")
-    if row.bytes_per_s is not None:
-        parts.append(f"{column([row.bytes_per_s / 1e6])[0]} MB/s")
-    if row.loss is not None:
-        parts.append(f"loss {column([row.loss], 4)[0]}")
     while width is not None and len(parts) > 1 and len(GAP.join(parts)) > width:
         parts.pop()
     return GAP.join(parts)

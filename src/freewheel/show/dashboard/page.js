@@ -140,29 +140,11 @@
   const state = (one) => make("span", { className: "state " + one.state, textContent: one.state });
   const tile = ([name, value, more]) => make("div", { className: "tile" }, make("dt", { textContent: name }),
     make("dd", {}, value, more ? make("small", { textContent: more }) : null));
-  const tabled = (heads, rows, ...below) => make("div", { className: "scroll compared", tabIndex: 0 },
-    make("table", {}, make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { textContent: head })))),
-      make("tbody", {}, ...rows)), ...below);
-  const compared = () => tabled(["run", "state", ...document_.heads], document_.shown.map((one) => make("tr", {},
-    make("th", { scope: "row" }, swatch(one.colour), " ", one.label), make("td", {}, state(one)),
-    ...one.row.map((text) => make("td", { textContent: text })))));
-  // Where more runs belong together than can be told apart: a table of them, to pick some.
-  const home = () => {
-    const ticks = document_.runs.map((run) => {
-      const tick = make("input", { type: "checkbox", value: run.number });
-      tick.setAttribute("aria-label", `compare ${run.name}`);
-      return tick;
-    });
-    const compare = make("button", { type: "button", className: "go", textContent: "Compare those ticked",
-      onclick: () => pick(ticks.filter((tick) => tick.checked).map((tick) => tick.value)) });
-    const row = (run, place) => make("tr", {},
-      make("th", { scope: "row" }, ticks[place], " ", make("button", { type: "button", className: "name",
-        textContent: run.name, onclick: () => pick([run.number]) })),
-      ...[run.strategy, run.workers, run.started && new Date(1000 * run.started).toLocaleString(),
-        run.error || (run.live ? "live" : "ended")].map((text) => make("td", { textContent: text || "–" })));
-    return tabled(["run", "strategy", "workers", "started", "state"], document_.runs.map(row), compare);
-  };
-  let housed = "";
+  const compared = () => make("div", { className: "scroll compared", tabIndex: 0 }, make("table", {},
+    make("thead", {}, make("tr", {}, ...["run", "state", ...document_.heads].map((head) => make("th", { textContent: head })))),
+    make("tbody", {}, ...document_.shown.map((one) => make("tr", {},
+      make("th", { scope: "row" }, swatch(one.colour), " ", one.label), make("td", {}, state(one)),
+      ...one.row.map((text) => make("td", { textContent: text })))))));
   const words = () => {
     const { shown, notes, picked } = document_;
     const [one] = shown;
@@ -173,11 +155,11 @@
       one.waits_for ? `, waits for ${one.waits_for}` : "", one.clock === "virtual" ? " · simulated" : ""];
     byId("lead").replaceChildren(...said);
     warn(notes);
-    const said_of = picked.length ? "" : JSON.stringify(document_.runs);
-    if (!said_of) byId("headline").replaceChildren(...shown.length > 1 ? [compared()]
+    byId("headline").replaceChildren(...shown.length > 1 ? [compared()]
       : one && one.tiles.length ? [make("dl", { className: "tiles" }, ...one.tiles.map(tile))] : []);
-    else if (said_of !== housed) byId("headline").replaceChildren(home());  // ticks stay while nothing changes
-    housed = said_of;
+    // Where more runs belong together than can be told apart: a list of them, to pick some.
+    document.body.classList.toggle("home", !picked.length);
+    if (!picked.length) byId("picker").open = true;
     byId("shown").hidden = !Object.keys(document_.figures).length;
     byId("legend").hidden = shown.length < 2;
     byId("legend").replaceChildren(...shown.map((each) => make("span", {}, swatch(each.colour), each.label)));
@@ -252,7 +234,7 @@
   };
   byId("picker-find").addEventListener("input", list);
   document.addEventListener("click", (event) => {
-    if (!event.composedPath().includes(byId("picker"))) byId("picker").open = false;
+    if (document_?.picked.length && !event.composedPath().includes(byId("picker"))) byId("picker").open = false;
   });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") byId("picker").open = false; });
 
