@@ -198,8 +198,6 @@ function scales() {
   if (log) {
     marks = []; for (let k = Math.floor(f(low)); k <= Math.ceil(f(high)); k++) marks.push(10 ** k);
     [low, high] = [marks[0], marks.at(-1)]; words = (value) => value >= 1e5 || value < 1e-3 ? value.toExponential(0) : `${Number(value.toPrecision(1))}`;
-  } else if (data.measure === "accuracy" && high - low > 0.4) {
-    [low, high] = [0, 1]; marks = [0, 0.25, 0.5, 0.75, 1]; words = (value) => percent(value);
   } else {
     const step = round(high - low || 0.1, 4), rate = data.measure === "accuracy" ? 100 : 1;
     low = step * Math.floor(low / step + 1e-9); high = step * Math.ceil(high / step - 1e-9) || low + step;
