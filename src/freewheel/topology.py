@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from freewheel import names
 from freewheel.errors import ConfigError
+from freewheel.numbers import listed
 
 Matrix = npt.NDArray[np.float64]
 
@@ -354,4 +355,4 @@ def _parted(parts: list[list[int]]) -> str:
     shown = [f"{{{_listed(part)}}}" for part in parts]
     if len(shown) > 4:
         shown = [*shown[:3], f"{len(parts) - 3} more"]
-    return f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return listed(shown)

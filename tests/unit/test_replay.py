@@ -69,7 +69,7 @@ def test_a_death_and_a_return_are_marked_and_make_two_lives(runs):
     assert [tuple(mark[1:3]) for mark in run["marks"]] == [(2, "died"), (2, "joined")]
     assert [words for *_, words in run["marks"]] == [
         "worker 2 died at 0.12 s",
-        "worker 2 was restarted at 0.30 s",
+        "worker 2 was started again at 0.30 s",
     ]
     assert len(run["lives"][2]) == 2
     assert [begin for rank, begin, end in run["cut"] if rank == 2 and end == 0.12] == [0.1]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import stat
 import time
@@ -217,17 +216,7 @@ def thin(path: Path) -> int:
 
 
 def _json(value: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(value, allow_nan=False, default=str)
-    except ValueError:  # JSON has no nan
-        return json.dumps(_plain(value), default=str)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value
+    text = json.dumps(value, default=str)
+    if "NaN" in text or "Infinity" in text:  # JSON has neither
+        text = json.dumps(json.loads(text, parse_constant=lambda _: None))
+    return text

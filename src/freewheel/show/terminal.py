@@ -12,6 +12,7 @@ from rich.text import Text
 from freewheel.numbers import UNKNOWN, column, count, share, short
 from freewheel.records.events import Event
 from freewheel.records.run import Run
+from freewheel.show.figures.palette import EVENTS
 from freewheel.show.rates import elapsed_s, reached_s, standing
 from freewheel.show.rows import (
     GOING,
@@ -32,19 +33,7 @@ SPARK = (6, 24)
 GAP = "  "
 SUMMED = ("steps", "steps/s", "waiting", "stale", "exch.", "merges", "sent", "loss")
 """What a line for a log says of all workers."""
-STYLES = {
-    "training": "green", "joining": "cyan", "finished": "blue", "dead": "bold red", "silent": "yellow",
-    "died": "red", "failed": "red", "cut": "red", "store lost": "red", "half": "yellow", "left": "yellow",
-    "joined": "green", "restarted": "green", "store back": "green", "resumed": "green",
-}  # fmt: skip
-WORDS = {
-    "died": "worker {} died", "cut": "worker {} is cut off", "joined": "worker {} joined",
-    "left": "worker {} left", "half": "half an exchange with worker {}", "failed": "worker {} failed",
-    "restarted": "worker {}", "resumed": "worker {} resumed",
-    "checkpoint": "worker {} wrote a checkpoint", "store lost": "worker {} lost the rendezvous",
-    "store back": "worker {} has the rendezvous again", "thinned": "records of worker {} were thinned",
-    "slowed": "worker {} is slower",
-}  # fmt: skip
+STYLES = {"training": "green", "joining": "cyan", "finished": "blue", "dead": "bold red", "silent": "yellow"}
 DROPPED = ("steps", "exch.", "merges", "restarts", "sent", "node", "stale", "rate", "discrep.", "waiting",
            "loss", "state")  # fmt: skip
 """Which columns go first where the terminal is narrow; `rate` is what is drawn."""
@@ -221,15 +210,13 @@ def _events(run: Run, most: int) -> list[Text]:
 def event_line(run: Run, event: Event) -> Text:
     """When, what, and who noticed."""
     when, said = clock_time(run, max(0.0, event.time - run.began_s)), printable(event.text)
-    text = said or printable(event.what)
+    text, kind = said or printable(event.what), EVENTS.get(event.what)
     if event.rank is not None:
-        about = WORDS.get(event.what, f"worker {{}}: {printable(event.what)}").replace(
-            "{}", str(event.rank), 1
-        )
+        about = f"worker {event.rank}" + (f" {kind.words}" if kind else f": {printable(event.what)}")
         text = (event.link or about) + (f": {said}" if event.text else "")
     by = event.noticed_by(most=5, others_than=(event.rank, event.peer))
     seen = f" (seen by {printable(by)})" if by else ""
-    return Text.assemble((f"{when:>7}  ", "dim"), (text, STYLES.get(event.what, "")), (seen, "dim"))
+    return Text.assemble((f"{when:>7}  ", "dim"), (text, kind.style if kind else ""), (seen, "dim"))
 
 
 def plain_line(run: Run, width: int | None = None) -> str:

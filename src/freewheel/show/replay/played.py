@@ -13,6 +13,7 @@ from freewheel.records.events import Event
 from freewheel.records.run import Run
 from freewheel.records.tail import Tail
 from freewheel.records.timeline import UNITS, seconds
+from freewheel.show.figures.palette import EVENTS
 
 DIGITS = 4
 LABELS = {"ddp": "DDP", "allreduce": "AllReduce (what DDP does)", "adpsgd": "AD-PSGD"}
@@ -26,7 +27,6 @@ MARKS = {
     "cut": "cut",
     "slowed": "slowed",
 }
-WORDS = {"died": "died", "left": "left", "joined": "joined", "cut": "was cut off", "slowed": "became slower"}
 ONCE_S = 1.0
 """What is told of a worker again within this time is the same thing."""
 UNFINISHED = 1.5
@@ -158,16 +158,16 @@ def _marks(run: Run, place: dict[int, int]) -> list[list[Any]]:
             (away.discard if what == "joined" else away.add)(event.rank)
         told = [one for one in found if one[1:3] == [place[event.rank], what]]
         if not told or at_s - told[-1][0] > ONCE_S:
-            found.append([_short(at_s), place[event.rank], what, f"{_words(event, what)} at {at_s:.2f} s"])
+            found.append([_short(at_s), place[event.rank], what, f"{_words(event)} at {at_s:.2f} s"])
     return found
 
 
-def _words(event: Event, what: str) -> str:
+def _words(event: Event) -> str:
     if event.link:
         return event.link
     if event.text.startswith("heal"):
         return f"worker {event.rank} can be reached again"
-    return f"worker {event.rank} {'was restarted' if event.what == 'restarted' else WORDS[what]}"
+    return f"worker {event.rank} {EVENTS[event.what].words}"
 
 
 def _lives(run: Run, rank: int, deaths: list[float]) -> list[list[float]]:

@@ -10,6 +10,7 @@ from typing import Any
 from freewheel.numbers import count, given, listed, number, share
 from freewheel.records.result import Result
 from freewheel.records.run import DEATHS, Run
+from freewheel.show.figures.palette import EVENTS, GRAVE
 from freewheel.show.rates import standing
 from freewheel.show.shown import Shown, differing, flatten
 from freewheel.show.tables import unlike
@@ -17,16 +18,6 @@ from freewheel.show.versus import baseline_of, race
 
 TOLD = 5
 """The most things that are told of one kind."""
-VERBS = {
-    "died": "died",
-    "failed": "failed",
-    "cut": "was cut off",
-    "left": "left",
-    "joined": "joined",
-    "restarted": "was started again",
-    "resumed": "resumed",
-}
-"""The events that are told in words; the others are in the table only."""
 
 
 def clock(results: Sequence[Result]) -> str:
@@ -68,8 +59,8 @@ def happened(run: Run) -> str:
         at = f"at {seconds:.3g} s" if seconds < 100 else f"at {seconds:,.0f} s"
         if event.link:
             links[f"{event.link[0].upper()}{event.link[1:]} {at}."] = None
-        elif event.what in VERBS and event.rank is not None:
-            told[event.rank].append(f"{VERBS[event.what]} {at}")
+        elif event.what in (*GRAVE, "resumed") and event.rank is not None:
+            told[event.rank].append(f"{EVENTS[event.what].words} {at}")
     befell = "The same befell {} other {}."
     workers = [f"Worker {rank} {listed(_few(words, '{} times more'))}." for rank, words in told.items()]
     return " ".join(_few(workers, befell, "workers") + _few(list(links), befell, "links"))
