@@ -144,7 +144,7 @@ def _beside(beside: Versus) -> list[Column]:
 
 def unlike(runs: Sequence[Shown]) -> str:
     """Why these runs cannot be ranked against each other; nothing where they can."""
-    if len({run.result.clock for run in runs}) > 1:
+    if len({run.clock for run in runs}) > 1:
         return "Some of these runs are simulated, in virtual seconds, and some real: they are not ranked."
     return ""
 

@@ -24,6 +24,7 @@ from freewheel.show.figures import charts
 from freewheel.show.figures.palette import COLOURS
 from freewheel.show.rows import Row, columns, total
 from freewheel.show.shown import Shown, flatten, shown
+from freewheel.show.tables import unlike
 from freewheel.show.terminal import clock_time
 
 SCAN_S = 2.0
@@ -155,7 +156,7 @@ class Board:
         begun = [one for one in runs if one.run.workers]
         return {
             "runs": [_listed(entry) for entry in self._entries.values()],
-            "notes": [note for entry in entries if (note := _note(entry))] + _clocks(runs),
+            "notes": [note for entry in entries if (note := _note(entry))] + [*filter(None, [unlike(runs)])],
             "shown": [
                 {"number": number, "label": one.label, "colour": one.colour, **_headline(one)}
                 for (number, _), one in zip(good, runs, strict=True)
@@ -200,14 +201,6 @@ def _note(entry: Entry) -> str:
         verb = "is" if broken == 1 else "are"
         return f"{entry.name}: {count(broken, 'line')} of its records cannot be read, and {verb} left out."
     return ""
-
-
-def _clocks(runs: Sequence[Shown]) -> list[str]:
-    """A word of warning where times are not of one kind."""
-    if len({one.run.clock for one in runs}) < 2:
-        return []
-    virtual = ", ".join(one.label for one in runs if one.run.clock == "virtual")
-    return [f"Simulated, in virtual seconds: {virtual}. Its times and rates are not those of the other runs."]
 
 
 def _headline(one: Shown) -> Document:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
+from freewheel.numbers import count
 from freewheel.records.run import Run
 from freewheel.show.figures.palette import COLOURS
 from freewheel.show.rates import result_of
@@ -69,13 +70,15 @@ def two(runs: Sequence[Run]) -> list[Run]:
 
 
 def title_of(runs: Sequence[Run]) -> str:
-    """What is played, and who is slow."""
+    """What runs are about, and who is slow in them."""
     about = runs[0].about
-    slow = about.get("settings", {}).get("scenario", {})
-    factors = slow.get("slow") or (slow.get("compute") or {}).get("slow") or {}
+    if len({run.about.get("name", run.folder.name) for run in runs}) > 1:
+        return f"{len(runs)} runs"
+    scenario = result_of(runs[0]).scenario
+    factors = scenario.get("slow") or scenario.get("compute", {}).get("slow", {})
     who = [f"worker {rank} is {float(factor):g}× slower" for rank, factor in factors.items()]
     task = str(about.get("name", runs[0].folder.name)).partition(":")[0]
-    return ", ".join([f"{task} on {about.get('workers', len(runs[0].ranks))} workers", *who])
+    return ", ".join([f"{task} on {count(len(runs[0].ranks), 'worker')}", *who])
 
 
 def _label(run: Played, name: str) -> str:

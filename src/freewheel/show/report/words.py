@@ -20,9 +20,9 @@ TOLD = 5
 """The most things that are told of one kind."""
 
 
-def clock(results: Sequence[Result]) -> str:
+def clock(runs: Sequence[Shown]) -> str:
     """Whose seconds these are: "virtual", "wall-clock", or each run's own."""
-    clocks = {result.clock for result in results}
+    clocks = {run.clock for run in runs}
     if len(clocks) > 1:
         return "wall-clock or, of simulated runs, virtual"
     return "wall-clock" if clocks == {"wall"} else "virtual"
