@@ -78,7 +78,7 @@ def test_a_death_and_a_return_are_marked_and_make_two_lives(runs):
 def test_the_story_is_told_from_the_runs(runs):
     data, _ = played(runs / "allreduce", runs / "adpsgd")
     assert re.fullmatch(
-        r"AD-PSGD reaches the target accuracy of 20 % first, after [\d.]+ s, "
+        r"AD-PSGD reaches 20 % accuracy first, after [\d.]+ s, "
         r"[\d.]+ times sooner than AllReduce \([\d.]+ s\)\.",
         data["story"],
     )
@@ -88,7 +88,7 @@ def test_the_story_is_told_from_the_runs(runs):
     (first, second) = (run["colour"] for run in data["runs"])
     alone, _ = played(runs / "adpsgd")
     assert first != second == alone["runs"][0]["colour"]  # a strategy keeps its colour
-    assert re.fullmatch(r"AD-PSGD reaches the target accuracy of 20 % after [\d.]+ s\.", alone["story"])
+    assert re.fullmatch(r"AD-PSGD reaches 20 % accuracy after [\d.]+ s\.", alone["story"])
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_who_was_there_first(curves, said):
         dataclasses.replace(one, strategy=name.lower(), target=0.9, target_s=at_s)
         for name, at_s in curves.items()
     ]
-    assert race(list(curves), some) == said.format("reaches the target accuracy of 90 %")
+    assert race(list(curves), some) == said.format("reaches 90 % accuracy")
     assert race(["a"], [dataclasses.replace(one, target=None)]) == ""
 
 

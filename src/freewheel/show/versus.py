@@ -100,7 +100,7 @@ def race(names: Sequence[str], results: Sequence[Result]) -> str:
     if target is None:
         return ""
     base = None if (run := baseline_of(results)) is None else results.index(run)
-    what = f"the target accuracy of {given(100 * target)} %"
+    what = f"{given(100 * target)} % accuracy"
     if base is not None and not any(one.target for one in results):
         what = f"{share(target)} accuracy, about what {names[base]} ended with,"
     reached = {place: at_s for place, at_s in enumerate(after_s) if at_s is not None}
