@@ -5,7 +5,7 @@
 A form is a name with settings: `all` (gradients of all are averaged), `pairs` (random pairs average, the
 correction comes `delay` steps late), `merge` (all average, which takes `delay` steps), `local` (all average
 every `interval` steps); with lr, warmup (steps), moments=1 (averaged too), nesterov=0, early and late (shares
-of the steps, at the beginning and the end, without delay), fresh (the share of pairs that meet without delay),
+of the steps, at the beginning and the end, without delay), fresh (share of pairs that meet without delay),
 callers=1 (of each pair one is corrected without delay) and seed. Nothing here uses Freewheel's engine: it is
 a check of it.
 """
