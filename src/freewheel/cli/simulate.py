@@ -14,6 +14,7 @@ from freewheel.cli.results import Outputs
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.records.files import check_unused, check_writable, open_whole, write_whole
 from freewheel.records.result import Result
+from freewheel.show.rates import trouble
 from freewheel.sim.compute import Compute
 from freewheel.sim.faults import Fault
 from freewheel.sim.links import Links
@@ -125,8 +126,8 @@ def simulate(
     if results:
         out.show(console, results)
         for result in results:
-            if trouble := _trouble(result):
-                console.print(f"{result.strategy}: {trouble}", highlight=False, soft_wrap=True)
+            if said := _trouble(result):
+                console.print(f"{result.strategy}: {said}", highlight=False, soft_wrap=True)
         if len(results) == 1:
             console.print(f"trace sha256 {results[0].trace_sha256}", highlight=False, soft_wrap=True)
         out.save(console, results, runs, f"{task} on {asked.workers} workers")
@@ -171,18 +172,6 @@ def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[s
 
 def _trouble(result: Result) -> str:
     """What faults cost, in words; nothing where there were none."""
-
-    def total(kind: str, outcome: str) -> int:
-        return sum(int(worker[kind][outcome]) for worker in result.by_worker)
-
-    counts = {
-        "exchanges failed": total("exchanges", "failed"),
-        "merges dropped": total("merges", "dropped"),
-        "perhaps counted on one side only": total("exchanges", "half") + total("merges", "half"),
-        "messages to lost workers dropped": sum(w["messages_dropped"] for w in result.by_worker),
-    }
-    words = [f"{count} {what}" for what, count in counts.items() if count]
     late = [fault for fault in result.settings["scenario"]["faults"] if fault["at_s"] > result.virtual_s]
-    if late:
-        words.append(f"{len(late)} faults never happened, the run ended at {result.virtual_s:.3f} s")
-    return ", ".join(words)
+    never = f"{len(late)} faults never happened, the run ended at {result.virtual_s:.3f} s"
+    return ", ".join([*trouble(result.by_worker), *([never] if late else [])])

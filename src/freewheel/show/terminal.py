@@ -13,7 +13,7 @@ from freewheel.numbers import UNKNOWN, column, count, share, short
 from freewheel.records.events import Event
 from freewheel.records.run import Run
 from freewheel.show.figures.palette import EVENTS
-from freewheel.show.rates import elapsed_s, reached_s, standing
+from freewheel.show.rates import elapsed_s, reached_s, standing, trouble
 from freewheel.show.rows import (
     GOING,
     Column,
@@ -188,14 +188,8 @@ def _figures(run: Run) -> list[str]:
         after_s = reached_s(run)
         after = "" if after_s is None else f" after {short(after_s)} s"
         found.append(f"target {share(run.about['target'])}{after}")
-    trouble = Counter[str]()
-    for life in run.lives:
-        for kind in ("exchanges", "merges"):
-            for outcome in ("half", "failed"):
-                trouble[f"{kind} {outcome}"] += (life.get(kind) or {}).get(outcome, 0)
-        trouble["messages dropped"] += life.get("messages_dropped") or 0
-    trouble["lines that cannot be read"] = run.broken
-    return found + [f"{what}: {number:,}" for what, number in trouble.items() if number]
+    broken = [f"lines that cannot be read: {run.broken:,}"] if run.broken else []
+    return [*found, *trouble(run.lives), *broken]
 
 
 def _events(run: Run, most: int) -> list[Text]:
