@@ -15,6 +15,7 @@ from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.settings import setting
 from freewheel.show.report import write
+from freewheel.show.shown import ranked
 from freewheel.show.tables import brief_table, results_tables
 from freewheel.show.versus import versus
 
@@ -35,7 +36,7 @@ class Outputs:
 
     def show(self, console: Console, results: Sequence[Result]) -> None:
         """Print a table of six columns, or all there is."""
-        for table in results_tables(results, console.width) if self.wide else [brief_table(results)]:
+        for table in results_tables(results, console.width) if self.wide else [brief_table(ranked(results))]:
             console.print(table, highlight=False)
 
     def save(

@@ -77,8 +77,8 @@ def _columns(runs: Sequence[Shown]) -> list[Column]:
     results = [run.result for run in runs]
     beside = versus(results)
 
-    def words(head: str, value: Callable[[Result], object], group: int = 0) -> Column:
-        return Column(head, [str(value(one)) for one in results], group=group)
+    def words(head: str, value: Callable[[Result], object]) -> Column:
+        return Column(head, [str(value(one)) for one in results])
 
     def figure(
         head: str,
@@ -188,18 +188,16 @@ def results_tables(results: Sequence[Result], width: int) -> list[rich.table.Tab
     return found
 
 
-def brief_table(results: Sequence[Result], labels: Sequence[str] = ()) -> rich.table.Table:
+def brief_table(runs: Sequence[Shown]) -> rich.table.Table:
     """How fast, how much of the time is lost, and what was learned: when, and how well."""
-    found = {one.head: one for one in _columns(ranked(results)) if set(one.texts) != {UNKNOWN}}
+    found = {one.head: one for one in _columns(runs) if set(one.texts) != {UNKNOWN}}
     timed = [head for head in found if head.startswith(("s to ", "speed-up"))]
     learned = "accuracy" if "accuracy" in found else "loss"
-    wanted = ["steps/s", "idle", *([] if len(timed) > 1 else ["seconds"]), *timed, learned]
-    called = {"idle": "time waiting", "seconds": f"{results[0].clock} s"}
+    wanted = ["strategy", "steps/s", "idle", *([] if len(timed) > 1 else ["seconds"]), *timed, learned]
+    called = {"idle": "time waiting", "seconds": f"{runs[0].clock} s"}
     columns = [found[head] for head in wanted if head in found]
-    heads = ["strategy", *(called.get(one.head, one.head) for one in columns)]
-    return printed(
-        heads, zip(labels or found["strategy"].texts, *(one.texts for one in columns), strict=True)
-    )
+    heads = [called.get(one.head, one.head) for one in columns]
+    return printed(heads, zip(*(one.texts for one in columns), strict=True))
 
 
 def _fitted(columns: list[Column], width: int) -> rich.table.Table:
