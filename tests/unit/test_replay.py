@@ -137,7 +137,7 @@ def test_perfetto_gets_the_trace_event_format(runs):
         if event["ph"] == "M":
             assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
     named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert named == ["AllReduce", "AD-PSGD"]
+    assert named == ["allreduce", "adpsgd"]
     work = [event for event in events if event["name"] == "gradient" and event["pid"] == 0]
     assert len(work) == WORKERS * STEPS
     slow = [event["dur"] for event in work if event["tid"] == 0]

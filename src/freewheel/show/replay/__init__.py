@@ -9,14 +9,16 @@ from importlib.resources import files
 
 from freewheel.numbers import count
 from freewheel.records.run import Run
-from freewheel.show.figures.palette import COLOURS
 from freewheel.show.rates import result_of
-from freewheel.show.replay.played import LABELS, Played, labels, played, waits
-from freewheel.show.shown import hues
+from freewheel.show.replay.played import played, waits
+from freewheel.show.shown import shown
 from freewheel.show.versus import BASELINES, goal, race
 
 __all__ = ["LABELS", "MOST", "html", "title_of", "two"]
 
+EXPLAINED = " (what DDP does)"
+LABELS = {"ddp": "DDP", "allreduce": f"AllReduce{EXPLAINED}", "adpsgd": "AD-PSGD"}
+"""What strategies are called."""
 MOST = 4
 """Runs on one page."""
 
@@ -27,12 +29,13 @@ STEPS_SHOWN = 5
 def html(runs: Sequence[Run], title: str) -> str:
     """The whole page, which needs nothing else."""
     all_played = [played(run) for run in runs]
-    strategies = [one.strategy for one in all_played]
     simulated = {run.clock == "virtual" for run in runs}
     about = "Simulated, in virtual time." if simulated == {True} else "Real processes."
     means = [mean_s for one in all_played for mean_s in one.step_s]
-    names, results = labels(all_played), [result_of(run) for run in runs]
-    told, waiting = race(names, results), waits(all_played)
+    results, named = [result_of(run) for run in runs], shown(runs)
+    labels = [LABELS.get(one.label, one.label) for one in named]
+    names = [label.removesuffix(EXPLAINED) for label in labels]
+    told, waiting = race(names, results), waits(names, all_played)
     target, _ = goal(results)
     data = {
         "title": title,
@@ -45,8 +48,8 @@ def html(runs: Sequence[Run], title: str) -> str:
         "usual": min(means),
         "speed": _speed(max(one.seconds for one in all_played)),
         "runs": [
-            {**one.as_json(), "colour": COLOURS[hue], "short": name, "label": _label(one, name)}
-            for one, hue, name in zip(all_played, hues(strategies), names, strict=True)
+            {**one.as_json(), "colour": run.colour, "short": name, "label": label}
+            for one, run, name, label in zip(all_played, named, names, labels, strict=True)
         ],
     }
     page = files(__package__)
@@ -79,12 +82,6 @@ def title_of(runs: Sequence[Run]) -> str:
     who = [f"worker {rank} is {float(factor):g}× slower" for rank, factor in factors.items()]
     task = str(about.get("name", runs[0].folder.name)).partition(":")[0]
     return ", ".join([f"{task} on {count(len(runs[0].ranks), 'worker')}", *who])
-
-
-def _label(run: Played, name: str) -> str:
-    """Longer where there is more to say."""
-    own = LABELS.get(run.strategy, name)
-    return own if own.startswith(name) else name
 
 
 def _speed(length_s: float) -> float:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from freewheel.records.run import Run
-from freewheel.show.replay.played import Played, labels, played
+from freewheel.show.replay.played import Played, played
+from freewheel.show.shown import shown
 
 US = 1e6
 APART = 1000
@@ -21,9 +22,9 @@ APART = 1000
 def as_perfetto(runs: Sequence[Run]) -> str:
     """The text of a file; ConfigError: a run has no timeline."""
     found: list[dict[str, Any]] = []
-    all_played = [played(run) for run in runs]
-    for pid, (run, name) in enumerate(zip(all_played, labels(all_played), strict=True)):
-        found += _names(run, pid, name)
+    for pid, one in enumerate(shown(runs)):
+        run = played(one.run)
+        found += _names(run, pid, one.label)
         found += _work(run, pid)
         found += _meetings(run, pid)
         for at_s, worker, what, words in run.marks:

@@ -16,8 +16,6 @@ from freewheel.records.timeline import UNITS, seconds
 from freewheel.show.figures.palette import EVENTS
 
 DIGITS = 4
-LABELS = {"ddp": "DDP", "allreduce": "AllReduce (what DDP does)", "adpsgd": "AD-PSGD"}
-"""What strategies are called."""
 MARKS = {
     "died": "died",
     "failed": "died",
@@ -37,8 +35,6 @@ UNFINISHED = 1.5
 class Played:
     """What a page, a story and a trace are made of."""
 
-    strategy: str
-    name: str
     ranks: list[int]
     spans: list[list[float]]
     """Of each worker: when each gradient began and ended."""
@@ -107,8 +103,6 @@ def played(run: Run) -> Played:
     marks = _marks(run, place)
     lives = [_lives(run, rank, [m[0] for m in marks if m[1:3] == [place[rank], "died"]]) for rank in ranks]
     return Played(
-        strategy=str(run.about.get("strategy", "")),
-        name=run.folder.name,
         ranks=ranks,
         spans=spans,
         lives=lives,
@@ -122,20 +116,13 @@ def played(run: Run) -> Played:
     )
 
 
-def waits(runs: Sequence[Played]) -> str:
+def waits(names: Sequence[str], runs: Sequence[Played]) -> str:
     """What share of its time each run's workers wait."""
-    names = labels(runs)
     told = [
         f"{name}{'' if number else ' waits'} {100 * run.waiting:.0f} %{'' if number else ' of the time'}"
         for number, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
     return ", ".join(told) + "."
-
-
-def labels(runs: Sequence[Played]) -> list[str]:
-    """What each run is called: its strategy, or its folder where several have the same."""
-    names = [LABELS.get(run.strategy, run.strategy or run.name).partition(" (")[0] for run in runs]
-    return [run.name if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)]
 
 
 def _measured(run: Run, what: str) -> list[list[float]]:
