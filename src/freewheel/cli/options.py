@@ -80,10 +80,11 @@ def takes(*classes: type, **defaults: Any) -> Callable[[Callable[..., Any]], Cal
         own = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
 
         def called(help_all: bool = False, **given: Any) -> Any:
-            found = []
-            for group in groups:
-                typed = {one: given.pop(one.parameter.name) for one in group}
-                found.append({one.field: one.read(text) if one.read else text for one, text in typed.items()})
+            found: list[dict[str, Any]] = [{} for _ in groups]
+            for settings, group in zip(found, groups, strict=True):
+                for one in group:
+                    text = given.pop(one.parameter.name)
+                    settings[one.field] = one.read(text) if one.read else text
             return command(*found, **given)
 
         parameters = [*own[:2], *(one.parameter for group in groups for one in group), *own[2:], HELP_ALL]

@@ -119,8 +119,8 @@ def simulate(
                         raise
                     stopped.append(str(error))
         runs = [recorded(home) for _, home in done if home is not None]
-        if trace is not None and perfetto and runs:
-            write_whole(trace, as_perfetto([run for run in runs if run is not None]))
+        if trace is not None and perfetto and (kept := [run for run in runs if run is not None]):
+            write_whole(trace, as_perfetto(kept))
     results = [result for result, _ in done]
     console = output()
     if results:
