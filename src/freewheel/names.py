@@ -9,10 +9,10 @@ A list of them is separated by commas.
 
 from __future__ import annotations
 
-import dataclasses
+import inspect
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from freewheel.errors import ConfigError, UnknownName
@@ -41,23 +41,23 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
     return name.strip(), settings
 
 
-def build(kind: str, spec: str, known: Mapping[str, type[T]]) -> T:
-    """Make the dataclass that ``spec`` names, with its settings read by the types of its fields.
+def build(kind: str, spec: str, known: Mapping[str, Callable[..., T]], *given: Any) -> T:
+    """Make what ``spec`` names, with its settings read by the types of what its maker takes behind ``given``.
 
     An unknown setting is named, never swallowed.
     """
     name, settings = parse(spec)
     if name not in known:
         raise UnknownName(kind, name, known)
-    cls = known[name]
-    hints = typing.get_type_hints(cls)
-    fields = {f.name: hints[f.name] for f in dataclasses.fields(cls) if f.init}  # type: ignore[arg-type]
+    make = known[name]
+    hints = typing.get_type_hints(make)
+    takes = list(inspect.signature(make).parameters)[len(given) :]
     values: dict[str, Any] = {}
     for key, text in settings.items():
-        if key not in fields:
-            raise UnknownName(f"setting of {kind} {name!r}:", key, fields or ["(it has none)"])
-        values[key] = read_value(f"{name}:{key}", text, fields[key])
-    return cls(**values)
+        if key not in takes:
+            raise UnknownName(f"setting of {kind} {name!r}:", key, takes or ["(it has none)"])
+        values[key] = read_value(f"{name}:{key}", text, hints[key])
+    return make(*given, **values)
 
 
 def read_value(what: str, text: str, wanted: Any) -> Any:

@@ -21,39 +21,32 @@ from __future__ import annotations
 import itertools
 import math
 import random
-import typing
-from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from freewheel import names
-from freewheel.errors import ConfigError, UnknownName
+from freewheel.errors import ConfigError
+from freewheel.numbers import listed
 
 Matrix = npt.NDArray[np.float64]
 
 
-class _Row(NamedTuple):
-    """One worker's row of W: its peers in order, their weights, and what it keeps of itself."""
-
-    peers: tuple[int, ...]
-    weights: tuple[float, ...]
-    own: float
-
-
 @dataclass(frozen=True)
 class Topology:
-    """A graph over workers 0 … size-1 and its mixing weights. Made by the functions of this module."""
+    """A graph over workers 0 … size-1 and its mixing weights. Made by the functions of this module.
+
+    The weights are Metropolis-Hastings: W_ij = 1/(1 + the larger number of neighbours of the two).
+    """
 
     name: str
     size: int
-    # Rows, not matrices: a lookup is one index, and a sparse graph of a thousand workers stays small.
-    cycle: tuple[tuple[_Row, ...], ...] = field(repr=False)
-    groups: tuple[tuple[int, ...], ...] = field(repr=False)
+    # Neighbours, not matrices: a sparse graph of a thousand workers stays small.
+    cycle: tuple[tuple[tuple[int, ...], ...], ...] = field(repr=False)
+    """For each step the sorted neighbours of every worker."""
     passive: frozenset[int] = field(repr=False, default=frozenset())
 
     def __hash__(self) -> int:
@@ -67,28 +60,31 @@ class Topology:
 
     def neighbours(self, rank: int, step: int = 0) -> tuple[int, ...]:
         """The peers whose snapshots ``rank`` mixes in at ``step``, sorted."""
-        return self._row(rank, step).peers
+        self._check(rank)
+        return self.cycle[step % self.period][rank]
 
     def listeners(self, rank: int, step: int = 0) -> tuple[int, ...]:
         """The peers that mix in ``rank``'s snapshot at ``step``, sorted."""
         self._check(rank)
-        return self._listeners[step % len(self.cycle)][rank]
+        if self.period == 1:  # a static graph is symmetric
+            return self.neighbours(rank)
+        return tuple(j for j, peers in enumerate(self.cycle[step % self.period]) if rank in peers)
 
     def weight(self, rank: int, peer: int, step: int = 0) -> float:
         """W_ij: the share ``rank`` takes of ``peer``'s snapshot at ``step``; 0 where they do not talk."""
         self._check(peer)
-        row = self._row(rank, step)
+        peers = self.neighbours(rank, step)
         if peer == rank:
-            return row.own
-        at = bisect_left(row.peers, peer)
-        return row.weights[at] if at < len(row.peers) and row.peers[at] == peer else 0.0
+            return 1 - math.fsum(self.weight(rank, one, step) for one in peers)
+        return 1 / (1 + max(len(peers), len(self.neighbours(peer, step)))) if peer in peers else 0.0
 
     def mixing_matrix(self, step: int = 0) -> Matrix:
         """W at ``step``: a new size × size array, doubly stochastic."""
         w = np.zeros((self.size, self.size))
-        for rank, row in enumerate(self.cycle[step % len(self.cycle)]):
-            w[rank, list(row.peers)] = row.weights
-            w[rank, rank] = row.own
+        rows = self.cycle[step % self.period]
+        for rank, peers in enumerate(rows):
+            w[rank, list(peers)] = [1 / (1 + max(len(peers), len(rows[peer]))) for peer in peers]
+            w[rank, rank] = 1 - math.fsum(w[rank])
         return w
 
     @cached_property
@@ -108,13 +104,8 @@ class Topology:
     @cached_property
     def edges(self) -> tuple[tuple[int, int], ...]:
         """All pairs (i, j), i < j, that talk at any step of the cycle, in either direction."""
-        pairs: list[tuple[int, int]] = []
-        for i in range(self.size):
-            talks: set[int] = set()
-            for step in range(self.period):
-                talks.update(self.neighbours(i, step), self.listeners(i, step))
-            pairs.extend((i, j) for j in sorted(talks) if i < j)
-        return tuple(pairs)
+        talks = ((i, j) for rows in self.cycle for i, peers in enumerate(rows) for j in peers)
+        return tuple(sorted({(min(pair), max(pair)) for pair in talks}))
 
     def initiates(self, rank: int) -> bool:
         """Whether ``rank`` may start an exchange; False for AD-PSGD's passive workers, which only answer."""
@@ -127,21 +118,6 @@ class Topology:
             raise ConfigError(
                 f"there is no worker {rank} in a topology of {self.size}. Ranks go from 0 to {self.size - 1}."
             )
-
-    def _row(self, rank: int, step: int) -> _Row:
-        self._check(rank)
-        return self.cycle[step % len(self.cycle)][rank]
-
-    @cached_property
-    def _listeners(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        cycle = []
-        for rows in self.cycle:
-            heard: list[list[int]] = [[] for _ in range(self.size)]
-            for rank, row in enumerate(rows):
-                for peer in row.peers:
-                    heard[peer].append(rank)
-            cycle.append(tuple(map(tuple, heard)))
-        return tuple(cycle)
 
 
 def ring(n: int) -> Topology:
@@ -173,10 +149,8 @@ def torus(n: int, rows: int | None = None) -> Topology:
 def complete(n: int) -> Topology:
     """Everybody with everybody: one mixing step is the exact mean."""
     _check_size(n)
-    everybody, weights = tuple(range(n)), (1 / n,) * (n - 1)
-    own = 1 - math.fsum(weights)
-    rows = [_Row(everybody[:rank] + everybody[rank + 1 :], weights, own) for rank in everybody]
-    return Topology("complete", n, (tuple(rows),), (everybody,))
+    everybody = tuple(range(n))
+    return Topology("complete", n, (tuple(everybody[:i] + everybody[i + 1 :] for i in everybody),))
 
 
 def bipartite_ring(n: int) -> Topology:
@@ -206,8 +180,8 @@ def one_peer_exponential(n: int) -> Topology:
     """
     _check_size(n)
     # A lone worker has no hops, but a cycle needs at least one step.
-    cycle = tuple(tuple(_Row(((i + hop) % n,), (0.5,), 0.5) for i in range(n)) for hop in _hops(n))
-    return Topology("one_peer_exponential", n, cycle or ((_Row((), (), 1.0),),), (tuple(range(n)),))
+    cycle = tuple(tuple(((i + hop) % n,) for i in range(n)) for hop in _hops(n))
+    return Topology("one_peer_exponential", n, cycle or (((),),))
 
 
 def deal(n: int, nodes: int) -> tuple[tuple[int, ...], ...]:
@@ -230,7 +204,7 @@ def hierarchical(n: int, nodes: int = 2) -> Topology:
     groups = deal(n, nodes)
     complete_in = [*groups, [group[0] for group in groups]]
     edges = [edge for group in complete_in for edge in itertools.combinations(group, 2)]
-    return _undirected("hierarchical", n, edges, groups=groups)
+    return _undirected("hierarchical", n, edges)
 
 
 def star(n: int) -> Topology:
@@ -291,6 +265,12 @@ def from_edges(n: int, edges: Iterable[tuple[int, int]]) -> Topology:
     return _undirected("edges", n, pairs)
 
 
+def _listed_edges(n: int, list: str = "") -> Topology:  # noqa: A002 - that is what the setting is called
+    if not list:
+        raise ConfigError("the topology 'edges' needs its edges. Write edges:list=0-1/1-2/2-3.")
+    return from_edges(n, [_read_edge(text) for text in list.split("/")])
+
+
 _BUILDERS: dict[str, Callable[..., Topology]] = {
     "ring": ring,
     "torus": torus,
@@ -301,9 +281,10 @@ _BUILDERS: dict[str, Callable[..., Topology]] = {
     "hierarchical": hierarchical,
     "star": star,
     "random_regular": random_regular,
+    "edges": _listed_edges,
 }
 
-NAMES: tuple[str, ...] = (*_BUILDERS, "edges")
+NAMES: tuple[str, ...] = tuple(_BUILDERS)
 """The names that `resolve` knows; all but ``edges`` stand alone, without settings."""
 
 
@@ -322,26 +303,7 @@ def resolve(spec: str | Topology, size: int) -> Topology:
 # Every worker of a simulated run asks for the same graph, which may have a million entries.
 @lru_cache(maxsize=32)
 def _from_text(spec: str, size: int) -> Topology:
-    name, settings = names.parse(spec)
-    if name not in NAMES:
-        raise UnknownName("topology", name, NAMES)
-    if name == "edges":
-        _check_settings(name, settings, ["list"])
-        if "list" not in settings:
-            raise ConfigError("the topology 'edges' needs its edges. Write edges:list=0-1/1-2/2-3.")
-        return from_edges(size, [_read_edge(text) for text in settings["list"].split("/")])
-    builder = _BUILDERS[name]
-    hints = {key: hint for key, hint in typing.get_type_hints(builder).items() if key not in ("n", "return")}
-    _check_settings(name, settings, hints)
-    values = {key: names.read_value(f"{name}:{key}", text, hints[key]) for key, text in settings.items()}
-    return builder(size, **values)
-
-
-def _check_settings(name: str, given: Iterable[str], known: Iterable[str]) -> None:
-    known = list(known)
-    for key in given:
-        if key not in known:
-            raise UnknownName(f"setting of topology {name!r}:", key, known or ["(it has none)"])
+    return names.build("topology", spec, _BUILDERS, size)
 
 
 def _read_edge(text: str) -> tuple[int, int]:
@@ -356,27 +318,16 @@ def _read_edge(text: str) -> tuple[int, int]:
 
 
 def _undirected(
-    name: str,
-    n: int,
-    edges: Iterable[tuple[int, int]],
-    groups: tuple[tuple[int, ...], ...] | None = None,
-    passive: frozenset[int] = frozenset(),
+    name: str, n: int, edges: Iterable[tuple[int, int]], passive: frozenset[int] = frozenset()
 ) -> Topology:
-    """A static graph with Metropolis-Hastings weights; edges may be doubled, and loops are dropped."""
+    """A static graph; edges may be doubled, and loops are dropped."""
     peers: list[set[int]] = [set() for _ in range(n)]
     for i, j in edges:
         # A ring or torus with a side of one or two folds onto itself: i joins i, or the same peer twice.
         if i != j:
             peers[i].add(j)
             peers[j].add(i)
-    degrees = [len(mine) for mine in peers]
-    rows = []
-    for degree, mine in zip(degrees, peers, strict=True):
-        order = tuple(sorted(mine))
-        # W_ij depends on the pair alone, so W is symmetric, and rows that sum to one make columns that do.
-        weights = tuple([1 / (1 + max(degree, degrees[peer])) for peer in order])
-        rows.append(_Row(order, weights, 1 - math.fsum(weights)))
-    return Topology(name, n, (tuple(rows),), groups or (tuple(range(n)),), passive)
+    return Topology(name, n, (tuple(tuple(sorted(mine)) for mine in peers),), passive)
 
 
 def _check_size(n: int) -> None:
@@ -404,4 +355,4 @@ def _parted(parts: list[list[int]]) -> str:
     shown = [f"{{{_listed(part)}}}" for part in parts]
     if len(shown) > 4:
         shown = [*shown[:3], f"{len(parts) - 3} more"]
-    return f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return listed(shown)

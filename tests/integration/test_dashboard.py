@@ -205,10 +205,10 @@ def test_the_newest_run_is_shown_unless_others_are_picked(server):
     assert told["picked"] == [1]
     assert [one["strategy"] for one in told["shown"]] == ["dasgd"]
     assert len(told["figures"]) == 10
-    assert [row[1] for row in told["workers"]] == [0, 1, 2]
+    assert [row["cells"][0] for row in told["workers"]["rows"]] == ["0", "1", "2"]
     both = data(server, "?runs=0,1")["document"]
     assert [one["label"] for one in both["shown"]] == ["adpsgd", "dasgd"]
-    assert len(both["workers"]) == 5
+    assert len(both["workers"]["rows"]) == 5
     assert len({trace["legendgroup"] for trace in both["figures"]["loss-time"]["data"]}) == 2
 
 
@@ -326,7 +326,7 @@ def test_runs_of_two_clocks_are_said_to_be(tmp_path, at_once):
     made.run(tmp_path / "1-simulated", clock="virtual")
     with serving(tmp_path) as server:
         told = data(server, "?runs=0,1")["document"]
-        assert any("Simulated, in virtual seconds" in note for note in told["notes"])
+        assert any("are simulated, in virtual seconds" in note for note in told["notes"])
         axis = told["figures"]["throughput"]["layout"]["xaxis"]["title"]["text"]
         assert axis.endswith("(virtual ones of simulated runs)")
         assert data(server, "?runs=0")["document"]["notes"] == []
@@ -338,7 +338,7 @@ def test_records_that_are_broken_in_the_middle_are_one_line(tmp_path, at_once):
         made.append(tmp_path / "r" / "worker-0.jsonl", {"some": "thing"})
         shown = data(server)["document"]
         assert shown["notes"] == ["r: 1 line of its records cannot be read, and is left out."]
-        assert len(shown["workers"]) == 4
+        assert len(shown["workers"]["rows"]) == 4
 
 
 def test_folders_that_cannot_be_shown_are_refused_before_anything_is_served(tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from freewheel.errors import RunStopped
+from freewheel.numbers import share, short
 from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.runtime.membership.hosts import host_store
@@ -17,6 +18,7 @@ from freewheel.show import rows as watched
 from freewheel.show.dashboard import Board
 from freewheel.show.figures.graph import edges
 from freewheel.show.rates import result_of
+from freewheel.show.terminal import clock_time
 from freewheel.show.versus import versus
 from freewheel.training import budget, process
 from freewheel.training.job import Job
@@ -82,11 +84,11 @@ def test_everything_that_shows_a_run_shows_what_was_printed(tmp_path):
         whole = watched.total(run, everyone)
         assert whole.steps_per_s == result.steps_per_s
         (shown,) = Board(folder).answer((), None)["document"]["shown"]
-        assert shown["rate"] == pytest.approx(result.steps_per_s, rel=1e-3)
-        assert shown["ideal_share"] == pytest.approx(result.ideal_share, rel=1e-3)
-        assert shown["blocked"] == pytest.approx(whole.blocked_share, rel=1e-3)
-        assert shown["loss"] == pytest.approx(whole.loss, rel=1e-3)
-        assert shown["elapsed_s"] == pytest.approx(result.virtual_s, abs=0.051)
+        tiles = {what: said for what, *said in shown["tiles"]}
+        assert tiles["worker-steps/s"] == [short(result.steps_per_s), f"{share(result.ideal_share)} of ideal"]
+        assert tiles["waiting"][0] == share(whole.blocked_share)
+        assert tiles["loss"][0] == short(whole.loss)
+        assert tiles["time"][0] == clock_time(run, result.virtual_s)
         for row, life in zip(everyone, result.by_worker, strict=True):
             assert row.steps_per_s == pytest.approx(life["steps_per_s"])
             assert row.blocked_share == pytest.approx(life["blocked_share"])

@@ -53,7 +53,7 @@ def test_a_slow_link_is_not_kept_busy_for_long():
 
     async def transfer(size):
         sizes.append(4 * size)
-        return 0.001 + 8e-6 * 4 * size / 2.0  # a round trip of 1 ms, 2 Mbit/s
+        return 0.001 + 8e-6 * 4 * size / 2.0, 0.0  # a round trip of 1 ms, 2 Mbit/s
 
     assert asyncio.run(bandwidth._grow(transfer, 16_000_000, 0.001)) == pytest.approx(2.0)
     assert sum(sizes) < 600_000
@@ -64,7 +64,7 @@ def test_a_fast_link_is_measured_with_all_it_may_use():
 
     async def transfer(size):
         sizes.append(4 * size)
-        return 4e-9 * size
+        return 4e-9 * size, 0.0
 
     assert asyncio.run(bandwidth._grow(transfer, 2_500_000, 0.0)) == pytest.approx(8000)
     assert sizes[-1] == 10_000_000

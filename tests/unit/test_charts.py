@@ -233,7 +233,7 @@ def test_without_samples_the_axis_counts_worker_steps(tmp_path):
 
 def test_names_tell_runs_apart_and_what_they_say_cannot_be_markup(tmp_path):
     one, two = (read(tmp_path / name) for name in ("one", "two"))
-    assert [each.label for each in shown([one, two])] == ["adpsgd · one", "adpsgd · two"]
+    assert [each.label for each in shown([one, two])] == ["adpsgd (one)", "adpsgd (two)"]
     bad = read(tmp_path / "bad", strategy="<img src=x>")
     made.append(tmp_path / "bad" / "events-0.jsonl", made.event(1002.5, "<b>", 0, "<i>", text="<a href=x>"))
     bad.poll()

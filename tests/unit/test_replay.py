@@ -18,8 +18,7 @@ from freewheel.records.run import Run
 from freewheel.records.timeline import Timeline
 from freewheel.show.replay import html
 from freewheel.show.replay.perfetto import as_perfetto
-from freewheel.show.replay.played import Played
-from freewheel.show.replay.story import goal, story
+from freewheel.show.versus import race
 
 WORKERS, STEPS = 4, 12
 
@@ -70,7 +69,7 @@ def test_a_death_and_a_return_are_marked_and_make_two_lives(runs):
     assert [tuple(mark[1:3]) for mark in run["marks"]] == [(2, "died"), (2, "joined")]
     assert [words for *_, words in run["marks"]] == [
         "worker 2 died at 0.12 s",
-        "worker 2 was restarted at 0.30 s",
+        "worker 2 was started again at 0.30 s",
     ]
     assert len(run["lives"][2]) == 2
     assert [begin for rank, begin, end in run["cut"] if rank == 2 and end == 0.12] == [0.1]
@@ -79,7 +78,8 @@ def test_a_death_and_a_return_are_marked_and_make_two_lives(runs):
 def test_the_story_is_told_from_the_runs(runs):
     data, _ = played(runs / "allreduce", runs / "adpsgd")
     assert re.fullmatch(
-        r"AD-PSGD reaches 20 % after [\d.]+ s, AllReduce after [\d.]+ s: [\d.]+ times sooner\.",
+        r"AD-PSGD reaches 20 % accuracy first, after [\d.]+ s, "
+        r"[\d.]+ times sooner than AllReduce \([\d.]+ s\)\.",
         data["story"],
     )
     assert re.match(r"AllReduce waits 6\d % of the time, AD-PSGD [01] %\.", data["about"])
@@ -88,27 +88,27 @@ def test_the_story_is_told_from_the_runs(runs):
     (first, second) = (run["colour"] for run in data["runs"])
     alone, _ = played(runs / "adpsgd")
     assert first != second == alone["runs"][0]["colour"]  # a strategy keeps its colour
-    assert re.fullmatch(r"AD-PSGD reaches 20 % after [\d.]+ s\.", alone["story"])
+    assert re.fullmatch(r"AD-PSGD reaches 20 % accuracy after [\d.]+ s\.", alone["story"])
 
 
 @pytest.mark.parametrize(
     ("curves", "said"),
     [
-        ({"ddp": (4.2, 0.9), "adpsgd": (1.1, 0.91)}, "AD-PSGD {} 1.1 s, DDP after 4.2 s: 3.8 times sooner."),
-        ({"ddp": (4.2, 0.8), "adpsgd": (1.1, 0.91)}, "AD-PSGD {} 1.1 s, DDP not within 4.2 s."),
-        ({"ddp": (1, 0.9), "adpsgd": (2, 0.9)}, "DDP {} 1.0 s, AD-PSGD after 2.0 s: 2.0 times later."),
-        ({"ddp": (2, 0.9), "adpsgd": (2, 0.9)}, "DDP {} 2.0 s, AD-PSGD after 2.0 s: as soon."),
-        ({"adpsgd": (120, 0.95)}, "AD-PSGD {} 120 s."),
-        ({"ddp": (), "adpsgd": ()}, ""),
+        ({"DDP": 4.4, "AD-PSGD": 1.1}, "AD-PSGD {} first, after 1.10 s, 4 times sooner than DDP (4.40 s)."),
+        ({"DDP": None, "AD-PSGD": 1.1}, "AD-PSGD {} first, after 1.10 s; DDP does not reach it in this run."),
+        ({"DDP": 1.0, "AD-PSGD": 2.0}, "DDP {} first, after 1 s."),
+        ({"DDP": None, "AD-PSGD": None}, "No run {}."),
+        ({"AD-PSGD": 120.0}, "AD-PSGD {} after 120 s."),
     ],
 )  # fmt: skip
 def test_who_was_there_first(curves, said):
-    nothing: dict[str, list] = {one.name: [] for one in dataclasses.fields(Played)}
+    one = fw.simulate("none", "quadratic", workers=1, steps=1)
     some = [
-        Played(**{**nothing, "strategy": name, "target": 0.9, "accuracy": [list(curve)] if curve else []})
-        for name, curve in curves.items()
+        dataclasses.replace(one, strategy=name.lower(), target=0.9, target_s=at_s)
+        for name, at_s in curves.items()
     ]
-    assert story(some, goal(some)) == said.format("reaches 90 % after")
+    assert race(list(curves), some) == said.format("reaches 90 % accuracy")
+    assert race(["a"], [dataclasses.replace(one, target=None)]) == ""
 
 
 def test_without_accuracy_the_loss_is_raced(tmp_path):
@@ -137,7 +137,7 @@ def test_perfetto_gets_the_trace_event_format(runs):
         if event["ph"] == "M":
             assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
     named = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert named == ["AllReduce", "AD-PSGD"]
+    assert named == ["allreduce", "adpsgd"]
     work = [event for event in events if event["name"] == "gradient" and event["pid"] == 0]
     assert len(work) == WORKERS * STEPS
     slow = [event["dur"] for event in work if event["tid"] == 0]
@@ -175,6 +175,6 @@ def test_a_timeline_does_not_grow_without_end(tmp_path, monkeypatch):
     assert timeline.take() is None
     assert (tmp_path / "timeline-0.jsonl").stat().st_size < 1500
     told = [
-        line for line in (tmp_path / "events-0.jsonl").read_text().splitlines() if "rest of the run" in line
+        line for line in (tmp_path / "events-0.jsonl").read_text().splitlines() if "takes too much" in line
     ]
     assert len(told) == 1

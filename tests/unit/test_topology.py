@@ -74,11 +74,13 @@ def test_everybody_initiates_but_the_passive_half():
         assert [t.initiates(rank) for rank in range(n)] == expected, (name, n)
 
 
-def test_groups_share_out_all_workers():
-    for name, n in BUILT:
-        t = resolve(name, n)
-        assert [rank for group in t.groups for rank in group] == list(range(n)), (name, n)
-        assert len(t.groups) == (2 if name == "hierarchical" and n > 1 else 1), (name, n)
+@pytest.mark.parametrize("n", SIZES)
+def test_nodes_share_out_all_workers(n):
+    for nodes in range(1, n + 1):
+        dealt = topology.deal(n, nodes)
+        assert [rank for group in dealt for rank in group] == list(range(n))
+        assert len(dealt) == nodes
+        assert all(topology.mates(rank, n, nodes) == group for group in dealt for rank in group)
 
 
 @pytest.mark.parametrize("name", STANDING_ALONE)
@@ -186,11 +188,11 @@ def test_one_peer_exponential_is_directed():
 
 def test_hierarchical_joins_leads():
     t = topology.hierarchical(12, nodes=3)
-    assert t.groups == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
+    assert topology.deal(12, 3) == ((0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11))
     assert t.neighbours(4) == (0, 5, 6, 7, 8)
     assert t.neighbours(6) == (4, 5, 7)
     assert topology.hierarchical(6, nodes=6).edges == topology.complete(6).edges
-    assert topology.hierarchical(5, nodes=2).groups == ((0, 1), (2, 3, 4))
+    assert topology.deal(5, 2) == ((0, 1), (2, 3, 4))
     with pytest.raises(ConfigError, match=r"12 workers.*13 nodes.*1 to 12"):
         topology.hierarchical(12, nodes=13)
 

@@ -21,7 +21,8 @@ def result():
 def run(result, strategy, points, target=None):
     """A run that was measured at (seconds, steps, accuracy)."""
     curve = tuple(Sample(at, steps, 1.0, accuracy, 0.0, 0.0) for at, steps, accuracy in points)
-    return replace(result, strategy=strategy, curve=curve, target=target)
+    reached = (at for at, _, accuracy in points if target and accuracy >= target)
+    return replace(result, strategy=strategy, curve=curve, target=target, target_s=next(reached, None))
 
 
 DDP = [(0.0, 0, 0.1), (5.0, 50, 0.5), (10.0, 100, 0.7), (20.4, 200, 0.8)]

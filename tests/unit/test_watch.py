@@ -176,7 +176,7 @@ def test_events_are_told_once_with_their_time_and_who_noticed(tmp_path, now):
     assert lines[-3:] == [
         "   0:02  worker 3 died: signal 9 (seen by 0, 1, 2, launcher)",
         "   0:03  worker 3 joined: joined 3 (seen by 0, 1, 2)",
-        "   0:04  worker 3: one  [31m last time (seen by launcher)",
+        "   0:04  worker 3 was started again: one  [31m last time (seen by launcher)",
     ]
 
 
@@ -192,7 +192,7 @@ def test_of_many_events_the_last_are_shown(tmp_path, now):
         folder / "events-0.jsonl", *(made.event(1004 + n / 100, "half", n % 3, 0, life=n) for n in range(60))
     )
     lines = text(Run(folder), 80, 24)
-    assert lines[-1].startswith("   0:04  half an exchange with worker 2")
+    assert lines[-1].startswith("   0:04  worker 2 was met in half an exchange")
     assert "… 57 earlier events" in lines
     assert len(lines) <= 24
 
@@ -213,7 +213,7 @@ def test_a_simulated_run_is_shown_in_virtual_time(tmp_path):
     lines = text(run)
     assert lines[0].endswith("simulated · virtual time 0.5 s")
     assert row_of(lines, 0)[:4] == ["0", "finished", "150", "300"]
-    assert lines[-1] == " 0.05 s  worker 1 is cut off: cut 1 (seen by simulator)"
+    assert lines[-1] == " 0.05 s  worker 1 was cut off: cut 1 (seen by simulator)"
 
 
 def test_what_is_drawn_is_steps_per_second_over_time(tmp_path, now):
@@ -259,10 +259,10 @@ def test_a_worker_without_exchanges_has_merges_or_neither(tmp_path, now):
 def test_a_line_for_a_log_has_the_totals(tmp_path, now):
     run = Run(made.run(tmp_path, samples=20, ended=False))
     assert plain_line(run) == (
-        "0:09  4 training  538 steps  56.6 steps/s  waiting 3.0 %  stale 1.50  538 exchanges  226 MB/s  "
+        "0:09  4 training  steps 538  steps/s 56.6  waiting 3.0 %  stale 1.50  exch. 538  MB/s 226.4  "
         "loss 2.1589"
     )
-    assert plain_line(run, 60) == "0:09  4 training  538 steps  56.6 steps/s  waiting 3.0 %"
+    assert plain_line(run, 60) == "0:09  4 training  steps 538  steps/s 56.6  waiting 3.0 %"
 
 
 def test_a_total_of_workers_that_came_and_went_is_that_of_the_run(tmp_path, now):
@@ -339,8 +339,8 @@ def test_without_a_terminal_lines_come_and_events_when_they_happen_until_the_run
     )
     assert command(monkeypatch, folder) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[2].startswith("0:09  2 training  285 steps")
-    assert lines[3] == "   0:09  worker 1 is cut off: silent for 2 s (seen by 0)"
+    assert lines[2].startswith("0:09  2 training  steps 285")
+    assert lines[3] == "   0:09  worker 1 was cut off: silent for 2 s (seen by 0)"
     assert lines[4].startswith("0:09  2 training")
     assert lines[5].startswith("0:10  2 finished")
     assert "finished · wall clock 0:10" in lines[6]

@@ -3,35 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-
-from rich.table import Table
 
 from freewheel.cli.console import output
 from freewheel.cli.options import command_line, option
 from freewheel.cli.train import run_all
 from freewheel.errors import RunStopped
-from freewheel.numbers import share, short
 from freewheel.records.files import check_unused, write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.show.replay import LABELS, html
 from freewheel.show.report import recorded, write
-from freewheel.show.tables import printed
-from freewheel.show.versus import Row, versus
+from freewheel.show.report.words import findings
+from freewheel.show.shown import ranked
+from freewheel.show.tables import brief_table
 from freewheel.training.job import Job, name
 
 STRATEGIES = ("ddp", "adpsgd", "nodelay_free")
 SLOW, FACTOR = 0, 5.0
-TARGET, GOAL = 0.9, "90 %"
+TARGET = 0.9
 TITLE = f"handwritten digits on 4 workers, worker {SLOW} is {FACTOR:g}× slower"
-SAME = 0.01
-"""Accuracies that differ by no more are called the same: a point is less than four of the 360 test images."""
-SOONER = 1.1
-"""Times whose ratio is below are called the same."""
-WAITS = 0.1
-"""A share of the time that is worth a sentence."""
 
 
 def demo(
@@ -53,7 +45,8 @@ def demo(
         if isinstance(one, RunStopped):
             raise one
     results = [one for one in outcomes if isinstance(one, Result)]
-    console.print("", table(results), "", *story(results), "", sep="\n", highlight=False)
+    runs = [replace(one, label=_label(one.label)) for one in ranked(results)]
+    console.print("", brief_table(runs), "", *findings(runs), "", sep="\n", highlight=False)
     report, replay = folder / "report.html", folder / "replay.html"
     write(
         report,
@@ -77,69 +70,3 @@ def _job(strategy: str, seconds: float) -> Job:
 
 def _label(strategy: str) -> str:
     return LABELS.get(strategy, strategy)
-
-
-def table(results: Sequence[Result]) -> Table:
-    """What they reached, and when."""
-    base = _label(results[0].strategy)
-    heads = ("", f"s to {GOAL}", f"speed-up over {base}", "time waiting", "steps/s", "final accuracy")
-    rows = [
-        (
-            _label(result.strategy),
-            "never" if row.target_s is None else short(row.target_s),
-            f"{'> ' if row.at_least else ''}{short(row.speedup)}",
-            share(result.idle_share),
-            short(result.steps_per_s),
-            share(result.accuracy),
-        )
-        for result, row in zip(results, _rows(results), strict=True)
-    ]
-    return printed(heads, rows)
-
-
-def story(results: Sequence[Result]) -> list[str]:
-    """What was measured, in words: a sentence for each, beside the first, which is DDP."""
-    (ddp, *others), (base, *rows) = results, _rows(results)
-    return [
-        f"{_waiting(ddp, other)}: {_reached(ddp, base, row)}, {_accuracy(ddp, other)}."
-        for other, row in zip(others, rows, strict=True)
-    ]
-
-
-def _waiting(ddp: Result, other: Result) -> str:
-    base, who = _label(ddp.strategy), _label(other.strategy)
-    waited, waits = (f"{100 * one.idle_share:.0f} %" for one in (ddp, other))
-    if ddp.idle_share > WAITS and other.idle_share < ddp.idle_share / 2:
-        return f"{base} waits for the slow worker, {waited} of its time; {who} does not ({waits})"
-    return f"{base} waited {waited} of its time, {who} {waits}"
-
-
-def _reached(ddp: Result, base: Row, row: Row) -> str:
-    """How much sooner than DDP."""
-    goal, name = f"{GOAL} accuracy", _label(ddp.strategy)
-    if row.target_s is None:
-        return f"it did not reach {goal}, {name} {'did not either' if base.target_s is None else 'did'}"
-    if base.target_s is None:
-        return f"{goal} after {short(row.target_s)} s, {name} never"
-    times = base.target_s / row.target_s
-    if times >= SOONER:
-        return f"{goal} {times:.1f} times sooner"
-    if times <= 1 / SOONER:
-        return f"{goal} {1 / times:.1f} times later"
-    return f"{goal} equally soon"
-
-
-def _accuracy(ddp: Result, other: Result) -> str:
-    """Whether they ended alike."""
-    if ddp.accuracy is None or other.accuracy is None:
-        return "accuracy not measured"
-    both = f"{share(other.accuracy)}, {_label(ddp.strategy)} {share(ddp.accuracy)}"
-    more = other.accuracy - ddp.accuracy
-    if abs(more) <= SAME:
-        return f"the same final accuracy within a point ({both})"
-    return f"a {'higher' if more > 0 else 'lower'} final accuracy ({both})"
-
-
-def _rows(results: Sequence[Result]) -> Sequence[Row]:
-    beside = versus(results)
-    return beside.rows if beside is not None else [Row(None, None, r.target_s, None) for r in results]

@@ -80,9 +80,11 @@ def takes(*classes: type, **defaults: Any) -> Callable[[Callable[..., Any]], Cal
         own = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in own]
 
         def called(help_all: bool = False, **given: Any) -> Any:
-            found = [
-                {one.field: one.read(given.pop(one.parameter.name)) for one in group} for group in groups
-            ]
+            found: list[dict[str, Any]] = [{} for _ in groups]
+            for settings, group in zip(found, groups, strict=True):
+                for one in group:
+                    text = given.pop(one.parameter.name)
+                    settings[one.field] = one.read(text) if one.read else text
             return command(*found, **given)
 
         parameters = [*own[:2], *(one.parameter for group in groups for one in group), *own[2:], HELP_ALL]
@@ -100,7 +102,7 @@ class _Option:
 
     field: str
     parameter: inspect.Parameter
-    read: Callable[[Any], Any]
+    read: Callable[[Any], Any] | None
 
 
 def _options(cls: type, defaults: Mapping[str, Any]) -> list[_Option]:
@@ -111,7 +113,7 @@ def _options(cls: type, defaults: Mapping[str, Any]) -> list[_Option]:
         kind, default = hints[one.name], defaults.get(one.name, one.default)
         flag = one.metadata["flag"] or f"--{one.name.replace('_', '-')}"
         meaning = one.metadata["meaning"]
-        read: Callable[[Any], Any] = _as_it_is
+        read: Callable[[Any], Any] | None = None
         usual = one.default  # what it is where nothing is given
         if typing.get_origin(kind) in (dict, Mapping):
             factors = defaults.get(one.name, {})
@@ -188,10 +190,6 @@ RUNS = argument(..., "Folders of runs, or folders with runs in them.", metavar="
 
 
 # -- what is typed --
-
-
-def _as_it_is(given: Any) -> Any:
-    return given
 
 
 def _factors(flag: str, default: dict[int, float]) -> Callable[[list[str] | None], dict[int, float]]:

@@ -93,7 +93,10 @@ def plan(
         progress("measuring", 0.0)
         measured = measure_script(script) if measure else None
         links = measure_links(names.split(hosts), tls) if hosts else []
-        found = (asdict(measured) if measured else {}) | _worst(links)
+        found = asdict(measured) if measured else {}
+        if links:  # the slowest stands for all
+            found["link_mbit"] = min(one.mbit for one in links)
+            found["latency_ms"] = max(one.latency_ms for one in links)
         wanted = ("model_mb", "compute_ms", "jitter", "optimizer_mb", "link_mbit", "latency_ms")
         numbers = {key: found[key] for key in wanted if key in found} | known
         setting = Setting(**given, **numbers)
@@ -165,13 +168,6 @@ def _findings(measured: Measurement | None, links: Sequence[LinkTo]) -> Iterator
         yield f"Link to {one.host}: {speed(one.mbit)}, {short(one.latency_ms)} ms."
     if len(links) > 1:
         yield "The slowest of them is planned with; links between the other hosts are taken to be like it."
-
-
-def _worst(links: Sequence[LinkTo]) -> dict[str, float]:
-    """The slowest link stands for all."""
-    if not links:
-        return {}
-    return {"link_mbit": min(one.mbit for one in links), "latency_ms": max(one.latency_ms for one in links)}
 
 
 def _command(command: list[str] | None, measure: bool, module: bool) -> list[str]:

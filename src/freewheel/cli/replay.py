@@ -7,7 +7,7 @@ from pathlib import Path
 from freewheel.cli.options import RUNS, option
 from freewheel.errors import ConfigError
 from freewheel.records.files import check_writable, write_whole
-from freewheel.records.find_run import find_runs
+from freewheel.records.find_run import all_runs
 from freewheel.records.run import Run
 from freewheel.show.replay import MOST, html, title_of, two
 from freewheel.show.replay.perfetto import as_perfetto
@@ -21,8 +21,7 @@ def replay(
     """Write a page that plays runs: who computes, who waits, who meets whom, and what they have learned."""
     out = perfetto or out
     check_writable(out)
-    found = list(dict.fromkeys(one for folder in folders for one in find_runs(folder)))
-    runs = [Run(one) for one in found]
+    runs = [Run(one) for one in all_runs(folders)]
     if perfetto is not None:
         write_whole(out, as_perfetto(runs))
         print(f"Trace, open it at ui.perfetto.dev: {out.resolve()}")

@@ -12,10 +12,11 @@ from rich.console import Console
 from freewheel.cli.options import RUNS, option
 from freewheel.errors import ConfigError
 from freewheel.records.files import check_writable, write_whole
-from freewheel.records.find_run import find_runs
+from freewheel.records.find_run import all_runs
 from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.show.rates import result_of
+from freewheel.show.replay import title_of
 from freewheel.show.report import html, markdown
 
 PAGE = Path("report.html")
@@ -33,26 +34,15 @@ def report(
     check_writable(path)
     errors = Console(stderr=True)
     with errors.status("reading"):
-        results, runs = _read(_found(folders))
+        results, runs = _read(all_runs(folders))
     with errors.status("drawing"):
-        words = {"title": _title(runs), "command": _commands(runs)}
+        words = {"title": f"Freewheel: {title_of(runs)}", "command": _commands(runs)}
         text = markdown(results, runs, **words) if as_markdown else html(results, runs, **words)
     if path is None:
         sys.stdout.write(text)
         return
     write_whole(path, text)
     print(f"Report: {path.resolve()}")
-
-
-def _found(folders: Sequence[Path]) -> list[Path]:
-    """All runs in these folders, in order."""
-    found: dict[Path, Path] = {}
-    for folder in folders:
-        for one in find_runs(folder):
-            if one.resolve() in found:
-                raise ConfigError(f"{str(one)!r} was given twice; name every run once.")
-            found[one.resolve()] = one
-    return list(found.values())
 
 
 def _read(folders: Sequence[Path]) -> tuple[list[Result], list[Run]]:
@@ -78,13 +68,6 @@ def _read(folders: Sequence[Path]) -> tuple[list[Result], list[Run]]:
 
 def _warn(said: str) -> None:
     print(f"freewheel: {said}", file=sys.stderr)
-
-
-def _title(runs: Sequence[Run]) -> str:
-    names = list(dict.fromkeys(str(run.about.get("name", run.folder.name)) for run in runs))
-    counts = {run.about["workers"] for run in runs}
-    on = f" on {min(counts)} workers" if len(counts) == 1 and counts != {1} else ""
-    return f"Freewheel: {names[0]}{on}" if len(names) == 1 else f"Freewheel: {len(runs)} runs"
 
 
 def _commands(runs: Sequence[Run]) -> str:

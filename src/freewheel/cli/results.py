@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from freewheel.cli.options import command_line
-from freewheel.numbers import UNKNOWN, share, short
 from freewheel.records.files import check_writable, write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.settings import setting
 from freewheel.show.report import write
 from freewheel.show.shown import ranked
-from freewheel.show.tables import printed, results_tables
+from freewheel.show.tables import brief_table, results_tables
 from freewheel.show.versus import versus
 
 
@@ -38,7 +36,7 @@ class Outputs:
 
     def show(self, console: Console, results: Sequence[Result]) -> None:
         """Print a table of six columns, or all there is."""
-        for table in results_tables(results, console.width) if self.wide else [_short_table(results)]:
+        for table in results_tables(results, console.width) if self.wide else [brief_table(ranked(results))]:
             console.print(table, highlight=False)
 
     def save(
@@ -53,35 +51,3 @@ class Outputs:
         if self.report is not None:
             write(self.report, results, runs, title=f"Freewheel: {title}", command=command_line())
             console.print(f"Report: {self.report.resolve()}", highlight=False, soft_wrap=True)
-
-
-def _short_table(results: Sequence[Result]) -> Table:
-    """How fast, how much of the time is lost, and what was learned: when, and how well."""
-    beside = versus(results)
-    clock = str(results[0].settings.get("clock", "virtual"))
-    columns = {
-        "strategy": [run.label for run in ranked(results)],
-        "steps/s": [short(one.steps_per_s, 4) for one in results],
-        "time waiting": [share(one.idle_share) for one in results],
-    }
-    target = results[0].target if beside is None else beside.target
-    if beside is not None and beside.target is not None:
-        columns[f"s to {share(target)}"] = [_moment(row.target_s) for row in beside.rows]
-        if beside.baseline is not None:
-            times = [f"{'> ' if row.at_least else ''}{short(row.speedup)}" for row in beside.rows]
-            columns[f"speed-up over {beside.baseline}"] = times
-    else:
-        reached = [_moment(one.target_s) for one in results]
-        columns |= {f"{clock} s": [short(one.virtual_s, 4) for one in results]}
-        columns |= {f"s to {share(target)}": reached} if target is not None else {}
-    learned = [one.accuracy for one in results]
-    if any(one is not None for one in learned):
-        columns["accuracy"] = [share(one) for one in learned]
-    else:
-        columns["loss"] = [short(one.loss) for one in results]
-    columns = {head: cells for head, cells in columns.items() if set(cells) != {UNKNOWN}}
-    return printed(list(columns), zip(*columns.values(), strict=True))
-
-
-def _moment(at_s: float | None) -> str:
-    return "never" if at_s is None else short(at_s, 4)

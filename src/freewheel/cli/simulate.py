@@ -14,6 +14,7 @@ from freewheel.cli.results import Outputs
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.records.files import check_unused, check_writable, open_whole, write_whole
 from freewheel.records.result import Result
+from freewheel.show.rates import trouble
 from freewheel.sim.compute import Compute
 from freewheel.sim.faults import Fault
 from freewheel.sim.links import Links
@@ -62,7 +63,6 @@ def simulate(
 ) -> None:
     """Train a task with one or several strategies in virtual time and compare them."""
     from freewheel import api, strategies, tasks
-    from freewheel.records.run import Run
     from freewheel.show.replay.perfetto import as_perfetto
     from freewheel.show.report import recorded
     from freewheel.sim.records import MOST_TIMELINES
@@ -73,7 +73,12 @@ def simulate(
         faults=[Fault.parse(text) for text in fault or []],
         **scenario,
     )
-    chosen = _with_topology(strategies.resolve_all(strategy), topology)
+    chosen = strategies.resolve_all(strategy)
+    having = [one for one in chosen if topology is not None and hasattr(one, "topology")]
+    for one in having:
+        one.topology = topology
+    if topology is not None and not having:
+        raise ConfigError("--topology: none of the chosen strategies has one; adpsgd and dpsgd do.")
     problem = tasks.resolve(task)
     if trace is not None and len(chosen) > 1:
         raise ConfigError("--trace takes the events of one strategy; give only one.")
@@ -95,11 +100,14 @@ def simulate(
     stopped: list[str] = []
     with tempfile.TemporaryDirectory() as passing:
         # A report shows what happened on the way, too: it needs records, kept or not. So does Perfetto.
-        passes = folder is None and (out.report is not None or perfetto)
-        records = Path(passing) / chosen[0].name if passes else folder
-        homes = _homes(records, chosen)
+        passes = Path(passing) / chosen[0].name if out.report is not None or perfetto else None
+        records = folder or passes
+        homes = [
+            records and (records / f"{number}-{one.name}" if len(chosen) > 1 else records)
+            for number, one in enumerate(chosen)
+        ]
         if folder is not None:
-            check_unused(dict.fromkeys([folder, *(home for home in homes if home is not None)]), out.force)
+            check_unused(dict.fromkeys([folder, *filter(None, homes)]), out.force)
         with contextlib.nullcontext() if trace is None or perfetto else open_whole(trace) as file:
             for one, home, progress in _with_bars(chosen, homes):
                 how: dict[str, Any] = {"progress": progress, "trace_file": file, "folder": home, "name": task}
@@ -111,16 +119,15 @@ def simulate(
                         raise
                     stopped.append(str(error))
         runs = [recorded(home) for _, home in done if home is not None]
-        if trace is not None and perfetto:
-            for home in (home for _, home in done if home is not None):
-                write_whole(trace, as_perfetto([Run(home)]))
+        if trace is not None and perfetto and (kept := [run for run in runs if run is not None]):
+            write_whole(trace, as_perfetto(kept))
     results = [result for result, _ in done]
     console = output()
     if results:
         out.show(console, results)
         for result in results:
-            if trouble := _trouble(result):
-                console.print(f"{result.strategy}: {trouble}", highlight=False, soft_wrap=True)
+            if said := _trouble(result):
+                console.print(f"{result.strategy}: {said}", highlight=False, soft_wrap=True)
         if len(results) == 1:
             console.print(f"trace sha256 {results[0].trace_sha256}", highlight=False, soft_wrap=True)
         out.save(console, results, runs, f"{task} on {asked.workers} workers")
@@ -139,15 +146,6 @@ def _with_bars(
             bar = shown.add_task(one.name, total=None)
             yield one, home, lambda steps, total, bar=bar: shown.update(bar, completed=steps, total=total)  # type: ignore[misc]
             shown.remove_task(bar)
-
-
-def _homes(folder: Path | None, chosen: list[Strategy]) -> list[Path | None]:
-    """Where each strategy's records go."""
-    if folder is None:
-        return [None] * len(chosen)
-    if len(chosen) == 1:
-        return [folder]
-    return [folder / f"{number}-{one.name}" for number, one in enumerate(chosen)]
 
 
 def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[str] | None) -> Compute:
@@ -174,28 +172,6 @@ def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[s
 
 def _trouble(result: Result) -> str:
     """What faults cost, in words; nothing where there were none."""
-
-    def total(kind: str, outcome: str) -> int:
-        return sum(int(worker[kind][outcome]) for worker in result.by_worker)
-
-    counts = {
-        "exchanges failed": total("exchanges", "failed"),
-        "merges dropped": total("merges", "dropped"),
-        "perhaps counted on one side only": total("exchanges", "half") + total("merges", "half"),
-        "messages to lost workers dropped": sum(w["messages_dropped"] for w in result.by_worker),
-    }
-    words = [f"{count} {what}" for what, count in counts.items() if count]
     late = [fault for fault in result.settings["scenario"]["faults"] if fault["at_s"] > result.virtual_s]
-    if late:
-        words.append(f"{len(late)} faults never happened, the run ended at {result.virtual_s:.3f} s")
-    return ", ".join(words)
-
-
-def _with_topology(chosen: list[Strategy], topology: str | None) -> list[Strategy]:
-    if topology is not None:
-        having = [one for one in chosen if hasattr(one, "topology")]
-        if not having:
-            raise ConfigError("--topology: none of the chosen strategies has one; adpsgd and dpsgd do.")
-        for one in having:
-            one.topology = topology
-    return chosen
+    never = f"{len(late)} faults never happened, the run ended at {result.virtual_s:.3f} s"
+    return ", ".join([*trouble(result.by_worker), *([never] if late else [])])

@@ -6,7 +6,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,14 +35,11 @@ class Measurement:
     device: str
 
 
-def measure_script(
-    script: Sequence[str], steps: int = STEPS, tick: Callable[[], None] = lambda: None
-) -> Measurement:
+def measure_script(script: Sequence[str], steps: int = STEPS) -> Measurement:
     """Run a script alone, as one worker, and time its steps; it is ended after so many."""
     begun_s, output = time.monotonic(), Captured()
 
     def look() -> None:
-        tick()
         if time.monotonic() - begun_s > PATIENCE_S:
             raise RunStopped(f"{script[0]} has not made {steps} steps within {PATIENCE_S:g} s.")
 
@@ -76,9 +73,7 @@ class LinkTo:
     """The slower of the two directions."""
 
 
-def measure_links(
-    hosts: Sequence[str], tls: Path | None = None, heard: Callable[[str], None] = lambda host: None
-) -> list[LinkTo]:
+def measure_links(hosts: Sequence[str], tls: Path | None = None) -> list[LinkTo]:
     """Time the ways from here to hosts on which `freewheel doctor --serve` runs, one after the other."""
     from freewheel.runtime.doctor.bandwidth import PORT, measure
     from freewheel.runtime.membership.place import parse_address
@@ -86,7 +81,6 @@ def measure_links(
     found = []
     for text in hosts:
         host, port = parse_address(text, "the host", PORT)
-        heard(host)
         figure = measure(host, port, tls=tls)
         found.append(LinkTo(text, figure.latency_ms, min(figure.mbit_out, figure.mbit_in)))
     return found

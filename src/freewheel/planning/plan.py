@@ -19,6 +19,14 @@ TIE = 0.05
 CONTENDERS = 5
 """How many of the best are looked at again when something changes."""
 
+PREFERENCES: tuple[tuple[Callable[[Forecast], float], str], ...] = (
+    (lambda f: f.discrepancy > 0, "keeps all replicas equal"),
+    (lambda f: not f.keeps_mean, "keeps the mean of all replicas, so no update is lost"),
+    (lambda f: f.waits_for != "nobody", "waits for nobody, {0.name} for {0.waits_for}"),
+    (lambda f: f.bytes_per_step, "sends less"),
+)
+"""What strategies ask of their users, the weightiest first, and what is said of one that asks less."""
+
 Progress = Callable[[str, float], None]
 """Called with what is being simulated and which share of the whole is done."""
 
@@ -131,19 +139,13 @@ def ranked(forecasts: Sequence[Forecast]) -> list[Forecast]:
 
 
 def best(forecasts: Sequence[Forecast]) -> Forecast:
-    """The most useful one; among those that are as good, the one that asks least of its user.
-
-    That is: replicas that are equal, then those whose mean is kept, then nobody who waits, then few bytes.
-    """
+    """The most useful one; among those that are as good, the one that asks least of its user."""
     usable = [one for one in forecasts if one.name != CEILING]
     if not usable:
         raise ConfigError("there is nothing to choose from: name at least one strategy that communicates.")
     enough = (1 - TIE) * max(one.useful_steps_per_s for one in usable)
     alike = [one for one in usable if one.useful_steps_per_s >= enough]
-    return min(
-        alike,
-        key=lambda f: (f.discrepancy > 0, not f.keeps_mean, f.waits_for != "nobody", f.bytes_per_step),
-    )
+    return min(alike, key=lambda one: [asks(one) for asks, _ in PREFERENCES])
 
 
 def forecasts(

@@ -6,6 +6,7 @@ script after so many steps. The script need not know; it need not even use Freew
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -55,9 +56,7 @@ class Stopwatch:
 
     def write(self) -> bool:
         """Write what was measured; False: too few steps were made."""
-        took = [after - before for before, after in zip(self.moments, self.moments[1:], strict=False)][
-            WARM_UP:
-        ]
+        took = [after - before for before, after in itertools.pairwise(self.moments)][WARM_UP:]
         if self.optimizer is None or len(took) < LEAST:
             self.out.write_text(json.dumps({"made": len(self.moments)}))
             return False

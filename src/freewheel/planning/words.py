@@ -8,7 +8,7 @@ from rich.table import Table
 
 from freewheel.numbers import UNKNOWN, given, share, short, speed
 from freewheel.planning.forecast import CEILING, Forecast, of
-from freewheel.planning.plan import TIE, Plan
+from freewheel.planning.plan import PREFERENCES, TIE, Plan
 from freewheel.planning.setting import Setting
 from freewheel.show.tables import printed
 
@@ -56,16 +56,11 @@ def recommendation(plan: Plan, script: Sequence[str]) -> list[str]:
 
 
 def _passed_over(one: Forecast, best: Forecast) -> str:
-    """Why a strategy is not recommended that the table ranks higher; `plan.best` decides by the same."""
+    """Why a strategy is not recommended that the table ranks higher."""
     more = one.useful_steps_per_s / best.useful_steps_per_s - 1
     far = "less than 1 %" if more < 0.01 else share(more, 0)
-    reasons = (
-        (one.discrepancy > 0 >= best.discrepancy, "keeps all replicas equal"),
-        (best.keeps_mean and not one.keeps_mean, "keeps the mean of all replicas, so no update is lost"),
-        (best.waits_for == "nobody" != one.waits_for, f"waits for nobody, {one.name} for {one.waits_for}"),
-        (best.bytes_per_step < one.bytes_per_step, "sends less"),
-    )
-    why = next((words for holds, words in reasons if holds), "asks no more of you")
+    reasons = (words.format(one) for asks, words in PREFERENCES if asks(best) < asks(one))
+    why = next(reasons, "asks no more of you")
     return (
         f"{one.strategy} is {far} ahead; less than {share(TIE, 0)} a plan cannot tell apart, and "
         f"{best.name} {why}."

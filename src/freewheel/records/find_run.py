@@ -75,6 +75,15 @@ def find_runs(folder: Path) -> list[Path]:
     return found
 
 
+def all_runs(folders: Sequence[Path]) -> list[Path]:
+    """The runs of several folders, in order; refuses one that was given twice."""
+    found: dict[Path, Path] = {}
+    for one in (run for folder in folders for run in find_runs(folder)):
+        if found.setdefault(one.resolve(), one) is not one:
+            raise ConfigError(f"{str(one)!r} was given twice; name every run once.")
+    return list(found.values())
+
+
 def compared(folder: Path, runs: Sequence[Path]) -> bool:
     """Whether these runs belong together: `compare` and `simulate` number those of one command."""
     return len(runs) > 1 and all(run.parent == folder and NUMBERED.match(run.name) for run in runs)

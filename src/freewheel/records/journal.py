@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import math
 import os
 import stat
 import time
@@ -72,14 +71,8 @@ class Journal:
 
     def timeline(self, rank: int, line: Mapping[str, Any] | None) -> None:
         """What a worker did, one by one; a run that does very much is written down up to a size."""
-        name = f"timeline-{rank}.jsonl"
-        if line is None or name in self._full:
-            return
-        size = self._besides.get(name, (0.0, 0))[1] + self._put(name, line)
-        self._besides[name] = (0.0, size)
-        if size > TIMELINE_BYTES:
-            self._full.add(name)
-            self._thinned(line["from"], f"{name} has {size / 1e6:.0f} MB: the rest of the run is not in it")
+        if line is not None:
+            self._put_besides(f"timeline-{rank}.jsonl", line, line["from"], TIMELINE_BYTES, 0)
 
     def event(
         self,
@@ -95,12 +88,12 @@ class Journal:
         by = self.by if by is None else by
         event = {"time": time_s, "what": what, "rank": rank, "life": life, "by": by, "text": text}
         event |= {} if peer is None else {"peer": peer}
-        self._put_besides(f"events-{by}.jsonl", event)
+        self._put_besides(f"events-{by}.jsonl", event, time_s)
 
     def evaluation(self, time_s: float, **measured: float | None) -> None:
         """What was measured of the answer."""
         known = dict.fromkeys(MEASURED)
-        self._put_besides(f"evaluations-{self.by}.jsonl", {**known, "time": time_s, **measured})
+        self._put_besides(f"evaluations-{self.by}.jsonl", {**known, "time": time_s, **measured}, time_s)
 
     def close(self) -> None:
         """Write what was kept back; a file that `begin` has left and nobody has written to is removed."""
@@ -122,14 +115,20 @@ class Journal:
 
     # -- how --
 
-    def _put_besides(self, name: str, line: Mapping[str, Any]) -> None:
+    def _put_besides(
+        self,
+        name: str,
+        line: Mapping[str, Any],
+        now_s: float,
+        most: int = BESIDES_BYTES,
+        per_s: int = BESIDES_BYTES_PER_S,
+    ) -> None:
         """Write a line, unless lines of this kind have taken too much already."""
-        now_s = line["time"]
         began_s, written = self._besides.setdefault(name, (now_s, 0))
-        if written > BESIDES_BYTES + BESIDES_BYTES_PER_S * (now_s - began_s):
+        if written > most + per_s * (now_s - began_s):
             if name not in self._full:
                 self._full.add(name)
-                self._thinned(now_s, f"{name} takes too much: some lines are left out from here on")
+                self._thinned(now_s, f"{name} takes too much: lines are left out from here on")
             return
         self._besides[name] = (began_s, written + self._put(name, line))
 
@@ -217,17 +216,7 @@ def thin(path: Path) -> int:
 
 
 def _json(value: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(value, allow_nan=False, default=str)
-    except ValueError:  # JSON has no nan
-        return json.dumps(_plain(value), default=str)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    return value
+    text = json.dumps(value, default=str)
+    if "NaN" in text or "Infinity" in text:  # JSON has neither
+        text = json.dumps(json.loads(text, parse_constant=lambda _: None))
+    return text

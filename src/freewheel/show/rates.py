@@ -107,6 +107,17 @@ def staleness(run: Run) -> dict[int, int]:
     return dict(sorted(counts.items()))
 
 
+def trouble(lives: Lives) -> list[str]:
+    """What went wrong in all lives of all workers, in words."""
+    counts = Counter[str]()
+    for life in lives:
+        for kind in ("exchanges", "merges"):
+            for outcome in ("half", "failed", "dropped"):
+                counts[f"{kind} {outcome}"] += (life.get(kind) or {}).get(outcome, 0)
+        counts["messages dropped"] += life.get("messages_dropped") or 0
+    return [f"{what}: {many:,}" for what, many in counts.items() if many]
+
+
 def reached_s(run: Run) -> float | None:
     """After how long the accuracy first reached the target; None: not yet, or there is none."""
     target = run.about.get("target")

@@ -1,4 +1,4 @@
-"""What can be said of each worker in one row, and of all of them: numbers, not yet text.
+"""What can be said of each worker in one row, and of all of them: numbers, and the columns people see.
 
 While a run goes on, rates are those of the last seconds; once it has ended, of all its time. In virtual time,
 which may pass in no time, they are always of all its time.
@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
+from freewheel.numbers import UNKNOWN, column, share
 from freewheel.records.counters import CAUSES
 from freewheel.records.result import staleness_mean
 from freewheel.records.run import Run
@@ -116,6 +118,64 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
         loss=rates.mean(row.loss for row in present),
         restarts=sum(row.restarts for row in all_rows),
     )
+
+
+@dataclass
+class Column:
+    """A cell for each row, and what it is sorted by; `key` is its name, and its heading unless it has one."""
+
+    key: str
+    cells: list[str]
+    values: list[Any]
+    heading: str = ""
+
+
+def _words(texts: list[str]) -> list[str]:
+    return [printable(one) or UNKNOWN for one in texts]
+
+
+def _counts(values: list[float]) -> list[str]:
+    return [f"{value:,.0f}" if any(values) else UNKNOWN for value in values]
+
+
+COLUMNS: dict[str, tuple[str, Callable[[list[Any]], list[str]]]] = {
+    "rank": ("rank", lambda ranks: ["all" if one is None else str(one) for one in ranks]),
+    "state": ("state", _words),
+    "node": ("node", lambda nodes: _words(nodes if len(set(nodes[:-1])) > 1 else [""] * len(nodes))),
+    "restarts": ("restarts", _counts),
+    "steps": ("steps", lambda values: [f"{value:,.0f}" for value in values]),
+    "steps/s": ("steps_per_s", column),
+    "rate": ("steps_per_s", lambda values: [""] * len(values)),
+    "waiting": ("blocked_share", lambda values: [share(value) for value in values]),
+    "stale": ("staleness", column),
+    "discrep.": ("discrepancy", lambda values: column(values, 3)),
+    # A strategy has exchanges or merges or neither, hardly ever both.
+    "exch.": ("exchanges", _counts),
+    "merges": ("merges", _counts),
+    "sent": ("bytes_per_s", column),
+    "loss": ("loss", lambda values: column(values, 4)),
+    "windows": ("windows", _words),
+}
+"""The table of workers: which field of a row, and what is written of all its values; `rate` is drawn."""
+
+
+def columns(shown: Sequence[Row]) -> list[Column]:
+    """The table of workers, whose last row is that of all; columns with nothing to tell are left out."""
+    most = max((row.bytes_per_s or 0.0 for row in shown[:-1]), default=0.0)
+    scale, unit = (1e3, "kB/s") if most < 1e6 else (1e6, "MB/s") if most < 1e9 else (1e9, "GB/s")
+    found = []
+    for key, (name, text) in COLUMNS.items():
+        values = [getattr(row, name) for row in shown]
+        if key == "sent":
+            values = [None if value is None else value / scale for value in values]
+        found.append(Column(key, text(values), values, unit if key == "sent" else ""))
+    always = ("state", "steps/s", "rate", "waiting")
+    return [one for one in found if one.key in always or any(cell != UNKNOWN for cell in one.cells)]
+
+
+def printable(text: object) -> str:
+    """What a file says, on one line and without anything that steers a terminal."""
+    return "".join(one if one.isprintable() else " " for one in str(text)).strip()
 
 
 def most_telling(all_rows: Sequence[Row], most: int) -> list[Row]:

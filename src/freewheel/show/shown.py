@@ -44,6 +44,11 @@ class Shown:
         return self.summary
 
     @property
+    def clock(self) -> str:
+        """Whose seconds these are: wall or virtual."""
+        return self.run.clock if self.summary is None else self.summary.clock
+
+    @property
     def colour(self) -> str:
         """The run's colour in every figure."""
         return COLOURS[self.hue % len(COLOURS)]
@@ -79,14 +84,10 @@ class Shown:
 
 
 def shown(runs: Sequence[Run]) -> list[Shown]:
-    """Runs under the names of their strategies, and of their folders where those are alike."""
+    """Runs that may not have begun yet, on one axis of time."""
     names = [str(run.about.get("strategy") or run.folder.name) for run in runs]
-    twins = Counter(names)
-    found, colours = [], hues(names)
-    for place, (run, name) in enumerate(zip(runs, names, strict=True)):
-        alike = twins[name] > 1 and name != run.folder.name
-        found.append(Shown(f"{name} · {run.folder.name}" if alike else name, place, colours[place], run))
-    return timed(found)
+    labels, colours = _labels(names, [run.about for run in runs], runs), hues(names)
+    return timed([Shown(labels[place], place, colours[place], run) for place, run in enumerate(runs)])
 
 
 def hues(strategies: Sequence[str]) -> list[int]:
@@ -115,32 +116,33 @@ def timed(found: list[Shown]) -> list[Shown]:
 
 
 def ranked(results: Sequence[Result], runs: Sequence[Run | None] = ()) -> list[Shown]:
-    """Results under names that tell them apart, with their records where those are given.
+    """Results under names that tell them apart, with their records where those are given."""
+    names, recorded = [result.strategy for result in results], list(runs) or [None] * len(results)
+    labels, colours = _labels(names, [vars(result) for result in results], recorded), hues(names)
+    return [
+        Shown(labels[place], place, colours[place], recorded[place], result)
+        for place, result in enumerate(results)
+    ]
 
-    Twins get the settings they differ in, or their folder's name, or a number.
-    """
-    labels = [result.strategy for result in results]
-    for prefix in ("strategy.", "scenario.", ""):
+
+def _labels(names: Sequence[str], about: Sequence[dict[str, Any]], runs: Sequence[Run | None]) -> list[str]:
+    """Twins get the settings they differ in, or their folder's name, or a number."""
+    labels = list(names)
+    for prefix in ("settings.strategy.", "settings.scenario.", ""):
         for places in _twins(labels):
-            flat = [flatten(results[place].settings) for place in places]
-            if not prefix:
-                flat = [{"workers": str(results[place].workers)} for place in places]
-            keys = [key for key in differing(flat) if key.startswith(prefix)]
+            flat = [
+                flatten({key: about[place].get(key) for key in ("settings", "workers")}) for place in places
+            ]
+            keys = [key for key in differing(flat) if key.startswith(prefix) and (prefix or key == "workers")]
             for place, settings in zip(places, flat, strict=True):
                 own = [f":{key.removeprefix(prefix)}={settings[key]}" for key in keys if key in settings]
                 labels[place] += "".join(own) if len(keys) <= NAMED else ""
-    recorded = list(runs) or [None] * len(results)
     for places in _twins(labels):
-        names = [run.folder.resolve().name if (run := recorded[place]) else "" for place in places]
-        if len(set(names)) < len(places):
-            names = [str(number) for number in range(1, len(places) + 1)]
-        for place, name in zip(places, names, strict=True):
-            labels[place] += f" ({name})"
-    every = zip(labels, recorded, results, strict=True)
-    colours = hues([result.strategy for result in results])
-    return [
-        Shown(label, place, colours[place], run, result) for place, (label, run, result) in enumerate(every)
-    ]
+        folders = [run.folder.resolve().name if (run := runs[place]) else "" for place in places]
+        alike = len(set(folders)) < len(places)
+        for number, (place, name) in enumerate(zip(places, folders, strict=True), start=1):
+            labels[place] += f" ({number if alike else name})"
+    return labels
 
 
 def _twins(labels: Sequence[str]) -> list[list[int]]:

@@ -11,7 +11,7 @@ import rich.table
 from freewheel.numbers import UNKNOWN, number, share, short
 from freewheel.records.result import Result
 from freewheel.show.shown import Shown, ranked
-from freewheel.show.versus import Versus, versus
+from freewheel.show.versus import goal, versus
 
 ALIKE = 1.05
 """Runs whose steps differ by no more than this have had the same budget: lost workers may cost some."""
@@ -77,8 +77,8 @@ def _columns(runs: Sequence[Shown]) -> list[Column]:
     results = [run.result for run in runs]
     beside = versus(results)
 
-    def words(head: str, value: Callable[[Result], object], group: int = 0) -> Column:
-        return Column(head, [str(value(one)) for one in results], group=group)
+    def words(head: str, value: Callable[[Result], object]) -> Column:
+        return Column(head, [str(value(one)) for one in results])
 
     def figure(
         head: str,
@@ -110,41 +110,27 @@ def _columns(runs: Sequence[Shown]) -> list[Column]:
         figure("loss", lambda r: r.loss, best=min, of_budget=True, group=1),
         figure("accuracy", lambda r: r.accuracy, share, max, of_budget=True, group=1),
     ]
-    target = next((one.target for one in results if one.target is not None), None)
-    if beside is not None:
-        found += _beside(beside)
-    elif target is not None:
-        found.append(_reached(target, [one.target_s for one in results], group=1))
-    return found
-
-
-def _reached(target: float, at_s: list[float | None], group: int) -> Column:
-    texts = ["never" if one is None else number(one) for one in at_s]
-    return Column(f"s to {share(target)}", texts, at_s, min, group=group)
-
-
-def _beside(beside: Versus) -> list[Column]:
-    """What they learned, with equally many samples and in equal time, and how much sooner."""
-    text, best = (share, max) if beside.what == "accuracy" else (number, min)
-
-    rows = beside.rows
-    equal = {
-        f"{beside.what} at equal\xa0samples": [row.equal_samples for row in rows],
-        "at equal\xa0time": [row.equal_time for row in rows],
-    }
-    found = [Column(head, list(map(text, of)), of, best, group=2) for head, of in equal.items()]
-    if beside.target is not None and beside.what == "accuracy":
-        found.append(_reached(beside.target, [row.target_s for row in rows], group=2))
-    if beside.baseline is not None:
-        texts = [f"{'> ' if row.at_least else ''}{number(row.speedup)}" for row in rows]
-        times = [row.speedup for row in rows]
+    if beside is not None:  # what they learned, with equally many samples and in equal time
+        text, best = (share, max) if beside.what == "accuracy" else (number, min)
+        equal = {
+            f"{beside.what} at equal\xa0samples": [row.equal_samples for row in beside.rows],
+            "at equal\xa0time": [row.equal_time for row in beside.rows],
+        }
+        found += [Column(head, list(map(text, of)), of, best, group=2) for head, of in equal.items()]
+    target, after_s = goal(results)
+    if target is not None:
+        texts = ["never" if at_s is None else number(at_s) for at_s in after_s]
+        found.append(Column(f"s to {share(target)}", texts, after_s, min, group=1 if beside is None else 2))
+    if beside is not None and beside.baseline is not None:
+        texts = [f"{'> ' if row.at_least else ''}{number(row.speedup)}" for row in beside.rows]
+        times = [row.speedup for row in beside.rows]
         found.append(Column(f"speed-up over {beside.baseline}", texts, times, max, group=2))
     return found
 
 
 def unlike(runs: Sequence[Shown]) -> str:
     """Why these runs cannot be ranked against each other; nothing where they can."""
-    if len({run.result.clock for run in runs}) > 1:
+    if len({run.clock for run in runs}) > 1:
         return "Some of these runs are simulated, in virtual seconds, and some real: they are not ranked."
     return ""
 
@@ -186,6 +172,18 @@ def results_tables(results: Sequence[Result], width: int) -> list[rich.table.Tab
             said.append(f"{share(beside.target)}: what {beside.baseline} ended with, less half a point.")
         found.append("\n".join(said))
     return found
+
+
+def brief_table(runs: Sequence[Shown]) -> rich.table.Table:
+    """How fast, how much of the time is lost, and what was learned: when, and how well."""
+    found = {one.head: one for one in _columns(runs) if set(one.texts) != {UNKNOWN}}
+    timed = [head for head in found if head.startswith(("s to ", "speed-up"))]
+    learned = "accuracy" if "accuracy" in found else "loss"
+    wanted = ["strategy", "steps/s", "idle", *([] if len(timed) > 1 else ["seconds"]), *timed, learned]
+    called = {"idle": "time waiting", "seconds": f"{runs[0].clock} s"}
+    columns = [found[head] for head in wanted if head in found]
+    heads = [called.get(one.head, one.head) for one in columns]
+    return printed(heads, zip(*(one.texts for one in columns), strict=True))
 
 
 def _fitted(columns: list[Column], width: int) -> rich.table.Table:

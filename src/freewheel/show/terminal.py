@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from rich.cells import cell_len
 from rich.text import Text
@@ -13,40 +12,31 @@ from rich.text import Text
 from freewheel.numbers import UNKNOWN, column, count, share, short
 from freewheel.records.events import Event
 from freewheel.records.run import Run
-from freewheel.show.rates import elapsed_s, reached_s, standing
-from freewheel.show.rows import GOING, Row, history, most_telling, rows, total, window_s
+from freewheel.show.figures.palette import EVENTS
+from freewheel.show.rates import elapsed_s, reached_s, standing, trouble
+from freewheel.show.rows import (
+    GOING,
+    Column,
+    columns,
+    history,
+    most_telling,
+    printable,
+    rows,
+    total,
+    window_s,
+)
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = str.maketrans(BLOCKS + "·–…×", "_.,-=+*#|-~x")
 SPARK = (6, 24)
 """The least and the greatest width of what is drawn."""
 GAP = "  "
-STYLES = {
-    "training": "green", "joining": "cyan", "finished": "blue", "dead": "bold red", "silent": "yellow",
-    "died": "red", "failed": "red", "cut": "red", "store lost": "red", "half": "yellow", "left": "yellow",
-    "joined": "green", "restarted": "green", "store back": "green", "resumed": "green",
-}  # fmt: skip
-WORDS = {
-    "died": "worker {} died", "cut": "worker {} is cut off", "joined": "worker {} joined",
-    "left": "worker {} left", "half": "half an exchange with worker {}", "failed": "worker {} failed",
-    "restarted": "worker {}", "resumed": "worker {} resumed",
-    "checkpoint": "worker {} wrote a checkpoint", "store lost": "worker {} lost the rendezvous",
-    "store back": "worker {} has the rendezvous again", "thinned": "records of worker {} were thinned",
-    "slowed": "worker {} is slower",
-}  # fmt: skip
+SUMMED = ("steps", "steps/s", "waiting", "stale", "exch.", "merges", "sent", "loss")
+"""What a line for a log says of all workers."""
+STYLES = {"training": "green", "joining": "cyan", "finished": "blue", "dead": "bold red", "silent": "yellow"}
 DROPPED = ("steps", "exch.", "merges", "restarts", "sent", "node", "stale", "rate", "discrep.", "waiting",
            "loss", "state")  # fmt: skip
 """Which columns go first where the terminal is narrow; `rate` is what is drawn."""
-
-
-@dataclass
-class Column:
-    """A heading and a cell for each row; `key` is its name among those that may be dropped."""
-
-    key: str
-    cells: list[str]
-    heading: str = ""
-    left: bool = False
 
 
 class Screen:
@@ -83,17 +73,18 @@ class Screen:
             left = Counter(row.state for row in everyone if row not in shown)
             states = ", ".join(f"{number} {state}" for state, number in left.most_common())
             rest = [Text(f"… {left.total()} more: {states}", style="dim")]
-        columns = self._fit(_columns([*shown, total(run, everyone)]), width)
-        for one in columns:
+        found = [one for one in columns([*shown, total(run, everyone)]) if one.key != "windows"]
+        fitting = self._fit(found, width)
+        for one in fitting:
             if one.key == "rate":
                 _draw(run, one, [row.rank for row in shown], self._widths["rate"])
-        lines = [self._line(columns, None, "bold")]
+        lines = [self._line(fitting, None, "bold")]
         for number, row in enumerate(shown):
-            line = self._line(columns, number, "" if row.state in (*GOING, "finished") else "dim")
+            line = self._line(fitting, number, "" if row.state in (*GOING, "finished") else "dim")
             at = line.plain.find(row.state)
             line.stylize(STYLES.get(row.state, ""), at, at + len(row.state))
             lines.append(line)
-        return [*lines, *rest, self._line(columns, len(shown), "bold")]
+        return [*lines, *rest, self._line(fitting, len(shown), "bold")]
 
     def _fit(self, columns: list[Column], width: int) -> list[Column]:
         """Leave columns out until the others fit; what is drawn takes the room that is left."""
@@ -114,38 +105,8 @@ class Screen:
         for one in columns:
             cell = one.heading or one.key if number is None else one.cells[number]
             wide = self._widths[one.key]
-            cells.append(cell.ljust(wide) if one.left else cell.rjust(wide))
+            cells.append(cell.ljust(wide) if one.key in ("state", "node", "rate") else cell.rjust(wide))
         return Text(GAP.join(cells).rstrip(), style=style)
-
-
-def _columns(shown: list[Row]) -> list[Column]:
-    most = max((row.bytes_per_s or 0.0 for row in shown[:-1]), default=0.0)
-    scale, unit = (1e3, "kB/s") if most < 1e6 else (1e6, "MB/s") if most < 1e9 else (1e9, "GB/s")
-    sent = [None if row.bytes_per_s is None else row.bytes_per_s / scale for row in shown]
-    nodes = [printable(row.node) for row in shown]
-    columns = [
-        Column("rank", ["all" if row.rank is None else str(row.rank) for row in shown]),
-        Column("state", [row.state for row in shown], left=True),
-        Column("node", nodes if len(set(nodes[:-1])) > 1 else [UNKNOWN] * len(shown), left=True),
-        Column("restarts", _counts([row.restarts for row in shown])),
-        Column("steps", [f"{row.steps:,.0f}" for row in shown]),
-        Column("steps/s", column([row.steps_per_s for row in shown])),
-        Column("rate", [""] * len(shown), left=True),
-        Column("waiting", [share(row.blocked_share) for row in shown]),
-        Column("stale", column([row.staleness for row in shown])),
-        Column("discrep.", column([row.discrepancy for row in shown], 3)),
-        # A strategy has exchanges or merges or neither, hardly ever both.
-        Column("exch.", _counts([row.exchanges for row in shown])),
-        Column("merges", _counts([row.merges for row in shown])),
-        Column("sent", column(sent), unit),
-        Column("loss", column([row.loss for row in shown], 4)),
-    ]
-    always = ("state", "steps/s", "rate", "waiting")
-    return [one for one in columns if one.key in always or any(cell != UNKNOWN for cell in one.cells)]
-
-
-def _counts(values: Sequence[float]) -> list[str]:
-    return [f"{value:,.0f}" if any(values) else UNKNOWN for value in values]
 
 
 def _draw(run: Run, one: Column, ranks: list[int | None], cells: int) -> None:
@@ -182,11 +143,6 @@ def clock_time(run: Run, seconds: float) -> str:
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
-def printable(text: object) -> str:
-    """What a file says, on one line and without anything that steers a terminal."""
-    return "".join(one if one.isprintable() else " " for one in str(text)).strip()
 
 
 def header(run: Run, width: int, align: int) -> list[Text]:
@@ -232,14 +188,8 @@ def _figures(run: Run) -> list[str]:
         after_s = reached_s(run)
         after = "" if after_s is None else f" after {short(after_s)} s"
         found.append(f"target {share(run.about['target'])}{after}")
-    trouble = Counter[str]()
-    for life in run.lives:
-        for kind in ("exchanges", "merges"):
-            for outcome in ("half", "failed"):
-                trouble[f"{kind} {outcome}"] += (life.get(kind) or {}).get(outcome, 0)
-        trouble["messages dropped"] += life.get("messages_dropped") or 0
-    trouble["lines that cannot be read"] = run.broken
-    return found + [f"{what}: {number:,}" for what, number in trouble.items() if number]
+    broken = [f"lines that cannot be read: {run.broken:,}"] if run.broken else []
+    return [*found, *trouble(run.lives), *broken]
 
 
 def _events(run: Run, most: int) -> list[Text]:
@@ -254,37 +204,28 @@ def _events(run: Run, most: int) -> list[Text]:
 def event_line(run: Run, event: Event) -> Text:
     """When, what, and who noticed."""
     when, said = clock_time(run, max(0.0, event.time - run.began_s)), printable(event.text)
-    text = said or printable(event.what)
+    text, kind = said or printable(event.what), EVENTS.get(event.what)
     if event.rank is not None:
-        about = WORDS.get(event.what, f"worker {{}}: {printable(event.what)}").replace(
-            "{}", str(event.rank), 1
-        )
+        about = f"worker {event.rank}" + (f" {kind.words}" if kind else f": {printable(event.what)}")
         text = (event.link or about) + (f": {said}" if event.text else "")
     by = event.noticed_by(most=5, others_than=(event.rank, event.peer))
     seen = f" (seen by {printable(by)})" if by else ""
-    return Text.assemble((f"{when:>7}  ", "dim"), (text, STYLES.get(event.what, "")), (seen, "dim"))
+    return Text.assemble((f"{when:>7}  ", "dim"), (text, kind.style if kind else ""), (seen, "dim"))
 
 
 def plain_line(run: Run, width: int | None = None) -> str:
     """All workers in one line, for a log; what does not fit the width is left out, last first."""
     everyone = rows(run)
-    row, states = total(run, everyone), Counter(one.state for one in everyone)
+    states = Counter(one.state for one in everyone)
     parts = [
         clock_time(run, elapsed_s(run)),
         ", ".join(f"{number} {state}" for state, number in states.most_common()),
-        f"{row.steps:,.0f} steps",
-        f"{column([row.steps_per_s])[0]} steps/s",
-        f"waiting {share(row.blocked_share)}",
+        *(
+            f"{one.heading or one.key} {one.cells[-1]}"
+            for one in columns([*everyone, total(run, everyone)])
+            if one.key in SUMMED and one.cells[-1] != UNKNOWN
+        ),
     ]
-    if row.staleness is not None:
-        parts.append(f"stale {column([row.staleness])[0]}")
-    if row.exchanges or row.merges:
-        many, what = (row.exchanges, "exchanges") if row.exchanges else (row.merges, "merges")
-        parts.append(f"{many:,.0f} {what}")
-    if row.bytes_per_s is not None:
-        parts.append(f"{column([row.bytes_per_s / 1e6])[0]} MB/s")
-    if row.loss is not None:
-        parts.append(f"loss {column([row.loss], 4)[0]}")
     while width is not None and len(parts) > 1 and len(GAP.join(parts)) > width:
         parts.pop()
     return GAP.join(parts)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from freewheel.numbers import given, listed, number, share
 from freewheel.records.result import Result
 
 BASELINES = ("ddp", "allreduce")
@@ -61,7 +63,7 @@ def versus(results: Sequence[Result]) -> Versus | None:
         return None
     points = [_points(result, what) for result in results]
     time_s, steps = min(of[-1][0] for of in points), min(of[-1][1] for of in points)
-    baseline = next((r for name in BASELINES for r in results if r.strategy == name), None)
+    baseline = baseline_of(results)
     target = next((r.target for r in results if r.target is not None), None)
     chosen = target is not None
     if target is None and baseline is not None and what == "accuracy":
@@ -77,6 +79,41 @@ def versus(results: Sequence[Result]) -> Versus | None:
         rows.append(Row(_at(of, 1, steps), _at(of, 0, time_s), target_s, speedup, at_least))
     name = baseline.strategy if baseline is not None else None
     return Versus(what, steps, time_s, name, target, chosen, tuple(rows))
+
+
+def baseline_of(results: Sequence[Result]) -> Result | None:
+    """The run that the others are compared with, if there is one."""
+    return next((one for name in BASELINES for one in results if one.strategy == name), None)
+
+
+def goal(results: Sequence[Result]) -> tuple[float | None, list[float | None]]:
+    """The accuracy that runs are timed to, chosen or the baseline's; and when each reached it."""
+    if target := next((one.target for one in results if one.target), None):
+        return target, [one.target_s for one in results]
+    beside = versus(results)
+    return (None, []) if beside is None else (beside.target, [row.target_s for row in beside.rows])
+
+
+def race(names: Sequence[str], results: Sequence[Result]) -> str:
+    """Who reaches the target first, how much sooner than the baseline, and who does not; "": no target."""
+    target, after_s = goal(results)
+    if target is None:
+        return ""
+    base = None if (run := baseline_of(results)) is None else results.index(run)
+    what = f"{given(100 * target)} % accuracy"
+    if base is not None and not any(one.target for one in results):
+        what = f"{share(target)} accuracy, about what {names[base]} ended with,"
+    reached = {place: at_s for place, at_s in enumerate(after_s) if at_s is not None}
+    if not reached:
+        return f"No run reaches {what}."
+    first, first_s = min(reached.items(), key=lambda one: one[1])
+    said = f"{names[first]} reaches {what} {'first, ' if len(results) > 1 else ''}after {number(first_s)} s"
+    if base not in (None, first) and base in reached and first_s:
+        times = reached[base] / first_s
+        said += f", {number(times)} times sooner than {names[base]} ({number(reached[base])} s)"
+    if late := [name for place, name in enumerate(names) if place not in reached]:
+        said += f"; {listed(late)} {'does' if len(late) == 1 else 'do'} not reach it in this run"
+    return f"{said}."
 
 
 Point = tuple[float, float, float]
@@ -98,8 +135,6 @@ def _at(points: Sequence[Point], axis: int, moment: float) -> float | None:
         return None
     if points[-1][axis] <= ALIKE * moment:
         return points[-1][2]
-    after = bisect_left([point[axis] for point in points], moment)
-    if not after:
-        return points[0][2] if points[0][axis] == moment else None
-    (begin, low), (end, high) = ((points[k][axis], points[k][2]) for k in (after - 1, after))
-    return low + (high - low) * (moment - begin) / (end - begin)
+    if points[0][axis] > moment:
+        return None
+    return float(np.interp(moment, [point[axis] for point in points], [point[2] for point in points]))

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -173,17 +174,10 @@ async def _worker(rank: int, tls: Path | None) -> AsyncIterator[TcpFabric]:
 async def _figure(fabric: TcpFabric, most: int) -> LinkFigure:
     trips = [await _timed(fabric, PING) for _ in range(PINGS)]
     shortest_s, skew_s = min(trips)  # the shortest trip left the least room for error
-
-    async def rate(what: int) -> float:
-        async def transfer(size: int) -> float:
-            return (await _timed(fabric, what, size))[0]
-
-        return await _grow(transfer, most, shortest_s)
-
     return LinkFigure(
         latency_ms=1000 * statistics.median(trip_s for trip_s, _ in trips) / 2,
-        mbit_out=await rate(TAKE),
-        mbit_in=await rate(GIVE),
+        mbit_out=await _grow(partial(_timed, fabric, TAKE), most, shortest_s),
+        mbit_in=await _grow(partial(_timed, fabric, GIVE), most, shortest_s),
         clock_skew_ms=1000 * skew_s,
     )
 
@@ -203,11 +197,11 @@ async def _timed(fabric: TcpFabric, what: int, size: int = 0) -> tuple[float, fl
     return took_s, answer.note[0] - sent - took_s / 2
 
 
-async def _grow(transfer: Callable[[int], Awaitable[float]], most: int, trip_s: float) -> float:
+async def _grow(transfer: Callable[[int], Awaitable[tuple[float, float]]], most: int, trip_s: float) -> float:
     """Mbit/s of the last transfer of so many numbers, without the round trip that each one costs."""
     size = min(FIRST, most)
     while True:
-        took_s = await transfer(size)
+        took_s, _ = await transfer(size)
         if took_s >= LONG_ENOUGH_S or size == most:
             return 32e-6 * size / max(took_s - trip_s, took_s / 2)
         size = min(4 * size, most)

@@ -158,21 +158,15 @@ def _requirements() -> tuple[str, str, dict[str, tuple[str, ...]]]:
     """The ranges of Python and torch that the package asks for, and what each extra lacks."""
     about = importlib.metadata.metadata("freewheel")
     needed = [Requirement(line) for line in about.get_all("Requires-Dist") or ()]
-    lacking = {
-        extra: tuple(one.name for one in needed if _brings(extra, one) and not _installed(one.name))
-        for extra in about.get_all("Provides-Extra") or ()
-        if extra != "dev"
-    }
+
+    def lacks(extra: str, one: Requirement) -> bool:
+        brings = one.marker is not None and one.marker.evaluate({"extra": extra})
+        return brings and not any(importlib.metadata.distributions(name=one.name))
+
+    extras = [extra for extra in about.get_all("Provides-Extra") or () if extra != "dev"]
+    lacking = {extra: tuple(one.name for one in needed if lacks(extra, one)) for extra in extras}
     of_torch = next((str(one.specifier) for one in needed if one.name == "torch"), "")
     return about["Requires-Python"] or "", of_torch, lacking
-
-
-def _brings(extra: str, needed: Requirement) -> bool:
-    return needed.marker is not None and needed.marker.evaluate({"extra": extra})
-
-
-def _installed(package: str) -> bool:
-    return any(importlib.metadata.distributions(name=package))
 
 
 def _cuda() -> Cuda:

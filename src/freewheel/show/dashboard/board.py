@@ -15,15 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.errors import ConfigError, FreewheelError
-from freewheel.numbers import count
+from freewheel.numbers import UNKNOWN, count, share, short
 from freewheel.records.find_run import compared, find_runs, written_s
 from freewheel.records.run import DEATHS, SILENT_S, Run
 from freewheel.records.run_json import read_run_json
 from freewheel.show import rates
 from freewheel.show.figures import charts
 from freewheel.show.figures.palette import COLOURS
-from freewheel.show.rows import total
+from freewheel.show.rows import Row, columns, total
 from freewheel.show.shown import Shown, flatten, shown
+from freewheel.show.tables import unlike
+from freewheel.show.terminal import clock_time
 
 SCAN_S = 2.0
 """How often the folder is looked through for new runs."""
@@ -34,6 +36,10 @@ STALE_S = 1.0
 MAX_RUNS_COMPARED = len(COLOURS)
 MAX_PICKS = 8
 """Documents that are kept, each of other runs."""
+
+HEADS = ("time", "workers", "worker-steps/s", "of ideal", "waiting", "staleness", "loss", "accuracy",
+         "faults")  # fmt: skip
+"""What is said of each of several runs."""
 
 Document = dict[str, Any]
 
@@ -73,17 +79,6 @@ class Entry:
         self.news += new or self.error != before
 
 
-@dataclass
-class Pick:
-    """The last document of some runs."""
-
-    version: int = 0
-    document: Document | None = None
-    of: tuple[int, ...] = ()
-    """The news of each run that are in it."""
-    made_s: float = -math.inf
-
-
 class Board:
     """The runs under a folder, and documents of those that somebody looks at."""
 
@@ -91,7 +86,8 @@ class Board:
         self._folder = folder
         self._entries: dict[Path, Entry] = {}
         self._scanned_s = -math.inf
-        self._picks: dict[tuple[int, ...], Pick] = {}
+        self._made: dict[tuple[int, ...], tuple[int, Document, tuple[int, ...], float]] = {}
+        """By runs: the version and document, the news of each run that are in it, and when it was made."""
         self._versions = itertools.count(1)
         self._lock = threading.Lock()
         found = find_runs(folder)
@@ -110,16 +106,14 @@ class Board:
             for entry in entries:
                 entry.poll()
             key, of = tuple(one.number for one in entries), tuple(one.news for one in entries)
-            pick = self._picks.pop(key, Pick())
-            self._picks[key] = pick  # the last that was asked for is the last to go
-            while len(self._picks) > MAX_PICKS:
-                del self._picks[next(iter(self._picks))]
-            if of != pick.of or time.monotonic() - pick.made_s > STALE_S:
-                document = self._document(entries)
-                if document != pick.document:
-                    pick.version, pick.document = next(self._versions), document
-                pick.of, pick.made_s = of, time.monotonic()
-            return {"version": pick.version, "document": None if since == pick.version else pick.document}
+            version, document, made_of, made_s = self._made.pop(key, (0, {}, (), -math.inf))
+            if of != made_of or time.monotonic() - made_s > STALE_S:
+                new = self._document(entries)
+                version = version if new == document else next(self._versions)
+                document, made_s = new, time.monotonic()
+            # The last that was asked for is the last to go.
+            self._made = dict([*self._made.items(), (key, (version, document, of, made_s))][-MAX_PICKS:])
+            return {"version": version, "document": None if since == version else document}
 
     # -- which runs --
 
@@ -162,14 +156,15 @@ class Board:
         begun = [one for one in runs if one.run.workers]
         return {
             "runs": [_listed(entry) for entry in self._entries.values()],
-            "notes": [note for entry in entries if (note := _note(entry))] + _clocks(runs),
+            "notes": [note for entry in entries if (note := _note(entry))] + [*filter(None, [unlike(runs)])],
             "shown": [
                 {"number": number, "label": one.label, "colour": one.colour, **_headline(one)}
                 for (number, _), one in zip(good, runs, strict=True)
             ],
             "picked": [entry.number for entry in entries],
             "figures": charts.figures(begun) if begun else {},
-            "workers": [row for one in begun for row in _rows(one)],
+            "heads": HEADS,
+            "workers": _workers(begun),
             "about": [{"label": one.label, "rows": _about(one.run)} for one in runs],
         }
 
@@ -208,67 +203,57 @@ def _note(entry: Entry) -> str:
     return ""
 
 
-def _clocks(runs: Sequence[Shown]) -> list[str]:
-    """A word of warning where times are not of one kind."""
-    if len({one.run.clock for one in runs}) < 2:
-        return []
-    virtual = ", ".join(one.label for one in runs if one.run.clock == "virtual")
-    return [f"Simulated, in virtual seconds: {virtual}. Its times and rates are not those of the other runs."]
-
-
 def _headline(one: Shown) -> Document:
-    """The figures of a run that come first."""
-    run, tracks = one.run, one.run.workers.values()
-    states = [run.state(rank) for rank in run.workers]
-    whole = total(run, one.rows)
-    rate, ideal_share = _now(one) if run.live else rates.rates(run)
+    """What a run is, how it stands, and its first figures: as tiles, and as a row among several runs."""
+    run, whole = one.run, total(one.run, one.rows)
+    told: Document = {key: str(run.about.get(key) or "") for key in ("name", "strategy")}
+    told |= {"waits_for": one.setting("waits_for"), "clock": run.clock, "state": rates.standing(run)}
+    told["name"] = told["name"] or run.folder.name
+    if not run.workers:
+        return told | {"tiles": [], "row": [UNKNOWN] * len(HEADS)}
+    rate, ideal = map(_finite, _now(one) if run.live else rates.rates(run))
+    loss, answer, accuracy = map(_finite, (whole.loss, _evaluated(run, "loss"), _evaluated(run, "accuracy")))
     # A worker that failed and then was missed died once.
     deaths = {(event.rank, event.life) for event in run.events if event.what in DEATHS}
-    return {
-        "name": str(run.about.get("name") or run.folder.name),
-        "strategy": str(run.about.get("strategy") or ""),
-        "waits_for": one.setting("waits_for"),
-        "clock": run.clock,
-        "state": rates.standing(run),
-        "elapsed_s": round(rates.elapsed_s(run), 1) if run.workers else None,
-        "there": states.count("training" if run.live else "finished"),
-        "workers": max(len(states), run.about.get("workers", 0)),
-        "steps": int(run.total("steps")),
-        "samples": int(run.total("samples")),
-        "progress": max((track.value("progress") or 0.0 for track in tracks), default=0.0) or None,
-        "rate": _finite(rate),
-        "ideal_share": _finite(ideal_share),
-        "blocked": _finite(sum(rates.blocked(tracks).values()) if run.total("elapsed_s") else None),
-        "staleness": _finite(whole.staleness),
-        "loss": _finite(whole.loss),
-        "loss_answer": _finite(_evaluated(run, "loss")),
-        "accuracy": _finite(_evaluated(run, "accuracy")),
-        "faults": len(deaths) + sum(event.what in ("cut", "half", "store lost") for event in run.events),
+    faults = len(deaths) + sum(event.what in ("cut", "half", "store lost") for event in run.events)
+    passes = max((track.value("progress") or 0.0 for track in run.workers.values()), default=0.0)
+    samples = f"{run.total('samples'):,.0f} samples" if run.total("samples") else ""
+    clock = "wall clock" if run.clock == "wall" else "virtual time"
+    tiles = {
+        "time": (clock_time(run, rates.elapsed_s(run)), clock),
+        "workers": (whole.state, count(faults, "fault") if faults else "no faults"),
+        "worker-steps/s": (short(rate), "" if ideal is None else f"{share(ideal)} of ideal"),
+        "waiting": (share(sum(rates.blocked(run.workers.values()).values())), "of worker-time"),
+        "staleness": (short(_finite(whole.staleness)), "mean"),
+        "loss": (short(loss), "training" if answer is None else f"answer {short(answer)}"),
+        "accuracy": (share(accuracy), "not measured" if accuracy is None else "of the answer"),
+        "steps": (f"{run.total('steps'):,.0f}", f"{short(passes)} passes" if passes else samples),
     }
+    row = {what: text for what, (text, _) in tiles.items()}
+    row |= {"of ideal": share(ideal), "faults": str(faults)}
+    row["loss"] = short(loss if answer is None else answer)
+    return told | {"tiles": [[what, *said] for what, said in tiles.items()], "row": [row[h] for h in HEADS]}
 
 
-def _rows(one: Shown) -> list[list[Any]]:
-    """A row of the table for every worker; page.js names the columns."""
-    return [
-        [
-            one.place,
-            row.rank,
-            row.state,
-            one.run.workers[row.rank].life,
-            int(row.steps),
-            _finite(row.steps_per_s),
-            _finite(row.blocked_share),
-            _finite(row.staleness),
-            _finite(row.discrepancy),
-            int(row.exchanges + row.merges),
-            _finite(row.bytes_per_s),
-            _finite(row.loss),
-            row.windows,
-            row.node,
-        ]
-        for row in one.rows
-        if row.rank in one.run.workers
-    ]
+def _workers(runs: Sequence[Shown]) -> Document:
+    """The table of all workers: texts, and what they are sorted by."""
+    all_rows = [(one.place, row) for one in runs for row in one.rows]
+    found = [one for one in columns([*(row for _, row in all_rows), Row(None, "")]) if one.key != "rate"]
+    live = any(one.run.live and one.run.clock == "wall" for one in runs)
+    return {
+        "heads": [one.heading or one.key for one in found],
+        "rows": [
+            {
+                "run": place,
+                "state": row.state,
+                "cells": [one.cells[at] for one in found],
+                "values": [_finite(v) if isinstance(v := one.values[at], float) else v for one in found],
+            }
+            for at, (place, row) in enumerate(all_rows)
+        ],
+        "said": "discrep.: distance to the last peer met. steps/s, waiting and bytes: "
+        + ("of workers that train, over the last 5 s." if live else "over all the time of the worker."),
+    }
 
 
 def _about(run: Run) -> list[list[str]]:

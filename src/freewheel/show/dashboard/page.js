@@ -7,31 +7,6 @@
     return made;
   };
 
-  // -- numbers to read --
-
-  const whole = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
-  const three = new Intl.NumberFormat("en", { maximumSignificantDigits: 3 });
-  const digits = (value) => {
-    if (value === null || value === undefined) return "–";
-    if (value !== 0 && (Math.abs(value) >= 1e6 || Math.abs(value) < 1e-3)) {
-      if (Math.abs(value) < 1e-3) return value.toExponential(1).replace("e-", " × 10⁻").replace(/⁻(\d+)$/,
-        (_, power) => "⁻" + [...power].map((digit) => "⁰¹²³⁴⁵⁶⁷⁸⁹"[digit]).join(""));
-      for (const [size, unit] of [[1e12, "T"], [1e9, "G"], [1e6, "M"]]) {
-        if (Math.abs(value) >= size) return digits(value / size) + " " + unit;
-      }
-    }
-    return (Math.abs(value) >= 100 || Number.isInteger(value) ? whole : three).format(value);
-  };
-  const percent = (value) => value === null || value === undefined ? "–" : (100 * value).toFixed(1) + " %";
-  const rate = (bytes) => bytes === null ? "–" : digits(bytes / 1e6) + " MB/s";
-  const lasted = (seconds) => {
-    if (seconds === null || seconds === undefined) return "–";
-    if (seconds < 60) return digits(seconds) + " s";
-    const two = (value) => String(Math.floor(value)).padStart(2, "0");
-    const minutes = two(seconds / 60 % 60) + ":" + two(seconds % 60);
-    return seconds < 3600 ? minutes.replace(/^0/, "") : `${Math.floor(seconds / 3600)}:${minutes}`;
-  };
-
   // -- figures: only those that can be seen are drawn, one in each frame --
 
   const boxes = new Map();
@@ -163,50 +138,13 @@
     return made;
   };
   const state = (one) => make("span", { className: "state " + one.state, textContent: one.state });
-  const answered = (one) => one.loss_answer !== null ? one.loss_answer : one.loss;
-  const tile = (name, value, more) => make("div", { className: "tile" }, make("dt", { textContent: name }),
+  const tile = ([name, value, more]) => make("div", { className: "tile" }, make("dt", { textContent: name }),
     make("dd", {}, value, more ? make("small", { textContent: more }) : null));
-  const tiles = (one) => make("dl", { className: "tiles" },
-    tile("time", lasted(one.elapsed_s), one.clock === "virtual" ? "virtual"
-      : one.elapsed_s < 60 ? "" : one.elapsed_s < 3600 ? "min:s" : "h:min:s"),
-    tile("workers", `${one.there} of ${one.workers}`, one.faults ? `${one.faults} fault${one.faults === 1 ? "" : "s"}` : "no faults"),
-    tile("worker-steps/s", digits(one.rate), one.ideal_share === null ? "" : percent(one.ideal_share) + " of ideal"),
-    tile("waiting", percent(one.blocked), "of worker-time"),
-    tile("staleness", digits(one.staleness), "mean"),
-    tile("loss", digits(one.loss), one.loss_answer === null ? "training" : `answer ${digits(one.loss_answer)}`),
-    tile("accuracy", percent(one.accuracy), one.accuracy === null ? "not measured" : "of the answer"),
-    tile("steps", digits(one.steps), one.progress ? `${digits(one.progress)} passes`
-      : one.samples ? `${digits(one.samples)} samples` : ""));
-  const tabled = (heads, rows, ...below) => make("div", { className: "scroll compared", tabIndex: 0 },
-    make("table", {}, make("thead", {}, make("tr", {}, ...heads.map((head) => make("th", { textContent: head })))),
-      make("tbody", {}, ...rows)), ...below);
-  const compared = () => {
-    const heads = ["run", "state", "time", "workers", "worker-steps/s", "of ideal", "waiting", "staleness", "loss",
-      "accuracy", "faults"];
-    const rows = document_.shown.map((one) => [lasted(one.elapsed_s), `${one.there} of ${one.workers}`,
-      digits(one.rate), percent(one.ideal_share), percent(one.blocked), digits(one.staleness),
-      digits(answered(one)), percent(one.accuracy), String(one.faults)]);
-    return tabled(heads, document_.shown.map((one, place) => make("tr", {},
+  const compared = () => make("div", { className: "scroll compared", tabIndex: 0 }, make("table", {},
+    make("thead", {}, make("tr", {}, ...["run", "state", ...document_.heads].map((head) => make("th", { textContent: head })))),
+    make("tbody", {}, ...document_.shown.map((one) => make("tr", {},
       make("th", { scope: "row" }, swatch(one.colour), " ", one.label), make("td", {}, state(one)),
-      ...rows[place].map((text) => make("td", { textContent: text })))));
-  };
-  // Where more runs belong together than can be told apart: a table of them, to pick some.
-  const home = () => {
-    const ticks = document_.runs.map((run) => {
-      const tick = make("input", { type: "checkbox", value: run.number });
-      tick.setAttribute("aria-label", `compare ${run.name}`);
-      return tick;
-    });
-    const compare = make("button", { type: "button", className: "go", textContent: "Compare those ticked",
-      onclick: () => pick(ticks.filter((tick) => tick.checked).map((tick) => tick.value)) });
-    const row = (run, place) => make("tr", {},
-      make("th", { scope: "row" }, ticks[place], " ", make("button", { type: "button", className: "name",
-        textContent: run.name, onclick: () => pick([run.number]) })),
-      ...[run.strategy, run.workers, run.started && new Date(1000 * run.started).toLocaleString(),
-        run.error || (run.live ? "live" : "ended")].map((text) => make("td", { textContent: text || "–" })));
-    return tabled(["run", "strategy", "workers", "started", "state"], document_.runs.map(row), compare);
-  };
-  let housed = "";
+      ...one.row.map((text) => make("td", { textContent: text })))))));
   const words = () => {
     const { shown, notes, picked } = document_;
     const [one] = shown;
@@ -217,11 +155,11 @@
       one.waits_for ? `, waits for ${one.waits_for}` : "", one.clock === "virtual" ? " · simulated" : ""];
     byId("lead").replaceChildren(...said);
     warn(notes);
-    const said_of = picked.length ? "" : JSON.stringify(document_.runs);
-    if (!said_of) byId("headline").replaceChildren(...shown.length > 1 ? [compared()]
-      : one && one.elapsed_s !== null ? [tiles(one)] : []);
-    else if (said_of !== housed) byId("headline").replaceChildren(home());  // ticks stay while nothing changes
-    housed = said_of;
+    byId("headline").replaceChildren(...shown.length > 1 ? [compared()]
+      : one && one.tiles.length ? [make("dl", { className: "tiles" }, ...one.tiles.map(tile))] : []);
+    // Where more runs belong together than can be told apart: a list of them, to pick some.
+    document.body.classList.toggle("home", !picked.length);
+    if (!picked.length) byId("picker").open = true;
     byId("shown").hidden = !Object.keys(document_.figures).length;
     byId("legend").hidden = shown.length < 2;
     byId("legend").replaceChildren(...shown.map((each) => make("span", {}, swatch(each.colour), each.label)));
@@ -229,42 +167,28 @@
   const warn = (lines) => byId("notes").replaceChildren(
     ...lines.map((text) => make("p", { className: "warn", textContent: text })));
 
-  const columns = [["worker", (v) => String(v)], ["state", String], ["life", String], ["steps", digits],
-    ["steps/s", digits], ["waiting", percent], ["staleness", digits], ["distance", digits], ["exchanges", digits],
-    ["sent", rate], ["loss", digits], ["windows", String], ["node", String]];
-  let sorted = { column: null, down: false };
+  let sorted = { by: null, down: false };
   const table = () => {
-    const several = document_.shown.length > 1;
-    const head = columns.map(([name], place) => {
+    const several = document_.shown.length > 1, { heads, rows, said } = document_.workers;
+    const head = heads.map((name, place) => {
       const cell = make("th", { scope: "col" }, make("button", { type: "button", textContent: name,
-        onclick: () => {
-          sorted = { column: place, down: sorted.column === place ? !sorted.down : place > 1 };
-          table();
-        } }));
-      if (sorted.column === place) cell.setAttribute("aria-sort", sorted.down ? "descending" : "ascending");
+        onclick: () => { sorted = { by: name, down: sorted.by === name ? !sorted.down : place > 1 }; table(); } }));
+      if (sorted.by === name) cell.setAttribute("aria-sort", sorted.down ? "descending" : "ascending");
       return cell;
     });
-    const rows = [...document_.workers];
-    if (sorted.column !== null) {
-      const value = (row) => row[sorted.column + 1];
-      rows.sort((a, b) => (value(a) === null) - (value(b) === null)
-        || (value(a) < value(b) ? -1 : value(a) > value(b) ? 1 : 0) * (sorted.down ? -1 : 1));
-    }
-    const cells = (row) => columns.map(([, text], place) => {
-      const value = row[place + 1];
-      if (place > 0) return make("td", { textContent: text(value), className: place === 1 ? "worker-" + value : "" });
-      const { colour, label } = document_.shown[row[0]];
-      return make("th", { scope: "row" }, ...several ? [swatch(colour), ` ${label} · `] : [], text(value));
-    });
+    const by = heads.indexOf(sorted.by), order = [...rows];
+    if (by >= 0) order.sort(({ values: { [by]: a } }, { values: { [by]: b } }) => (a === null) - (b === null)
+      || (a < b ? -1 : a > b ? 1 : 0) * (sorted.down ? -1 : 1));
+    const row = ({ run, cells: [rank, ...cells], state: how }) => make("tr", {},
+      make("th", { scope: "row" }, ...several ? [swatch(document_.shown[run].colour), ` ${document_.shown[run].label} · `] : [], rank),
+      ...cells.map((text, place) => make("td", { textContent: text, className: place ? "" : "worker-" + how })));
     const [thead, tbody] = byId("workers").children;
     const focus = thead.contains(document.activeElement) ? [...thead.querySelectorAll("button")]
       .indexOf(document.activeElement) : -1;
     thead.replaceChildren(make("tr", {}, ...head));
     if (focus >= 0) thead.querySelectorAll("button")[focus].focus();
-    tbody.replaceChildren(...rows.map((row) => make("tr", {}, ...cells(row))));
-    const live = document_.shown.some((one) => one.state === "live" && one.clock === "wall");
-    byId("workers-said").textContent = "Distance: to the last peer met. steps/s, waiting and sent: "
-      + (live ? "of workers that train, over the last 5 s." : "over all the time of the worker.");
+    tbody.replaceChildren(...order.map(row));
+    byId("workers-said").textContent = said;
   };
   const about = () => byId("about").replaceChildren(...document_.about.map(({ label, rows }) => make("details", {},
     make("summary", { textContent: document_.about.length > 1 ? `Settings of ${label}` : "Settings" }),
@@ -310,7 +234,7 @@
   };
   byId("picker-find").addEventListener("input", list);
   document.addEventListener("click", (event) => {
-    if (!event.composedPath().includes(byId("picker"))) byId("picker").open = false;
+    if (document_?.picked.length && !event.composedPath().includes(byId("picker"))) byId("picker").open = false;
   });
   document.addEventListener("keydown", (event) => { if (event.key === "Escape") byId("picker").open = false; });
 

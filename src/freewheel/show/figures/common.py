@@ -35,7 +35,7 @@ def axis(title: str, form: str = ",~r", **rest: Any) -> Figure:
 
 def time_axis(runs: Sequence[Shown], **rest: Any) -> Figure:
     """An axis of time, in the unit of the runs."""
-    clocks = {one.run.clock for one in runs}
+    clocks = {one.clock for one in runs}
     virtual = "virtual " if clocks == {"virtual"} else ""
     simulated = " (virtual ones of simulated runs)" if len(clocks) > 1 else ""
     return axis(f"time, {virtual}{UNITS[runs[0].unit_s]}{simulated}", **rest)

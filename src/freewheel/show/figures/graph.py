@@ -11,7 +11,8 @@ from freewheel.numbers import count, share, short
 from freewheel.records.run import Run
 from freewheel.show.figures.common import Figure, figure, scatter
 from freewheel.show.figures.palette import DISTANCES, GREY, STATES
-from freewheel.show.rates import LATELY_S, every_s, rate
+from freewheel.show.rates import LATELY_S, every_s
+from freewheel.show.rows import Row, rows
 
 DECADES = 2.0
 """From the largest distance down to a hundredth of it edges have colours of their own."""
@@ -77,7 +78,10 @@ def graph(run: Run, label: str = "") -> Figure:
         rank: (round(radius * math.sin(place * turn), 4), round(radius * math.cos(place * turn), 4))
         for place, rank in enumerate(ranks)
     }
-    data = _edges(run, found, places) + ([*_rates(run, places), _nodes(run, places)] if ranks else [])
+    known = {row.rank: row for row in rows(run)}
+    workers = [known.get(rank, Row(rank, "joining")) for rank in ranks]
+    data = _edges(run, found, places)
+    data += [*_rates(workers, places), _nodes(workers, places)] if ranks else []
     title = f"Who met in the last {short(max(span_s, 0.01), 2)} s" if found else "Workers"
     bare = {"visible": False, "range": [-1.34, 1.34], "fixedrange": True, "constrain": "domain"}
     return figure(
@@ -170,46 +174,36 @@ def _scale(least: float, most: float) -> Figure:
     return scatter("markers", [(None, None)], hoverinfo="skip", marker=marker | {"colorbar": bar})
 
 
-def _rates(run: Run, places: dict[int, tuple[float, float]]) -> list[Figure]:
+def _rates(workers: list[Row], places: dict[int, tuple[float, float]]) -> list[Figure]:
     """How fast each worker steps, outside the circle: who is slow can be seen."""
-    tracks = {rank: track for rank in places if (track := run.workers.get(rank)) is not None}
-    if len(tracks) > MAX_RATES:
+    known = [(places[row.rank or 0], row.steps_per_s) for row in workers if row.steps_per_s is not None]
+    if len(workers) > MAX_RATES:
         return []
-    over_s = LATELY_S if run.live and run.clock == "wall" else math.inf
-    per_s = {rank: rate(track, "steps", over_s) for rank, track in tracks.items()}
-    known = {rank: value for rank, value in per_s.items() if value is not None}
     far = 1.24 if len(places) > 1 else 0.0
-    beside = [
-        (round(far * x, 4), round(far * y - (0.0 if far else 0.2), 4))
-        for x, y in (places[rank] for rank in known)
-    ]
-    said, small = [f"{short(value)}/s" for value in known.values()], {"size": 10, "color": GREY}
+    beside = [(round(far * x, 4), round(far * y - (0.0 if far else 0.2), 4)) for (x, y), _ in known]
+    said, small = [f"{short(value)}/s" for _, value in known], {"size": 10, "color": GREY}
     none = {"size": 1, "opacity": 0}
     return [scatter("text", beside, hoverinfo="skip", text=said, textfont=small, marker=none)]
 
 
-def _nodes(run: Run, places: dict[int, tuple[float, float]]) -> Figure:
-    states = [run.state(rank) if rank in run.workers else "joining" for rank in places]
+def _nodes(workers: list[Row], places: dict[int, tuple[float, float]]) -> Figure:
     size, letters = (26, 12) if len(places) <= 16 else (18, 10) if len(places) <= 40 else (14, 8)
-    colours = [STATES.get(state, STATES["training"]) for state in states]
-    symbols = ["square" if state == "dead" else "circle" for state in states]
+    colours = [STATES.get(row.state, STATES["training"]) for row in workers]
+    symbols = ["square" if row.state == "dead" else "circle" for row in workers]
     return scatter(
         "markers+text",
         places.values(),
         text=[str(rank) for rank in places],
         textposition="middle center",
         textfont={"color": "#ffffff", "size": letters},
-        customdata=[_about(run, rank, state) for rank, state in zip(places, states, strict=True)],
+        customdata=[_about(row) for row in workers],
         hovertemplate="%{customdata}<extra></extra>",
         marker={"size": size, "opacity": 1, "color": colours, "symbol": symbols},
     )
 
 
-def _about(run: Run, rank: int, state: str) -> str:
-    said = [f"<b>worker {rank}</b>, {escape(state)}"]
-    if (track := run.workers.get(rank)) is not None:
-        per_s, loss = rate(track), track.value("loss")
-        said += [f"{short(per_s)} steps/s"] if per_s is not None else []
-        said += [f"waiting {share(track.latest.get('blocked_share') or 0.0)}"]
-        said += [f"loss {short(loss, 4)}"] if loss is not None else []
-    return "<br>".join(said)
+def _about(row: Row) -> str:
+    said = [f"<b>worker {row.rank}</b>, {escape(row.state)}"]
+    said += [f"{short(row.steps_per_s)} steps/s"] if row.steps_per_s is not None else []
+    said += [f"waiting {share(row.blocked_share)}"] if row.blocked_share is not None else []
+    return "<br>".join([*said, *([f"loss {short(row.loss, 4)}"] if row.loss is not None else [])])

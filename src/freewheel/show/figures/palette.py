@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 # Eight colours that read on white and on black; more runs than that are told apart by their dashes. Orange is
 # the straggler's, and the first three are those of the strategies most often compared, in every picture.
 COLOURS = ("#c2503b", "#2f7ef5", "#16996a", "#9254de", "#0e7490", "#c0267a", "#b08a10", "#4d6b8f")
@@ -21,23 +23,36 @@ CAUSES = {
     "checkpoint": ("for a checkpoint", "#cfa92c"),
 }
 
-# What happened: a symbol and a colour, so that neither is needed alone.
+
+class Kind(NamedTuple):
+    """A kind of event: what is said of its worker, its symbol and colour in figures, and in a terminal."""
+
+    words: str
+    symbol: str
+    colour: str
+    style: str = ""
+
+
+BAD, GOOD, ODD, PLAIN = "#d9480f", "#1f9d8a", "#e5812e", "#9aa7b5"
+# A symbol and a colour, so that neither is needed alone.
 EVENTS = {
-    "died": ("x", "#d9480f"),
-    "failed": ("x-open", "#d9480f"),
-    "cut": ("line-ns-open", "#d9480f"),
-    "left": ("triangle-left", "#9aa7b5"),
-    "joined": ("triangle-right", "#1f9d8a"),
-    "restarted": ("circle-open", "#1f9d8a"),
-    "resumed": ("circle", "#1f9d8a"),
-    "half": ("diamond-open", "#e5812e"),
-    "store lost": ("square", "#d9480f"),
-    "store back": ("square-open", "#1f9d8a"),
-    "view": ("diamond", "#3b82f6"),
-    "checkpoint": ("star", "#9b6bd6"),
-    "slowed": ("triangle-down", "#e5812e"),
-    "thinned": ("cross-thin-open", "#9aa7b5"),
+    "died": Kind("died", "x", BAD, "red"),
+    "failed": Kind("failed", "x-open", BAD, "red"),
+    "cut": Kind("was cut off", "line-ns-open", BAD, "red"),
+    "left": Kind("left", "triangle-left", PLAIN, "yellow"),
+    "joined": Kind("joined", "triangle-right", GOOD, "green"),
+    "restarted": Kind("was started again", "circle-open", GOOD, "green"),
+    "resumed": Kind("resumed", "circle", GOOD, "green"),
+    "half": Kind("was met in half an exchange", "diamond-open", ODD, "yellow"),
+    "store lost": Kind("lost the rendezvous", "square", BAD, "red"),
+    "store back": Kind("has the rendezvous again", "square-open", GOOD, "green"),
+    "view": Kind("is in another view", "diamond", "#3b82f6"),
+    "checkpoint": Kind("wrote a checkpoint", "star", "#9b6bd6"),
+    "slowed": Kind("became slower", "triangle-down", ODD),
+    "thinned": Kind("has thinned records", "cross-thin-open", PLAIN),
 }
+GRAVE = ("died", "failed", "cut", "left", "joined", "restarted")
+"""Those that are marked in figures over time."""
 STATES = {
     "joining": "#9b6bd6",
     "training": "#3b82f6",

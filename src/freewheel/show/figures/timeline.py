@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from html import escape
 
 from freewheel.show.figures.common import LEGEND, Figure, figure, rounded, scatter, time_axis
-from freewheel.show.figures.palette import EVENTS, FAINT, GREY
+from freewheel.show.figures.palette import EVENTS, FAINT, GRAVE, GREY, Kind
 from freewheel.show.shown import Shown
 
-MARKED = ("died", "failed", "cut", "left", "joined", "restarted")
 MOST_MARKS = 100
 """More lines than this would hide the curves."""
 
@@ -57,10 +56,10 @@ def faults(runs: Sequence[Shown]) -> Figure:
 def event_marks(runs: Sequence[Shown]) -> list[Figure]:
     """A thin line at every death, departure and return, for figures over time; of several runs in colours."""
     marks = [
-        (rounded(one.at(event.time)), EVENTS[event.what][1] if len(runs) == 1 else one.colour)
+        (rounded(one.at(event.time)), EVENTS[event.what].colour if len(runs) == 1 else one.colour)
         for one in runs
         for event in one.run.events
-        if event.what in MARKED and event.rank is not None
+        if event.what in GRAVE and event.rank is not None
     ]
     line = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below", "opacity": 0.45}
     dotted = {"width": 1, "dash": "dot"}
@@ -88,7 +87,7 @@ def _away(one: Shown) -> list[tuple[float, float, str]]:
 
 
 def _marks(what: str, points: list[tuple[float, str, str]]) -> Figure:
-    symbol, colour = EVENTS.get(what, ("circle", GREY))
+    _, symbol, colour, _ = EVENTS.get(what, Kind("", "circle", GREY))
     return scatter(
         "markers",
         [(rounded(at), row) for at, row, _ in points],

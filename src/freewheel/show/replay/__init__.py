@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
 
+from freewheel.numbers import count
 from freewheel.records.run import Run
-from freewheel.show.figures.palette import COLOURS
-from freewheel.show.replay.played import Played, played
-from freewheel.show.replay.story import LABELS, goal, labels, story, waits
-from freewheel.show.shown import hues
-from freewheel.show.versus import BASELINES
+from freewheel.show.rates import result_of
+from freewheel.show.replay.played import played, waits
+from freewheel.show.shown import shown
+from freewheel.show.versus import BASELINES, goal, race
 
 __all__ = ["LABELS", "MOST", "html", "title_of", "two"]
 
+EXPLAINED = " (what DDP does)"
+LABELS = {"ddp": "DDP", "allreduce": f"AllReduce{EXPLAINED}", "adpsgd": "AD-PSGD"}
+"""What strategies are called."""
 MOST = 4
 """Runs on one page."""
 
@@ -26,26 +29,27 @@ STEPS_SHOWN = 5
 def html(runs: Sequence[Run], title: str) -> str:
     """The whole page, which needs nothing else."""
     all_played = [played(run) for run in runs]
-    strategies = [one.strategy for one in all_played]
-    target = goal(all_played)
     simulated = {run.clock == "virtual" for run in runs}
     about = "Simulated, in virtual time." if simulated == {True} else "Real processes."
     means = [mean_s for one in all_played for mean_s in one.step_s]
-    told = story(all_played, target)
-    waiting = waits(all_played)
+    results, named = [result_of(run) for run in runs], shown(runs)
+    labels = [LABELS.get(one.label, one.label) for one in named]
+    names = [label.removesuffix(EXPLAINED) for label in labels]
+    told, waiting = race(names, results), waits(names, all_played)
+    target, _ = goal(results)
     data = {
         "title": title,
         "story": told or waiting,
         "about": f"{waiting} {about}" if told else about,
         "measure": "accuracy" if all(one.accuracy for one in all_played) else "loss",
-        "target": target and target.value,
-        "goal": target and target.words,
+        "target": target,
+        "goal": target and f"{100 * target:.4g} %",
         "window": STEPS_SHOWN * max(means),
         "usual": min(means),
         "speed": _speed(max(one.seconds for one in all_played)),
         "runs": [
-            {**one.as_json(), "colour": COLOURS[hue], "short": name, "label": _label(one, name)}
-            for one, hue, name in zip(all_played, hues(strategies), labels(all_played), strict=True)
+            {**one.as_json(), "colour": run.colour, "short": name, "label": label}
+            for one, run, name, label in zip(all_played, named, names, labels, strict=True)
         ],
     }
     page = files(__package__)
@@ -69,19 +73,15 @@ def two(runs: Sequence[Run]) -> list[Run]:
 
 
 def title_of(runs: Sequence[Run]) -> str:
-    """What is played, and who is slow."""
+    """What runs are about, and who is slow in them."""
     about = runs[0].about
-    slow = about.get("settings", {}).get("scenario", {})
-    factors = slow.get("slow") or (slow.get("compute") or {}).get("slow") or {}
+    if len({run.about.get("name", run.folder.name) for run in runs}) > 1:
+        return f"{len(runs)} runs"
+    scenario = result_of(runs[0]).scenario
+    factors = scenario.get("slow") or scenario.get("compute", {}).get("slow", {})
     who = [f"worker {rank} is {float(factor):g}× slower" for rank, factor in factors.items()]
     task = str(about.get("name", runs[0].folder.name)).partition(":")[0]
-    return ", ".join([f"{task} on {about.get('workers', len(runs[0].ranks))} workers", *who])
-
-
-def _label(run: Played, name: str) -> str:
-    """Longer where there is more to say."""
-    own = LABELS.get(run.strategy, name)
-    return own if own.startswith(name) else name
+    return ", ".join([f"{task} on {count(len(runs[0].ranks), 'worker')}", *who])
 
 
 def _speed(length_s: float) -> float:

@@ -79,18 +79,16 @@ function figures(run, at) {
 
 // -- drawing --
 
-function sized(canvas, height, keep = 0) {
-  const ratio = devicePixelRatio || 1, width = canvas.clientWidth;
-  const fresh = canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio);
-  if (fresh) {
+function sized(canvas, height) {
+  const ratio = devicePixelRatio || 1, width = canvas.clientWidth, pen = canvas.getContext("2d");
+  if (canvas.width !== Math.round(width * ratio) || canvas.height !== Math.round(height * ratio)) {
     canvas.width = Math.round(width * ratio); canvas.height = Math.round(height * ratio);
     canvas.style.height = `${height}px`;
   }
-  const pen = canvas.getContext("2d");
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
-  pen.clearRect(keep, 0, width - keep, height);
+  pen.clearRect(0, 0, width, height);
   pen.font = "12px system-ui, sans-serif";
-  return [pen, width, fresh];
+  return [pen, width];
 }
 
 function graph(run, canvas) {
@@ -154,16 +152,13 @@ const windowS = () => Math.min(length, Math.max(data.window, Math.min(2.5 * spee
 
 function lanes(run, canvas) {
   const n = run.spans.length, row = n > 16 ? Math.max(4, 128 / n) : n > 8 ? 8 : 18, gap = row > 8 ? 3 : row > 5 ? 2 : 1, left = 22;
-  const [pen, width, fresh] = sized(canvas, n * row + 18, left), wide = windowS();
+  const [pen, width] = sized(canvas, n * row + 18), wide = windowS();
   const at = Math.min(now, run.seconds), from = Math.max(0, at - wide);
   const x = (moment) => left + (width - left - 1) * (moment - from) / wide;
-  if (fresh || run.relabel) {  // the ranks stay where they are
-    pen.clearRect(0, 0, left, n * row + 18); run.relabel = false;
-    pen.fillStyle = colours.soft; pen.textAlign = "right"; pen.textBaseline = "middle";
-    if (row < 12) pen.font = "9px system-ui, sans-serif";
-    for (let rank = 0; rank < n; rank += row >= 8 ? 1 : 4) pen.fillText(rank, left - 6, rank * row + (row - gap) / 2 + 0.5);
-    pen.font = "12px system-ui, sans-serif";
-  }
+  pen.fillStyle = colours.soft; pen.textAlign = "right"; pen.textBaseline = "middle";
+  if (row < 12) pen.font = "9px system-ui, sans-serif";
+  for (let rank = 0; rank < n; rank += row >= 8 ? 1 : 4) pen.fillText(rank, left - 6, rank * row + (row - gap) / 2 + 0.5);
+  pen.font = "12px system-ui, sans-serif";
   const bar = (a, b, top, cut) => {
     const begin = x(Math.max(from, a)), end = x(Math.min(at, b)), wide = end - begin;
     if (wide > 0) pen.fillRect(begin, top, cut && wide > 3 ? wide - 1 : Math.max(0.6, wide), row - gap);
@@ -188,9 +183,9 @@ function lanes(run, canvas) {
   }
 }
 
-// Where things are in the race: computed again only when the window changes.
+// Where things are in the race.
 function scales() {
-  const canvas = $("axes"), width = canvas.clientWidth, height = 176, left = 46, right = width < 500 ? 84 : 110, bottom = 20;
+  const width = $("curves").clientWidth, height = 176, left = 46, right = width < 500 ? 84 : 110, bottom = 20;
   const values = data.runs.flatMap((run) => run.curve.map((one) => one[1]));
   let low = Math.min(...values), high = Math.max(...values, data.measure === "accuracy" && data.target || -Infinity);
   const log = data.measure === "loss" && low > 0 && high / low > 30, f = log ? Math.log10 : (value) => value;
@@ -212,8 +207,8 @@ function scales() {
     y: (value) => 8 + (height - bottom - 8) * (f(high) - f(Math.max(value, log ? low : -Infinity))) / (f(high) - f(low)) };
 }
 
-function axes() {
-  const at = scales(), [pen] = sized($("axes"), at.height), end = at.width - at.right;
+function axes(pen, at) {
+  const end = at.width - at.right;
   pen.strokeStyle = colours.line; pen.fillStyle = colours.soft; pen.lineWidth = 1; pen.textBaseline = "middle"; pen.textAlign = "right";
   const rule = (y) => { pen.beginPath(); pen.moveTo(at.left, y); pen.lineTo(end, y); pen.stroke(); };
   for (const value of at.marks) { rule(at.y(value)); pen.fillText(at.words(value), at.left - 6, at.y(value)); }
@@ -226,13 +221,11 @@ function axes() {
     pen.textAlign = "right"; pen.textBaseline = y > 30 ? "bottom" : "top";
     pen.fillText(`target ${data.goal}`, end - 2, y > 30 ? y - 2 : y + 3);
   }
-  return at;
 }
 
 function race() {
-  const [pen, width, fresh] = sized($("curves"), 176);
-  if (fresh || !race.at || race.stale) { race.at = axes(); race.stale = false; }
-  const at = race.at, ends = [];
+  const at = scales(), [pen, width] = sized($("curves"), at.height), ends = [];
+  axes(pen, at);
   pen.strokeStyle = colours.soft; pen.lineWidth = 1; pen.globalAlpha = 0.6;
   pen.beginPath(); pen.moveTo(at.x(now), 4); pen.lineTo(at.x(now), at.height - at.bottom); pen.stroke(); pen.globalAlpha = 1;
   for (const run of data.runs) {
@@ -287,8 +280,6 @@ function go(at) { now = Math.max(0, Math.min(length, at)); draw(); }
 
 function recolour() {
   for (const name of ["card", "line", "text", "soft", "computing", "slow", "waiting", "dead", "pulse", "cut"]) colours[name] = css(name);
-  for (const run of data.runs) run.relabel = true;
-  race.stale = true;
 }
 
 // What happened to workers, along the time: over the scrubber, and under the curves.
@@ -346,7 +337,7 @@ function start() {
     if (event.key === " " && event.target.tagName === "BUTTON") return;  // it knows what to do
     if (keys[event.key] && event.target.tagName !== "SELECT") { event.preventDefault(); keys[event.key](); }
   });
-  addEventListener("resize", () => { if (!$("race").hidden) { race.stale = true; } mark(); draw(); });
+  addEventListener("resize", () => { mark(); draw(); });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { recolour(); draw(); });
   recolour(); mark(); draw();
   if (matchMedia("(prefers-reduced-motion: reduce)").matches) go(length / 10); else play(true);

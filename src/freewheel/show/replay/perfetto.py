@@ -12,7 +12,7 @@ from typing import Any
 
 from freewheel.records.run import Run
 from freewheel.show.replay.played import Played, played
-from freewheel.show.replay.story import labels
+from freewheel.show.shown import shown
 
 US = 1e6
 APART = 1000
@@ -21,21 +21,17 @@ APART = 1000
 
 def as_perfetto(runs: Sequence[Run]) -> str:
     """The text of a file; ConfigError: a run has no timeline."""
-    return json.dumps(trace_events([played(run) for run in runs]), separators=(",", ":")) + "\n"
-
-
-def trace_events(runs: Sequence[Played]) -> dict[str, Any]:
-    """The same as a value."""
     found: list[dict[str, Any]] = []
-    for pid, (run, name) in enumerate(zip(runs, labels(runs), strict=True)):
-        found += _names(run, pid, name)
+    for pid, one in enumerate(shown(runs)):
+        run = played(one.run)
+        found += _names(run, pid, one.label)
         found += _work(run, pid)
         found += _meetings(run, pid)
         for at_s, worker, what, words in run.marks:
             found.append(_event("i", what, at_s, pid, worker, cat="fault", s="t", args={"what": words}))
         for measure, curve in (("accuracy", run.accuracy), ("loss", run.loss)):
             found += [_event("C", measure, at_s, pid, 0, args={measure: value}) for at_s, value in curve]
-    return {"traceEvents": found, "displayTimeUnit": "ms"}
+    return json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}, separators=(",", ":")) + "\n"
 
 
 def _names(run: Played, pid: int, name: str) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -12,6 +13,7 @@ from freewheel.records.events import Event
 from freewheel.records.run import Run
 from freewheel.records.tail import Tail
 from freewheel.records.timeline import UNITS, seconds
+from freewheel.show.figures.palette import EVENTS
 
 DIGITS = 4
 MARKS = {
@@ -23,7 +25,6 @@ MARKS = {
     "cut": "cut",
     "slowed": "slowed",
 }
-WORDS = {"died": "died", "left": "left", "joined": "joined", "cut": "was cut off", "slowed": "became slower"}
 ONCE_S = 1.0
 """What is told of a worker again within this time is the same thing."""
 UNFINISHED = 1.5
@@ -34,9 +35,6 @@ UNFINISHED = 1.5
 class Played:
     """What a page, a story and a trace are made of."""
 
-    strategy: str
-    name: str
-    target: float | None
     ranks: list[int]
     spans: list[list[float]]
     """Of each worker: when each gradient began and ended."""
@@ -105,9 +103,6 @@ def played(run: Run) -> Played:
     marks = _marks(run, place)
     lives = [_lives(run, rank, [m[0] for m in marks if m[1:3] == [place[rank], "died"]]) for rank in ranks]
     return Played(
-        strategy=str(run.about.get("strategy", "")),
-        name=run.folder.name,
-        target=run.about.get("target"),
         ranks=ranks,
         spans=spans,
         lives=lives,
@@ -119,6 +114,15 @@ def played(run: Run) -> Played:
         accuracy=_measured(run, "accuracy"),
         loss=_measured(run, "loss"),
     )
+
+
+def waits(names: Sequence[str], runs: Sequence[Played]) -> str:
+    """What share of its time each run's workers wait."""
+    told = [
+        f"{name}{'' if number else ' waits'} {100 * run.waiting:.0f} %{'' if number else ' of the time'}"
+        for number, (name, run) in enumerate(zip(names, runs, strict=True))
+    ]
+    return ", ".join(told) + "."
 
 
 def _measured(run: Run, what: str) -> list[list[float]]:
@@ -141,16 +145,16 @@ def _marks(run: Run, place: dict[int, int]) -> list[list[Any]]:
             (away.discard if what == "joined" else away.add)(event.rank)
         told = [one for one in found if one[1:3] == [place[event.rank], what]]
         if not told or at_s - told[-1][0] > ONCE_S:
-            found.append([_short(at_s), place[event.rank], what, f"{_words(event, what)} at {at_s:.2f} s"])
+            found.append([_short(at_s), place[event.rank], what, f"{_words(event)} at {at_s:.2f} s"])
     return found
 
 
-def _words(event: Event, what: str) -> str:
+def _words(event: Event) -> str:
     if event.link:
         return event.link
     if event.text.startswith("heal"):
         return f"worker {event.rank} can be reached again"
-    return f"worker {event.rank} {'was restarted' if event.what == 'restarted' else WORDS[what]}"
+    return f"worker {event.rank} {EVENTS[event.what].words}"
 
 
 def _lives(run: Run, rank: int, deaths: list[float]) -> list[list[float]]:

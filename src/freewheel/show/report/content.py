@@ -58,7 +58,7 @@ def content(runs: Sequence[Shown]) -> list[Section]:
 
 
 def _note(runs: Sequence[Shown]) -> str:
-    said = [f"Times are {clock([run.result for run in runs])} seconds."]
+    said = [f"Times are {clock(runs)} seconds."]
     if len(runs) > 1 and not unlike(runs):
         said.append("Marked: the best of a column.")
         if not same_budget(runs):

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator, Sequence
 
 from freewheel.show.report.content import Section
+from freewheel.show.rows import printable
 from freewheel.show.tables import Table
-from freewheel.show.terminal import printable
 
 ROWS = 32
 """A longer table of workers or events is cut: people read this in a browser they scroll in."""

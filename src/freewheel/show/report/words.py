@@ -10,28 +10,19 @@ from typing import Any
 from freewheel.numbers import count, given, listed, number, share
 from freewheel.records.result import Result
 from freewheel.records.run import DEATHS, Run
+from freewheel.show.figures.palette import EVENTS, GRAVE
 from freewheel.show.rates import standing
 from freewheel.show.shown import Shown, differing, flatten
 from freewheel.show.tables import unlike
-from freewheel.show.versus import BASELINES, versus
+from freewheel.show.versus import baseline_of, race
 
 TOLD = 5
 """The most things that are told of one kind."""
-VERBS = {
-    "died": "died",
-    "failed": "failed",
-    "cut": "was cut off",
-    "left": "left",
-    "joined": "joined",
-    "restarted": "was started again",
-    "resumed": "resumed",
-}
-"""The events that are told in words; the others are in the table only."""
 
 
-def clock(results: Sequence[Result]) -> str:
+def clock(runs: Sequence[Shown]) -> str:
     """Whose seconds these are: "virtual", "wall-clock", or each run's own."""
-    clocks = {result.clock for result in results}
+    clocks = {run.clock for run in runs}
     if len(clocks) > 1:
         return "wall-clock or, of simulated runs, virtual"
     return "wall-clock" if clocks == {"wall"} else "virtual"
@@ -68,8 +59,8 @@ def happened(run: Run) -> str:
         at = f"at {seconds:.3g} s" if seconds < 100 else f"at {seconds:,.0f} s"
         if event.link:
             links[f"{event.link[0].upper()}{event.link[1:]} {at}."] = None
-        elif event.what in VERBS and event.rank is not None:
-            told[event.rank].append(f"{VERBS[event.what]} {at}")
+        elif event.what in (*GRAVE, "resumed") and event.rank is not None:
+            told[event.rank].append(f"{EVENTS[event.what].words} {at}")
     befell = "The same befell {} other {}."
     workers = [f"Worker {rank} {listed(_few(words, '{} times more'))}." for rank, words in told.items()]
     return " ".join(_few(workers, befell, "workers") + _few(list(links), befell, "links"))
@@ -98,16 +89,8 @@ def findings(runs: Sequence[Shown]) -> list[str]:
 
 def _ranking(runs: Sequence[Shown]) -> Iterator[str]:
     """Who reaches the target how much sooner than DDP, or else AllReduce; then who makes how many steps."""
-    reference = next((run for name in BASELINES for run in runs if run.result.strategy == name), None)
-    beside = versus([run.result for run in runs])
-    if chosen := next((run.result.target for run in runs if run.result.target), None):
-        after_s = {run: run.result.target_s for run in runs}
-        trying = [run for run in runs if run.result.target and run is not reference]
-        yield _first_to_target(f"the target accuracy of {given(100 * chosen)} %", after_s, reference, trying)
-    elif beside is not None and beside.target is not None:
-        after_s = {run: row.target_s for run, row in zip(runs, beside.rows, strict=True)}
-        as_good = f"{share(beside.target)} accuracy, about what {beside.baseline} ended with,"
-        yield _first_to_target(as_good, after_s, reference, runs)
+    results = [run.result for run in runs]
+    yield from filter(None, [race([run.label for run in runs], results)])
     top = max(run.result.steps_per_s for run in runs)
     best = [run for run in runs if run.result.steps_per_s >= 0.999 * top]
     ideal = share(best[0].result.ideal_share)
@@ -119,31 +102,12 @@ def _ranking(runs: Sequence[Shown]) -> Iterator[str]:
         return
     said = f"{listed([run.label for run in best])} {'makes' if len(best) == 1 else 'make'} the most "
     said += f"worker-steps per second: {number(top)}, {ideal} of what they can do when none ever waits"
-    if reference is not None and reference not in best:
-        slow = reference.result
-        said += f", and {number(top / slow.steps_per_s)} times as many as {reference.label}, whose workers "
+    slow = baseline_of(results)
+    if slow is not None and slow.steps_per_s < 0.999 * top:
+        label = runs[results.index(slow)].label
+        said += f", and {number(top / slow.steps_per_s)} times as many as {label}, whose workers "
         said += f"are idle for {share(slow.idle_share)} of the time"
     yield f"{said}."
-
-
-def _first_to_target(
-    target: str, after_s: dict[Shown, float | None], reference: Shown | None, trying: Sequence[Shown]
-) -> str:
-    """Who is first, how much sooner than the reference, and who of those that try does not get there."""
-    reached = {run: at_s for run, at_s in after_s.items() if at_s is not None}
-    if not reached:
-        return f"No run reaches {target}."
-    first, first_s = min(reached.items(), key=lambda one: one[1])
-    said = f"{first.label} reaches {target} {'first, ' if len(after_s) > 1 else ''}after {number(first_s)} s"
-    if reference is not None and reference is not first:
-        if reference not in reached:
-            said += f"; {reference.label} does not reach it"
-        elif first_s:
-            said += f", {number(reached[reference] / first_s)} times as fast as {reference.label}"
-    late = [run.label for run in trying if run not in reached]
-    if late:
-        said += f"; {listed(late)} {'does' if len(late) == 1 else 'do'} not reach it in this run"
-    return f"{said}."
 
 
 # -- what was run: workers, their compute times, links and faults --
