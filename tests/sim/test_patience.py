@@ -44,7 +44,7 @@ def test_who_waits_in_vain_tries_again_later_and_goes_on_if_it_pays():
             patience.learn(vain=True)
     assert tried[:7] == list(range(7))
     assert tried[7:] == list(range(SELDOM, SELDOM + AGAIN))
-    for step in range(2 * SELDOM, 2 * SELDOM + AGAIN):
+    for _ in range(AGAIN):
         patience.learn(vain=False)
     assert patience.tries(2 * SELDOM + AGAIN)
     assert not Patience(0).tries(0)
