@@ -6,6 +6,7 @@
 `run` adds one line of JSON for each cell and leaves out the cells that are there, so it can be stopped and
 started again. All cells see the same number of samples. The rate is that of one worker times their number, up
 to 8 of them, and times the square root of what is beyond; AdamW's is times the square root of up to 8.
+`--batch-of-all` divides one batch among the workers: all sizes then have the rate and the steps of 8 workers.
 `--jobs` cells are computed at the same time. `--by loss` measures by the loss and not by the accuracy.
 """
 
@@ -24,7 +25,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-ROUNDS = ("allreduce", "adpsgd", "adpsgd:per_step=3", "nodelay_free", "sasgd:interval=8:state=averaged",
+ROUNDS = ("allreduce", "adpsgd", "adpsgd:patience=0.5", "nodelay_free", "sasgd:interval=8:state=averaged",
           "asgd", "dasgd")  # fmt: skip
 LESS, MORE = 0.005, 0.01
 """How far below all-reduce's final accuracy, and above its loss, the target is."""
@@ -54,11 +55,12 @@ def compute(row: Row, given: argparse.Namespace) -> Row:
     import freewheel as fw
 
     workers = row["workers"]
-    steps = round(given.worker_steps / workers)
+    like = workers  # whose rate and steps
+    if given.batch_of_all:
+        like, given.loaded.batch_size = 8, given.batch_of_all // workers
+    steps = round(given.worker_steps / like)
     adam = given.optimizer == "adamw"
-    lr = given.lr * (
-        math.sqrt(min(workers, 8)) if adam else min(workers, 8) * math.sqrt(max(1.0, workers / 8))
-    )
+    lr = given.lr * (math.sqrt(min(like, 8)) if adam else min(like, 8) * math.sqrt(max(1.0, like / 8)))
     slow = {workers - 1: row["slow"]} if row["slow"] > 1 else {}
     began_s = time.perf_counter()
     result = fw.simulate(
@@ -227,6 +229,7 @@ def main() -> None:
     computing.add_argument("--slow", default="1,5")
     computing.add_argument("--seeds", default="0,1,2")
     computing.add_argument("--worker-steps", type=int, default=7840, help="in all: 20 epochs of 392 batches")
+    computing.add_argument("--batch-of-all", type=int, default=0, help="of all workers together")
     computing.add_argument("--lr", type=float, default=0.05, help="for one worker")
     computing.add_argument("--by", choices=["accuracy", "loss"], default="accuracy")
     computing.add_argument("--optimizer", default="sgd")

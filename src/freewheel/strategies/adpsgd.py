@@ -75,8 +75,9 @@ class ADPSGD(Strategy):
         topology.resolve(self.topology, world_size)
 
     def defines(self, method: str) -> bool:
-        """Without patience no step waits."""
-        return super().defines(method) and (self.patience > 0 or method != "after_step")
+        """Without patience no step waits, unless a subclass has an `after_step` of its own."""
+        never = self.patience == 0 and type(self).after_step is ADPSGD.after_step
+        return super().defines(method) and not (method == "after_step" and never)
 
     async def start(self, node: Node) -> None:
         """Be patient anew."""
@@ -87,7 +88,7 @@ class ADPSGD(Strategy):
 
     def stops(self, node: Node) -> bool:
         """Where waiting is worth it."""
-        return node.steps % self.every == 0 and self.moment.tries(node.steps)
+        return self.patience == 0 or (node.steps % self.every == 0 and self.moment.tries(node.steps))
 
     async def after_step(self, node: Node) -> None:
         """Wait a moment for an exchange."""
