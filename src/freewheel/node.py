@@ -206,7 +206,8 @@ class Node:
 
         After that it goes on beside.
         """
-        task, longest_s = self._spawn(work), max(self._recent_s, default=0.0)
+        patience.under_way = task = self._spawn(work)
+        longest_s = max(self._recent_s, default=0.0)
         await asyncio.wait({task}, timeout=patience.most * longest_s)
         patience.learn(not task.done())
 

@@ -7,6 +7,9 @@ where waiting is mostly in vain, a worker hardly ever tries.
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
+
 SELDOM, AGAIN = 128, 3
 """Where waiting is mostly in vain, a worker tries in this many steps of so many."""
 
@@ -16,12 +19,16 @@ class Patience:
 
     def __init__(self, most: float) -> None:
         self.most = most
+        self.under_way: asyncio.Task[Any] | None = None
+        """What is or was waited for; it goes on beside where that was in vain."""
         self._vain = 0.0
         """Which share of the waits was in vain, a running mean."""
 
     def tries(self, step: int) -> bool:
         """Whether to wait after so many steps."""
-        return self.most > 0 and (self._vain < 0.5 or step % SELDOM < AGAIN)
+        if self.most == 0 or (self.under_way is not None and not self.under_way.done()):
+            return False
+        return self._vain < 0.5 or step % SELDOM < AGAIN
 
     def learn(self, vain: bool) -> None:
         """Whether the exchange took longer than there was patience."""

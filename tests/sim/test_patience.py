@@ -6,7 +6,7 @@ import pytest
 
 import freewheel as fw
 from freewheel.patience import AGAIN, SELDOM, Patience
-from lab import timing
+from lab import after_every_step, make, timing
 
 QUICK = fw.Links(mbit=10_000, latency_ms=0.05)
 SLOW = fw.Links(mbit=10, latency_ms=0.05)
@@ -33,6 +33,30 @@ def test_exchanges_that_take_long_are_hardly_ever_waited_for():
     )
     assert 0 < patient.idle_share < 0.04
     assert patient.steps_per_s > 0.96 * free.steps_per_s
+
+
+def test_what_was_waited_for_in_vain_does_not_pile_up():
+    compute, links = fw.Compute(ms=2, kind="uniform", spread=0.2), fw.Links(mbit=1000, latency_ms=50)
+    simulation = make(
+        "adpsgd:patience=0.5",
+        workers=4,
+        steps=2000,
+        gradients=False,
+        evaluations=0,
+        compute=compute,
+        links=links,
+    )
+    most = []
+    after_every_step(simulation, lambda: most.append(len(simulation.workers[0].tasks)))
+    simulation.run()
+    assert max(most) < 12
+
+
+def test_who_only_answers_never_stops():
+    result = timing(
+        "adpsgd:topology=bipartite_ring:patience=0.5", workers=4, steps=50, links=QUICK, model_mb=1
+    )
+    assert [one["blocked_s"]["peers"] > 0 for one in result.by_worker] == [True, False, True, False]
 
 
 def test_who_waits_in_vain_tries_again_later_and_goes_on_if_it_pays():

@@ -13,8 +13,12 @@ import torch
 
 import freewheel as fw
 from freewheel.fabric.lineage import Record, main_line
+from freewheel.fabric.views import Views
+from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.driver import Simulation
-from freewheel.sim.fabric import VirtualFabric
+from freewheel.sim.fabric import VirtualFabric, Wire
+from freewheel.sim.links import Links, Network
+from freewheel.sim.trace import Trace
 from lab import JITTER, largest_distance, make, replicas, seeds
 
 SPECS = [
@@ -260,3 +264,32 @@ def test_a_merge_that_is_broken_off_is_not_under_way_any_more():
 
     make(Impatient(), workers=2, steps=4, gradients=False).run()
     assert seen == [True, False]
+
+
+def test_who_comes_back_halts_nobody_before_it_has_begun():
+    """A next life connects first, and may take seconds until it has weights to copy."""
+    loop = VirtualLoop()
+    wire = Wire(loop, Network(Links(), 3), Trace(None), 3, 4.0)
+
+    def views(fabric: VirtualFabric) -> Views:
+        return Views(fabric, asyncio.ensure_future, lambda joiner, among: among[0])
+
+    async def work() -> None:
+        made = [views(wire.attach(rank)) for rank in range(3)]
+        for one in made:
+            one.begin(range(3))
+        await asyncio.sleep(1)
+        wire.crash(2)
+        await asyncio.sleep(1)
+        late = wire.attach(2)
+        await asyncio.sleep(2)
+        assert [one.view.members for one in made[:2]] == [(0, 1)] * 2
+        assert all(one._open.is_set() for one in made[:2])
+        back = views(late)
+        back.begin((2,), newborn=True)
+        await asyncio.sleep(1)
+        assert {one.view.members for one in (*made[:2], back)} == {(0, 1, 2)}
+
+    task = loop.create_task(work())
+    loop.run_until_idle()
+    task.result()

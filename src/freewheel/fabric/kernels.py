@@ -110,7 +110,7 @@ class Kernels:
 
     def _run(self, kernel: Any, *arguments: Any) -> None:
         home: Tensor = arguments[0]
-        blocks = min(BLOCKS, -(-home.numel() // THREADS))
+        blocks = min(BLOCKS, max(1, -(-home.numel() // THREADS)))  # a share may be empty
         stream = torch.cuda.current_stream(home.device)
         size = float(home.numel())  # whole numbers travel in 32 bits
         kernel((blocks, 1, 1), (THREADS, 1, 1), [*arguments, size], stream=stream)

@@ -85,9 +85,11 @@ class PlainTransport:
         self.heard_s = self._loop.time()
         return got
 
-    def blocking(self) -> BlockingTransport:
-        """The same for a thread that may wait in system calls."""
-        return BlockingTransport(self, self._socket.dup())
+    def blocking(self) -> BlockingTransport | None:
+        """The same for a thread that may wait in system calls; None where there is no handle left for it."""
+        with contextlib.suppress(OSError):
+            return BlockingTransport(self, self._socket.dup())
+        return None
 
     def close(self) -> None:
         """Close at once: a thread that still waits sees the end. No task may use it any more."""

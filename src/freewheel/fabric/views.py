@@ -341,8 +341,9 @@ class Views:
         self._number = max(self._number, number)
         if code == YES:
             self._answers[sender] = answer
-            for peer in answer.members:  # who was with it is asked too
-                self.reach.heard[peer] = True
+            for peer in answer.members:  # who was with it is asked too, but for one that has been lost
+                if not self.fabric.epoch(peer):
+                    self.reach.heard[peer] = True
             self._form()
             self._decide()
             return

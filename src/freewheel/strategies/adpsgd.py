@@ -34,8 +34,9 @@ class ADPSGD(Strategy):
     without an exchange), every (steps for each exchange), per_step (exchanges in a step, where the links
     are fast), quasi_global (momentum follows the way the weights went), patience (the share of a step that a
     worker waits at most for an exchange it begins at its boundary; 0: it never does).
-    Late, lost and doubled messages: a late peer delays only the pair's own exchange, never a step. A peer
-    lost before both have both snapshots: neither corrects. See fabric/exchange.py.
+    Late, lost and doubled messages: a late peer delays only the pair's own exchange, and a step for as long
+    as there is patience. A peer lost before both have both snapshots: neither corrects. See
+    fabric/exchange.py.
 
     Example:
         >>> import freewheel as fw
@@ -88,17 +89,17 @@ class ADPSGD(Strategy):
 
     def stops(self, node: Node) -> bool:
         """Where waiting is worth it."""
-        return self.patience == 0 or (node.steps % self.every == 0 and self.moment.tries(node.steps))
+        due = node.steps % self.every == 0 and self.moment.tries(node.steps)
+        graph = topology.resolve(self.topology, node.world_size)
+        return self.patience == 0 or (due and graph.initiates(node.rank))
 
     async def after_step(self, node: Node) -> None:
         """Wait a moment for an exchange."""
-        graph = topology.resolve(self.topology, node.world_size)
-        if graph.initiates(node.rank):
-            await node.linger(self.moment, self._fresh(node, graph))
+        await node.linger(self.moment, self._fresh(node))
 
-    async def _fresh(self, node: Node, graph: Topology) -> None:
+    async def _fresh(self, node: Node) -> None:
         await node.exchange_over()  # what is under way has nothing of the last step
-        await self._exchange(node, graph, AT_BOUNDARY)
+        await self._exchange(node, topology.resolve(self.topology, node.world_size), AT_BOUNDARY)
 
     async def background(self, node: Node) -> None:
         """So many exchanges for each step, at its end or late in it."""

@@ -73,14 +73,18 @@ class Answers:
             for peer in fabric.members
             if peer != fabric.rank
         }
-        for peer, asking in asked.items():
-            try:
-                part, buffers = await asking
-                vector = None if part.vector is None else part.of(self._replica.size)
-                (steps,) = part.numbers(1, 1)
-            except PeerLost:
-                continue
-            yield peer, vector, buffers, steps
+        try:
+            for peer, asking in asked.items():
+                try:
+                    part, buffers = await asking
+                    vector = None if part.vector is None else part.of(self._replica.size)
+                    (steps,) = part.numbers(1, 1)
+                except PeerLost:
+                    continue
+                yield peer, vector, buffers, steps
+        finally:
+            for asking in asked.values():
+                asking.cancel()
 
     async def _hand_out(self, own: int) -> Reply:
         part = await self._part(bool(own)) if self.ready else None

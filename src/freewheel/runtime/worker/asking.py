@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
+from freewheel.errors import PeerLost
 from freewheel.fabric.base import RUNTIME, Fabric, Message, Note, Spawn, Tag, hear
 from freewheel.runtime.worker import tensor_codec
 
@@ -40,9 +42,10 @@ class Asking:
         """Answer those who ask, from `listen` on; their questions have so many numbers."""
 
         async def reply(peer: int, number: int, *numbers: int) -> None:
-            note, vector, packed = await answer(*numbers)
-            self.fabric.post(peer, (RUNTIME, what, number), vector, note)
-            tensor_codec.post(self.fabric, peer, (RUNTIME, what, number), packed)
+            with contextlib.suppress(PeerLost):
+                note, vector, packed = await answer(*numbers)
+                self.fabric.post(peer, (RUNTIME, what, number), vector, note)
+                tensor_codec.post(self.fabric, peer, (RUNTIME, what, number), packed)
 
         def heard(question: Message) -> None:
             self._spawn(reply(question.sender, *question.numbers(1 + count, 1 + count)))

@@ -92,8 +92,10 @@ class Means:
                 message, found = await self._asking.ask(peer, MEAN, key, turn)
                 (times,) = message.numbers(1, 1)
                 if "" in found:
-                    theirs: Tensor = found[""].to(torch.float64).flatten()
-                    return theirs
+                    theirs: Tensor = found[""].flatten()
+                    if theirs.dtype not in (torch.float64, self._dtype):
+                        raise message.bad(f"a mean of {theirs.dtype}")
+                    return theirs.to(torch.float64)
                 if not turn or ended or times > turn:
                     return None
                 if loop.time() > warn_s:
@@ -107,7 +109,7 @@ class Means:
 def flat(value: Any) -> Tensor:
     """Numbers, tensors, lists and dicts of them as one vector."""
     parts = [torch.empty(0, dtype=torch.float64)]
-    for one in pytree.tree_leaves(value):
+    for one in pytree.tree_leaves(plain(value)):
         if isinstance(one, bool) or not isinstance(one, Tensor | int | float):
             raise ConfigError(
                 f"mean takes numbers, tensors, and lists and dicts of them, not a {type(one).__name__}."
@@ -119,7 +121,7 @@ def flat(value: Any) -> Tensor:
 
 def shaped(vector: Tensor, like: Any) -> Any:
     """A vector in the form of what it was made of."""
-    leaves, form = pytree.tree_flatten(like)
+    leaves, form = pytree.tree_flatten(plain(like))
     lengths = [0 if _stays(one) else torch.as_tensor(one).numel() for one in leaves]
     found: list[Any] = []
     for one, mean in zip(leaves, torch.split(vector, lengths), strict=True):
@@ -128,6 +130,14 @@ def shaped(vector: Tensor, like: Any) -> Any:
         else:
             found.append(one.clone() if _stays(one) else mean.view(one.shape).to(one.device, one.dtype))
     return pytree.tree_unflatten(found, form)
+
+
+def plain(value: Any) -> Any:
+    """With dicts and lists in place of what is derived of them, such as a Counter."""
+    kinds = (dict, list)
+    return pytree.tree_map(
+        lambda one: next((plain(kind(one)) for kind in kinds if isinstance(one, kind)), one), value
+    )
 
 
 def _stays(value: Any) -> bool:

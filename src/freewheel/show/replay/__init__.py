@@ -74,14 +74,17 @@ def two(runs: Sequence[Run]) -> list[Run]:
 
 def title_of(runs: Sequence[Run]) -> str:
     """What runs are about, and who is slow in them."""
-    about = runs[0].about
-    if len({run.about.get("name", run.folder.name) for run in runs}) > 1:
+    names = {str(run.about.get("name", run.folder.name)) for run in runs}
+    if len(names) > 1:
         return f"{len(runs)} runs"
-    scenario = result_of(runs[0]).scenario
-    factors = scenario.get("slow") or scenario.get("compute", {}).get("slow", {})
-    who = [f"worker {rank} is {float(factor):g}× slower" for rank, factor in factors.items()]
-    task = str(about.get("name", runs[0].folder.name)).partition(":")[0]
-    return ", ".join([f"{task} on {count(len(runs[0].ranks), 'worker')}", *who])
+    name = names.pop()
+    task = name.partition(":")[0] if "=" in name else name  # a built-in one may have settings
+    results = [result_of(run) for run in runs]
+    slow = [one.scenario.get("slow") or one.scenario.get("compute", {}).get("slow", {}) for one in results]
+    if len({one.workers for one in results}) > 1 or any(one != slow[0] for one in slow):
+        return task
+    who = [f"worker {rank} is {float(factor):g}× slower" for rank, factor in slow[0].items()]
+    return ", ".join([f"{task} on {count(results[0].workers, 'worker')}", *who])
 
 
 def _speed(length_s: float) -> float:
