@@ -68,7 +68,19 @@ class Topology:
         self._check(rank)
         if self.period == 1:  # a static graph is symmetric
             return self.neighbours(rank)
-        return tuple(j for j, peers in enumerate(self.cycle[step % self.period]) if rank in peers)
+        return self._listeners[step % self.period][rank]
+
+    @cached_property
+    def _listeners(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
+        """For each step who mixes in every worker's snapshot: the cycle, read the other way round."""
+        cycle = []
+        for rows in self.cycle:
+            heard: list[list[int]] = [[] for _ in rows]
+            for rank, peers in enumerate(rows):
+                for peer in peers:
+                    heard[peer].append(rank)
+            cycle.append(tuple(map(tuple, heard)))
+        return tuple(cycle)
 
     def weight(self, rank: int, peer: int, step: int = 0) -> float:
         """W_ij: the share ``rank`` takes of ``peer``'s snapshot at ``step``; 0 where they do not talk."""

@@ -134,10 +134,13 @@ def shaped(vector: Tensor, like: Any) -> Any:
 
 def plain(value: Any) -> Any:
     """With dicts and lists in place of what is derived of them, such as a Counter."""
-    kinds = (dict, list)
-    return pytree.tree_map(
-        lambda one: next((plain(kind(one)) for kind in kinds if isinstance(one, kind)), one), value
-    )
+
+    def made_plain(one: Any) -> Any:
+        if isinstance(one, dict):
+            return plain(dict(one))
+        return plain(list(one)) if isinstance(one, list) else one
+
+    return pytree.tree_map(made_plain, value)
 
 
 def _stays(value: Any) -> bool:
