@@ -192,6 +192,15 @@ class Strategy:
         return getattr(type(self), method) is not getattr(Strategy, method)
 
     @classmethod
+    def always_stops(cls) -> bool:
+        """Whether a subclass has an `after_step` of its own that an inherited `stops` knows nothing of."""
+
+        def line(name: str) -> int:
+            return [name in vars(one) for one in cls.__mro__].index(True)
+
+        return line("after_step") < line("stops")
+
+    @classmethod
     def needs(cls, rank: int) -> bool:
         """Whether a run cannot go on without this worker."""
         return cls.waits_for == "server" and rank == 0

@@ -46,6 +46,7 @@ class SimulatedWorker:
         seed = f"{scenario.seed}/{rank}/{wire.life[rank]}"
         self.clockwork = Clockwork(scenario.compute, rank, random.Random(f"compute/{seed}"), self.loop.time())
         self._before, self._after = strategy.defines("before_step"), strategy.defines("after_step")
+        self._always = strategy.always_stops()
         # A strategy with a staleness of its own records it; for the others the node's measure is taken.
         self._measured = type(strategy).staleness is not Strategy.staleness
         self.tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that a life ends the same way twice
@@ -141,7 +142,7 @@ class SimulatedWorker:
             rate = rate_of(self)
             study.step(rate)
         counters.steps += 1
-        if self._after and strategy.stops(node):
+        if self._after and (self._always or strategy.stops(node)):
             counters.wait("peers", self.loop.time())
             await strategy.after_step(node)
             counters.go_on(self.loop.time())

@@ -37,7 +37,6 @@ class Downpour(ASGD):
         """The interval counts steps."""
         at_least("downpour: the interval", self.interval, 1)
 
-    async def after_step(self, node: Node) -> None:
-        """Push and pull every few steps."""
-        if node.steps % self.interval == 0:
-            await self.push(node)
+    def stops(self, node: Node) -> bool:
+        """At every push."""
+        return node.steps % self.interval == 0

@@ -61,10 +61,13 @@ class EASGD(Strategy):
         if node.rank == SERVER:
             await node.serve(self.centre, pull)
 
+    def stops(self, node: Node) -> bool:
+        """Every τ steps."""
+        return node.steps % self.interval == 0
+
     async def after_step(self, node: Node) -> None:
-        """Every τ steps: pull."""
-        if node.steps % self.interval == 0:
-            node.correct((await node.ask(SERVER, await node.snapshot(keep=True))).vector)
+        """Pull."""
+        node.correct((await node.ask(SERVER, await node.snapshot(keep=True))).vector)
 
     async def answer(self, node: Node) -> Tensor | None:
         """The centre."""

@@ -69,10 +69,13 @@ class HierarchicalSASGD(Strategy):
         if node.rejoined:
             await self.merge(node)
 
+    def stops(self, node: Node) -> bool:
+        """Every T1 steps."""
+        return node.steps % self.interval == 0
+
     async def after_step(self, node: Node) -> None:
-        """Every T1 steps: average, at the level that is due."""
-        if node.steps % self.interval == 0:
-            await self.merge(node)
+        """Average, at the level that is due."""
+        await self.merge(node)
 
     async def merge(self, node: Node) -> None:
         """Average with those whose turn it is."""

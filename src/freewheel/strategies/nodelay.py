@@ -65,10 +65,12 @@ class NoDelay(Strategy):
         """Begin with the merge of the common start, so that every cycle looks the same."""
         await self.begin_merge(node)
 
+    def stops(self, node: Node) -> bool:
+        """At the end of a cycle."""
+        return node.steps % (self.tau // 2) == 0
+
     async def after_step(self, node: Node) -> None:
-        """At the end of a cycle: take the last merge in, begin the next."""
-        if node.steps % (self.tau // 2):
-            return
+        """Take the last merge in, begin the next."""
         node.correct(await self.merge, own=True)
         del self.merge  # large: let go before there is another
         await self.begin_merge(node)

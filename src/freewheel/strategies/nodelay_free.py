@@ -56,10 +56,6 @@ class FreeNoDelay(Strategy):
         at_least("nodelay_free: every", self.every, 1)
         at_least("nodelay_free: tau", self.tau, self.every)
 
-    def defines(self, method: str) -> bool:
-        """Without τ no step waits."""
-        return super().defines(method) and not (method == "after_step" and self.tau is None)
-
     async def start(self, node: Node) -> None:
         """Be ready to give a snapshot at any time."""
 
@@ -70,10 +66,13 @@ class FreeNoDelay(Strategy):
 
         self.free = node.free_merges(offset)
 
+    def stops(self, node: Node) -> bool:
+        """At the bound τ."""
+        return self.tau is not None and node.unmerged_steps >= self.tau
+
     async def after_step(self, node: Node) -> None:
-        """At the bound τ: wait for a merge."""
-        if (tau := self.tau) is not None:
-            await self.free.ask_until(lambda: node.unmerged_steps < tau)
+        """Wait for a merge."""
+        await self.free.ask_until(lambda: not self.stops(node))
 
     async def background(self, node: Node) -> None:
         """Ask for a merge whenever there is something to merge."""
