@@ -179,12 +179,15 @@ def test_the_caller_combines_short_vectors_of_one_host_by_itself():
 def test_a_callee_whose_caller_is_gone_corrects_nothing_and_says_what_may_have_happened(size):
     async def main() -> None:
         async with pair(near=True, size=size) as (callee, caller):
+            withdrawn: list[int] = []
+            callee.fabric.withdraw = lambda peer, vector: withdrawn.append(peer)
             caller.met = lambda peer, correction: cut(caller.fabric, 0)
             await caller.exchanges.call(0)
             while not callee.outcomes:
                 await asyncio.sleep(0.001)
             assert callee.outcomes == ["half"]
             assert callee.corrections == []
+            assert withdrawn == ([1] if size == INLINE else [])  # what it was shown is not used again
 
     asyncio.run(main())
 

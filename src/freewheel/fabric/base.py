@@ -226,6 +226,9 @@ class Fabric:
         """Where a caller may combine a short vector with its own for both; nothing, if both must swap."""
         return ()
 
+    def withdraw(self, peer: int, mine: Tensor) -> None:
+        """The peer is lost that a vector was laid for: it may still write into it."""
+
     async def combine(self, peer: int, where: Note, mine: Tensor, meet: Meet) -> Tensor:
         """What `swap` does, by one side alone, with a vector the peer has laid."""
         raise NotImplementedError

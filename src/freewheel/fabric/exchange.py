@@ -187,7 +187,13 @@ class Exchanges:
             mine = await self._snapshot(peer)
         if mine is None or not where:
             mine = await self.fabric.swap(peer, tag, mine, self.party.meet, self._told)
-        if (await self.fabric.receive(tag, peer)).note == BUSY:
+        try:
+            answer = await self.fabric.receive(tag, peer)
+        except BaseException:
+            if where:
+                self.fabric.withdraw(peer, mine)
+            raise
+        if answer.note == BUSY:
             raise NotNow
         self.party.met(peer, mine)
 

@@ -26,8 +26,8 @@ from freewheel.fabric.connection import Connection, Goodbye
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
 from freewheel.fabric.handshake import EARLIER, REFUSED, Identity, Line, Listener, words
 from freewheel.fabric.together import Together
-from freewheel.fabric.transfers import INLINE, Transfers
-from freewheel.fabric.windows import HOST, Windows
+from freewheel.fabric.transfers import SHORT, Transfers
+from freewheel.fabric.windows import Windows
 from freewheel.records.counters import Counters
 
 PINGS = 4
@@ -124,8 +124,8 @@ class TcpFabric(Together):
     # -- what strategies use --
 
     def short(self, peer: int) -> bool:
-        """Where the event loop itself combines: messages take longer than the work."""
-        return self.me.longest <= INLINE and self.kind(peer) == HOST
+        """Where messages take longer than the work."""
+        return self.me.longest <= SHORT[self.kind(peer)]
 
     async def receive(self, tag: Tag, peer: int | None = None, among: Sequence[int] = ()) -> Message:
         """Wait for the next message with this tag; a strategy gets vectors where its own are."""

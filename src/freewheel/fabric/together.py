@@ -140,6 +140,10 @@ class Together(Vectors):
         kind = self.kind(peer)
         return self._locator(mine, kind) if self.in_window(mine, kind) else ()
 
+    def withdraw(self, peer: int, mine: Tensor) -> None:
+        """See Fabric.withdraw."""
+        self.windows.retire(mine, (peer,))
+
     async def combine(self, peer: int, where: Note, mine: Tensor, meet: Meet) -> Tensor:
         """See Fabric.combine."""
         theirs = await self.opened(peer, where, mine.numel())

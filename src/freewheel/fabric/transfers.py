@@ -25,6 +25,7 @@ from freewheel.fabric import kernels
 from freewheel.fabric.base import Each, Meet, Note, Pull, Tag, put
 from freewheel.fabric.frames import BadFrame
 from freewheel.fabric.transport import Bytes, Transport
+from freewheel.fabric.windows import DEVICE, HOST, STREAM
 from freewheel.records.counters import Counters
 
 T = TypeVar("T")
@@ -39,6 +40,8 @@ INLINE = 1 << 18
 HOST_PIECE, DEVICE_PIECE = 1 << 16, 1 << 23
 """Numbers that are combined at once. A few of these pieces should fit the processor's cache; on a GPU more
 would be faster, and need more memory."""
+SHORT = {STREAM: -1, HOST: INLINE, DEVICE: 1 << 24}
+"""Vectors of at most so many numbers are combined by one of two workers alone, by the way they travel."""
 ALIGN = 64
 """Shares of a vector begin at multiples of so many numbers."""
 
