@@ -86,8 +86,9 @@ class Cifar10(Task):
 
     def batch(self, worker: int, generator: torch.Generator) -> Any:
         """Random training images, shifted and mirrored."""
-        images, labels = self.batches([self.draw(worker, generator)])
-        return images[0], labels[0]
+        (images,), (labels,) = self.batches([self.draw(worker, generator)])
+        # A GPU's convolutions want the channels of a pixel side by side; weights may lie as they do.
+        return images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images, labels
 
     def draw(self, worker: int, generator: torch.Generator) -> Tensor:
         """Which images, how far down and right, whether mirrored; on the CPU, whatever the device."""

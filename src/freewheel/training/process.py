@@ -54,6 +54,7 @@ def main(folders: list[Path]) -> None:
 def run(folder: Path, number: int) -> None:
     """Train; what came of it is in the records."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    torch.backends.cudnn.benchmark = True  # batches are of one size: let the fastest convolution be found
     loop = Loop(Job.load(folder / "job.json"), folder, number, int(os.environ["RANK"]))
     with (_with_ddp if loop.strategy is None else _attached)(loop) as together:
         ended = loop.run(together)
