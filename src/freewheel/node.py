@@ -207,9 +207,10 @@ class Node:
         After that it goes on beside.
         """
         patience.under_way = task = self._spawn(work)
-        longest_s = max(self._recent_s, default=0.0)
-        await asyncio.wait({task}, timeout=patience.most * longest_s)
-        patience.learn(not task.done())
+        most_s, loop = patience.most * max(self._recent_s, default=0.0), asyncio.get_running_loop()
+        began_s = loop.time()
+        await asyncio.wait({task}, timeout=most_s)
+        patience.learn((loop.time() - began_s) / most_s if task.done() and most_s else 1.0)
 
     def beside(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Start communication that training does not wait for; await what is returned to get its result."""

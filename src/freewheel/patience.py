@@ -12,6 +12,8 @@ from typing import Any
 
 SELDOM, AGAIN = 128, 3
 """Where waiting is mostly in vain, a worker tries in this many steps of so many."""
+ENOUGH = 0.5
+"""The share of its patience that a worker may use up on average before waiting counts as in vain."""
 
 
 class Patience:
@@ -21,15 +23,15 @@ class Patience:
         self.most = most
         self.under_way: asyncio.Task[Any] | None = None
         """What is or was waited for; it goes on beside where that was in vain."""
-        self._vain = 0.0
-        """Which share of the waits was in vain, a running mean."""
+        self._used = 0.0
+        """Which share of it the waits took, a running mean."""
 
     def tries(self, step: int) -> bool:
         """Whether to wait after so many steps."""
         if self.most == 0 or (self.under_way is not None and not self.under_way.done()):
             return False
-        return self._vain < 0.5 or step % SELDOM < AGAIN
+        return self._used < ENOUGH or step % SELDOM < AGAIN
 
-    def learn(self, vain: bool) -> None:
-        """Whether the exchange took longer than there was patience."""
-        self._vain += 0.1 * (vain - self._vain)
+    def learn(self, used: float) -> None:
+        """Which share of it a wait took: 1 if it was in vain."""
+        self._used += 0.1 * (used - self._used)

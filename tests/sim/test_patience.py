@@ -25,6 +25,16 @@ def test_a_moment_makes_the_last_update_count_at_once(slow):
     assert patient.idle_share < 0.12
 
 
+@pytest.mark.parametrize(("momentum", "workers", "waits"), [(0.0, 8, False), (0.9, 4, False), (0.9, 8, True)])
+def test_where_momentum_carries_an_update_on_a_moment_is_waited_unasked(momentum, workers, waits):
+    compute = fw.Compute(ms=20, kind="lognormal", spread=0.1)
+    result = timing(
+        "adpsgd", workers=workers, steps=100, compute=compute, links=QUICK, model_mb=1, momentum=momentum
+    )
+    assert (result.staleness_mean < 0.1) is waits
+    assert (result.idle_share > 0) is waits
+
+
 def test_exchanges_that_take_long_are_hardly_ever_waited_for():
     compute = fw.Compute(ms=20, kind="lognormal", spread=0.1)
     free, patient = (
@@ -65,10 +75,10 @@ def test_who_waits_in_vain_tries_again_later_and_goes_on_if_it_pays():
     for step in range(2 * SELDOM):
         if patience.tries(step):
             tried.append(step)
-            patience.learn(vain=True)
+            patience.learn(1.0)
     assert tried[:7] == list(range(7))
     assert tried[7:] == list(range(SELDOM, SELDOM + AGAIN))
     for _ in range(AGAIN):
-        patience.learn(vain=False)
+        patience.learn(0.0)
     assert patience.tries(2 * SELDOM + AGAIN)
     assert not Patience(0).tries(0)

@@ -14,6 +14,12 @@ from freewheel.topology import Topology
 
 AT_BOUNDARY = 8
 """How many neighbours a worker asks while it waits at its boundary."""
+MOMENT, FEW = 2.0, 4
+"""The patience of workers, more than a few, whose optimizer has momentum.
+
+The more there are, the higher their rate, and the noisier each one's own step until it is averaged; momentum
+carries on what was averaged late.
+"""
 
 
 @dataclass
@@ -32,8 +38,10 @@ class ADPSGD(Strategy):
 
     Settings: topology (who may meet whom), tries (neighbours asked before the worker lets a step pass
     without an exchange), every (steps for each exchange), per_step (exchanges in a step, where the links
-    are fast), quasi_global (momentum follows the way the weights went), patience (the share of a step that a
-    worker waits at most for an exchange it begins at its boundary; 0: it never does).
+    are fast), quasi_global (momentum follows the way the weights went), patience (the share of a
+    step that a worker waits at most for exchanges it begins at its boundary; 0: it never does; None: 2 where
+    more than 4 workers have an optimizer with momentum, else 0), meetings (neighbours it meets there, one
+    after the other; with k of them each difference counts 1/(k+1)).
     Late, lost and doubled messages: a late peer delays only the pair's own exchange, and a step for as long
     as there is patience. A peer lost before both have both snapshots: neither corrects. See
     fabric/exchange.py.
@@ -60,7 +68,8 @@ class ADPSGD(Strategy):
     every: int = 1
     per_step: int = 1
     quasi_global: bool = False
-    patience: float = 0.0
+    patience: float | None = None
+    meetings: int = 2
 
     @classmethod
     def round_s(cls, machines: Machines) -> float:
@@ -73,25 +82,22 @@ class ADPSGD(Strategy):
         at_least("adpsgd: every", self.every, 1)
         at_least("adpsgd: per_step", self.per_step, 1)
         at_least("adpsgd: patience", self.patience, 0)
+        at_least("adpsgd: meetings", self.meetings, 1)
         topology.resolve(self.topology, world_size)
-
-    def defines(self, method: str) -> bool:
-        """Without patience no step waits, unless a subclass has an `after_step` of its own."""
-        never = self.patience == 0 and type(self).after_step is ADPSGD.after_step
-        return super().defines(method) and not (method == "after_step" and never)
 
     async def start(self, node: Node) -> None:
         """Be patient anew."""
-        self.moment = Patience(self.patience)
+        usual = MOMENT if node.momentum and node.world_size > FEW else 0.0
+        self.moment = Patience(usual if self.patience is None else self.patience)
+        self.most = min(self.meetings, node.world_size - 1) if self.moment.most else 1
+        self.meet = Pull(1 / (1 + self.most))  # in every exchange, for both sides must take the same part
 
     meet = Pull(0.5)
-    """Half of the difference, on both sides."""
 
     def stops(self, node: Node) -> bool:
         """Where waiting is worth it."""
-        due = node.steps % self.every == 0 and self.moment.tries(node.steps)
-        graph = topology.resolve(self.topology, node.world_size)
-        return self.patience == 0 or (due and graph.initiates(node.rank))
+        due = self.moment.tries(node.steps) and node.steps % self.every == 0
+        return due and topology.resolve(self.topology, node.world_size).initiates(node.rank)
 
     async def after_step(self, node: Node) -> None:
         """Wait a moment for an exchange."""
@@ -99,7 +105,7 @@ class ADPSGD(Strategy):
 
     async def _fresh(self, node: Node) -> None:
         await node.exchange_over()  # what is under way has nothing of the last step
-        await self._exchange(node, topology.resolve(self.topology, node.world_size), AT_BOUNDARY)
+        await self._exchange(node, topology.resolve(self.topology, node.world_size), AT_BOUNDARY, self.most)
 
     async def background(self, node: Node) -> None:
         """So many exchanges for each step, at its end or late in it."""
@@ -112,10 +118,11 @@ class ADPSGD(Strategy):
             for number in range(1, self.per_step + 1):
                 await node.late(number / self.per_step)
                 if node.exchanges < before + number:  # else another worker called, or it was at the boundary
-                    await self._exchange(node, graph, self.tries)
+                    await self._exchange(node, graph, self.tries, 1)
 
-    async def _exchange(self, node: Node, graph: Topology, tries: int) -> None:
-        """With the first free one of a few random neighbours."""
+    async def _exchange(self, node: Node, graph: Topology, tries: int, meetings: int) -> None:
+        """With the first free ones of a few random neighbours."""
         for peer, _ in zip(node.peers(graph), range(tries), strict=False):
-            if await node.exchange(peer):
+            meetings -= await node.exchange(peer)
+            if not meetings:
                 break
