@@ -130,6 +130,31 @@ def test_sasgd_with_gamma_over_p_is_local_sgd():
     torch.testing.assert_close(replicas(simulation), x, rtol=0, atol=1e-12)
 
 
+def test_sasgd_with_outer_momentum_goes_on_in_the_way_the_mean_went():
+    workers, steps, interval, lr, outer = 4, 24, 6, 0.1, 0.4
+    simulation = run(fw.SASGD(interval, outer=outer), workers=workers, steps=steps, lr=lr, compute=JITTER)
+    task = simulation.task
+    x = torch.zeros(workers, task.size, dtype=torch.float64)
+    common, way = x[0].clone(), torch.zeros(task.size, dtype=torch.float64)
+    for step in range(1, steps + 1):
+        x -= lr * torch.einsum("nij,nj->ni", task.a, x - task.optima)
+        if step % interval == 0:
+            to = x.mean(0) + outer * way
+            common, way = to, to - common
+            x[:] = to
+    torch.testing.assert_close(replicas(simulation), x, rtol=0, atol=1e-12)
+
+
+def test_one_who_comes_back_has_no_way_and_all_go_on_alike():
+    faults = [fw.Fault("crash", 3, 0.1), fw.Fault("restart", 3, 0.2)]
+    strategy = fw.SASGD(interval=2, outer=0.5)
+    simulation = run(strategy, workers=4, steps=100, compute=JITTER, faults=faults)
+    assert simulation.workers[3].node.rejoined
+    assert largest_distance(replicas(simulation)) == 0.0
+    ways = [worker.strategy.v for worker in simulation.workers.values()]
+    assert all(torch.equal(ways[0], one) for one in ways[1:])
+
+
 def test_sasgd_adds_all_updates_up_with_gamma_p_equal_gamma():
     workers, lr = 4, 0.02
     simulation = run(fw.SASGD(interval=1, scale=1.0), workers=workers, steps=10, lr=lr)

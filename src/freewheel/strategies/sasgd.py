@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from freewheel.errors import ConfigError, at_least
@@ -57,7 +58,8 @@ class SASGD(Strategy):
     γ_p = γ all workers' updates are added up, which needs a small γ.
 
     Settings: interval (T), state (whether the optimizer's moments stay local or are averaged
-    too), state_every (every how many reductions), scale (γ_p/γ; None is 1/p).
+    too), state_every (every how many reductions), scale (γ_p/γ; None is 1/p), outer (momentum β of the
+    common model: x <- x̄ + β v, v the way it went last time).
     Late, lost and doubled messages: a late worker delays everybody once in T steps. When one is lost, the
     others reduce again without it (p is how many they are), and what it did since the last merge is lost. A
     worker that comes begins with a copy of a member, at a merge (where γ_p is given, with the common x).
@@ -84,6 +86,7 @@ class SASGD(Strategy):
     scale: float | None = None
     state: Literal["local", "averaged"] = "local"
     state_every: int = 1
+    outer: float = 0.0
 
     @classmethod
     def suited(cls, machines: Machines) -> dict[str, int]:
@@ -99,20 +102,37 @@ class SASGD(Strategy):
             raise ConfigError("sasgd: state=averaged goes with the mean of the models; leave scale out.")
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise ConfigError(f"sasgd: the scale γ_p/γ must be above 0, not {self.scale:g}.")
+        if not 0 <= self.outer < 1 or (self.outer and self.scale is not None):
+            raise ConfigError(
+                f"sasgd: outer must be at least 0 and below 1, without a scale, not {self.outer:g}."
+            )
 
     async def start(self, node: Node) -> None:
-        """Remember the common model x, if γ_p is given; one who comes back does so at a merge."""
-        self.x = await node.snapshot(keep=True) if self.scale is not None else None
+        """Remember the common model x, where it is needed; one who comes back does so at a merge."""
+        self.x: Tensor | None = None
+        self.v: Tensor | None = None
+        if self.scale is not None or self.outer:
+            self.entered(node, await node.snapshot(keep=True))
         if node.rejoined:
             await self.merge(node)
 
+    def stops(self, node: Node) -> bool:
+        """Every T steps."""
+        return node.steps % self.interval == 0
+
     async def after_step(self, node: Node) -> None:
-        """Every T steps: reduce."""
-        if node.steps % self.interval == 0:
-            await self.merge(node)
+        """Reduce."""
+        await self.merge(node)
 
     async def merge(self, node: Node) -> None:
         """Add up what all have done since the last time."""
+        if self.outer and self.x is not None and self.v is not None:
+            ahead = self.outer * self.v
+            s, m, means = await node.merge(lambda merge: self.go_on(node, merge, ahead))
+            self.x, self.v = m, m - self.x
+            node.correct(m - s, own=True)
+            set_moments(node, means)
+            return
         if self.scale is None or self.x is None:
             offset, means = await node.merge(lambda merge: self.average(node, merge))
             node.correct(offset, own=True)
@@ -126,8 +146,22 @@ class SASGD(Strategy):
     async def average(self, node: Node, merge: Merge) -> tuple[Tensor, dict[str, Tensor]]:
         """How far the mean of all models is: with γ_p = γ/p the rule says no more."""
         offset = await merge.offset(await node.snapshot())
+        return offset, await self.moments(node, merge)
+
+    async def moments(self, node: Node, merge: Merge) -> dict[str, Tensor]:
+        """The mean moments, where they are due."""
         due = self.state == "averaged" and merge.number % self.state_every == 0
-        return offset, await mean_moments(node, merge) if due else {}
+        return await mean_moments(node, merge) if due else {}
+
+    async def go_on(
+        self, node: Node, merge: Merge, ahead: Tensor
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """This worker's snapshot, and the mean of all, with a part of the way it went last time.
+
+        The way is averaged too: one who has just come has none, and all must go on alike.
+        """
+        s = await node.snapshot(keep=True)
+        return s, await merge.mean(s + ahead), await self.moments(node, merge)
 
     async def add_up(self, node: Node, merge: Merge, x: Tensor) -> tuple[Tensor, Tensor]:
         """This worker's snapshot, and the sum of all updates."""
@@ -140,4 +174,5 @@ class SASGD(Strategy):
 
     def entered(self, node: Node, weights: Tensor) -> None:
         """What was taken over is the common model."""
-        self.x = weights if self.scale is not None else None
+        self.x = weights if self.scale is not None or self.outer else None
+        self.v = torch.zeros_like(weights) if self.outer else None

@@ -1,0 +1,46 @@
+"""Training stops for a strategy at the boundaries it names, and at no other."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+import freewheel as fw
+from freewheel.strategies import resolve
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "sasgd:interval=4",
+        "hierarchical_sasgd:interval=4",
+        "easgd:interval=4",
+        "eamsgd:interval=4",
+        "downpour:interval=4",
+        "nodelay:tau=8",
+    ],
+)
+def test_who_merges_every_few_steps_stops_there_only(spec):
+    strategy = resolve(spec)
+    assert [step for step in range(1, 13) if strategy.stops(SimpleNamespace(steps=step))] == [4, 8, 12]
+
+
+@pytest.mark.parametrize(("tau", "steps"), [(None, []), (3, [3, 4])])
+def test_nodelay_free_stops_at_its_bound(tau, steps):
+    strategy = fw.FreeNoDelay(tau=tau)
+    assert [step for step in range(5) if strategy.stops(SimpleNamespace(unmerged_steps=step))] == steps
+
+
+@pytest.mark.parametrize("kind", [fw.ADPSGD, fw.SASGD, fw.AllReduce])
+def test_a_subclass_with_a_part_of_its_own_in_every_step_is_always_called(kind):
+    class Own(kind):
+        async def after_step(self, node):
+            """Something in every step."""
+
+    class Rare(Own):
+        def stops(self, node):
+            return False
+
+    assert Own.always_stops()
+    assert not Rare.always_stops()
