@@ -130,6 +130,18 @@ def test_sasgd_with_gamma_over_p_is_local_sgd():
     torch.testing.assert_close(replicas(simulation), x, rtol=0, atol=1e-12)
 
 
+def test_sasgd_reduces_after_every_early_step():
+    workers, steps, lr = 4, 24, 0.1
+    simulation = run(fw.SASGD(6, early=9), workers=workers, steps=steps, lr=lr, compute=JITTER)
+    task = simulation.task
+    x = torch.zeros(workers, task.size, dtype=torch.float64)
+    for step in range(1, steps + 1):
+        x -= lr * torch.einsum("nij,nj->ni", task.a, x - task.optima)
+        if step <= 9 or step % 6 == 0:
+            x[:] = x.mean(0)
+    torch.testing.assert_close(replicas(simulation), x, rtol=0, atol=1e-12)
+
+
 def test_sasgd_with_outer_momentum_goes_on_in_the_way_the_mean_went():
     workers, steps, interval, lr, outer = 4, 24, 6, 0.1, 0.4
     simulation = run(fw.SASGD(interval, outer=outer), workers=workers, steps=steps, lr=lr, compute=JITTER)

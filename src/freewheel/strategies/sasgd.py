@@ -59,7 +59,8 @@ class SASGD(Strategy):
 
     Settings: interval (T), state (whether the optimizer's moments stay local or are averaged
     too), state_every (every how many reductions), scale (γ_p/γ; None is 1/p), outer (momentum β of the
-    common model: x <- x̄ + β v, v the way it went last time).
+    common model: x <- x̄ + β v, v the way it went last time), early (so many steps at the beginning after each
+    of which all reduce).
     Late, lost and doubled messages: a late worker delays everybody once in T steps. When one is lost, the
     others reduce again without it (p is how many they are), and what it did since the last merge is lost. A
     worker that comes begins with a copy of a member, at a merge (where γ_p is given, with the common x).
@@ -87,6 +88,7 @@ class SASGD(Strategy):
     state: Literal["local", "averaged"] = "local"
     state_every: int = 1
     outer: float = 0.0
+    early: int = 0
 
     @classmethod
     def suited(cls, machines: Machines) -> dict[str, int]:
@@ -97,6 +99,7 @@ class SASGD(Strategy):
     def check(self, world_size: int) -> None:
         """T is a number of steps, the scale a factor."""
         at_least("sasgd: the interval T", self.interval, 1)
+        at_least("sasgd: early", self.early, 0)
         check_state("sasgd", self.state, self.state_every)
         if self.state == "averaged" and self.scale is not None:
             raise ConfigError("sasgd: state=averaged goes with the mean of the models; leave scale out.")
@@ -117,8 +120,8 @@ class SASGD(Strategy):
             await self.merge(node)
 
     def stops(self, node: Node) -> bool:
-        """Every T steps."""
-        return node.steps % self.interval == 0
+        """Every T steps, and after each of the early ones."""
+        return node.steps % self.interval == 0 or node.steps <= self.early
 
     async def after_step(self, node: Node) -> None:
         """Reduce."""
