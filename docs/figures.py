@@ -19,7 +19,7 @@ from typing import Any
 
 import freewheel as fw
 from freewheel.records.run import Run
-from freewheel.show.figures import palette
+from freewheel.show import shown as palette
 from freewheel.show.replay import LABELS, html
 from freewheel.strategies import ALL
 

@@ -13,7 +13,7 @@ from freewheel import __version__, strategies, tasks
 from freewheel.planning.plan import Plan, make
 from freewheel.planning.setting import Setting
 from freewheel.records.result import Result
-from freewheel.records.run_json import typed
+from freewheel.records.schema import typed
 from freewheel.runtime.worker.attach import Worker
 from freewheel.runtime.worker.settings import Given, Settings
 from freewheel.sim.driver import Simulation

@@ -18,8 +18,8 @@ from freewheel.show import rows as watched
 from freewheel.show.dashboard import Board
 from freewheel.show.figures.graph import edges
 from freewheel.show.rates import result_of
+from freewheel.show.tables import versus
 from freewheel.show.terminal import clock_time
-from freewheel.show.versus import versus
 from freewheel.training import budget, process
 from freewheel.training.job import Job
 from freewheel.training.jobs import train_all

@@ -12,8 +12,7 @@ import made
 from freewheel.records.run import Run
 from freewheel.show.figures import charts
 from freewheel.show.figures.graph import Edge, edges, graph
-from freewheel.show.rates import blocked, staleness
-from freewheel.show.series import moments, series
+from freewheel.show.rates import blocked, moments, series, staleness
 from freewheel.show.shown import shown
 from freewheel.show.terminal import header
 

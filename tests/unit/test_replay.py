@@ -13,12 +13,11 @@ import freewheel as fw
 import made
 from freewheel.errors import ConfigError
 from freewheel.records import journal
+from freewheel.records.counters import Timeline
 from freewheel.records.journal import Journal
 from freewheel.records.run import Run
-from freewheel.records.timeline import Timeline
-from freewheel.show.replay import html
-from freewheel.show.replay.perfetto import as_perfetto
-from freewheel.show.versus import race
+from freewheel.show.replay import as_perfetto, html
+from freewheel.show.tables import race
 
 WORKERS, STEPS = 4, 12
 

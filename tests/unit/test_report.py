@@ -479,7 +479,7 @@ def test_a_report_that_fails_leaves_the_old_one_untouched(
         return Full()
 
     if broken == "html":
-        monkeypatch.setattr(report, "page", fail)
+        monkeypatch.setattr(report, "document", fail)
     elif broken == "write":
         monkeypatch.setattr(Path, "open", half)
     else:

@@ -15,8 +15,7 @@ from freewheel.records import track as track_module
 from freewheel.records.files import fresh
 from freewheel.records.find_run import find_runs
 from freewheel.records.run import LINES, Run
-from freewheel.records.tail import Tail
-from freewheel.records.track import POINTS, Track
+from freewheel.records.track import POINTS, Tail, Track
 from freewheel.show.rates import rate, rates
 
 

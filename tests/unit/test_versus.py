@@ -10,7 +10,7 @@ from rich.console import Console
 import freewheel as fw
 from freewheel.cli.results import Outputs
 from freewheel.records.result import Sample
-from freewheel.show.versus import versus
+from freewheel.show.tables import versus
 
 
 @pytest.fixture(scope="module")

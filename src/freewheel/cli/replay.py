@@ -9,8 +9,7 @@ from freewheel.errors import ConfigError
 from freewheel.records.files import check_writable, write_whole
 from freewheel.records.find_run import all_runs
 from freewheel.records.run import Run
-from freewheel.show.replay import MOST, html, title_of, two
-from freewheel.show.replay.perfetto import as_perfetto
+from freewheel.show.replay import MOST, as_perfetto, html, title_of, two
 
 
 def replay(

@@ -16,8 +16,7 @@ from freewheel.records.run import Run
 from freewheel.settings import setting
 from freewheel.show.report import write
 from freewheel.show.shown import ranked
-from freewheel.show.tables import brief_table, results_tables
-from freewheel.show.versus import versus
+from freewheel.show.tables import brief_table, results_tables, versus
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ def simulate(
 ) -> None:
     """Train a task with one or several strategies in virtual time and compare them."""
     from freewheel import api, strategies, tasks
-    from freewheel.show.replay.perfetto import as_perfetto
+    from freewheel.show.replay import as_perfetto
     from freewheel.show.report import recorded
     from freewheel.sim.records import MOST_TIMELINES
 

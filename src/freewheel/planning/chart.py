@@ -7,7 +7,7 @@ from html import escape
 
 from freewheel.planning.forecast import CEILING, Forecast, of
 from freewheel.show.figures.common import Figure, axis, figure, line, log_axis
-from freewheel.show.report.page import document, places
+from freewheel.show.report import document, places
 from freewheel.show.shown import Shown, hues
 
 Value = Callable[[Forecast], float | None]

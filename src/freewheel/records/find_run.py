@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from freewheel.errors import ConfigError
 from freewheel.records.run import SILENT_S, Run
-from freewheel.records.run_json import read_run_json
+from freewheel.records.schema import read_run_json
 
 STARTING_S = 120.0
 """A folder as `freewheel run` makes them that is no older than this may yet become a run."""

@@ -20,7 +20,7 @@ from typing import Any
 from freewheel.errors import ConfigError
 from freewheel.records.files import write_whole
 from freewheel.records.schema import MEASURED
-from freewheel.records.tail import life
+from freewheel.records.track import life
 
 THIN_BYTES = 24_000_000
 """When a worker's samples are thinned."""

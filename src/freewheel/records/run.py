@@ -13,10 +13,8 @@ from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.records.events import Event, Events
-from freewheel.records.run_json import read_run_json, stamp
-from freewheel.records.schema import Evaluation
-from freewheel.records.tail import Tail
-from freewheel.records.track import POINTS, Track
+from freewheel.records.schema import Evaluation, read_run_json, stamp
+from freewheel.records.track import POINTS, Tail, Track
 
 LINES = 3072
 """Lines of all workers that are read of what was written before: a run of many workers opens as fast."""

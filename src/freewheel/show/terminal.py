@@ -12,7 +12,6 @@ from rich.text import Text
 from freewheel.numbers import UNKNOWN, column, count, share, short
 from freewheel.records.events import Event
 from freewheel.records.run import Run
-from freewheel.show.figures.palette import EVENTS
 from freewheel.show.rates import elapsed_s, reached_s, standing, trouble
 from freewheel.show.rows import (
     GOING,
@@ -25,6 +24,7 @@ from freewheel.show.rows import (
     total,
     window_s,
 )
+from freewheel.show.shown import EVENTS
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = str.maketrans(BLOCKS + "·–…×", "_.,-=+*#|-~x")

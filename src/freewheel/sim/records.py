@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
+from freewheel.records.counters import Timeline
 from freewheel.records.files import fresh
 from freewheel.records.journal import Journal
 from freewheel.records.result import Sample
-from freewheel.records.run_json import run_json
-from freewheel.records.timeline import Timeline
+from freewheel.records.schema import run_json
 from freewheel.sim.fabric import Wire
 from freewheel.sim.faults import Fault
 from freewheel.sim.scenario import Scenario

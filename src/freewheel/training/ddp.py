@@ -18,8 +18,7 @@ from torch import Tensor, nn
 from freewheel import __version__
 from freewheel.records.counters import CAUSES, Counters
 from freewheel.records.journal import Journal
-from freewheel.records.run_json import run_json, typed
-from freewheel.records.schema import WorkerSample, worker_sample
+from freewheel.records.schema import WorkerSample, run_json, typed, worker_sample
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.rendezvous import launched_options
 from freewheel.runtime.worker.records import Events, Recorder

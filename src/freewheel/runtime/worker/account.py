@@ -14,8 +14,7 @@ from torch import Tensor
 
 from freewheel.errors import ConfigError
 from freewheel.records.journal import Journal
-from freewheel.records.run_json import run_json, typed
-from freewheel.records.schema import WorkerSample, worker_sample
+from freewheel.records.schema import WorkerSample, run_json, typed, worker_sample
 from freewheel.runtime.checkpoint.taker import Checkpoints
 from freewheel.runtime.worker import optimizers
 from freewheel.runtime.worker.agent import Agent

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from freewheel.errors import ConfigError
 from freewheel.numbers import share, short
+from freewheel.records.counters import Timeline
 from freewheel.records.journal import Journal
 from freewheel.records.schema import MEASURED, WorkerSample
-from freewheel.records.timeline import Timeline
 
 SAMPLE_S = 0.5
 CONSOLE_S = 5.0

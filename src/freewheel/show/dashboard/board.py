@@ -18,12 +18,11 @@ from freewheel.errors import ConfigError, FreewheelError
 from freewheel.numbers import UNKNOWN, count, share, short
 from freewheel.records.find_run import compared, find_runs, written_s
 from freewheel.records.run import DEATHS, SILENT_S, Run
-from freewheel.records.run_json import read_run_json
+from freewheel.records.schema import read_run_json
 from freewheel.show import rates
 from freewheel.show.figures import charts
-from freewheel.show.figures.palette import COLOURS
 from freewheel.show.rows import Row, columns, total
-from freewheel.show.shown import Shown, flatten, shown
+from freewheel.show.shown import COLOURS, Shown, flatten, shown
 from freewheel.show.tables import unlike
 from freewheel.show.terminal import clock_time
 

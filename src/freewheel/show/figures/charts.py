@@ -28,10 +28,9 @@ from freewheel.show.figures.common import (
     time_axis,
 )
 from freewheel.show.figures.graph import graph
-from freewheel.show.figures.palette import CAUSES, GREY
 from freewheel.show.figures.timeline import event_marks, faults
 from freewheel.show.rates import blocked, staleness, step_times_s
-from freewheel.show.shown import Shown
+from freewheel.show.shown import CAUSES, GREY, Shown
 
 MOST_METRICS = 24
 """Of what a script has named itself so many are drawn."""

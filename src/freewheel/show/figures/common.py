@@ -9,8 +9,7 @@ from importlib import resources
 from typing import Any
 
 from freewheel.records.track import Floats
-from freewheel.show.figures.palette import DASHES
-from freewheel.show.shown import Shown
+from freewheel.show.shown import DASHES, Shown
 
 Figure = dict[str, Any]
 UNITS = {1.0: "s", 60.0: "min", 3600.0: "h"}

@@ -10,9 +10,9 @@ from html import escape
 from freewheel.numbers import count, share, short
 from freewheel.records.run import Run
 from freewheel.show.figures.common import Figure, figure, scatter
-from freewheel.show.figures.palette import DISTANCES, GREY, STATES
 from freewheel.show.rates import LATELY_S, every_s
 from freewheel.show.rows import Row, rows
+from freewheel.show.shown import DISTANCES, GREY, STATES
 
 DECADES = 2.0
 """From the largest distance down to a hundredth of it edges have colours of their own."""

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from html import escape
 
 from freewheel.show.figures.common import LEGEND, Figure, figure, rounded, scatter, time_axis
-from freewheel.show.figures.palette import EVENTS, FAINT, GRAVE, GREY, Kind
-from freewheel.show.shown import Shown
+from freewheel.show.shown import EVENTS, FAINT, GRAVE, GREY, Kind, Shown
 
 MOST_MARKS = 100
 """More lines than this would hide the curves."""

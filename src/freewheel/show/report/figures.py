@@ -9,8 +9,7 @@ from freewheel.numbers import listed, number, share
 from freewheel.show.figures import charts
 from freewheel.show.figures.common import Figure, axis, bars, figure
 from freewheel.show.figures.graph import graph
-from freewheel.show.figures.palette import FAINT
-from freewheel.show.shown import Shown, timed
+from freewheel.show.shown import FAINT, Shown, timed
 from freewheel.show.tables import unlike
 
 MAX_GRAPHS = 6
