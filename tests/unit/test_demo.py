@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import freewheel as fw
-from freewheel.cli import demo
+from freewheel.cli import train as demo
 
 
 @pytest.fixture(scope="module")

@@ -20,30 +20,30 @@ from freewheel.errors import ConfigError, FreewheelError
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {
-        "demo": ("demo:demo", "Show in a minute what a slow worker costs"),
+        "demo": ("train:demo", "Show in a minute what a slow worker costs"),
         "run": ("run:run", "Train with your script on several workers"),
         "join": ("run:join", "Add workers to a run that goes on"),
         "train": ("train:train", "Train a built-in task on this machine"),
         "compare": ("train:compare", "Train a task with several strategies, and DDP"),
-        "export": ("export:export", "Turn a checkpoint into one state_dict"),
+        "export": ("calls:export", "Turn a checkpoint into one state_dict"),
     },
     "See": {
         "watch": ("watch:watch", "Follow a run in the terminal"),
-        "dashboard": ("dashboard:dashboard", "Follow runs in the browser, and compare them"),
-        "report": ("report:report", "Write one page on what runs measured"),
-        "replay": ("replay:replay", "Write a page that plays runs"),
+        "dashboard": ("pages:dashboard", "Follow runs in the browser, and compare them"),
+        "report": ("pages:report", "Write one page on what runs measured"),
+        "replay": ("pages:replay", "Write a page that plays runs"),
     },
     "Decide": {
         "plan": ("plan:plan", "Say which strategy suits your machines"),
         "simulate": ("simulate:simulate", "Train in virtual time, with faults and slow links"),
-        "strategies": ("strategies:list_strategies", "List the strategies, or explain one"),
+        "strategies": ("calls:list_strategies", "List the strategies, or explain one"),
         "bench": ("", "Measure Freewheel beside DDP and gloo here"),
         "chaos": ("chaos:chaos", "Check the laws under random faults"),
     },
     "Set up": {
         "doctor": ("doctor:doctor", "Check this host, and the links to others"),
-        "keys": ("keys:keys", "Make TLS keys for a run"),
-        "store": ("store:store", "Hold the rendezvous for torchrun or Slurm"),
+        "keys": ("calls:keys", "Make TLS keys for a run"),
+        "store": ("calls:store", "Hold the rendezvous for torchrun or Slurm"),
     },
 }
 """By group and name: where a command is, and what it does in a line."""
