@@ -15,12 +15,11 @@ import torch
 
 import freewheel as fw
 from freewheel.cli.main import load
-from freewheel.planning import candidates, plan, words
 from freewheel.planning import forecast as one_forecast
+from freewheel.planning import plan, words
 from freewheel.planning.forecast import Forecast, forecast, shorter
-from freewheel.planning.measure import measure_links, measure_script
+from freewheel.planning.measure import Stopwatch, measure_links, measure_script
 from freewheel.planning.setting import Setting
-from freewheel.planning.stopwatch import Stopwatch
 from freewheel.runtime.doctor import bandwidth
 from freewheel.strategies import ALL, resolve
 
@@ -137,23 +136,23 @@ def test_settings_follow_from_the_machines():
     tau, interval = r"nodelay:tau=(\d+)", r"sasgd:interval=(\d+)"
     for pattern in (tau, interval):
         numbers = [
-            int(re.search(pattern, " ".join(candidates.fitting(one))).group(1)) for one in (fast, slow)
+            int(re.search(pattern, " ".join(one_forecast.fitting(one))).group(1)) for one in (fast, slow)
         ]
         assert numbers[0] < numbers[1]
-    nodes = candidates.fitting(Setting(8, 1, 100, workers_per_node=4))
+    nodes = one_forecast.fitting(Setting(8, 1, 100, workers_per_node=4))
     assert "hierarchical_sasgd:nodes=2" in nodes
-    assert candidates.chosen(["sasgd:interval=3", "sasgd"], fast)[0] == "sasgd:interval=3"
+    assert one_forecast.chosen(["sasgd:interval=3", "sasgd"], fast)[0] == "sasgd:interval=3"
 
 
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("workers", [4, 64, 1024])
 def test_a_simulated_run_is_whole_intervals_and_not_endless(name, workers):
     setting = Setting(workers, 100, 120)
-    strategy = resolve(next(spec for spec in candidates.fitting(setting) if spec.partition(":")[0] == name))
+    strategy = resolve(next(spec for spec in one_forecast.fitting(setting) if spec.partition(":")[0] == name))
     small = shorter(strategy, setting)
-    steps = candidates.steps(strategy, small)
+    steps = one_forecast.steps_shown(strategy, small)
     assert 2 <= steps <= 700
-    assert steps % candidates._steps_between(strategy) == 0
+    assert steps % one_forecast._steps_between(strategy) == 0
     if strategy.reduces:
         assert small.workers <= 64
 

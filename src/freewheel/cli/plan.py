@@ -125,9 +125,9 @@ def _show(console: Console, made: Plan, script: Sequence[str]) -> None:
     from freewheel.planning import words
 
     _say(console, words.setting_in_words(made.setting), "")
-    console.print(words.speeds(made.forecasts))
+    console.print(words.forecast_table(made.forecasts, words.SPEEDS))
     console.print()
-    console.print(words.costs(made.forecasts))
+    console.print(words.forecast_table(made.forecasts, words.COSTS))
     _say(console, "", *words.recommendation(made, script))
     _say(console, "", "What would change it:", *words.what_would_change(made))
     if ddp := words.about_ddp(made):
@@ -143,10 +143,8 @@ def _show_growth(console: Console, grown: dict[int, Any], setting: Setting, repo
     _say(console, f"{title}; none: all steps.", "")
     console.print(words.growth(grown))
     if report is not None:
-        from freewheel.planning.chart import html  # plotly is slow to import
-
         heading = f"Freewheel: {short(setting.model_mb)} MB on {speed(setting.link_mbit)}"
-        write_whole(report, html(grown, heading, command_line()))
+        write_whole(report, words.html(grown, heading, command_line()))
         _say(console, "", f"Drawn: {report.resolve()}")
 
 

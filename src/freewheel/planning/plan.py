@@ -10,8 +10,7 @@ from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.numbers import short, speed
-from freewheel.planning import candidates
-from freewheel.planning.forecast import CEILING, Forecast, forecast, reweighed
+from freewheel.planning.forecast import CEILING, Forecast, chosen, fitting, forecast, reweighed, too_large
 from freewheel.planning.setting import Setting
 
 TIE = 0.05
@@ -116,8 +115,8 @@ def check(setting: Setting, strategies: Sequence[str]) -> tuple[list[str], dict[
     """What to simulate, and what not; refuses what cannot be planned, before time is spent."""
     if setting.workers < 2:
         raise ConfigError("a plan is for 2 workers or more; one trains alone: python train.py.")
-    specs = candidates.chosen(strategies, setting) if strategies else candidates.fitting(setting)
-    large = candidates.too_large(specs, setting)
+    specs = chosen(strategies, setting) if strategies else fitting(setting)
+    large = too_large(specs, setting)
     kept = [spec for spec in specs if spec not in large]
     if set(kept) <= {CEILING}:
         if not large:
@@ -195,7 +194,7 @@ def what_ifs(
     for at, (words, other) in enumerate(changes):
         show = part(progress, at / len(changes), (at + 1) / len(changes), f"if {words}: ")
         kept = [one for one in specs if one.partition(":")[0] in again]
-        refit = candidates.chosen(kept or again, other)
+        refit = chosen(kept or again, other)
         answers.append((words, best(forecasts(refit, other, steps, show))))
     sharper = replace(setting, sensitivity=10 * setting.sensitivity)
     words = "a loss 10 times as sensitive to drift and lag"

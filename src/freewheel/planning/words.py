@@ -1,8 +1,9 @@
-"""A plan as the terminal shows it: tables, what to use, why, how to start it, and what would change it."""
+"""A plan as people see it: tables, what to use and why in words; how costs grow, as one HTML file."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from html import escape
 
 from rich.table import Table
 
@@ -10,6 +11,9 @@ from freewheel.numbers import UNKNOWN, given, share, short, speed
 from freewheel.planning.forecast import CEILING, Forecast, of
 from freewheel.planning.plan import PREFERENCES, TIE, Plan
 from freewheel.planning.setting import Setting
+from freewheel.show.figures.common import Figure, axis, figure, line, log_axis
+from freewheel.show.report import document, places
+from freewheel.show.shown import Shown, hues
 from freewheel.show.tables import printed
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -107,36 +111,33 @@ def what_would_change(plan: Plan) -> list[str]:
 # -- tables, no wider than 80 columns unless there is more room --
 
 
-def speeds(forecasts: Sequence[Forecast]) -> Table:
-    """What each strategy reaches."""
-    rows = [
-        (
-            one.strategy,
-            UNKNOWN if one.name == CEILING else short(one.useful_steps_per_s, 4),
-            short(one.steps_per_s, 4),
-            share(one.ideal_share),
-            share(one.idle_share),
-            short(one.bytes_per_step / 1e6),
-        )
-        for one in forecasts
-    ]
-    return printed(("strategy", "useful/s", "steps/s", "of ideal", "idle", "MB/step"), rows)
+Text = Callable[[Forecast], str]
+
+SPEEDS: dict[str, Text] = {
+    "strategy": lambda one: one.strategy,
+    "useful/s": lambda one: UNKNOWN if one.name == CEILING else short(one.useful_steps_per_s, 4),
+    "steps/s": lambda one: short(one.steps_per_s, 4),
+    "of ideal": lambda one: share(one.ideal_share),
+    "idle": lambda one: share(one.idle_share),
+    "MB/step": lambda one: short(one.bytes_per_step / 1e6),
+}
+"""What each strategy reaches."""
+COSTS: dict[str, Text] = {
+    "strategy": lambda one: one.name,
+    "stale": lambda one: short(one.staleness_mean),
+    "discrep.": lambda one: short(one.discrepancy, 2) + ("↑" if one.grows else " "),
+    "needs": lambda one: UNKNOWN if one.name == CEILING else f"×{one.steps_needed:.2f}",
+    "cost in convergence": lambda one: one.why,
+}
+"""What its steps are worth, and why."""
 
 
-def costs(forecasts: Sequence[Forecast]) -> Table:
-    """What its steps are worth, and why."""
-    rows = [
-        (
-            one.name,
-            short(one.staleness_mean),
-            short(one.discrepancy, 2) + ("↑" if one.grows else " "),
-            UNKNOWN if one.name == CEILING else f"×{one.steps_needed:.2f}",
-            one.why,
-        )
-        for one in forecasts
-    ]
-    table = printed(("strategy", "stale", "discrep.", "needs", "cost in convergence"), rows, left={0, 4})
-    table.columns[-1].no_wrap, table.columns[-1].overflow = False, "fold"
+def forecast_table(forecasts: Sequence[Forecast], columns: dict[str, Text]) -> Table:
+    """A row for each strategy; long words are folded."""
+    words = [at for at, head in enumerate(columns) if head in ("strategy", "cost in convergence")]
+    table = printed(list(columns), [[text(one) for text in columns.values()] for one in forecasts], words)
+    for at in words[1:]:
+        table.columns[at].no_wrap, table.columns[at].overflow = False, "fold"
     return table
 
 
@@ -150,3 +151,57 @@ def growth(grown: dict[int, list[Forecast]]) -> Table:
         blocks = "".join(" " if part is None else BARS[max(1, round(8 * part))] for part in shares)
         rows.append((name, *map(share, shares), blocks))
     return printed(("strategy", *map(str, grown), ""), rows)
+
+
+Value = Callable[[Forecast], float | None]
+
+FIGURES: dict[str, tuple[str, bool, Value]] = {
+    "Useful steps per second": (
+        "worker-steps/s over the steps needed for one of synchronous SGD",
+        True,
+        lambda one: None if one.name == CEILING else one.useful_steps_per_s,
+    ),
+    "Share of the ideal": (
+        "useful steps over the rate at which nobody ever waits",
+        False,
+        lambda one: one.useful_share,
+    ),
+    "Idle": ("share of worker-time in which no gradient is computed", False, lambda one: one.idle_share),
+    "MB per step": (
+        "sent by a worker for each of its steps",
+        True,
+        lambda one: one.bytes_per_step / 1e6 or None,
+    ),
+    "Discrepancy": ("largest distance of two workers, in updates", True, lambda one: one.discrepancy or None),
+    "Steps needed": (
+        "worker-steps for one of synchronous SGD",
+        True,
+        lambda one: None if one.name == CEILING else one.steps_needed,
+    ),
+}
+"""By title: what is drawn, whether on a logarithmic axis, and the value."""
+
+
+def html(grown: dict[int, list[Forecast]], title: str, command: str) -> str:
+    """The page, in the style of a report."""
+    strategies = list(dict.fromkeys(one.name for found in reversed(grown.values()) for one in found))
+    curves = [
+        Shown(strategy, place, hue)
+        for place, (strategy, hue) in enumerate(zip(strategies, hues(strategies), strict=True))
+    ]
+    figures = {str(at): _figure(grown, curves, heading) for at, heading in enumerate(FIGURES)}
+    command = f'<pre class="command"><code>{escape(command)}</code></pre>'
+    return document(title, command + places("By number of workers", curves, figures), figures)
+
+
+def _figure(grown: dict[int, list[Forecast]], curves: list[Shown], heading: str) -> Figure:
+    said, log, value = FIGURES[heading]
+    sizes = list(grown)
+    data = []
+    for curve in curves:
+        by_size = [of(found, curve.label) for found in grown.values()]
+        values = [None if one is None else value(one) for one in by_size]
+        data.append(line(curve, "", "%{x} workers: %{y:.3~g}", x=sizes, y=values, mode="lines+markers"))
+    workers = {"title": {"text": "workers"}, "type": "log", "tickvals": sizes}
+    upwards = log_axis("", data) if log else axis("")
+    return figure(heading, said, 340, data, xaxis=workers, yaxis=upwards)
