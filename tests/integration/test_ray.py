@@ -20,9 +20,8 @@ import freewheel as fw
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 import freewheel.ray  # noqa: E402
-from freewheel.ray.book import NAMESPACE  # noqa: E402
-from freewheel.ray.cluster import check_answer  # noqa: E402
-from freewheel.ray.records import Collector  # noqa: E402
+from freewheel.ray.book import NAMESPACE, check_answer  # noqa: E402
+from freewheel.ray.worker import Collector  # noqa: E402
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-cluster = pytest.importorskip("freewheel.ray.cluster", reason="the extra `ray` is not installed")
+cluster = pytest.importorskip("freewheel.ray.book", reason="the extra `ray` is not installed")
 
 
 @pytest.mark.parametrize(("gpus", "fit"), [(0.2, 5), (0.1, 10), (0.3, 3), (1, 1), (2, 0)])

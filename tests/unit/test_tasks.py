@@ -397,7 +397,7 @@ def test_the_nets_learn(npz, net):
 
 def test_the_file_is_read_once(npz, monkeypatch):
     task = cifar10(npz)
-    monkeypatch.setattr("freewheel.tasks.cifar10_files.read", None)
+    monkeypatch.setattr("freewheel.tasks.cifar10.read", None)
     task.prepare(workers=4, seed=1)
     assert len(task.images) == TRAIN
 

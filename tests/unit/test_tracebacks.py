@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from freewheel.cli import tracebacks
-from freewheel.cli.tracebacks import Tracebacks
+from freewheel.cli import run as tracebacks
+from freewheel.cli.run import Tracebacks
 
 BEGIN = "Traceback (most recent call last):"
 

@@ -28,17 +28,17 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "export": ("calls:export", "Turn a checkpoint into one state_dict"),
     },
     "See": {
-        "watch": ("watch:watch", "Follow a run in the terminal"),
-        "dashboard": ("pages:dashboard", "Follow runs in the browser, and compare them"),
-        "report": ("pages:report", "Write one page on what runs measured"),
-        "replay": ("pages:replay", "Write a page that plays runs"),
+        "watch": ("see:watch", "Follow a run in the terminal"),
+        "dashboard": ("see:dashboard", "Follow runs in the browser, and compare them"),
+        "report": ("see:report", "Write one page on what runs measured"),
+        "replay": ("see:replay", "Write a page that plays runs"),
     },
     "Decide": {
         "plan": ("plan:plan", "Say which strategy suits your machines"),
         "simulate": ("simulate:simulate", "Train in virtual time, with faults and slow links"),
         "strategies": ("calls:list_strategies", "List the strategies, or explain one"),
         "bench": ("", "Measure Freewheel beside DDP and gloo here"),
-        "chaos": ("chaos:chaos", "Check the laws under random faults"),
+        "chaos": ("simulate:chaos", "Check the laws under random faults"),
     },
     "Set up": {
         "doctor": ("doctor:doctor", "Check this host, and the links to others"),

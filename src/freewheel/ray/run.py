@@ -17,10 +17,8 @@ import ray
 
 from freewheel.errors import ConfigError, FreewheelError, WorkerLost, at_least, first_line
 from freewheel.fabric import secret
-from freewheel.ray.book import NAMESPACE, Line, open_book
-from freewheel.ray.cluster import connect, room
-from freewheel.ray.records import Collector
-from freewheel.ray.worker import Gone, Worker
+from freewheel.ray.book import NAMESPACE, Line, connect, open_book, room
+from freewheel.ray.worker import Collector, Gone, Worker
 from freewheel.records.journal import Journal
 from freewheel.runtime.membership.entries import OPTIONS, Entries, Options
 
