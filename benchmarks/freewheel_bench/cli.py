@@ -13,8 +13,8 @@ import typer
 from rich.table import Table
 
 from freewheel import names, strategies
-from freewheel.cli.console import bars, output
 from freewheel.cli.options import Command, arrange, option, takes
+from freewheel.cli.results import bars, output
 from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
 from freewheel.numbers import given, share, short
 from freewheel.records.files import check_writable, write_whole

@@ -19,8 +19,7 @@ from crew import free_port
 from freewheel.cli.main import main
 from freewheel.cli.run import prefixed
 from freewheel.errors import ConfigError
-from freewheel.records.find_run import find_runs
-from freewheel.records.run import Run
+from freewheel.records.run import Run, find_runs
 from freewheel.runtime.launch import processes
 from freewheel.runtime.launch.launcher import Captured, launch
 from freewheel.runtime.membership.entries import Options

@@ -13,8 +13,7 @@ from freewheel.errors import ConfigError
 from freewheel.records import run as run_module
 from freewheel.records import track as track_module
 from freewheel.records.files import fresh
-from freewheel.records.find_run import find_runs
-from freewheel.records.run import LINES, Run
+from freewheel.records.run import LINES, Run, find_runs
 from freewheel.records.track import POINTS, Tail, Track
 from freewheel.show.rates import rate, rates
 

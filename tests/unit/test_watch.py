@@ -20,8 +20,7 @@ from freewheel.cli.main import main
 from freewheel.errors import ConfigError
 from freewheel.numbers import column
 from freewheel.records.files import check_unused
-from freewheel.records.find_run import find_run
-from freewheel.records.run import Run
+from freewheel.records.run import Run, find_run
 from freewheel.show.rows import history, most_telling, rows, total
 from freewheel.show.terminal import Screen, plain_line, spark
 

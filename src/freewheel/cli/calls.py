@@ -8,8 +8,8 @@ from pathlib import Path
 
 from rich.table import Table
 
-from freewheel.cli.console import output
 from freewheel.cli.options import argument, option
+from freewheel.cli.results import output
 
 
 def export(

@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 
 from freewheel import names
-from freewheel.cli.console import bars, output
 from freewheel.cli.options import argument, command_line, option, takes
+from freewheel.cli.results import bars, output
 from freewheel.cli.run import python
 from freewheel.errors import ConfigError, at_least
 from freewheel.numbers import short, speed

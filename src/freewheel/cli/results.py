@@ -1,4 +1,4 @@
-"""What simulate, train and compare do with their results: a table, and files where those were asked for."""
+"""Where commands print to, and what simulate, train and compare do with their results."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from freewheel.cli.options import command_line
 from freewheel.records.files import check_writable, write_whole
@@ -17,6 +18,24 @@ from freewheel.settings import setting
 from freewheel.show.report import write
 from freewheel.show.shown import ranked
 from freewheel.show.tables import brief_table, results_tables, versus
+
+
+def output() -> Console:
+    """Standard output; what goes into a file or a pipe is as wide as it needs to be."""
+    console = Console()
+    return console if console.is_terminal else Console(width=240)
+
+
+def bars(width: int = 20) -> Progress:
+    """Bars on stderr, so that a table sent into a file stays a table; none where it is no terminal."""
+    columns = (
+        TextColumn(f"{{task.description:<{width}}}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    errors = Console(stderr=True)
+    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,12 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from freewheel.cli.console import output
 from freewheel.cli.options import RUNS, argument, option
+from freewheel.cli.results import output
 from freewheel.errors import ConfigError, at_least
 from freewheel.records.files import check_writable, write_whole
-from freewheel.records.find_run import STARTING_S, Choice, all_runs, find_run, written_s
 from freewheel.records.result import Result
-from freewheel.records.run import Run
+from freewheel.records.run import STARTING_S, Choice, Run, all_runs, find_run, written_s
 from freewheel.show import replay as replays
 from freewheel.show import report as reports
 from freewheel.show.dashboard import Board, Dashboard

@@ -15,9 +15,8 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
-from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, option, ranks_and_numbers, takes
-from freewheel.cli.results import Outputs
+from freewheel.cli.results import Outputs, bars, output
 from freewheel.errors import ConfigError, RunStopped, at_least
 from freewheel.records.files import check_unused, check_writable, open_whole, write_whole
 from freewheel.records.result import Result

@@ -13,9 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
-from freewheel.cli.console import bars, output
 from freewheel.cli.options import command_line, option, takes
-from freewheel.cli.results import Outputs
+from freewheel.cli.results import Outputs, bars, output
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.records.files import check_unused, write_whole
 from freewheel.records.result import Result

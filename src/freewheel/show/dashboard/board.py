@@ -16,8 +16,7 @@ from typing import Any
 
 from freewheel.errors import ConfigError, FreewheelError
 from freewheel.numbers import UNKNOWN, count, share, short
-from freewheel.records.find_run import compared, find_runs, written_s
-from freewheel.records.run import DEATHS, SILENT_S, Run
+from freewheel.records.run import DEATHS, SILENT_S, Run, compared, find_runs, written_s
 from freewheel.records.schema import read_run_json
 from freewheel.show import rates
 from freewheel.show.figures import charts
