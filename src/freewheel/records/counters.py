@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,11 +66,6 @@ class Timeline:
 
 def _taken(kept: deque[Any]) -> list[Any]:
     return [kept.popleft() for _ in range(len(kept))]
-
-
-def seconds(line: dict[str, Any], numbers: Iterable[int]) -> list[float]:
-    """Moments of a line, as seconds of the run's clock."""
-    return [line["from"] + number / UNITS for number in numbers]
 
 
 CAUSES = ("peers", "data", "checkpoint")

@@ -6,8 +6,7 @@ As a page of its own, or in the trace-event format, which https://ui.perfetto.de
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from html import escape
 from importlib.resources import files
 from itertools import pairwise
@@ -16,7 +15,7 @@ from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.numbers import count
-from freewheel.records.counters import UNITS, seconds
+from freewheel.records.counters import UNITS
 from freewheel.records.events import Event
 from freewheel.records.run import Run
 from freewheel.records.track import Tail
@@ -40,29 +39,37 @@ UNFINISHED = 1.5
 """A worker that ends so many of its longest gradients after the last one was in the middle of one."""
 
 
-@dataclass(frozen=True)
 class Played:
-    """What a page, a story and a trace are made of."""
+    """One run as a page plays it: seconds since it began, one lane for each worker.
 
-    ranks: list[int]
-    spans: list[list[float]]
-    """Of each worker: when each gradient began and ended."""
-    lives: list[list[list[float]]]
-    cut: list[list[float]]
-    """Gradients that nobody has: place of the worker, begin, and when it died or the run ended."""
-    exchanges: list[float]
-    """Begin, length, and the places of both workers, one after the other."""
-    merges: list[list[Any]]
-    marks: list[list[Any]]
-    gone: list[int]
-    """Who had died or left when the run ended."""
-    accuracy: list[list[float]]
-    loss: list[list[float]]
+    Refuses a run without timelines. What has no underscore is what the page gets.
+    """
 
-    @property
-    def seconds(self) -> float:
+    def __init__(self, run: Run) -> None:
+        self._run, self.ranks = run, run.ranks
+        self._place = {rank: at for at, rank in enumerate(run.ranks)}
+        self.spans: list[list[float]] = [[] for _ in run.ranks]
+        """Of each worker: when each gradient began and ended."""
+        self.merges: list[list[Any]] = []
+        self.exchanges = self._read(run.began_s)
+        """Begin, length, and the places of both workers, one after the other."""
+        if not any(self.spans):
+            raise ConfigError(
+                f"{str(run.folder)!r} has no timeline: an earlier version wrote it, or it has too many "
+                "workers. Run it again."
+            )
+        self.spans = [sorted(lane) for lane in self.spans]
+        self.merges.sort(key=lambda one: float(one[0]))
+        self.seconds = max(max(lane[-1] for lane in self.spans if lane), 1e-3)
         """When the last gradient was there."""
-        return max(max((lane[-1] for lane in self.spans if lane), default=0.0), 1e-3)
+        self.marks = self._marks()
+        """When, to whom, what, and that in words."""
+        self.lives = [self._lives(rank) for rank in run.ranks]
+        self.cut = self._cut()
+        """Gradients that nobody has: place of the worker, begin, and when it died or the run ended."""
+        self.gone = [at for at in range(len(run.ranks)) if self._is_gone(at)]
+        """Who had died or left when the run ended."""
+        self.accuracy, self.loss = self._measured("accuracy"), self._measured("loss")
 
     @property
     def step_s(self) -> list[float]:
@@ -79,83 +86,82 @@ class Played:
 
     def as_json(self) -> dict[str, Any]:
         """For the page."""
-        return {**vars(self), "seconds": self.seconds}
+        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
+    def _read(self, began_s: float) -> list[float]:
+        """Take gradients and merges from the timelines; the exchanges, of which the lower rank tells."""
+        met: dict[int, list[tuple[float, float, int]]] = {}
+        for rank, own in zip(self.ranks, self.spans, strict=True):
+            for line in Tail(self._run.folder / f"timeline-{rank}.jsonl").read():
+                from_s, numbers = line["from"] - began_s, line["exchanges"]
+                own += [_short(from_s + at / UNITS) for at in line["gradients"]]
+                for at, took, peer in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True):
+                    met.setdefault(rank, []).append((from_s + (at - took) / UNITS, took / UNITS, peer))
+                for at, took, peers in line["merges"]:
+                    if all(rank < peer for peer in peers):  # one of them tells it
+                        members = [self._place[one] for one in sorted({rank, *peers}) if one in self._place]
+                        begin_s = from_s + (at - took) / UNITS
+                        self.merges.append([_short(begin_s), _short(took / UNITS), members])
+        found = [
+            (_short(begin_s), _short(took_s), self._place[rank], self._place[peer])
+            for rank, some in met.items()
+            for begin_s, took_s, peer in some
+            if peer in self._place and (rank < peer or peer not in met)
+        ]
+        return [number for one in sorted(found) for number in one]
 
-def played(run: Run) -> Played:
-    """Read a run's timelines; ConfigError: it has none."""
-    began_s, ranks = run.began_s, run.ranks
-    place = {rank: at for at, rank in enumerate(ranks)}
-    spans: list[list[float]] = [[] for _ in ranks]
-    met: dict[int, list[tuple[float, float, int]]] = {}
-    merges: list[list[Any]] = []
-    for rank in ranks:
-        for line in Tail(run.folder / f"timeline-{rank}.jsonl").read():
-            moments = seconds(line, line["gradients"])
-            spans[place[rank]] += [_short(at_s - began_s) for at_s in moments]
-            numbers = line["exchanges"]
-            ends = seconds(line, numbers[::3])
-            for end_s, took, peer in zip(ends, numbers[1::3], numbers[2::3], strict=True):
-                met.setdefault(rank, []).append((end_s - began_s, took / UNITS, peer))
-            for at, took, peers in line["merges"]:
-                if all(rank < peer for peer in peers):  # one of them tells it
-                    (end_s,) = seconds(line, [at])
-                    members = [place[one] for one in sorted({rank, *peers}) if one in place]
-                    merges.append([_short(end_s - began_s - took / UNITS), _short(took / UNITS), members])
-    if not any(spans):
-        raise ConfigError(
-            f"{str(run.folder)!r} has no timeline: an earlier version wrote it, or it has too many workers. "
-            "Run it again."
-        )
-    spans = [sorted(lane) for lane in spans]
-    end_s = max(lane[-1] for lane in spans if lane)
-    marks = _marks(run, place)
-    lives = [_lives(run, rank, [m[0] for m in marks if m[1:3] == [place[rank], "died"]]) for rank in ranks]
-    return Played(
-        ranks=ranks,
-        spans=spans,
-        lives=lives,
-        cut=_cut(spans, lives, marks, end_s),
-        exchanges=_exchanges(met, place),
-        merges=sorted(merges, key=lambda one: float(one[0])),
-        marks=marks,
-        gone=[at for at in range(len(ranks)) if _is_gone(at, lives[at], marks)],
-        accuracy=_measured(run, "accuracy"),
-        loss=_measured(run, "loss"),
-    )
+    def _measured(self, what: str) -> list[list[float]]:
+        found = [(one.time, getattr(one, what)) for one in self._run.evaluations]
+        return [[_short(time_s - self._run.began_s), value] for time_s, value in found if value is not None]
 
+    def _marks(self) -> list[list[Any]]:
+        """What happened to workers; what several tell is told once."""
+        run, found = self._run, list[list[Any]]()
+        away = {rank for rank, one in run.workers.items() if (one.began_s or 0.0) > run.began_s + ONCE_S}
+        for event in run.events:
+            if event.rank not in self._place or event.what not in MARKS:
+                continue
+            what, at_s, whose = MARKS[event.what], max(0.0, event.time - run.began_s), self._place[event.rank]
+            if what == "joined" and event.rank not in away:  # whoever was cut off meets all others again
+                continue
+            if event.peer is None and what != "slowed":
+                (away.discard if what == "joined" else away.add)(event.rank)
+            told = [one for one in found if one[1:3] == [whose, what]]
+            if not told or at_s - told[-1][0] > ONCE_S:
+                found.append([_short(at_s), whose, what, f"{_words(event)} at {at_s:.2f} s"])
+        return found
 
-def waits(names: Sequence[str], runs: Sequence[Played]) -> str:
-    """What share of its time each run's workers wait."""
-    told = [
-        f"{name}{'' if number else ' waits'} {100 * run.waiting:.0f} %{'' if number else ' of the time'}"
-        for number, (name, run) in enumerate(zip(names, runs, strict=True))
-    ]
-    return ", ".join(told) + "."
+    def _lives(self, rank: int) -> list[list[float]]:
+        """When a worker was there, by its lives; one that was killed has not written its last moments."""
+        track = self._run.workers.get(rank)
+        begins = [(life["began"] - self._run.began_s, life) for life in track.lives] if track else []
+        found = [[_short(at_s), _short(at_s + (life.get("elapsed_s") or 0.0))] for at_s, life in begins]
+        deaths = [mark[0] for mark in self.marks if mark[1:3] == [self._place[rank], "died"]]
+        for life_s, next_s in zip(found, [*(later[0] for later in found[1:]), float("inf")], strict=False):
+            life_s[1] = max([life_s[1], *(at_s for at_s in deaths if life_s[0] <= at_s <= next_s)])
+        return found
 
+    def _is_gone(self, at: int) -> bool:
+        ends = [mark[0] for mark in self.marks if mark[1] == at and mark[2] in ("died", "left")]
+        return bool(ends) and (not self.lives[at] or max(ends) >= self.lives[at][-1][0])
 
-def _measured(run: Run, what: str) -> list[list[float]]:
-    found = [(one.time, getattr(one, what)) for one in run.evaluations]
-    return [[_short(time_s - run.began_s), value] for time_s, value in found if value is not None]
-
-
-def _marks(run: Run, place: dict[int, int]) -> list[list[Any]]:
-    """When, to whom, what, and that in words; what several tell is told once."""
-    found: list[list[Any]] = []
-    late = {rank for rank, track in run.workers.items() if (track.began_s or 0.0) > run.began_s + ONCE_S}
-    away = set(late)
-    for event in run.events:
-        if event.rank not in place or event.what not in MARKS:
-            continue
-        what, at_s = MARKS[event.what], max(0.0, event.time - run.began_s)
-        if what == "joined" and event.rank not in away:  # whoever was cut off meets all others again
-            continue
-        if event.peer is None and what != "slowed":
-            (away.discard if what == "joined" else away.add)(event.rank)
-        told = [one for one in found if one[1:3] == [place[event.rank], what]]
-        if not told or at_s - told[-1][0] > ONCE_S:
-            found.append([_short(at_s), place[event.rank], what, f"{_words(event)} at {at_s:.2f} s"])
-    return found
+    def _cut(self) -> list[list[float]]:
+        """What workers were computing when they died or the run ended: that is no waiting."""
+        found: list[list[float]] = []
+        run_s = max(lane[-1] for lane in self.spans if lane)
+        for at, (lane, some) in enumerate(zip(self.spans, self.lives, strict=True)):
+            pairs = _pairs(lane)
+            gaps = [after[0] - one[1] for one, after in pairwise(pairs)]
+            usual_s = median(gaps) if gaps else 0.0
+            longest_s = max((end - begin for begin, end in pairs), default=0.0)
+            deaths = [mark[0] for mark in self.marks if mark[1:3] == [at, "died"]]
+            for born_s, life_s in some:
+                end_s = min(life_s, run_s)
+                last_s = max((end for _, end in pairs if born_s <= end <= end_s), default=born_s)
+                begin_s, died = last_s + usual_s, any(abs(death - life_s) < ONCE_S for death in deaths)
+                if begin_s < end_s and (died or end_s - last_s <= UNFINISHED * longest_s):
+                    found.append([at, _short(begin_s), _short(end_s)])
+        return found
 
 
 def _words(event: Event) -> str:
@@ -166,57 +172,6 @@ def _words(event: Event) -> str:
     return f"worker {event.rank} {EVENTS[event.what].words}"
 
 
-def _lives(run: Run, rank: int, deaths: list[float]) -> list[list[float]]:
-    """When a worker was there, by its lives; one that was killed has not written its last moments."""
-    track = run.workers.get(rank)
-    if track is None:
-        return []
-    found: list[list[float]] = []
-    for life in track.lives:
-        from_s = life["began"] - run.began_s
-        found.append([_short(from_s), _short(from_s + (life.get("elapsed_s") or 0.0))])
-    for number, life_s in enumerate(found):
-        next_s = found[number + 1][0] if number + 1 < len(found) else float("inf")
-        life_s[1] = max([life_s[1], *(at_s for at_s in deaths if life_s[0] <= at_s <= next_s)])
-    return found
-
-
-def _is_gone(at: int, lives: list[list[float]], marks: list[list[Any]]) -> bool:
-    ends = [mark[0] for mark in marks if mark[1] == at and mark[2] in ("died", "left")]
-    return bool(ends) and (not lives or max(ends) >= lives[-1][0])
-
-
-def _cut(
-    spans: list[list[float]], lives: list[list[list[float]]], marks: list[list[Any]], run_s: float
-) -> list[list[float]]:
-    """What workers were computing when they died or the run ended: that is no waiting."""
-    found: list[list[float]] = []
-    for at, (lane, some) in enumerate(zip(spans, lives, strict=True)):
-        pairs = _pairs(lane)
-        gaps = [after[0] - one[1] for one, after in pairwise(pairs)]
-        usual_s = median(gaps) if gaps else 0.0
-        longest_s = max((end - begin for begin, end in pairs), default=0.0)
-        for born_s, life_s in some:
-            end_s = min(life_s, run_s)
-            last_s = max((end for _, end in pairs if born_s <= end <= end_s), default=born_s)
-            begin_s = last_s + usual_s
-            died = any(mark[1:3] == [at, "died"] and abs(mark[0] - life_s) < ONCE_S for mark in marks)
-            if begin_s < end_s and (died or end_s - last_s <= UNFINISHED * longest_s):
-                found.append([at, _short(begin_s), _short(end_s)])
-    return found
-
-
-def _exchanges(met: dict[int, list[tuple[float, float, int]]], place: dict[int, int]) -> list[float]:
-    """Begin, length, and both workers of each exchange, in order of time; the lower rank tells it."""
-    found = [
-        (_short(end_s - took_s), _short(took_s), place[rank], place[peer])
-        for rank, some in met.items()
-        for end_s, took_s, peer in some
-        if peer in place and (rank < peer or peer not in met)
-    ]
-    return [number for one in sorted(found) for number in one]
-
-
 def _pairs(lane: list[float]) -> list[tuple[float, float]]:
     return list(zip(lane[::2], lane[1::2], strict=True))
 
@@ -225,69 +180,57 @@ def _short(number: float) -> float:
     return round(number, DIGITS)
 
 
-US = 1e6
+# -- a trace --
+
+
 APART = 1000
 """Exchanges overlap gradients, so they have a row of their own: the worker's number and this."""
 
 
 def as_perfetto(runs: Sequence[Run]) -> str:
     """The text of a file; ConfigError: a run has no timeline."""
-    found: list[dict[str, Any]] = []
-    for pid, one in enumerate(shown(runs)):
-        run = played(one.run)
-        found += _names(run, pid, one.label)
-        found += _work(run, pid)
-        found += _meetings(run, pid)
-        for at_s, worker, what, words in run.marks:
-            found.append(_event("i", what, at_s, pid, worker, cat="fault", s="t", args={"what": words}))
-        for measure, curve in (("accuracy", run.accuracy), ("loss", run.loss)):
-            found += [_event("C", measure, at_s, pid, 0, args={measure: value}) for at_s, value in curve]
+    found = [one for pid, run in enumerate(shown(runs)) for one in _trace(Played(run.run), pid, run.label)]
     return json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}, separators=(",", ":")) + "\n"
 
 
-def _names(run: Played, pid: int, name: str) -> list[dict[str, Any]]:
-    """What rows are called, and in which order they stand."""
-    found = [_event("M", "process_name", 0.0, pid, 0, args={"name": name})]
+def _trace(run: Played, pid: int, label: str) -> Iterator[dict[str, Any]]:
+    """A run is a process, a worker a thread of it; times are microseconds since the run began.
+
+    Gradients, exchanges and merges are complete events (X), what happened to workers instants (i), accuracy
+    and loss counters (C); what rows are called, and in which order they stand, is metadata (M).
+    """
+
+    def event(ph: str, name: str, at_s: float, tid: int, **more: Any) -> dict[str, Any]:
+        return {"ph": ph, "name": name, "ts": round(max(0.0, at_s) * 1e6), "pid": pid, "tid": tid, **more}
+
+    def part(name: str, begin_s: float, took_s: float, tid: int, args: dict[str, Any]) -> dict[str, Any]:
+        dur = round(max(0.0, took_s) * 1e6)
+        return event("X", name, begin_s, tid, cat=name.split()[-1], dur=dur, args=args)
+
+    yield event("M", "process_name", 0.0, 0, args={"name": label})
     for worker, rank in enumerate(run.ranks):
         for row, (tid, words) in enumerate(((worker, ""), (APART + worker, ": exchanges"))):
-            named, place = {"name": f"worker {rank}{words}"}, {"sort_index": 2 * worker + row}
-            found.append(_event("M", "thread_name", 0.0, pid, tid, args=named))
-            found.append(_event("M", "thread_sort_index", 0.0, pid, tid, args=place))
-    return found
-
-
-def _work(run: Played, pid: int) -> list[dict[str, Any]]:
-    found = []
+            yield event("M", "thread_name", 0.0, tid, args={"name": f"worker {rank}{words}"})
+            yield event("M", "thread_sort_index", 0.0, tid, args={"sort_index": 2 * worker + row})
     for worker, lane in enumerate(run.spans):
-        for step, (begin_s, end_s) in enumerate(zip(lane[::2], lane[1::2], strict=True), 1):
-            found.append(_slice("gradient", begin_s, end_s - begin_s, pid, worker, {"step": step}))
+        for step, (begin_s, end_s) in enumerate(_pairs(lane), 1):
+            yield part("gradient", begin_s, end_s - begin_s, worker, {"step": step})
     for place, begin_s, end_s in run.cut:
-        found.append(_slice("unfinished gradient", begin_s, end_s - begin_s, pid, int(place), {}))
-    return found
-
-
-def _meetings(run: Played, pid: int) -> list[dict[str, Any]]:
-    found = []
-    met = run.exchanges
-    for at_s, took_s, one, other in zip(*(met[k::4] for k in range(4)), strict=True):
+        yield part("unfinished gradient", begin_s, end_s - begin_s, int(place), {})
+    for at_s, took_s, one, other in zip(*(run.exchanges[k::4] for k in range(4)), strict=True):
         for mine, theirs in ((int(one), int(other)), (int(other), int(one))):
-            told = {"with": run.ranks[theirs]}
-            found.append(_slice("exchange", at_s, took_s, pid, APART + mine, told))
+            yield part("exchange", at_s, took_s, APART + mine, {"with": run.ranks[theirs]})
     for at_s, took_s, members in run.merges:
-        every = {"with": [run.ranks[one] for one in members]}
-        found += [_slice("merge", at_s, took_s, pid, APART + one, every) for one in members]
-    return found
+        for worker in members:
+            yield part("merge", at_s, took_s, APART + worker, {"with": [run.ranks[one] for one in members]})
+    for at_s, worker, what, words in run.marks:
+        yield event("i", what, at_s, worker, cat="fault", s="t", args={"what": words})
+    for measure, curve in (("accuracy", run.accuracy), ("loss", run.loss)):
+        for at_s, value in curve:
+            yield event("C", measure, at_s, 0, args={measure: value})
 
 
-def _slice(
-    name: str, begin_s: float, took_s: float, pid: int, tid: int, args: dict[str, Any]
-) -> dict[str, Any]:
-    dur = round(max(0.0, took_s) * US)
-    return _event("X", name, begin_s, pid, tid, cat=name.split()[-1], dur=dur, args=args)
-
-
-def _event(ph: str, name: str, at_s: float, pid: int, tid: int, **more: Any) -> dict[str, Any]:
-    return {"ph": ph, "name": name, "ts": round(max(0.0, at_s) * US), "pid": pid, "tid": tid, **more}
+# -- a page --
 
 
 EXPLAINED = " (what DDP does)"
@@ -302,14 +245,17 @@ STEPS_SHOWN = 5
 
 def html(runs: Sequence[Run], title: str) -> str:
     """The whole page, which needs nothing else."""
-    all_played = [played(run) for run in runs]
+    all_played = [Played(run) for run in runs]
     simulated = {run.clock == "virtual" for run in runs}
     about = "Simulated, in virtual time." if simulated == {True} else "Real processes."
     means = [mean_s for one in all_played for mean_s in one.step_s]
     results, named = [result_of(run) for run in runs], shown(runs)
     labels = [LABELS.get(one.label, one.label) for one in named]
     names = [label.removesuffix(EXPLAINED) for label in labels]
-    told, waiting = race(names, results), waits(names, all_played)
+    told = race(names, results)
+    shares = [f"{100 * one.waiting:.0f} %" for one in all_played]
+    others = [f"{name} {share}" for name, share in zip(names[1:], shares[1:], strict=True)]
+    waiting = f"{', '.join([f'{names[0]} waits {shares[0]} of the time', *others])}."
     target, _ = goal(results)
     data = {
         "title": title,
