@@ -20,9 +20,8 @@ import pytest
 
 import made
 from freewheel.errors import ConfigError
-from freewheel.show.dashboard import Board, Dashboard
+from freewheel.show.dashboard import Board, Dashboard, bare
 from freewheel.show.dashboard import board as board_module
-from freewheel.show.dashboard.server import bare
 
 pytestmark = pytest.mark.integration
 
@@ -354,7 +353,7 @@ def test_a_port_that_is_taken_is_named_and_without_one_another_is_found(tmp_path
         Dashboard(board, server.server_port)
     with pytest.raises(ConfigError, match="between 0 and 65535"):
         Dashboard(board, 70_000)
-    monkeypatch.setattr("freewheel.show.dashboard.server.PORT", server.server_port)
+    monkeypatch.setattr("freewheel.show.dashboard.PORT", server.server_port)
     other = Dashboard(board)
     other.server_close()
     assert other.server_port != server.server_port

@@ -78,7 +78,10 @@ def doctor(
         )
     else:
         _print(found)
-        _conclude(states["problem"], states["warning"])
+        seen = count(states["warning"], "warning")
+        ready = f"Ready to run: {seen}." if states["warning"] else "Ready to run."
+        problems = f"{count(states['problem'], 'problem')}, {seen}: see above what to do."
+        print(f"\n{problems if states['problem'] else ready}")
     raise typer.Exit(1 if states["problem"] else 0)
 
 
@@ -125,11 +128,3 @@ def _print(found: list[Finding]) -> None:
             console.print(" " * column + more, soft_wrap=True, highlight=False, markup=False)
         for advice in textwrap.wrap(finding.advice, room, break_on_hyphens=False):
             console.print(Text(" " * column + advice, style="italic"), soft_wrap=True)
-
-
-def _conclude(problems: int, warnings: int) -> None:
-    seen = count(warnings, "warning")
-    if problems:
-        print(f"\n{count(problems, 'problem')}, {seen}: see above what to do.")
-    else:
-        print(f"\nReady to run: {seen}." if warnings else "\nReady to run.")

@@ -82,12 +82,12 @@ def takes(*classes: type, **defaults: Any) -> Callable[[Callable[..., Any]], Cal
         def called(help_all: bool = False, **given: Any) -> Any:
             found: list[dict[str, Any]] = [{} for _ in groups]
             for settings, group in zip(found, groups, strict=True):
-                for one in group:
-                    text = given.pop(one.parameter.name)
-                    settings[one.field] = one.read(text) if one.read else text
+                for field, parameter, read in group:
+                    text = given.pop(parameter.name)
+                    settings[field] = read(text) if read else text
             return command(*found, **given)
 
-        parameters = [*own[:2], *(one.parameter for group in groups for one in group), *own[2:], HELP_ALL]
+        parameters = [*own[:2], *(one for group in groups for _, one, _ in group), *own[2:], HELP_ALL]
         called.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         called.__annotations__ = {one.name: one.annotation for one in parameters}
         called.__name__, called.__doc__ = command.__name__, command.__doc__
@@ -96,16 +96,10 @@ def takes(*classes: type, **defaults: Any) -> Callable[[Callable[..., Any]], Cal
     return decorate
 
 
-@dataclasses.dataclass(frozen=True)
-class _Option:
-    """A setting as an option, and how what is typed becomes its value."""
-
-    field: str
-    parameter: inspect.Parameter
-    read: Callable[[Any], Any] | None
-
-
-def _options(cls: type, defaults: Mapping[str, Any]) -> list[_Option]:
+def _options(
+    cls: type, defaults: Mapping[str, Any]
+) -> list[tuple[str, inspect.Parameter, Callable[[Any], Any] | None]]:
+    """Settings as options: the field, the parameter, and how what is typed becomes its value."""
     hints, found = typing.get_type_hints(cls), []
     for one in dataclasses.fields(cls):
         if "meaning" not in one.metadata:
@@ -129,7 +123,7 @@ def _options(cls: type, defaults: Mapping[str, Any]) -> list[_Option]:
             default=option(default, meaning, flag, rare=one.metadata["rare"]),
             annotation=kind,
         )
-        found.append(_Option(one.name, parameter, read))
+        found.append((one.name, parameter, read))
     return found
 
 

@@ -26,8 +26,8 @@ from freewheel.records.result import Result
 from freewheel.records.run import STARTING_S, Choice, Run, all_runs, find_run, written_s
 from freewheel.show import replay as replays
 from freewheel.show import report as reports
-from freewheel.show.dashboard import Board, Dashboard
-from freewheel.show.dashboard.server import PORT
+from freewheel.show.dashboard import PORT, Dashboard
+from freewheel.show.dashboard.board import Board
 from freewheel.show.rates import result_of
 from freewheel.show.terminal import Screen, event_line, plain_line
 

@@ -70,6 +70,9 @@ def _taken(kept: deque[Any]) -> list[Any]:
 
 CAUSES = ("peers", "data", "checkpoint")
 """Why training may wait: for a strategy that waits, for the loader, for a checkpoint to be copied."""
+TOLD = ("discrepancy", "staleness_max", "bytes_out", "bytes_in", "messages_out", "messages_dropped",
+        "samples", "samples_again", "gradient_norm_max")  # fmt: skip
+"""What a worker says as it counts it."""
 
 
 @dataclass(slots=True)
@@ -171,20 +174,10 @@ class Counters:
             "exchanges": dict(self.exchanges),
             "merges": dict(self.merges),
             "peers": dict(sorted(self._met().items())),
-            "discrepancy": self.discrepancy,
             "discrepancy_max": max(self.discrepancy_max, self.mean_apart_max),
             "staleness_mean": self.staleness_sum / stale if stale else 0.0,
-            "staleness_max": self.staleness_max,
-            "staleness_counts": {
-                1 << k >> 1: count for k, count in enumerate(self.staleness_classes) if count
-            },
-            "bytes_out": self.bytes_out,
-            "bytes_in": self.bytes_in,
-            "messages_out": self.messages_out,
-            "messages_dropped": self.messages_dropped,
-            "samples": self.samples,
-            "samples_again": self.samples_again,
-            "gradient_norm_max": self.gradient_norm_max,
+            "staleness_counts": {1 << k >> 1: n for k, n in enumerate(self.staleness_classes) if n},
+            **{name: getattr(self, name) for name in TOLD},
         }
 
     def stale(self, value: float) -> None:

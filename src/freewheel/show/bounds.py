@@ -118,31 +118,22 @@ class Facts:
         return ring_s + 2 * latency_s if messages else ring_s
 
     @property
-    def slowest_s(self) -> float | None:
-        """What a step takes the slowest worker."""
-        return max(self.times_s) if self.times_s else None
-
-    @property
     def ideal_per_s(self) -> float | None:
         """Σ 1/t_i: steps in a second if nobody ever waits."""
         return sum(1 / t for t in self.times_s) if self.times_s else None
 
     def nodelay_idle(self) -> float | None:
         """While a merge outlasts the gradients beside it; where all workers are equal."""
-        if (
-            not self.times_s
-            or self.ring_s is None
-            or len(set(self.times_s)) > 1
-            or not self._whole(self.tau // 2)
-        ):
+        equal = self.times_s and len(set(self.times_s)) == 1 and self._whole(self.tau // 2)
+        if not self.times_s or not equal or self.ring_s is None:
             return None
         return theory.nodelay_idle_share(self.tau, self.ring_s, self.times_s[0])
 
     def step_ms(self, interval: int) -> float | None:
         """A gradient of the slowest, and its part of a merge in every interval."""
-        if self.slowest_s is None or self.ring_s is None or not self._whole(interval):
+        if not self.times_s or self.ring_s is None or not self._whole(interval):
             return None
-        return 1e3 * theory.sasgd_step_s(self.slowest_s, self.ring_s, interval)
+        return 1e3 * theory.sasgd_step_s(max(self.times_s), self.ring_s, interval)
 
     def _whole(self, interval: int) -> bool:
         """Whether whole intervals make up nearly all of the run: then a mean over one is a mean over it."""

@@ -143,8 +143,7 @@ class Shown:
 def shown(runs: Sequence[Run]) -> list[Shown]:
     """Runs that may not have begun yet, on one axis of time."""
     names = [str(run.about.get("strategy") or run.folder.name) for run in runs]
-    labels, colours = _labels(names, [run.about for run in runs], runs), hues(names)
-    return timed([Shown(labels[place], place, colours[place], run) for place, run in enumerate(runs)])
+    return timed(_named(names, [run.about for run in runs], runs, [None] * len(runs)))
 
 
 def hues(strategies: Sequence[str]) -> list[int]:
@@ -174,16 +173,17 @@ def timed(found: list[Shown]) -> list[Shown]:
 
 def ranked(results: Sequence[Result], runs: Sequence[Run | None] = ()) -> list[Shown]:
     """Results under names that tell them apart, with their records where those are given."""
-    names, recorded = [result.strategy for result in results], list(runs) or [None] * len(results)
-    labels, colours = _labels(names, [vars(result) for result in results], recorded), hues(names)
-    return [
-        Shown(labels[place], place, colours[place], recorded[place], result)
-        for place, result in enumerate(results)
-    ]
+    names = [result.strategy for result in results]
+    return _named(names, [vars(one) for one in results], list(runs) or [None] * len(results), results)
 
 
-def _labels(names: Sequence[str], about: Sequence[dict[str, Any]], runs: Sequence[Run | None]) -> list[str]:
-    """Twins get the settings they differ in, or their folder's name, or a number."""
+def _named(
+    names: Sequence[str],
+    about: Sequence[dict[str, Any]],
+    runs: Sequence[Run | None],
+    results: Sequence[Result | None],
+) -> list[Shown]:
+    """With colours and names: twins get the settings they differ in, their folder's name, or a number."""
     labels = list(names)
     for prefix in ("settings.strategy.", "settings.scenario.", ""):
         for places in _twins(labels):
@@ -199,7 +199,8 @@ def _labels(names: Sequence[str], about: Sequence[dict[str, Any]], runs: Sequenc
         alike = len(set(folders)) < len(places)
         for number, (place, name) in enumerate(zip(places, folders, strict=True), start=1):
             labels[place] += f" ({number if alike else name})"
-    return labels
+    each = zip(labels, range(len(names)), hues(names), runs, results, strict=True)
+    return [Shown(*one) for one in each]
 
 
 def _twins(labels: Sequence[str]) -> list[list[int]]:

@@ -17,14 +17,9 @@ PART = 256
 """How many training images workers compare themselves by."""
 
 
-def mlp() -> nn.Module:
-    """64 pixels, 64 hidden units, 10 digits."""
-    return nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-
-
-def cnn() -> nn.Module:
-    """Two convolutions and a linear layer."""
-    return nn.Sequential(
+NETS = {
+    "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
+    "cnn": lambda: nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
         nn.Conv2d(16, 32, 3, padding=1),
@@ -32,10 +27,8 @@ def cnn() -> nn.Module:
         nn.MaxPool2d(2),
         nn.Flatten(),
         nn.Linear(32 * 4 * 4, 10),
-    )
-
-
-NETS = {"mlp": mlp, "cnn": cnn}
+    ),
+}
 
 
 @dataclass

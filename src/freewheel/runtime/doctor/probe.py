@@ -106,6 +106,8 @@ def gather(
     python_range, torch_range, extras = _requirements()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     no_limit = 1 << 30
+    ports = _said("/proc/sys/net/ipv4/ip_local_port_range", r"\A(\d+)\s+(\d+)")
+    memory = _said("/proc/meminfo", r"^MemAvailable:\s+(\d+) kB")
     cuda, make_problem = _cuda(), _problem(lambda: HostWindow.make(mmap.PAGESIZE))
     progress("looking at ports, memory and disk")
     return Facts(
@@ -121,7 +123,7 @@ def gather(
         bind_problem=_problem(lambda: listen(bind, 0, "bind").close()),
         port=port,
         port_problem=None if port is None else _problem(lambda: listen(bind, port, "bind").close()),
-        ports=_system_ports(),
+        ports=(int(ports[1]), int(ports[2])) if ports else Facts.ports,
         firewalls=_firewalls(),
         name_address=_name_address(),
         soft_files=no_limit if soft == resource.RLIM_INFINITY else soft,
@@ -130,7 +132,7 @@ def gather(
         open_problem=None if make_problem else _problem(_open_window),
         device_problem=_device_window() if cuda.devices else None,
         shared_free_mb=shutil.disk_usage(SHARED).free / 1e6 if SHARED.is_dir() else None,
-        memory_free_mb=_memory_free_mb(),
+        memory_free_mb=int(memory[1]) * 1024 / 1e6 if memory else None,
         folder=str(folder),
         folder_problem=_folder_problem(folder),
         disk_free_mb=shutil.disk_usage(_nearest(folder)).free / 1e6,
@@ -196,29 +198,23 @@ def _problem(of: Callable[[], object]) -> str | None:
     return None
 
 
-def _text(path: str | Path) -> str:
-    """What a file says; nothing where it is not there, or hidden, as in some containers."""
+def _said(path: str | Path, pattern: str) -> re.Match[str] | None:
+    """Where a file says so; nothing where it is not there, or hidden, as in some containers."""
     try:
-        return Path(path).read_text()
+        return re.search(pattern, Path(path).read_text(), flags=re.M | re.I)
     except OSError:
-        return ""
+        return None
 
 
 def _cores() -> int:
     """Those of the scheduler, or fewer where a container may use only so much of them."""
-    cores = len(os.sched_getaffinity(0))
-    limit = re.match(r"(\d+) (\d+)", _text(QUOTA))
+    cores, limit = len(os.sched_getaffinity(0)), _said(QUOTA, r"\A(\d+) (\d+)")
     return max(1, min(cores, int(limit[1]) // int(limit[2]))) if limit else cores
-
-
-def _system_ports() -> tuple[int, int]:
-    found = re.match(r"(\d+)\s+(\d+)", _text("/proc/sys/net/ipv4/ip_local_port_range"))
-    return (int(found[1]), int(found[2])) if found else Facts.ports
 
 
 def _firewalls() -> tuple[str, ...]:
     """What can be seen without being root; nothing found does not mean that there is none."""
-    ufw = re.search(r"^ENABLED=yes", _text("/etc/ufw/ufw.conf"), flags=re.M | re.I)
+    ufw = _said("/etc/ufw/ufw.conf", "^ENABLED=yes")
     seen = {"ufw": ufw, "firewalld": Path("/run/firewalld").exists()}
     return tuple(name for name, on in seen.items() if on)
 
@@ -243,11 +239,6 @@ def _device_window() -> str | None:
     except (OSError, RuntimeError) as error:
         return str(error)
     return None
-
-
-def _memory_free_mb() -> float | None:
-    found = re.search(r"^MemAvailable:\s+(\d+) kB", _text("/proc/meminfo"), flags=re.M)
-    return int(found[1]) * 1024 / 1e6 if found else None
 
 
 def _nearest(folder: Path) -> Path:

@@ -1,8 +1,193 @@
-"""`freewheel dashboard`: a page that shows runs while they go on, and after. It only reads records."""
+"""The dashboard over HTTP: on this machine only, to whoever has the token, and nothing but reading.
+
+Python's own server does: a handful of requests a second from one browser, no uploads, no sessions. What a
+stranger could try is turned away before anything else is looked at: other methods, other hosts' names (a page
+of another site that has its name point to 127.0.0.1), other tokens. No path of a request is used as a path of
+a file: the five things there are have names, and runs have numbers.
+"""
 
 from __future__ import annotations
 
-from freewheel.show.dashboard.board import Board
-from freewheel.show.dashboard.server import Dashboard
+import hmac
+import json
+import secrets
+import socketserver
+import sys
+import traceback
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
-__all__ = ["Board", "Dashboard"]
+from freewheel.errors import ConfigError
+from freewheel.show.dashboard.board import Board
+from freewheel.show.figures.common import tools
+
+PORT = 8765
+HOST = "127.0.0.1"
+IDLE_S = 30.0
+"""A connection that says nothing for so long is closed."""
+
+HEADERS = {
+    # Plotly writes styles into the page, so these are allowed there; scripts are ours alone.
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
+    "connect-src 'self'; img-src data: blob:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class Dashboard(ThreadingHTTPServer):
+    """Serves a board; `address` has the token in it."""
+
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, board: Board, port: int | None = None) -> None:
+        self.board = board
+        self.token = secrets.token_urlsafe(24)
+        self.files = _files()
+        try:
+            super().__init__((HOST, PORT if port is None else port), _Handler)
+        except OSError as error:
+            if port is None:  # somebody has the usual one: any other does
+                super().__init__((HOST, 0), _Handler)
+                return
+            raise ConfigError(
+                f"port {port} cannot be used: {error.strerror}. Give another --port, or none for a free one."
+            ) from None
+        except OverflowError:
+            raise ConfigError(f"--port must be between 0 and 65535, got {port}.") from None
+
+    def server_bind(self) -> None:
+        """Bind; the server's own way would ask the name service who we are."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = HOST, int(self.server_address[1])
+
+    @property
+    def address(self) -> str:
+        """Where to look."""
+        return f"http://{HOST}:{self.server_port}/{self.token}/"
+
+    @property
+    def hosts(self) -> tuple[str, str]:
+        """What a browser may call us."""
+        return f"{HOST}:{self.server_port}", f"localhost:{self.server_port}"
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that goes away in the middle is no error."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+            super().handle_error(request, client_address)
+
+
+def _files() -> dict[str, tuple[str, bytes]]:
+    """Everything that is served but the data: name, kind, contents."""
+    here, report = resources.files(__package__), resources.files("freewheel.show.report")
+    css = report.joinpath("page.css").read_bytes() + here.joinpath("page.css").read_bytes()
+    script = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
+    return {
+        "": ("text/html", here.joinpath("page.html").read_bytes()),
+        "page.css": ("text/css", css),
+        "page.js": ("text/javascript", tools().encode() + here.joinpath("page.js").read_bytes()),
+        "plotly.js": ("text/javascript", bare(script)),
+    }
+
+
+def bare(script: bytes) -> bytes:
+    """Plotly's script without its wrapping for other kinds of modules: for that, browsers parse it twice.
+
+    One that is wrapped in another way stays as it is, and starts later.
+    """
+    licence, begin = script.find(b"*/") + 2, script.find(b'"use strict";var Plotly=')
+    end = script.rfind(b"return Plotly;")
+    return script[:licence] + b"\n" + script[begin:end] if 0 < begin < end else script
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = IDLE_S
+    server: Dashboard
+
+    def parse_request(self) -> bool:
+        """Whether this is a request to answer; all others are refused here, before any else is done."""
+        if not super().parse_request():
+            return False
+        if self.command != "GET":
+            self._refuse(405, "only GET is allowed here: the dashboard reads, and changes nothing")
+        elif self.headers.get_all("Host") not in [[name] for name in self.server.hosts]:
+            self._refuse(421, f"this is {self.server.hosts[0]}: open the address that was printed")
+        elif not self._has_token():
+            self._refuse(403, "the token is missing or wrong: open the whole address that was printed")
+        else:
+            return True
+        return False
+
+    def _has_token(self) -> bool:
+        given = self.path.split("/", 2)
+        ours = self.server.token.encode()
+        return len(given) == 3 and hmac.compare_digest(given[1].encode("latin-1", "replace"), ours)
+
+    def do_GET(self) -> None:
+        """One of our files, or what there is to show."""
+        url = urlsplit(self.path)
+        name = url.path.split("/", 2)[2]
+        if name == "data":
+            return self._data(url.query)
+        if name not in self.server.files:
+            return self._refuse(404, "there is no such page")
+        kind, contents = self.server.files[name]
+        keep = "private, max-age=86400" if name == "plotly.js" else "no-store"
+        return self._answer(200, f"{kind}; charset=utf-8", contents, keep)
+
+    def _data(self, query: str) -> None:
+        try:
+            numbers, since = _asked(query)
+            told = self.server.board.answer(numbers, since)
+            text = json.dumps(told, separators=(",", ":"), allow_nan=False)
+        except ConfigError as error:
+            return self._refuse(400, str(error))
+        except Exception:  # our mistake: the page says so, the terminal says what, and both go on
+            traceback.print_exc()
+            return self._refuse(500, "the dashboard made a mistake; its terminal says which")
+        return self._answer(200, "application/json", text.encode())
+
+    def _refuse(self, status: int, why: str) -> None:
+        self.close_connection = True
+        self._answer(status, "text/plain; charset=utf-8", f"freewheel: {why}\n".encode())
+
+    def _answer(self, status: int, kind: str, contents: bytes, keep: str = "no-store") -> None:
+        self.send_response(status)
+        for name, value in {**HEADERS, "Content-Type": kind, "Cache-Control": keep}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(contents)))
+        if status == 405:
+            self.send_header("Allow", "GET")
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(contents)
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """The server's own complaints about requests that are none."""
+        self._refuse(code, message or explain or "this is no request")
+
+    def version_string(self) -> str:
+        """Nobody needs to know more."""
+        return "freewheel"
+
+    def log_message(self, *_: Any) -> None:
+        """Nothing: requests have the token in them."""
+
+
+def _asked(query: str) -> tuple[list[int], int | None]:
+    """Which runs, and which version the page has."""
+    try:
+        asked = parse_qs(query, max_num_fields=4)
+        numbers = [int(number) for number in asked.get("runs", [""])[0].split(",") if number]
+        since = int(asked["since"][0]) if "since" in asked else None
+    except ValueError:
+        raise ConfigError("runs and since must be numbers, as in data?runs=0,2&since=17.") from None
+    return numbers, since
