@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
+import re
 from collections.abc import Collection, Iterable, Sequence
 from html import escape
 from importlib import resources
@@ -25,6 +27,16 @@ def figure(title: str, said: str, height: int, data: list[Figure], empty: str = 
 def tools() -> str:
     """The script of the buttons that a figure has on every page."""
     return resources.files(__package__).joinpath("tools.js").read_text(encoding="utf-8")
+
+
+def page(package: str, data: Any, title: str, **parts: str) -> str:
+    """A page that needs no other file: a package's template with its style and script, data and parts."""
+    for name, file in (("css", "page.css"), ("script", "page.js"), ("html", "page.html")):
+        parts[name] = resources.files(package).joinpath(file).read_text(encoding="utf-8")
+    # Inside a script the browser escapes nothing, so no "<" may stand there.
+    inside = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    parts |= {"title": escape(title), "data": inside}
+    return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], parts["html"])
 
 
 def axis(title: str, form: str = ",~r", **rest: Any) -> Figure:

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from html import escape
-from importlib.resources import files
 from itertools import pairwise
 from statistics import median
 from typing import Any
@@ -19,6 +17,7 @@ from freewheel.records.counters import UNITS
 from freewheel.records.events import Event
 from freewheel.records.run import Run
 from freewheel.records.track import Tail
+from freewheel.show.figures.common import page
 from freewheel.show.rates import result_of
 from freewheel.show.shown import EVENTS, shown
 from freewheel.show.tables import BASELINES, goal, race
@@ -272,16 +271,7 @@ def html(runs: Sequence[Run], title: str) -> str:
             for one, run, name, label in zip(all_played, named, names, labels, strict=True)
         ],
     }
-    page = files(__package__)
-    part = {name: (page / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
-    inside = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
-    return (
-        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{part['css']}</style></head><body>{part['html']}"
-        f'<script id="data" type="application/json">{inside}</script>'
-        f"<script>{part['js']}</script></body></html>\n"
-    )
+    return page(__package__, data, title)
 
 
 def two(runs: Sequence[Run]) -> list[Run]:

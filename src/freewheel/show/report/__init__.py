@@ -5,22 +5,23 @@ Its sections are sentences and tables (`words.py`); a page and markdown show the
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib import metadata, resources
+from importlib import metadata
 from pathlib import Path
 
 from freewheel.errors import ConfigError
+from freewheel.numbers import listed, number, share
 from freewheel.records.files import write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.show import replay
-from freewheel.show.figures.common import Figure, tools
+from freewheel.show.figures import charts
+from freewheel.show.figures.common import Figure, axis, bars, figure, page, tools
+from freewheel.show.figures.graph import graph
 from freewheel.show.replay import title_of, two
-from freewheel.show.report.figures import all_figures
 from freewheel.show.report.words import (
     clock,
     events_table,
@@ -33,8 +34,73 @@ from freewheel.show.report.words import (
     workers_table,
 )
 from freewheel.show.rows import printable
-from freewheel.show.shown import SVG_DASHES, Shown, ranked
+from freewheel.show.shown import FAINT, SVG_DASHES, Shown, ranked, timed
 from freewheel.show.tables import Table, results_table, same_budget, unlike
+
+MAX_GRAPHS = 6
+"""With more runs than this their graphs are left out: one would not find them among each other."""
+
+
+def all_figures(runs: Sequence[Shown]) -> tuple[dict[str, Figure], str]:
+    """All figures that have something to show, by name; and what was left out, and why."""
+    figures = {"speed": _speed(runs)} if len(runs) > 1 and not unlike(runs) else {}
+    recorded = [run for run in runs if run.records is not None]
+    figures |= _dashboards(timed(recorded)) if recorded else {}
+    drawn = {name: figure for name, figure in figures.items() if figure["data"]}
+    untrained = [run.label for run in runs if run.result.loss is None]
+    if untrained:
+        who = "these runs" if len(untrained) == len(runs) > 1 else listed(untrained)
+        return drawn, f"Of {who} no loss was reported, only timing is shown."
+    # Where nothing happened, nothing is missing.
+    missing = [figures[name]["title"].lower() for name in figures if name not in (*drawn, "faults")]
+    return drawn, f"Left out, since there is nothing to draw: {listed(missing)}." if missing else ""
+
+
+def _dashboards(runs: list[Shown]) -> dict[str, Figure]:
+    """The dashboard's figures, those that are about speed or about learning beside each other."""
+    figures = charts.figures(runs)
+    if len(runs) > 1:
+        figures = {"blocked": figures["blocked"]} | figures
+    first, happened = figures.pop("graph"), figures.pop("faults")
+    for one in runs if len(runs) <= MAX_GRAPHS else ():
+        drawn = first if one is runs[0] else graph(one.run, one.label)
+        if len(drawn["data"]) > 1:  # else there are workers, and nobody met another
+            figures[f"graph-{one.place}"] = drawn | ({"height": 340} if len(one.run.workers) <= 24 else {})
+    return figures | {"faults": happened}
+
+
+def _speed(runs: Sequence[Shown]) -> Figure:
+    """Worker-steps per second, the fastest run on top, the ideal behind each."""
+    order = sorted(runs, key=lambda run: -run.result.steps_per_s)
+    data = []
+    for run in order:
+        rate, ideal = run.result.steps_per_s, run.result.ideal_share
+        at = {"orientation": "h", "y": [escape(run.label)], "textposition": "outside", "cliponaxis": False}
+        # The ideal stands behind each bar: runs of different scenarios have different ones.
+        behind = {
+            "width": 0.84,
+            "marker": {"color": FAINT},
+            "x": [rate / ideal if ideal else 0.0],
+            "text": [""],
+        }
+        data.append(bars(run, "ideal %{x:,.4~r} steps/s", **at, **behind))
+        said = f"%{{x:,.4~r}} steps/s, {share(ideal)} of the ideal"
+        data.append(bars(run, said, **at, width=0.62, x=[rate], text=[number(rate)]))
+    names = [escape(run.label) for run in order]
+    # A fixed range: a run that is hidden leaves its row empty, and the other bars stay as they are.
+    yaxis: Figure = {"categoryorder": "array", "categoryarray": names, "range": [len(names) - 0.4, -0.6]}
+    # Invisible ticks keep a mark at zero clear of the name beside it.
+    yaxis |= {"ticks": "outside", "ticklen": 8, "tickcolor": "rgba(0,0,0,0)", "showgrid": False}
+    return figure(
+        "Speed against the ideal",
+        "The pale bar is the ideal Σ 1/t_i: every worker computes and none waits.",
+        90 + 27 * len(order),
+        data,
+        barmode="overlay",
+        xaxis=axis("worker-steps per second"),
+        yaxis=yaxis,
+        margin={"r": 74},
+    )
 
 
 @dataclass(frozen=True)
@@ -140,20 +206,7 @@ def document(title: str, body: str, figures: dict[str, Figure]) -> str:
     from plotly.offline import get_plotlyjs
 
     drawn = {name: {key: figure[key] for key in ("data", "layout")} for name, figure in figures.items()}
-    parts = {
-        "title": escape(title),
-        "css": _part("page.css"),
-        "plotly": get_plotlyjs(),
-        "body": body,
-        # Inside a script the browser escapes nothing, so no "<" may stand there.
-        "data": json.dumps(drawn, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
-        "script": tools() + _part("page.js"),
-    }
-    return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], _part("page.html"))
-
-
-def _part(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
+    return page(__package__, drawn, title, body=body, plotly=get_plotlyjs(), tools=tools())
 
 
 def _prose(said: str, kind: str = "") -> str:
@@ -266,8 +319,8 @@ def html(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: s
         else:
             body.append(_section(section, len(shown) == 1))
         if section.kind == "see" and played:
-            page = f'<iframe title="Replay" loading="lazy" srcdoc="{escape(played)}"></iframe>'
-            body.append(f"<section><h2>Replay</h2>{page}</section>")
+            frame = f'<iframe title="Replay" loading="lazy" srcdoc="{escape(played)}"></iframe>'
+            body.append(f"<section><h2>Replay</h2>{frame}</section>")
     return document(title, "\n".join(body), figures)
 
 
