@@ -51,7 +51,6 @@ def argument(default: Any, meaning: str, **how: Any) -> Any:
 
 
 def _help_all(context: typer.Context, wanted: bool) -> None:
-    """Show the rare options, too."""
     if wanted:
         for one in context.command.params:
             one.hidden = False  # type: ignore[attr-defined]

@@ -205,7 +205,6 @@ def _sizes(text: str | None) -> list[int] | None:
 
 @contextmanager
 def _bars() -> Iterator[Progress]:
-    """A bar on stderr, where that is a terminal."""
     with bars(34) as shown:
         bar = shown.add_task("starting", total=1.0)
         yield lambda what, share: shown.update(bar, description=what[:34], completed=share)

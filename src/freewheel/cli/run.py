@@ -258,7 +258,6 @@ def prefixed(rank: int | None, text: str, error: bool) -> None:
 
 
 def _check_options(context: typer.Context, ray: bool) -> None:
-    """Refuse options that would do nothing."""
     for name in NOT_RAY if ray else RAY_ALONE:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":

@@ -138,7 +138,6 @@ def _gone(run: Run) -> bool:
 
 
 def _over(run: Run) -> bool:
-    """Whether there is nothing to wait for any more."""
     if run.live:
         return run.quiet_s > STALLED_S
     if run.clock == "virtual" or all(run.state(rank) == "finished" for rank in run.ranks):

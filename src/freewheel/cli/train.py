@@ -90,7 +90,6 @@ def _checked(job: dict[str, Any], data: Path | None) -> dict[str, Any]:
 
 
 def _train(jobs: list[Job], outputs: Outputs, folder: Path | None, board: Path | None) -> None:
-    """Run the jobs and show what came of them."""
     outputs.check()
     folder = folder or Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     check_unused([folder, *(folder / name(number, one) for number, one in enumerate(jobs))], outputs.force)

@@ -180,7 +180,6 @@ def steps_shown(strategy: Strategy, setting: Setting) -> int:
 
 
 def _steps_between(strategy: Strategy) -> int:
-    """How many steps lie between two communications of a strategy."""
     given = vars(strategy)
     interval = given.get("interval") or given.get("every") or (given.get("tau") or 2) // 2
     return max(1, int(interval)) * int(given.get("global_every", 1))
@@ -303,7 +302,6 @@ def _grows(values: Sequence[float], least: float) -> bool:
 
 
 def _mean_from(begin: float, values: Sequence[float]) -> float:
-    """The mean from a share of the run on."""
     return statistics.fmean(values[int(begin * len(values)) :])
 
 

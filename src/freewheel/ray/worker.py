@@ -62,7 +62,6 @@ def sending(folder: Path, life: int, line: Line) -> Iterator[None]:
 
 
 def _pieces(files: dict[str, bytes], sent: dict[str, bytes], life: int) -> Iterator[Piece]:
-    """What the book has not of each file."""
     for name, data in files.items():
         before = sent.get(name, b"")
         if name.endswith(".jsonl") and data.startswith(before):

@@ -49,7 +49,6 @@ class Run:
     # -- reading --
 
     def _start(self) -> None:
-        """Know nothing yet."""
         self.about: dict[str, Any] = {}
         """What run.json says; empty while the run is starting."""
         self.workers: dict[int, Track] = {}

@@ -283,7 +283,6 @@ def _there(run: Run, track: Track, clock: Floats) -> Bools:
 
 
 def _level(track: Track, there: Bools, name: str, clock: Floats) -> Floats:
-    """What a worker last said of something at some moments."""
     values = track.array(name)
     known = ~np.isnan(values)
     if not known.any():

@@ -313,7 +313,6 @@ def brief_table(runs: Sequence[Shown]) -> rich.table.Table:
 
 
 def _fitted(columns: list[Column], width: int) -> rich.table.Table:
-    """As many columns as there is room for."""
     while len(columns) > 2 and sum(one.width for one in columns) > width + 2:
         columns = columns[:-1]
     left = {at for at, one in enumerate(columns) if not one.values}

@@ -157,7 +157,6 @@ class _OnlyArrays(pickle.Unpickler):
     }
 
     def find_class(self, module_name: str, global_name: str) -> Any:
-        """One of the allowed functions."""
         try:
             return self.allowed[module_name, global_name]
         except KeyError:
@@ -232,7 +231,6 @@ class Cifar10(Task):
         self.std = 255 * torch.tensor(STD, device=device).view(3, 1, 1)
 
     def model(self) -> nn.Module:
-        """The net that was asked for."""
         return NETS[self.net]()
 
     def batch(self, worker: int, generator: torch.Generator) -> Any:
@@ -260,12 +258,10 @@ class Cifar10(Task):
         return self._numbers(images).view(*shape, *images.shape[1:]), self.labels[at].view(shape)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Cross-entropy."""
         images, labels = batch
         return F.cross_entropy(model(images), labels)
 
     def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
-        """Loss and accuracy on the test images."""
         return self._measure(model, self.test_images, self.test_labels)
 
     def score(self, model: nn.Module) -> float:

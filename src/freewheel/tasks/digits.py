@@ -65,23 +65,19 @@ class Digits(Task):
         self.test_images, self.test_labels = images[order[:TEST_IMAGES]], labels[order[:TEST_IMAGES]]
 
     def model(self) -> nn.Module:
-        """The net that was asked for."""
         return NETS[self.net]()
 
     def batch(self, worker: int, generator: torch.Generator) -> Any:
-        """Random training images."""
         first, end = (self.ends[worker], self.ends[worker + 1]) if self.apart else (0, len(self.labels))
         at = torch.randint(first, end, (self.batch_size,), generator=generator)
         return self.images[at], self.labels[at]
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Cross-entropy."""
         images, labels = batch
         return F.cross_entropy(model(images), labels)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
-        """Loss and accuracy on the test images."""
         outputs = model(self.test_images)
         loss = F.cross_entropy(outputs, self.test_labels)
         hits = outputs.argmax(1) == self.test_labels

@@ -71,7 +71,6 @@ class Quadratic(Task):
         return float(0.5 * torch.einsum("ni,nij,nj->n", away, self.a, away).mean())
 
     def model(self) -> nn.Module:
-        """The point 0."""
         return Point(self.size)
 
     def batch(self, worker: int, generator: torch.Generator) -> Any:

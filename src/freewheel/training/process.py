@@ -211,7 +211,6 @@ class Loop:
         return loss
 
     def _gradients(self, model: nn.Module, step: int) -> Tensor:
-        """Compute them; the loss."""
         self.tempo.begin()
         loss = self._backward(model)
         self.tempo.rest()
@@ -237,7 +236,6 @@ def _optimizer(job: Job, task: Task, model: nn.Module, strategy: Strategy | None
 
 @contextlib.contextmanager
 def _attached(loop: Loop) -> Iterator[Together]:
-    """Train together by Freewheel."""
     job, samples = loop.job, loop.samples
     settings: dict[str, Any] = {"wire": job.wire, "seed": job.seed, "folder": loop.folder}
     settings["resume"] = job.checkpoint if job.resume else None
@@ -265,7 +263,6 @@ def _attached(loop: Loop) -> Iterator[Together]:
 
 @contextlib.contextmanager
 def _with_ddp(loop: Loop) -> Iterator[Together]:
-    """Train together by DistributedDataParallel."""
     # A name of its own: what an earlier job left in the store would be taken for this one's.
     job, model, store = loop.job, loop.model, PrefixStore(str(loop.folder), loop.budget.plain)
     replica = Replica(flatten(model.named_parameters(), gradients=False))

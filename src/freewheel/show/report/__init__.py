@@ -282,7 +282,6 @@ def places(title: str, runs: Sequence[Shown], figures: dict[str, Figure], omitte
 
 
 def _swatch(run: Shown) -> str:
-    """A short line in a run's colour and dash."""
     return (
         '<svg width="26" height="8" aria-hidden="true"><line x1="1" y1="4" x2="25" y2="4" stroke-width="3" '
         f'stroke="{run.colour}" stroke-dasharray="{SVG_DASHES[run.style]}"/></svg>'

@@ -69,7 +69,6 @@ def happened(run: Run) -> str:
 
 
 def _few(said: list[str], more: str, *what: str) -> list[str]:
-    """The first of them, and how many more there are."""
     return said if len(said) <= TOLD else [*said[: TOLD - 1], more.format(len(said) - TOLD + 1, *what)]
 
 
@@ -245,7 +244,6 @@ def workers_table(run: Shown) -> Table:
 
 
 def _worker(life: dict[str, Any]) -> dict[str, str]:
-    """The cells of a life under their heads."""
     alive_s = life.get("elapsed_s") or 0.0
     blocked, exchanges = life.get("blocked_s") or {}, life.get("exchanges") or {}
 
