@@ -28,6 +28,7 @@ from freewheel.cli.options import argument, command_line, option
 from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.launch.processes import Output
 
+# -- what workers print when they fail --
 BEGIN = ("Traceback (most recent call last):", '  File "')
 """The second is how Python says that a script cannot be read."""
 PREFIX = "freewheel.errors."
@@ -117,6 +118,7 @@ def _ours(lines: list[str]) -> list[str] | None:
     return [lines[error].removeprefix(PREFIX) + where, *lines[error + 1 :]]
 
 
+# -- the commands --
 RAY_ALONE = ("address", "gpus", "cpus")
 NOT_RAY = ("bind", "tls", "secret", "master", "tensorboard", "hide_ranks")
 INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)

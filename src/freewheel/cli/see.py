@@ -182,6 +182,7 @@ def _tell(run: Run, note: str, width: int) -> None:
         print(plain_line(run, width), flush=True)
 
 
+# -- on pages --
 PAGE = Path("report.html")
 
 

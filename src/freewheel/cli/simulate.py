@@ -185,6 +185,7 @@ def _trouble(result: Result) -> str:
     return ", ".join([*trouble(result.by_worker), *([never] if late else [])])
 
 
+# -- chaos: random faults, and the laws that must hold whatever happens --
 STRATEGIES = (
     "adpsgd,adpsgd:topology=ring,nodelay_free,nodelay_free:tau=6,dasgd:interval=4,allreduce,sasgd:interval=4,"
     "nodelay:tau=8,dpsgd,leader:interval=4,grouping,hierarchical_sasgd"

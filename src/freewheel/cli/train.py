@@ -145,6 +145,7 @@ def run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Res
         return train_all(jobs, folder, tell, tensorboard, command_line())
 
 
+# -- the demo: one minute that shows what a slow worker costs, with DDP and without waiting --
 STRATEGIES = ("ddp", "adpsgd", "nodelay_free")
 SLOW, FACTOR = 0, 5.0
 TARGET = 0.9

@@ -22,6 +22,7 @@ from freewheel.sim.driver import Simulation
 from freewheel.strategy import Strategy
 from freewheel.task import Task
 
+# -- the stand-in model --
 SIGNAL = 0.1
 """Against noise of length 1: near an optimum, gradients are mostly noise."""
 SIZE = 256
@@ -94,6 +95,7 @@ class Probe(Task):
         return -model.x[0].item() + model.x[1:].square().sum().item()
 
 
+# -- what is simulated, and for how long --
 ROUNDS = 5
 """How many rounds of its communication a strategy is watched for."""
 LEAST, MOST = 24, 300
@@ -185,6 +187,7 @@ def _steps_between(strategy: Strategy) -> int:
     return max(1, int(interval)) * int(given.get("global_every", 1))
 
 
+# -- what is expected --
 CEILING = "none"
 """No communication: the ceiling of what can be reached, and no choice."""
 LAG, DRIFT = 0.3, 4e-4

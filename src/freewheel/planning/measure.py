@@ -100,6 +100,7 @@ def measure_links(hosts: Sequence[str], tls: Path | None = None) -> list[LinkTo]
     return found
 
 
+# -- in the process of the script --
 WARM_UP = 3
 """Steps that are not counted: memory is being allocated, kernels are being chosen."""
 LEAST = 5

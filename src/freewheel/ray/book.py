@@ -23,6 +23,7 @@ from freewheel.runtime.membership.entries import Entries
 from freewheel.runtime.membership.generation import STARTS
 from freewheel.runtime.membership.store_client import STORE, calls
 
+# -- the cluster --
 ANSWER_S = 5.0
 FREED_S = 3.0
 UNIT = 10_000
@@ -76,6 +77,7 @@ def _fits(has: dict[str, float], needs: dict[str, float]) -> int:
     )
 
 
+# -- the book --
 NAMESPACE = "freewheel"
 BOOK_S = 30.0
 """How long the book may take to come back before a worker that starts gives up, and is started again."""

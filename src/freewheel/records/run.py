@@ -225,6 +225,7 @@ def _when(line: dict[str, Any]) -> float:
     return found if isinstance(found, int | float) else 0.0
 
 
+# -- which run a folder means --
 STARTING_S = 120.0
 """A folder as `freewheel run` makes them that is no older than this may yet become a run."""
 T = TypeVar("T")

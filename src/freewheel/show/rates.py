@@ -197,6 +197,7 @@ def _result(run: Run, about: dict[str, Any], lives: list[dict[str, Any]]) -> Res
     )
 
 
+# -- over time: all workers together, at most a few hundred points --
 MOMENTS = 240
 """The most moments of a series; there are at least half as many."""
 RATE_OVER = 4

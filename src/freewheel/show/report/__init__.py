@@ -105,7 +105,7 @@ def _speed(runs: Sequence[Shown]) -> Figure:
 
 @dataclass(frozen=True)
 class Section:
-    """A title, sentences, tables and a note. `kind` says how a page shows it: see `page.py`."""
+    """A title, sentences, tables and a note. `kind` says how a page shows it: see `_section`."""
 
     title: str = ""
     said: Sequence[str] = ()
@@ -169,6 +169,7 @@ def _versions() -> str:
     return f"Made with {', '.join(said)}."
 
 
+# -- as markdown --
 ROWS = 32
 """A longer table of workers or events is cut: people read this in a browser they scroll in."""
 
@@ -196,6 +197,7 @@ def plain(said: str) -> str:
     return re.sub(r"(?<!\w)_|_(?!\w)|^(?=[#+-])", lambda found: f"\\{found.group()}", said)
 
 
+# -- as a page --
 OPEN = 16
 """A single run's table of so many workers is shown at once; a longer one is folded."""
 
