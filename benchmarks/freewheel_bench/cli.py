@@ -14,7 +14,7 @@ from rich.table import Table
 
 from freewheel import names, strategies
 from freewheel.cli.options import Command, arrange, option, takes
-from freewheel.cli.results import bars, output
+from freewheel.cli.results import bar, output
 from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
 from freewheel.numbers import given, share, short
 from freewheel.records.files import check_writable, write_whole
@@ -293,10 +293,9 @@ def soak(
 @contextlib.contextmanager
 def _bar() -> Iterator[Show]:
     """A bar on stderr; a worker that failed has more to say than the one line that ends the command."""
-    with bars() as shown:
-        bar = shown.add_task("starting", total=1.0)
+    with bar() as show:
         try:
-            yield lambda what, done: shown.update(bar, description=what, completed=done)
+            yield show
         except RunStopped as error:
             for note in getattr(error, "__notes__", ()):
                 print(note, file=sys.stderr)

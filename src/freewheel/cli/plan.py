@@ -6,7 +6,6 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from rich.console import Console
 
 from freewheel import names
 from freewheel.cli.options import argument, command_line, option, takes
-from freewheel.cli.results import bars, output
+from freewheel.cli.results import LONGEST, bar, output
 from freewheel.cli.run import python
 from freewheel.errors import ConfigError, at_least
 from freewheel.numbers import short, speed
@@ -25,7 +24,7 @@ from freewheel.records.files import check_writable, write_whole
 
 if TYPE_CHECKING:  # torch takes seconds, and help on the options needs none
     from freewheel.planning.measure import LinkTo, Measurement
-    from freewheel.planning.plan import Plan, Progress
+    from freewheel.planning.plan import Plan
 
 MEASURED = ("link_mbit", "latency_ms", "jitter")
 
@@ -89,7 +88,7 @@ def plan(
     if not measure and (model_mb is None or compute_ms is None):
         missing = "--model-mb" if model_mb is None else "--compute-ms"
         raise ConfigError(f"{missing} is missing: give it, or let it be measured: --measure train.py.")
-    with _bars() as progress:
+    with bar(LONGEST) as progress:
         progress("measuring", 0.0)
         measured = measure_script(script) if measure else None
         links = measure_links(names.split(hosts), tls) if hosts else []
@@ -201,10 +200,3 @@ def _sizes(text: str | None) -> list[int] | None:
             f"cannot read --scale {text!r}: write numbers of workers, 2 or more, as in 4,16,64."
         )
     return sorted({int(size) for size in sizes})
-
-
-@contextmanager
-def _bars() -> Iterator[Progress]:
-    with bars(34) as shown:
-        bar = shown.add_task("starting", total=1.0)
-        yield lambda what, share: shown.update(bar, description=what[:34], completed=share)

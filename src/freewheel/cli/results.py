@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,6 +20,9 @@ from freewheel.show.report import write
 from freewheel.show.shown import ranked
 from freewheel.show.tables import brief_table, results_tables, versus
 
+LONGEST = 34
+"""What a bar says is cut there."""
+
 
 def output() -> Console:
     """Standard output; what goes into a file or a pipe is as wide as it needs to be."""
@@ -26,16 +30,17 @@ def output() -> Console:
     return console if console.is_terminal else Console(width=240)
 
 
-def bars(width: int = 20) -> Progress:
-    """Bars on stderr, so that a table sent into a file stays a table; none where it is no terminal."""
-    columns = (
-        TextColumn(f"{{task.description:<{width}}}"),
-        BarColumn(),
-        TaskProgressColumn(),
-        TimeRemainingColumn(),
-    )
-    errors = Console(stderr=True)
-    return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
+@contextlib.contextmanager
+def bar(width: int = 20) -> Iterator[Callable[[str, float], None]]:
+    """A bar that is told what goes on, and which share of all is done.
+
+    On stderr, so that a table sent into a file stays a table; none where that is no terminal.
+    """
+    said, errors = TextColumn(f"{{task.description:<{width}}}"), Console(stderr=True)
+    columns = (said, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as shown:
+        task = shown.add_task("starting", total=1.0)
+        yield lambda what, share: shown.update(task, description=what[:LONGEST], completed=share)
 
 
 @dataclass(frozen=True)

@@ -7,16 +7,13 @@ import multiprocessing
 import os
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
-from rich.progress import track
 
 from freewheel.cli.options import command_line, option, ranks_and_numbers, takes
-from freewheel.cli.results import Outputs, bars, output
+from freewheel.cli.results import Outputs, bar, output
 from freewheel.errors import ConfigError, RunStopped, at_least
 from freewheel.records.files import check_unused, check_writable, open_whole, write_whole
 from freewheel.records.result import Result
@@ -29,7 +26,6 @@ from freewheel.sim.scenario import Scenario
 
 if TYPE_CHECKING:
     from freewheel.sim import chaos as laws
-    from freewheel.strategy import Strategy
 
 PERFETTO = ".perfetto.json"
 """A trace of this name is in Perfetto's format."""
@@ -116,8 +112,13 @@ def simulate(
         ]
         if folder is not None:
             check_unused(dict.fromkeys([folder, *filter(None, homes)]), out.force)
-        with contextlib.nullcontext() if trace is None or perfetto else open_whole(trace) as file:
-            for one, home, progress in _with_bars(chosen, homes):
+        events = contextlib.nullcontext() if trace is None or perfetto else open_whole(trace)
+        with events as file, bar() as show:
+            for number, (one, home) in enumerate(zip(chosen, homes, strict=True)):
+
+                def progress(steps: int, total: int, at: int = number, name: str = one.name) -> None:
+                    show(name, (at + steps / total) / len(chosen))
+
                 how: dict[str, Any] = {"progress": progress, "trace_file": file, "folder": home, "name": task}
                 try:
                     result = api.simulate(one, problem, asked, command=command_line(), **how)
@@ -143,17 +144,6 @@ def simulate(
         console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
     if stopped:
         raise RunStopped("; ".join(stopped))
-
-
-def _with_bars(
-    chosen: list[Strategy], homes: list[Path | None]
-) -> Iterator[tuple[Strategy, Path | None, Callable[[int, int], None]]]:
-    """Each strategy and its folder, with a bar while it is simulated."""
-    with bars() as shown:
-        for one, home in zip(chosen, homes, strict=True):
-            bar = shown.add_task(one.name, total=None)
-            yield one, home, lambda steps, total, bar=bar: shown.update(bar, completed=steps, total=total)  # type: ignore[misc]
-            shown.remove_task(bar)
 
 
 def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[str] | None) -> Compute:
@@ -212,11 +202,14 @@ def chaos(
         one.check(workers)
     chosen = laws.chosen(names.split(strategy), range(first, first + seeds))
     work = [(name, seed, workers) for name, seed in chosen]
-    errors = Console(stderr=True)
-    with multiprocessing.get_context("spawn").Pool(jobs or len(os.sched_getaffinity(0))) as pool:
-        done = pool.imap_unordered(_one, work)
-        bar = track(done, "runs", len(work), console=errors, transient=True, disable=not errors.is_terminal)
-        outcomes = list(bar)
+    outcomes: list[laws.Outcome] = []
+    with (
+        multiprocessing.get_context("spawn").Pool(jobs or len(os.sched_getaffinity(0))) as pool,
+        bar() as show,
+    ):
+        for outcome in pool.imap_unordered(_one, work):
+            outcomes.append(outcome)
+            show("runs", len(outcomes) / len(work))
     _show(outcomes, workers, wide)
     if any(outcome.broken for outcome in outcomes):
         raise typer.Exit(1)

@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 
 from freewheel.cli.options import command_line, option, takes
-from freewheel.cli.results import Outputs, bars, output
+from freewheel.cli.results import Outputs, bar, output
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.records.files import check_unused, write_whole
 from freewheel.records.result import Result
@@ -134,13 +134,12 @@ def run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Res
     seconds = jobs[0].seconds
     total = jobs[0].workers * jobs[0].steps if seconds is None else seconds
     began_s: dict[int, float] = {}
-    with bars() as shown:
-        bar = shown.add_task("starting", total=total * len(jobs))
+    with bar() as show:
 
         def tell(number: int, done: float) -> None:
             if seconds is not None:
                 done = time.monotonic() - began_s.setdefault(number, time.monotonic())
-            shown.update(bar, description=jobs[number].strategy, completed=number * total + min(done, total))
+            show(jobs[number].strategy, (number + min(1.0, done / total)) / len(jobs))
 
         return train_all(jobs, folder, tell, tensorboard, command_line())
 
