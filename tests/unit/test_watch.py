@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 import made
-from freewheel.cli import see as watch_module
+from freewheel.cli import show as watch_module
 from freewheel.cli.main import main
 from freewheel.errors import ConfigError
 from freewheel.numbers import column

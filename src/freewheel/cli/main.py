@@ -25,25 +25,25 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "join": ("run:join", "Add workers to a run that goes on"),
         "train": ("train:train", "Train a built-in task on this machine"),
         "compare": ("train:compare", "Train a task with several strategies, and DDP"),
-        "export": ("calls:export", "Turn a checkpoint into one state_dict"),
+        "export": ("tools:export", "Turn a checkpoint into one state_dict"),
     },
     "See": {
-        "watch": ("see:watch", "Follow a run in the terminal"),
-        "dashboard": ("see:dashboard", "Follow runs in the browser, and compare them"),
-        "report": ("see:report", "Write one page on what runs measured"),
-        "replay": ("see:replay", "Write a page that plays runs"),
+        "watch": ("show:watch", "Follow a run in the terminal"),
+        "dashboard": ("show:dashboard", "Follow runs in the browser, and compare them"),
+        "report": ("show:report", "Write one page on what runs measured"),
+        "replay": ("show:replay", "Write a page that plays runs"),
     },
     "Decide": {
         "plan": ("plan:plan", "Say which strategy suits your machines"),
         "simulate": ("simulate:simulate", "Train in virtual time, with faults and slow links"),
-        "strategies": ("calls:list_strategies", "List the strategies, or explain one"),
+        "strategies": ("tools:list_strategies", "List the strategies, or explain one"),
         "bench": ("", "Measure Freewheel beside DDP and gloo here"),
         "chaos": ("simulate:chaos", "Check the laws under random faults"),
     },
     "Set up": {
         "doctor": ("doctor:doctor", "Check this host, and the links to others"),
-        "keys": ("calls:keys", "Make TLS keys for a run"),
-        "store": ("calls:store", "Hold the rendezvous for torchrun or Slurm"),
+        "keys": ("tools:keys", "Make TLS keys for a run"),
+        "store": ("tools:store", "Hold the rendezvous for torchrun or Slurm"),
     },
 }
 """By group and name: where a command is, and what it does in a line."""
