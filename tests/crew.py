@@ -74,7 +74,9 @@ def outcomes(n: int, work: Callable[[Place], Any], deadline_s: float = 90.0) -> 
     everywhere = places(n)
     threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in everywhere]
     end_s = time.monotonic() + deadline_s
-    for thread in threads:
+    threads[0].start()
+    _await_store(everywhere[0], threads[0])
+    for thread in threads[1:]:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, end_s - time.monotonic()))
@@ -83,6 +85,17 @@ def outcomes(n: int, work: Callable[[Place], Any], deadline_s: float = 90.0) -> 
     for place in everywhere:  # a process has one place and keeps its store; this one has had many
         rendezvous._stores.pop(place, None)
     return ended
+
+
+def _await_store(first: Place, thread: threading.Thread) -> None:
+    """Let the first worker hold its store before the others look for it.
+
+    Who looks too early looks again only after half a second or more. A test that lets the first one come
+    late is not held up: nobody is waited for longer than that would take.
+    """
+    end_s = time.monotonic() + 0.2
+    while first not in rendezvous._stores and thread.is_alive() and time.monotonic() < end_s:
+        time.sleep(1e-3)
 
 
 def next_life(place: Place) -> Place:
