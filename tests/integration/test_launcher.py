@@ -360,7 +360,10 @@ def left_over():
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupt_ends_everybody_also_children_that_will_not(script, tmp_path, number, code, left_over):
+def test_an_interrupt_ends_everybody_also_children_that_will_not(
+    script, tmp_path, number, code, left_over, monkeypatch
+):
+    monkeypatch.setenv("FREEWHEEL_LEAVE_S", "0.5")  # they use none of the time to leave
     script(FAMILY)
     with running(tmp_path, "-n", "2", "--restarts", "9", "worker.py") as launcher:
         left_over += families(launcher, 2)
