@@ -20,6 +20,7 @@ from freewheel.strategies import resolve
 from freewheel.strategies.adpsgd import ADPSGD
 
 HEARTBEAT_S = 0.3
+LONG_S = 5 * HEARTBEAT_S
 
 
 def net() -> nn.Module:
@@ -74,33 +75,26 @@ def test_a_worker_that_diverges_says_so_and_spoils_nobody(strategy, tmp_path):
         assert "worker 2 diverged at step" in about[0][1]
 
 
-def slow_closure(seconds: float):
-    def take(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        def closure():
-            optimizer.zero_grad()
-            loss = model(torch.ones(4, 8)).square().mean()
-            loss.backward()
-            time.sleep(seconds)  # the weights move as far as anybody else can tell
-            return loss
+def slow_closure(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).square().mean()
+        loss.backward()
+        time.sleep(LONG_S)  # the weights move as far as anybody else can tell
+        return loss
 
-        optimizer.step(closure)
-
-    return take
+    optimizer.step(closure)
 
 
-def slow_step(seconds: float):
-    def take(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        time.sleep(seconds)
-        step(model, optimizer)
-
-    return take
+def slow_gradient(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    time.sleep(LONG_S)
+    step(model, optimizer)
 
 
-@pytest.mark.parametrize("take", [slow_closure(1.5), slow_step(1.5)], ids=["a closure", "a gradient"])
 @pytest.mark.parametrize("strategy", ["adpsgd", "nodelay_free", "dasgd:interval=1"])
-def test_no_step_is_so_long_that_its_worker_is_taken_for_dead(strategy, take):
-    """Five signs of life fall into each step; others ask for its weights meanwhile."""
-    over = threading.Event()
+def test_no_step_is_so_long_that_its_worker_is_taken_for_dead(strategy):
+    """Five signs of life fall into each step; worker 2 asks for the weights meanwhile."""
+    takes, over = (slow_closure, slow_gradient), (threading.Event(), threading.Event())
 
     def work(place):
         model = net()
@@ -112,19 +106,19 @@ def test_no_step_is_so_long_that_its_worker_is_taken_for_dead(strategy, take):
                 lost.append((what, peer)),
                 note(what, peer, text),
             )
-            if place.rank == 0:
+            if place.rank < 2:
                 for _ in range(2):
-                    take(model, optimizer)
-                over.set()
+                    takes[place.rank](model, optimizer)
+                over[place.rank].set()
             else:
-                while not over.is_set():
+                while not all(one.is_set() for one in over):
                     step(model, optimizer)
                     attached.consensus()
                     time.sleep(0.01)
             held = list(lost)
         return [what for what in held if what[0] in ("died", "cut", "left")]
 
-    assert together(2, work) == [[], []]
+    assert together(3, work) == [[], [], []]
 
 
 def test_a_call_that_holds_pythons_lock_is_taken_in_again_when_it_ends():
