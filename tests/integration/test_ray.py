@@ -20,7 +20,8 @@ import freewheel as fw
 
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 import freewheel.ray  # noqa: E402
-from freewheel.ray.book import NAMESPACE, check_answer  # noqa: E402
+from freewheel.ray.book import NAMESPACE, Line, check_answer  # noqa: E402
+from freewheel.ray.run import FIRST  # noqa: E402
 from freewheel.ray.worker import Collector  # noqa: E402
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
@@ -104,6 +105,17 @@ def until(folder: Path, pattern: str, count: int = 1) -> list[Path]:
     raise AssertionError(f"{pattern} never came: {list(folder.iterdir())}")
 
 
+def until_all_are_in(book: Line, lost: str) -> None:
+    """Wait until another book than the one that is lost knows all four workers."""
+    where = [f"{FIRST.rpartition('/')[0]}/address/{rank}" for rank in range(4)]
+    for _ in range(1200):
+        with contextlib.suppress(OSError):
+            if book.ask("tell", "", []) != lost and book.check(where):
+                return
+        time.sleep(0.1)
+    raise AssertionError("they never came back to it")
+
+
 def begin(at: Path, **settings):
     """A run in a thread of its own; what becomes of it is in the list."""
     found: list = []
@@ -142,11 +154,13 @@ def test_what_is_lost_comes_back_and_what_is_added_is_used(tmp_path, cluster):
     until(tmp_path, "pid-*", 4)
     os.kill(pids(tmp_path, 1)[-1], signal.SIGKILL)
     until(tmp_path, "pid-1-*", 2)
+    book = Line("lost-book", 10.0)
+    first = book.ask("tell", "", [])
     ray.kill(ray.get_actor("lost-book", namespace=NAMESPACE), no_restart=False)
-    time.sleep(3)
+    until_all_are_in(book, first)
     os.kill(pids(tmp_path, 0)[-1], signal.SIGKILL)
-    until(tmp_path, "pid-0-*", 2)
     made.add()  # room for whom the next one loses
+    until(tmp_path, "pid-0-*", 2)
     where = {node_of("lost", rank): rank for rank in (2, 3)}
     where.pop(ray.get_runtime_context().get_node_id(), None)  # Ray does not let this process lose its own
     node, moved = next((node, where[node.node_id]) for node in nodes if node.node_id in where)
