@@ -67,6 +67,22 @@ def test_wrong_arguments_are_refused(no_environment):
 # -- the start --
 
 
+def test_a_worker_may_come_before_the_one_that_holds_the_store():
+    others = threading.Barrier(3)
+
+    def work(place: Place) -> list[int]:
+        if place.rank == 0:
+            others.wait(DEADLINE_S)
+            model = net()
+        else:
+            model = net()
+            others.wait(DEADLINE_S)
+        with make(place, model) as worker:
+            return worker.metrics()["members"]
+
+    assert together(3, work) == [[0, 1, 2]] * 3
+
+
 @pytest.mark.parametrize("strategy", ["adpsgd", "allreduce", "asgd", "nodelay_free"])
 def test_all_begin_with_the_weights_of_worker_0(strategy):
     def work(place: Place) -> torch.Tensor:
