@@ -64,7 +64,7 @@ with fw.attach(model, optimizer, resume="checkpoints", leave_s=LEAVE_S) as worke
         optimizer.step()
         seen.write(" ".join(str(round(one)) for one in x.flatten().tolist()) + "\\n")
         seen.flush()
-        time.sleep(0.01)
+        time.sleep(0.002)
         LEAVE
 print("done", worker.metrics()["samples_again"])
 """
@@ -74,12 +74,12 @@ def script(
     folder: Path,
     leave: str = "",
     stuck: str = "",
-    leave_s: float = 10.0,
+    leave_s: str = "10.0",
     loaders: int = 0,
     leavers: tuple[int, ...] = (),
 ) -> list[str]:
     """Write it; those who are to leave say when they are `going()`."""
-    text = SCRIPT.replace("LEAVE_S", str(leave_s)).replace("LOADERS", str(loaders))
+    text = SCRIPT.replace("LEAVE_S", leave_s).replace("LOADERS", str(loaders))
     text = text.replace("LEAVERS", str(leavers))
     path = folder / "train.py"
     path.write_text(text.replace("STUCK", stuck or "pass").replace("LEAVE", leave or "pass"))
@@ -149,7 +149,8 @@ def test_where_all_leave_a_resumed_run_goes_on_from_there(tmp_path):
     assert set(used.values()) == {1}
 
 
-def test_a_handler_that_exits_is_let_exit_and_what_was_used_counts(tmp_path, monkeypatch):
+def test_who_exits_by_its_own_handler_or_cannot_end_its_step_leaves_nothing_unused(tmp_path, monkeypatch):
+    """The one is let exit, and what it has used counts; the other's batch is another's."""
     monkeypatch.chdir(tmp_path)
     leave = (
         "if k == 5 and rank == 1:\n"
@@ -157,19 +158,10 @@ def test_a_handler_that_exits_is_let_exit_and_what_was_used_counts(tmp_path, mon
         "            going()\n"
         "            os.kill(os.getpid(), signal.SIGTERM)"
     )
+    stuck = "if k == 5 and rank == 2: going(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(1000)"
     output = Captured()
-    assert launch(script(tmp_path, leave, leavers=(1,)), 2, output=output) == 0
-    assert list(output.lines[0])[-1] == "done 0"
-    assert set(seen(tmp_path).values()) == {1}
-    assert len(seen(tmp_path)) == SAMPLES
-
-
-def test_a_step_that_does_not_end_is_left_and_its_batch_is_anothers(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    stuck = "if k == 5 and rank == 1: going(); os.kill(os.getpid(), signal.SIGTERM); time.sleep(1000)"
-    output = Captured()
-    command = script(tmp_path, stuck=stuck, leave_s=2.0, leavers=(1,))
-    assert launch(command, 2, output=output) == 0
+    command = script(tmp_path, leave, stuck, leave_s="2.0 if rank == 2 else 10.0", leavers=(1, 2))
+    assert launch(command, 3, output=output) == 0
     assert list(output.lines[0])[-1] == "done 0"
     used = seen(tmp_path)
     assert sorted(used) == list(range(SAMPLES))
