@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,7 @@ from freewheel.show.rates import result_of
 from freewheel.show.tables import versus
 from freewheel.show.terminal import clock_time
 from freewheel.training import budget, process
-from freewheel.training.job import Job
+from freewheel.training.job import Job, name
 from freewheel.training.jobs import train_all
 
 pytestmark = pytest.mark.integration
@@ -34,8 +34,8 @@ def store(monkeypatch):
     """What a launcher tells its workers, and the store behind it."""
     made, host, port = host_store(None)
     told = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": host, "MASTER_PORT": str(port)}
-    for name, value in {**told, "OMP_NUM_THREADS": "1"}.items():
-        monkeypatch.setenv(name, value)
+    for key, value in {**told, "OMP_NUM_THREADS": "1"}.items():
+        monkeypatch.setenv(key, value)
     return made
 
 
@@ -71,11 +71,43 @@ def test_without_a_checkpoint_it_begins_anew(tmp_path, store):
     assert steps == (4, 0)
 
 
-def test_everything_that_shows_a_run_shows_what_was_printed(tmp_path):
-    names = ("adpsgd", "ddp", "grouping")
-    jobs = [Job(strategy=one, workers=2, steps=20, compute_ms=5, slow={1: 2.0}) for one in names]
-    for result, folder in zip(train_all(jobs, tmp_path), sorted(tmp_path.glob("*-*/")), strict=True):
+SHORT = [
+    Job(strategy=one, workers=2, steps=20, compute_ms=5, slow={1: 2.0})
+    for one in ("adpsgd", "ddp", "grouping")
+]
+SERVER = Job(strategy="easgd", workers=2, steps=40, compute_ms=5)
+TIMED = [
+    Job(
+        strategy=one,
+        workers=2,
+        seconds=1.0,
+        compute_ms=5,
+        slow={1: 3.0},
+        optimizer="adamw",
+        schedule="cosine",
+    )
+    for one in ("ddp", "adpsgd")
+]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> Callable[[Job], tuple[Result, Path]]:
+    """What came of a job, and where; all are run in one set of processes."""
+    folder, jobs = tmp_path_factory.mktemp("jobs"), [*SHORT, SERVER, *TIMED]
+    results = train_all(jobs, folder)
+    homes = [folder / name(number, job) for number, job in enumerate(jobs)]
+
+    def of(job: Job) -> tuple[Result, Path]:
+        number = jobs.index(job)
+        result = results[number]
         assert isinstance(result, Result), result
+        return result, homes[number]
+
+    return of
+
+
+def test_everything_that_shows_a_run_shows_what_was_printed(trained):
+    for result, folder in map(trained, SHORT):
         assert result.worker_steps == 40
         assert result.accuracy is not None
         run = Run(folder)
@@ -94,11 +126,10 @@ def test_everything_that_shows_a_run_shows_what_was_printed(tmp_path):
             assert row.blocked_share == pytest.approx(life["blocked_share"])
 
 
-def test_how_far_workers_of_a_server_are_apart_is_measured_of_the_workers(tmp_path):
-    (result,) = train_all([Job(strategy="easgd", workers=2, steps=40, compute_ms=5)], tmp_path)
-    assert isinstance(result, Result), result
+def test_how_far_workers_of_a_server_are_apart_is_measured_of_the_workers(trained):
+    result, folder = trained(SERVER)
     assert result.discrepancy_max > 0
-    (run,) = (Run(folder) for folder in tmp_path.glob("*-*/"))
+    run = Run(folder)
     assert any((one.consensus or 0.0) > 0 for one in run.evaluations)
     told, _ = edges(run)
     assert [(edge.one, edge.other) for edge in told] == [(0, 1)]
@@ -121,11 +152,9 @@ def test_workers_that_take_steps_as_they_need_them_make_what_is_left(store):
     assert sorted(made) == [step / 40 for step in range(15, 40)]
 
 
-def test_a_time_for_all_ends_together_and_any_optimizer_is_compared(tmp_path):
-    job = Job(workers=2, seconds=1.0, compute_ms=5, slow={1: 3.0}, optimizer="adamw", schedule="cosine")
-    results = train_all([replace(job, strategy=one) for one in ("ddp", "adpsgd")], tmp_path)
+def test_a_time_for_all_ends_together_and_any_optimizer_is_compared(trained):
+    results = [trained(job)[0] for job in TIMED]
     for result in results:
-        assert isinstance(result, Result), result
         assert result.settings["scenario"]["optimizer"] == "AdamW"
         assert result.settings["scenario"]["seconds"] == 1.0
         assert result.curve[-1].worker_steps == result.worker_steps > 0
