@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 
 from freewheel import strategies
@@ -25,8 +26,12 @@ from freewheel.runtime.membership.generation import STARTS
 from freewheel.runtime.membership.hosts import host_store
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.rendezvous import OPTIONS
+from freewheel.runtime.worker import ending, joining, peer_copy
 from freewheel.runtime.worker.attach import Worker
 from freewheel.runtime.worker.settings import Settings
+
+LOOK_S = 0.005
+"""How often workers that are threads look whether others are there: short runs are mostly waiting else."""
 
 
 def free_port() -> int:
@@ -74,16 +79,18 @@ def outcomes(n: int, work: Callable[[Place], Any], deadline_s: float = 90.0) -> 
     everywhere = places(n)
     threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in everywhere]
     end_s = time.monotonic() + deadline_s
-    threads[0].start()
-    _await_store(everywhere[0], threads[0])
-    for thread in threads[1:]:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, end_s - time.monotonic()))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (rendezvous, joining, peer_copy, ending):
+            patch.setattr(module, "POLL_S", LOOK_S)
+        threads[0].start()
+        _await_store(everywhere[0], threads[0])
+        for thread in threads[1:]:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, end_s - time.monotonic()))
     stuck = [k for k, thread in enumerate(threads) if thread.is_alive()]
     assert not stuck, f"workers {stuck} hang; what became of the others: {ended}"
-    for place in everywhere:  # a process has one place and keeps its store; this one has had many
-        rendezvous._stores.pop(place, None)
+    forget(*everywhere)
     return ended
 
 
@@ -100,8 +107,14 @@ def _await_store(first: Place, thread: threading.Thread) -> None:
 
 def next_life(place: Place) -> Place:
     """The same place for a worker that comes back, as a new process would see it."""
-    rendezvous._stores.pop(place, None)
+    forget(place)
     return place
+
+
+def forget(*places: Place) -> None:
+    """Let go of the stores of places: a process has one and keeps it; this one has had many."""
+    for place in places:
+        rendezvous._stores.pop(place, None)
 
 
 def cut(fabric: TcpFabric, peer: int) -> None:
@@ -149,8 +162,7 @@ class Launcher:
 
     def forget(self) -> None:
         """Let this process forget the stores of its workers, who are no more."""
-        for place in self.places:
-            rendezvous._stores.pop(place, None)
+        forget(*self.places)
 
     def run(self, work: Callable[[Place], object]) -> list[threading.Thread]:
         """Let every worker do this, in a thread of its own."""

@@ -112,7 +112,7 @@ def test_one_that_comes_back_to_an_empty_store_does_not_take_itself_for_the_firs
         with torch.no_grad():
             model.weight.fill_(7.0)
         with worker:
-            found[0] = (worker._agent.late, worker._agent.me.incarnation, model.weight.detach().clone())
+            found[0] = (worker._agent.late, worker.metrics()["life"], model.weight.detach().clone())
             back.wait(DEADLINE_S)
             back.wait(DEADLINE_S)
 
@@ -351,14 +351,14 @@ def test_a_worker_without_a_launcher_believes_a_store_nothing_but_the_number_of_
     one._base.under("freewheel/0/0").set(OPTIONS, json.dumps(evil))
     options = one.options()
     assert options == Options(options.run)
-    rendezvous._stores.pop(place, None)
+    crew.forget(place)
 
 
 def test_a_worker_that_was_given_keys_uses_them_whatever_the_store_says(launcher):
     launcher.entries.set(OPTIONS, json.dumps(json.loads(launcher.options) | {"tls": None}))
     keyed = replace(launcher.places[0], tls="/the/keys")
     assert Rendezvous(keyed, DEADLINE_S).options().tls == "/the/keys"
-    rendezvous._stores.pop(keyed, None)
+    crew.forget(keyed)
 
 
 # -- a store that hangs --
@@ -420,8 +420,7 @@ def stoppable(hosted, monkeypatch) -> Iterator[Stoppable]:
     yield hosted
     hosted.go_on()
     wait_until(lambda: not left_behind())  # torch says much of stores that are killed while one waits
-    for place in hosted.places():
-        rendezvous._stores.pop(place, None)
+    crew.forget(*hosted.places())
 
 
 def lasting() -> set[threading.Thread]:
