@@ -1,3 +1,4 @@
+import gc
 import os
 import signal
 import sys
@@ -6,6 +7,10 @@ from typing import Any
 # Whatever the environment says, bytecode is kept: else each process that a test starts compiles all anew.
 sys.dont_write_bytecode = False
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+# torch's store asks for the name of each address it is connected with: a name server that does not answer
+# would hold up a test for five seconds, or ten.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
 import hypothesis  # noqa: E402
 import pytest  # noqa: E402
@@ -36,6 +41,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return LoadFileScheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """What is imported stays: looking through it for garbage takes a tenth of what a simulation does."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")
