@@ -137,7 +137,7 @@ def test_the_others_are_told_how_a_worker_left(raised, as_what, told):
                     raise raised
                 step(model, worker.optimizer, k)
                 used.extend(which.tolist())
-            while 1 in worker._agent.fabric.members:
+            while 1 in worker.metrics()["members"]:
                 time.sleep(0.01)
             return worker._agent.fabric.why_lost(1)
 
@@ -175,7 +175,7 @@ def test_without_the_server_there_is_no_answer(strategy):
     "strategy", ["allreduce", "sasgd", "dpsgd", "nodelay", "leader", "grouping:ratio=1e9"]
 )
 def test_a_loop_that_ends_early_is_a_clear_error_where_all_step_together(strategy, monkeypatch):
-    monkeypatch.setattr(steps_of, "GRACE_S", 1.0)
+    monkeypatch.setattr(steps_of, "GRACE_S", 0.3)
 
     def work(place: Place) -> None:
         model = net()
