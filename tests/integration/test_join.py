@@ -67,13 +67,14 @@ def test_who_types_the_printed_line_joins_and_nobody_else(tmp_path):
         (tmp_path / "open").write_text(path.read_text())
         (tmp_path / "open").chmod(0o640)
         secret.write(tmp_path / "other", secret.make())
-        for options, said in (
-            ([], "a run lets in who has its secret"),
-            (["--secret", "open"], r"others can read the secret 'open' \(mode 640\)"),
-            (["--secret", "other"], "is not sealed with this worker's secret"),
-            (["--secret", "none"], "cannot read the secret 'none': No such file"),
-        ):
-            other = start(tmp_path, "join", at, *options, "--", "train.py")
+        refused = {
+            "a run lets in who has its secret": [],
+            r"others can read the secret 'open' \(mode 640\)": ["--secret", "open"],
+            "is not sealed with this worker's secret": ["--secret", "other"],
+            "cannot read the secret 'none': No such file": ["--secret", "none"],
+        }
+        others = [start(tmp_path, "join", at, *options, "--", "train.py") for options in refused.values()]
+        for said, other in zip(refused, others, strict=True):
             out, err = other.communicate(timeout=DEADLINE_S)
             assert (other.returncode, out) == (2, ""), err
             assert re.search(said, err), err
