@@ -14,10 +14,6 @@ import freewheel as fw
 import guests
 from freewheel.data.spans import size
 
-lightning = pytest.importorskip("lightning.pytorch", reason="Lightning comes with the extra lightning")
-
-from freewheel.lightning import FreewheelCallback  # noqa: E402
-
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
 MODULE = '''
@@ -54,8 +50,17 @@ class Module(lightning.LightningModule):
         scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=total)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 '''
-exec(MODULE)
-Module, data = globals()["Module"], globals()["data"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library():
+    """Importing it takes seconds, and every process collects every file: only who tests it imports it."""
+    global lightning, FreewheelCallback, Module, data
+    lightning = pytest.importorskip("lightning.pytorch", reason="Lightning comes with the extra lightning")
+    from freewheel.lightning import FreewheelCallback
+
+    exec(MODULE, globals())
+    Module, data = globals()["Module"], globals()["data"]
 
 
 def train(callbacks, folder, loader=None, ckpt_path=None, module=None, **settings):
@@ -116,24 +121,23 @@ def test_resuming_goes_on_at_the_next_sample(tmp_path):
         assert same(whole, again)
 
 
-class TwoOptimizers(Module):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-    def configure_optimizers(self):
-        return [torch.optim.SGD([one], lr=0.05) for one in self.net.parameters()]
-
-    def training_step(self, batch, index):
-        loss = (self.net(batch[0]) - batch[1]).square().mean()
-        for one in self.optimizers():
-            one.zero_grad()
-        self.manual_backward(loss)
-        for one in self.optimizers():
-            one.step()
-
-
 def test_a_module_that_steps_several_optimizers_itself(tmp_path):
+    class TwoOptimizers(Module):
+        def __init__(self):
+            super().__init__()
+            self.automatic_optimization = False
+
+        def configure_optimizers(self):
+            return [torch.optim.SGD([one], lr=0.05) for one in self.net.parameters()]
+
+        def training_step(self, batch, index):
+            loss = (self.net(batch[0]) - batch[1]).square().mean()
+            for one in self.optimizers():
+                one.zero_grad()
+            self.manual_backward(loss)
+            for one in self.optimizers():
+                one.step()
+
     torch.manual_seed(0)
     plain, _ = train([], tmp_path, module=TwoOptimizers())
     torch.manual_seed(0)
