@@ -16,18 +16,12 @@ from torch import nn
 
 import freewheel as fw
 from crew import outcomes, together
-from freewheel import strategies
 from freewheel.runtime.membership.place import Place
-from freewheel.runtime.worker.settings import Settings
+from loops import make
 
 pytestmark = pytest.mark.integration
 
 ALONE = Place(0, 1, 1, "127.0.0.1", 1)
-
-
-def make(place: Place, model: Any, optimizer: Any, strategy: str = "adpsgd", **settings: Any) -> fw.Worker:
-    chosen = Settings(**{"join_timeout_s": 30.0, **settings})
-    return fw.Worker(model, optimizer, strategies.resolve(strategy), chosen, place)
 
 
 def net(seed: int = 0, *more: nn.Module) -> nn.Sequential:
@@ -79,7 +73,7 @@ def test_a_layer_frozen_in_the_block_keeps_its_place(strategy):
 
     model, plain = net(), net()
     with make(ALONE, model, optimizer_of(model), strategy) as worker:
-        loop(model, worker._optimizer)
+        loop(model, worker.optimizer)
         inside = worker.consensus()
     loop(plain, optimizer_of(plain))
     assert all(same(one, plain) for one in (model, inside, worker.consensus()))
@@ -87,7 +81,7 @@ def test_a_layer_frozen_in_the_block_keeps_its_place(strategy):
     def work(place):
         mine = net(place.rank)
         with make(place, mine, optimizer_of(mine), strategy) as attached:
-            loop(mine, attached._optimizer, place.rank)
+            loop(mine, attached.optimizer, place.rank)
         return mine, attached.consensus()
 
     (first, answer), (second, other) = together(2, work)
@@ -300,7 +294,7 @@ def test_gradients_of_a_closure_are_averaged(strategy, search):
         model, calls = net(0).double(), list[float]()
         with make(place, model, optimizer_of(model), strategy) as worker:
             for k in range(4):
-                worker._optimizer.step(closing(model, worker._optimizer, 10 * k + place.rank, calls))
+                worker.optimizer.step(closing(model, worker.optimizer, 10 * k + place.rank, calls))
         return model, len(calls), worker.metrics()["steps"]
 
     (one, calls, steps), (other, their_calls, _) = together(2, work)
@@ -582,7 +576,7 @@ def test_the_loader_of_a_block_that_has_ended():
     model = net()
     with make(ALONE, model, torch.optim.SGD(model.parameters(), lr=0.1)) as worker:
         loader = worker.loader(list(range(4)), 2)
-        step(model, worker._optimizer)
+        step(model, worker.optimizer)
     for late in (loader, worker.loader(list(range(4)), 2)):
         with pytest.raises(fw.RunStopped, match="with-block has ended"):
             list(late)
@@ -701,7 +695,7 @@ def test_weights_loaded_in_the_block_are_refused_before_anything_changes(part):
         model = net()
         other = net(7).state_dict()
         with make(place, model, torch.optim.SGD(model.parameters(), lr=0.1)) as worker:
-            step(model, worker._optimizer, place.rank)
+            step(model, worker.optimizer, place.rank)
             copy.deepcopy(model).load_state_dict(other)
             pickle.loads(pickle.dumps(model)).load_state_dict(other)
             worker.consensus().load_state_dict(other)

@@ -35,6 +35,7 @@ def attach(place: Place, seed: int) -> tuple[nn.Module, crew.Worker]:
     made = crew.Worker(
         model, optimizer, crew.strategies.resolve("adpsgd"), Settings(join_timeout_s=30.0), place
     )
+    made.model, made.optimizer = model, optimizer
     return model, made
 
 
@@ -46,8 +47,8 @@ def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def everything(worker: crew.Worker) -> list[torch.Tensor]:
     """All that makes a worker: weights, statistics, frozen parameters, the optimizer's state."""
-    model = [one.detach().clone() for one in worker._model.state_dict().values() if one.is_floating_point()]
-    state = worker._optimizer.state_dict()["state"]
+    model = [one.detach().clone() for one in worker.model.state_dict().values() if one.is_floating_point()]
+    state = worker.optimizer.state_dict()["state"]
     return model + [one.clone() for k in sorted(state) for _, one in sorted(state[k].items())]
 
 
@@ -72,7 +73,7 @@ def test_a_worker_that_comes_back_is_a_copy_of_a_living_one():
         if place.rank == 1:
             try:
                 with worker:
-                    step(model, worker._optimizer)
+                    step(model, worker.optimizer)
                     raise Left
             except Left:
                 gone.set()
@@ -85,7 +86,7 @@ def test_a_worker_that_comes_back_is_a_copy_of_a_living_one():
         with worker:
             assert gone.wait(DEADLINE_S)
             for _ in range(5):
-                step(model, worker._optimizer)
+                step(model, worker.optimizer)
             still.wait(DEADLINE_S)  # from now on nothing moves
             assert back.wait(DEADLINE_S)
             return everything(worker)
@@ -113,7 +114,7 @@ def test_worker_0_leaves_while_another_is_only_about_to_begin(monkeypatch):
             with worker:
                 if place.rank == 0:
                     raise Left
-                step(model, worker._optimizer)
+                step(model, worker.optimizer)
         except Left:
             return []
         return worker.metrics()["members"]

@@ -187,7 +187,7 @@ def test_the_mean_of_those_who_stay_is_the_mean_of_all(width):
                     worker.leave()
                 optimizer.step()
             stepped.wait(DEADLINE_S)
-            while 2 in worker._agent.fabric.members:
+            while 2 in worker.metrics()["members"]:
                 time.sleep(0.01)
         return torch.cat([one.detach().flatten() for one in worker.consensus().parameters()])
 
@@ -206,13 +206,14 @@ def test_one_alone_leaves_and_sigterm_is_the_scripts_again():
     before = signal.signal(signal.SIGTERM, handler)
     try:
         model = nn.Linear(1, 1)
-        worker = fw.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        worker = fw.attach(model, optimizer)
         steps = 0
         with pytest.raises(SystemExit) as left, worker:  # noqa: PT012
             for (x,) in worker.loader(torch.utils.data.TensorDataset(torch.ones(10, 1)), 1):
-                worker._optimizer.zero_grad()
+                optimizer.zero_grad()
                 model(x).sum().backward()
-                worker._optimizer.step()
+                optimizer.step()
                 steps += 1
                 if steps == 3:
                     os.kill(os.getpid(), signal.SIGTERM)
@@ -252,7 +253,8 @@ def test_the_end_of_a_process_that_loads_data_does_not_interrupt_who_leaves(monk
 def test_gradients_that_are_added_up_are_not_left_behind():
     """Between two batches of one step nothing is left."""
     model = nn.Linear(1, 1)
-    worker = fw.attach(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    worker = fw.attach(model, optimizer)
     used = 0
     with pytest.raises(Left), worker:  # noqa: PT012
         for (x,) in worker.loader(torch.utils.data.TensorDataset(torch.ones(20, 1)), 1):
@@ -261,19 +263,22 @@ def test_gradients_that_are_added_up_are_not_left_behind():
             if used == 5:
                 worker.leave()
             if used % 4 == 0:
-                worker._optimizer.step()
+                optimizer.step()
     assert used == 8
 
 
 def alone(strategy: str | fw.Strategy = "adpsgd", leave_s: float = 1000.0) -> fw.Worker:
     model = nn.Linear(1, 1)
-    return fw.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy, leave_s=leave_s)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    worker = fw.attach(model, optimizer, strategy, leave_s=leave_s)
+    worker.model, worker.optimizer = model, optimizer
+    return worker
 
 
 def step(worker: fw.Worker, x: torch.Tensor) -> None:
-    worker._optimizer.zero_grad()
-    worker._model(x).sum().backward()
-    worker._optimizer.step()
+    worker.optimizer.zero_grad()
+    worker.model(x).sum().backward()
+    worker.optimizer.step()
 
 
 def notice() -> None:
@@ -293,7 +298,7 @@ def test_who_leaves_in_validation_has_used_what_it_has_trained_on():
             for _ in validation:
                 notice()
                 time.sleep(1000.0)
-    assert worker._agent.counters.samples == 1
+    assert worker.metrics()["samples"] == 1
 
 
 def test_a_boundary_is_not_interrupted():

@@ -33,16 +33,16 @@ class Left(Exception):
 def attach(place: Place, spec: str) -> tuple[torch.nn.Module, crew.Worker]:
     torch.manual_seed(place.rank)
     model = torch.nn.Linear(6, 3)
-    made, _ = crew.worker(place, model, spec, lr=0.01)
+    made, made.optimizer = crew.worker(place, model, spec, lr=0.01)
     return model, made
 
 
 def step(model: torch.nn.Module, worker: crew.Worker) -> None:
-    worker._optimizer.zero_grad()
+    worker.optimizer.zero_grad()
     loss = model(torch.randn(4, 6)).square().mean()
     loss.backward()
     worker.report(loss)
-    worker._optimizer.step()
+    worker.optimizer.step()
 
 
 def flat(model: torch.nn.Module) -> torch.Tensor:
