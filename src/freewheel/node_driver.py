@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from freewheel.fabric.base import Fabric, Meet, Message, Note, Spawn
+from freewheel.fabric.base import Fabric, Meet, Message, Note, Pull, Spawn
 from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.farewell import Farewells
 from freewheel.fabric.merges import Merges
@@ -101,9 +101,10 @@ class NodeDriver(Node):
         return self._strategy.meet
 
     def met(self, peer: int, correction: Tensor) -> None:
-        """An exchange is complete. Two that average are twice as far apart as each of them moves."""
+        """An exchange is complete: each moved by its part, as a rule a half, of how far they were apart."""
         measure = self.counters.measure
-        apart = 2 * self._norm(correction) if measure else None
+        part = self.meet.share if isinstance(self.meet, Pull) else 0.5
+        apart = self._norm(correction) / part if measure else None
         self.counters.met(peer, apart, self._exchanges.took_s)
         self._merged_steps = self._snapshot_steps
         self._replica.correct(correction, own=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-SELDOM, AGAIN = 128, 3
+SELDOM, AGAIN = 512, 3
 """Where waiting is mostly in vain, a worker tries in this many steps of so many."""
 ENOUGH = 0.5
 """The share of its patience that a worker may use up on average before waiting counts as in vain."""

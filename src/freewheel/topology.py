@@ -58,6 +58,11 @@ class Topology:
         """The number of steps after which the cycle of graphs starts again; 1 for a static graph."""
         return len(self.cycle)
 
+    @cached_property
+    def fewest(self) -> int:
+        """How many neighbours the worker with the fewest has."""
+        return min((len(row) for rows in self.cycle for row in rows), default=0)
+
     def neighbours(self, rank: int, step: int = 0) -> tuple[int, ...]:
         """The peers whose snapshots ``rank`` mixes in at ``step``, sorted."""
         self._check(rank)

@@ -21,6 +21,7 @@ from lab import JITTER, largest_distance, make, record_updates, replicas, run
 ROWS = [
     *ALL,
     "sasgd:interval=3",
+    "sasgd:interval=2:outer=0.3",
     "hierarchical_sasgd:nodes=3:interval=2:global_every=2",
     "nodelay:tau=2",
     "nodelay_free:every=3:tau=6",

@@ -157,6 +157,15 @@ def test_sasgd_with_outer_momentum_goes_on_in_the_way_the_mean_went():
     torch.testing.assert_close(replicas(simulation), x, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("spec", ["sasgd:interval=4:scale=0.2", "sasgd:interval=4:outer=0.3"])
+def test_one_who_was_cut_off_goes_on_with_the_common_model_of_all(spec):
+    faults = [fw.Fault("cut", 2, 0.1), fw.Fault("heal", 2, 3.0)]
+    simulation = run(spec, workers=5, steps=400, compute=JITTER, faults=faults)
+    common = [worker.strategy.x for worker in simulation.workers.values()]
+    assert all(torch.equal(common[0], one) for one in common[1:])
+    assert largest_distance(replicas(simulation)) == 0.0
+
+
 def test_one_who_comes_back_has_no_way_and_all_go_on_alike():
     faults = [fw.Fault("crash", 3, 0.1), fw.Fault("restart", 3, 0.2)]
     strategy = fw.SASGD(interval=2, outer=0.5)

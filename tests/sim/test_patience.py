@@ -6,7 +6,7 @@ import pytest
 
 import freewheel as fw
 from freewheel.patience import AGAIN, SELDOM, Patience
-from lab import after_every_step, make, timing
+from lab import after_every_step, make, run, timing
 
 QUICK = fw.Links(mbit=10_000, latency_ms=0.05)
 SLOW = fw.Links(mbit=10, latency_ms=0.05)
@@ -82,3 +82,48 @@ def test_who_waits_in_vain_tries_again_later_and_goes_on_if_it_pays():
         patience.learn(0.0)
     assert patience.tries(2 * SELDOM + AGAIN)
     assert not Patience(0).tries(0)
+
+
+def test_a_subclass_may_meet_in_its_own_way_and_start_by_itself():
+    called = []
+
+    class Own(fw.ADPSGD):
+        async def start(self, node):
+            """Nothing of its base's."""
+
+        def meet(self, mine, theirs):
+            called.append(1)
+            return (theirs - mine) / 2
+
+    run(Own(), workers=4, steps=20, momentum=0.9)
+    assert called
+
+
+@pytest.mark.parametrize("spec", ["adpsgd:patience=0", "adpsgd", "adpsgd:meetings=4"])
+def test_how_far_two_are_apart_is_recorded_whatever_part_counts(spec):
+    simulation = make(spec, workers=8, steps=40, momentum=0.9, compute=fw.Compute(ms=20))
+    ratios = []
+    for worker in simulation.workers.values():
+
+        def met(peer, correction, node=worker.node, inner=worker.node.met):
+            inner(peer, correction)
+            apart = float(correction.norm()) / node.meet.share
+            ratios.append(node.counters.discrepancy / apart if apart else 1.0)
+
+        worker.node.met = met
+    simulation.run()
+    assert ratios == pytest.approx([1.0] * len(ratios))
+
+
+@pytest.mark.parametrize(
+    ("topology", "part"), [("complete", 1 / 5), ("ring", 1 / 3), ("star", 1 / 2), ("bipartite_ring", 1 / 3)]
+)
+def test_who_has_few_neighbours_meets_few_and_takes_more_of_each(topology, part):
+    strategy = fw.ADPSGD(topology=topology, patience=1, meetings=4)
+    simulation = run(strategy, workers=8, steps=5)
+    assert {worker.strategy.meet.share for worker in simulation.workers.values()} == {part}
+
+
+def test_more_meetings_than_can_be_tried_are_refused():
+    with pytest.raises(fw.ConfigError, match="at most 8, not 9"):
+        timing("adpsgd:meetings=9", workers=16, steps=1)

@@ -8,6 +8,7 @@ import pytest
 
 import freewheel as fw
 from freewheel.strategies import resolve
+from lab import timing
 
 
 @pytest.mark.parametrize(
@@ -44,3 +45,13 @@ def test_a_subclass_with_a_part_of_its_own_in_every_step_is_always_called(kind):
 
     assert Own.always_stops()
     assert not Rare.always_stops()
+
+
+@pytest.mark.parametrize("kind", [fw.SASGD, fw.Downpour, fw.EASGD, fw.HierarchicalSASGD])
+def test_a_subclass_that_calls_its_base_in_every_step_merges_as_often(kind):
+    class Own(kind):
+        async def after_step(self, node):
+            await super().after_step(node)
+
+    of_base, of_own = (timing(one(interval=4), workers=4, steps=32) for one in (kind, Own))
+    assert of_own.bytes_per_step == of_base.bytes_per_step > 0

@@ -109,7 +109,11 @@ class Exchanges:
         if not where:
             correction = await self.fabric.swap(peer, tag, mine, self.party.meet, lambda: None)
         elif mine is not None:
-            correction = await self.fabric.combine(peer, where, mine, self.party.meet)
+            try:
+                correction = await self.fabric.combine(peer, where, mine, self.party.meet)
+            except PeerLost:
+                self.party.unused(mine)  # nobody else has written it
+                raise
         else:
             self.fabric.post(peer, tag, note=BUSY)
             raise NotNow
@@ -226,6 +230,8 @@ class Exchanges:
         epoch = self.fabric.epoch(peer)
         self._mine = mine = await self.party.snapshot_soon()
         if epoch != self.fabric.epoch(peer):
+            if mine is not None:
+                self.party.unused(mine)
             raise PeerLost(peer, "the connection broke")
         return mine
 

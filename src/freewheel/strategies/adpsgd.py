@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from freewheel import topology
-from freewheel.errors import at_least
+from freewheel.errors import ConfigError, at_least
 from freewheel.fabric.base import Pull
 from freewheel.node import Node
 from freewheel.patience import Patience
@@ -34,7 +34,8 @@ class ADPSGD(Strategy):
     whatever steps fall in between.
 
     Each worker takes part in about one exchange a step: it calls a neighbour late in a step in which no
-    other worker has called it, so that what it gets is fresh at its boundary.
+    other worker has called it, so that what it gets is fresh at its boundary. Where that is too late, many
+    workers with momentum, it calls two at its boundary and waits for them; each difference counts a third.
 
     Settings: topology (who may meet whom), tries (neighbours asked before the worker lets a step pass
     without an exchange), every (steps for each exchange), per_step (exchanges in a step, where the links
@@ -71,6 +72,9 @@ class ADPSGD(Strategy):
     patience: float | None = None
     meetings: int = 2
 
+    moment, most = Patience(0), 1
+    """How long it waits, and whom it meets then, as `start` finds it."""
+
     @classmethod
     def round_s(cls, machines: Machines) -> float:
         """A model there and one back."""
@@ -83,16 +87,21 @@ class ADPSGD(Strategy):
         at_least("adpsgd: per_step", self.per_step, 1)
         at_least("adpsgd: patience", self.patience, 0)
         at_least("adpsgd: meetings", self.meetings, 1)
+        if self.meetings > AT_BOUNDARY:
+            raise ConfigError(f"adpsgd: meetings must be at most {AT_BOUNDARY}, not {self.meetings}.")
         topology.resolve(self.topology, world_size)
 
     async def start(self, node: Node) -> None:
         """Be patient anew."""
         usual = MOMENT if node.momentum and node.world_size > FEW else 0.0
         self.moment = Patience(usual if self.patience is None else self.patience)
-        self.most = min(self.meetings, node.world_size - 1) if self.moment.most else 1
-        self.meet = Pull(1 / (1 + self.most))  # in every exchange, for both sides must take the same part
+        fewest = topology.resolve(self.topology, node.world_size).fewest
+        self.most = max(1, min(self.meetings, fewest)) if self.moment.most else 1
 
-    meet = Pull(0.5)
+    @property
+    def meet(self) -> Pull:
+        """A part of the difference, on both sides, the same in every exchange: half where there is one."""
+        return Pull(1 / (1 + self.most))
 
     def stops(self, node: Node) -> bool:
         """Where waiting is worth it."""
@@ -104,8 +113,12 @@ class ADPSGD(Strategy):
         await node.linger(self.moment, self._fresh(node))
 
     async def _fresh(self, node: Node) -> None:
-        await node.exchange_over()  # what is under way has nothing of the last step
-        await self._exchange(node, topology.resolve(self.topology, node.world_size), AT_BOUNDARY, self.most)
+        left, graph = self.most, topology.resolve(self.topology, node.world_size)
+        for peer, _ in zip(node.peers(graph), range(AT_BOUNDARY), strict=False):
+            await node.exchange_over()  # what is under way has nothing of the last step
+            left -= await node.exchange(peer)
+            if not left:
+                break
 
     async def background(self, node: Node) -> None:
         """So many exchanges for each step, at its end or late in it."""
@@ -118,11 +131,10 @@ class ADPSGD(Strategy):
             for number in range(1, self.per_step + 1):
                 await node.late(number / self.per_step)
                 if node.exchanges < before + number:  # else another worker called, or it was at the boundary
-                    await self._exchange(node, graph, self.tries, 1)
+                    await self._exchange(node, graph)
 
-    async def _exchange(self, node: Node, graph: Topology, tries: int, meetings: int) -> None:
-        """With the first free ones of a few random neighbours."""
-        for peer, _ in zip(node.peers(graph), range(tries), strict=False):
-            meetings -= await node.exchange(peer)
-            if not meetings:
+    async def _exchange(self, node: Node, graph: Topology) -> None:
+        """With the first free one of a few random neighbours."""
+        for peer, _ in zip(node.peers(graph), range(self.tries), strict=False):
+            if await node.exchange(peer):
                 break

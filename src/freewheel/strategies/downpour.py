@@ -40,3 +40,8 @@ class Downpour(ASGD):
     def stops(self, node: Node) -> bool:
         """At every push."""
         return node.steps % self.interval == 0
+
+    async def after_step(self, node: Node) -> None:
+        """Push and pull."""
+        if self.stops(node):
+            await self.push(node)

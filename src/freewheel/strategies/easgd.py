@@ -67,7 +67,8 @@ class EASGD(Strategy):
 
     async def after_step(self, node: Node) -> None:
         """Pull."""
-        node.correct((await node.ask(SERVER, await node.snapshot(keep=True))).vector)
+        if self.stops(node):
+            node.correct((await node.ask(SERVER, await node.snapshot(keep=True))).vector)
 
     async def answer(self, node: Node) -> Tensor | None:
         """The centre."""

@@ -75,7 +75,8 @@ class HierarchicalSASGD(Strategy):
 
     async def after_step(self, node: Node) -> None:
         """Average, at the level that is due."""
-        await self.merge(node)
+        if self.stops(node):
+            await self.merge(node)
 
     async def merge(self, node: Node) -> None:
         """Average with those whose turn it is."""

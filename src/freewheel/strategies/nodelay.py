@@ -71,6 +71,8 @@ class NoDelay(Strategy):
 
     async def after_step(self, node: Node) -> None:
         """Take the last merge in, begin the next."""
+        if not self.stops(node):
+            return
         node.correct(await self.merge, own=True)
         del self.merge  # large: let go before there is another
         await self.begin_merge(node)

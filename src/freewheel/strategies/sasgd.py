@@ -63,7 +63,7 @@ class SASGD(Strategy):
     of which all reduce).
     Late, lost and doubled messages: a late worker delays everybody once in T steps. When one is lost, the
     others reduce again without it (p is how many they are), and what it did since the last merge is lost. A
-    worker that comes begins with a copy of a member, at a merge (where γ_p is given, with the common x).
+    worker that comes begins with a copy of a member, at a merge (where γ_p or β is given, with the common x).
 
     Example:
         >>> import freewheel as fw
@@ -81,7 +81,11 @@ class SASGD(Strategy):
     convergence = "workers part by at most 2γTG between merges (triangle inequality)"
     reduces = True
     waits_for = "all"
-    keeps_mean = True
+
+    @property
+    def keeps_mean(self) -> bool:  # type: ignore[override]
+        """Where the common model is the mean, and no more."""
+        return self.scale is None and not self.outer
 
     interval: int = 8
     scale: float | None = None
@@ -105,10 +109,10 @@ class SASGD(Strategy):
             raise ConfigError("sasgd: state=averaged goes with the mean of the models; leave scale out.")
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise ConfigError(f"sasgd: the scale γ_p/γ must be above 0, not {self.scale:g}.")
-        if not 0 <= self.outer < 1 or (self.outer and self.scale is not None):
-            raise ConfigError(
-                f"sasgd: outer must be at least 0 and below 1, without a scale, not {self.outer:g}."
-            )
+        if not 0 <= self.outer < 1:
+            raise ConfigError(f"sasgd: outer must be at least 0 and below 1, not {self.outer:g}.")
+        if self.outer and self.scale is not None:
+            raise ConfigError("sasgd: outer goes with the mean of the models; leave scale out.")
 
     async def start(self, node: Node) -> None:
         """Remember the common model x, where it is needed; one who comes back does so at a merge."""
@@ -125,26 +129,24 @@ class SASGD(Strategy):
 
     async def after_step(self, node: Node) -> None:
         """Reduce."""
-        await self.merge(node)
+        if self.stops(node):
+            await self.merge(node)
 
     async def merge(self, node: Node) -> None:
         """Add up what all have done since the last time."""
-        if self.outer and self.x is not None and self.v is not None:
-            ahead = self.outer * self.v
-            s, m, means = await node.merge(lambda merge: self.go_on(node, merge, ahead))
-            self.x, self.v = m, m - self.x
+        if self.outer:
+            x, s, m, means = await node.merge(lambda merge: self.go_on(node, merge))
+            self.x, self.v = m, m - x
             node.correct(m - s, own=True)
             set_moments(node, means)
-            return
-        if self.scale is None or self.x is None:
+        elif self.scale is None:
             offset, means = await node.merge(lambda merge: self.average(node, merge))
             node.correct(offset, own=True)
             set_moments(node, means)
-            return
-        x = self.x
-        s, total = await node.merge(lambda merge: self.add_up(node, merge, x))
-        self.x = x + self.scale * total
-        node.correct(self.x - s, own=True)
+        else:
+            x, s, total = await node.merge(lambda merge: self.add_up(node, merge))
+            self.x = x + self.scale * total
+            node.correct(self.x - s, own=True)
 
     async def average(self, node: Node, merge: Merge) -> tuple[Tensor, dict[str, Tensor]]:
         """How far the mean of all models is: with γ_p = γ/p the rule says no more."""
@@ -156,20 +158,22 @@ class SASGD(Strategy):
         due = self.state == "averaged" and merge.number % self.state_every == 0
         return await mean_moments(node, merge) if due else {}
 
-    async def go_on(
-        self, node: Node, merge: Merge, ahead: Tensor
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """This worker's snapshot, and the mean of all, with a part of the way it went last time.
+    async def go_on(self, node: Node, merge: Merge) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+        """The common model, this worker's snapshot, and the mean of all with a part of the way it went.
 
         The way is averaged too: one who has just come has none, and all must go on alike.
         """
+        assert self.x is not None, "start has run"  # it may have changed in this merge: see `entered`
+        assert self.v is not None, "start has run"
         s = await node.snapshot(keep=True)
-        return s, await merge.mean(s + ahead), await self.moments(node, merge)
+        mean = await merge.mean(torch.add(s, self.v, alpha=self.outer))
+        return self.x, s, mean, await self.moments(node, merge)
 
-    async def add_up(self, node: Node, merge: Merge, x: Tensor) -> tuple[Tensor, Tensor]:
-        """This worker's snapshot, and the sum of all updates."""
-        s = await node.snapshot(keep=True)
-        return s, await merge.sum(s - x)
+    async def add_up(self, node: Node, merge: Merge) -> tuple[Tensor, Tensor, Tensor]:
+        """The common model, this worker's snapshot, and the sum of all updates."""
+        assert self.x is not None, "start has run"  # it may have changed in this merge: see `entered`
+        x, s = self.x, await node.snapshot(keep=True)
+        return x, s, await merge.sum(s - x)
 
     async def handover(self, node: Node) -> Tensor:
         """The common model, where it is kept."""
