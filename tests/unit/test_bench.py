@@ -10,6 +10,8 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -437,6 +439,8 @@ def test_what_is_left_behind_is_ours_and_not_a_number_that_returned(monkeypatch)
     started = [subprocess.Popen(["sleep", "60"], start_new_session=True, env=env) for env in (None, {})]
     lives = [SimpleNamespace(process=process) for process in started]
     try:
+        while not Path(f"/proc/{started[0].pid}/environ").read_bytes():
+            time.sleep(0.001)  # a program that has just begun may have no environment yet
         found = footprint.left_behind(lives, footprint.shared_memory(), ours)
     finally:
         for process in started:
