@@ -121,13 +121,13 @@ def test_kernels_do_what_torch_does(size):
     torch.testing.assert_close(pair[0], (theirs - mine) / 2)
     assert torch.equal(pair[0], -pair[1])
     vectors = [make() for _ in range(8)]
-    for offset in (False, True):
+    for part in (0.0, 0.7, 1.0):
         own, native = [v.clone() for v in vectors], [v.clone() for v in vectors]
         weights = [k / 36 for k in range(1, 9)]
-        fused.all(own, weights, offset)
+        fused.all(own, weights, part)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(transfers, "_kernels", lambda *_: None)
-            transfers.combine_all(native, weights, offset)
+            transfers.combine_all(native, weights, part)
         for one, other in zip(own, native, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
     bad, into = torch.zeros(1, dtype=torch.int32, pin_memory=True), make()

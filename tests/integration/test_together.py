@@ -60,11 +60,11 @@ HOSTS = {
 }
 
 
-@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("part", [0.0, 0.7])
 @pytest.mark.parametrize("place", ["in windows", "elsewhere"])
-@pytest.mark.parametrize("size", [5, SIZE])
+@pytest.mark.parametrize("size", [5, LONG + 5, SIZE])
 @pytest.mark.parametrize("hosts", HOSTS)
-def test_all_get_the_weighted_sum(hosts, size, place, offset):
+def test_all_get_the_weighted_sum(hosts, size, place, part):
     async def main() -> None:
         async with crew(4, HOSTS[hosts]) as fabrics:
             given = [torch.randn(size, generator=torch.Generator().manual_seed(k)) for k in range(4)]
@@ -78,12 +78,13 @@ def test_all_get_the_weighted_sum(hosts, size, place, offset):
                 before = [vector.clone() for vector in vectors]
                 results = await asyncio.gather(
                     *(
-                        fabric.reduce(("t", turn), vector, dict(enumerate(weights)), offset)
+                        fabric.reduce(("t", turn), vector, dict(enumerate(weights)), part)
                         for fabric, vector in zip(fabrics, vectors, strict=True)
                     )
                 )
                 for result, own in zip(results, before, strict=True):
-                    torch.testing.assert_close(result, total - own if offset else total, rtol=1e-5, atol=1e-6)
+                    wanted = part * (total - own) if part else total
+                    torch.testing.assert_close(result, wanted, rtol=1e-5, atol=1e-6)
 
     asyncio.run(main())
 

@@ -52,9 +52,9 @@ def _twice(node, peer, correction):
     MET(node, peer, correction)
 
 
-async def _without_the_last(merge, vector):
+async def _without_the_last(merge, vector, part):
     *others, last = merge.members
-    return await merge.reduce(vector, {**dict.fromkeys(others, 1 / len(others)), last: 0.0}, offset=True)
+    return await merge.reduce(vector, {**dict.fromkeys(others, 1 / len(others)), last: 0.0}, part)
 
 
 MET = NodeDriver.met

@@ -233,8 +233,8 @@ class Fabric:
         """What `swap` does, by one side alone, with a vector the peer has laid."""
         raise NotImplementedError
 
-    async def reduce(self, tag: Tag, vector: Tensor, weights: Weights, offset: bool = False) -> Tensor:
-        """The weighted sum of all members' vectors, or how far it is from this one.
+    async def reduce(self, tag: Tag, vector: Tensor, weights: Weights, part: float = 0.0) -> Tensor:
+        """The weighted sum of all members' vectors, or a part of how far it is from this one (0: the sum).
 
         All members call it alike. PeerLost if one is lost.
         """

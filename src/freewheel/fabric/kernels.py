@@ -62,20 +62,21 @@ extern "C" __global__ void fw_pull(float* mine, float* theirs, double share, dou
   }
 }
 
-// Each vector <- the weighted sum of all, or how far that is from it.
+// Each vector <- the weighted sum of all, or a part of how far that is from it.
 extern "C" __global__ void fw_all(float* v0, float* v1, float* v2, float* v3, float* v4, float* v5, float* v6,
                                   float* v7, double w0, double w1, double w2, double w3, double w4, double w5,
-                                  double w6, double w7, int count, int offset, double size) {
+                                  double w6, double w7, int count, double part, double size) {
   long long n = size;
   float* vectors[MOST] = {v0, v1, v2, v3, v4, v5, v6, v7};
   float weights[MOST] = {(float)w0, (float)w1, (float)w2, (float)w3,
                          (float)w4, (float)w5, (float)w6, (float)w7};
+  float toward = (float)part;
   for (EACH(n)) {
     float x[MOST], total = 0;
 #pragma unroll
     for (int k = 0; k < MOST; k++) if (k < count) total += weights[k] * (x[k] = vectors[k][i]);
 #pragma unroll
-    for (int k = 0; k < MOST; k++) if (k < count) vectors[k][i] = offset ? total - x[k] : total;
+    for (int k = 0; k < MOST; k++) if (k < count) vectors[k][i] = toward ? toward * (total - x[k]) : total;
   }
 }
 """
@@ -102,11 +103,11 @@ class Kernels:
         """mine <- share·(theirs - mine), theirs <- its negative."""
         self._run(self._pull, mine, theirs, float(share))
 
-    def all(self, vectors: Sequence[Tensor], weights: Sequence[float], offset: bool) -> None:
-        """Each vector <- the weighted sum of all, or how far that is from it."""
+    def all(self, vectors: Sequence[Tensor], weights: Sequence[float], part: float) -> None:
+        """Each vector <- the weighted sum of all, or a part of how far that is from it."""
         none = MOST - len(vectors)
         factors = [float(weight) for weight in weights] + [0.0] * none
-        self._run(self._all, *vectors, *[vectors[0]] * none, *factors, len(vectors), int(offset))
+        self._run(self._all, *vectors, *[vectors[0]] * none, *factors, len(vectors), float(part))
 
     def _run(self, kernel: Any, *arguments: Any) -> None:
         home: Tensor = arguments[0]

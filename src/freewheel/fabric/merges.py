@@ -54,18 +54,18 @@ class Merge:
         """The mean of the members' vectors, each of which is used up."""
         return await self.reduce(vector, self._alike())
 
-    async def offset(self, vector: Tensor) -> Tensor:
-        """How far the mean of the members' vectors is from this one, which is used up."""
-        return await self.reduce(vector, self._alike(), offset=True)
+    async def offset(self, vector: Tensor, part: float = 1.0) -> Tensor:
+        """How far the mean of the members' vectors is from this one, which is used up; or a part of it."""
+        return await self.reduce(vector, self._alike(), part)
 
     def _alike(self) -> Weights:
         return dict.fromkeys(self.members, 1 / len(self.members))
 
-    async def reduce(self, vector: Tensor, weights: Weights, offset: bool = False) -> Tensor:
+    async def reduce(self, vector: Tensor, weights: Weights, part: float = 0.0) -> Tensor:
         """See Fabric.reduce; each has a tag of its own, counted among those of the same members."""
         tag = (*self.tag, zlib.crc32(repr(tuple(weights)).encode()))
         self._reductions[tag] += 1
-        return await self._fabric.reduce((*tag, self._reductions[tag]), vector, weights, offset)
+        return await self._fabric.reduce((*tag, self._reductions[tag]), vector, weights, part)
 
     async def gather(self, note: Note) -> dict[int, Note]:
         """Every member's note, known to every member."""

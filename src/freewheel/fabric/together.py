@@ -8,7 +8,8 @@ More (`reduce`). Every member publishes its vector and tells the first one, whic
 other's windows into one group and tells all. In a group each worker adds up its share of the numbers over all
 vectors of the group; workers with the same share in different groups, on different hosts, add up these sums
 in a ring; then each writes the result over its share of all vectors of its group. So each host sends about
-two vectors, however many workers it has.
+two vectors, however many workers it has. Where there is one group and vectors are short, the first member
+adds up all: a GPU that all share does it at once.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from freewheel.fabric.frames import BadFrame, Kind
 from freewheel.fabric.notes import pack
 from freewheel.fabric.transfers import (
     LONG,
+    SHORT,
     Outgoing,
     add_up,
     combine_all,
@@ -192,14 +194,16 @@ class Together(Vectors):
 
     # -- all --
 
-    async def reduce(self, tag: Tag, vector: Tensor, weights: Weights, offset: bool = False) -> Tensor:
+    async def reduce(self, tag: Tag, vector: Tensor, weights: Weights, part: float = 0.0) -> Tensor:
         """See Fabric.reduce; the result is written over the vector."""
         others = [peer for peer in weights if peer != self.rank]
         kind = self._kind(others, vector)
         async with self._lent(vector, kind, others) as shown:
             groups = await self._groups(tuple(weights), tag, kind, shown)
             group = next(group for group in groups if any(rank == self.rank for rank, _ in group))
-            await self._share(groups, group, tag, shown, weights, offset)
+            alone = len(groups) == 1 and len(group) * shown.numel() <= SHORT[kind]
+            lanes = 1 if alone else min(map(len, groups))
+            await self._share(groups, group, lanes, tag, shown, weights, part)
         return vector
 
     def _kind(self, others: Sequence[int], vector: Tensor) -> str:
@@ -230,14 +234,15 @@ class Together(Vectors):
         self,
         groups: list[list[Shown]],
         group: list[Shown],
+        lanes: int,
         tag: Tag,
         shown: Tensor,
         weights: Weights,
-        offset: bool,
+        part: float,
     ) -> None:
         """Do this worker's share for its group, and wait until all shares of its group are done."""
         ranks = [rank for rank, _ in group]
-        lanes, lane = min(map(len, groups)), ranks.index(self.rank)
+        lane = ranks.index(self.rank)
         mates = [rank for rank in ranks if rank != self.rank]
         if lane < lanes:
             share = shares(shown.numel(), lanes)[lane]
@@ -247,10 +252,10 @@ class Together(Vectors):
                     parts.append((await self.opened(rank, tuple(locator), shown.numel()))[share])
             each = [weights[rank] for rank in (self.rank, *mates)]
             if len(groups) == 1:
-                await self.transfers.work(shown.numel(), lambda: combine_all(parts, each, offset))
+                await self.transfers.work(shown.numel(), lambda: combine_all(parts, each, part))
             else:
                 ring = [one[lane][0] for one in groups]
-                await self._ring(ring, (*tag, "ring"), parts, each, offset)
+                await self._ring(ring, (*tag, "ring"), parts, each, part)
             self._moved(len(mates) * parts[0].nbytes)
             for rank in mates:
                 self.post(rank, (*tag, "done"))
@@ -259,14 +264,14 @@ class Together(Vectors):
                 await self.receive((*tag, "done"), rank)
 
     async def _ring(
-        self, ring: Sequence[int], tag: Tag, parts: list[Tensor], weights: list[float], offset: bool
+        self, ring: Sequence[int], tag: Tag, parts: list[Tensor], weights: list[float], part: float
     ) -> None:
         """Add up the group's sums with those of other groups, chunk by chunk."""
         home, chunk = parts[0], collectives.CHUNK
         total = torch.empty(min(chunk, home.numel()), dtype=home.dtype, device=home.device)
         travels = torch.empty(total.shape, dtype=home.dtype, pin_memory=True) if home.is_cuda else total
         for at in range(0, home.numel(), chunk):
-            here = [part[at : at + chunk] for part in parts]
+            here = [one[at : at + chunk] for one in parts]
             size = here[0].numel()
 
             def gather(here: list[Tensor] = here, size: int = size) -> None:
@@ -277,7 +282,7 @@ class Together(Vectors):
             def hand_out(here: list[Tensor] = here, size: int = size) -> None:
                 total[:size].copy_(travels[:size])
                 for one, *some in pieces((total[:size], *here)):
-                    spread(one, some, offset)
+                    spread(one, some, part)
 
             await self.transfers.work(size, gather)
             await collectives.ring(self, ring, travels[:size], tag)

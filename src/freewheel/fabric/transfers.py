@@ -229,14 +229,14 @@ def combine_two(mine: Tensor, theirs: Tensor, meet: Meet) -> None:
             far.copy_(own.neg())
 
 
-def combine_all(vectors: Sequence[Tensor], weights: Sequence[float], offset: bool) -> None:
-    """Write over each vector the weighted sum of all of them, or how far that is from it."""
+def combine_all(vectors: Sequence[Tensor], weights: Sequence[float], part: float) -> None:
+    """Write over each vector the weighted sum of all of them, or a part of how far that is from it."""
     if len(vectors) <= kernels.MOST and (fused := _kernels(*vectors)) is not None:
-        fused.all(vectors, weights, offset)
+        fused.all(vectors, weights, part)
         return
     total = torch.empty_like(vectors[0][: _size(vectors[0])])
     for parts in pieces(vectors):
-        spread(add_up(total[: parts[0].numel()], parts, weights), parts, offset)
+        spread(add_up(total[: parts[0].numel()], parts, weights), parts, part)
 
 
 def _kernels(*vectors: Tensor) -> kernels.Kernels | None:
@@ -263,15 +263,18 @@ def add_up(total: Tensor, parts: Sequence[Tensor], weights: Sequence[float]) -> 
     return total
 
 
-def spread(total: Tensor, parts: Sequence[Tensor], offset: bool) -> None:
-    """Write a sum, or how far it is, over a piece of each vector."""
-    for part in parts:
-        if not offset:
-            part.copy_(total)
-        elif part.device == total.device:
-            torch.sub(total, part, out=part)
+def spread(total: Tensor, pieces: Sequence[Tensor], part: float) -> None:
+    """Write a sum, or a part of how far it is, over a piece of each vector."""
+    for piece in pieces:
+        if not part:
+            piece.copy_(total)
+            continue
+        if piece.device == total.device:
+            torch.sub(total, piece, out=piece)
         else:
-            part.copy_(total - part.to(total.device))
+            piece.copy_(total - piece.to(total.device))
+        if part != 1:
+            piece.mul_(part)
 
 
 def finite(piece: Tensor) -> bool:

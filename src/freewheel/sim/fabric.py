@@ -168,13 +168,15 @@ class VirtualFabric(Fabric):
             return
         self._transmit(peer, tag, vector, note, None)
 
-    async def reduce(self, tag: Tag, vector: Tensor, weights: Weights, offset: bool = False) -> Tensor:
+    async def reduce(self, tag: Tag, vector: Tensor, weights: Weights, part: float = 0.0) -> Tensor:
         """A ring of all members; see Fabric.reduce."""
         weight = weights[self.rank]
         total = vector.clone() if weight == 1 else vector * weight
         for at in range(0, total.numel(), collectives.CHUNK):
             await collectives.ring(self, tuple(weights), total[at : at + collectives.CHUNK], tag)
-        return total.sub_(vector) if offset else total
+        if not part:
+            return total
+        return total.sub_(vector) if part == 1 else total.sub_(vector).mul_(part)
 
     def queued_bytes(self) -> int:
         """Where ports are shared: what has not passed them."""
