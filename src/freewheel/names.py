@@ -61,12 +61,13 @@ def build(kind: str, spec: str, known: Mapping[str, Callable[..., T]], *given: A
 
 
 def read_value(what: str, text: str, wanted: Any) -> Any:
-    """Read ``text`` as the type ``wanted``: bool, int, float, str, or one of them or None."""
+    """Read ``text`` as the type ``wanted``: bool, int, float, str or a Literal, or one of them or None."""
     if isinstance(wanted, types.UnionType) or typing.get_origin(wanted) is typing.Union:
         options = typing.get_args(wanted)
         if text.lower() == "none" and type(None) in options:
             return None
-        wanted = next((t for t in (bool, int, float, str) if t in options), None)
+        plain = [t for t in (bool, int, float, str) if t in options]
+        wanted = next((t for t in (*plain, *options) if t is not type(None)), None)
     if typing.get_origin(wanted) is typing.Literal:
         if text not in typing.get_args(wanted):
             raise UnknownName(f"value of {what}:", text, typing.get_args(wanted))

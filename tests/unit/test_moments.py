@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import zlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -15,6 +19,7 @@ from freewheel.runtime.worker.inventory import live_replica
 from freewheel.runtime.worker.optimizers import joined
 from freewheel.runtime.worker.settings import Settings
 from freewheel.strategies import resolve
+from freewheel.strategies.sasgd import mean_moments
 from freewheel.tasks import resolve as resolve_task
 from lab import make
 
@@ -95,6 +100,64 @@ def test_a_merge_averages_moments_where_it_is_asked_to(optimizer):
         assert mine.keys() == theirs.keys() != set()
         for name, vector in mine.items():
             assert torch.equal(vector, theirs[name]) is (step % 2 == 1), (step, name)
+
+
+def test_momentum_is_averaged_and_the_common_model_has_some_where_nobody_says_otherwise():
+    def same(spec: str, momentum: float) -> bool:
+        named, plain = (make(one, workers=3, steps=9, momentum=momentum, lr=0.01) for one in ("sasgd", spec))
+        return named.run().trace_sha256 == plain.run().trace_sha256
+
+    assert same("sasgd:state=averaged:outer=0.3", 0.9)
+    assert not same("sasgd:state=local:outer=0", 0.9)
+    assert same("sasgd:state=local:outer=0", 0.0)
+
+
+def test_who_has_no_moments_counts_nothing_in_their_mean():
+    class Merge:
+        async def gather(self, note):
+            return {0: note, 1: (0, zlib.crc32(b"")), 2: note}
+
+        async def reduce(self, vector, weights):
+            return vector, weights
+
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    stepped(model, optimizer)
+    node = SimpleNamespace(rank=0, moments=Moments(optimizer, Replica.of(model)))
+    ((vector, weights),) = asyncio.run(mean_moments(node, Merge())).values()
+    assert weights == {0: 0.5, 1: 0.0, 2: 0.5}
+    assert torch.equal(vector, node.moments.get("momentum_buffer"))
+
+
+def test_who_comes_without_moments_takes_part():
+    faults = [fw.Fault("crash", 1, 0.05), fw.Fault("restart", 1, 0.11)]
+    simulation = make("sasgd:interval=2", workers=3, steps=20, momentum=0.9, lr=0.01, faults=faults)
+    simulation.run()
+    assert {one.node.counters.merges["done"] > 2 for one in simulation.workers.values()} == {True}
+    rows = torch.stack([one.study.get("momentum_buffer") for one in simulation.workers.values()])
+    assert torch.equal(rows[0], rows[2])
+
+
+def test_an_optimizer_that_keeps_more_is_left_alone_where_nobody_asks_for_its_mean():
+    def work(place):
+        torch.manual_seed(0)
+        model = net()
+
+        class Odd(torch.optim.SGD):
+            def step(self, closure=None):
+                super().step(closure)
+                self.state[model[0].weight]["history"] = torch.zeros(7)
+
+        optimizer = Odd(model.parameters(), lr=0.01, momentum=0.9)
+        with fw.Worker(model, optimizer, resolve("sasgd:interval=1"), Settings(join_timeout_s=30.0), place):
+            for _ in range(3):
+                optimizer.zero_grad()
+                model(torch.full((2, 3), 1.0 + place.rank)).square().mean().backward()
+                optimizer.step()
+        return [one.detach().clone() for one in model.parameters()]
+
+    first, second = together(2, work)
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(first, second, strict=True))
 
 
 def test_the_simulator_averages_momentum_too():

@@ -85,12 +85,15 @@ class Study:
         return sorted(self.moments)
 
     def get(self, name: str) -> Tensor:
-        """A copy of one."""
-        return torch.cat(self.moments[name])
+        """A copy of one; zeros where there is none yet."""
+        kept = self.moments.get(name)
+        return torch.cat(
+            [torch.zeros_like(one.gradient) for one in self.replica.blocks] if kept is None else kept
+        )
 
     def set(self, name: str, vector: Tensor) -> None:
-        """Overwrite one."""
-        for block, moment in zip(self.replica.blocks, self.moments[name], strict=True):
+        """Overwrite one, if there is one."""
+        for block, moment in zip(self.replica.blocks, self.moments.get(name, ()), strict=False):
             moment.copy_(vector[block.start : block.stop])
 
     def score(self) -> float:

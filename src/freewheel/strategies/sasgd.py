@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,18 +23,30 @@ def check_state(name: str, state: str, every: int) -> None:
     at_least(f"{name}: state_every", every, 1)
 
 
-async def mean_moments(node: Node, merge: Merge) -> dict[str, Tensor]:
-    """The means of all members' moments, by name."""
+async def mean_moments(node: Node, merge: Merge, asked: bool = True) -> dict[str, Tensor]:
+    """The means of the moments of all members that have some, by name; one who has just come has none.
+
+    An optimizer that keeps something else is an error where somebody asked for the mean, else left alone.
+    """
     if node.moments is None:
         return {}
-    names = node.moments.names()
-    notes = await merge.gather(tuple(map(float, "/".join(names).encode())))
-    if len(set(notes.values())) > 1:
+    names = []
+    try:
+        names = node.moments.names()
+    except ConfigError:
+        if asked:
+            raise
+    notes = await merge.gather((len(names), zlib.crc32("/".join(names).encode())))
+    having = [rank for rank, (count, _) in notes.items() if count]
+    if len({notes[rank] for rank in having}) > 1:
         raise ConfigError(
-            f"state=averaged: the optimizer of worker {node.rank} has {names or 'no moments'}, others not. "
+            f"state=averaged: the optimizer of worker {node.rank} has moments that others have not. "
             "Give all workers the same optimizer."
         )
-    return {name: await merge.mean(node.moments.get(name)) for name in names}
+    weights = {rank: 1 / len(having) if rank in having else 0.0 for rank in notes}
+    if not names:  # take part all the same
+        names = ["none"] * max(int(count) for count, _ in notes.values())
+    return {name: await merge.reduce(node.moments.get(name), weights) for name in names}
 
 
 def set_moments(node: Node, means: dict[str, Tensor]) -> None:
@@ -43,6 +56,8 @@ def set_moments(node: Node, means: dict[str, Tensor]) -> None:
         node.moments.set(name, vector)
 
 
+OUTER = 0.3
+"""The momentum of the common model where the workers' optimizers have momentum."""
 SHARE = 0.1
 """What a merge may cost where a plan chooses T, as a share of the steps between two merges."""
 
@@ -57,10 +72,11 @@ class SASGD(Strategy):
     With γ_p = γ/p (the default) this is Local SGD, also called K-AVG: the mean of the models. With
     γ_p = γ all workers' updates are added up, which needs a small γ.
 
-    Settings: interval (T), state (whether the optimizer's moments stay local or are averaged
-    too), state_every (every how many reductions), scale (γ_p/γ; None is 1/p), outer (momentum β of the
-    common model: x <- x̄ + β v, v the way it went last time), early (so many steps at the beginning after each
-    of which all reduce).
+    Settings: interval (T), state (whether the optimizer's moments stay local or are averaged too; None:
+    averaged where SGD has momentum and the common model is the mean), state_every (every how many
+    reductions), scale (γ_p/γ; None is 1/p), outer (momentum β of the common model: x <- x̄ + β v, v the way
+    it went last time; None: 0.3 where moments are averaged unasked, else 0), early (so many steps at the
+    beginning after each of which all reduce).
     Late, lost and doubled messages: a late worker delays everybody once in T steps. When one is lost, the
     others reduce again without it (p is how many they are), and what it did since the last merge is lost. A
     worker that comes begins with a copy of a member, at a merge (where γ_p or β is given, with the common x).
@@ -89,10 +105,13 @@ class SASGD(Strategy):
 
     interval: int = 8
     scale: float | None = None
-    state: Literal["local", "averaged"] = "local"
+    state: Literal["local", "averaged"] | None = None
     state_every: int = 1
-    outer: float = 0.0
+    outer: float | None = None
     early: int = 0
+
+    averages, beta = False, 0.0
+    """Whether moments are averaged, and the common model's momentum, as `start` finds it."""
 
     @classmethod
     def suited(cls, machines: Machines) -> dict[str, int]:
@@ -104,12 +123,12 @@ class SASGD(Strategy):
         """T is a number of steps, the scale a factor."""
         at_least("sasgd: the interval T", self.interval, 1)
         at_least("sasgd: early", self.early, 0)
-        check_state("sasgd", self.state, self.state_every)
+        check_state("sasgd", self.state or "local", self.state_every)
         if self.state == "averaged" and self.scale is not None:
             raise ConfigError("sasgd: state=averaged goes with the mean of the models; leave scale out.")
         if self.scale is not None and not 0 < self.scale < math.inf:
             raise ConfigError(f"sasgd: the scale γ_p/γ must be above 0, not {self.scale:g}.")
-        if not 0 <= self.outer < 1:
+        if self.outer is not None and not 0 <= self.outer < 1:
             raise ConfigError(f"sasgd: outer must be at least 0 and below 1, not {self.outer:g}.")
         if self.outer and self.scale is not None:
             raise ConfigError("sasgd: outer goes with the mean of the models; leave scale out.")
@@ -118,7 +137,10 @@ class SASGD(Strategy):
         """Remember the common model x, where it is needed; one who comes back does so at a merge."""
         self.x: Tensor | None = None
         self.v: Tensor | None = None
-        if self.scale is not None or self.outer:
+        usual = self.state is None and self.scale is None and node.momentum > 0
+        self.averages = self.state == "averaged" or usual
+        self.beta = (OUTER if usual else 0.0) if self.outer is None else self.outer
+        if self.scale is not None or self.beta:
             self.entered(node, await node.snapshot(keep=True))
         if node.rejoined:
             await self.merge(node)
@@ -134,7 +156,7 @@ class SASGD(Strategy):
 
     async def merge(self, node: Node) -> None:
         """Add up what all have done since the last time."""
-        if self.outer:
+        if self.beta:
             x, s, m, means = await node.merge(lambda merge: self.go_on(node, merge))
             self.x, self.v = m, m - x
             node.correct(m - s, own=True)
@@ -155,8 +177,8 @@ class SASGD(Strategy):
 
     async def moments(self, node: Node, merge: Merge) -> dict[str, Tensor]:
         """The mean moments, where they are due."""
-        due = self.state == "averaged" and merge.number % self.state_every == 0
-        return await mean_moments(node, merge) if due else {}
+        due = self.averages and merge.number % self.state_every == 0
+        return await mean_moments(node, merge, asked=self.state is not None) if due else {}
 
     async def go_on(self, node: Node, merge: Merge) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
         """The common model, this worker's snapshot, and the mean of all with a part of the way it went.
@@ -166,7 +188,7 @@ class SASGD(Strategy):
         assert self.x is not None, "start has run"  # it may have changed in this merge: see `entered`
         assert self.v is not None, "start has run"
         s = await node.snapshot(keep=True)
-        mean = await merge.mean(torch.add(s, self.v, alpha=self.outer))
+        mean = await merge.mean(torch.add(s, self.v, alpha=self.beta))
         return self.x, s, mean, await self.moments(node, merge)
 
     async def add_up(self, node: Node, merge: Merge) -> tuple[Tensor, Tensor, Tensor]:
@@ -181,5 +203,5 @@ class SASGD(Strategy):
 
     def entered(self, node: Node, weights: Tensor) -> None:
         """What was taken over is the common model."""
-        self.x = weights if self.scale is not None or self.outer else None
-        self.v = torch.zeros_like(weights) if self.outer else None
+        self.x = weights if self.scale is not None or self.beta else None
+        self.v = torch.zeros_like(weights) if self.beta else None
