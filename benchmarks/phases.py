@@ -11,6 +11,7 @@ late_pairs  each meets one; it counts at the next boundary of both
 pairs       each meets so many (`meetings`) at its boundary, one after the other; each difference counts
             1/(meetings + 1), at once, and for the other at its next boundary
 merge       all merge at each boundary; `part` of the difference counts, at once for those who are there
+            (both: in the `first` share of the steps; after that it counts for all at their next boundaries)
 local       weights and momentum are averaged every 8 steps, with `outer` momentum, and at every step in the
             first share of them (`early`)
 
@@ -100,7 +101,7 @@ def run(lab: Lab, form: str, steps: int, seed: int) -> float:
     order = torch.randperm(WORKERS, generator=draws).view(phases, -1)
     for tick in range(steps * phases):
         step, here, warmup = tick / phases, order[tick % phases], steps / 20
-        share = (step - warmup) / (steps - warmup)
+        share, fresh = (step - warmup) / (steps - warmup), step < given.get("first", 1.0) * steps
         lr = LR * ((step + 1) / (warmup + 1) if share < 0 else 0.5 * (1 + math.cos(math.pi * share)))
         g = lab.gradients(x[here], *lab.batch(len(here), draws))
         g = g.mean(0).expand_as(g) if kind == "all" else g
@@ -110,7 +111,7 @@ def run(lab: Lab, form: str, steps: int, seed: int) -> float:
         pending[here] = 0
         if kind in ("late", "merge"):
             moved = given.get("part", 1.0) * ((x + pending).mean(0) - x - pending)
-            if kind == "merge":
+            if kind == "merge" and fresh:
                 x[here] += moved[here]
                 moved[here] = 0
             pending += moved
@@ -119,7 +120,7 @@ def run(lab: Lab, form: str, steps: int, seed: int) -> float:
             for rank in here.tolist():
                 for other in others(rank, meetings, draws):
                     moved = (x[other] + pending[other] - x[rank] - pending[rank]) / (meetings + 1)
-                    (x if kind == "pairs" else pending)[rank] += moved
+                    (x if kind == "pairs" and fresh else pending)[rank] += moved
                     pending[other] -= moved
         elif kind == "local" and ((tick + 1) % INTERVAL == 0 or tick < given.get("early", 0) * steps):
             to = x.mean(0) + given.get("outer", 0.0) * way

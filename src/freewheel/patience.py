@@ -2,7 +2,8 @@
 
 What a worker exchanges beside its steps counts a step late. If it waits a moment at its boundary, its last
 update is averaged before the next gradient is computed. That needs an exchange that is short beside a step;
-where waiting is mostly in vain, a worker hardly ever tries.
+where waiting is mostly in vain, a worker hardly ever tries. Nor does it wait once the learning rate has
+fallen: a late update costs most where updates are large.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+MOMENT = 2.0
+"""The patience of workers whose optimizer has momentum, which carries on what was averaged late."""
 SELDOM, AGAIN = 512, 3
 """Where waiting is mostly in vain, a worker tries in this many steps of so many."""
 ENOUGH = 0.5
@@ -17,18 +20,26 @@ ENOUGH = 0.5
 
 
 class Patience:
-    """A worker's patience: the share of a step that it waits at most; 0: it never waits."""
+    """A worker's patience: the share of a step that it waits at most; 0: it never waits.
 
-    def __init__(self, most: float) -> None:
-        self.most = most
+    It ends where the learning rate is below a share (`low`) of the highest it has had.
+    """
+
+    def __init__(self, most: float, low: float = 0.5) -> None:
+        self.most, self.low = most, low
+        self._highest = 0.0
+        """The highest learning rate so far."""
         self.under_way: asyncio.Task[Any] | None = None
         """What is or was waited for; it goes on beside where that was in vain."""
         self._used = 0.0
         """Which share of it the waits took, a running mean."""
 
-    def tries(self, step: int) -> bool:
-        """Whether to wait after so many steps."""
+    def tries(self, step: int, lr: float = 0.0) -> bool:
+        """Whether to wait after so many steps, the last with this learning rate."""
+        self._highest = max(self._highest, lr)
         if self.most == 0 or (self.under_way is not None and not self.under_way.done()):
+            return False
+        if lr < self.low * self._highest:
             return False
         return self._used < ENOUGH or step % SELDOM < AGAIN
 

@@ -25,14 +25,35 @@ def test_a_moment_makes_the_last_update_count_at_once(slow):
     assert patient.idle_share < 0.12
 
 
-@pytest.mark.parametrize(("momentum", "workers", "waits"), [(0.0, 8, False), (0.9, 4, False), (0.9, 8, True)])
-def test_where_momentum_carries_an_update_on_a_moment_is_waited_unasked(momentum, workers, waits):
+@pytest.mark.parametrize(
+    ("strategy", "momentum", "workers", "waits"),
+    [
+        ("adpsgd", 0.0, 8, False),
+        ("adpsgd", 0.9, 2, False),
+        ("adpsgd", 0.9, 4, True),
+        ("adpsgd", 0.9, 8, True),
+        ("nodelay_free", 0.0, 8, False),
+        ("nodelay_free", 0.9, 4, False),
+        ("nodelay_free", 0.9, 8, True),
+        ("nodelay_free:patience=0", 0.9, 8, False),
+    ],
+)
+def test_where_momentum_carries_an_update_on_a_moment_is_waited_unasked(strategy, momentum, workers, waits):
     compute = fw.Compute(ms=20, kind="lognormal", spread=0.1)
     result = timing(
-        "adpsgd", workers=workers, steps=100, compute=compute, links=QUICK, model_mb=1, momentum=momentum
+        strategy, workers=workers, steps=100, compute=compute, links=QUICK, model_mb=1, momentum=momentum
     )
     assert (result.staleness_mean < 0.1) is waits
     assert (result.idle_share > 0) is waits
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd:patience=1", "nodelay_free:patience=1"])
+def test_once_the_rate_has_fallen_nobody_waits(strategy):
+    compute = fw.Compute(ms=20, kind="lognormal", spread=0.1)
+    alike = {"workers": 4, "steps": 200, "compute": compute, "links": QUICK, "model_mb": 1}
+    always, while_high = (timing(strategy, schedule=schedule, **alike) for schedule in ("constant", "cosine"))
+    assert 0.4 < while_high.idle_share / always.idle_share < 0.6
+    assert always.staleness_mean < 0.1 < 0.3 < while_high.staleness_mean
 
 
 def test_exchanges_that_take_long_are_hardly_ever_waited_for():

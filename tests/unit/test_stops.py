@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 import freewheel as fw
+from crew import together
+from freewheel.runtime.worker.settings import Settings
 from freewheel.strategies import resolve
 from lab import timing
 
@@ -30,7 +33,32 @@ def test_who_merges_every_few_steps_stops_there_only(spec):
 @pytest.mark.parametrize(("tau", "steps"), [(None, []), (3, [3, 4])])
 def test_nodelay_free_stops_at_its_bound(tau, steps):
     strategy = fw.FreeNoDelay(tau=tau)
-    assert [step for step in range(5) if strategy.stops(SimpleNamespace(unmerged_steps=step))] == steps
+    nodes = [SimpleNamespace(unmerged_steps=step, steps=step, lr=0.1) for step in range(5)]
+    assert [node.steps for node in nodes if strategy.stops(node)] == steps
+
+
+def test_a_strategy_sees_the_rate_of_each_step():
+    seen = []
+
+    class Looks(fw.ADPSGD):
+        def stops(self, node):
+            seen.append(node.lr)
+            return False
+
+    def work(place):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+        with fw.Worker(model, optimizer, Looks(), Settings(join_timeout_s=30.0), place):
+            for _ in range(3):
+                model(torch.ones(1, 3)).sum().backward()
+                optimizer.step()
+                schedule.step()
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.1)
+            optimizer.step()
+
+    together(1, work)
+    assert seen == [0.5, 0.25, 0.125, 0.0]  # a tensor may lie on a device, which nobody waits for
 
 
 @pytest.mark.parametrize("kind", [fw.ADPSGD, fw.SASGD, fw.AllReduce])

@@ -216,7 +216,8 @@ class Simulation:
     def _rate(self, worker: SimulatedWorker) -> float:
         """The learning rate of a worker's next step, by what all have done."""
         done = worker.node.steps if self.steps is not None else self.completed / self.scenario.workers
-        return self.school.lr * self.scenario.rates.factor(done) * worker.node.rate_share
+        worker.node.lr = self.school.lr * self.scenario.rates.factor(done)
+        return worker.node.lr * worker.node.rate_share
 
     def _worker(self, rank: int) -> SimulatedWorker:
         school, life = self.school, self.wire.life[rank]

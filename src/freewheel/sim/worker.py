@@ -123,7 +123,7 @@ class SimulatedWorker:
     async def step(self, rate_of: Callable[[SimulatedWorker], float]) -> None:
         """One step: a batch, a gradient, the strategy's part, a boundary."""
         node, strategy, study, counters = self.node, self.strategy, self.study, self.node.counters
-        rate, batch = 0.0, None
+        batch = None
         if self.hand is not None:
             counters.wait("data", self.loop.time())
             batch = await self._draw(self.hand)
@@ -138,8 +138,8 @@ class SimulatedWorker:
             counters.wait("peers", self.loop.time())
             await strategy.before_step(node)
             counters.go_on(self.loop.time())
+        rate = rate_of(self)
         if study is not None:
-            rate = rate_of(self)
             study.step(rate)
         counters.steps += 1
         if self._after and (self._always or strategy.stops(node)):

@@ -8,18 +8,14 @@ from freewheel import topology
 from freewheel.errors import ConfigError, at_least
 from freewheel.fabric.base import Pull
 from freewheel.node import Node
-from freewheel.patience import Patience
+from freewheel.patience import MOMENT, Patience
 from freewheel.strategy import Machines, Strategy
 from freewheel.topology import Topology
 
 AT_BOUNDARY = 8
 """How many neighbours a worker asks while it waits at its boundary."""
-MOMENT, FEW = 2.0, 4
-"""The patience of workers, more than a few, whose optimizer has momentum.
-
-The more there are, the higher their rate, and the noisier each one's own step until it is averaged; momentum
-carries on what was averaged late.
-"""
+FEW, MANY = 2, 5
+"""More workers than the first wait there; so many and more meet two neighbours, and wait for longer."""
 
 
 @dataclass
@@ -34,15 +30,16 @@ class ADPSGD(Strategy):
     whatever steps fall in between.
 
     Each worker takes part in about one exchange a step: it calls a neighbour late in a step in which no
-    other worker has called it, so that what it gets is fresh at its boundary. Where that is too late, many
-    workers with momentum, it calls two at its boundary and waits for them; each difference counts a third.
+    other worker has called it, so that what it gets is fresh at its boundary. With momentum that is too
+    late while the learning rate is high: it then calls one or two at its boundary and waits for them.
 
     Settings: topology (who may meet whom), tries (neighbours asked before the worker lets a step pass
     without an exchange), every (steps for each exchange), per_step (exchanges in a step, where the links
     are fast), quasi_global (momentum follows the way the weights went), patience (the share of a
     step that a worker waits at most for exchanges it begins at its boundary; 0: it never does; None: 2 where
-    more than 4 workers have an optimizer with momentum, else 0), meetings (neighbours it meets there, one
-    after the other; with k of them each difference counts 1/(k+1)).
+    more than 2 workers have an optimizer with momentum, else 0; it ends when the learning rate has fallen to
+    half of its highest), meetings (neighbours it meets there, one after the other; with k of them each
+    difference counts 1/(k+1); None: 2 where there are 5 workers or more, else 1).
     Late, lost and doubled messages: a late peer delays only the pair's own exchange, and a step for as long
     as there is patience. A peer lost before both have both snapshots: neither corrects. See
     fabric/exchange.py.
@@ -70,10 +67,10 @@ class ADPSGD(Strategy):
     per_step: int = 1
     quasi_global: bool = False
     patience: float | None = None
-    meetings: int = 2
+    meetings: int | None = None
 
     moment, most = Patience(0), 1
-    """How long it waits, and whom it meets then, as `start` finds it."""
+    """How long it waits at its boundary, and how many it meets there, as `start` finds it."""
 
     @classmethod
     def round_s(cls, machines: Machines) -> float:
@@ -87,16 +84,18 @@ class ADPSGD(Strategy):
         at_least("adpsgd: per_step", self.per_step, 1)
         at_least("adpsgd: patience", self.patience, 0)
         at_least("adpsgd: meetings", self.meetings, 1)
-        if self.meetings > AT_BOUNDARY:
+        if self.meetings is not None and self.meetings > AT_BOUNDARY:
             raise ConfigError(f"adpsgd: meetings must be at most {AT_BOUNDARY}, not {self.meetings}.")
         topology.resolve(self.topology, world_size)
 
     async def start(self, node: Node) -> None:
         """Be patient anew."""
         usual = MOMENT if node.momentum and node.world_size > FEW else 0.0
-        self.moment = Patience(usual if self.patience is None else self.patience)
+        many = node.world_size >= MANY
+        self.moment = Patience(usual if self.patience is None else self.patience, 0.25 if many else 0.5)
         fewest = topology.resolve(self.topology, node.world_size).fewest
-        self.most = max(1, min(self.meetings, fewest)) if self.moment.most else 1
+        meetings = 1 + many if self.meetings is None else self.meetings
+        self.most = max(1, min(meetings, fewest)) if self.moment.most else 1
 
     @property
     def meet(self) -> Pull:
@@ -105,7 +104,7 @@ class ADPSGD(Strategy):
 
     def stops(self, node: Node) -> bool:
         """Where waiting is worth it."""
-        due = self.moment.tries(node.steps) and node.steps % self.every == 0
+        due = self.moment.tries(node.steps, node.lr) and node.steps % self.every == 0
         return due and topology.resolve(self.topology, node.world_size).initiates(node.rank)
 
     async def after_step(self, node: Node) -> None:

@@ -10,7 +10,15 @@ from freewheel.errors import at_least
 from freewheel.fabric.base import NotNow
 from freewheel.fabric.merges import Merge
 from freewheel.node import Node
+from freewheel.patience import MOMENT, Patience
 from freewheel.strategy import Strategy
+
+FEW, PART = 4, 0.7
+"""More workers than that wait for merges; how much of the difference to the mean counts then.
+
+At its boundary a worker merges its last update with models the others have not moved since theirs. All of
+the difference would leave it one n-th of that update until they have.
+"""
 
 
 @dataclass
@@ -24,8 +32,13 @@ class FreeNoDelay(Strategy):
     A slow worker gives a snapshot that has moved little; the others do not wait for its gradient. A merge
     counts everywhere or nowhere: the worker of lowest rank leads, see fabric/free_merges.py.
 
+    Where that is too late, many workers with momentum, a worker waits a moment at its boundary for a merge
+    with its last update, and 0.7 of the difference to P counts, for all.
+
     Settings: every (updates that call for a merge), tau (a worker that many gradients ahead of its last
-    merge waits for the next; None: it never waits).
+    merge waits for the next; None: it never does), patience (the share of a step that a worker waits at most
+    for a merge at its boundary; 0: it never does; None: 2 where more than 4 workers have an optimizer with
+    momentum, else 0; it ends when the learning rate has fallen to half of its highest).
     Late, lost and doubled messages: a merge in which a worker is lost is dropped on all sides and done
     again with the others, and of two members that cannot reach each other one is left out; if the leader
     is lost while it says "commit", some may have heard it (counted as half) and the next merge evens it
@@ -50,11 +63,16 @@ class FreeNoDelay(Strategy):
 
     every: int = 1
     tau: int | None = None
+    patience: float | None = None
+
+    moment = Patience(0)
+    """How long it waits at its boundary, as `start` finds it."""
 
     def check(self, world_size: int) -> None:
-        """Both count steps."""
+        """All are of steps."""
         at_least("nodelay_free: every", self.every, 1)
         at_least("nodelay_free: tau", self.tau, self.every)
+        at_least("nodelay_free: patience", self.patience, 0)
 
     async def start(self, node: Node) -> None:
         """Be ready to give a snapshot at any time."""
@@ -62,17 +80,32 @@ class FreeNoDelay(Strategy):
         async def offset(merge: Merge) -> Tensor:
             if (s := await node.snapshot_soon()) is None:
                 raise NotNow
-            return await merge.offset(s)
+            return await merge.offset(s, part)
 
+        usual = MOMENT if node.momentum and node.world_size > FEW else 0.0
+        self.moment = Patience(usual if self.patience is None else self.patience)
+        part = PART if self.moment.most else 1.0
         self.free = node.free_merges(offset)
 
-    def stops(self, node: Node) -> bool:
-        """At the bound τ."""
+    def _bound(self, node: Node) -> bool:
         return self.tau is not None and node.unmerged_steps >= self.tau
+
+    def stops(self, node: Node) -> bool:
+        """At the bound τ, and where waiting is worth it."""
+        due = node.unmerged_steps >= self.every
+        return (due and self.moment.tries(node.steps, node.lr)) or self._bound(node)
 
     async def after_step(self, node: Node) -> None:
         """Wait for a merge."""
-        await self.free.ask_until(lambda: not self.stops(node))
+        if self._bound(node):
+            await self.free.ask_until(lambda: not self._bound(node))
+        else:
+            await node.linger(self.moment, self._fresh(node))
+
+    async def _fresh(self, node: Node) -> None:
+        now = node.steps
+        while node.steps - node.unmerged_steps < now and await self.free.ask():
+            pass
 
     async def background(self, node: Node) -> None:
         """Ask for a merge whenever there is something to merge."""
