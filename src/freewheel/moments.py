@@ -50,6 +50,11 @@ def adam_rate(rate: float, strategy: Strategy | None, workers: int) -> float:
     return rate * math.sqrt(workers) if mixes else rate
 
 
+def momentum_of(optimizer: torch.optim.Optimizer) -> float:
+    """The momentum of its first weights, 0 where it has none."""
+    return float(optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
+
+
 class Moments:
     """The moments of an optimizer as vectors, one for each name, in the order of a replica's weights."""
 

@@ -62,8 +62,8 @@ class Node:
         """The training loss of the last step."""
         self.momentum = 0.0
         """The optimizer's momentum, 0 where it has none."""
-        self.lr = 0.0
-        """Its learning rate in the last step, 0 where that is not known."""
+        self.rate_left = 1.0
+        """Its learning rate in the last step, as a share of the highest so far; 1 where that is not known."""
         self.step_s = 0.0
         """How long this worker's gradients take, a running mean."""
         self._recent_s: deque[float] = deque(maxlen=8)

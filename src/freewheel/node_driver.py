@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -32,6 +33,7 @@ class NodeDriver(Node):
         self.farewells = Farewells(fabric, self, spawn, random)
         self._views = Views(fabric, spawn, self._donor)
         self._merges = Merges(self._views, self._give, self._take, self._count_merge)
+        self._highest_lr = 0.0
         self._joining = False
 
     @property
@@ -43,6 +45,12 @@ class NodeDriver(Node):
         """A gradient is there, the first or a later one of this life."""
         self.step_s += (seconds - self.step_s) / number
         self._recent_s.append(seconds)
+
+    def rated(self, lr: Any, initial_lr: float = 0.0) -> None:
+        """The optimizer has stepped with this rate; it began, in this life or another, with that one."""
+        if isinstance(lr, int | float):  # a tensor's would wait for its device
+            self._highest_lr = max(self._highest_lr, lr, initial_lr)
+            self.rate_left = lr / self._highest_lr if self._highest_lr else 1.0
 
     def due(self) -> bool:
         """Whether somebody waits for the step that was just made."""

@@ -22,24 +22,21 @@ ENOUGH = 0.5
 class Patience:
     """A worker's patience: the share of a step that it waits at most; 0: it never waits.
 
-    It ends where the learning rate is below a share (`low`) of the highest it has had.
+    It ends where less than so much (`low`) of the learning rate is left.
     """
 
     def __init__(self, most: float, low: float = 0.5) -> None:
         self.most, self.low = most, low
-        self._highest = 0.0
-        """The highest learning rate so far."""
         self.under_way: asyncio.Task[Any] | None = None
         """What is or was waited for; it goes on beside where that was in vain."""
         self._used = 0.0
         """Which share of it the waits took, a running mean."""
 
-    def tries(self, step: int, lr: float = 0.0) -> bool:
-        """Whether to wait after so many steps, the last with this learning rate."""
-        self._highest = max(self._highest, lr)
+    def tries(self, step: int, rate_left: float = 1.0) -> bool:
+        """Whether to wait after so many steps, the last with so much of the highest learning rate."""
         if self.most == 0 or (self.under_way is not None and not self.under_way.done()):
             return False
-        if lr < self.low * self._highest:
+        if rate_left < self.low:
             return False
         return self._used < ENOUGH or step % SELDOM < AGAIN
 

@@ -175,14 +175,18 @@ def test_another_strategy_or_setting_is_refused_by_name(given, words):
     assert first is None or f"it was refused: {words}" in str(first)
 
 
-@pytest.mark.parametrize("what", ["seed", "optimizer"])
+@pytest.mark.parametrize("what", ["seed", "optimizer", "momentum"])
 def test_another_seed_or_optimizer_is_refused_by_name(what, caplog):
     kinds = (torch.optim.SGD, torch.optim.AdamW)
 
     def work(place: Place) -> None:
         model = net()
         kind, seed = (kinds[place.rank], 0) if what == "optimizer" else (kinds[0], place.rank)
-        with make(place, model, kind(model.parameters(), lr=0.1 + place.rank), seed=seed):
+        optimizer = kind(model.parameters(), lr=0.1 + place.rank)
+        if what == "momentum":
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9 * place.rank)
+            seed = 0
+        with make(place, model, optimizer, seed=seed):
             pass
 
     first, odd = outcomes(2, work)
@@ -190,6 +194,7 @@ def test_another_seed_or_optimizer_is_refused_by_name(what, caplog):
     words = {
         "seed": "it has seed=1, worker 0 has seed=0",
         "optimizer": "it has optimizer=AdamW, worker 0 has optimizer=SGD",
+        "momentum": "it has momentum=yes, worker 0 has momentum=no",
     }
     assert f"{words[what]}. Give all" in str(odd)
     assert f"it lacks worker 1: it was refused: {words[what]}" in caplog.text

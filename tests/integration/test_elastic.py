@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,6 +13,7 @@ from crew import next_life, together
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.worker import joining
 from freewheel.runtime.worker.agent import Agent
+from freewheel.runtime.worker.ending import Ending
 from freewheel.runtime.worker.settings import Settings
 
 DEADLINE_S = 60.0
@@ -28,12 +30,12 @@ def net(seed: int) -> nn.Module:
     return model
 
 
-def attach(place: Place, seed: int) -> tuple[nn.Module, crew.Worker]:
+def attach(place: Place, seed: int, strategy: str = "adpsgd") -> tuple[nn.Module, crew.Worker]:
     model = net(seed)
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.Adam(weights, lr=0.01)
     made = crew.Worker(
-        model, optimizer, crew.strategies.resolve("adpsgd"), Settings(join_timeout_s=30.0), place
+        model, optimizer, crew.strategies.resolve(strategy), Settings(join_timeout_s=30.0), place
     )
     made.model, made.optimizer = model, optimizer
     return model, made
@@ -93,6 +95,45 @@ def test_a_worker_that_comes_back_is_a_copy_of_a_living_one():
 
     living, returned = together(2, work)
     assert len(living) == len(returned) > 10
+    for mine, theirs in zip(living, returned, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("strategy", ["adpsgd", "sasgd:interval=2", "nodelay", "dpsgd"])
+def test_who_comes_back_when_the_loops_of_all_others_have_ended_copies_one_of_them(
+    strategy, monkeypatch, caplog
+):
+    gone, ended, back = threading.Event(), threading.Event(), threading.Event()
+    all_there = Ending._all_there
+
+    def waits(ending: Ending) -> bool:
+        ended.set()
+        return back.is_set() and all_there(ending)
+
+    monkeypatch.setattr(Ending, "_all_there", waits)
+
+    def work(place: Place) -> list[torch.Tensor]:
+        model, worker = attach(place, seed=place.rank, strategy=strategy)
+        if place.rank == 1:
+            try:
+                with worker:
+                    raise Left
+            except Left:
+                gone.set()
+            assert ended.wait(DEADLINE_S)
+            model, worker = attach(next_life(place), seed=7, strategy=strategy)
+            with worker:
+                found = everything(worker)
+                back.set()
+            return found
+        with worker:
+            assert gone.wait(DEADLINE_S)
+            for _ in range(6):
+                step(model, worker.optimizer)
+            return everything(worker)
+
+    living, returned = together(2, work)
+    assert "begins anew" not in caplog.text
     for mine, theirs in zip(living, returned, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
 

@@ -148,3 +148,23 @@ def test_who_has_few_neighbours_meets_few_and_takes_more_of_each(topology, part)
 def test_more_meetings_than_can_be_tried_are_refused():
     with pytest.raises(fw.ConfigError, match="at most 8, not 9"):
         timing("adpsgd:meetings=9", workers=16, steps=1)
+
+
+@pytest.mark.parametrize(("members", "waits"), [(2, False), (5, True)])
+def test_where_nobody_says_workers_that_are_there_count_and_not_their_places(members, waits):
+    faults = [fw.Fault("crash", rank, 0.001) for rank in range(members, 8)]
+    alike = {
+        "workers": 8,
+        "momentum": 0.9,
+        "links": QUICK,
+        "compute": fw.Compute(ms=20, kind="uniform", spread=0.2),
+    }
+    result = timing("nodelay_free", steps=60, faults=faults, model_mb=1, **alike)
+    assert (result.idle_share > 0.01) is waits
+
+
+def test_who_comes_late_in_a_schedule_knows_how_high_the_rate_was():
+    simulation = make("adpsgd", workers=3, steps=40, momentum=0.9, schedule="cosine",
+                      faults=[fw.Fault("crash", 2, 0.05), fw.Fault("restart", 2, 0.3)])  # fmt: skip
+    simulation.run()
+    assert simulation.workers[2].node.rate_left < 0.5

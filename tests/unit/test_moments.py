@@ -248,3 +248,19 @@ def test_the_moments_of_several_optimizers_are_found_and_none_is_left_in_another
     ]
     torch.testing.assert_close(found, torch.cat([one.flatten() for one in both]))
     assert [len(one.state) for one in (first, second)] == [1, 1]
+
+
+def test_without_gradients_moments_are_sent_all_the_same():
+    with_them, without = (
+        make("sasgd:interval=4", workers=4, steps=8, momentum=0.9, gradients=gradients).run()
+        for gradients in (True, False)
+    )
+    assert with_them.bytes_per_step == pytest.approx(without.bytes_per_step, rel=0.2)
+
+
+def test_with_an_interval_of_one_momentum_is_averaged_and_the_model_is_the_mean():
+    averaged, named = (
+        make(spec, workers=3, steps=9, momentum=0.9) for spec in ("sasgd:interval=1", "allreduce")
+    )
+    averaged.run(), named.run()
+    torch.testing.assert_close(averaged.answer(), named.answer())

@@ -33,7 +33,9 @@ def test_who_merges_every_few_steps_stops_there_only(spec):
 @pytest.mark.parametrize(("tau", "steps"), [(None, []), (3, [3, 4])])
 def test_nodelay_free_stops_at_its_bound(tau, steps):
     strategy = fw.FreeNoDelay(tau=tau)
-    nodes = [SimpleNamespace(unmerged_steps=step, steps=step, lr=0.1) for step in range(5)]
+    nodes = [
+        SimpleNamespace(unmerged_steps=step, steps=step, members=range(8), rate_left=1.0) for step in range(5)
+    ]
     assert [node.steps for node in nodes if strategy.stops(node)] == steps
 
 
@@ -42,7 +44,7 @@ def test_a_strategy_sees_the_rate_of_each_step():
 
     class Looks(fw.ADPSGD):
         def stops(self, node):
-            seen.append(node.lr)
+            seen.append(node.rate_left)
             return False
 
     def work(place):
@@ -58,7 +60,7 @@ def test_a_strategy_sees_the_rate_of_each_step():
             optimizer.step()
 
     together(1, work)
-    assert seen == [0.5, 0.25, 0.125, 0.0]  # a tensor may lie on a device, which nobody waits for
+    assert seen == [1.0, 0.5, 0.25, 0.25]  # a tensor may lie on a device, which nobody waits for
 
 
 @pytest.mark.parametrize("kind", [fw.ADPSGD, fw.SASGD, fw.AllReduce])

@@ -54,6 +54,11 @@ class FreeMerges:
         self._spawn(hear(self.fabric, REACH, self._forgive))
         self._spawn(self._watch())
 
+    @property
+    def busy(self) -> bool:
+        """Whether this worker is in a merge."""
+        return self._calls.busy
+
     async def ask(self) -> bool:
         """Ask for a merge after the last one known here; return when it is over.
 

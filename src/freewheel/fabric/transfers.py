@@ -41,7 +41,7 @@ HOST_PIECE, DEVICE_PIECE = 1 << 16, 1 << 23
 """Numbers that are combined at once. A few of these pieces should fit the processor's cache; on a GPU more
 would be faster, and need more memory."""
 SHORT = {STREAM: -1, HOST: INLINE, DEVICE: 1 << 24}
-"""Vectors of at most so many numbers are combined by one of two workers alone, by the way they travel."""
+"""Vectors of at most so many numbers, of two or all together, one worker combines, by the way they travel."""
 ALIGN = 64
 """Shares of a vector begin at multiples of so many numbers."""
 

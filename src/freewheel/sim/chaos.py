@@ -156,8 +156,8 @@ class Chaos(Simulation):
 
     @staticmethod
     def _merging(worker: SimulatedWorker) -> bool:
-        taking = getattr(worker.strategy, "taking", None)
-        return taking is not None and not taking.done()
+        free = getattr(worker.strategy, "free", None)
+        return free is not None and free.busy
 
     def counted(self, what: str, outcome: str) -> int:
         """How often something ended in some way, in all lives."""
@@ -178,6 +178,7 @@ def run(strategy: Strategy, name: str, task: Task, seed: int, workers: int) -> O
         seed=seed,
         batches=BATCHES,
         evaluations=0,
+        momentum=rng.choice((0.0, 0.9)),
     )
     chaos = Chaos(strategy, task, scenario)
     try:
@@ -201,7 +202,8 @@ def run(strategy: Strategy, name: str, task: Task, seed: int, workers: int) -> O
 
 def _mean(chaos: Chaos) -> str:
     gaps = chaos.excused + chaos.counted("exchanges", "half") + chaos.counted("merges", "half")
-    if not chaos.strategy.keeps_mean or gaps or chaos.corrections is None:
+    kept = all(worker.strategy.keeps_mean for worker in chaos.workers.values())
+    if not kept or gaps or chaos.corrections is None:
         return ""
     off = float(chaos.corrections.abs().max())
     return f"mean: corrections sum to {off:.3g}, not to 0" if off > TOLERANCE else ""

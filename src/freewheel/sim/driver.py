@@ -216,8 +216,9 @@ class Simulation:
     def _rate(self, worker: SimulatedWorker) -> float:
         """The learning rate of a worker's next step, by what all have done."""
         done = worker.node.steps if self.steps is not None else self.completed / self.scenario.workers
-        worker.node.lr = self.school.lr * self.scenario.rates.factor(done)
-        return worker.node.lr * worker.node.rate_share
+        rate = self.school.lr * self.scenario.rates.factor(done)
+        worker.node.rated(rate, self.school.lr)
+        return rate * worker.node.rate_share
 
     def _worker(self, rank: int) -> SimulatedWorker:
         school, life = self.school, self.wire.life[rank]
@@ -226,6 +227,7 @@ class Simulation:
             rank, self.strategy, self.scenario, self.wire, *model, self._fail, self.gradients
         )
         worker.node.momentum, worker.limit = school.momentum, self.steps
+        worker.node.moments = worker.study or school.moments()
         self.records.watch(worker)
         return worker
 

@@ -126,6 +126,24 @@ class AdamStudy(Study):
             block.weights.addcdiv_(mean, size, value=-lr / mean_share)
 
 
+class BlankMoments:
+    """What an optimizer would remember, where nothing is trained and time alone counts."""
+
+    def __init__(self, names: list[str], size: int) -> None:
+        self._names, self._size = names, size
+
+    def names(self) -> list[str]:
+        """The optimizer's moments."""
+        return self._names
+
+    def get(self, name: str) -> Tensor:
+        """Zeros."""
+        return torch.zeros(self._size)
+
+    def set(self, name: str, vector: Tensor) -> None:
+        """Nothing is kept."""
+
+
 class School:
     """What all workers of a run begin with: the model, the optimizer's settings, and what a model weighs."""
 
@@ -156,6 +174,11 @@ class School:
         if not scenario.gradients:  # a short vector stands for the model; a ring cuts it into equal parts
             self.blank_size = scenario.workers * -(-1024 // scenario.workers)
         self.value_bytes = self.model_bytes / self.blank_size
+
+    def moments(self) -> BlankMoments:
+        """For a worker that trains nothing."""
+        adam = ["exp_avg", "exp_avg_sq"] if self._scenario.optimizer == "adamw" else []
+        return BlankMoments([MOMENTUM] if self.momentum else adam, self.blank_size)
 
     def study(self, rank: int, life: int) -> Study | None:
         """A worker's own, in one of its lives; None: nothing is trained."""

@@ -72,7 +72,7 @@ class SimulatedWorker:
             self.strategy,
         )
         if study is not None:
-            self.node.judge, self.node.moments = study.score, study
+            self.node.judge = study.score
         if study is not None and self.strategy.quasi_global:
             study.follow()
         self.node.counters.measure = self.node.counters.measure_always = study is not None

@@ -104,7 +104,8 @@ class ADPSGD(Strategy):
 
     def stops(self, node: Node) -> bool:
         """Where waiting is worth it."""
-        due = self.moment.tries(node.steps, node.lr) and node.steps % self.every == 0
+        due = node.steps % self.every == 0 and (self.patience is not None or len(node.members) > FEW)
+        due = due and self.moment.tries(node.steps, node.rate_left)
         return due and topology.resolve(self.topology, node.world_size).initiates(node.rank)
 
     async def after_step(self, node: Node) -> None:

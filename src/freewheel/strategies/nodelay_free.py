@@ -80,20 +80,23 @@ class FreeNoDelay(Strategy):
         async def offset(merge: Merge) -> Tensor:
             if (s := await node.snapshot_soon()) is None:
                 raise NotNow
-            return await merge.offset(s, part)
+            return await merge.offset(s, PART if self._waits(len(merge.members)) else 1.0)
 
-        usual = MOMENT if node.momentum and node.world_size > FEW else 0.0
+        usual = MOMENT if node.momentum else 0.0
         self.moment = Patience(usual if self.patience is None else self.patience)
-        part = PART if self.moment.most else 1.0
         self.free = node.free_merges(offset)
+
+    def _waits(self, workers: int) -> bool:
+        """Whether so many wait for merges: where nobody says, it takes more than a few."""
+        return self.moment.most > 0 and (self.patience is not None or workers > FEW)
 
     def _bound(self, node: Node) -> bool:
         return self.tau is not None and node.unmerged_steps >= self.tau
 
     def stops(self, node: Node) -> bool:
         """At the bound τ, and where waiting is worth it."""
-        due = node.unmerged_steps >= self.every
-        return (due and self.moment.tries(node.steps, node.lr)) or self._bound(node)
+        due = node.unmerged_steps >= self.every and self._waits(len(node.members))
+        return (due and self.moment.tries(node.steps, node.rate_left)) or self._bound(node)
 
     async def after_step(self, node: Node) -> None:
         """Wait for a merge."""

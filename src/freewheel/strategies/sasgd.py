@@ -39,6 +39,8 @@ async def mean_moments(node: Node, merge: Merge, asked: bool = True) -> dict[str
     notes = await merge.gather((len(names), zlib.crc32("/".join(names).encode())))
     having = [rank for rank, (count, _) in notes.items() if count]
     if len({notes[rank] for rank in having}) > 1:
+        if not asked:
+            return {}
         raise ConfigError(
             f"state=averaged: the optimizer of worker {node.rank} has moments that others have not. "
             "Give all workers the same optimizer."
@@ -73,10 +75,10 @@ class SASGD(Strategy):
     γ_p = γ all workers' updates are added up, which needs a small γ.
 
     Settings: interval (T), state (whether the optimizer's moments stay local or are averaged too; None:
-    averaged where SGD has momentum and the common model is the mean), state_every (every how many
+    averaged where it has momentum and the common model is the mean), state_every (every how many
     reductions), scale (γ_p/γ; None is 1/p), outer (momentum β of the common model: x <- x̄ + β v, v the way
-    it went last time; None: 0.3 where moments are averaged unasked, else 0), early (so many steps at the
-    beginning after each of which all reduce).
+    it went last time; None: 0.3 where state and scale are None, T > 1 and the optimizer has momentum, else
+    0), early (so many steps at the beginning after each of which all reduce).
     Late, lost and doubled messages: a late worker delays everybody once in T steps. When one is lost, the
     others reduce again without it (p is how many they are), and what it did since the last merge is lost. A
     worker that comes begins with a copy of a member, at a merge (where γ_p or β is given, with the common x).
@@ -100,8 +102,8 @@ class SASGD(Strategy):
 
     @property
     def keeps_mean(self) -> bool:  # type: ignore[override]
-        """Where the common model is the mean, and no more."""
-        return self.scale is None and not self.outer
+        """Where the common model is the mean, and no more: known, where nobody says, when it has begun."""
+        return self.scale is None and not self.outer and not self.beta
 
     interval: int = 8
     scale: float | None = None
@@ -139,7 +141,7 @@ class SASGD(Strategy):
         self.v: Tensor | None = None
         usual = self.state is None and self.scale is None and node.momentum > 0
         self.averages = self.state == "averaged" or usual
-        self.beta = (OUTER if usual else 0.0) if self.outer is None else self.outer
+        self.beta = (OUTER if usual and self.interval > 1 else 0.0) if self.outer is None else self.outer
         if self.scale is not None or self.beta:
             self.entered(node, await node.snapshot(keep=True))
         if node.rejoined:

@@ -23,7 +23,7 @@ from freewheel.errors import PeerLost, RunStopped, WorkerLost
 from freewheel.fabric.base import RUNTIME, Note, Tag, hear
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import LEFT, TcpFabric
-from freewheel.moments import Moments
+from freewheel.moments import Moments, momentum_of
 from freewheel.node_driver import NodeDriver
 from freewheel.records.counters import Counters
 from freewheel.runtime.launch import keys
@@ -178,7 +178,7 @@ class Agent:
         )
         optimizer = self.inventory.optimizer
         self.node.judge, self.node.moments = score, Moments(optimizer, self.replica)
-        self.node.momentum = float(optimizer.param_groups[0].get("momentum", 0.0) or 0.0)
+        self.node.momentum = momentum_of(optimizer)
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
         self.answers = Answers(asking, self.node, self.strategy, self.inventory)
         self.copies = Copies(asking, self.inventory, self.answers.handover)

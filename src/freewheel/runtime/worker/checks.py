@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from freewheel.errors import ConfigError
+from freewheel.moments import momentum_of
 from freewheel.runtime.worker import optimizers
 from freewheel.strategy import Strategy
 
@@ -118,13 +119,15 @@ def first_difference(theirs: list[list[Any]], mine: list[list[Any]], there: str)
 def settings(strategy: Strategy, optimizer: torch.optim.Optimizer, seed: int) -> dict[str, str]:
     """What all workers must have been given alike beside the model.
 
-    Of the optimizer that is its class: one that comes late copies its state. Rates may differ.
+    Of the optimizer that is its class, and whether it has momentum: one that comes late copies its state.
+    Rates may differ.
     """
     given = {name: str(value) for name, value in strategy.settings().items()}
     return {
         "strategy": strategy.name,
         **{name: text for name, text in given.items() if " at 0x" not in text},
         "optimizer": optimizers.name(optimizer),
+        "momentum": "yes" if momentum_of(optimizer) else "no",
         "seed": str(seed),
     }
 

@@ -160,10 +160,11 @@ async def _take_over(agent: Agent, rendezvous: Rendezvous) -> None:
         agent.replica.parked = True
         try:
             await node.join()
-            done = node.source is not None and await agent.copies.take(node.source)
+            # Who is in no view any more, since its loop has ended, still has its weights.
+            copied = agent.copies.take_once() if node.source is None else agent.copies.take(node.source)
+            done = await copied
         finally:
             agent.replica.parked = False
-        done = done or any(agent.ending.has_ended(peer) for peer in fabric.members)
     if done:
         return
     living = await asyncio.to_thread(rendezvous.living)

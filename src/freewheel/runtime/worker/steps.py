@@ -250,8 +250,9 @@ class Steps:
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         """An optimizer has stepped."""
         self._restore_rates()
-        lr = optimizer.param_groups[0].get("lr")
-        self._agent.node.lr = lr if isinstance(lr, int | float) else 0.0  # a tensor's would wait for its device
+        if optimizer is self._members[0]:
+            group = optimizer.param_groups[0]
+            self._agent.node.rated(group.get("lr"), group.get("initial_lr", 0.0))
         self._stepped.add(id(optimizer))
         self.made[id(optimizer)] += 1
         if len(self._stepped) == len(self._members):
