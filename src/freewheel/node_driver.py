@@ -143,6 +143,11 @@ class NodeDriver(Node):
         await self._merges.enter()
         self._joining = False
 
+    @property
+    def merges_with(self) -> Sequence[int]:
+        """The members of the merge that is under way."""
+        return () if self._views.under_way is None else self._views.under_way[2]
+
     def leave(self) -> None:
         """This worker's loop has ended: the others go on without it."""
 

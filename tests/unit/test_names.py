@@ -49,3 +49,8 @@ def test_an_unknown_task_is_named():
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("No", False), ("1", True)])
 def test_booleans(text, value):
     assert names.read_value("x", text, bool) is value
+
+
+def test_ddp_is_told_from_a_strategy_whose_name_is_like_it():
+    with pytest.raises(fw.ConfigError, match="Elsewhere take allreduce"):
+        strategies.resolve("ddp")

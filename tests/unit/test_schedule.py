@@ -6,8 +6,11 @@ import pytest
 import torch
 
 import freewheel as fw
+from crew import together
 from freewheel.errors import ConfigError
+from freewheel.runtime.worker.settings import Settings
 from freewheel.schedule import Schedule
+from freewheel.strategies import resolve
 from lab import FAST, make
 
 
@@ -67,6 +70,8 @@ def test_a_scheduler_without_an_end_is_refused_and_one_by_steps_needs_no_loader(
     with fw.attach(model, optimizer, "none") as worker:
         with pytest.raises(ConfigError, match="needs an end"):
             worker.scheduler()
+        with pytest.raises(ConfigError, match="epochs=2 or steps=4, not both"):
+            worker.scheduler(epochs=2, steps=4)
         scheduler = worker.scheduler("linear", steps=4, warmup=0)
         rates = []
         for _ in range(4):
@@ -111,6 +116,48 @@ def test_a_scheduler_made_in_a_resumed_run_goes_on_from_the_scripts_own_rate(tmp
     assert first[-1] - 0.11 < second[0] <= first[-1] < 0.5
     assert second == sorted(second, reverse=True)
     assert second[-1] <= 0.11
+
+
+def test_where_all_step_together_all_have_the_same_rate_whatever_they_have_heard():
+    dataset = torch.utils.data.TensorDataset(torch.randn(96, 2))
+
+    def work(place):
+        model, optimizer = learner()
+        used = []
+        with fw.Worker(
+            model, optimizer, resolve("sasgd:interval=2"), Settings(join_timeout_s=30.0), place
+        ) as me:
+            loader = me.loader(dataset, batch_size=4, epochs=2)
+            scheduler = me.scheduler("linear", warmup=0)
+            for _ in range(2):
+                for (x,) in loader:
+                    used.append(optimizer.param_groups[0]["lr"])
+                    model(x).mean().backward()
+                    optimizer.step()
+                    scheduler.step()
+        return [*used, optimizer.param_groups[0]["lr"]]
+
+    first, *others = together(3, work)
+    assert len(first) == 17
+    # A batch counts when the loop comes for the next.
+    assert first == pytest.approx([0.5, *(0.5 * (1 - k / 16) for k in range(16))])
+    for other in others:
+        assert other == pytest.approx(first)
+
+
+@pytest.mark.parametrize(
+    ("epochs", "passes", "said"), [(3, 1, True), (3, 3, False), (1, 1, False), (None, 1, False)]
+)
+def test_who_announces_more_passes_than_it_makes_is_told(epochs, passes, said, caplog):
+    dataset = torch.utils.data.TensorDataset(torch.randn(8, 2))
+    model, optimizer = learner()
+    with fw.attach(model, optimizer, "none") as worker:
+        loader = worker.loader(dataset, batch_size=4, epochs=epochs)
+        for _ in range(passes):
+            for (x,) in loader:
+                model(x).mean().backward()
+                optimizer.step()
+    assert ("made 1 of the loader's 3 epochs" in caplog.text) is said
 
 
 def rates_in_use(strategy: str, **settings) -> list[list[float]]:

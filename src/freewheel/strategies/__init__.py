@@ -26,6 +26,10 @@ def resolve(spec: str | Strategy) -> Strategy:
     """A strategy from its name, ``name:setting=value``, or itself."""
     if isinstance(spec, type):
         raise ConfigError(f"a strategy is an object, not a class: write {spec.__name__}(), or a name.")
+    if spec == "ddp":
+        raise ConfigError(
+            "ddp is PyTorch's own, which compare runs on real processes. Elsewhere take allreduce."
+        )
     return spec if isinstance(spec, Strategy) else names.build("strategy", spec, ALL)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ SHOWN = (
 )
 """What torch's DataLoader has and scripts look at: as the user has given it."""
 END = object()
+
+log = logging.getLogger("freewheel")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,8 @@ class BaseLoader:
     def __init__(self, side: Side) -> None:
         self.side = side
         self.begun = self.under_way = False
+        self.left = False
+        """Whether the last pass was broken off."""
         self.given = 0
         """How many batches of the pass the loop has been given."""
 
@@ -69,6 +74,16 @@ class BaseLoader:
         if name in SHOWN and "batches" in self.__dict__:
             return getattr(self.batches, name)
         raise AttributeError(f"a worker's loader has no attribute {name!r}")
+
+    def say_lacking(self) -> None:
+        """Say so if one pass was made, to its end, where more were announced."""
+        if self.begun and not self.left and self.epoch == 0 and (self.epochs or 0) > 1:
+            log.warning(
+                "worker %d: the loop made 1 of the loader's %d epochs: one `for` over it is one epoch. "
+                "Put it into a loop over epochs",
+                self.side.rank,
+                self.epochs,
+            )
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this one."""

@@ -148,7 +148,7 @@ class Loader(BaseLoader):
                     break
             left = False
         finally:
-            self.under_way = False
+            self.under_way, self.left = False, left
             if not (left and leases.agent.leaving):  # else the worker gives all back, and knows what is used
                 self._end(left)
 

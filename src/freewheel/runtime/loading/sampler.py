@@ -16,7 +16,7 @@ from freewheel.data.batches import Batch, Key
 from freewheel.data.leases import LeaseQueue
 from freewheel.data.ledger import BEHIND, Ledger
 from freewheel.data.order import Blocked, Sampled, Seeded, check_batch_size, number
-from freewheel.data.spans import Spans, union
+from freewheel.data.spans import Spans, size, union
 from freewheel.errors import ConfigError
 from freewheel.fabric.notes import whole
 from freewheel.runtime.loading.base import Side
@@ -59,6 +59,10 @@ class LeaseSampler(Sampler[list[int]]):
         self.epoch = 0
         self.drawn: deque[Batch] = deque()
         """Batches that DataLoader has been given and the loop has not finished."""
+        self._made = self._parts = 0
+        """What this worker has finished of the pass, of how many such parts; 0: they are not alike."""
+        self._passes = 0
+        """How many this worker has begun in this life."""
         self._orders: dict[int, Any] = {}
         self._sum: tuple[int, int | None] = (-1, None)
         """A pass, and what its order sums up to."""
@@ -124,6 +128,16 @@ class LeaseSampler(Sampler[list[int]]):
         self._sum = epoch, self.source.sum(self._order(epoch)) if self.source.kind >= 2 else 0
         last = self.epochs is not None and epoch >= self.epochs - 1
         self.queue.begin(epoch, last, order=self._sum[1])
+        self._see_parts()
+
+    def _see_parts(self) -> None:
+        """Where all step together each makes as much of a pass as any other, if it makes the whole pass."""
+        members = len(self.agent.fabric.members) if self.side.parts else 0
+        self._made = size(self.queue.data.own.get(self.epoch, []))
+        alike = self._made * members / self.key.length == self.queue.progress() - self.epoch
+        comes = self.agent.late and not self._passes
+        self._parts = members if (alike if self._made else not comes) else 0
+        self._passes += 1
 
     def __iter__(self) -> Iterator[list[int]]:
         queue = self.queue
@@ -138,6 +152,7 @@ class LeaseSampler(Sampler[list[int]]):
         """The oldest batch that was drawn has been used; how many samples it had."""
         batch = self.drawn.popleft()
         self.queue.finish(batch)
+        self._made += batch.stop - batch.place
         if self.source.batched:
             return len(self._order(batch.number)[batch.place])
         return batch.stop - batch.place
@@ -163,6 +178,8 @@ class LeaseSampler(Sampler[list[int]]):
 
     def progress(self) -> float:
         """Passes made by all workers together, as far as is known here."""
+        if self._parts:
+            return self.epoch + min(1.0, self._made * self._parts / self.key.length)
         return self.queue.progress() if "queue" in self.__dict__ else float(self.epoch)
 
     def next_samples(self) -> list[int]:

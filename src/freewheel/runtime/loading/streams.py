@@ -106,7 +106,7 @@ class StreamLoader(BaseLoader):
             self.dataset.set_epoch(self.epoch)
         self._counters = self.side.agent().counters
         skip, self.given, self._skip = self._skip, 0, 0
-        batches = iter(self.batches)
+        batches, self.left = iter(self.batches), True
         try:
             while (batch := self._timed(next, batches, END)) is not END:
                 self.given += 1
@@ -118,6 +118,7 @@ class StreamLoader(BaseLoader):
                 self.samples += count
                 if self.side.stopped():
                     return
+            self.left = False
         finally:
             self.under_way = False
 

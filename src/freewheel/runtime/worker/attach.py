@@ -81,6 +81,8 @@ class Worker(Life):
         rates = [lr for lr in self._rates if lr is not None]
         if len(rates) < len(self._rates):
             raise ConfigError(f"{optimizers.name(self._optimizer)} has no learning rate to schedule.")
+        if steps is not None and epochs is not None:
+            raise ConfigError(f"worker.scheduler takes epochs={epochs:g} or steps={steps}, not both.")
         if steps is not None:
             schedule = Schedule(steps, curve, warmup)
             return Scheduler(self._optimizer, schedule, lambda: self._agent.counters.steps, rates)

@@ -245,6 +245,8 @@ class Life:
         self._inventory.check()
         self._steps.check_still()
         self._steps.say_idle(self.rank)
+        for loader in self._checkpoints.loaders:
+            loader.say_lacking()
         self._checkpoints.close()
         try:
             answer = self._patiently(self._agent.finish(self._store), ends=True)

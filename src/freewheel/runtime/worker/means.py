@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from freewheel.data.order import number
-from freewheel.errors import ConfigError, PeerLost
+from freewheel.errors import ConfigError, PeerLost, RunStopped
+from freewheel.node_driver import NodeDriver
 from freewheel.runtime.worker import tensor_codec
 from freewheel.runtime.worker.asking import Asking, Reply
 
@@ -29,6 +30,8 @@ NOTHING = -1
 POLL_S = 0.02
 WARN_S = 10.0
 """After which it is said who is waited for."""
+STUCK_S = 3.0
+"""How long two wait for each other, one for a mean and one for a merge, before the first gives up merging."""
 
 log = logging.getLogger("freewheel")
 
@@ -36,8 +39,11 @@ log = logging.getLogger("freewheel")
 class Means:
     """One worker's part in means. In the communication thread."""
 
-    def __init__(self, asking: Asking, dtype: torch.dtype, ended: Callable[[int], bool]) -> None:
+    def __init__(
+        self, asking: Asking, dtype: torch.dtype, ended: Callable[[int], bool], node: NodeDriver
+    ) -> None:
         self._asking, self._fabric, self._dtype, self._ended = asking, asking.fabric, dtype, ended
+        self._node = node
         self._said: dict[int, tuple[int, list[Tensor]]] = {}
         """By the number of a name: how often something was said, and the last two times what."""
         asking.serve(MEAN, 2, self._answer)
@@ -49,7 +55,7 @@ class Means:
         if 0 <= back < len(kept):
             value = kept[-1 - back]
             found[""] = value if value.numel() <= FEW else value.to(self._dtype)
-        return (times,), None, tensor_codec.pack(found)
+        return (times, *self._node.merges_with), None, tensor_codec.pack(found)
 
     async def mean(self, value: Tensor, name: str, wait: bool) -> Tensor:
         """The mean of what all have said under a name; `wait`: as often as this worker."""
@@ -79,18 +85,18 @@ class Means:
             with contextlib.suppress(PeerLost):
                 if peer != self._fabric.rank:
                     message, _ = await self._asking.ask(peer, MEAN, key, NOTHING)
-                    times = max(times, *message.numbers(1, 1))
+                    times = max(times, message.numbers(1)[0])
         return times
 
     async def _theirs(self, peer: int, name: str, key: int, turn: int) -> Tensor | None:
         """What a worker has said; None: nothing, or it is gone."""
         loop = asyncio.get_running_loop()
-        warn_s = loop.time() + WARN_S
+        warn_s, stuck_s = loop.time() + WARN_S, float("inf")
         try:
             while True:
                 ended = self._ended(peer)  # before asking: it says nothing more afterwards
                 message, found = await self._asking.ask(peer, MEAN, key, turn)
-                (times,) = message.numbers(1, 1)
+                times, *merging = message.numbers(1)
                 if "" in found:
                     theirs: Tensor = found[""].flatten()
                     if theirs.dtype not in (torch.float64, self._dtype):
@@ -101,9 +107,23 @@ class Means:
                 if loop.time() > warn_s:
                     warn_s = float("inf")
                     log.warning("waits for worker %d to call worker.mean for %r, too", peer, name)
+                waits = self._fabric.rank in merging
+                stuck_s = min(stuck_s, loop.time() + STUCK_S) if waits else float("inf")
+                if loop.time() > stuck_s:
+                    self._let_go(peer)
+                    stuck_s = float("inf")
                 await asyncio.sleep(POLL_S)
         except PeerLost:
             return None
+
+    def _let_go(self, peer: int) -> None:
+        """A worker waits for a step of this one, which waits here, and so never comes here itself."""
+        if not self._node.view.number:  # nobody has come or gone: loops are of different length
+            raise RunStopped(
+                f"worker.mean waits for worker {peer}, which waits for this worker's next step. Give all "
+                "workers the same number of steps."
+            )
+        self._node.leave()
 
 
 def flat(value: Any) -> Tensor:
