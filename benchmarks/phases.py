@@ -2,8 +2,8 @@
 
     python benchmarks/phases.py --data cifar10.npz all late pairs pairs:meetings=2 merge:part=0.5
 
-Eight workers step in four phases, so each averages while others are in the middle of a gradient. A form is a
-name with settings:
+Workers step in four phases, so each averages while others are in the middle of a gradient. They share a batch
+of 256. A form is a name with settings:
 
 all         gradients of all are averaged, in step
 late        all merge; it counts at each one's next boundary
@@ -32,7 +32,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from freewheel.tasks.cifar10 import Cifar10
 
-WORKERS, PHASES, BATCH, LR, MOMENTUM, DECAY, INTERVAL = 8, 4, 32, 0.4, 0.9, 5e-4, 8
+PHASES, BATCH_OF_ALL, LR, MOMENTUM, DECAY, INTERVAL = 4, 256, 0.4, 0.9, 5e-4, 8
 
 
 def net() -> nn.Module:
@@ -50,9 +50,10 @@ def net() -> nn.Module:
 class Lab:
     """The images, the net and its gradients for several vectors of weights at once."""
 
-    def __init__(self, data: str) -> None:
+    def __init__(self, data: str, workers: int) -> None:
         task = Cifar10(data=data)
-        task.prepare(WORKERS, 0)
+        task.prepare(workers, 0)
+        self.workers, self.size = workers, BATCH_OF_ALL // workers
         self.images, self.tests = self._small(task.images), self._small(task.test_images)
         self.labels, self.test_labels = task.labels, task.test_labels
         self.net = net()
@@ -71,10 +72,10 @@ class Lab:
 
     def batch(self, count: int, draws: torch.Generator) -> tuple[Tensor, Tensor]:
         """For so many workers, some images mirrored."""
-        at = torch.randint(len(self.labels), (count * BATCH,), generator=draws)
+        at = torch.randint(len(self.labels), (count * self.size,), generator=draws)
         mirror = torch.rand(len(at), generator=draws).view(-1, 1, 1, 1) < 0.5
         images = torch.where(mirror, self.images[at].flip(3), self.images[at])
-        return images.view(count, BATCH, *images.shape[1:]), self.labels[at].view(count, BATCH)
+        return images.view(count, self.size, *images.shape[1:]), self.labels[at].view(count, self.size)
 
     @torch.no_grad()
     def accuracy(self, vector: Tensor) -> float:
@@ -83,9 +84,9 @@ class Lab:
         return 100 * (found == self.test_labels).float().mean().item()
 
 
-def others(rank: int, count: int, draws: torch.Generator) -> Iterator[int]:
+def others(rank: int, workers: int, count: int, draws: torch.Generator) -> Iterator[int]:
     """So many of the others, in random order."""
-    for other in torch.randperm(WORKERS - 1, generator=draws)[:count].tolist():
+    for other in torch.randperm(workers - 1, generator=draws)[:count].tolist():
         yield other + (other >= rank)
 
 
@@ -95,10 +96,10 @@ def run(lab: Lab, form: str, steps: int, seed: int) -> float:
     given = {key: float(value) for key, value in (one.split("=") for one in settings)}
     phases = 1 if kind in ("all", "local") else PHASES
     draws = torch.Generator().manual_seed(seed)
-    x = lab.start.repeat(WORKERS, 1)
+    x = lab.start.repeat(lab.workers, 1)
     v, pending = torch.zeros_like(x), torch.zeros_like(x)
     common, way = lab.start, torch.zeros_like(lab.start)
-    order = torch.randperm(WORKERS, generator=draws).view(phases, -1)
+    order = torch.randperm(lab.workers, generator=draws).view(phases, -1)
     for tick in range(steps * phases):
         step, here, warmup = tick / phases, order[tick % phases], steps / 20
         share, fresh = (step - warmup) / (steps - warmup), step < given.get("first", 1.0) * steps
@@ -118,14 +119,14 @@ def run(lab: Lab, form: str, steps: int, seed: int) -> float:
         elif kind in ("pairs", "late_pairs"):
             meetings = int(given.get("meetings", 1))
             for rank in here.tolist():
-                for other in others(rank, meetings, draws):
+                for other in others(rank, lab.workers, meetings, draws):
                     moved = (x[other] + pending[other] - x[rank] - pending[rank]) / (meetings + 1)
                     (x if kind == "pairs" and fresh else pending)[rank] += moved
                     pending[other] -= moved
         elif kind == "local" and ((tick + 1) % INTERVAL == 0 or tick < given.get("early", 0) * steps):
             to = x.mean(0) + given.get("outer", 0.0) * way
             common, way = to, to - common
-            x, v = to.repeat(WORKERS, 1), v.mean(0).repeat(WORKERS, 1)
+            x, v = to.repeat(lab.workers, 1), v.mean(0).repeat(lab.workers, 1)
     return lab.accuracy((x + pending).mean(0))
 
 
@@ -134,11 +135,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("forms", nargs="+")
     parser.add_argument("--data", required=True)
+    parser.add_argument("--workers", type=int, default=8)
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--seeds", type=int, default=4)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    lab = Lab(given.data)
+    lab = Lab(given.data, given.workers)
     for form in given.forms:
         found = [run(lab, form, given.steps, seed) for seed in range(1, given.seeds + 1)]
         around = stdev(found) / math.sqrt(len(found)) if len(found) > 1 else 0.0

@@ -180,6 +180,7 @@ class DatasetLedger:
         self.lives[owner[0]] = owner[1]
         self._counters.samples_again += late
         self.ledger.hold(owner, news.held_by(owner))
+        self.look()
 
     def lease(self, owner: Owner, question: Question, now_s: float) -> Lease | int:
         """Deal; or say why not."""

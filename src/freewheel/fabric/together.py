@@ -14,6 +14,7 @@ adds up all: a GPU that all share does it at once.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeAlias
@@ -40,6 +41,8 @@ from freewheel.fabric.transfers import (
 )
 from freewheel.fabric.windows import DEVICE, HOST, KINDS, LONGEST_LOCATOR, STREAM
 
+GOODBYE_S = 0.2
+"""Who leaves closes its windows: its goodbye may come so much later."""
 Ready: TypeAlias = tuple[int, list[int], list[float]]
 """Which kind of window a member's vector lies in, whose windows of that kind it sees, and where it lies."""
 Shown: TypeAlias = tuple[int, list[float]]
@@ -77,6 +80,8 @@ class Together(Vectors):
         try:
             return await link.open(locator, numel)
         except (BadFrame, ProcessLookupError) as error:
+            await asyncio.sleep(GOODBYE_S)
+            self.need(peer)
             link.offended(link, error)
             raise PeerLost(peer, str(error)) from None
 
