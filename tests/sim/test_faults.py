@@ -265,3 +265,21 @@ def test_after_any_faults_everybody_takes_part_again(spec, seed):
     assert len(since) == workers
     assert min(since) > 10, since
     assert once()[0] == trace
+
+
+@pytest.mark.parametrize("at_s", [0.185, 0.192, 0.199])
+@pytest.mark.parametrize(
+    "spec", ["sasgd:interval=2", "allreduce", "nodelay", "dpsgd", "adpsgd", "nodelay_free"]
+)
+def test_who_comes_back_as_the_others_end_has_their_weights_and_not_its_own(spec, at_s):
+    faults = [fw.Fault("crash", 1, 0.001), fw.Fault("restart", 1, at_s)]
+    links = fw.Links(mbit=1, latency_ms=3)
+    simulation = make(
+        spec, workers=3, steps=20, lr=0.0, faults=faults, links=links, compute=fw.Compute(ms=10)
+    )
+    for worker in simulation.workers.values():
+        worker.replica.load(worker.replica.weights + 5)
+    wanted = simulation.workers[0].replica.weights.clone()
+    simulation.run()
+    for worker in simulation.workers.values():
+        torch.testing.assert_close(worker.replica.weights, wanted)

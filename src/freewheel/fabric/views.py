@@ -102,7 +102,7 @@ class Views:
         self.whole = True
         """Whether this worker has the main line's weights."""
         self.source = -1
-        """Whose weights it copies where it has not."""
+        """Whose weights it copies, or has copied, to come into the present view."""
         self.owed: list[int] = []
         """Who waits for a copy of this worker's weights."""
         self.under_way: tuple[int, int, Sequence[int]] | None = None
@@ -376,10 +376,9 @@ class Views:
         self.record.members = new.members
         self.owed = [joiner for joiner, donor in copies.items() if donor == self.rank]
         self.whole = self.rank in new.heirs
+        self.source = copies.get(self.rank, -1)
         if self.whole:
             self.record = self.coming
-        else:
-            self.source = copies[self.rank]
         self._wanted = False
         self.over = asyncio.get_running_loop().create_future()
         self._open.set()

@@ -278,8 +278,14 @@ class Simulation:
         worker = self._worker(rank)
         worker.clockwork.factor *= self.slower.get(rank, 1.0)
         self.workers[rank] = worker
-        join = worker.node.join() if self.strategy.merges() else self._copy(worker)
-        worker.launch(self._train(worker, join))
+        worker.launch(self._train(worker, self._join(worker)))
+
+    async def _join(self, worker: SimulatedWorker) -> None:
+        """Come into the view of those who train; where nobody does any more, copy one that did."""
+        if self.strategy.merges():
+            await worker.node.join()
+        if worker.node.source is None:
+            await self._copy(worker)
 
     async def _copy(self, worker: SimulatedWorker) -> None:
         """Load a living worker's weights; where nobody has any, begin anew."""
