@@ -25,8 +25,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-ROUNDS = ("allreduce", "adpsgd", "adpsgd:patience=0", "nodelay_free", "sasgd:interval=8:state=averaged",
-          "asgd", "dasgd")  # fmt: skip
+ROUNDS = ("allreduce", "adpsgd", "nodelay_free", "sasgd:interval=8", "asgd", "dasgd")
 LESS, MORE = 0.005, 0.01
 """How far below all-reduce's final accuracy, and above its loss, the target is."""
 Row = dict[str, Any]
