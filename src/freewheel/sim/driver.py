@@ -21,7 +21,7 @@ from freewheel.sim.clock import VirtualLoop, at_once
 from freewheel.sim.deadlock import standstill
 from freewheel.sim.fabric import Wire
 from freewheel.sim.faults import Fault
-from freewheel.sim.gradients import Alone, Together
+from freewheel.sim.gradients import chosen
 from freewheel.sim.links import Network
 from freewheel.sim.records import Records
 from freewheel.sim.scenario import Scenario
@@ -96,11 +96,7 @@ class Simulation:
         self.trace = Trace(trace_file)
         network = Network(scenario.links, scenario.workers)
         self.wire = Wire(self.loop, network, self.trace, scenario.workers, self.school.value_bytes)
-        self.gradients: Alone | Together = Alone()
-        if scenario.gradients and (
-            scenario.device != "cpu" if scenario.batched is None else scenario.batched
-        ):
-            self.gradients = Together(task, self.school.model)
+        self.gradients = chosen(task, self.school.model, scenario)
         self.workers: dict[int, SimulatedWorker] = {}
         for rank in range(scenario.workers):
             try:
@@ -226,7 +222,7 @@ class Simulation:
         worker = SimulatedWorker(
             rank, self.strategy, self.scenario, self.wire, *model, self._fail, self.gradients
         )
-        worker.node.momentum, worker.limit = school.momentum, self.steps
+        worker.limit, worker.node.momentum = self.steps, school.momentum
         worker.node.moments = worker.study or school.moments()
         self.records.watch(worker)
         return worker
@@ -281,14 +277,11 @@ class Simulation:
         worker.launch(self._train(worker, self._join(worker)))
 
     async def _join(self, worker: SimulatedWorker) -> None:
-        """Come into the view of those who train; where nobody does any more, copy one that did."""
+        """Come into the view of those who train; else copy one that lives; else begin anew."""
         if self.strategy.merges():
             await worker.node.join()
-        if worker.node.source is None:
-            await self._copy(worker)
-
-    async def _copy(self, worker: SimulatedWorker) -> None:
-        """Load a living worker's weights; where nobody has any, begin anew."""
+        if worker.node.source is not None:
+            return
         while donors := [w for w in self.workers.values() if w.ready and w.rank in worker.fabric.members]:
             donor = donors[0]
             worker.fabric.clear()  # what has arrived until now is in the copy

@@ -19,6 +19,7 @@ from torch.func import functional_call, grad_and_value, vmap
 from torch.utils import _pytree as pytree
 
 from freewheel.errors import ConfigError, FreewheelError
+from freewheel.sim.scenario import Scenario
 from freewheel.sim.study import Study
 from freewheel.task import Task
 
@@ -166,3 +167,9 @@ def _without_statistics(model: nn.Module) -> nn.Module:
             module.track_running_stats = False
             module.running_mean = module.running_var = module.num_batches_tracked = None
     return model
+
+
+def chosen(task: Task, model: nn.Module, scenario: Scenario) -> Alone | Together:
+    """Together on a device, unless the scenario says otherwise."""
+    together = scenario.device != "cpu" if scenario.batched is None else scenario.batched
+    return Together(task, model) if scenario.gradients and together else Alone()
