@@ -106,13 +106,13 @@ def test_a_worker_that_comes_back_begins_with_a_living_worker_s_weights():
         "none", workers=3, steps=40, faults=[fw.Fault("crash", 2, 0.1), fw.Fault("restart", 2, 0.205)]
     )
     begun = []
-    inner = simulation._copy
+    inner = simulation._join
 
     async def copy(worker):
         await inner(worker)
         begun.append((worker.replica.weights.clone(), simulation.workers[0].replica.weights.clone()))
 
-    simulation._copy = copy
+    simulation._join = copy
     simulation.run()
     ((mine, donors),) = begun
     assert torch.equal(mine, donors)
