@@ -33,7 +33,7 @@ class NodeDriver(Node):
         self.farewells = Farewells(fabric, self, spawn, random)
         self._views = Views(fabric, spawn, self._donor)
         self._merges = Merges(self._views, self._give, self._take, self._count_merge)
-        self._highest_lr = 0.0
+        self._highest_lr = self._last_lr = 0.0
         self._joining = False
 
     @property
@@ -50,7 +50,9 @@ class NodeDriver(Node):
         """The optimizer has stepped with this rate; it began, in this life or another, with that one."""
         if isinstance(lr, int | float):  # a tensor's would wait for its device
             self._highest_lr = max(self._highest_lr, lr, initial_lr)
-            self.rate_left = lr / self._highest_lr if self._highest_lr else 1.0
+            if lr != self._last_lr:  # while it grows, all of it is left
+                self.rate_left = lr / self._highest_lr if lr < self._last_lr else 1.0
+            self._last_lr = lr
 
     def due(self) -> bool:
         """Whether somebody waits for the step that was just made."""

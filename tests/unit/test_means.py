@@ -38,7 +38,7 @@ class Asked:
         """Nobody asks."""
 
     async def ask(self, peer: int, *_: Any) -> tuple[Message, dict[str, torch.Tensor]]:
-        message = Message(peer, ("mean",), None, (1.0,))
+        message = Message(peer, ("mean",), None, (1.0, 1.0))
         message.offend = self.offences.append
         return message, {"": self.tensor}
 
@@ -46,7 +46,7 @@ class Asked:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.int64])
 def test_a_part_of_another_type_is_nobodys(dtype):
     peer = Asked(torch.full((3,), 3, dtype=dtype))
-    means = Means(peer, torch.float32, lambda _: False, SimpleNamespace(merges_with=()))
+    means = Means(peer, torch.float32, lambda _: False, SimpleNamespace(merges_with=(), ready=True))
     found = asyncio.run(means.mean(torch.ones(3, dtype=torch.float64), "loss", wait=False))
     good = dtype.is_floating_point
     assert found.tolist() == ([2.0] * 3 if good else [1.0] * 3)

@@ -145,6 +145,34 @@ def test_where_all_step_together_all_have_the_same_rate_whatever_they_have_heard
         assert other == pytest.approx(first)
 
 
+def test_where_all_step_together_all_are_equally_far_in_uneven_batches_and_after_a_state_was_loaded():
+    dataset = torch.utils.data.TensorDataset(torch.randn(101, 2))
+
+    def work(place, state=None):
+        model, optimizer = learner()
+        found = []
+        with fw.Worker(model, optimizer, resolve("allreduce"), Settings(join_timeout_s=30.0), place) as me:
+            loader = me.loader(dataset, batch_size=5)
+            if state is not None:
+                loader.load_state_dict(state)
+            for k, (x,) in enumerate(loader):
+                found.append(me.progress)
+                model(x).mean().backward()
+                optimizer.step()
+                if state is not None:
+                    break
+                if k == 4:
+                    me.mean(0.0, wait=True)
+                    saved = loader.state_dict()
+            return found, me.progress, saved if state is None else None
+
+    (first, end, saved), (second, other_end, _) = together(2, work)
+    assert first == second == sorted(first)
+    assert end == other_end == 1.0
+    (first, _, _), (second, _, _) = together(2, lambda place: work(place, saved))
+    assert first == second == [pytest.approx(0.5, abs=0.2)]
+
+
 @pytest.mark.parametrize(
     ("epochs", "passes", "said"), [(3, 1, True), (3, 3, False), (1, 1, False), (None, 1, False)]
 )

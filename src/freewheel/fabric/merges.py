@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
-from freewheel.errors import PeerLost, RunStopped
+from freewheel.errors import PeerLost
 from freewheel.fabric import collectives
 from freewheel.fabric.base import Fabric, Message, Note, Tag, Weights
 from freewheel.fabric.lineage import View
@@ -126,11 +126,6 @@ class Merges:
     ) -> Merge | None:
         """Do it once; not at all, if `group` finds nobody to do it with."""
         views = self.views
-        if views.gone:
-            raise RunStopped(
-                "the others went on without this worker: it waited in worker.mean, they for its next step. "
-                "Call worker.mean where all have made as many steps."
-            )
         views.begin(range(self.fabric.world_size))
         await self.enter()
         whose = group(views.view) if group else (EVERYBODY, views.view.members)

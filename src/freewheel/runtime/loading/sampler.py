@@ -60,9 +60,11 @@ class LeaseSampler(Sampler[list[int]]):
         self.drawn: deque[Batch] = deque()
         """Batches that DataLoader has been given and the loop has not finished."""
         self._made = self._parts = 0
-        """What this worker has finished of the pass, of how many such parts; 0: they are not alike."""
-        self._passes = 0
-        """How many this worker has begun in this life."""
+        """Batches this worker has finished of a pass, of how many such parts; 0: they are not alike."""
+        self._part_of, self._loaded = -1, -1
+        """Of which pass that is; and the pass in which a state was loaded."""
+        self._used = False
+        """Whether this worker has finished any batch in this life."""
         self._orders: dict[int, Any] = {}
         self._sum: tuple[int, int | None] = (-1, None)
         """A pass, and what its order sums up to."""
@@ -132,12 +134,12 @@ class LeaseSampler(Sampler[list[int]]):
 
     def _see_parts(self) -> None:
         """Where all step together each makes as much of a pass as any other, if it makes the whole pass."""
-        members = len(self.agent.fabric.members) if self.side.parts else 0
-        self._made = size(self.queue.data.own.get(self.epoch, []))
-        alike = self._made * members / self.key.length == self.queue.progress() - self.epoch
-        comes = self.agent.late and not self._passes
-        self._parts = members if (alike if self._made else not comes) else 0
-        self._passes += 1
+        members, length = len(self.agent.fabric.members) if self.side.parts else 0, self.key.length
+        own = size(self.queue.data.own.get(self.epoch, []))
+        alike = own * members == round((self.queue.progress() - self.epoch) * length)
+        comes = self.agent.late and not self._used
+        self._parts = members if (alike if own or self._loaded == self.epoch else not comes) else 0
+        self._made, self._part_of = round(own * self.count / length), self.epoch
 
     def __iter__(self) -> Iterator[list[int]]:
         queue = self.queue
@@ -152,7 +154,8 @@ class LeaseSampler(Sampler[list[int]]):
         """The oldest batch that was drawn has been used; how many samples it had."""
         batch = self.drawn.popleft()
         self.queue.finish(batch)
-        self._made += batch.stop - batch.place
+        self._made += batch.number == self._part_of
+        self._used = True
         if self.source.batched:
             return len(self._order(batch.number)[batch.place])
         return batch.stop - batch.place
@@ -179,7 +182,7 @@ class LeaseSampler(Sampler[list[int]]):
     def progress(self) -> float:
         """Passes made by all workers together, as far as is known here."""
         if self._parts:
-            return self.epoch + min(1.0, self._made * self._parts / self.key.length)
+            return self._part_of + min(1.0, self._made * self._parts / self.count)
         return self.queue.progress() if "queue" in self.__dict__ else float(self.epoch)
 
     def next_samples(self) -> list[int]:
@@ -240,6 +243,7 @@ class LeaseSampler(Sampler[list[int]]):
     def load(self, state: dict[str, Any]) -> None:
         """Go on there: what is finished there is finished here."""
         data, self.epoch, self.queue.since = self.queue.data, state["epoch"], state["since"]
+        self._loaded, self._parts = self.epoch, 0
         # Of what all have done one keeps account: a checkpoint of each says what it has done itself.
         mine = not state.get("whole") or self.agent.me.rank == min(self.agent.first)
         told = [(numbers, mine) for numbers in state["ledger"]]

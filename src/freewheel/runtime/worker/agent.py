@@ -191,7 +191,7 @@ class Agent:
             self.replica.size,
         )
         self.firsts = Firsts(self.fabric, self.spawn)
-        self.means = Means(asking, self.replica.dtype, self.ending.has_ended, self.node)
+        self.means = Means(asking, self.replica.dtype, self.ending.has_ended, self.answers)
 
     def listen(self) -> None:
         """Hear the others, from the beginning of the run on."""

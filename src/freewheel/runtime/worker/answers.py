@@ -32,6 +32,11 @@ class Answers:
         """Whether this worker has weights that others may copy."""
         asking.serve(PART, 1, self._hand_out)
 
+    @property
+    def merges_with(self) -> Sequence[int]:
+        """The members of the merge this worker is in."""
+        return self._node.merges_with
+
     async def handover(self) -> Tensor | None:
         """The weights a worker that joins begins with; None: not yet."""
         return await self._strategy.handover(self._node) if self.ready else None

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from freewheel.data.order import number
-from freewheel.errors import ConfigError, PeerLost, RunStopped
-from freewheel.node_driver import NodeDriver
+from freewheel.errors import ConfigError, PeerLost
 from freewheel.runtime.worker import tensor_codec
+from freewheel.runtime.worker.answers import Answers
 from freewheel.runtime.worker.asking import Asking, Reply
 
 MEAN = "mean"
@@ -31,7 +31,7 @@ POLL_S = 0.02
 WARN_S = 10.0
 """After which it is said who is waited for."""
 STUCK_S = 3.0
-"""How long two wait for each other, one for a mean and one for a merge, before the first gives up merging."""
+"""How long two wait for each other, one for a mean and one for a merge, before the first does without."""
 
 log = logging.getLogger("freewheel")
 
@@ -40,10 +40,10 @@ class Means:
     """One worker's part in means. In the communication thread."""
 
     def __init__(
-        self, asking: Asking, dtype: torch.dtype, ended: Callable[[int], bool], node: NodeDriver
+        self, asking: Asking, dtype: torch.dtype, ended: Callable[[int], bool], answers: Answers
     ) -> None:
         self._asking, self._fabric, self._dtype, self._ended = asking, asking.fabric, dtype, ended
-        self._node = node
+        self._answers = answers
         self._said: dict[int, tuple[int, list[Tensor]]] = {}
         """By the number of a name: how often something was said, and the last two times what."""
         asking.serve(MEAN, 2, self._answer)
@@ -55,7 +55,7 @@ class Means:
         if 0 <= back < len(kept):
             value = kept[-1 - back]
             found[""] = value if value.numel() <= FEW else value.to(self._dtype)
-        return (times, *self._node.merges_with), None, tensor_codec.pack(found)
+        return (times, self._answers.ready, *self._answers.merges_with), None, tensor_codec.pack(found)
 
     async def mean(self, value: Tensor, name: str, wait: bool) -> Tensor:
         """The mean of what all have said under a name; `wait`: as often as this worker."""
@@ -96,34 +96,26 @@ class Means:
             while True:
                 ended = self._ended(peer)  # before asking: it says nothing more afterwards
                 message, found = await self._asking.ask(peer, MEAN, key, turn)
-                times, *merging = message.numbers(1)
+                times, begun, *merging = message.numbers(2)
                 if "" in found:
                     theirs: Tensor = found[""].flatten()
                     if theirs.dtype not in (torch.float64, self._dtype):
                         raise message.bad(f"a mean of {theirs.dtype}")
                     return theirs.to(torch.float64)
-                if not turn or ended or times > turn:
+                if not turn or ended or times > turn or not begun:
                     return None
                 if loop.time() > warn_s:
                     warn_s = float("inf")
                     log.warning("waits for worker %d to call worker.mean for %r, too", peer, name)
-                waits = self._fabric.rank in merging
-                stuck_s = min(stuck_s, loop.time() + STUCK_S) if waits else float("inf")
+                # It may wait for this worker's next step, which comes after the mean, or never.
+                stuck = self._fabric.rank in merging and not self._answers.merges_with
+                stuck_s = min(stuck_s, loop.time() + STUCK_S) if stuck else float("inf")
                 if loop.time() > stuck_s:
-                    self._let_go(peer)
-                    stuck_s = float("inf")
+                    log.warning("the mean of %r is without worker %d: it waits for a step here", name, peer)
+                    return None
                 await asyncio.sleep(POLL_S)
         except PeerLost:
             return None
-
-    def _let_go(self, peer: int) -> None:
-        """A worker waits for a step of this one, which waits here, and so never comes here itself."""
-        if not self._node.view.number:  # nobody has come or gone: loops are of different length
-            raise RunStopped(
-                f"worker.mean waits for worker {peer}, which waits for this worker's next step. Give all "
-                "workers the same number of steps."
-            )
-        self._node.leave()
 
 
 def flat(value: Any) -> Tensor:
