@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import pytest
@@ -73,12 +74,10 @@ def test_a_worker_that_comes_back_is_a_copy_of_a_living_one():
     def work(place: Place) -> list[torch.Tensor]:
         model, worker = attach(place, seed=place.rank)
         if place.rank == 1:
-            try:
-                with worker:
-                    step(model, worker.optimizer)
-                    raise Left
-            except Left:
-                gone.set()
+            with contextlib.suppress(Left), worker:
+                step(model, worker.optimizer)
+                raise Left
+            gone.set()
             still.wait(DEADLINE_S)
             model, worker = attach(next_life(place), seed=7)
             with worker:
@@ -115,11 +114,9 @@ def test_who_comes_back_when_the_loops_of_all_others_have_ended_copies_one_of_th
     def work(place: Place) -> list[torch.Tensor]:
         model, worker = attach(place, seed=place.rank, strategy=strategy)
         if place.rank == 1:
-            try:
-                with worker:
-                    raise Left
-            except Left:
-                gone.set()
+            with contextlib.suppress(Left), worker:
+                raise Left
+            gone.set()
             assert ended.wait(DEADLINE_S)
             model, worker = attach(next_life(place), seed=7, strategy=strategy)
             with worker:

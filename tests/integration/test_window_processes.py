@@ -51,7 +51,7 @@ def train(how, strategy):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     with fw.attach(model, optimizer, strategy) as worker:
         kinds = sorted(set(worker.metrics()["windows"].values()))
-        for k in range(100 if strategy.startswith(("allreduce", "sasgd")) else 3000):
+        for k in range(100 if strategy.startswith(("allreduce", "sasgd")) else 30_000):
             optimizer.zero_grad()
             model(torch.ones(2, 512, device=at)).sum().backward()
             optimizer.step()
@@ -126,7 +126,7 @@ def test_the_best_kind_of_window_that_works_is_used(tmp_path, plainly, device, h
     sums = []
     for _, kind, merged, total in results:
         assert kind in kinds.split(), said
-        assert int(merged) > 2, said  # how many is a matter of how busy the machine is
+        assert int(merged) > 10, said
         sums.append(float(total))
     assert sums == pytest.approx([sums[0]] * 3, abs=1e-3)
     if how.startswith("no "):
