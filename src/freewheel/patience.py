@@ -25,12 +25,21 @@ class Patience:
     It ends where less than so much (`low`) of the learning rate is left.
     """
 
-    def __init__(self, most: float, low: float = 0.5) -> None:
-        self.most, self.low = most, low
+    def __init__(self, most: float, low: float = 0.5, few: int = 0) -> None:
+        self.most, self.low, self.few = most, low, few
         self.under_way: asyncio.Task[Any] | None = None
         """What is or was waited for; it goes on beside where that was in vain."""
         self._used = 0.0
         """Which share of it the waits took, a running mean."""
+
+    @classmethod
+    def chosen(cls, given: float | None, momentum: float, few: int, low: float = 0.5) -> Patience:
+        """As somebody says; else the usual one where there is momentum, for more than a few workers."""
+        return cls(MOMENT if momentum else 0.0, low, few) if given is None else cls(given, low)
+
+    def waits(self, workers: int) -> bool:
+        """Whether so many wait at all."""
+        return self.most > 0 and workers > self.few
 
     def tries(self, step: int, rate_left: float = 1.0) -> bool:
         """Whether to wait after so many steps, the last with so much of the highest learning rate."""

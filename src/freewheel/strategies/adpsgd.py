@@ -8,7 +8,7 @@ from freewheel import topology
 from freewheel.errors import ConfigError, at_least
 from freewheel.fabric.base import Pull
 from freewheel.node import Node
-from freewheel.patience import MOMENT, Patience
+from freewheel.patience import Patience
 from freewheel.strategy import Machines, Strategy
 from freewheel.topology import Topology
 
@@ -90,9 +90,8 @@ class ADPSGD(Strategy):
 
     async def start(self, node: Node) -> None:
         """Be patient anew."""
-        usual = MOMENT if node.momentum and node.world_size > FEW else 0.0
         many = node.world_size >= MANY
-        self.moment = Patience(usual if self.patience is None else self.patience, 0.25 if many else 0.5)
+        self.moment = Patience.chosen(self.patience, node.momentum, FEW, 0.25 if many else 0.5)
         fewest = topology.resolve(self.topology, node.world_size).fewest
         meetings = 1 + many if self.meetings is None else self.meetings
         self.most = max(1, min(meetings, fewest)) if self.moment.most else 1
@@ -104,7 +103,7 @@ class ADPSGD(Strategy):
 
     def stops(self, node: Node) -> bool:
         """Where waiting is worth it."""
-        due = node.steps % self.every == 0 and (self.patience is not None or len(node.members) > FEW)
+        due = node.steps % self.every == 0 and self.moment.waits(len(node.members))
         due = due and self.moment.tries(node.steps, node.rate_left)
         return due and topology.resolve(self.topology, node.world_size).initiates(node.rank)
 

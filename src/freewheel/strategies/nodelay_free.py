@@ -10,7 +10,7 @@ from freewheel.errors import at_least
 from freewheel.fabric.base import NotNow
 from freewheel.fabric.merges import Merge
 from freewheel.node import Node
-from freewheel.patience import MOMENT, Patience
+from freewheel.patience import Patience
 from freewheel.strategy import Strategy
 
 FEW, PART = 4, 0.7
@@ -80,22 +80,17 @@ class FreeNoDelay(Strategy):
         async def offset(merge: Merge) -> Tensor:
             if (s := await node.snapshot_soon()) is None:
                 raise NotNow
-            return await merge.offset(s, PART if self._waits(len(merge.members)) else 1.0)
+            return await merge.offset(s, PART if self.moment.waits(len(merge.members)) else 1.0)
 
-        usual = MOMENT if node.momentum else 0.0
-        self.moment = Patience(usual if self.patience is None else self.patience)
+        self.moment = Patience.chosen(self.patience, node.momentum, FEW)
         self.free = node.free_merges(offset)
-
-    def _waits(self, workers: int) -> bool:
-        """Whether so many wait for merges: where nobody says, it takes more than a few."""
-        return self.moment.most > 0 and (self.patience is not None or workers > FEW)
 
     def _bound(self, node: Node) -> bool:
         return self.tau is not None and node.unmerged_steps >= self.tau
 
     def stops(self, node: Node) -> bool:
         """At the bound τ, and where waiting is worth it."""
-        due = node.unmerged_steps >= self.every and self._waits(len(node.members))
+        due = node.unmerged_steps >= self.every and self.moment.waits(len(node.members))
         return (due and self.moment.tries(node.steps, node.rate_left)) or self._bound(node)
 
     async def after_step(self, node: Node) -> None:
