@@ -189,6 +189,17 @@ def test_one_slow_link_leaves_the_others_broadcasts_alone():
     assert min(slow) > 0.8 * 6 / 7 * min(told())  # as often as before to all but the slow one
 
 
+def test_dasgd_broadcasts_every_second_step_or_as_often_as_the_network_takes():
+    def broadcasts(mbit: float) -> float:
+        settings = {"workers": 8, "steps": 100, "model_mb": 1.0, "gradients": False}
+        simulation = run("dasgd", links=fw.Links(mbit=mbit), **settings)
+        return simulation.sent_bytes / 8 / 7 / 1e6  # of each worker, to each other one
+
+    assert broadcasts(mbit=10_000) == pytest.approx(50, rel=0.05)
+    # 7 MB in 10 ms are 5,600 Mbit/s; at a tenth of that, in a second of 100 steps, 10 leave.
+    assert broadcasts(mbit=560) == pytest.approx(10, rel=0.2)
+
+
 def test_a_slow_worker_stays_slow_in_its_next_life_and_pauses_only_once():
     compute = fw.Compute(pauses=[(1, 0.05, 0.1)])
     faults = ["slow:1x4@0.1", "crash:1@0.4", "restart:1@0.5"]

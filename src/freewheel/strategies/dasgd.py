@@ -14,6 +14,8 @@ from freewheel.node import Node
 from freewheel.strategy import Machines, Strategy
 
 UPDATE = ("update",)
+LEAST = 2
+"""Steps between two broadcasts, at least, unless an interval is given."""
 
 
 @dataclass
@@ -27,7 +29,8 @@ class DASGD(Strategy):
     All replicas hold x_0 plus the updates they have, so two of them differ only by updates that one has
     and the other has not: ‖x_i - x_j‖ <= γ·Q·S_ij.
 
-    Settings: interval (None: the number of workers, as the authors recommend), form, raw (as in asgd).
+    Settings: interval (None: every second step, or once the last broadcast has left to most, if that takes
+    longer; the authors recommend the number of workers), form, raw (as in asgd).
     Late, lost and doubled messages: late updates are added late; if a peer's link cannot keep up, a
     message to it carries more steps instead of queueing. Messages that are lost, with a dying worker or on
     a link that is cut, leave a lasting offset between those who heard them and those who did not; so may
@@ -91,13 +94,14 @@ class DASGD(Strategy):
     async def background(self, node: Node) -> None:
         """Broadcast every few steps."""
         node.beside(self.listen(node))
-        interval = self.interval or node.world_size
         while True:
             await node.next_step()
             # A worker that came back counts its steps anew; what others know of its earlier life is more.
             lacks = (max(0, node.steps - self.theirs[peer]) for peer in node.members if peer != node.rank)
             node.stale(sum(lacks))  # own gradients the others lack
-            if node.steps - self.sent >= interval:
+            # Broadcasts that queue up make each other late: unless told how often, wait until most have left.
+            free = self.interval is not None or 2 * len(self.sending) < len(node.members)
+            if free and node.steps - self.sent >= (self.interval or LEAST):
                 await self.tell(node)
 
     async def tell(self, node: Node) -> None:
