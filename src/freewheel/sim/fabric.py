@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import deque
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
+import torch
 from torch import Tensor
 
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Fabric, Message, Note, Tag, Weights
+from freewheel.fabric.base import Each, Fabric, Message, Note, Tag, Weights
 from freewheel.records.counters import Counters
 from freewheel.sim.clock import VirtualLoop
 from freewheel.sim.links import PACKET_BYTES, Network, Port
@@ -42,6 +44,8 @@ class Wire:
         """How long a cut link stays unnoticed; a broken connection is noticed at once."""
         self.latency_s = network.latency_s
         self._fair: dict[Port, Fair] = {}
+        self.totals: weakref.WeakValueDictionary[Tag, Total] = weakref.WeakValueDictionary()
+        """Of the reductions under way."""
 
     def fair(self, port: Port) -> Fair:
         """A port as one that all messages share."""
@@ -109,6 +113,18 @@ class Wire:
             self.meet(a, b)
 
 
+class Total:
+    """The sum of the vectors that members of a reduction have brought, added once for all of them."""
+
+    def __init__(self) -> None:
+        self.parts: dict[int, Tensor] = {}
+
+    @cached_property
+    def sum(self) -> Tensor:
+        """In the order of the ranks."""
+        return torch.stack([part for _, part in sorted(self.parts.items())]).sum(0)
+
+
 @dataclass(slots=True)
 class Flight:
     """A message under way."""
@@ -169,14 +185,26 @@ class VirtualFabric(Fabric):
         self._transmit(peer, tag, vector, note, None)
 
     async def reduce(self, tag: Tag, vector: Tensor, weights: Weights, part: float = 0.0) -> Tensor:
-        """A ring of all members; see Fabric.reduce."""
-        weight = weights[self.rank]
-        total = vector.clone() if weight == 1 else vector * weight
-        for at in range(0, total.numel(), collectives.CHUNK):
-            await collectives.ring(self, tuple(weights), total[at : at + collectives.CHUNK], tag)
+        """A ring of all members; see Fabric.reduce.
+
+        What travels has the length of the pieces and takes their time. Who has been all the way round has
+        heard of all members, so the sum is there: adding it up hop by hop takes n² small operations.
+        """
+        total, weight = self.wire.totals.setdefault(tag, Total()), weights[self.rank]
+        total.parts[self.rank] = vector.clone() if weight == 1 else vector * weight
+        for at in range(0, vector.numel(), collectives.CHUNK):
+            await collectives.ring(self, tuple(weights), vector[at : at + collectives.CHUNK], tag)
         if not part:
-            return total
-        return total.sub_(vector) if part == 1 else total.sub_(vector).mul_(part)
+            return total.sum.clone()
+        return (total.sum - vector).mul_(part)
+
+    def lend(self, vector: Tensor) -> Tensor:
+        """See `reduce`: what is in it does not matter."""
+        return vector
+
+    async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
+        """See `reduce`: only when it lands matters."""
+        await self.receive(tag, peer)
 
     def queued_bytes(self) -> int:
         """Where ports are shared: what has not passed them."""
