@@ -30,38 +30,28 @@ def export(folder: Path, out: Path, step: int | None = None, force: bool = False
     temporary = out.with_name(f"{out.name}.tmp")
     torch.save(state, temporary)
     os.replace(temporary, out)
-    steps = sorted({one.step for one in parts})
-    made = f"step {steps[0]}" if len(steps) == 1 else f"steps {steps[0]} to {steps[-1]}"
-    return f"Wrote {out}: {len(state)} tensors of {len(parts)} worker{'s' * (len(parts) > 1)} at {made}."
+    steps = " and ".join(map(str, sorted({one.step for one in parts})))
+    return f"Wrote {out}: {len(state)} tensors; workers: {len(parts)}, at step {steps}."
 
 
 def chosen(home: Path, step: int | None = None) -> list[Manifest]:
-    """The shards of the newest training in a folder: a set that all workers have written, or each one's last.
-
-    `step`: the set of this step.
-    """
+    """Each worker's last shard of the newest training in a folder; of this step alone, where one is given."""
     found, wrong = shards.find(home) if home.is_dir() else ([], [f"{home} is no folder."])
     if step is not None:
         found = [one for one in found if one.step == step]
     if not found:
         why = " ".join(wrong) or f"it has no checkpoint{'' if step is None else f' of step {step}'}."
         raise ConfigError(f"nothing in {home} can be exported: {why} Give the folder of worker.checkpoint.")
-    newest = max(found, key=lambda one: one.time)
-    training = newest.origin, newest.world_size
-    mine = [one for one in found if (one.origin, one.world_size) == training]
-    last = {one.rank: one for one in sorted(mine, key=lambda one: one.time)}
-    parts = shards.newest_whole(mine)
-    # Those who step together have a set of the end; of the others each has made its own number of steps.
-    ends = max(one.step for one in last.values())
-    if len(last) == newest.world_size and (not parts or ends > parts[0].step):
-        parts = list(last.values())
-    if not parts:
-        missing = sorted(set(range(newest.world_size)) - set(last))
+    found.sort(key=lambda one: one.time)
+    training = found[-1].origin, found[-1].world_size
+    last = {one.rank: one for one in found if (one.origin, one.world_size) == training}
+    missing = set(range(training[1])).difference(last)
+    if missing:
         raise ConfigError(
-            f"{home} has no shard of worker {missing[0]} of {newest.world_size}: copy all workers' files "
-            "into one folder first."
+            f"{home} has no shard of worker {min(missing)} of {training[1]}: copy all workers' files into "
+            "one folder first."
         )
-    return sorted(parts, key=lambda one: one.rank)
+    return [last[rank] for rank in sorted(last)]
 
 
 def state_dict(parts: Sequence[Manifest]) -> dict[str, Tensor]:

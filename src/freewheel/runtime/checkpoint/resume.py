@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -31,14 +31,22 @@ TOGETHER = ("all", "neighbours", "group")
 """Whose steps, in the words of `Strategy.waits_for`, are numbered alike on several workers."""
 FOREIGN = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
 """Endings of checkpoints that other programs write."""
-OFFERED = ("origin", "world_size", "set", "rank", "time", "step")
-"""What a worker says of each shard it sees."""
 
 log = logging.getLogger("freewheel")
 
-
 Resumed: TypeAlias = tuple[int, str, dict[str, Any]]
 """What a worker begins with: step, origin, a shard's parts (None where it has no such part of its own)."""
+
+
+class Offer(NamedTuple):
+    """What a worker says of a shard that it sees."""
+
+    origin: str
+    world_size: int
+    rank: int
+    set: str
+    time: float
+    step: int
 
 
 class Alone:
@@ -58,23 +66,21 @@ def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | Alone
     damaged: dict[Path, str] = {}
     for attempt in itertools.count():
         found, wrong = _look(home, damaged)
-        offer = {
-            "wrong": wrong,
-            "shards": [[getattr(one, name) for name in OFFERED] for one in found],
-        }
-        plan = meeting.agree(f"resume/{attempt}", offer, partial(_plan, home, me, waits_for, found))
+        offers = [[getattr(one, name) for name in Offer._fields] for one in found]
+        choose = partial(_plan, home, me, waits_for, found)
+        plan = meeting.agree(f"resume/{attempt}", {"wrong": wrong, "shards": offers}, choose)
         if "error" in plan:
             raise ConfigError(plan["error"])
         if not plan["sets"]:
             if me.rank == 0:
                 log.warning("there is no checkpoint in %s yet: training begins anew", home)
             return None
-        resumed = finished = None
+        finished = None
         by_place = {(one.set, one.rank): one for one in found}
         try:
             chosen = [by_place[name, rank] for rank, name in enumerate(plan["sets"]) if name is not None]
-            resumed = _read(chosen, me)
-            finished = [one["ledger"] for one in resumed[2]["loaders"]]
+            step, origin, state = _read(chosen, me)
+            finished = [one["ledger"] for one in state["loaders"]]
         except Damaged as error:
             damaged[error.shard.path] = str(error)
             log.warning("%s An older checkpoint is taken", error)
@@ -82,8 +88,7 @@ def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | Alone
         everybody = meeting.agree(
             f"resume/{attempt}/read", finished, lambda said: None if None in said else said
         )
-        if everybody is not None and resumed is not None:
-            step, origin, state = resumed
+        if everybody is not None:
             for loader, *ledgers in zip(state["loaders"], *everybody, strict=False):
                 loader["others"] = ledgers
             step = plan["step"] if plan["step"] is not None else step
@@ -102,86 +107,73 @@ def _look(home: Path, damaged: dict[Path, str]) -> tuple[list[Manifest], list[st
     if not home.is_dir():
         return [], [f"{home} is a file; resume takes the folder that worker.checkpoint was given."]
     found, wrong = shards.find(home)
-    if not found and not wrong:
-        foreign = sorted(path for path in home.iterdir() if path.suffix in FOREIGN)
-        wrong = [
-            f"{one} was not written by Freewheel; load it into the model before attach."
-            for one in foreign[:1]
-        ]
-    good = [one for one in found if one.path not in damaged]
-    return good, wrong + list(damaged.values())
+    foreign = sorted(path for path in home.iterdir() if path.suffix in FOREIGN)
+    if foreign and not (found or wrong):
+        wrong = [f"{foreign[0]} was not written by Freewheel; load it into the model before attach."]
+    return [one for one in found if one.path not in damaged], [*wrong, *damaged.values()]
 
 
 def _plan(
-    home: Path, me: Manifest, waits_for: str, mine: Sequence[Manifest], offers: Sequence[dict[str, Any]]
+    home: Path, me: Manifest, waits_for: str, mine: Sequence[Manifest], said: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
     """Worker 0's choice: the set of each old rank, and the step where all must have the same one."""
-    wrong = list(dict.fromkeys(itertools.chain(*(offer["wrong"] for offer in offers))))
-    trainings: dict[tuple[str, int], float] = {}
-    for origin, size, _, _, taken, _ in itertools.chain(*(offer["shards"] for offer in offers)):
-        trainings[origin, size] = max(taken, trainings.get((origin, size), 0.0))
-    if not trainings and not wrong:
+    wrong = list(dict.fromkeys(itertools.chain(*(one["wrong"] for one in said))))
+    seen = [{Offer(*one) for one in each["shards"]} for each in said]
+    newest = sorted(set[Offer]().union(*seen), key=lambda one: one.time, reverse=True)
+    if not newest and not wrong:
         return {"sets": []}
-    last: str | None = None
-    for origin, size in sorted(trainings, key=lambda one: -trainings[one]):
-        if last is not None and origin != last:
-            break  # an older training is not what is asked for
-        last = origin
-        steps: dict[int, dict[str, tuple[float, int]]] = {}
-        for rank in range(size):
-            # Each reads its own shard; another number of workers, who need the mean, all read all.
-            readers = [offers[rank]] if size == me.world_size else offers
-            seen = set.intersection(*(set(map(tuple, offer["shards"])) for offer in readers))
-            theirs = [one[2:] for one in seen if (*one[:2], one[3]) == (origin, size, rank)]
-            steps[rank] = {name: (taken, step) for name, _, taken, step in theirs}
-        sets = _choose(steps, waits_for)
-        if sets is None:
-            who = [rank for rank in range(size) if not steps[rank]]
-            what = f"no shard of worker {who[0]} of {size}" if who else "no set that all workers have written"
-            wrong.append(f"{home} has {what}.")
+    # An older training is not what is asked for; this one may have gone on with another number of workers.
+    for size in dict.fromkeys(one.world_size for one in newest if one.origin == newest[0].origin):
+        # Each reads its own shard; another number of workers, who need the mean, all read all.
+        there = [seen[rank] if size == me.world_size else set.intersection(*seen) for rank in range(size)]
+        theirs = [
+            {one.set: one for one in some if one[:3] == (newest[0].origin, size, rank)}
+            for rank, some in enumerate(there)
+        ]
+        chosen = _choose(theirs, waits_for)
+        if chosen is None:
+            missing = [rank for rank, sets in enumerate(theirs) if not sets]
+            what = f"shard of worker {missing[0]} of {size}" if missing else "set that all have written"
+            wrong.append(f"{home} has no {what}.")
             continue
-        sample = next(one for one in mine if (one.set, one.rank) == (sets[0], 0))
+        sample = next(one for one in mine if (one.set, one.rank) == (chosen[0].set, 0))
         if (why := _other(sample, me)) is not None:
             return {"error": f"{home} cannot be resumed: {why}"}
-        counts = [steps[rank][name][1] for rank, name in enumerate(sets)]
+        step = min(one.step for one in chosen)
         if wrong:
-            log.warning("%s: %s Step %d is resumed", home, " ".join(wrong), min(counts))
-        return {"sets": sets, "step": min(counts) if waits_for in TOGETHER else None}
+            log.warning("%s: %s Step %d is resumed", home, " ".join(wrong), step)
+        return {"sets": [one.set for one in chosen], "step": step if waits_for in TOGETHER else None}
     return {
         "error": f"nothing in {home} can be resumed: {' '.join(wrong)} Give resume the folder of a good "
         "checkpoint, or leave it out to begin anew."
     }
 
 
-def _choose(steps: dict[int, dict[str, tuple[float, int]]], waits_for: str) -> list[str] | None:
-    """A set for each rank: the newest one that all have, or each one's own newest."""
-    if waits_for in TOGETHER:
-        common = set.intersection(*(set(one) for one in steps.values()))
-        if common:
-            newest = max(common, key=lambda name: max(one[name] for one in steps.values()))
-            return [newest] * len(steps)
-        if waits_for != "group":  # groups are at different steps, and may have no set in common
-            return None
-    if not all(steps.values()):
+def _choose(theirs: Sequence[dict[str, Offer]], waits_for: str) -> list[Offer] | None:
+    """A shard of each rank: of the newest set that all have, or each one's own newest."""
+    common = set.intersection(*map(set, theirs)) if waits_for in TOGETHER else ()
+    if common:
+        newest = max(common, key=lambda name: max(sets[name].time for sets in theirs))
+        return [sets[newest] for sets in theirs]
+    # Groups are at different steps, and may have no set in common.
+    if waits_for in ("all", "neighbours") or not all(theirs):
         return None
-    return [max(one, key=lambda name: one[name]) for one in steps.values()]
+    return [max(sets.values(), key=lambda one: one.time) for sets in theirs]
 
 
 def _other(was: Manifest, now: Manifest) -> str | None:
     """Why a shard of this kind is not for this run."""
-    if was.strategy != now.strategy:
-        return (
-            f"its strategy is {was.strategy}, this run's {now.strategy}. Take {was.strategy}, or begin anew."
-        )
-    if was.optimizer != now.optimizer:
-        return f"its optimizer is {was.optimizer}, not {now.optimizer}. Take {was.optimizer}, or begin anew."
+    for what, then, here in (
+        ("strategy", was.strategy, now.strategy),
+        ("optimizer", was.optimizer, now.optimizer),
+    ):
+        if then != here:
+            return f"its {what} is {then}, not {here}. Take {then}, or begin anew."
     if was.model != now.model:
         why = first_difference(was.model, now.model, "in the checkpoint")
         return f"its model is another one. {why} Build the model that was trained, or begin anew."
     if was.settings != now.settings:
-        log.warning(
-            "the checkpoint's %s had the settings %s, this one %s", was.strategy, was.settings, now.settings
-        )
+        log.warning("the checkpoint's strategy had the settings %s, now %s", was.settings, now.settings)
     return None
 
 
@@ -193,7 +185,7 @@ def _read(chosen: Sequence[Manifest], me: Manifest) -> Resumed:
     if len(chosen) == me.world_size:
         mine = chosen[me.rank]
         return mine.step, mine.origin, shards.load(mine)
-    own: dict[str, Any] | None = None
+    own: dict[str, Any] = {}
     absent: list[dict[str, Any]] = []
     weights, buffers = TensorMean(), TensorMean(buffers=True)
     for shard in chosen:
@@ -204,7 +196,6 @@ def _read(chosen: Sequence[Manifest], me: Manifest) -> Resumed:
             own = state
         elif me.rank == 0 and shard.rank >= me.world_size:
             absent.append(state)
-    assert own is not None
     for state in absent:  # what they finished, worker 0 answers for from now on
         for loader, theirs in zip(own["loaders"], state["loaders"], strict=False):
             loader["ledger"] = loader["ledger"] + theirs["ledger"]
@@ -226,18 +217,14 @@ def restore(state: dict[str, Any], inventory: Inventory) -> None:
         piece.copy_(state["weights"][name])
     replica.load(vector)
     buffers, saved = inventory.still(), state["buffers"]
-    for name in sorted(buffers.keys() ^ saved.keys()):
-        where = "in the checkpoint only" if name in saved else "in this model only"
+    there, here = ({name: tuple(one.shape) for name, one in some.items()} for some in (saved, buffers))
+    for name in sorted(name for name in there.keys() | here.keys() if there.get(name) != here.get(name)):
         raise ConfigError(
-            f"cannot resume: {name} is {where}. Build the model that was trained, or begin anew."
+            f"cannot resume: {name} has the shape {here.get(name, 'none')} here and "
+            f"{there.get(name, 'none')} in the checkpoint. Build the model that was trained, or begin anew."
         )
     with torch.no_grad():
         for name, tensor in buffers.items():
-            if tensor.shape != saved[name].shape:
-                raise ConfigError(
-                    f"cannot resume: {name} has the shape {tuple(tensor.shape)} here and "
-                    f"{tuple(saved[name].shape)} in the checkpoint. Build the model that was trained."
-                )
             tensor.copy_(saved[name])
     if state["optimizer"] is None:
         return

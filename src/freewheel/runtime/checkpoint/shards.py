@@ -15,10 +15,11 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
+from io import BufferedRandom
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
 
@@ -27,7 +28,6 @@ from freewheel.errors import first_line
 FORMAT = 1
 TEMPORARY = ".tmp"
 TRIES = 10
-PIECE = 1 << 22
 PARTS = {"weights", "buffers", "optimizer", "random", "loaders", "strategy", "extra"}
 """What a shard holds, by name."""
 
@@ -87,46 +87,45 @@ class Manifest:
 
 
 def write(home: Path, manifest: Manifest, state: dict[str, Any]) -> None:
-    """Write a shard and, when it is safe on the disk, its manifest. Leaves nothing if it fails (OSError)."""
+    """Write a shard and, when it is safe on the disk, its manifest. What a failure leaves, `tidy` removes."""
     folder = home / manifest.set
-    path = folder / f"worker-{manifest.rank}.json"
-    before = _read(path) if path.exists() else None
     temporary = folder / f"worker-{manifest.rank}{TEMPORARY}"
-    unnamed: Path | None = None  # the shard, while no manifest names it
-    try:
-        with _open_in(folder, temporary) as file:
-            digest = _Digest(file)
-            try:
-                torch.save(state, cast(BinaryIO, digest))
-            except RuntimeError as error:  # torch says only that a write failed
-                raise digest.error or error from None
-            _flush(file)
-        name = f"worker-{manifest.rank}-{digest.sha256.hexdigest()[:12]}.pt"
-        manifest = dataclasses.replace(
-            manifest, file=name, size=digest.size, sha256=digest.sha256.hexdigest()
-        )
-        temporary.rename(folder / name)
-        if not (isinstance(before, Manifest) and before.file == name):
-            unnamed = folder / name
-        with temporary.open("wb") as file:
-            written = {name: one for name, one in dataclasses.asdict(manifest).items() if name != "path"}
-            file.write(json.dumps(written).encode())
-            _flush(file)
-        _flush_folder(folder)  # the shard's name is there before its manifest's is
-        temporary.rename(path)
-        unnamed = None
-        _flush_folder(folder)
-        _flush_folder(home)
-    except BaseException:
-        for left in (temporary, unnamed):
-            if left is not None:
-                with contextlib.suppress(OSError):
-                    left.unlink(missing_ok=True)
+    with _open_in(folder, temporary) as file:
+        try:
+            torch.save(state, file)
+        except RuntimeError as error:  # torch says only that a write failed
+            raise error.__context__ or error from None
+        size = file.tell()
+        file.seek(0)
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+    name = f"worker-{manifest.rank}-{digest[:12]}.pt"
+    manifest = dataclasses.replace(manifest, file=name, size=size, sha256=digest)
+    temporary.rename(folder / name)
+    with temporary.open("wb") as file:
+        written = {name: one for name, one in dataclasses.asdict(manifest).items() if name != "path"}
+        file.write(json.dumps(written).encode())
+        file.flush()
+        os.fsync(file.fileno())
+    _flush_folder(folder)  # the shard's name is there before its manifest's is
+    temporary.rename(folder / f"worker-{manifest.rank}.json")
+    _flush_folder(folder)
+    _flush_folder(home)
+
+
+def tidy(home: Path, ranks: Iterable[int], sets: str = "step-*") -> None:
+    """Remove what these workers have written that no manifest names: they failed, or wrote it again."""
+    for rank in ranks:
+        left = _each(home, f"worker-{rank}{TEMPORARY}", sets)
+        for path in _each(home, f"worker-{rank}-*.pt", sets):
+            manifest = _read(path.parent / f"worker-{rank}.json")
+            if isinstance(manifest, str) or manifest.file != path.name:
+                left.append(path)
+        for path in left:
+            path.unlink(missing_ok=True)
+    for folder in home.glob(sets):
         with contextlib.suppress(OSError):
             folder.rmdir()  # if it is empty
-        raise
-    if isinstance(before, Manifest) and before.file != manifest.file:  # a worker that came back
-        (folder / before.file).unlink(missing_ok=True)
 
 
 def find(home: Path) -> tuple[list[Manifest], list[str]]:
@@ -160,12 +159,9 @@ def newest_whole(found: Iterable[Manifest]) -> list[Manifest]:
 
 def load(shard: Manifest) -> dict[str, Any]:
     """Read a shard; nothing in it is run. Raises Damaged."""
-    digest = hashlib.sha256()
     try:
         with shard.tensors.open("rb") as file:
-            while piece := file.read(PIECE):
-                digest.update(piece)
-            if digest.hexdigest() != shard.sha256:
+            if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
                 raise Damaged(shard, "was changed after it was written: its SHA-256 is another.")
             file.seek(0)
             state = torch.load(file, map_location="cpu", weights_only=True)
@@ -180,62 +176,22 @@ def load(shard: Manifest) -> dict[str, Any]:
     return state
 
 
-def leftovers(home: Path, ranks: Iterable[int]) -> Iterator[Path]:
-    """What these workers left behind when they were killed while they wrote."""
-    for rank in ranks:
-        yield from _each(home, f"worker-{rank}{TEMPORARY}")
-        for path in _each(home, f"worker-{rank}-*.pt"):
-            manifest = _read(path.parent / f"worker-{rank}.json")
-            if isinstance(manifest, str) or manifest.file != path.name:
-                yield path
-
-
-def _each(home: Path, pattern: str) -> list[Path]:
-    """The files of all sets; a worker may clear one away meanwhile."""
+def _each(home: Path, pattern: str, sets: str = "step-*") -> list[Path]:
+    """The files of some sets; a worker may clear one away meanwhile."""
     found: list[Path] = []
-    for folder in home.glob("step-*"):
+    for folder in home.glob(sets):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found += folder.glob(pattern)
     return found
 
 
-class _Digest:
-    """A file that is only appended to, and the digest of what went into it."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self.sha256, self.size = hashlib.sha256(), 0
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Append."""
-        try:
-            self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-        self.sha256.update(data)
-        length = len(memoryview(data).cast("B"))
-        self.size += length
-        return length
-
-    def flush(self) -> None:
-        """torch asks for it."""
-        self._file.flush()
-
-
-def _open_in(folder: Path, file: Path) -> BinaryIO:
+def _open_in(folder: Path, file: Path) -> BufferedRandom:
     """Make a folder and a file in it; another worker may take the folder for one that is not needed."""
     for _ in range(TRIES):
         with contextlib.suppress(FileNotFoundError, FileExistsError):
             folder.mkdir(parents=True, exist_ok=True)
-            return file.open("wb")
-    return file.open("wb")
-
-
-def _flush(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+            return file.open("w+b")
+    return file.open("w+b")
 
 
 def _flush_folder(folder: Path) -> None:
@@ -252,13 +208,13 @@ def _read(path: Path) -> Manifest | str:
         given = json.loads(path.read_bytes())
         if given["format"] > FORMAT:
             return f"it was written by a newer Freewheel ({given['version']})"
-        manifest = Manifest(**given, path=path)
-        numbers = (manifest.rank, manifest.world_size, manifest.step, manifest.size)
-        good = all(type(one) is int and one >= 0 for one in numbers) and manifest.rank < manifest.world_size
-        good = good and path.name == f"worker-{manifest.rank}.json" and path.parent.name == manifest.set
-        good = good and manifest.file == Path(manifest.file).name and isinstance(manifest.time, float)
+        one = Manifest(**given, path=path)
+        numbers = (one.rank, one.world_size, one.step, one.size)
+        good = all(type(number) is int and number >= 0 for number in numbers) and one.rank < one.world_size
+        good = good and (path.name, path.parent.name) == (f"worker-{one.rank}.json", one.set)
+        good = good and one.file == Path(one.file).name and isinstance(one.time, float)
     except OSError as error:
         return f"it cannot be read: {error.strerror or error}"
     except (ValueError, TypeError, KeyError, AttributeError):
         good = False
-    return manifest if good else "it is not a manifest of Freewheel"
+    return one if good else "it is not a manifest of Freewheel"

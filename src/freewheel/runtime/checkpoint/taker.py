@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from freewheel.errors import ConfigError, at_least
-from freewheel.runtime.checkpoint.resume import TOGETHER, Alone, restore, resume
+from freewheel.runtime.checkpoint.resume import Alone, restore, resume
 from freewheel.runtime.checkpoint.shards import Manifest
 from freewheel.runtime.checkpoint.writer import Writer
 from freewheel.runtime.membership.generation import Beginning
@@ -43,21 +43,17 @@ class Checkpoints:
     """One worker's checkpoints. All but the writing is done in the training thread."""
 
     def __init__(self, between: Callable[[], None] = lambda: None) -> None:
-        self.loaders: list[Any] = []
-        """The worker's loaders, in the order in which they were made."""
+        self.loaders: list[Any] = []  # in the order in which they were made
         self.counts = {"done": 0, "skipped": 0, "failed": 0}
         self._every: int | None = None
         self._extra: Mapping[str, Any] = {}
         self._writer: Writer | None = None
         self._kept: dict[str, Any] = {}
         self._due = self._must = False
-        self._fed: set[int] = set()
-        """Which loaders have given a batch whose step is still to come."""
-        self._alone = True
-        """Whether none had, at the last step: the loop has no loader, or has left it."""
+        self._fed: set[int] = set()  # loaders that have given a batch whose step is still to come
+        self._alone = True  # whether none had, at the last step: the loop has no loader, or has left it
         self._step = self._taken = 0
-        self._between = between
-        """Is called where nothing is half done: a step has used all batches that were given."""
+        self._between = between  # is called where a step has used all batches that were given
         # What a resumed run has not taken up yet:
         self._random: dict[str, Any] | None = None
         self._states: list[dict[str, Any]] = []
@@ -67,11 +63,7 @@ class Checkpoints:
     # -- beginning --
 
     def begin(
-        self,
-        agent: Agent,
-        path: str | Path | None,
-        rendezvous: Rendezvous | None,
-        beginning: Beginning,
+        self, agent: Agent, path: str | Path | None, rendezvous: Rendezvous | None, beginning: Beginning
     ) -> dict[str, Tensor] | None:
         """Take up what the workers agree to resume from a folder; return the strategy's vectors.
 
@@ -119,15 +111,14 @@ class Checkpoints:
             log.warning("this worker joined a run that goes on: the workers it began with write checkpoints")
             return
         if self._writer is None:
-            together = self._agent.strategy.waits_for in TOGETHER
-            self._writer = Writer(path, self._manifest, self.counts, self._agent.events.note, together)
+            self._writer = Writer(path, self._manifest, self.counts, self._agent.events.note)
         elif self._writer.home != path:
             raise ConfigError(
                 f"checkpoints of this run go to {self._writer.home}; {path} is a second place. Give one path."
             )
         self._writer.keep = keep
         if extra is not None:
-            self._take_up(dict(extra))
+            self._claim(extra)
         if every is not None:
             self._every = every
         else:
@@ -135,22 +126,22 @@ class Checkpoints:
             if not self._fed:
                 self.take()
 
-    def _take_up(self, extra: dict[str, Any]) -> None:
+    def _claim(self, extra: Mapping[str, Any]) -> None:
         for name, one in extra.items():
             if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise ConfigError(
                     f"checkpoint: extra has {name!r}, a {type(one).__name__} without state_dict and "
                     "load_state_dict. Give objects that have both, such as a scheduler or a GradScaler."
                 )
-        self._extra = extra
-        for name in extra.keys() & self._unclaimed.keys():
-            try:
-                extra[name].load_state_dict(self._unclaimed.pop(name))
-            except (ValueError, TypeError, KeyError, RuntimeError) as error:
-                raise ConfigError(
-                    f"{name} cannot be resumed: its load_state_dict says {error!r}. Make it as it was made "
-                    "when the checkpoint was taken, or leave it out of extra."
-                ) from error
+            if name in self._unclaimed:
+                try:
+                    one.load_state_dict(self._unclaimed.pop(name))
+                except (ValueError, TypeError, KeyError, RuntimeError) as error:
+                    raise ConfigError(
+                        f"{name} cannot be resumed: its load_state_dict says {error!r}. Make it as it was "
+                        "made when the checkpoint was taken, or leave it out of extra."
+                    ) from error
+        self._extra = dict(extra)
 
     # -- from the loop --
 
@@ -210,10 +201,10 @@ class Checkpoints:
                 else:
                     loader.use()  # the loop still has it
         try:
-            if self._writer is not None and self._writer.busy:
+            if self._writer is not None:
                 self._writer.wait(within_s)
-            if self._writer is None or not self._writer.busy:
-                self.close()
+                if not self._writer.busy:
+                    self.close()
         except ConfigError as error:
             log.warning("no checkpoint of the end: %s", error)
 
