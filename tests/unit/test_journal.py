@@ -148,7 +148,7 @@ def test_a_line_that_does_not_fit_is_taken_back_and_others_follow_when_there_is_
     pen.sample({"rank": 0, "text": "z"})
     assert lines(path)[1:] == [{"rank": 0, "text": "z"}]
     (warning,) = warnings(caplog)
-    assert "File too large" in warning
+    assert "No space left" in warning
 
 
 def test_a_folder_that_was_deleted_is_not_made_again(tmp_path, caplog):

@@ -516,7 +516,7 @@ def test_a_file_that_takes_anothers_place_while_runs_are_looked_through_is_no_er
         return found
 
     monkeypatch.setattr(Path, "is_file", gone_then)
-    assert find_run(tmp_path).folder == folder
+    assert find_run(tmp_path).run.folder == folder
     assert not (folder / ".worker-0.jsonl.1.part").exists()
 
 
@@ -541,21 +541,21 @@ def writes(folder, **changes):
 def test_the_newest_run_is_picked_and_a_live_one_before_it(tmp_path):
     old = aged(made.run(tmp_path / "2026-01-01_00-00-00", workers=1), 7200)
     new = aged(made.run(tmp_path / "a", workers=1), 3600)
-    assert find_run(tmp_path).folder == new
-    assert find_run(old).folder == old
+    assert find_run(tmp_path).run.folder == new
+    assert find_run(old).run.folder == old
     writes(old)
-    assert find_run(tmp_path).folder == old
+    assert find_run(tmp_path).run.folder == old
     assert find_run(tmp_path).others == []
     writes(new)
-    assert (find_run(tmp_path).folder, find_run(tmp_path).others) == (new, [old])
+    assert (find_run(tmp_path).run.folder, find_run(tmp_path).others) == (new, [old])
     writes(new, last=True)  # it has just ended, and is not live any more
-    assert (find_run(tmp_path).folder, find_run(tmp_path).others) == (old, [])
+    assert (find_run(tmp_path).run.folder, find_run(tmp_path).others) == (old, [])
 
 
 def test_a_run_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path, monkeypatch, capsys):
     good = aged(made.run(tmp_path / "good", workers=1), 3600)
     bad = made.run(tmp_path / "bad", workers=1, format=9, freewheel="9.9")
-    assert find_run(tmp_path).folder == good
+    assert find_run(tmp_path).run.folder == good
     assert command(monkeypatch, tmp_path, "--once") == 0
     told = capsys.readouterr()
     assert str(good) in told.out
@@ -577,10 +577,13 @@ def test_a_folder_that_a_launcher_has_just_made_is_a_run_that_starts(tmp_path):
     aged(tmp_path / "old", 3600)
     starting = tmp_path / "2026-11-15_18-20-00"
     starting.mkdir()
-    assert (find_run(tmp_path).folder, find_run(tmp_path).run is not None) == (starting, False)
-    assert (find_run(starting).folder, find_run(starting).run is not None) == (starting, False)
+    assert (find_run(tmp_path).run.folder, bool(find_run(tmp_path).run.workers)) == (starting, False)
+    assert (find_run(starting).run.folder, bool(find_run(starting).run.workers)) == (starting, False)
     made.run(starting / "0-adpsgd", workers=1)
-    assert (find_run(tmp_path).folder, find_run(tmp_path).run is not None) == (starting / "0-adpsgd", True)
+    assert (find_run(tmp_path).run.folder, bool(find_run(tmp_path).run.workers)) == (
+        starting / "0-adpsgd",
+        True,
+    )
 
 
 def test_an_empty_folder_of_yesterday_is_no_run(tmp_path):

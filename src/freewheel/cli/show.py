@@ -104,32 +104,32 @@ def _begun(folder: Path, wait_s: float, say: Callable[[str], None]) -> tuple[Run
     until_s, said = time.monotonic() + wait_s, False
     while True:
         choice = find_run(folder)
-        if (run := choice.run) is not None:
-            if run.workers:
-                for what in choice.broken:
-                    print(f"freewheel: left out: {what}", file=sys.stderr)
-                return run, _note(folder, choice)
-            if time.time() - written_s(choice.folder) > STARTING_S:
-                raise ConfigError(
-                    f"{str(choice.folder)!r} is a run in which no worker has ever written anything: it ended "
-                    "before training began. What its workers printed says why."
-                )
+        run = choice.run
+        if run.workers:
+            for what in choice.broken:
+                print(f"freewheel: left out: {what}", file=sys.stderr)
+            return run, _note(folder, choice)
+        if time.time() - written_s(run.folder) > STARTING_S:
+            raise ConfigError(
+                f"{str(run.folder)!r} is a run in which no worker has ever written anything: it ended "
+                "before training began. What its workers printed says why."
+            )
         if time.monotonic() >= until_s:
             raise ConfigError(
-                f"{str(choice.folder)!r} is a run that is still starting: no worker has written anything "
+                f"{str(run.folder)!r} is a run that is still starting: no worker has written anything "
                 "yet. Try again in a moment, or give --wait-s more seconds."
             )
         if not said:
-            say(f"{choice.folder} is starting; waiting for its workers")
+            say(f"{run.folder} is starting; waiting for its workers")
             said = True
         time.sleep(REFRESH_S)
 
 
 def _note(folder: Path, choice: Choice) -> str:
+    shown = choice.run.folder
     if not choice.others:
-        return "" if choice.folder == folder else str(choice.folder)
-    others = ", ".join(str(one) for one in choice.others[:3])
-    return f"{choice.folder}; also live: {others}{', …' * (len(choice.others) > 3)}"
+        return "" if shown == folder else str(shown)
+    return f"{shown}; also live: {', '.join(map(str, choice.others))}"
 
 
 def _gone(run: Run) -> bool:

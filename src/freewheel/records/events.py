@@ -12,6 +12,8 @@ from typing import Any
 
 TOGETHER_S = 5.0
 """What several workers notice within this time is one event."""
+LATELY = 256
+"""So many events back a cut may belong to one that is known."""
 
 Key = tuple[str, int | None, int | str | None]
 
@@ -27,10 +29,10 @@ class Event:
     life: int | None = None
     by: list[int | str] = field(default_factory=list)
     peer: int | None = None
-    seen: set[tuple[int, int]] = field(default_factory=set)
-    """Of a cut: whom who has lost."""
     last_s: float = 0.0
     """The last time that somebody noticed it, by a clock that may be another's than that of `time`."""
+    links: set[tuple[int, int]] = field(default_factory=set)
+    """Of a cut that workers noticed: whom who has lost."""
 
     @property
     def link(self) -> str:
@@ -40,11 +42,45 @@ class Event:
         verb = "was cut" if self.what == "cut" else "is whole again"
         return f"the link between {self.rank} and {self.peer} {verb}"
 
-    def noticed_by(self, most: int = 6, others_than: Sequence[int | None] = ()) -> str:
-        """Who noticed, in words: ranks in order, or how many where there are many, then the others."""
+    def noticed_by(self, others_than: Sequence[int | None] = ()) -> str:
+        """Who noticed, in words; of many workers how many."""
         ranks = sorted(one for one in self.by if isinstance(one, int) and one not in others_than)
-        workers = [f"{len(ranks)} workers"] if len(ranks) > most else map(str, ranks)
+        workers = [f"{len(ranks)} workers"] if len(ranks) > 5 else map(str, ranks)
         return ", ".join([*workers, *(one for one in self.by if isinstance(one, str))])
+
+    def near(self, other: Event) -> bool:
+        """Whether both may be the same thing, as far as time goes."""
+        return abs(self.time - other.time) < TOGETHER_S
+
+    def join(self, other: Event) -> None:
+        """Take in that somebody else has noticed it, too."""
+        self.by += [by for by in other.by if by not in self.by]
+        self.links |= other.links
+        if other.by == ["launcher"]:
+            self.text = other.text  # it knows how the process ended; others see a line that is closed
+        self.time, self.last_s = min(self.time, other.time), max(self.last_s, other.last_s)
+
+    def takes_link(self, other: Event) -> bool:
+        """Take in another link that broke, if all links of this cut have a worker in common with it."""
+        (link,) = other.links
+        if self.what != "cut" or not self.near(other) or link in self.links:
+            return False
+        if any(isinstance(by, str) for by in self.by):  # the simulator knows what was cut
+            if not {self.rank, self.peer} - {None} <= set(link):
+                return False
+            self.join(other)
+            return True
+        common = set(link).intersection(*self.links)
+        if not common:
+            return False
+        self.join(other)
+        if len(common) == 1:
+            (rank,) = common
+            self.life = self.life if rank == self.rank else None
+            self.rank, self.peer = rank, None
+        else:
+            self.rank, self.peer = sorted(common)
+        return True
 
 
 class Events:
@@ -54,8 +90,6 @@ class Events:
         self.all: list[Event] = []
         self.last: dict[Key, Event] = {}
         """The last event of each kind, of each life of a worker; of all workers: of each text."""
-        self._cuts: dict[int, list[Event]] = {}
-        """Cuts by when they were first noticed, in parts as long as what belongs together."""
 
     def sort(self) -> None:
         """Put them in order; of one moment, first what the launcher or the simulator has done."""
@@ -63,69 +97,21 @@ class Events:
 
     def add(self, line: dict[str, Any]) -> None:
         """Take in what somebody noticed; raises KeyError, TypeError or ValueError where it is no event."""
-        rank, life, peer = (_whole(line.get(name)) for name in ("rank", "life", "peer"))
-        time_s, by = float(line["time"]), line["by"]
-        if not isinstance(line["what"], str) or not isinstance(by, int | str):
+        rank, life, peer = (line.get(name) for name in ("rank", "life", "peer"))
+        time_s, what, by = float(line["time"]), line["what"], line["by"]
+        if not all(isinstance(one, int | None) for one in (rank, life, peer)):
+            raise TypeError("rank, life and peer must be whole numbers")
+        if not isinstance(what, str) or not isinstance(by, int | str):
             raise TypeError("what and by must be words")
-        new = Event(time_s, line["what"], str(line.get("text", "")), rank, life, [by], peer, last_s=time_s)
-        if new.what == "cut" and rank is not None and isinstance(by, int):
-            new.seen = {(rank, by)}
-            part = int(time_s // TOGETHER_S)
-            parts = range(part + 2, part - 3, -1)
-            near = [cut for at in parts for cut in reversed(self._cuts.get(at, ()))]
-            if any(_is_cut(cut, new, (rank, by)) for cut in near):
+        new = Event(time_s, what, str(line.get("text", "")), rank, life, [by], peer, time_s)
+        if what == "cut" and rank is not None and isinstance(by, int):
+            new.links = {(rank, by)}
+            if any(event.takes_link(new) for event in reversed(self.all[-LATELY:])):
                 return
-        key = (new.what, rank, new.text if rank is None else life)
+        key = (what, rank, new.text if rank is None else life)
         event = self.last.get(key)
-        fits = event is not None and _together(event, new) and event.peer == peer and not event.seen
-        if event is not None and fits and by not in event.by:
-            _join(event, new)
+        if event and event.near(new) and event.peer == peer and not event.links and by not in event.by:
+            event.join(new)
             return
         self.all.append(new)
         self.last[key] = new
-        if new.what == "cut":
-            self._cuts.setdefault(int(time_s // TOGETHER_S), []).append(new)
-
-
-def _is_cut(event: Event, new: Event, seen: tuple[int, int]) -> bool:
-    """Whether a link that broke belongs to a cut that is known; then that one says so."""
-    if event.what != "cut" or event.rank is None or not _together(event, new) or seen in event.seen:
-        return False
-    links = {frozenset(one) for one in event.seen}
-    told = any(isinstance(by, str) for by in event.by)
-    if told:  # somebody who is none of them knows what was cut
-        common = frozenset(one for one in (event.rank, event.peer) if one is not None)
-        fits = common <= set(seen)
-    else:
-        common = frozenset.intersection(*links, frozenset(seen))  # whom all these links have in common
-        fits = bool(common)
-    if not fits:
-        return False
-    _join(event, new)
-    event.seen.add(seen)
-    if told:
-        return True
-    if len(common) == 1:
-        (rank,) = common
-        event.life = event.life if rank == event.rank else None
-        event.rank, event.peer = rank, None
-    elif event.seen >= {seen, seen[::-1]}:  # both ends say so
-        event.rank, event.peer = sorted(seen)
-    return True
-
-
-def _together(one: Event, other: Event) -> bool:
-    return abs(one.time - other.time) < TOGETHER_S
-
-
-def _join(event: Event, new: Event) -> None:
-    event.by += [by for by in new.by if by not in event.by]
-    if new.by == ["launcher"]:
-        event.text = new.text  # it knows how the process ended; others see a line that is closed
-    event.time, event.last_s = min(event.time, new.time), max(event.last_s, new.last_s)
-
-
-def _whole(value: Any) -> int | None:
-    if value is not None and not isinstance(value, int):
-        raise TypeError("rank, life and peer must be whole numbers")
-    return value

@@ -56,8 +56,8 @@ def fresh(folder: Path) -> None:
 
 
 def _records(folder: Path) -> Iterator[Path]:
-    for pattern in ("run.json", "worker-*.jsonl", "events-*.jsonl", "evaluations*.jsonl"):
-        yield from folder.glob(pattern)
+    for name in ("run.json", "worker-*.jsonl", "timeline-*.jsonl", "events-*.jsonl", "evaluations*.jsonl"):
+        yield from folder.glob(name)
 
 
 def check_unused(folders: Iterable[Path], force: bool) -> None:

@@ -7,20 +7,17 @@ warning. A file is opened for each line: a folder that was deleted is noticed, a
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import os
-import stat
-import time
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from freewheel.errors import ConfigError
-from freewheel.records.files import write_whole
+from freewheel.records.files import open_whole, write_whole
 from freewheel.records.schema import MEASURED
-from freewheel.records.track import life
 
 THIN_BYTES = 24_000_000
 """When a worker's samples are thinned."""
@@ -35,17 +32,12 @@ log = logging.getLogger("freewheel")
 
 
 class Journal:
-    """One writer's pen for the folder of a run; `by` says whose. Makes the folder.
+    """One writer's pen for the folder of a run; `by` says whose. Makes the folder."""
 
-    With `hold` lines are kept back until a file has so many characters to write: `close` writes the rest.
-    """
-
-    def __init__(self, folder: Path, by: int | str, hold: int = 0) -> None:
+    def __init__(self, folder: Path, by: int | str) -> None:
         self.folder, self.by = folder, by
-        self._hold = hold
-        self._held: dict[str, list[str]] = {}
-        self._chars: Counter[str] = Counter()
         self._besides: dict[str, tuple[float, int]] = {}
+        """Of each file that may not grow without end: when it began, and its size."""
         self._full: set[str] = set()
         self._thin_at: dict[str, int] = {}
         self._warned = False
@@ -63,16 +55,23 @@ class Journal:
         """Say what is run; see `run_json`."""
         with self._going_on():
             self.folder.stat()  # one that was deleted is not made again
-            write_whole(self.folder / "run.json", _json(about) + "\n")
+            write_whole(self.folder / "run.json", _json(about))
 
     def sample(self, sample: Mapping[str, Any]) -> None:
         """How a worker goes."""
-        self._put(f"worker-{sample['rank']}.jsonl", sample)
+        name = f"worker-{sample['rank']}.jsonl"
+        with self._going_on():
+            size = append(self.folder / name, _json(sample).encode())
+            if size > self._thin_at.get(name, THIN_BYTES):
+                self._thin_at[name] = size + THIN_BYTES // 24  # if it fails, not again with every line
+                self._thin_at[name] = max(THIN_BYTES, 2 * thin(self.folder / name))
+                what = f"{name} had grown to {size / 1e6:.0f} MB: every second sample was dropped"
+                self._thinned(sample["time"], what)
 
     def timeline(self, rank: int, line: Mapping[str, Any] | None) -> None:
         """What a worker did, one by one; a run that does very much is written down up to a size."""
         if line is not None:
-            self._put_besides(f"timeline-{rank}.jsonl", line, line["from"], TIMELINE_BYTES, 0)
+            self._put(f"timeline-{rank}.jsonl", line, line["from"], TIMELINE_BYTES, 0)
 
     def event(
         self,
@@ -87,18 +86,15 @@ class Journal:
         """Something happened to a worker, or to its link to a peer."""
         by = self.by if by is None else by
         event = {"time": time_s, "what": what, "rank": rank, "life": life, "by": by, "text": text}
-        event |= {} if peer is None else {"peer": peer}
-        self._put_besides(f"events-{by}.jsonl", event, time_s)
+        self._put(f"events-{by}.jsonl", event | ({} if peer is None else {"peer": peer}), time_s)
 
     def evaluation(self, time_s: float, **measured: float | None) -> None:
         """What was measured of the answer."""
         known = dict.fromkeys(MEASURED)
-        self._put_besides(f"evaluations-{self.by}.jsonl", {**known, "time": time_s, **measured}, time_s)
+        self._put(f"evaluations-{self.by}.jsonl", {**known, "time": time_s, **measured}, time_s)
 
     def close(self) -> None:
-        """Write what was kept back; a file that `begin` has left and nobody has written to is removed."""
-        for name in list(self._held):
-            self._flush(name)
+        """Remove a file that `begin` has left and nobody has written to."""
         with contextlib.suppress(OSError):
             events = self.folder / f"events-{self.by}.jsonl"
             if not events.stat().st_size:
@@ -109,13 +105,13 @@ class Journal:
         try:
             with (self.folder / f"worker-{rank}.jsonl").open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-                return int(json.loads(file.read(TAIL).rpartition(b"\n")[0].splitlines()[-1])["life"])
-        except (OSError, ValueError, KeyError, IndexError, TypeError):
+                return int(life(file.read().rpartition(b"\n")[0].splitlines()[-1]) or 0)
+        except (OSError, ValueError, IndexError):
             return 0
 
     # -- how --
 
-    def _put_besides(
+    def _put(
         self,
         name: str,
         line: Mapping[str, Any],
@@ -130,33 +126,16 @@ class Journal:
                 self._full.add(name)
                 self._thinned(now_s, f"{name} takes too much: lines are left out from here on")
             return
-        self._besides[name] = (began_s, written + self._put(name, line))
-
-    def _put(self, name: str, line: Mapping[str, Any]) -> int:
-        text = _json(line) + "\n"
-        self._held.setdefault(name, []).append(text)
-        self._chars[name] += len(text)
-        if self._chars[name] > self._hold:
-            self._flush(name)
-        return len(text)
-
-    def _flush(self, name: str) -> None:
-        text = "".join(self._held.pop(name, ()))
-        del self._chars[name]
-        path = self.folder / name
+        data = _json(line).encode()
+        self._besides[name] = (began_s, written + len(data))
         with self._going_on():
-            size = append(path, text.encode())
-            if name.startswith("worker-") and size > self._thin_at.get(name, THIN_BYTES):
-                self._thin_at[name] = size + THIN_BYTES // 24  # if it fails, not again with every line
-                kept = thin(path)
-                self._thin_at[name] = max(THIN_BYTES, 2 * kept)
-                what = f"{name} had grown to {size / 1e6:.0f} MB: every second sample was dropped"
-                self._thinned(time.time(), what)
+            append(self.folder / name, data)
 
     def _thinned(self, time_s: float, text: str) -> None:
         rank = self.by if isinstance(self.by, int) else None
-        event = {"time": time_s, "what": "thinned", "rank": rank, "life": None, "by": self.by, "text": text}
-        self._put(f"events-{self.by}.jsonl", event)
+        event = {"time": time_s, "what": "thinned", "rank": rank, "life": None, "by": self.by}
+        with self._going_on():
+            append(self.folder / f"events-{self.by}.jsonl", _json({**event, "text": text}).encode())
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
@@ -172,51 +151,39 @@ class Journal:
 
 def append(path: Path, data: bytes) -> int:
     """Add whole lines to a file, or nothing; return its size."""
-    handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        left = memoryview(data)
-        try:
-            while left:
-                left = left[os.write(handle, left) :]
-        except OSError:
-            _cut_back(handle, len(data) - len(left))
-            raise
-        return os.fstat(handle).st_size
-    finally:
-        os.close(handle)
-
-
-def _cut_back(handle: int, written: int) -> None:
-    """Take back the beginning of a line whose end could not be written; nobody else writes into the file."""
-    status = os.fstat(handle)
-    if written and stat.S_ISREG(status.st_mode):
-        with contextlib.suppress(OSError):
-            os.ftruncate(handle, status.st_size - written)
+    with path.open("ab", buffering=0) as file:
+        before = file.tell()
+        written = file.write(data)
+        if written < len(data):  # nobody else writes into this file: what fitted is taken back
+            with contextlib.suppress(OSError):
+                file.truncate(before)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return before + written
 
 
 def thin(path: Path) -> int:
-    """Drop every second line of a file of samples, but not the last one of a life; return its new size.
+    """Drop every second line of a file of samples, but not the last one of a life; return its new size."""
+    with path.open("rb") as old, open_whole(path) as new:
+        keep, before, of = True, b"", None
+        for line in old:
+            if before and (keep or of != life(line)):
+                new.write(before.decode())
+            keep, before, of = not keep, line, life(line)
+        new.write(before.decode())
+    return path.stat().st_size
 
-    The file that is there stays whole until the new one takes its place.
-    """
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+
+def life(line: bytes) -> Any:
+    """The life of its worker that a sample is of; None where the line is no sample."""
     try:
-        with path.open("rb") as old, part.open("wb") as new:
-            keep, before, of = True, b"", None
-            for line in old:
-                if before and (keep or of != life(line)):
-                    new.write(before)
-                keep, before, of = not keep, line, life(line)
-            new.write(before)
-            size = new.tell()
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-    return size
+        return json.loads(line)["life"]
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _json(value: Mapping[str, Any]) -> str:
+    """A line of a file."""
     text = json.dumps(value, default=str)
     if "NaN" in text or "Infinity" in text:  # JSON has neither
         text = json.dumps(json.loads(text, parse_constant=lambda _: None))
-    return text
+    return text + "\n"

@@ -12,12 +12,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.records.events import Event, Events
 from freewheel.records.schema import Evaluation, read_run_json, stamp
-from freewheel.records.track import POINTS, Tail, Track
+from freewheel.records.track import POINTS, Line, Tail, Track
 
 LINES = 3072
 """Lines of all workers that are read of what was written before: a run of many workers opens as fast."""
@@ -32,14 +32,12 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._opened = False
-        self._heard_s: float | None = None
-        """When anything last came in while we were reading, on our own clock."""
+        self._heard_s = 0.0
+        """When anything last came in while we were reading, on our own clock; 0: all was there before."""
         self._stamp: tuple[int, ...] | None = None
         """Of the run.json that was read."""
         self._start()
-        self.poll()
-        self._opened = True
+        self._read(0.0)
         if self._wrong and not (self.workers or self.events or self.evaluations):
             raise ConfigError(
                 f"{self._wrong}. Nothing else is in {str(folder)!r}; give a folder as `freewheel run` makes "
@@ -53,7 +51,7 @@ class Run:
         """What run.json says; empty while the run is starting."""
         self.workers: dict[int, Track] = {}
         self.evaluations: list[Evaluation] = []
-        self._last_of: dict[tuple[float, int | None], Evaluation] = {}
+        self._moments: dict[tuple[float, int | None], Evaluation] = {}
         """What was last measured, by when and after how many steps."""
         self._tails: dict[str, Tail] = {}
         self._happened = Events()
@@ -61,45 +59,49 @@ class Run:
         """What was wrong with the last line that was JSON and no record."""
 
     def poll(self) -> bool:
-        """Read what has been written since the last call; whether there was anything.
+        """Read what has been written since the last call; whether there was anything."""
+        return self._read(time.time())
 
-        Another run in the same folder has a run.json of its own: then all is read anew.
-        """
-        found = stamp(self.folder)
-        news = found is not None and found != self._stamp
-        if news:
-            about = read_run_json(self.folder)
-            if self.about:
-                self._start()
-            self.about, self._stamp = about, found
+    def _read(self, heard_s: float) -> bool:
+        news = self._read_about()
         paths = sorted(self.folder.glob("*.jsonl"))
         workers = sum(path.name.startswith("worker-") for path in paths)
         most = max(POINTS // 8, min(POINTS, LINES // max(1, workers)))
-        happened = []
+        events: list[tuple[Line, Tail]] = []
         for path in paths:
             kind, _, who = path.stem.partition("-")
             if kind not in ("worker", "events", "evaluations"):
                 continue
             tail = self._tails.setdefault(path.name, Tail(path, most if kind == "worker" else None))
-            begun, lines = tail.begun, tail.read()
+            lines = tail.read()
             if not lines:
                 continue
-            news, self._heard_s = True, time.monotonic() if self._opened else None
+            news, self._heard_s = True, heard_s
             if kind == "events":
-                happened += [(line, tail) for line in lines]
+                events += [(line, tail) for line in lines]
                 continue
-            if kind == "worker" and tail.begun > begun > 0 and who.isdecimal():
+            if kind == "worker" and tail.anew and who.isdecimal():
                 self.workers.pop(int(who), None)  # a thinned file took the place of the old one
-            add = partial(self._sampled, who) if kind == "worker" else self._evaluated
             for line in lines:
-                self._take(tail, line, add)
-        for line, tail in sorted(happened, key=lambda one: _when(one[0])):
+                self._take(tail, line, partial(self._sampled, who) if kind == "worker" else self._evaluated)
+        for line, tail in sorted(events, key=lambda one: _when(one[0])):
             self._take(tail, line, self._happened.add)
         self._happened.sort()
         self.evaluations.sort(key=lambda one: one.time)
         return news
 
-    def _take(self, tail: Tail, line: dict[str, Any], add: Callable[[dict[str, Any]], None]) -> None:
+    def _read_about(self) -> bool:
+        """Read run.json if it is new. Another run in the same folder has its own: then all is read anew."""
+        found = stamp(self.folder)
+        if found in (None, self._stamp):
+            return False
+        about = read_run_json(self.folder)
+        if self.about:
+            self._start()
+        self.about, self._stamp = about, found
+        return True
+
+    def _take(self, tail: Tail, line: Line, add: Callable[[Line], None]) -> None:
         """Take a line in; one that is no record is counted, and the next one may be whole."""
         try:
             add(line)
@@ -107,14 +109,14 @@ class Run:
             tail.broken += 1
             self._wrong = f"{str(tail.path)!r} is not what a run writes ({type(error).__name__}: {error})"
 
-    def _evaluated(self, line: dict[str, Any]) -> None:
+    def _evaluated(self, line: Line) -> None:
         new = Evaluation.read(line)
-        known = self._last_of.get((new.time, new.worker_steps))
+        known = self._moments.get((new.time, new.worker_steps))
         if known is None or not known.join(new):
-            self._last_of[new.time, new.worker_steps] = new
+            self._moments[new.time, new.worker_steps] = new
             self.evaluations.append(new)
 
-    def _sampled(self, who: str, line: dict[str, Any]) -> None:
+    def _sampled(self, who: str, line: Line) -> None:
         track = self.workers.get(int(who)) or Track(int(who))
         track.add(line)
         track.heard_s = self._heard_s
@@ -162,8 +164,7 @@ class Run:
     @property
     def quiet_s(self) -> float:
         """For how long nobody has written, in seconds of the wall, whatever the run's clock."""
-        quiet_s = time.time() - max((tail.written_s for tail in self._tails.values()), default=0.0)
-        return quiet_s if self._heard_s is None else min(quiet_s, time.monotonic() - self._heard_s)
+        return time.time() - max([self._heard_s, *(tail.written_s for tail in self._tails.values())])
 
     @property
     def ranks(self) -> list[int]:
@@ -184,9 +185,8 @@ class Run:
         deaths = [event for key in keys if (event := self._happened.last.get(key)) is not None]
         if any(event.last_s >= latest["time"] - 1.0 for event in deaths):
             return self._news_of(rank, track.life) or "dead"
-        late = self.now - latest["time"] > SILENT_S and self.clock == "wall"
         # A clock of another host may be wrong: whom we hear is not silent.
-        if late and (track.heard_s is None or time.monotonic() - track.heard_s > SILENT_S):
+        if self.clock == "wall" and time.time() - max(latest["time"], track.heard_s) > SILENT_S:
             return "silent"
         return str(latest.get("state", "training"))
 
@@ -228,51 +228,40 @@ def _when(line: dict[str, Any]) -> float:
 # -- which run a folder means --
 STARTING_S = 120.0
 """A folder as `freewheel run` makes them that is no older than this may yet become a run."""
-T = TypeVar("T")
 NUMBERED = re.compile(r"\d+-")
 STAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The run to show, the others that are live or starting, and what is wrong with those left out."""
+    """The run to show, others that are live or starting, and what is wrong with those left out."""
 
-    folder: Path
-    run: Run | None
-    """None: it is starting."""
+    run: Run
     others: list[Path]
     broken: list[str]
 
 
 def find_run(folder: Path) -> Choice:
-    """The newest run in a folder that is starting or live, else the newest one; of those that can be read."""
+    """The newest run in a folder that is starting or live, else the newest one that can be read."""
     starting = _starting(folder)
-    try:
-        found = find_runs(folder)
-    except ConfigError:
-        if not starting:
-            raise
-        found = []
-    wrong: dict[Path, str] = {}
-
-    def readable(path: Path, read: Callable[[Path], T]) -> T | None:
+    found = [*starting, *(_below(folder) if starting else find_runs(folder))]
+    newest, awake, broken = None, [], []
+    for path in sorted(found, key=written_s, reverse=True):
+        lately = path in starting or time.time() - written_s(path) < SILENT_S
+        if newest is not None and not lately:
+            break
         try:
-            return read(path)
+            run = Run(path)
         except ConfigError as error:
-            wrong[path] = str(error)
-            return None
-
-    runs = sorted((one for one in found if readable(one, read_run_json) is not None), key=written_s)
-    lately = [one for one in runs if time.time() - written_s(one) < SILENT_S]
-    awake: dict[Path, Run | None] = {one: run for one in lately if (run := readable(one, Run)) and run.live}
-    awake |= dict.fromkeys(starting)
-    if awake:
-        newest, *others = sorted(awake, key=_began_s, reverse=True)
-        return Choice(newest, awake[newest], others, list(wrong.values()))
-    for one in reversed(runs):
-        if one not in wrong and (run := readable(one, Run)) is not None:
-            return Choice(one, run, [], list(wrong.values()))
-    raise ConfigError(next(iter(wrong.values())))
+            broken.append(str(error))
+            continue
+        newest = newest or run
+        if lately and run.live:
+            awake.append(run)
+    if newest is None:
+        raise ConfigError(broken[0])
+    shown, *others = sorted(awake, key=lambda run: _began_s(run.folder), reverse=True) or [newest]
+    return Choice(shown, [one.folder for one in others], broken)
 
 
 def find_runs(folder: Path) -> list[Path]:
@@ -290,11 +279,12 @@ def find_runs(folder: Path) -> list[Path]:
 
 def all_runs(folders: Sequence[Path]) -> list[Path]:
     """The runs of several folders, in order; refuses one that was given twice."""
-    found: dict[Path, Path] = {}
-    for one in (run for folder in folders for run in find_runs(folder)):
-        if found.setdefault(one.resolve(), one) is not one:
-            raise ConfigError(f"{str(one)!r} was given twice; name every run once.")
-    return list(found.values())
+    found = [run for folder in folders for run in find_runs(folder)]
+    seen = [run.resolve() for run in found]
+    for place, run in enumerate(seen):
+        if run in seen[:place]:
+            raise ConfigError(f"{str(found[place])!r} was given twice; name every run once.")
+    return found
 
 
 def compared(folder: Path, runs: Sequence[Path]) -> bool:
@@ -303,8 +293,8 @@ def compared(folder: Path, runs: Sequence[Path]) -> bool:
 
 
 def written_s(run: Path) -> float:
-    """When anything in a folder was last written."""
-    return max((_changed_s(path) for path in run.glob("*") if path.is_file()), default=0.0)
+    """When anything in a folder was last written; of an empty one, when it was made."""
+    return max((_changed_s(path) for path in run.glob("*") if path.is_file()), default=_changed_s(run))
 
 
 def _below(folder: Path) -> list[Path]:
@@ -321,8 +311,7 @@ def _below(folder: Path) -> list[Path]:
 
 def _known(folder: Path) -> str:
     home = Path("runs")
-    runs = [path for path in home.iterdir() if path.is_dir()] if home.is_dir() else []
-    runs = [path for path in runs if path.resolve() != folder.resolve()]
+    runs = [path for path in home.glob("*/") if path.resolve() != folder.resolve()]
     if runs and home.resolve() != folder.resolve():
         return f"The newest here is {max(runs, key=_changed_s)}."
     return "Give a folder that `freewheel run`, `train`, `compare` or `simulate --folder` has written."
@@ -330,8 +319,7 @@ def _known(folder: Path) -> str:
 
 def _starting(folder: Path) -> list[Path]:
     """Folders, this one or below it, that a launcher has just made and no worker has written into."""
-    paths = [folder, *folder.iterdir()] if folder.is_dir() else []
-    stamped = [path for path in paths if STAMP.fullmatch(path.resolve().name) and path.is_dir()]
+    stamped = [path for path in (folder, *folder.glob("*/")) if STAMP.fullmatch(path.resolve().name)]
     return [path for path in stamped if _began_s(path) > time.time() - STARTING_S and not _below(path)]
 
 

@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, get_type_hints
+from typing import Any
 
 from freewheel.errors import ConfigError, at_least
 from freewheel.records.counters import CAUSES, Counters
@@ -67,21 +67,18 @@ def stamp(folder: Path) -> tuple[int, ...] | None:
 def read_run_json(folder: Path) -> dict[str, Any]:
     """What run.json says; nothing while there is none."""
     path = folder / "run.json"
+    wrong = f"{str(path)!r} is not what a run writes"
     if path.exists() and not path.is_file():  # opening a pipe would wait
         raise ConfigError(f"{str(path)!r} is no file. Give a folder as `freewheel run` makes them.")
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except OSError as error:
-        raise ConfigError(f"cannot read {str(path)!r}: {error.strerror or error}.") from None
-    except ValueError:
-        what = "is empty" if not path.stat().st_size else "is damaged: it is no JSON"
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"{str(path)!r} {what}. Give an unchanged folder of a run; or move this file away, and "
-            "`freewheel watch` shows what else is there."
+            f"{wrong} ({error}). Give an unchanged folder of a run; or move this file away, and `freewheel "
+            "watch` shows what else is there."
         ) from None
-    wrong = f"{str(path)!r} is not what a run writes"
     if not isinstance(said, dict) or "format" not in said:
         raise ConfigError(
             f"{wrong}: it has no format. Give a folder as `freewheel run` makes them, unchanged."
@@ -99,64 +96,26 @@ def read_run_json(folder: Path) -> dict[str, Any]:
 
 
 Number = float | None
-
-
-class WorkerSample(TypedDict, total=False):
-    """A line of worker-R.jsonl."""
-
-    time: float
-    rank: int
-    life: int
-    state: str
-    began: Number
-    steps: int
-    resumed_at: int
-    elapsed_s: float
-    steps_per_s: float
-    compute_s: float
-    blocked_s: dict[str, float]
-    blocked_share: float
-    exchanges: dict[str, int]
-    merges: dict[str, int]
-    peers: dict[int, tuple[int, Number]]
-    discrepancy: Number
-    discrepancy_max: float
-    staleness_mean: float
-    staleness_max: float
-    staleness_counts: dict[int, int]
-    bytes_out: int
-    bytes_in: int
-    messages_out: int
-    messages_dropped: int
-    samples: int
-    samples_again: int
-    gradient_norm_max: float
-    checkpoints: dict[str, int]
-    progress: float
-    windows: Mapping[int, str]
-    node: str
-    members: list[int]
-    view: int
-    loss: Number
-    last: bool
-
+WorkerSample = dict[str, Any]
+"""A line of worker-R.jsonl."""
 
 SUMS = ("steps", "elapsed_s", "compute_s", *(f"{cause}_s" for cause in CAUSES), "exchanges", "merges",
         "bytes_out", "bytes_in", "samples")  # fmt: skip
 LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members", "life")
-_HINTS = get_type_hints(WorkerSample)
-_NUMBERS = [name for name, kind in _HINTS.items() if kind in (int, float, Number)]
-_TABLES = ("exchanges", "merges", "staleness_counts")
+OTHERS = ("rank", "began", "resumed_at", "steps_per_s", "blocked_share", "discrepancy_max", "staleness_max",
+          "messages_out", "messages_dropped", "samples_again", "gradient_norm_max", "view")  # fmt: skip
+"""What else must be a number where it is told."""
+TABLES = ("exchanges", "merges", "staleness_counts")
 
 
-def worker_sample(counters: Counters, **said: Unpack[WorkerSample]) -> WorkerSample:
+def worker_sample(counters: Counters, **said: Any) -> WorkerSample:
     """What a worker says of itself now: what it has counted, and what else is known where it runs."""
     elapsed_s, blocked_s = said["elapsed_s"], sum(said["blocked_s"].values())
     return {
         "resumed_at": 0,
         "steps_per_s": said["steps"] / elapsed_s if elapsed_s else 0.0,
         "blocked_share": min(1.0, blocked_s / elapsed_s) if elapsed_s else 0.0,
-        **counters.figures(),  # type: ignore[typeddict-item]
+        **counters.figures(),
         "checkpoints": {"done": 0, "skipped": 0, "failed": 0},
         "progress": 0.0,
         "windows": {},
@@ -168,22 +127,19 @@ def worker_sample(counters: Counters, **said: Unpack[WorkerSample]) -> WorkerSam
 
 def columns(line: Mapping[str, Any]) -> dict[str, Number]:
     """The numbers of a sample that was read, by column; raises TypeError or KeyError where it is none."""
-    kinds = {"time": int | float, "rank": int, "steps": int}
-    if not all(isinstance(line[name], kind) for name, kind in kinds.items()):
+    if not all(isinstance(line[name], int | float) for name in ("time", "rank", "steps")):
         raise TypeError("time, rank and steps must be numbers")
-    blocked, members = line.get("blocked_s") or {}, line.get("members")
+    tables = {name: line.get(name) or {} for name in (*TABLES, "blocked_s")}
+    members = line.get("members")
     row = {
         **{name: line.get(name) for name in ("time", *SUMS, *LEVELS)},
-        **{f"{cause}_s": blocked.get(cause, 0.0) for cause in CAUSES},
-        **{name: (line.get(name) or {}).get("done", 0) for name in ("exchanges", "merges")},
+        **{f"{cause}_s": tables["blocked_s"].get(cause, 0.0) for cause in CAUSES},
+        **{name: tables[name].get("done", 0) for name in ("exchanges", "merges")},
         "members": None if members is None else len(members),
     }
-    numbers = (*row.values(), *(line.get(name) for name in _NUMBERS))
-    if not all(value is None or isinstance(value, int | float) for value in numbers):
+    numbers = [*row.values(), *map(line.get, OTHERS), *(n for one in tables.values() for n in one.values())]
+    if not all(isinstance(number, int | float | None) for number in numbers):
         raise TypeError("what is counted must be numbers")
-    counted = (value for name in _TABLES for value in (line.get(name) or {}).values())
-    if not all(isinstance(value, int | float) for value in counted):
-        raise TypeError("what is counted by name must be numbers")
     return row
 
 
@@ -211,13 +167,13 @@ class Evaluation:
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> Evaluation:
         """The evaluation in a line; raises TypeError where there is none."""
-        told = {name: value for name, value in line.items() if value is not None and name != "metrics"}
-        known = {name: value for name, value in told.items() if name in MEASURED}
+        told = {name: value for name, value in line.items() if value is not None}
+        known = {name: told.pop(name) for name in MEASURED if name in told}
         if not all(isinstance(value, int | float) for value in known.values()):
             raise TypeError("what was measured must be numbers")
-        others = {name: value for name, value in told.items() if name not in MEASURED and name.isidentifier()}
-        metrics = {name: float(value) for name, value in others.items() if isinstance(value, int | float)}
-        return cls(**known, metrics=metrics)
+        others = {name: value for name, value in told.items() if name.isidentifier()}
+        numbers = {name: float(value) for name, value in others.items() if isinstance(value, int | float)}
+        return cls(**known, metrics=numbers)
 
     def told(self) -> dict[str, Any]:
         """All that was measured, by name."""
@@ -226,11 +182,10 @@ class Evaluation:
 
     def join(self, other: Evaluation) -> bool:
         """Take in what another line says of the same moment; False where both measured the same thing."""
-        new = other.told()
-        if not self.told().keys() & new.keys() <= {"time", "worker_steps", "samples"}:
+        if not self.told().keys() & other.told().keys() <= {"time", "worker_steps", "samples"}:
             return False
-        vars(self).update({name: value for name, value in new.items() if name in MEASURED})
-        self.metrics |= other.metrics
+        known = {name: value for name, value in vars(other).items() if value is not None}
+        vars(self).update(known | {"metrics": self.metrics | other.metrics})
         return True
 
 

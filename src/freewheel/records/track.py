@@ -13,10 +13,8 @@ import numpy as np
 
 from freewheel.records.schema import LEVELS, SUMS, began_s, columns
 
-PIECE = 1 << 16
-"""Bytes read to learn how long lines are."""
-ENDING = 16
-"""The last lines of a long file that are always read."""
+ENDING = 48_000
+"""Bytes at the end of a long file that are always read."""
 
 Line = dict[str, Any]
 
@@ -31,8 +29,8 @@ class Tail:
     def __init__(self, path: Path, most: int | None = None) -> None:
         self.path, self._most = path, most
         self._at, self._inode = 0, -1
-        self.begun = 0
-        """How often reading has started at the first line: more than once where the file was replaced."""
+        self.anew = False
+        """Whether the last reading began at the first line: the file is new, or took another's place."""
         self.broken = 0
         """Whole lines that were no JSON objects; they are left out."""
         self.half = False
@@ -53,10 +51,10 @@ class Tail:
     def _read(self, file: BinaryIO) -> list[Line]:
         status = os.fstat(file.fileno())
         self.written_s = status.st_mtime
+        self.anew = status.st_ino != self._inode or status.st_size < self._at
         found: list[Line] = []
-        if status.st_ino != self._inode or status.st_size < self._at:
+        if self.anew:
             self._inode, self._at = status.st_ino, 0
-            self.begun += 1
             found = self._spread(file, status.st_size)
         file.seek(self._at)
         whole, newline, _ = file.read().rpartition(b"\n")
@@ -65,30 +63,21 @@ class Tail:
         return found + self._parsed(whole)
 
     def _spread(self, file: BinaryIO, size: int) -> list[Line]:
-        """Evenly spread lines of a long file, up to its last ones; of a short one none."""
-        line_bytes = _line_bytes(file.read(PIECE))
-        if self._most is None or size < 2 * self._most * line_bytes:
-            return []
-        file.seek(max(0, size - PIECE))
-        end = int(size - 1.5 * ENDING * _line_bytes(file.read(PIECE)))  # some lines are longer
-        file.seek(0)
-        found = self._parsed(file.readline())
-        self._at = file.tell()
-        for number in range(1, self._most):
-            file.seek(max(self._at, number * end // self._most))
-            file.readline()  # the rest of the line we are in
-            at, line = file.tell(), file.readline()
-            new = self._parsed(line)
+        """Evenly spread lines of a long file, up to its ending; of a short one none."""
+        found: list[Line] = []
+        if self._most is None or size < 4 * ENDING:
+            return found
+        for place in range(self._most + 1):
+            file.seek(max(self._at, place * (size - ENDING) // self._most))
+            if file.tell() > self._at:
+                file.readline()  # the rest of the line we are in
+            begin, new = file.tell(), self._parsed(file.readline())
+            end = file.tell()
             if found and new and found[-1].get("life") != new[0].get("life"):
                 file.seek(self._at)  # the last line of a life holds its sums: none is left out
-                found += self._parsed(file.read(at - self._at))
+                found += self._parsed(file.read(begin - self._at))
             found += new
-            self._at = at + len(line)
-        file.seek(end)
-        file.readline()
-        at, line = file.tell(), file.readline()
-        if at > self._at and found and life(line) == found[-1].get("life"):
-            self._at = at
+            self._at = end
         return found
 
     def _parsed(self, text: bytes) -> list[Line]:
@@ -103,18 +92,6 @@ class Tail:
             else:
                 self.broken += 1
         return found
-
-
-def life(line: bytes) -> Any:
-    """The life of its worker that a sample is of; None where the line is no sample."""
-    try:
-        return json.loads(line)["life"]
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _line_bytes(piece: bytes) -> float:
-    return len(piece) / max(1, piece.count(b"\n"))
 
 
 POINTS = 256
@@ -139,7 +116,7 @@ class Track:
         self.ended_s = 0.0
         """When it made its last step, as far as is known; 0: it joins."""
         self.points: dict[str, list[float | None]] = {name: [] for name in ("time", *SUMS, *LEVELS)}
-        self.heard_s: float | None = None
+        self.heard_s = 0.0
         """When a sample last came in while we were reading, on our own clock."""
         self._before = dict.fromkeys(SUMS, 0.0)
         self._arrays: dict[str, Floats] = {}

@@ -208,7 +208,7 @@ def event_line(run: Run, event: Event) -> Text:
     if event.rank is not None:
         about = f"worker {event.rank}" + (f" {kind.words}" if kind else f": {printable(event.what)}")
         text = (event.link or about) + (f": {said}" if event.text else "")
-    by = event.noticed_by(most=5, others_than=(event.rank, event.peer))
+    by = event.noticed_by((event.rank, event.peer))
     seen = f" (seen by {printable(by)})" if by else ""
     return Text.assemble((f"{when:>7}  ", "dim"), (text, kind.style if kind else ""), (seen, "dim"))
 

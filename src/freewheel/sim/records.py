@@ -72,7 +72,7 @@ class SimulatedRecords(Records):
 
     def __init__(self, folder: Path, *, version: str, name: str, command: str) -> None:
         fresh(folder)
-        self._journal = Journal(folder, "simulator", hold=1 << 16)
+        self._journal = Journal(folder, "simulator")
         self._version, self._name, self._command = version, name, command
         self._begun = False
 
