@@ -37,7 +37,6 @@ def test_a_good_host_has_nothing_to_complain_of():
 
 
 BROKEN = [
-    ("python", {"python": (3, 10, 4)}, "problem", ">=3.11"),
     ("torch", {"torch": "2.7.1+cu126"}, "problem", "pip install 'torch>=2.8,<2.14'"),
     ("torch", {"torch": "2.14.0"}, "problem", "<2.14"),
     ("cuda", {"cuda": Cuda(None, driver=True)}, "warning", "build of torch with CUDA"),
@@ -54,22 +53,19 @@ BROKEN = [
     ("listening", {"bind": "10.9.9.9", "bind_problem": "no address 10.9.9.9"}, "problem", "10.9.9.9"),
     ("listening", {**AWAY, "bind": "127.0.0.1"}, "warning", "--bind"),
     ("port", {"port": 29500, "port_problem": "port 29500 is in use"}, "problem", "in use"),
-    ("firewall", {**AWAY, "firewalls": ("ufw",), "ports": (40000, 50000)}, "warning", "port 40000:50000"),
-    ("firewall", {"bind": "10.0.0.1", "firewalls": ("firewalld",)}, "warning", "firewall-cmd"),
-    ("host name", {**AWAY, "name_address": "127.0.1.1"}, "warning", "not its name"),
+    ("firewall", {**AWAY, "firewalls": ("ufw",)}, "warning", "ip_local_port_range"),
+    ("firewall", {"bind": "10.0.0.1", "firewalls": ("firewalld",)}, "warning", "Let others in"),
     ("link to far:29600", {**AWAY, "links": {"far:29600": "no route to host"}}, "problem", "no route"),
     ("link to far:29600", link(mbit_in=20.0), "warning", "exchange rarely"),
     ("link to far:29600", link(mbit_out=20.0), "warning", "exchange rarely"),
     ("link to far:29600", link(latency_ms=80.0), "warning", "A long way"),
     ("link to far:29600", link(clock_skew_ms=-4000.0), "warning", "NTP"),
     ("link to far:29600", {"tls": True, **link(clock_skew_ms=400_000.0)}, "problem", "Keys"),
-    ("open files", {"workers": 256, "cores": 256, "soft_files": 1024}, "problem", "ulimit -n 2112"),
-    ("open files", {"workers": 256, "cores": 256, "soft_files": 512, "hard_files": 512}, "problem",
-     "LimitNOFILE"),
-    ("windows", {"make_problem": "Operation not permitted"}, "problem", "seccomp"),
-    ("windows", {"open_problem": "Permission denied"}, "warning", "sockets"),
+    ("open files", {"workers": 256, "cores": 256, "open_files": 1024}, "problem", "ulimit -n 2112"),
+    ("windows", {"window_problem": "Operation not permitted"}, "problem", "seccomp"),
+    ("windows", {"sharing_problem": "Permission denied"}, "warning", "sockets"),
     ("/dev/shm", {"shared_free_mb": 64.0}, "warning", "--shm-size"),
-    ("/dev/shm", {"shared_free_mb": None}, "warning", "tmpfs"),
+    ("/dev/shm", {"shared_free_mb": 0.0}, "warning", "tmpfs"),
     ("memory", {"model_mb": 4000.0}, "problem", "fewer workers"),
     ("disk", {"folder_problem": "/root cannot be written to"}, "problem", "--folder"),
     ("disk", {"disk_free_mb": 10.0}, "warning", "200 MB"),
@@ -86,8 +82,8 @@ def test_each_fault_is_found_alone_and_says_what_to_do(what, changed, state, adv
 
 
 def test_every_check_is_broken_by_some_row():
-    everything = found(port=29500, name_address="127.0.1.1", **AWAY)
-    checks = {name.split(" to ")[0] for name in everything} - {"extras"}  # which nothing can break
+    everything = found(port=29500, **AWAY)
+    checks = {name.split(" to ")[0] for name in everything} - {"python", "extras"}  # which nothing can break
     assert {what.split(" to ")[0] for what, *_ in BROKEN} == checks
 
 
@@ -104,17 +100,16 @@ def test_the_number_of_workers_counts_all_hosts_where_they_connect():
 
 
 def test_loopback_asks_for_no_firewall():
-    rows = found(firewalls=("ufw",), name_address="127.0.1.1", links={LOOPBACK: GOOD})
-    assert not {"firewall", "host name"} & set(rows)
+    rows = found(firewalls=("ufw",), links={LOOPBACK: GOOD})
+    assert "firewall" not in rows
     assert rows["loopback"].state == "ok"
 
 
 def test_a_missing_extra_is_no_fault_but_is_said():
-    row = found(extras={"tls": ("cryptography",), "tensorboard": ()})["extras"]
+    row = found(extras=("tensorboard",), missing=("tls",))["extras"]
     assert row.state == "ok"
-    assert row.value.startswith("installed: tensorboard; not installed: tls")
+    assert row.value.startswith("installed: tensorboard; no tls: ")
     assert "pip install 'freewheel[tls]'" in row.value
-    assert found()["extras"].value == "installed: none"
 
 
 def test_a_link_says_how_long_the_model_takes():
@@ -142,18 +137,15 @@ def test_versions_are_compared_by_their_numbers(version, bounds, expected):
 
 
 def test_what_is_found_on_this_host_makes_sense(tmp_path):
-    said = []
-    seen = gather([], folder=tmp_path / "new" / "runs", mb=0.5, progress=said.append)
+    seen = gather([], folder=tmp_path / "new" / "runs", mb=0.5)
     assert fits(seen.torch, seen.torch_range)
     assert seen.torch_range
     assert 1 <= seen.cores <= len(os.sched_getaffinity(0))
-    assert seen.bind_problem is seen.make_problem is seen.open_problem is seen.folder_problem is None
+    assert seen.bind_problem is seen.window_problem is seen.sharing_problem is seen.folder_problem is None
     assert seen.memory_free_mb > 10
     assert seen.disk_free_mb > 1
-    assert 0 < seen.ports[0] < seen.ports[1] < 1 << 16
     assert "dev" not in seen.extras
     assert seen.links[LOOPBACK].mbit_out > 1
-    assert said
 
 
 def test_a_taken_port_an_address_of_others_and_a_deaf_host_are_seen():
@@ -177,7 +169,7 @@ def test_another_system_is_refused(monkeypatch):
 
 def test_a_file_is_no_folder(tmp_path):
     (tmp_path / "file").write_text("")
-    assert "is a file" in gather([], folder=tmp_path / "file" / "runs", mb=0.1).folder_problem
+    assert "/file: " in gather([], folder=tmp_path / "file" / "runs", mb=0.1).folder_problem
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,9 @@ import sys
 import pytest
 
 import forked
-from freewheel.cli import doctor as command
 from freewheel.cli.main import main
 from freewheel.errors import ConfigError
 from freewheel.runtime.doctor import bandwidth
-from freewheel.runtime.doctor.rules import Finding
 from freewheel.runtime.membership.place import parse_address
 
 
@@ -38,15 +36,14 @@ def test_one_host_serves_and_another_measures(doctor):
     serving = forked.start(*forked.FREEWHEEL, "doctor", "--serve", "--port", "0")
     try:
         address = re.search(r"freewheel doctor (127\.0\.0\.1:\d+)", serving.stdout.readline())[1]
-        assert "--bind" in serving.stdout.readline()
         code, out, err = doctor(address, "-n", "1", "--json")
-        assert "another host has measured" in serving.stdout.readline()
+        assert "another host measures" in serving.stdout.readline()
     finally:
         serving.send_signal(signal.SIGINT)
         _, complaints = serving.communicate(timeout=60)
     assert serving.returncode == 130
     assert "Traceback" not in complaints
-    assert f"measuring the link to {address}" in err
+    assert not err
     found = json.loads(out)
     assert (code, found["usable"]) == (0, True)
     assert found["links"][address]["mbit_out"] > 0
@@ -66,9 +63,9 @@ def test_a_ready_host_is_shown_plainly_in_80_columns(doctor):
 def test_a_problem_is_exit_code_1_and_says_what_to_do(doctor):
     code, out, _ = doctor("-n", "1", "--bind", "192.0.2.1")
     assert code == 1
-    assert re.search(r"^problem +listening +not on 192\.0\.2\.1$", out, flags=re.M)
+    assert re.search(r"^problem +listening +not on 192\.0\.2\.1 *$", out, flags=re.M)
     assert "give one that `ip address` lists" in " ".join(out.split())
-    assert out.rstrip().splitlines()[-1].startswith("1 problem, ")
+    assert out.rstrip().splitlines()[-1].startswith("Not ready: 1 problem, ")
 
 
 @pytest.mark.parametrize(
@@ -109,19 +106,6 @@ def test_an_empty_address_is_refused():
         parse_address("", "the host", bandwidth.PORT)
 
 
-def test_long_rows_wrap_and_keep_their_column(capsys):
-    rows = [
-        Finding("cores", "few"),
-        Finding("link to a-host-of-long-name:29600", "v " * 50, "warning", "do " * 50),
-    ]
-    command._print(rows)
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 80
-    assert lines[1].split() == ["warning", "link", "to", "a-host-of-long-name:29600"]
-    assert {len(line) - len(line.lstrip()) for line in lines[2:]} == {len("ok       cores  ")}
-    assert " ".join(" ".join(lines[2:]).split()) == ("v " * 50 + "do " * 50).strip()
-
-
 def test_without_a_terminal_nothing_turns():
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     done = forked.run(*forked.FREEWHEEL, "doctor", "-n", "1", "--mb", "0.1", timeout=100, env=one_thread)
@@ -132,4 +116,4 @@ def test_without_a_terminal_nothing_turns():
 def test_a_folder_that_not_even_root_can_write_to_is_a_problem(doctor):
     code, out, _ = doctor("-n", "1", "--folder", "/proc/records")
     assert code == 1
-    assert "/proc cannot be written to" in out
+    assert "/proc: " in out

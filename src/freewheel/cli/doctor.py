@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
-import sys
-import textwrap
 from collections import Counter
-from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from freewheel.cli.options import argument, option
@@ -25,8 +22,7 @@ if TYPE_CHECKING:
     from freewheel.runtime.doctor.rules import Finding
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
-WIDEST = 100
-INDENT = 9  # before what was looked at: the width of a state
+WIDTH = 80
 
 
 def doctor(
@@ -64,8 +60,8 @@ def doctor(
     at_least("workers", workers, 1)
     at_least("model-mb", model_mb, 0)
     addresses = [parse_address(host, "the host", bandwidth.PORT) for host in hosts or []]
-    with _progress() as say:
-        facts = gather(addresses, bind=bind, port=port, folder=folder, mb=mb, tls=tls, progress=say)
+    with Console(stderr=True).status("looking at this host and its links"):
+        facts = gather(addresses, bind=bind, port=port, folder=folder, mb=mb, tls=tls)
     workers = workers or facts.cores
     found = diagnose(facts, workers, model_mb, tls is not None)
     states = Counter(finding.state for finding in found)
@@ -78,53 +74,31 @@ def doctor(
         )
     else:
         _print(found)
-        seen = count(states["warning"], "warning")
-        ready = f"Ready to run: {seen}." if states["warning"] else "Ready to run."
-        problems = f"{count(states['problem'], 'problem')}, {seen}: see above what to do."
-        print(f"\n{problems if states['problem'] else ready}")
+        ready = "Not ready" if states["problem"] else "Ready to run"
+        print(f"\n{ready}: {count(states['problem'], 'problem')}, {count(states['warning'], 'warning')}.")
     raise typer.Exit(1 if states["problem"] else 0)
 
 
 async def _serve(bind: str, port: int, tls: Path | None) -> None:
     from freewheel.runtime.doctor import bandwidth
-    from freewheel.runtime.membership.place import is_loopback
 
     def say(text: str) -> None:
         print(f"freewheel: {text}", flush=True)
 
     async with bandwidth.serving(bind, port, tls, say) as found:
         keys = f" --tls {tls}" if tls else ""
-        say(f"on the other host: freewheel doctor {bind}:{found}{keys}")
-        if is_loopback(bind):
-            say("listening on loopback: no other host gets here; give --bind this host's address")
+        say(f"on the other host (which must reach this address): freewheel doctor {bind}:{found}{keys}")
         await asyncio.Event().wait()
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Where a person waits, say for what: turning on a terminal, else a line for each host."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with console.status("") as status:
-            yield lambda text: status.update(f"{text} …")
-    else:
-        yield lambda text: print(f"{text} …", file=sys.stderr) if text.startswith("measuring") else None
-
-
 def _print(found: list[Finding]) -> None:
-    console = Console()
-    width = min(console.width, WIDEST) if console.is_terminal else 80
-    column = INDENT + max(len(finding.what) for finding in found if len(finding.what) <= 18) + 2
-    room = max(20, width - column)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column()
+    table.add_column(overflow="fold", max_width=18)
+    table.add_column()
     for finding in found:
-        line = Text(f"{finding.state:<{INDENT}}", style=COLOURS[finding.state])
-        head = f"{finding.what:<{column - INDENT}}"
-        line.append(head, style="bold" if finding.state != "ok" else "default")
-        value = textwrap.wrap(finding.value, room) or [""]
-        if len(finding.what) > 18:  # an address of its own line
-            value.insert(0, "")
-        console.print(line + Text(value[0], style="default"), soft_wrap=True, highlight=False)
-        for more in value[1:]:
-            console.print(" " * column + more, soft_wrap=True, highlight=False, markup=False)
-        for advice in textwrap.wrap(finding.advice, room, break_on_hyphens=False):
-            console.print(Text(" " * column + advice, style="italic"), soft_wrap=True)
+        table.add_row(Text(finding.state, COLOURS[finding.state]), finding.what, Text(finding.value))
+        if finding.advice:
+            table.add_row("", "", Text(finding.advice, "italic"))
+    console = Console()
+    console.print(table, width=min(console.width, WIDTH), highlight=False, markup=False)

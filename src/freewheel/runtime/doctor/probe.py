@@ -10,8 +10,6 @@ import platform
 import re
 import resource
 import shutil
-import socket
-import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -47,13 +45,11 @@ class Cuda:
 
 @dataclass(frozen=True)
 class Facts:
-    """One host, seen from one process on it."""
+    """One host, seen from one process on it; a `…_problem` says why something cannot be done."""
 
-    python: tuple[int, ...] = (3, 11, 0)
-    python_range: str = ">=3.11"
+    python: str = "3.11.0"
     torch: str = "2.8.0"
     torch_range: str = ">=2.8,<2.14"
-    threads: int = 1
     cores: int = 4
     """Those this process may use, whatever the machine has."""
     omp: str | None = None
@@ -64,27 +60,20 @@ class Facts:
     port: int | None = None
     """The port that was asked about."""
     port_problem: str | None = None
-    ports: tuple[int, int] = (32768, 60999)
-    """From which the system chooses."""
     firewalls: tuple[str, ...] = ()
     """Those that seem to be on."""
-    name_address: str | None = None
-    """What this host's own name means here."""
-    soft_files: int = 1 << 20
-    hard_files: int = 1 << 20
-    make_problem: str | None = None
-    """Why no window can be made."""
-    open_problem: str | None = None
-    """Why a window cannot be opened by a peer."""
-    device_problem: str | None = None
-    """Why memory of the first CUDA device cannot be shared."""
-    shared_free_mb: float | None = 16_000.0
-    memory_free_mb: float | None = 16_000.0
+    open_files: int = 1 << 20
+    window_problem: str | None = None
+    sharing_problem: str | None = None
+    """Why a window of the host or of the first GPU cannot be opened by a peer."""
+    shared_free_mb: float = 16_000.0
+    memory_free_mb: float = 16_000.0
     folder: str = "runs"
     folder_problem: str | None = None
     disk_free_mb: float = 100_000.0
-    extras: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By extra, the packages it needs that are not installed."""
+    extras: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()
+    """Extras that are installed, and those that are not."""
     links: Mapping[str, LinkFigure | str] = field(default_factory=dict)
     """By host, what was measured, or why it could not be."""
 
@@ -97,25 +86,25 @@ def gather(
     folder: Path = Path("runs"),
     mb: float = 64.0,
     tls: Path | None = None,
-    progress: Callable[[str], None] = lambda text: None,
 ) -> Facts:
     """Look at this host, and measure the links to the others; without others: loopback."""
     if platform.system() != "Linux":
         raise ConfigError(f"Freewheel runs on Linux, not on {platform.system()}: use a Linux host, or WSL.")
-    progress("looking at torch and CUDA")
-    python_range, torch_range, extras = _requirements()
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    no_limit = 1 << 30
-    ports = _said("/proc/sys/net/ipv4/ip_local_port_range", r"\A(\d+)\s+(\d+)")
+    about = importlib.metadata.metadata("freewheel")
+    needed = [Requirement(line) for line in about.get_all("Requires-Dist") or ()]
+    lacks = {
+        extra: any(_lacks(extra, one) for one in needed)
+        for extra in sorted(about.get_all("Provides-Extra") or ())
+        if extra != "dev"
+    }
     memory = _said("/proc/meminfo", r"^MemAvailable:\s+(\d+) kB")
-    cuda, make_problem = _cuda(), _problem(lambda: HostWindow.make(mmap.PAGESIZE))
-    progress("looking at ports, memory and disk")
+    folder = folder.absolute()
+    nearest = next(one for one in (folder, *folder.parents) if one.exists())
+    cuda = _cuda()
     return Facts(
-        python=tuple(sys.version_info[:3]),
-        python_range=python_range,
+        python=platform.python_version(),
         torch=torch.__version__,
-        torch_range=torch_range,
-        threads=torch.get_num_threads(),
+        torch_range=next(str(one.specifier) for one in needed if one.name == "torch"),
         cores=_cores(),
         omp=os.environ.get("OMP_NUM_THREADS"),
         cuda=cuda,
@@ -123,32 +112,27 @@ def gather(
         bind_problem=_problem(lambda: listen(bind, 0, "bind").close()),
         port=port,
         port_problem=None if port is None else _problem(lambda: listen(bind, port, "bind").close()),
-        ports=(int(ports[1]), int(ports[2])) if ports else Facts.ports,
         firewalls=_firewalls(),
-        name_address=_name_address(),
-        soft_files=no_limit if soft == resource.RLIM_INFINITY else soft,
-        hard_files=no_limit if hard == resource.RLIM_INFINITY else hard,
-        make_problem=make_problem,
-        open_problem=None if make_problem else _problem(_open_window),
-        device_problem=_device_window() if cuda.devices else None,
-        shared_free_mb=shutil.disk_usage(SHARED).free / 1e6 if SHARED.is_dir() else None,
-        memory_free_mb=int(memory[1]) * 1024 / 1e6 if memory else None,
+        open_files=_open_files(),
+        window_problem=_problem(lambda: HostWindow.make(mmap.PAGESIZE)),
+        sharing_problem=_problem(lambda: _share(bool(cuda.devices))),
+        shared_free_mb=shutil.disk_usage(SHARED).free / 1e6 if SHARED.is_dir() else 0.0,
+        memory_free_mb=int(memory[1]) * 1024 / 1e6 if memory else Facts.memory_free_mb,
         folder=str(folder),
-        folder_problem=_folder_problem(folder),
-        disk_free_mb=shutil.disk_usage(_nearest(folder)).free / 1e6,
-        extras=extras,
-        links=_links(hosts, mb, tls, progress),
+        # Asking the system for permission is not enough: root has it on a disk that is read-only.
+        folder_problem=_problem(lambda: tempfile.TemporaryFile(dir=nearest).close(), f"{nearest}: "),
+        disk_free_mb=shutil.disk_usage(nearest).free / 1e6,
+        extras=tuple(extra for extra, some in lacks.items() if not some),
+        missing=tuple(extra for extra, some in lacks.items() if some),
+        links=_links(hosts, mb, tls),
     )
 
 
-def _links(
-    hosts: list[tuple[str, int]], mb: float, tls: Path | None, progress: Callable[[str], None]
-) -> dict[str, LinkFigure | str]:
+def _links(hosts: list[tuple[str, int]], mb: float, tls: Path | None) -> dict[str, LinkFigure | str]:
     if not hosts:
         return {LOOPBACK: asyncio.run(loopback(mb, tls))}
     found: dict[str, LinkFigure | str] = {}
     for host, port in hosts:
-        progress(f"measuring the link to {host}:{port}")
         try:
             found[f"{host}:{port}"] = measure(host, port, mb, tls)
         except ConfigError as error:
@@ -156,45 +140,29 @@ def _links(
     return found
 
 
-def _requirements() -> tuple[str, str, dict[str, tuple[str, ...]]]:
-    """The ranges of Python and torch that the package asks for, and what each extra lacks."""
-    about = importlib.metadata.metadata("freewheel")
-    needed = [Requirement(line) for line in about.get_all("Requires-Dist") or ()]
-
-    def lacks(extra: str, one: Requirement) -> bool:
-        brings = one.marker is not None and one.marker.evaluate({"extra": extra})
-        return brings and not any(importlib.metadata.distributions(name=one.name))
-
-    extras = [extra for extra in about.get_all("Provides-Extra") or () if extra != "dev"]
-    lacking = {extra: tuple(one.name for one in needed if lacks(extra, one)) for extra in extras}
-    of_torch = next((str(one.specifier) for one in needed if one.name == "torch"), "")
-    return about["Requires-Python"] or "", of_torch, lacking
+def _lacks(extra: str, one: Requirement) -> bool:
+    brings = one.marker is not None and one.marker.evaluate({"extra": extra})
+    return brings and not any(importlib.metadata.distributions(name=one.name))
 
 
 def _cuda() -> Cuda:
     built, driver = torch.version.cuda, DRIVER.exists()
-    if built is None:
-        return Cuda(None, driver)
     devices: list[str] = []
     try:
-        torch.cuda.init()  # type: ignore[no-untyped-call]
-        for index in range(torch.cuda.device_count()):
-            name = torch.cuda.get_device_name(index)
-            total = (torch.ones(8, device=f"cuda:{index}") * 2).sum().item()
-            if total != 16:
-                raise RuntimeError(f"device {index} ({name}) computes 8 times 2 as {total:g}")
-            devices.append(name)
+        for index in range(torch.cuda.device_count() if built else 0):
+            torch.ones(8, device=f"cuda:{index}").sum().item()
+            devices.append(torch.cuda.get_device_name(index))
     except (RuntimeError, AssertionError) as error:  # torch raises both
         return Cuda(built, driver, tuple(devices), first_line(error, 300))
     return Cuda(built, driver, tuple(devices))
 
 
-def _problem(of: Callable[[], object]) -> str | None:
+def _problem(of: Callable[[], object], where: str = "") -> str | None:
     """Why something cannot be done here; None: it can."""
     try:
         of()
-    except (OSError, ConfigError) as error:
-        return getattr(error, "strerror", None) or str(error)
+    except (OSError, RuntimeError, ConfigError) as error:
+        return where + (getattr(error, "strerror", None) or str(error))
     return None
 
 
@@ -212,6 +180,11 @@ def _cores() -> int:
     return max(1, min(cores, int(limit[1]) // int(limit[2]))) if limit else cores
 
 
+def _open_files() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 30 if soft == resource.RLIM_INFINITY else soft
+
+
 def _firewalls() -> tuple[str, ...]:
     """What can be seen without being root; nothing found does not mean that there is none."""
     ufw = _said("/etc/ufw/ufw.conf", "^ENABLED=yes")
@@ -219,38 +192,9 @@ def _firewalls() -> tuple[str, ...]:
     return tuple(name for name, on in seen.items() if on)
 
 
-def _name_address() -> str | None:
-    try:
-        return socket.gethostbyname(socket.gethostname())
-    except OSError:
-        return None
-
-
-def _open_window() -> None:
-    """Make a window, and open it the way a peer does."""
+def _share(cuda: bool) -> None:
+    """Make a window, and open it the way a peer does; make one of the first device."""
     window = HostWindow.make(mmap.PAGESIZE)
     HostWindow.open(os.getpid(), mmap.PAGESIZE, window.fd)
-
-
-def _device_window() -> str | None:
-    """Make a window of the first device; why that fails."""
-    try:
+    if cuda:
         DeviceWindow.make(CudaLibrary(), torch.device("cuda", 0), mmap.PAGESIZE)
-    except (OSError, RuntimeError) as error:
-        return str(error)
-    return None
-
-
-def _nearest(folder: Path) -> Path:
-    """The folder, or the closest one above it that exists."""
-    folder = folder.absolute()
-    return next(one for one in (folder, *folder.parents) if one.exists())
-
-
-def _folder_problem(folder: Path) -> str | None:
-    nearest = _nearest(folder)
-    if not nearest.is_dir():
-        return f"{nearest} is a file"
-    # Asking the system for permission is not enough: root has it on a disk that is read-only.
-    why = _problem(lambda: tempfile.TemporaryFile(dir=nearest).close())
-    return why and f"{nearest} cannot be written to: {why}"
