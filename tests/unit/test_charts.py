@@ -190,7 +190,7 @@ def test_what_an_earlier_life_counted_is_not_forgotten(tmp_path):
     made.append(tmp_path / "worker-0.jsonl", made.sample(0, 20, 1, life=2, **later))
     run = Run(tmp_path)
     assert staleness(run) == {0: 4, 2: 2}
-    said = header(run, 120, 120)[1].plain
+    said = header(run, 120)[1].plain
     assert "exchanges half: 3" in said
     assert "messages dropped: 4" in said
 

@@ -29,7 +29,7 @@ from freewheel.show import report as reports
 from freewheel.show.dashboard import PORT, Dashboard
 from freewheel.show.dashboard.board import Board
 from freewheel.show.rates import result_of
-from freewheel.show.terminal import Screen, event_line, plain_line
+from freewheel.show.terminal import event_line, plain_line, screen
 
 REFRESH_S = 0.5
 PLAIN_S = 1.0
@@ -68,25 +68,21 @@ def watch(
 def _watch(folder: Path, once: bool, wait_s: float) -> None:
     console = output()
     run, note = _begun(folder, 0.0 if once else wait_s, lambda text: console.print(Text(text, style="dim")))
-    screen = Screen()
-
-    def width() -> int:
-        if console.is_terminal and not console.is_dumb_terminal:
-            return console.width  # it may have been resized
-        # rich takes every dumb terminal for one of 80 columns; a file is as wide as somebody says.
-        return shutil.get_terminal_size((console.width, 24)).columns
+    real = console.is_terminal and not console.is_dumb_terminal
 
     def leave() -> None:
-        for line in screen.lines(run, width(), note=note, ascii_only=console.options.ascii_only):
+        # rich takes every dumb terminal for one of 80 columns; a file is as wide as somebody says.
+        width = console.width if real else shutil.get_terminal_size((console.width, 24)).columns
+        for line in screen(run, width, note=note, ascii_only=console.options.ascii_only):
             console.print(line, soft_wrap=True)
 
     try:
         if once or _over(run):
             pass
-        elif console.is_terminal and not console.is_dumb_terminal:
-            _show(console, screen, run, note)
+        elif real:
+            _show(console, run, note)
         else:
-            _tell(run, note, width())
+            _tell(run, note)
     except KeyboardInterrupt:
         leave()
         raise
@@ -153,15 +149,13 @@ def _news(run: Run, every_s: float) -> Iterator[bool]:
         yield run.poll()
 
 
-def _show(console: Console, screen: Screen, run: Run, note: str) -> None:
+def _show(console: Console, run: Run, note: str) -> None:
     """Fill the terminal, and leave it as it was."""
     with Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live:
 
         def draw() -> None:
             size = console.size
-            lines = screen.lines(
-                run, size.width, size.height, note=note, ascii_only=console.options.ascii_only
-            )
+            lines = screen(run, size.width, size.height, note=note, ascii_only=console.options.ascii_only)
             live.update(Group(*lines), refresh=True)
 
         draw()
@@ -169,7 +163,7 @@ def _show(console: Console, screen: Screen, run: Run, note: str) -> None:
             draw()
 
 
-def _tell(run: Run, note: str, width: int) -> None:
+def _tell(run: Run, note: str) -> None:
     """A line a second, and each event when it comes."""
     if note:
         print(note, flush=True)
@@ -179,7 +173,7 @@ def _tell(run: Run, note: str, width: int) -> None:
             if id(event) not in told:
                 print(event_line(run, event).plain, flush=True)
                 told.add(id(event))
-        print(plain_line(run, width), flush=True)
+        print(plain_line(run), flush=True)
 
 
 # -- on pages --

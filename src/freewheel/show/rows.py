@@ -24,8 +24,8 @@ from freewheel.show.rates import elapsed_s, rate
 
 SLOW_S = 30.0
 """Of a worker that makes fewer than one step a second the rate is taken over this time."""
-WINDOWS_S = (15.0, 30.0, 60.0)
-"""How much of a live run is drawn: the first that holds all of it, else the last."""
+DRAWN_S = 60.0
+"""How much of a live run is drawn."""
 GOING = ("joining", "training")
 
 
@@ -42,7 +42,7 @@ class Row:
     discrepancy: float | None = None
     exchanges: float = 0.0
     merges: float = 0.0
-    bytes_per_s: float | None = None
+    mb_per_s: float | None = None
     loss: float | None = None
     windows: str = ""
     """How its vectors travel, and to how many peers: device 3, or host 2 · stream 1."""
@@ -83,14 +83,14 @@ def _row(run: Run, rank: int, live: bool) -> Row:
     if live and state != "training":
         return row  # what it did last is no rate of now
     over_s = rates.LATELY_S if live and run.clock == "wall" else math.inf
-    per_s = rate(track, "steps", over_s)
-    if per_s is not None and per_s < 1.0 and math.isfinite(over_s):
-        over_s = SLOW_S
-        per_s = rate(track, "steps", over_s)
+    if (rate(track, "steps", over_s) or 0.0) < 1.0:
+        over_s = max(over_s, SLOW_S)
     waited = rates.summed(rate(track, f"{cause}_s", over_s) for cause in CAUSES)
-    blocked = None if waited is None else min(1.0, waited)
     return replace(
-        row, steps_per_s=per_s, blocked_share=blocked, bytes_per_s=rate(track, "bytes_out", over_s)
+        row,
+        steps_per_s=rate(track, "steps", over_s),
+        blocked_share=None if waited is None else min(1.0, waited),
+        mb_per_s=None if (sent := rate(track, "bytes_out", over_s)) is None else sent / 1e6,
     )
 
 
@@ -98,10 +98,10 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
     """Sums; of shares and loss the mean, of staleness that of all exchanges; of discrepancies the largest."""
     states = Counter(row.state for row in all_rows)
     per_s = rates.summed(row.steps_per_s for row in all_rows)
-    sent = rates.summed(row.bytes_per_s for row in all_rows)
+    sent = rates.summed(row.mb_per_s for row in all_rows)
     waited = rates.mean(row.blocked_share for row in all_rows)
     if not run.live and elapsed_s(run) > 0:  # workers came and went: their rates do not add up
-        per_s, sent = rates.rates(run)[0], run.total("bytes_out") / elapsed_s(run)
+        per_s, sent = rates.rates(run)[0], run.total("bytes_out") / elapsed_s(run) / 1e6
         waited = sum(rates.blocked(run.workers.values()).values())
     present = [row for row in all_rows if row.state not in ("dead", "silent")] or all_rows
     return Row(
@@ -114,7 +114,7 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
         discrepancy=max((row.discrepancy for row in all_rows if row.discrepancy is not None), default=None),
         exchanges=sum(row.exchanges for row in all_rows),
         merges=sum(row.merges for row in all_rows),
-        bytes_per_s=sent,
+        mb_per_s=sent,
         loss=rates.mean(row.loss for row in present),
         restarts=sum(row.restarts for row in all_rows),
     )
@@ -122,12 +122,11 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
 
 @dataclass
 class Column:
-    """A cell for each row, and what it is sorted by; `key` is its name, and its heading unless it has one."""
+    """A cell for each row, and what it is sorted by."""
 
     key: str
     cells: list[str]
     values: list[Any]
-    heading: str = ""
 
 
 def _words(texts: list[str]) -> list[str]:
@@ -145,31 +144,26 @@ COLUMNS: dict[str, tuple[str, Callable[[list[Any]], list[str]]]] = {
     "restarts": ("restarts", _counts),
     "steps": ("steps", lambda values: [f"{value:,.0f}" for value in values]),
     "steps/s": ("steps_per_s", column),
-    "rate": ("steps_per_s", lambda values: [""] * len(values)),
     "waiting": ("blocked_share", lambda values: [share(value) for value in values]),
     "stale": ("staleness", column),
     "discrep.": ("discrepancy", lambda values: column(values, 3)),
     # A strategy has exchanges or merges or neither, hardly ever both.
     "exch.": ("exchanges", _counts),
     "merges": ("merges", _counts),
-    "sent": ("bytes_per_s", column),
+    "MB/s": ("mb_per_s", column),
     "loss": ("loss", lambda values: column(values, 4)),
     "windows": ("windows", _words),
 }
-"""The table of workers: which field of a row, and what is written of all its values; `rate` is drawn."""
+"""The table of workers: which field of a row, and what is written of all its values."""
 
 
 def columns(shown: Sequence[Row]) -> list[Column]:
     """The table of workers, whose last row is that of all; columns with nothing to tell are left out."""
-    most = max((row.bytes_per_s or 0.0 for row in shown[:-1]), default=0.0)
-    scale, unit = (1e3, "kB/s") if most < 1e6 else (1e6, "MB/s") if most < 1e9 else (1e9, "GB/s")
     found = []
     for key, (name, text) in COLUMNS.items():
         values = [getattr(row, name) for row in shown]
-        if key == "sent":
-            values = [None if value is None else value / scale for value in values]
-        found.append(Column(key, text(values), values, unit if key == "sent" else ""))
-    always = ("state", "steps/s", "rate", "waiting")
+        found.append(Column(key, text(values), values))
+    always = ("state", "steps/s", "waiting")
     return [one for one in found if one.key in always or any(cell != UNKNOWN for cell in one.cells)]
 
 
@@ -181,29 +175,15 @@ def printable(text: object) -> str:
 def most_telling(all_rows: Sequence[Row], most: int) -> list[Row]:
     """Those to show where there is no room for all: dead and silent ones, then the slowest, by rank."""
     order = {"dead": 0, "silent": 1, "joining": 2, "training": 3, "finished": 4}
-
-    def key(row: Row) -> tuple[int, float, int]:
-        # Rounded: a worker as slow as the next one shall not come and go with every sample.
-        return order.get(row.state, 3), float(f"{row.speed:.1g}"), row.rank or 0
-
-    return sorted(sorted(all_rows, key=key)[:most], key=lambda row: row.rank or 0)
-
-
-def window_s(run: Run) -> float | None:
-    """How much of its time is drawn; None: all of it."""
-    if not run.live or run.clock != "wall":
-        return None
-    return next((one for one in WINDOWS_S if one >= elapsed_s(run)), WINDOWS_S[-1])
+    found = sorted(all_rows, key=lambda row: (order.get(row.state, 3), row.speed))
+    return sorted(found[:most], key=lambda row: row.rank or 0)
 
 
 def history(run: Run, cells: int) -> dict[int | None, list[float | None]]:
     """Steps per second in each of so many parts of the time drawn, for each worker and, as None, for all."""
-    begin_s, end_s, last_s = run.began_s, run.last_s, window_s(run)
-    if last_s is not None:
-        # Parts begin at multiples of their length, so that what is past stays as it was drawn.
-        part_s = last_s / cells
-        end_s = math.ceil(run.now / part_s) * part_s
-        begin_s = end_s - last_s
+    begin_s, end_s = run.began_s, run.last_s
+    if run.live and run.clock == "wall":
+        begin_s, end_s = max(begin_s, run.now - DRAWN_S), run.now
     if end_s <= begin_s:
         return {}
     edges = np.linspace(begin_s, end_s, cells + 1)

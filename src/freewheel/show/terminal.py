@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.cells import cell_len
 from rich.text import Text
 
 from freewheel.numbers import UNKNOWN, column, count, share, short
@@ -22,7 +20,6 @@ from freewheel.show.rows import (
     printable,
     rows,
     total,
-    window_s,
 )
 from freewheel.show.shown import EVENTS
 
@@ -31,93 +28,77 @@ ASCII = str.maketrans(BLOCKS + "·–…×", "_.,-=+*#|-~x")
 SPARK = (6, 24)
 """The least and the greatest width of what is drawn."""
 GAP = "  "
-SUMMED = ("steps", "steps/s", "waiting", "stale", "exch.", "merges", "sent", "loss")
+SUMMED = ("steps", "steps/s", "waiting", "stale", "exch.", "merges", "MB/s", "loss")
 """What a line for a log says of all workers."""
 STYLES = {"training": "green", "joining": "cyan", "finished": "blue", "dead": "bold red", "silent": "yellow"}
-DROPPED = ("steps", "exch.", "merges", "restarts", "sent", "node", "stale", "rate", "discrep.", "waiting",
-           "loss", "state")  # fmt: skip
-"""Which columns go first where the terminal is narrow; `rate` is what is drawn."""
+DROPPED = ("steps", "exch.", "merges", "restarts", "MB/s", "node", "stale", "60 s", "run", "discrep.",
+           "waiting", "loss", "state")  # fmt: skip
+"""Which columns go first where the terminal is narrow; `60 s` and `run` are drawn."""
 
 
-class Screen:
-    """Draws a run again and again; columns never get narrower, so that the table stands still."""
-
-    def __init__(self) -> None:
-        self._widths: dict[str, int] = {}
-
-    def lines(
-        self, run: Run, width: int, height: int | None = None, *, note: str = "", ascii_only: bool = False
-    ) -> list[Text]:
-        """The run now, in at most so many columns and lines."""
-        gaps = [Text()] if height is None or height >= 18 else []
-        events = _events(run, 20 if height is None else max(1, min(8, height // 4)))
-        # Everything but the workers: the header, headings, totals and events with lines between them.
-        others = 2 + bool(note) + 2 + len(events) + len(gaps) * (2 if events else 1)
-        table = self._table(run, width, None if height is None else max(1, height - others))
-        head = header(run, width, max(len(line) for line in table))
-        head += [Text(note, style="dim")] if note else []
-        lines = [*head, *gaps, *table, *(gaps if events else []), *events][:height]
-        for line in lines:
-            if ascii_only:
-                line.plain = line.plain.translate(ASCII).encode("ascii", "replace").decode()
-            if cell_len(line.plain) > width:
-                line.truncate(width, overflow="crop" if ascii_only else "ellipsis")
-            line.no_wrap = True
-        return lines
-
-    def _table(self, run: Run, width: int, room: int | None) -> list[Text]:
-        everyone = rows(run)
-        shown, rest = everyone, []
-        if room is not None and len(everyone) > room:
-            shown = most_telling(everyone, max(1, room - 1))
-            left = Counter(row.state for row in everyone if row not in shown)
-            states = ", ".join(f"{number} {state}" for state, number in left.most_common())
-            rest = [Text(f"… {left.total()} more: {states}", style="dim")]
-        found = [one for one in columns([*shown, total(run, everyone)]) if one.key != "windows"]
-        fitting = self._fit(found, width)
-        for one in fitting:
-            if one.key == "rate":
-                _draw(run, one, [row.rank for row in shown], self._widths["rate"])
-        lines = [self._line(fitting, None, "bold")]
-        for number, row in enumerate(shown):
-            line = self._line(fitting, number, "" if row.state in (*GOING, "finished") else "dim")
-            at = line.plain.find(row.state)
-            line.stylize(STYLES.get(row.state, ""), at, at + len(row.state))
-            lines.append(line)
-        return [*lines, *rest, self._line(fitting, len(shown), "bold")]
-
-    def _fit(self, columns: list[Column], width: int) -> list[Column]:
-        """Leave columns out until the others fit; what is drawn takes the room that is left."""
-        for one in columns:
-            widest = max(map(len, (one.heading or one.key, *one.cells)))
-            self._widths[one.key] = max(self._widths.get(one.key, 0), widest)
-        self._widths["rate"] = SPARK[0]
-        for drop in ("", *DROPPED):
-            columns = [one for one in columns if one.key != drop]
-            free = width - sum(self._widths[one.key] + len(GAP) for one in columns) + len(GAP)
-            if free >= 0:
-                self._widths["rate"] += min(free, SPARK[1] - SPARK[0])
-                break
-        return columns
-
-    def _line(self, columns: list[Column], number: int | None, style: str) -> Text:
-        cells = []
-        for one in columns:
-            cell = one.heading or one.key if number is None else one.cells[number]
-            wide = self._widths[one.key]
-            cells.append(cell.ljust(wide) if one.key in ("state", "node", "rate") else cell.rjust(wide))
-        return Text(GAP.join(cells).rstrip(), style=style)
+def screen(
+    run: Run, width: int, height: int | None = None, *, note: str = "", ascii_only: bool = False
+) -> list[Text]:
+    """The run now, in at most so many columns and lines."""
+    room = height or 10_000
+    gap = [Text()] if room >= 18 else []
+    events = _events(run, max(1, min(20, room // 4)))
+    above = [*header(run, width), *([Text(note, style="dim")] if note else []), *gap]
+    below = [*gap, *events] if events else []
+    lines = [*above, *_table(run, width, max(1, room - len(above) - len(below) - 2)), *below][:height]
+    for line in lines:
+        if ascii_only:
+            line.plain = line.plain.translate(ASCII).encode("ascii", "replace").decode()
+        line.truncate(width, overflow="crop" if ascii_only else "ellipsis")
+        line.no_wrap = True
+    return lines
 
 
-def _draw(run: Run, one: Column, ranks: list[int | None], cells: int) -> None:
-    """Fill in what is drawn: steps per second over time, all workers on one scale: who is slow is low."""
-    last_s = window_s(run)
-    span, least = ("whole run", "run") if last_s is None else (f"last {last_s:.0f} s", f"{last_s:.0f} s")
-    words = (f"steps/s, {span}", span, least)
-    one.heading = next((word for word in words if len(word) <= cells), least)
+def _table(run: Run, width: int, room: int) -> list[Text]:
+    """Headings, workers and totals; where there is no room for all workers, the others are counted."""
+    everyone = rows(run)
+    shown, rest = everyone, []
+    if len(everyone) > room:
+        shown = most_telling(everyone, max(1, room - 1))
+        left = Counter(row.state for row in everyone if row not in shown)
+        states = ", ".join(f"{number} {state}" for state, number in left.most_common())
+        rest = [Text(f"… {left.total()} more: {states}", style="dim")]
+    found = [one for one in columns([*shown, total(run, everyone)]) if one.key != "windows"]
+    drawn = Column("60 s" if run.live and run.clock == "wall" else "run", [" " * SPARK[0]], [])
+    found.insert(1 + [one.key for one in found].index("steps/s"), drawn)
+    for drop in ("", *DROPPED):
+        found = [one for one in found if one.key != drop]
+        free = width - sum(_width(one) + len(GAP) for one in found) + len(GAP)
+        if free >= 0:
+            break
+    drawn.cells = _drawn(run, [row.rank for row in shown], min(SPARK[1], SPARK[0] + max(0, free)))
+    lines = [_line(found, None, "bold")]
+    for number, row in enumerate(shown):
+        line = _line(found, number, "" if row.state in (*GOING, "finished") else "dim")
+        at = line.plain.find(row.state)
+        line.stylize(STYLES.get(row.state, ""), at, at + len(row.state))
+        lines.append(line)
+    return [*lines, *rest, _line(found, len(shown), "bold")]
+
+
+def _width(one: Column) -> int:
+    return max(map(len, (one.key, *one.cells)))
+
+
+def _line(found: list[Column], number: int | None, style: str) -> Text:
+    cells = []
+    for one in found:
+        cell = one.key if number is None else one.cells[number]
+        left = one.key in ("state", "node", "60 s", "run")
+        cells.append(cell.ljust(_width(one)) if left else cell.rjust(_width(one)))
+    return Text(GAP.join(cells).rstrip(), style=style)
+
+
+def _drawn(run: Run, ranks: list[int | None], cells: int) -> list[str]:
+    """Steps per second over time, all workers on one scale: who is slow is low."""
     drawn = history(run, cells)
     top = max((_peak(drawn.get(rank, [])) for rank in ranks), default=0.0)
-    one.cells = [*(spark(drawn.get(rank, []), top) for rank in ranks), spark(drawn.get(None, []))]
+    return [*(spark(drawn.get(rank, []), top) for rank in ranks), spark(drawn.get(None, []))]
 
 
 def _peak(values: Sequence[float | None]) -> float:
@@ -129,11 +110,8 @@ def _peak(values: Sequence[float | None]) -> float:
 def spark(values: Sequence[float | None], top: float | None = None) -> str:
     """A small drawing, from 0 to `top`, or to the greatest; blank where nothing is known."""
     most = _peak(values) if top is None else top
-    return "".join(
-        " " if value is None or not math.isfinite(value)
-        else BLOCKS[min(7, max(0, round(7 * value / most))) if most > 0 else 0]
-        for value in values
-    )  # fmt: skip
+    heights = [None if value is None else min(7, round(7 * value / (most or 1.0))) for value in values]
+    return "".join(" " if height is None else BLOCKS[height] for height in heights)
 
 
 def clock_time(run: Run, seconds: float) -> str:
@@ -145,49 +123,34 @@ def clock_time(run: Run, seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def header(run: Run, width: int, align: int) -> list[Text]:
-    """Two lines: what is run and for how long; how far it is. What does not fit is left out, last first."""
-    align = min(width, max(align, 60))
+def header(run: Run, width: int) -> list[Text]:
+    """Two lines: what is run and for how long; how far it is."""
     names = (run.about.get("name") or run.folder.name, run.about.get("strategy", ""))
-    left = [*filter(None, map(printable, names)), count(len(run.ranks), "worker")]
+    begin = " · ".join([*filter(None, map(printable, names)), count(len(run.ranks), "worker")])
     status, clock = standing(run), "wall clock"
     if run.clock == "virtual":
         status, clock = {"live": "simulating", "finished": "simulated"}.get(status, status), "virtual time"
-    lasted = clock_time(run, elapsed_s(run))
-    long, brief = f"{status} · {clock} {lasted}", f"{status} · {lasted}"
-    for parts, end in ((left, long), (left, brief), (left[:2], brief), (left[:1], brief)):
-        begin = " · ".join(parts)
-        room = align - cell_len(begin) - len(end)
-        if room >= 2:
-            break
-    else:
-        begin, room = begin[: max(0, align - len(end) - 3)] + "…", 2
-    kept = ""
-    for item in _figures(run):
-        longer = f"{kept} · {item}" if kept else item
-        kept = longer if len(longer) <= width else kept
-    return [Text.assemble((begin, "bold"), " " * room, end), Text(kept)]
+    end = f"{status} · {clock} {clock_time(run, elapsed_s(run))}"
+    room = min(width, 80) - len(end) - len(GAP)
+    first = Text(begin, style="bold")
+    first.truncate(max(0, room), overflow="ellipsis", pad=True)
+    return [Text.assemble(first, GAP, end), Text(" · ".join(_figures(run)))]
 
 
 def _figures(run: Run) -> list[str]:
     """How far the run is, the most important first."""
     found = [f"{run.total('steps'):,.0f} steps"]
     measured = [one for one in run.evaluations if one.accuracy is not None or one.loss is not None]
-    if measured:
-        last = measured[-1]
-        best = max((one.accuracy for one in measured if one.accuracy is not None), default=None)
-        if last.accuracy is not None:
-            found.append(f"accuracy {share(last.accuracy)}")
-            if best is not None and best > last.accuracy:
-                found.append(f"best {share(best)}")
-        if last.loss is not None:
-            found.append(f"evaluated loss {column([last.loss], 4)[0]}")
+    accuracies = [one.accuracy for one in measured if one.accuracy is not None]
+    if accuracies:
+        found.append(f"accuracy {share(accuracies[-1])}, best {share(max(accuracies))}")
+    if measured and measured[-1].loss is not None:
+        found.append(f"evaluated loss {column([measured[-1].loss], 4)[0]}")
     if progress := max((track.value("progress") or 0.0 for track in run.workers.values()), default=0.0):
         found.append(f"{progress:.2f} passes")
-    if run.about.get("target") is not None:
+    if (target := run.about.get("target")) is not None:
         after_s = reached_s(run)
-        after = "" if after_s is None else f" after {short(after_s)} s"
-        found.append(f"target {share(run.about['target'])}{after}")
+        found.append(f"target {share(target)}" + (f" after {short(after_s)} s" if after_s else ""))
     broken = [f"lines that cannot be read: {run.broken:,}"] if run.broken else []
     return [*found, *trouble(run.lives), *broken]
 
@@ -213,19 +176,15 @@ def event_line(run: Run, event: Event) -> Text:
     return Text.assemble((f"{when:>7}  ", "dim"), (text, kind.style if kind else ""), (seen, "dim"))
 
 
-def plain_line(run: Run, width: int | None = None) -> str:
-    """All workers in one line, for a log; what does not fit the width is left out, last first."""
+def plain_line(run: Run) -> str:
+    """All workers in one line, for a log."""
     everyone = rows(run)
     states = Counter(one.state for one in everyone)
-    parts = [
-        clock_time(run, elapsed_s(run)),
-        ", ".join(f"{number} {state}" for state, number in states.most_common()),
-        *(
-            f"{one.heading or one.key} {one.cells[-1]}"
-            for one in columns([*everyone, total(run, everyone)])
-            if one.key in SUMMED and one.cells[-1] != UNKNOWN
-        ),
-    ]
-    while width is not None and len(parts) > 1 and len(GAP.join(parts)) > width:
-        parts.pop()
-    return GAP.join(parts)
+    sums = columns([*everyone, total(run, everyone)])
+    return GAP.join(
+        [
+            clock_time(run, elapsed_s(run)),
+            ", ".join(f"{number} {state}" for state, number in states.most_common()),
+            *(f"{one.key} {one.cells[-1]}" for one in sums if one.key in SUMMED and one.cells[-1] != UNKNOWN),
+        ]
+    )
