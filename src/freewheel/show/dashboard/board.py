@@ -236,10 +236,10 @@ def _headline(one: Shown) -> Document:
 def _workers(runs: Sequence[Shown]) -> Document:
     """The table of all workers: texts, and what they are sorted by."""
     all_rows = [(one.place, row) for one in runs for row in one.rows]
-    found = [one for one in columns([*(row for _, row in all_rows), Row(None, "")]) if one.key != "rate"]
+    found = columns([*(row for _, row in all_rows), Row(None, "")])
     live = any(one.run.live and one.run.clock == "wall" for one in runs)
     return {
-        "heads": [one.heading or one.key for one in found],
+        "heads": [one.key for one in found],
         "rows": [
             {
                 "run": place,
