@@ -26,7 +26,7 @@ from freewheel.runtime.membership.generation import STARTS
 from freewheel.runtime.membership.hosts import host_store
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.rendezvous import OPTIONS
-from freewheel.runtime.worker import ending, joining, peer_copy
+from freewheel.runtime.worker import answers, ending, joining
 from freewheel.runtime.worker.attach import Worker
 from freewheel.runtime.worker.settings import Settings
 
@@ -80,7 +80,7 @@ def outcomes(n: int, work: Callable[[Place], Any], deadline_s: float = 90.0) -> 
     threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in everywhere]
     end_s = time.monotonic() + deadline_s
     with pytest.MonkeyPatch.context() as patch:
-        for module in (rendezvous, joining, peer_copy, ending):
+        for module in (rendezvous, joining, answers, ending):
             patch.setattr(module, "POLL_S", LOOK_S)
         threads[0].start()
         _await_store(everywhere[0], threads[0])

@@ -500,7 +500,7 @@ def test_an_optimizer_that_attach_was_not_given_is_refused_when_it_steps(caplog)
         make(ALONE, model, a),
     ):
         play(model, a, b, 0)
-    assert "no optimizer that attach was given trains judges.weight (and 1 more)" in caplog.text
+    assert "no optimizer that attach was given trains judges.weight, judges.bias yet" in caplog.text
     again, other = net(), net()
     optimizer, foreign = (torch.optim.SGD(one.parameters(), lr=0.1) for one in (again, other))
     with make(ALONE, again, optimizer):
@@ -758,5 +758,5 @@ def test_what_is_added_to_the_optimizer_in_the_block_is_merged(caplog):
     assert same(one, other)
     assert same(one, answer)
     assert not torch.equal(one[0].weight, net()[0].weight)
-    assert "no optimizer that attach was given trains 0.weight (and 1 more) yet" in caplog.text
+    assert "no optimizer that attach was given trains 0.weight, 0.bias yet" in caplog.text
     assert "add_param_group is merged, too" in caplog.text

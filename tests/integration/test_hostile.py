@@ -513,8 +513,8 @@ LIARS: dict[str, tuple[Callable[[Identity], tuple[bytes, bytes]], str]] = {
     "a call without a number": (lambda me: message(me, ("call",)), "a note of 0 numbers with 'call'"),
     "a call with half a number": (lambda me: message(me, ("call",), note=(0.5,)), "not whole with 'call'"),
     "a call without end": (lambda me: message(me, ("call",), note=(math.inf,)), "not whole with 'call'"),
-    "a question for nothing": (lambda me: message(me, ("run", "part")), "a note of 0 numbers"),
-    "a copy of nothing": (lambda me: message(me, ("run", "copy"), note=(1, 2)), "a note of 2 numbers"),
+    "a question for nothing": (lambda me: message(me, ("run", "model")), "a note of 0 numbers"),
+    "a copy of nothing": (lambda me: message(me, ("run", "model"), note=(1, 2, 3)), "a note of 3 numbers"),
     "an end of no kind": (lambda me: message(me, ("run", "end"), note=(9, 9)), "what makes no sense"),
     "an end without those who end": (
         lambda me: message(me, ("run", "end", "call"), note=(0, 1, 7)),

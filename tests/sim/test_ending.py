@@ -60,7 +60,6 @@ class Crew:
             await asyncio.sleep(0.01)
             self.leave(rank)
 
-        ending.listen()
         spawn(end())
 
     def leave(self, rank: int) -> None:

@@ -1,30 +1,15 @@
-"""Means of what a script measures: their forms, and parts that make no sense."""
+"""Means of what a script measures: parts that make no sense."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from freewheel.fabric.base import Message
-from freewheel.runtime.worker.means import Means, flat, shaped
-
-
-class Row(list):
-    """A list of a script's own."""
-
-
-def test_what_is_derived_of_dicts_and_lists_is_taken_as_they_are():
-    value = {"hits": Counter(right=3, wrong=1), "row": Row([1.0, torch.ones(2)])}
-    vector = flat(value)
-    assert vector.tolist() == [3, 1, 1, 1, 1]
-    found = shaped(2 * vector, value)
-    assert found["hits"] == {"right": 6, "wrong": 2}
-    assert found["row"][1].tolist() == [2, 2]
+from freewheel.runtime.worker.means import Means
 
 
 class Asked:
@@ -32,7 +17,7 @@ class Asked:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor, self.fabric, self.offences = tensor, self, list[str]()
-        self.rank, self.members = 0, (0, 1)
+        self.others = [1]
 
     def serve(self, *_: Any) -> None:
         """Nobody asks."""
@@ -46,7 +31,7 @@ class Asked:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bool, torch.int64])
 def test_a_part_of_another_type_is_nobodys(dtype):
     peer = Asked(torch.full((3,), 3, dtype=dtype))
-    means = Means(peer, torch.float32, lambda _: False, SimpleNamespace(merges_with=(), ready=True))
+    means = Means(peer, torch.float32, lambda _: False, tuple, lambda: True)
     found = asyncio.run(means.mean(torch.ones(3, dtype=torch.float64), "loss", wait=False))
     good = dtype.is_floating_point
     assert found.tolist() == ([2.0] * 3 if good else [1.0] * 3)

@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import gc
 import logging
-import math
 import os
 import random
 import threading
@@ -35,7 +34,6 @@ from freewheel.runtime.worker.ending import Answer, Ending
 from freewheel.runtime.worker.firsts import Firsts
 from freewheel.runtime.worker.inventory import Inventory
 from freewheel.runtime.worker.means import Means
-from freewheel.runtime.worker.peer_copy import Copies
 from freewheel.runtime.worker.records import Events
 from freewheel.runtime.worker.settings import WIRES, Settings
 from freewheel.strategy import Strategy
@@ -46,8 +44,6 @@ log = logging.getLogger("freewheel")
 STOP: Tag = (RUNTIME, "stop")
 COMING_S = 60.0
 """How long a worker that was started again is waited for at the end of a run."""
-HELD_UP_S = 0.5
-"""Between two looks whether the process of a silent worker is there."""
 GOODBYE_S = 0.5
 """How long a goodbye may take."""
 
@@ -83,13 +79,14 @@ class Agent:
         """Whether it is about to leave before the others."""
         tls = keys.contexts(Path(settings.tls)) if settings.tls else None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._asked_s, self._waited_for = -math.inf, list[int]()
-        """When it was last looked which silent workers' processes are there, and which are."""
+        self._waited_for = set[int]()
+        """Silent workers of whom it was said that they are waited for."""
         self.loaders: dict[str, int] = {}
         """How many loaders of the same kind have been made: all workers make them in the same order."""
         self.counters = Counters()
         self.events = events
-        self.loop = asyncio.new_event_loop()
+        self._runner, self._over = asyncio.Runner(loop_factory=asyncio.new_event_loop), asyncio.Event()
+        self.loop = self._runner.get_loop()
         self._thread = threading.Thread(target=self._run, name="freewheel", daemon=True)
         self._thread.start()
         self.call(self._make(settings, tls, score))
@@ -134,21 +131,17 @@ class Agent:
         try:
             self.begin(self._close(why)).result(timeout=10.0)
         finally:
-            self.loop.call_soon_threadsafe(self.loop.stop)
+            self.loop.call_soon_threadsafe(self._over.set)
             self._thread.join(timeout=10.0)
+            self.replica.let_go()
 
     # -- the thread --
 
     def _run(self) -> None:
         if self.replica.side is not None:  # what strategies compute here runs beside training
             torch.cuda.set_stream(self.replica.side)
-        asyncio.set_event_loop(self.loop)
-        try:
-            self.loop.run_forever()
-        finally:
-            self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-            self.loop.run_until_complete(self.loop.shutdown_default_executor())
-            self.loop.close()
+        with self._runner:
+            self._runner.run(self._over.wait())
 
     async def _make(self, settings: Settings, tls: Any, score: Callable[[], float]) -> None:
         replica = self.replica
@@ -163,25 +156,27 @@ class Agent:
         )
         self.fabric.notice, self.events.lives = self.events.note, self.fabric.lives
         self.fabric.outlived = self._outlived
-        asking = self.asking = Asking(self.fabric, self.spawn)
         windows = self.fabric.windows
         if self.strategy.defines("background") and self.me.world_size > 1:
-            self.replica.keep_close()
-        self.replica.make_vector = windows.make
-        self.replica.reusable = lambda vector: windows.of(vector) is not None
+            replica.keep_close()
+        replica.make_vector = windows.make
+        replica.reusable = lambda vector: windows.of(vector) is not None
         self.node = NodeDriver(
             self.fabric,
-            self.replica,
+            replica,
             random.Random(f"node/{settings.seed}/{self.me.rank}/{self.me.incarnation}"),
             self.spawn,
             self.strategy,
         )
         optimizer = self.inventory.optimizer
-        self.node.judge, self.node.moments = score, Moments(optimizer, self.replica)
+        self.node.judge, self.node.moments = score, Moments(optimizer, replica)
         self.node.momentum = momentum_of(optimizer)
         self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
+
+    def listen(self) -> None:
+        """Hear the others, from the beginning of the run on."""
+        asking = Asking(self.fabric, self.spawn)
         self.answers = Answers(asking, self.node, self.strategy, self.inventory)
-        self.copies = Copies(asking, self.inventory, self.answers.handover)
         self.ending = Ending(
             self.fabric,
             self.spawn,
@@ -190,13 +185,14 @@ class Agent:
             self.answers.mean,
             self.replica.size,
         )
+        self.means = Means(
+            asking,
+            self.replica.dtype,
+            self.ending.has_ended,
+            lambda: self.node.merges_with,
+            lambda: self.answers.ready or not self.late,
+        )
         self.firsts = Firsts(self.fabric, self.spawn)
-        self.means = Means(asking, self.replica.dtype, self.ending.has_ended, self.answers)
-
-    def listen(self) -> None:
-        """Hear the others, from the beginning of the run on."""
-        self.asking.listen()
-        self.ending.listen()
         self.spawn(hear(self.fabric, STOP, lambda _: setattr(self, "stopped", True)))
         self.node.listen()
 
@@ -205,11 +201,6 @@ class Agent:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.fabric.close(why)
-        others = asyncio.all_tasks() - {asyncio.current_task()}  # what other threads have begun
-        for task in others:
-            task.cancel()
-        await asyncio.gather(*others, return_exceptions=True)
-        self.replica.let_go()
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine beside training; a failure of it stops training at its next step."""
@@ -239,9 +230,8 @@ class Agent:
 
     async def stop(self) -> None:
         """Let the loaders of all workers end after their current batch."""
-        for peer in self.fabric.members:
-            if peer != self.me.rank:
-                self.fabric.post(peer, STOP)
+        for peer in self.fabric.others:
+            self.fabric.post(peer, STOP)
 
     async def waits_for_finished(self) -> int | None:
         """A worker that is waited for although its loop has ended: all it sent before it said so is here."""
@@ -283,8 +273,7 @@ class Agent:
             self.lack(await asyncio.to_thread(rendezvous.refused, self.fabric.members))
         members, fabric = self.ending.members or self.fabric.members, self.fabric
         gone = {peer for peer in fabric.lives if fabric.why_lost(peer) == LEFT}
-        absent = sorted({*fabric.lives, *self.lacking}.difference(members, gone))
-        if absent and (self.lacking or len(fabric.lives) > 1):
+        if absent := sorted({*fabric.lives, *self.lacking}.difference(members, gone)):
             log.warning(
                 "worker %d: the answer is the mean of worker %s; it lacks worker %s: %s",
                 self.me.rank,
@@ -301,46 +290,36 @@ class Agent:
         strategy has done its part in the last step; if not, it cannot hand over.
         """
         self.node.end_calls()
-
-        async def done(work: Coroutine[Any, Any, None]) -> bool:
-            try:
-                async with asyncio.timeout(within_s):
-                    await work
-                return True
-            except (TimeoutError, PeerLost):
-                return False
-            except Exception as error:  # the others are still to hear a goodbye
-                log.warning("worker %d: leaving failed: %r", self.me.rank, error)
-                return False
-
         works = {"what it held of the data": self.dealing.give_back()}
         if settled:
             works["its last steps"] = self.strategy.leave(self.node)
-        went = dict(zip(works, await asyncio.gather(*map(done, works.values())), strict=True))
+        lacks = [] if settled else ["its last steps"]
+
+        async def hand_over(what: str, work: Coroutine[Any, Any, None]) -> None:
+            try:
+                await asyncio.wait_for(work, within_s)
+            except Exception as error:  # the others are still to hear a goodbye
+                lacks.append(what)
+                log.warning("worker %d leaves and cannot hand over %s: %r", self.me.rank, what, error)
+
+        await asyncio.gather(*(hand_over(*one) for one in works.items()))
         self.node.leave()
         self.dealing.part()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(GOODBYE_S):
-                await self.node.farewells.goodbye()
-        lacks = [what for what, well in ({"its last steps": settled} | went).items() if not well]
+            await asyncio.wait_for(self.node.farewells.goodbye(), GOODBYE_S)
         return " and ".join(lacks)
 
-    async def _held_up(self, rendezvous: Rendezvous) -> list[int]:
-        """Workers that are out of reach without a goodbye, and whose process still takes connections."""
-        fabric = self.fabric
-        lost = set(fabric.lives).difference(fabric.members, fabric.left)
-        if self.loop.time() > self._asked_s + HELD_UP_S:
-            self._asked_s = self.loop.time()
-            there = await asyncio.gather(*(asyncio.to_thread(rendezvous.listens, peer) for peer in lost))
-            found = [peer for peer, listens in zip(lost, there, strict=True) if listens]
-            for peer in set(found) - set(self._waited_for):
-                log.warning(
-                    "worker %d: worker %d is out of reach, but its process is there; waiting",
-                    self.me.rank,
-                    peer,
-                )
-            self._waited_for = found
-        return [peer for peer in self._waited_for if peer in lost]
+    async def _held_up(self, rendezvous: Rendezvous) -> bool:
+        """Whether a worker is out of reach without a goodbye, and its process still takes connections."""
+        lost = set(self.fabric.lives).difference(self.fabric.members, self.fabric.left)
+        there = await asyncio.gather(*(asyncio.to_thread(rendezvous.listens, peer) for peer in lost))
+        found = {peer for peer, listens in zip(lost, there, strict=True) if listens}
+        for peer in found - self._waited_for:
+            log.warning(
+                "worker %d: worker %d is out of reach, but its process is there; waiting", self.me.rank, peer
+            )
+        self._waited_for |= found
+        return bool(found - set(self.fabric.members))
 
     def _under_way(self) -> Note:
         sent, got = self.fabric.traffic()

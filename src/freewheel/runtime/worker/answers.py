@@ -1,16 +1,23 @@
-"""The answer: the mean of all workers' parts, taken together at the end, or by one that asks the others."""
+"""What workers tell each other of their models beside training: parts of the answer, copies for who joins.
+
+The worker that is asked goes on training. Weights travel as vectors do; all else as bytes, in its own type.
+The answer, the mean of all parts, is taken together at the end, or by one that asks the others.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Sequence
+from typing import Any
 
 from torch import Tensor
 
-from freewheel.errors import PeerLost, WorkerLost
+from freewheel.errors import ConfigError, PeerLost, WorkerLost
 from freewheel.fabric import collectives
 from freewheel.fabric.base import Tag
 from freewheel.node_driver import NodeDriver
+from freewheel.runtime.membership.rendezvous import POLL_S
 from freewheel.runtime.worker import tensor_codec
 from freewheel.runtime.worker.asking import Asking, Reply
 from freewheel.runtime.worker.buffers import agree, mean_buffers
@@ -18,32 +25,61 @@ from freewheel.runtime.worker.ending import Answer
 from freewheel.runtime.worker.inventory import Inventory
 from freewheel.strategy import Strategy
 
-PART = "part"
+MODEL = "model"
+PART, OWN, COPY = range(3)
+"""What is asked for: a part in the answer, a worker's own weights, all that one that joins begins with."""
 NO_ANSWER = "no worker that holds the answer is left."
+TRIES = 5
+
+log = logging.getLogger("freewheel")
 
 
 class Answers:
-    """One worker's part in the answer, and the others'. In the communication thread."""
+    """What one worker tells of its model, and asks of the others'. In the communication thread."""
 
     def __init__(self, asking: Asking, node: NodeDriver, strategy: Strategy, inventory: Inventory) -> None:
         self._asking, self._fabric, self._node = asking, asking.fabric, node
         self._strategy, self._inventory, self._replica = strategy, inventory, inventory.replica
         self.ready = False
         """Whether this worker has weights that others may copy."""
-        asking.serve(PART, 1, self._hand_out)
+        asking.serve(MODEL, 1, self._tell)
 
-    @property
-    def merges_with(self) -> Sequence[int]:
-        """The members of the merge this worker is in."""
-        return self._node.merges_with
+    async def _tell(self, what: int) -> Reply:
+        vector = await self._weights(what) if self.ready else None
+        if what != COPY:
+            rest = tensor_codec.pack(self._inventory.buffers())
+        else:
+            rest = tensor_codec.pack({}) if vector is None else await self._rest()
+        return (self._fabric.counters.steps,), vector, rest
 
-    async def handover(self) -> Tensor | None:
-        """The weights a worker that joins begins with; None: not yet."""
-        return await self._strategy.handover(self._node) if self.ready else None
+    async def _weights(self, what: int) -> Tensor | None:
+        if what == COPY:
+            return await self._strategy.handover(self._node)
+        return await (self._node.weights() if what == OWN else self._strategy.answer(self._node))
+
+    async def _rest(self) -> Tensor:
+        """Buffers, frozen parameters and the optimizer's state, read beside training.
+
+        A step may fall into it, so some numbers may be one step older than others: that is less than what a
+        worker that joins differs by anyway, and training does not wait for it.
+        """
+        found: dict[str, Any] = {"fixed": self._inventory.fixed()}
+        for _ in range(TRIES):
+            try:
+                state = self._inventory.optimizer.state_dict()
+                return await asyncio.to_thread(tensor_codec.pack, {**found, "state": state})
+            except ConfigError as error:
+                log.warning("%s It begins anew on the worker that joins.", error)
+                break
+            except RuntimeError:  # the first step was just making it
+                await asyncio.sleep(POLL_S)
+        return tensor_codec.pack(found)
+
+    # -- the answer --
 
     async def mean(self, members: Sequence[int], tag: Tag) -> Answer:
         """The mean of these workers, who all take it now."""
-        part = await self._strategy.answer(self._node)
+        part = await self._weights(PART)
         notes = await collectives.gather(self._fabric, members, (float(part is not None),), (*tag, "parts"))
         parts = sum(note[0] for note in notes.values())
         if not parts:
@@ -71,13 +107,9 @@ class Answers:
         self, own: bool = False
     ) -> AsyncIterator[tuple[int, Tensor | None, dict[str, Tensor], int]]:
         """Of every worker: rank, part in the answer (or its own weights), buffers, steps. Own the vectors."""
-        fabric = self._fabric
-        yield fabric.rank, await self._part(own), self._inventory.buffers(), fabric.counters.steps
-        asked = {
-            peer: asyncio.ensure_future(self._asking.ask(peer, PART, own))
-            for peer in fabric.members
-            if peer != fabric.rank
-        }
+        fabric, what = self._fabric, OWN if own else PART
+        yield fabric.rank, await self._weights(what), self._inventory.buffers(), fabric.counters.steps
+        asked = {peer: asyncio.ensure_future(self._asking.ask(peer, MODEL, what)) for peer in fabric.others}
         try:
             for peer, asking in asked.items():
                 try:
@@ -91,9 +123,43 @@ class Answers:
             for asking in asked.values():
                 asking.cancel()
 
-    async def _hand_out(self, own: int) -> Reply:
-        part = await self._part(bool(own)) if self.ready else None
-        return (self._fabric.counters.steps,), part, tensor_codec.pack(self._inventory.buffers())
+    # -- copies --
 
-    async def _part(self, own: bool) -> Tensor | None:
-        return await (self._node.weights() if own else self._strategy.answer(self._node))
+    async def copy(self, source: int | None = None) -> bool:
+        """Become a copy of a living worker; False: nobody has anything to copy, and others wait for this."""
+        while not await self.copy_once(source):
+            if self._fabric.members[0] == self._fabric.rank:
+                return False
+            await asyncio.sleep(POLL_S)
+        return True
+
+    async def copy_once(self, source: int | None = None) -> bool:
+        """Become a copy of a living worker, the source first, if one has begun."""
+        for peer in sorted(self._fabric.others, key=lambda peer: peer != source):
+            try:
+                weights, rest = await self._asking.ask(peer, MODEL, COPY, holds=dict)
+                if weights.vector is None:
+                    continue
+                theirs, fixed = weights.of(self._replica.size), rest.get("fixed", {})
+                if not all(isinstance(one, Tensor) for one in fixed.values()):
+                    raise weights.bad("something else than tensors")
+            except PeerLost:
+                continue
+            self._replica.load(theirs)
+            self._inventory.set_fixed(fixed)
+            if "state" in rest:
+                self._take_state(peer, rest["state"])
+            return True
+        return False
+
+    def _take_state(self, peer: int, state: dict[str, Any]) -> None:
+        """Go on with another's optimizer, at the rates of the script: the other's may be of any moment."""
+        optimizer = self._inventory.optimizer
+        rates = [group.get("lr") for group in optimizer.param_groups]
+        try:
+            optimizer.load_state_dict(state)
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                if rate is not None:
+                    group["lr"] = rate
+        except Exception as error:  # it has another optimizer, or what it sent is no state
+            log.warning("the optimizer begins without worker %d's state: %s", peer, error)

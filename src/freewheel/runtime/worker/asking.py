@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
-from functools import partial
+from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import RUNTIME, Fabric, Message, Note, Spawn, Tag, hear
+from freewheel.fabric.base import RUNTIME, Fabric, Message, Note, Spawn, hear
 from freewheel.runtime.worker import tensor_codec
 
 Reply: TypeAlias = tuple[Note, Tensor | None, Tensor]
@@ -22,24 +21,19 @@ class Asking:
 
     def __init__(self, fabric: Fabric, spawn: Spawn) -> None:
         self.fabric, self._spawn = fabric, spawn
-        self._asked = 0
-        self._serving: list[Callable[[], Coroutine[Any, Any, None]]] = []
 
     async def ask(
         self, peer: int, what: str, *numbers: int, holds: type = Tensor
     ) -> tuple[Message, dict[str, Any]]:
         """A peer's numbers and vector, and things of one type by name; PeerLost when the peer is gone."""
-        self._asked += 1
-        tag: Tag = (RUNTIME, what, self._asked)
-        self.fabric.post(peer, (RUNTIME, what), note=(self._asked, *numbers))
+        message = await self.fabric.ask(peer, (RUNTIME, what), note=numbers)
         try:
-            message = await self.fabric.receive(tag, peer)
-            return message, await tensor_codec.receive(self.fabric, peer, tag, holds)
+            return message, await tensor_codec.receive(self.fabric, peer, message.tag, holds)
         finally:
-            self.fabric.forget(tag)
+            self.fabric.forget(message.tag)
 
     def serve(self, what: str, count: int, answer: Callable[..., Awaitable[Reply]]) -> None:
-        """Answer those who ask, from `listen` on; their questions have so many numbers."""
+        """Answer those who ask; their questions have so many numbers."""
 
         async def reply(peer: int, number: int, *numbers: int) -> None:
             with contextlib.suppress(PeerLost):
@@ -50,9 +44,4 @@ class Asking:
         def heard(question: Message) -> None:
             self._spawn(reply(question.sender, *question.numbers(1 + count, 1 + count)))
 
-        self._serving.append(partial(hear, self.fabric, (RUNTIME, what), heard))
-
-    def listen(self) -> None:
-        """Begin to answer: what there is to tell is there."""
-        for serve in self._serving:
-            self._spawn(serve())
+        self._spawn(hear(self.fabric, (RUNTIME, what), heard))

@@ -20,6 +20,11 @@ log = logging.getLogger("freewheel")
 
 SPREAD = ("DistributedDataParallel", "FullyShardedDataParallel")
 """Wrappers that average or shard by themselves."""
+TOO_MANY_STEPS = (
+    "Of a worker's steps nobody knows the number: fast workers take more batches than len(loader) says. "
+    'worker.scheduler("cosine") goes by what all workers have done.'
+)
+"""What a scheduler that ends at a step does not know."""
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models of this process that are in a with-block."""
@@ -38,49 +43,36 @@ def check(model: Any, given: Any) -> torch.optim.Optimizer:
     """What was given as optimizers, as one; refuses what cannot be attached, or is spread over processes."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"attach takes a torch.nn.Module first, not a {type(model).__name__}.")
-    for one in model.modules():
-        if type(one).__name__ in SPREAD:
-            raise ConfigError(
-                f"attach takes the model itself, not {type(one).__name__} around it: give its .module, and "
-                "leave the process group out. Freewheel does what it does."
-            )
+    if found := [type(one).__name__ for one in model.modules() if type(one).__name__ in SPREAD]:
+        raise ConfigError(
+            f"attach takes the model itself, not {found[0]} around it: give its .module, and leave the "
+            "process group out. Freewheel does what it does."
+        )
     optimizer = optimizers.joined(given)
-    for name, parameter in model.named_parameters():
+    mine = dict(model.named_parameters())
+    for name, parameter in mine.items():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(f"the parameter {name} has no shape yet: let the model compute once before.")
-    mine = {id(parameter): name for name, parameter in model.named_parameters()}
-    theirs = {id(parameter): parameter for parameter in optimizers.parameters(optimizer)}
-    if not mine.keys() & theirs.keys():
+    theirs = {id(one): one for one in optimizers.parameters(optimizer)}
+    others = theirs.keys() - set(map(id, mine.values()))
+    if len(others) == len(theirs):
         raise ConfigError(
             "the optimizer trains none of the model's parameters; make it of model.parameters()."
         )
-    others = [one for key, one in theirs.items() if key not in mine and one.requires_grad]
-    if others:
+    for other in others:
         raise ConfigError(
-            f"the optimizer trains a parameter of shape {tuple(others[0].shape)} that is not the model's and "
-            "would not be merged. Attach all that is trained: nn.ModuleList([model, other])."
+            f"the optimizer trains a parameter of shape {tuple(theirs[other].shape)} that is not the model's "
+            "and would not be merged. Attach all that is trained: nn.ModuleList([model, other])."
         )
-    tied = {one.data_ptr() for one in theirs.values()}
-    without = [
-        name
-        for name, one in model.named_parameters()
-        if one.requires_grad and id(one) not in theirs and one.data_ptr() not in tied
-    ]
+    trained = {one.data_ptr() for one in theirs.values()}  # also those that are tied to one
+    without = [name for name, one in mine.items() if one.requires_grad and one.data_ptr() not in trained]
     if without:
         log.warning(
-            "no optimizer that attach was given trains %s%s yet. Give it all that step, "
-            "fw.attach(model, [a, b]); what is added later by add_param_group is merged, too",
-            without[0],
-            f" (and {len(without) - 1} more)" * (len(without) > 1),
+            "no optimizer that attach was given trains %s yet. Give it all that step, fw.attach(model, "
+            "[a, b]); what is added later by add_param_group is merged, too",
+            ", ".join(without),
         )
     return optimizer
-
-
-TOO_MANY_STEPS = (
-    "Of a worker's steps nobody knows the number: fast workers take more batches than len(loader) says. "
-    'worker.scheduler("cosine") goes by what all workers have done.'
-)
-"""What a scheduler that ends at a step does not know."""
 
 
 def enter(model: nn.Module) -> None:
@@ -110,9 +102,13 @@ def signature(model: nn.Module) -> list[list[Any]]:
 
 def first_difference(theirs: list[list[Any]], mine: list[list[Any]], there: str) -> str:
     """Where two models' signatures begin to differ, in words."""
-    for one, other in itertools.zip_longest(mine, theirs):
-        if one != other:
-            return f"The first difference: {_describe(one)} here, {_describe(other)} {there}."
+    for pair in itertools.zip_longest(mine, theirs):
+        if pair[0] != pair[1]:
+            here, other = (
+                f"{one[0]} of shape {tuple(one[1])} in {one[2]}" if one else "no further parameter"
+                for one in pair
+            )
+            return f"The first difference: {here} here, {other} {there}."
     return "They differ."
 
 
@@ -133,20 +129,9 @@ def settings(strategy: Strategy, optimizer: torch.optim.Optimizer, seed: int) ->
 
 
 def other_settings(theirs: dict[str, str], mine: dict[str, str], them: str) -> str:
-    """Which settings differ, in words; nothing: none."""
-    if theirs["strategy"] != mine["strategy"]:
-        theirs, mine = ({"strategy": one["strategy"]} for one in (theirs, mine))
+    """Which settings differ, in words; nothing: none. Those of another strategy are others, of course."""
     names = [name for name in {**mine, **theirs} if theirs.get(name) != mine.get(name)]
-    if not names:
-        return ""
-    here, there = (
-        " ".join(f"{name}={one[name]}" for name in names if name in one) or "none" for one in (mine, theirs)
-    )
-    return f"{here}, {them} has {there}"
-
-
-def _describe(parameter: list[Any] | None) -> str:
-    if parameter is None:
-        return "no further parameter"
-    name, shape, dtype = parameter
-    return f"{name} of shape {tuple(shape)} in {dtype}"
+    if "strategy" in names:
+        names = ["strategy"]
+    here, there = (" ".join(f"{name}={one.get(name)}" for name in names) for one in (mine, theirs))
+    return f"{here}, {them} has {there}" if names else ""

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TypeAlias
@@ -49,34 +50,31 @@ class Ending:
         mean: Callable[[Sequence[int], Tag], Awaitable[Answer]],
         size: int,
     ) -> None:
-        self.fabric, self._spawn, self._size = fabric, spawn, size
+        self.fabric, self._size = fabric, size
         self._under_way, self._mean = under_way, mean
         """Whether this worker is idle (1 or 0), messages it sent and got; the mean of some workers."""
         self.answer: Answer | None = None
         self.members: tuple[int, ...] = ()
         """Whose mean the answer is."""
-        self._ended: dict[int, tuple[int, frozenset[int]]] = {}
-        """Whose loop has ended: in which epoch it said so, and whom it reached then."""
+        self._ended: dict[int, frozenset[int]] = fabric.by_peer()
+        """Whose loop has ended, and whom it reached when it said so."""
         self._apart_since_s: float | None = None
         # What an earlier life of this worker called has other numbers.
         self._calls = Calls(fabric, spawn, (*END, "call"), self._agree, self._decided, number=life << 20)
         self._over: asyncio.Future[None] | None = None
         """From the end of this worker's loop on: done when all have the answer, or with why there is none."""
+        spawn(hear(fabric, END, self._hear))
+        self._calls.serve()
 
     def has_ended(self, peer: int) -> bool:
         """Whether a worker has said that its loop has ended."""
-        return peer in self._ended and self._ended[peer][0] == self.fabric.epoch(peer)
-
-    def listen(self) -> None:
-        """Hear the others, from the beginning of the run on."""
-        self._spawn(hear(self.fabric, END, self._hear))
-        self._calls.serve()
+        return peer in self._ended
 
     def _hear(self, message: Message) -> None:
         reached = frozenset(message.numbers(1))
         if not reached <= set(range(self.fabric.world_size)):
             raise message.bad("what makes no sense")
-        self._ended[message.sender] = self.fabric.epoch(message.sender), reached
+        self._ended[message.sender] = reached
 
     async def run(self, somebody_comes: Callable[[], Awaitable[bool]]) -> Answer | None:
         """This worker's loop has ended: the mean of all, when all have it; None: they do not get together.
@@ -86,9 +84,8 @@ class Ending:
         loop, end_s = asyncio.get_running_loop(), math.inf
         self._over = loop.create_future()
         while not self._over.done() and loop.time() < end_s:
-            for peer in self.fabric.members:
-                if peer != self.fabric.rank:
-                    self.fabric.post(peer, END, note=self.fabric.members)
+            for peer in self.fabric.others:
+                self.fabric.post(peer, END, note=self.fabric.members)
             leads = self.fabric.members[0] == self.fabric.rank
             if leads and self._all_there() and not await somebody_comes():
                 await self._calls.call(self.fabric.members)
@@ -104,7 +101,7 @@ class Ending:
         others = self.fabric.members[1:]
         if not all(self.has_ended(peer) for peer in others):
             return False
-        reached = frozenset[int]().union(*(self._ended[peer][1] for peer in others))
+        reached = frozenset[int]().union(*(self._ended[peer] for peer in others))
         if reached <= set(self.fabric.members):
             self._apart_since_s = None
             return True
@@ -123,16 +120,14 @@ class Ending:
             await self._take_answer(merge.members, merge.tag)
         except PeerLost:
             raise
-        except TimeoutError:
-            raise NotNow from None
         except Exception as error:
-            if not self._over.done():
+            if not isinstance(error, TimeoutError) and not self._over.done():
                 self._over.set_exception(error)
             raise NotNow from None
 
     async def _take_answer(self, members: tuple[int, ...], attempt: Tag) -> None:
-        mine = (float(self.answer is not None),)
-        who = collectives.gather(self.fabric, members, mine, (*attempt, "who"))
+        has = (float(self.answer is not None),)
+        who = collectives.gather(self.fabric, members, has, (*attempt, "who"))
         have = [peer for peer, note in (await asyncio.wait_for(who, DRAIN_S)).items() if note[0]]
         if not have:
             await self._drain(members, attempt)
@@ -148,10 +143,9 @@ class Ending:
 
     async def _drain(self, members: tuple[int, ...], attempt: Tag) -> None:
         """Wait until every message that was sent has been received, twice in a row."""
-        loop = asyncio.get_running_loop()
-        end_s, before, k = loop.time() + DRAIN_S, None, 0
-        while True:
-            k += 1
+        loop, before = asyncio.get_running_loop(), None
+        end_s = loop.time() + DRAIN_S
+        for k in itertools.count():
             mine = (*self._under_way(), float(loop.time() > end_s))
             all_said = collectives.gather(self.fabric, members, mine, (*attempt, "drain", k))
             notes = await asyncio.wait_for(all_said, DRAIN_S)

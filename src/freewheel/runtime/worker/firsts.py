@@ -27,12 +27,9 @@ def summed(parameters: Iterable[nn.Parameter]) -> int:
     sums: list[Tensor] = []
     for gradient in (one.grad for one in parameters if one.grad is not None):
         numbers = gradient.coalesce().values() if gradient.is_sparse else gradient
-        numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
         sums += numbers.sum(dtype=torch.float64), torch.linalg.vector_norm(numbers, dtype=torch.float64)
     found = torch.stack(sums).tolist() if sums else []
-    if not any(found) or not all(map(math.isfinite, found)):
-        return 0
-    return zlib.crc32(repr(found).encode()) or 1
+    return zlib.crc32(repr(found).encode()) if any(found) and all(map(math.isfinite, found)) else 0
 
 
 class Firsts:
@@ -51,12 +48,12 @@ class Firsts:
             self._fabric.post(root, FIRST, note=(mine,))
 
     def _note(self, rank: int, mine: int) -> None:
+        alike = next((one for one, known in self._known.items() if one != rank and known == mine), None)
         self._known[rank] = mine
-        alike = sorted(one for one, known in self._known.items() if known == mine)
-        if len(alike) > 1 and not self._said:
+        if alike is not None and not self._said:
             self._said = True
             log.warning(
                 "workers %d and %d began with the same gradients, to the bit: they train on the same samples "
                 "in the same order. Let worker.loader share them out, or share them by worker.rank",
-                *alike[:2],
+                *sorted((alike, rank)),
             )

@@ -1,15 +1,9 @@
 """What a script does to an attached model or its optimizers that would be merged by accident, or never.
 
-Optimizers that `attach` was not given: one made anew, a second one, one for each parameter in the backward
-pass. One hook, for all optimizers of the process, sees them step.
-
-`load_state_dict` while the model is attached with others: refused, before it changes anything. An exchange
-may be under way with the old weights, or read half of the new ones; and what one worker loads, the others
-only average with. The hook is a plain function, so that a model can still be copied and pickled.
-
-Steps outside of the with-block, and an end of the script without the run's answer: `worker.finish()` was not
-called, or the worker has never begun. It is not finished for it: what such a script has saved is one worker's
-own weights. It is told so, and its exit code is not 0.
+`load_state_dict` while the model is attached with others is refused before it changes anything: an exchange
+may be under way with the old weights, or read half of the new ones. Steps outside of the with-block are told,
+and a script that ends without the run's answer, whose exit code is then not 0: what it has saved is one
+worker's own weights.
 """
 
 from __future__ import annotations
@@ -19,77 +13,46 @@ import contextlib
 import logging
 import os
 import sys
-import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.runtime.worker.optimizers import members
 
 log = logging.getLogger("freewheel")
 
-Watcher: TypeAlias = Callable[[torch.optim.Optimizer], None]
-
-_watchers: tuple[Watcher, ...] = ()
-"""Replaced, never changed: a step may be looking at it."""
-_lock = threading.Lock()
-_hooked = False
-ENDED = "the script ended without worker.finish()"
-OUTSIDE = "the script trained outside of `with fw.attach(…)`, where nothing is merged"
+watchers: list[Callable[[torch.optim.Optimizer], None]] = []
+"""Who sees every optimizer of this process before it steps: those that `attach` was not given, too."""
 begun = False
 """Whether any worker of this process has begun."""
-
-
-def watch(watcher: Watcher) -> None:
-    """Let every optimizer's step be seen before it is made."""
-    global _watchers, _hooked
-    with _lock:
-        if not _hooked:  # once and for all: other threads may be in the midst of the hooks
-            register_optimizer_step_pre_hook(_see)
-            _hooked = True
-        _watchers = (*_watchers, watcher)
-
-
-def unwatch(watcher: Watcher) -> None:
-    """The way back."""
-    global _watchers
-    with _lock:
-        _watchers = tuple(one for one in _watchers if one != watcher)
-
-
-def _see(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    for watcher in _watchers:
-        watcher(optimizer)
-
-
 _guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class Guard:
-    """Guards the modules of a model that have trainable parameters of their own, until `remove`."""
+def _see(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    for watcher in (*watchers,):  # others come and go in other threads
+        watcher(optimizer)
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [
-            one for one in model.modules() if any(w.requires_grad for w in one.parameters(recurse=False))
-        ]
-        self._hooks: list[RemovableHandle] = [
-            one.register_load_state_dict_pre_hook(refuse)  # type: ignore[no-untyped-call]
-            for one in self._modules
-        ]
-        _guarded.update(self._modules)
 
-    def remove(self) -> None:
-        """Let weights be loaded again."""
-        for hook in self._hooks:
+register_optimizer_step_pre_hook(_see)  # for good: other threads may be in the midst of the hooks
+
+
+def guard(model: nn.Module) -> Callable[[], None]:
+    """Let nobody load weights into a model that is attached; what is returned ends it."""
+    modules = [one for one in model.modules() if any(w.requires_grad for w in one.parameters(recurse=False))]
+    hooks = [one.register_load_state_dict_pre_hook(refuse) for one in modules]  # type: ignore[no-untyped-call]
+    _guarded.update(modules)
+
+    def remove() -> None:
+        for one, hook in zip(modules, hooks, strict=True):
             hook.remove()
-        for one in self._modules:
             _guarded.discard(one)
+
+    return remove
 
 
 def without_guard(model: nn.Module) -> nn.Module:
@@ -111,11 +74,10 @@ def refuse(module: nn.Module, *_: Any) -> None:
 
 
 def warn_outside(optimizer: torch.optim.Optimizer, rank: int | None) -> Callable[[], None]:
-    """Say so once if an optimizer steps that was attached and has not come into its with-block.
+    """Say so once if an attached optimizer steps before its with-block; what is returned ends it.
 
-    A worker whose rank is given has no answer if it never comes there. What is returned ends it.
+    A worker whose rank is given has no answer if it never comes there.
     """
-    hooks: list[RemovableHandle] = []
 
     def end() -> None:
         while hooks:
@@ -123,19 +85,17 @@ def warn_outside(optimizer: torch.optim.Optimizer, rank: int | None) -> Callable
 
     def warn(stepping: torch.optim.Optimizer, *_: Any) -> None:
         end()
+        log.warning("%s steps outside of its with-block, where nothing is merged", type(stepping).__name__)
         if rank is not None:
-            watch_end(rank, lambda _: not begun, OUTSIDE)
-        log.warning(
-            "%s steps outside of its with-block, where nothing is merged: train inside "
-            "`with fw.attach(…) as worker:`",
-            type(stepping).__name__,
-        )
+            watch_end(rank, lambda _: not begun, "the script trained outside of `with fw.attach(…)`")
 
-    hooks += [one.register_step_post_hook(warn) for one in members(optimizer)]
+    hooks = [one.register_step_post_hook(warn) for one in members(optimizer)]
     return end
 
 
-def watch_end(rank: int, leave: Callable[[RunStopped], bool], why: str = ENDED) -> None:
+def watch_end(
+    rank: int, leave: Callable[[RunStopped], bool], why: str = "the script ended without worker.finish()"
+) -> None:
     """When the script ends, let the worker leave; `leave` says whether it has no answer."""
     process = os.getpid()
 
@@ -145,8 +105,7 @@ def watch_end(rank: int, leave: Callable[[RunStopped], bool], why: str = ENDED) 
         if getattr(sys, "last_value", None) is None:  # else Python has said why, and exits with 1
             with contextlib.suppress(OSError, AttributeError):
                 sys.stderr.write(
-                    f"freewheel: {why}: worker {rank} has no consensus; what it saved is one worker's "
-                    f"weights. {'Call worker.finish() at its end.' if why is ENDED else 'Train inside.'}\n"
+                    f"freewheel: {why}: worker {rank} has no consensus; it has saved one worker's weights\n"
                 )
             sys.stdout = Refusing(sys.stdout)
 
@@ -154,9 +113,9 @@ def watch_end(rank: int, leave: Callable[[RunStopped], bool], why: str = ENDED) 
 
 
 class Refusing:
-    """In the place of standard output at the very end: Python exits with 120 where it cannot be flushed.
+    """Standard output that cannot be flushed at the very end: Python then exits with 120.
 
-    Nothing else changes the exit code then and lets files be written and other libraries clean up, as ever.
+    Nothing else changes the exit code so late and lets files be written and other libraries clean up.
     """
 
     closed = False
@@ -172,4 +131,4 @@ class Refusing:
         sys.stdout, sys.unraisablehook = self._stream, lambda _: None
         if self._stream is not None:
             self._stream.flush()
-        raise RunStopped(ENDED)
+        raise RunStopped("no consensus")

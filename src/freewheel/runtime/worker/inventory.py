@@ -1,8 +1,8 @@
 """What of a model travels, fixed when it is attached: its trainable parameters, by name, as one vector.
 
 A layer that is frozen in the with-block keeps its place in the vector. What would have to travel and has no
-place there is refused at the next step, by name: a layer that was frozen and is trained now, a parameter the
-model has been given since, one that lies in other memory.
+place there is refused by name: a layer that was frozen and is trained now, a parameter the model has been
+given since, one that lies in other memory.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import itertools
 import logging
 import operator
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,42 +19,39 @@ from freewheel.errors import ConfigError, RunStopped
 from freewheel.replica import flatten
 from freewheel.runtime.worker.buffers import alike, buffers_of, in_memory
 from freewheel.runtime.worker.live_replica import LiveReplica
+from freewheel.runtime.worker.optimizers import parameters
 
 log = logging.getLogger("freewheel")
 REQUIRES = operator.attrgetter("requires_grad")
 LOOKS = 32
-"""How many of the frozen parameters are looked at in a step, in turn, beside those that the optimizer has."""
+"""How many of the frozen parameters are looked at in a step."""
 
 
 class Inventory:
     """A model and its optimizer: the replica of what travels, and all else a worker has."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self.model, self.optimizer = plain(model), optimizer
+        self.model: nn.Module = getattr(model, "_orig_mod", model)  # a compiled one has other names
+        self.optimizer = optimizer
         self.replica = live_replica(self.model)
-        self.trained = {name: one for name, one in self.model.named_parameters() if one.requires_grad}
         self._all = dict(self.model.named_parameters())
-        self._names = {id(one): name for name, one in self._all.items()}
-        self._slots = [(name, one, one.data_ptr(), *self._slot(name)) for name, one in self.trained.items()]
+        self.trained = {name: one for name, one in self._all.items() if one.requires_grad}
+        self.names = {id(one): name for name, one in self._all.items()}
+        """By parameter; of those the model had when it was attached."""
+        self._slots = [
+            (name, one, one.data_ptr(), self.model.get_submodule(owner)._parameters, last)
+            for name, one in self.trained.items()
+            for owner, _, last in [name.rpartition(".")]
+        ]
+        frozen = [one for name, one in self._all.items() if name not in self.trained]
         self._next = itertools.cycle(self._slots)
-        self._first = next(iter(self.trained.values()), None)
-        """Whoever overwrites weights overwrites this one, too: looked at in every step."""
-        self._stood, self._warned = 0, False
-        self.stands()
-        self._asleep, self._at = [one for name, one in self._all.items() if name not in self.trained], 0
-        """Those that were frozen."""
-        self._enrolled, self._held = 0, list[nn.Parameter]()
-        """How many the optimizer has, and which of them do not travel."""
-        self._enrol()
-
-    def _slot(self, name: str) -> tuple[dict[str, Any], str]:
-        """Where a module keeps a parameter."""
-        owner, _, last = name.rpartition(".")
-        return self.model.get_submodule(owner)._parameters, last
-
-    def name_of(self, parameter: Tensor) -> str | None:
-        """A parameter's name, if the model had it when it was attached."""
-        return self._names.get(id(parameter))
+        self._next_frozen = itertools.cycle(
+            frozen[at : at + LOOKS] for at in range(0, max(1, len(frozen)), LOOKS)
+        )
+        self._first = self._slots[0][1]  # whoever overwrites weights overwrites this one, too
+        self._stood, self._warned = self._first._version, False
+        self._enrolled = 0
+        """How many parameters the optimizer had when they were last looked at."""
 
     def still(self) -> dict[str, Tensor]:
         """What stands still: parameters that were frozen, and buffers."""
@@ -91,51 +87,42 @@ class Inventory:
     def look(self) -> None:
         """Before every step, at next to no cost: RunStopped if something trains that does not travel.
 
-        Of those that travel one is looked at in every step, each in its turn: it may have been given other
-        memory, as by `model.double()`, or another may have been put in its place.
+        Each parameter in its turn: it may have been given other memory, as by `model.double()`, another may
+        have been put in its place, or it may be frozen no more.
         """
         name, parameter, pointer, slots, last = next(self._next)
         if parameter.data_ptr() != pointer:
             raise _moved(name)
         if slots.get(last) is not parameter:
             raise _replaced(name)
-        if sum(len(group["params"]) for group in self.optimizer.param_groups) != self._enrolled:
-            self._enrol()
-        begin, self._at = self._at, self._at + LOOKS if self._at + LOOKS < len(self._asleep) else 0
-        looked = self._asleep[begin : begin + LOOKS]
-        if any(map(REQUIRES, looked)) or any(map(REQUIRES, self._held)):
-            one = next(filter(REQUIRES, [*looked, *self._held]))
+        held = sum(len(group["params"]) for group in self.optimizer.param_groups)
+        if held != self._enrolled:
+            self._enrolled = held
+            for one in parameters(self.optimizer):
+                if id(one) not in self.names:
+                    raise RunStopped(
+                        f"the optimizer trains a parameter of shape {tuple(one.shape)} that the model "
+                        "did not have when it was attached: it is not merged. Make it whole before attach."
+                    )
+        for one in filter(REQUIRES, next(self._next_frozen)):
             raise RunStopped(
-                f"the parameter {self._names.get(id(one), '?')} was frozen when the model was attached and "
-                "requires gradients now: it is not merged. Let it require them at attach, and freeze it in "
-                "the with-block."
+                f"the parameter {self.names[id(one)]} was frozen when the model was attached and requires "
+                "gradients now: it is not merged. Let it require them at attach, and freeze it in the "
+                "with-block."
             )
 
     def stands(self) -> None:
         """A step is complete: until the next one nobody moves the weights."""
-        self._stood = 0 if self._first is None else self._first._version
+        self._stood = self._first._version
 
     def check_still(self) -> None:
         """Warn, once, if the script has moved them meanwhile: an exchange under way does not know of it."""
-        if not self._warned and self._first is not None and self._first._version != self._stood:
+        if not self._warned and self._first._version != self._stood:
             self._warned = True
             log.warning(
                 "weights were changed outside the optimizer's step, others may have averaged with either. "
                 "Small changes (clamping) do no harm; to restore or evaluate others take a copy of the model"
             )
-
-    def _enrol(self) -> None:
-        """Look at what the optimizer trains, when it has got more."""
-        held = [one for group in self.optimizer.param_groups for one in group["params"]]
-        for one in held:
-            if id(one) not in self._names and one.requires_grad:
-                raise RunStopped(
-                    f"the optimizer trains a parameter of shape {tuple(one.shape)} that the model did not "
-                    "have when it was attached: it is not merged. Make the whole model before attach."
-                )
-        travels = set(map(id, self.trained.values()))
-        self._held = [one for one in held if id(one) not in travels]
-        self._enrolled = len(held)
 
     def check(self) -> None:
         """RunStopped unless the model has the parameters it was attached with, where they were."""
@@ -151,7 +138,7 @@ class Inventory:
 
     def pieces(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What a vector has for each parameter, by its name."""
-        return ((self._names[id(one)], piece) for one, piece in self.replica.pieces(vector))
+        return ((self.names[id(one)], piece) for one, piece in self.replica.pieces(vector))
 
     @torch.no_grad()
     def fill(self, clone: nn.Module, weights: Tensor) -> None:
@@ -175,12 +162,6 @@ def live_replica(model: nn.Module) -> LiveReplica:
 
         return CudaReplica(model, blocks)
     return LiveReplica(model, blocks)
-
-
-def plain(model: nn.Module) -> nn.Module:
-    """The model itself, where it was compiled: with the names of the plain one."""
-    found: nn.Module = getattr(model, "_orig_mod", model)
-    return found
 
 
 def _kind(tensor: Tensor | None) -> str:

@@ -155,13 +155,13 @@ async def _take_over(agent: Agent, rendezvous: Rendezvous) -> None:
     """
     fabric, node = agent.fabric, agent.node
     if not agent.strategy.merges():
-        done = node.rejoined = await agent.copies.take()
+        done = node.rejoined = await agent.answers.copy()
     else:  # come into the view of those who train: they wait, so what is copied is of one moment
         agent.replica.parked = True
         try:
             await node.join()
             # Who is in no view any more, since its loop has ended, still has its weights.
-            copied = agent.copies.take_once() if node.source is None else agent.copies.take(node.source)
+            copied = agent.answers.copy_once() if node.source is None else agent.answers.copy(node.source)
             done = await copied
         finally:
             agent.replica.parked = False
@@ -184,13 +184,13 @@ async def _begin_alike(agent: Agent) -> None:
         except PeerLost:
             continue
         except TimeoutError:  # it may have begun with a worker that has left since, and sends nothing
-            if await agent.copies.take_once():
+            if await agent.answers.copy_once():
                 return
             continue
         agent.replica.load(theirs)
         inventory.set_fixed(fixed)
         return
-    if agent.me.rank != agent.first[0] and await agent.copies.take_once():
+    if agent.me.rank != agent.first[0] and await agent.answers.copy_once():
         return  # lower ranks have left, and others have begun before
     mine, my_fixed = await agent.replica.snapshot(), tensor_codec.pack(inventory.fixed())
     for peer in fabric.members[1:]:

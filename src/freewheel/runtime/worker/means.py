@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch.utils import _pytree as pytree
 from freewheel.data.order import number
 from freewheel.errors import ConfigError, PeerLost
 from freewheel.runtime.worker import tensor_codec
-from freewheel.runtime.worker.answers import Answers
 from freewheel.runtime.worker.asking import Asking, Reply
 
 MEAN = "mean"
@@ -40,10 +40,16 @@ class Means:
     """One worker's part in means. In the communication thread."""
 
     def __init__(
-        self, asking: Asking, dtype: torch.dtype, ended: Callable[[int], bool], answers: Answers
+        self,
+        asking: Asking,
+        dtype: torch.dtype,
+        ended: Callable[[int], bool],
+        merging: Callable[[], Sequence[int]],
+        begun: Callable[[], bool],
     ) -> None:
-        self._asking, self._fabric, self._dtype, self._ended = asking, asking.fabric, dtype, ended
-        self._answers = answers
+        self._asking, self._fabric, self._dtype = asking, asking.fabric, dtype
+        self._ended, self._merging, self._begun = ended, merging, begun
+        """Whose loop has ended; whom this worker merges with just now; whether it can say anything."""
         self._said: dict[int, tuple[int, list[Tensor]]] = {}
         """By the number of a name: how often something was said, and the last two times what."""
         asking.serve(MEAN, 2, self._answer)
@@ -55,7 +61,7 @@ class Means:
         if 0 <= back < len(kept):
             value = kept[-1 - back]
             found[""] = value if value.numel() <= FEW else value.to(self._dtype)
-        return (times, self._answers.ready, *self._answers.merges_with), None, tensor_codec.pack(found)
+        return (times, self._begun(), *self._merging()), None, tensor_codec.pack(found)
 
     async def mean(self, value: Tensor, name: str, wait: bool) -> Tensor:
         """The mean of what all have said under a name; `wait`: as often as this worker."""
@@ -65,11 +71,11 @@ class Means:
             times = max(0, await self._turn(key) - 1)
         self._said[key] = times + 1, [*kept[-1:], value]
         total, count = value.clone(), 1
-        for peer in self._fabric.members:
-            if peer != self._fabric.rank:
+        for peer in self._fabric.others:
+            theirs = None
+            with contextlib.suppress(PeerLost):
                 theirs = await self._theirs(peer, name, key, times + 1 if wait else 0)
-                if theirs is None:
-                    continue
+            if theirs is not None:
                 if theirs.numel() != value.numel():
                     raise ConfigError(
                         f"worker {peer} has {theirs.numel()} numbers for the mean of {name!r}, this one "
@@ -81,47 +87,43 @@ class Means:
     async def _turn(self, key: int) -> int:
         """How often the others have said something under a name."""
         times = 0
-        for peer in self._fabric.members:
+        for peer in self._fabric.others:
             with contextlib.suppress(PeerLost):
-                if peer != self._fabric.rank:
-                    message, _ = await self._asking.ask(peer, MEAN, key, NOTHING)
-                    times = max(times, message.numbers(1)[0])
+                message, _ = await self._asking.ask(peer, MEAN, key, NOTHING)
+                times = max(times, message.numbers(1)[0])
         return times
 
     async def _theirs(self, peer: int, name: str, key: int, turn: int) -> Tensor | None:
-        """What a worker has said; None: nothing, or it is gone."""
-        loop = asyncio.get_running_loop()
-        warn_s, stuck_s = loop.time() + WARN_S, float("inf")
-        try:
-            while True:
-                ended = self._ended(peer)  # before asking: it says nothing more afterwards
-                message, found = await self._asking.ask(peer, MEAN, key, turn)
-                times, begun, *merging = message.numbers(2)
-                if "" in found:
-                    theirs: Tensor = found[""].flatten()
-                    if theirs.dtype not in (torch.float64, self._dtype):
-                        raise message.bad(f"a mean of {theirs.dtype}")
-                    return theirs.to(torch.float64)
-                if not turn or ended or times > turn or not begun:
-                    return None
-                if loop.time() > warn_s:
-                    warn_s = float("inf")
-                    log.warning("waits for worker %d to call worker.mean for %r, too", peer, name)
-                # It may wait for this worker's next step, which comes after the mean, or never.
-                stuck = self._fabric.rank in merging and not self._answers.merges_with
-                stuck_s = min(stuck_s, loop.time() + STUCK_S) if stuck else float("inf")
-                if loop.time() > stuck_s:
-                    log.warning("the mean of %r is without worker %d: it waits for a step here", name, peer)
-                    return None
-                await asyncio.sleep(POLL_S)
-        except PeerLost:
-            return None
+        """What a worker has said; None: nothing."""
+        clock = asyncio.get_running_loop().time
+        warn_s, stuck_s = clock() + WARN_S, math.inf
+        while True:
+            ended = self._ended(peer)  # before asking: it says nothing more afterwards
+            message, found = await self._asking.ask(peer, MEAN, key, turn)
+            times, begun, *merging = message.numbers(2)
+            if "" in found:
+                theirs: Tensor = found[""].flatten()
+                if theirs.dtype not in (torch.float64, self._dtype):
+                    raise message.bad(f"a mean of {theirs.dtype}")
+                return theirs.to(torch.float64)
+            if not turn or ended or times > turn or not begun:
+                return None
+            if clock() > warn_s:
+                warn_s = math.inf
+                log.warning("waits for worker %d to call worker.mean for %r, too", peer, name)
+            # It may wait for this worker's next step, which comes after the mean, or never.
+            stuck = self._fabric.rank in merging and not self._merging()
+            stuck_s = min(stuck_s, clock() + STUCK_S) if stuck else math.inf
+            if clock() > stuck_s:
+                log.warning("the mean of %r is without worker %d: it waits for a step here", name, peer)
+                return None
+            await asyncio.sleep(POLL_S)
 
 
 def flat(value: Any) -> Tensor:
     """Numbers, tensors, lists and dicts of them as one vector."""
     parts = [torch.empty(0, dtype=torch.float64)]
-    for one in pytree.tree_leaves(plain(value)):
+    for one in pytree.tree_leaves(value):
         if isinstance(one, bool) or not isinstance(one, Tensor | int | float):
             raise ConfigError(
                 f"mean takes numbers, tensors, and lists and dicts of them, not a {type(one).__name__}."
@@ -133,26 +135,19 @@ def flat(value: Any) -> Tensor:
 
 def shaped(vector: Tensor, like: Any) -> Any:
     """A vector in the form of what it was made of."""
-    leaves, form = pytree.tree_flatten(plain(like))
-    lengths = [0 if _stays(one) else torch.as_tensor(one).numel() for one in leaves]
-    found: list[Any] = []
-    for one, mean in zip(leaves, torch.split(vector, lengths), strict=True):
+    at = 0
+
+    def piece(one: Any) -> Any:
+        nonlocal at
         if not isinstance(one, Tensor):
-            found.append(float(mean))
-        else:
-            found.append(one.clone() if _stays(one) else mean.view(one.shape).to(one.device, one.dtype))
-    return pytree.tree_unflatten(found, form)
+            at += 1
+            return float(vector[at - 1])
+        if _stays(one):
+            return one.clone()
+        at += one.numel()
+        return vector[at - one.numel() : at].view(one.shape).to(one.device, one.dtype)
 
-
-def plain(value: Any) -> Any:
-    """With dicts and lists in place of what is derived of them, such as a Counter."""
-
-    def made_plain(one: Any) -> Any:
-        if isinstance(one, dict):
-            return plain(dict(one))
-        return plain(list(one)) if isinstance(one, list) else one
-
-    return pytree.tree_map(made_plain, value)
+    return pytree.tree_map(piece, like)
 
 
 def _stays(value: Any) -> bool:

@@ -37,27 +37,18 @@ class SeveralOptimizers(Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """The way back."""
-        states = state_dict.get("optimizers", [state_dict])
-        if len(states) != len(self.members):
-            raise ValueError(f"it has the states of {len(states)} optimizers, not of {len(self.members)}")
-        for one, state in zip(self.members, states, strict=True):
+        for one, state in zip(self.members, state_dict["optimizers"], strict=True):
             one.load_state_dict(state)
-
-    def step(self, closure: Any = None) -> Any:
-        """Not this one's."""
-        raise ConfigError("each optimizer makes its own step.")
 
 
 def joined(given: Any) -> Optimizer:
     """What `attach` was given as one optimizer: itself where it is one; wrappers are taken off."""
-    if isinstance(given, list | tuple):
-        found = [_unwrapped(one) for one in given]
-        if not found:
-            raise ConfigError("attach takes an optimizer or a list of them second, not an empty list.")
-        if len({id(one) for one in found}) < len(found):
-            raise ConfigError("attach was given the same optimizer twice; name each one once.")
-        return found[0] if len(found) == 1 else SeveralOptimizers(found)
-    return _unwrapped(given)
+    found = [_unwrapped(one) for one in (given if isinstance(given, list | tuple) else [given])]
+    if not found:
+        raise ConfigError("attach takes an optimizer or a list of them second, not an empty list.")
+    if len({id(one) for one in found}) < len(found):
+        raise ConfigError("attach was given the same optimizer twice; name each one once.")
+    return found[0] if len(found) == 1 else SeveralOptimizers(found)
 
 
 def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:

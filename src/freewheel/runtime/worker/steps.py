@@ -84,9 +84,9 @@ class Steps:
                 one.register_step_post_hook(self._after_step),
             )
         ]
-        guards.watch(self.refuse)
+        guards.watchers.append(self.refuse)
         several = agent.me.world_size > 1
-        self._guard = guards.Guard(agent.inventory.model) if several else None
+        self._unguard = guards.guard(agent.inventory.model) if several else None
         self._begins = several and not agent.late and not self.first
         """Whether the first gradients are yet to be compared with the others'."""
 
@@ -102,11 +102,11 @@ class Steps:
             done = not self._work.cancelled() and self._work.exception() is None
             while self._replica.parked and self._agent.alive:
                 time.sleep(1e-3)
-        guards.unwatch(self.refuse)
+        guards.watchers.remove(self.refuse)
         for hook in self._hooks:
             hook.remove()
-        if self._guard is not None:
-            self._guard.remove()
+        if self._unguard is not None:
+            self._unguard()
         self._restore_rates()
         for _, one in self._gradients.values():
             one.let_go()
@@ -114,7 +114,7 @@ class Steps:
 
     def check_still(self) -> None:
         """Warn if weights were changed between steps, where others may have averaged meanwhile."""
-        if self._guard is not None:
+        if self._unguard is not None:
             self._inventory.check_still()
 
     def idle(self) -> str:
@@ -138,7 +138,7 @@ class Steps:
         if id(optimizer) in self.made or self.stepping or optimizer in self._harmless:
             return
         for one in parameters(optimizer):
-            if (name := self._inventory.name_of(one)) is not None:
+            if (name := self._inventory.names.get(id(one))) is not None:
                 raise ConfigError(
                     f"an optimizer ({type(optimizer).__name__}) that attach was not given steps "
                     f"the parameter {name}. "
