@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,7 @@ from rich.console import Console
 
 from freewheel import names
 from freewheel.cli.options import argument, command_line, option, takes
-from freewheel.cli.results import LONGEST, bar, output
+from freewheel.cli.results import bar, output
 from freewheel.cli.run import python
 from freewheel.errors import ConfigError, at_least
 from freewheel.numbers import short, speed
@@ -23,7 +22,6 @@ from freewheel.planning.setting import Setting
 from freewheel.records.files import check_writable, write_whole
 
 if TYPE_CHECKING:  # torch takes seconds, and help on the options needs none
-    from freewheel.planning.measure import LinkTo, Measurement
     from freewheel.planning.plan import Plan
 
 MEASURED = ("link_mbit", "latency_ms", "jitter")
@@ -61,18 +59,13 @@ def plan(
 ) -> None:
     """Say which strategy to use: all of them in virtual time, ranked by what their steps are worth."""
     from freewheel.planning import plan as planner
+    from freewheel.planning.forecast import candidates
     from freewheel.planning.measure import measure_links, measure_script
 
     _check_order(context, command or [])
     sizes = _sizes(scale)
-    if workers is None:
-        if sizes is None:
-            raise ConfigError("--workers is missing: how many are there to be?")
-        workers = sizes[-1]
-    elif sizes is not None and workers not in sizes:
-        raise ConfigError(
-            f"--workers {workers} is not among --scale {scale}: leave --workers away, or add it."
-        )
+    if (workers is None) == (sizes is None):
+        raise ConfigError("give either --workers or --scale: how many workers are there to be?")
     at_least("--steps", steps, 2)
     if report is not None and sizes is None:
         raise ConfigError("--report draws how costs grow: give --scale, as in --scale 4,16,64.")
@@ -82,64 +75,58 @@ def plan(
     # Mistakes are found before minutes are spent on measuring; 1 stands for what is measured.
     numbers = {"model_mb": model_mb, "compute_ms": compute_ms} | {key: machines.pop(key) for key in MEASURED}
     known: dict[str, Any] = {key: value for key, value in numbers.items() if value is not None}
-    given = {"workers": workers, **machines}
-    planner.check(Setting(**{"model_mb": 1.0, "compute_ms": 1.0, **given, **known}), chosen)
-    script = _command(command, measure, module)
-    if not measure and (model_mb is None or compute_ms is None):
-        missing = "--model-mb" if model_mb is None else "--compute-ms"
-        raise ConfigError(f"{missing} is missing: give it, or let it be measured: --measure train.py.")
-    with bar(LONGEST) as progress:
+    given = {"workers": sizes[-1] if sizes else workers, **machines}
+    candidates(chosen, Setting(**{"model_mb": 1.0, "compute_ms": 1.0, **given, **known}))
+    script = _script(command, measure, module)
+    for name, value in (("--model-mb", model_mb), ("--compute-ms", compute_ms)):
+        if value is None and not measure:
+            raise ConfigError(f"{name} is missing: give it, or let it be measured: --measure train.py.")
+    with bar() as progress:
         progress("measuring", 0.0)
-        measured = measure_script(script) if measure else None
-        links = measure_links(names.split(hosts), tls) if hosts else []
-        found = asdict(measured) if measured else {}
+        measured = asdict(measure_script(script)) if measure else {}
+        links = measure_links(names.split(hosts), tls) if hosts else {}
+        found = {key: measured[key] for key in measured.keys() - {"steps", "device"}}
         if links:  # the slowest stands for all
-            found["link_mbit"] = min(one.mbit for one in links)
-            found["latency_ms"] = max(one.latency_ms for one in links)
-        wanted = ("model_mb", "compute_ms", "jitter", "optimizer_mb", "link_mbit", "latency_ms")
-        numbers = {key: found[key] for key in wanted if key in found} | known
-        setting = Setting(**given, **numbers)
+            found["link_mbit"] = min(min(one.mbit_out, one.mbit_in) for one in links.values())
+            found["latency_ms"] = max(one.latency_ms for one in links.values())
+        setting = Setting(**{**given, **found, **known})
         if sizes is not None:
             grown = planner.scale(setting, sizes, chosen, steps=steps, progress=progress)
         else:
             made = planner.make(setting, chosen, steps=steps, progress=progress)
     console = output()
-    _say(console, *_findings(measured, links))
+    if measured:
+        _say(console, "Measured: {steps} steps alone on {device}.".format(**measured))
+    for host, link in links.items():
+        out, back = speed(link.mbit_out), speed(link.mbit_in)
+        _say(console, f"Link to {host}: {out} out, {back} in, {short(link.latency_ms)} ms.")
+    result: dict[str, Any] = {"setting": asdict(setting)}
     if sizes is not None:
         _show_growth(console, grown, setting, report)
-        plain = {str(size): [asdict(one) for one in found] for size, found in grown.items()}
-        result: dict[str, Any] = {"setting": asdict(setting), "scale": plain}
+        result["scale"] = {str(size): [asdict(one) for one in found] for size, found in grown.items()}
     else:
         _show(console, made, script or ["train.py"])
         result = made.as_json() | {"run": made.run_line(script or ["train.py"])}
     if json_path is not None:
-        result |= {
-            "measured": asdict(measured) if measured else None,
-            "links": [asdict(one) for one in links],
-        }
-        write_whole(json_path, json.dumps(result, indent=2) + "\n")
+        timed = [{"host": host, **asdict(link)} for host, link in links.items()]
+        write_whole(json_path, json.dumps(result | {"measured": measured or None, "links": timed}, indent=2))
 
 
 def _show(console: Console, made: Plan, script: Sequence[str]) -> None:
     from freewheel.planning import words
 
     _say(console, words.setting_in_words(made.setting), "")
-    console.print(words.forecast_table(made.forecasts, words.SPEEDS))
-    console.print()
+    console.print(words.forecast_table(made.forecasts, words.SPEEDS), "")
     console.print(words.forecast_table(made.forecasts, words.COSTS))
     _say(console, "", *words.recommendation(made, script))
     _say(console, "", "What would change it:", *words.what_would_change(made))
-    if ddp := words.about_ddp(made):
-        _say(console, ddp)
-    if made.left_out:
-        _say(console, "", *(f"Left out: {name} {why}." for name, why in made.left_out.items()))
+    _say(console, *(f"Left out: {name} {why}." for name, why in made.left_out.items()))
 
 
 def _show_growth(console: Console, grown: dict[int, Any], setting: Setting, report: Path | None) -> None:
     from freewheel.planning import words
 
-    title = "Useful steps as a share of the ideal, by number of workers"
-    _say(console, f"{title}; none: all steps.", "")
+    _say(console, "Useful steps as a share of the ideal, by number of workers; none: all steps.", "")
     console.print(words.growth(grown))
     if report is not None:
         heading = f"Freewheel: {short(setting.model_mb)} MB on {speed(setting.link_mbit)}"
@@ -153,21 +140,7 @@ def _say(console: Console, *lines: str) -> None:
         console.print(line, highlight=False, markup=False, soft_wrap=line.startswith("    "))
 
 
-def _findings(measured: Measurement | None, links: Sequence[LinkTo]) -> Iterator[str]:
-    if measured is not None:
-        yield (
-            f"Measured in {measured.steps} steps alone on {measured.device}: "
-            f"{short(measured.compute_ms)} ms a step, jitter {measured.jitter:.2f}, "
-            f"{short(measured.model_mb)} MB of weights, "
-            f"{short(measured.optimizer_mb)} MB kept by the optimizer."
-        )
-    for one in links:
-        yield f"Link to {one.host}: {speed(one.mbit)}, {short(one.latency_ms)} ms."
-    if len(links) > 1:
-        yield "The slowest of them is planned with; links between the other hosts are taken to be like it."
-
-
-def _command(command: list[str] | None, measure: bool, module: bool) -> list[str]:
+def _script(command: list[str] | None, measure: bool, module: bool) -> list[str]:
     """The script as `freewheel run` takes it; it must be there if it is to be measured."""
     if not command:
         if measure:
@@ -175,8 +148,6 @@ def _command(command: list[str] | None, measure: bool, module: bool) -> list[str
         return []
     if measure:
         python(command, module)
-        if not module and Path(command[0]).is_file() and not os.access(command[0], os.R_OK):
-            raise ConfigError(f"cannot read the script {command[0]!r}: permission denied.")
     return ["-m", *command] if module else command
 
 

@@ -5,10 +5,9 @@ Also which strategies a plan compares, with settings that suit the machines, and
 
 from __future__ import annotations
 
-import contextlib
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -96,100 +95,80 @@ class Probe(Task):
 
 
 # -- what is simulated, and for how long --
+CEILING = "none"
+"""No communication: the ceiling of what can be reached, and no choice."""
 ROUNDS = 5
 """How many rounds of its communication a strategy is watched for."""
-LEAST, MOST = 24, 300
+LEAST, MOST = 24, 500
 """Steps of each worker that are simulated."""
-MESSAGES = 40_000
-"""Messages of merges that a simulated run may have, about."""
-WORKER_STEPS = 16_000
-"""Steps of all workers that it may have."""
+WORKER_STEPS, MESSAGES = 30_000, 40_000
+"""Steps of all workers, and messages of merges, that a simulated run may have, about."""
 COPIES = 2
 """Weights and gradients: what training alone needs."""
 
 
-def fitting(setting: Setting) -> list[str]:
-    """Every strategy that can be used by so many workers, with the settings it needs on these machines."""
-    found = []
-    for name in strategies.ALL:
-        with contextlib.suppress(ConfigError):
-            spec = _fitted(name, setting)
-            strategies.resolve(spec).check(setting.workers)
-            found.append(spec)
-    return found
+def candidates(asked: Sequence[str], setting: Setting) -> tuple[list[str], dict[str, str]]:
+    """Which of the strategies asked for (none: all) to simulate, with settings that suit the machines.
 
-
-def _fitted(name: str, setting: Setting) -> str:
-    settings = strategies.ALL[name].suited(setting)
-    return ":".join([name, *(f"{key}={value}" for key, value in settings.items())])
-
-
-def chosen(specs: Sequence[str], setting: Setting) -> list[str]:
-    """The strategies asked for; a name without settings gets those that fit."""
-    found = []
-    for spec in specs:
+    Those that need too much memory are left out, with the reason.
+    """
+    if setting.workers < 2:
+        raise ConfigError("a plan is for 2 workers or more; one trains alone: python train.py.")
+    specs: list[str] = []
+    left_out: dict[str, str] = {}
+    for spec in asked or strategies.ALL:
         strategy = strategies.resolve(spec)
-        strategy.check(setting.workers)
-        found.append(_fitted(spec, setting) if ":" not in spec else spec)
-    return list(dict.fromkeys(found))
+        if ":" not in spec:
+            spec = ":".join([spec, *(f"{key}={value}" for key, value in strategy.suited(setting).items())])
+        try:
+            strategies.resolve(spec).check(setting.workers)
+        except ConfigError:
+            if asked:
+                raise
+            continue
+        if setting.memory_gb is not None and needed_gb(strategy, setting) > setting.memory_gb:
+            left_out[spec] = f"needs more than {setting.memory_gb:g} GB"
+        elif spec not in specs:
+            specs.append(spec)
+    if not set(specs) <= {CEILING}:
+        return specs, left_out
+    if not left_out:
+        raise ConfigError("name at least one strategy that communicates.")
+    least = needed_gb(strategies.resolve(CEILING), setting)
+    raise ConfigError(
+        f"no strategy fits into {setting.memory_gb or 0:g} GB on each worker: a model of "
+        f"{setting.model_mb:g} MB needs at least {least:g} GB. Freewheel does not split a model."
+    )
 
 
-def needed_gb(name: str, setting: Setting) -> float:
+def needed_gb(strategy: Strategy, setting: Setting) -> float:
     """What a worker must have in memory, activations and data left out."""
-    vectors = COPIES + strategies.ALL[name].keeps_vectors
-    return (vectors * setting.model_mb + setting.optimizer_mb) / 1e3
-
-
-LONG = 30_000
-"""Worker-steps that may be simulated where one exchange outlasts hundreds of steps."""
-
-
-def too_large(specs: Sequence[str], setting: Setting) -> dict[str, float]:
-    """Those that need more memory than there is, and how many GB; training alone must fit."""
-    if setting.memory_gb is None:
-        return {}
-    alone_gb = needed_gb("none", setting)
-    if alone_gb > setting.memory_gb:
-        raise ConfigError(
-            f"a model of {setting.model_mb:g} MB needs at least {alone_gb:g} GB on every worker (weights and "
-            f"gradients, without activations), and there are {setting.memory_gb:g} GB. Take a smaller model, "
-            "or workers with more memory: Freewheel does not split a model."
-        )
-    needed = {spec: needed_gb(spec.partition(":")[0], setting) for spec in specs}
-    return {spec: gb for spec, gb in needed.items() if gb > setting.memory_gb}
+    return ((COPIES + strategy.keeps_vectors) * setting.model_mb + setting.optimizer_mb) / 1e3
 
 
 def steps_shown(strategy: Strategy, setting: Setting) -> int:
     """Steps of each worker to simulate: several rounds of communication, within what a machine does soon."""
-    n, between = setting.workers, _steps_between(strategy)
+    n, between = setting.workers, steps_between(strategy)
     period = float(between)
     if strategy.waits_for == "nobody":  # steps go on while a round is under way
         period = max(period, strategy.round_s(setting) / setting.grad_s)
     if strategy.waits_for == "server":  # its own worker goes on while n others share its port, there and back
         period = max(period, 2 * setting.model_s / setting.grad_s)
-    # A merge beside training shows itself when the one before it is over, too.
-    least = 3 if strategy.reduces and strategy.merges_beside else 1
-    enough = LEAST * (1 + 5 * setting.jitter) / period  # rounds for a good mean
-    wanted = max(ROUNDS if between < LEAST else 2, enough)
+    rounds = max(ROUNDS, LEAST * (1 + 5 * setting.jitter) / period)  # enough of them for a good mean
     if strategy.reduces:
-        wanted = max(least, min(wanted, MESSAGES // (2 * n * (n - 1))))
-    few = WORKER_STEPS / n
-    most = max(LEAST, min(MOST, few), min(least * period, few) if strategy.reduces else 0)
-    if strategy.waits_for in ("nobody", "server") and not strategy.reduces:
-        # else it might end before an exchange
-        most = max(most, min((4 if strategy.waits_for == "nobody" else 2) * period, LONG / n))
-    return max(2, math.ceil(min(wanted * period, most) / between) * between)  # whole intervals
+        rounds = min(rounds, MESSAGES // (2 * n * (n - 1)))
+    most = max(LEAST, min(MOST, WORKER_STEPS / n))
+    return max(2, math.ceil(min(rounds * period, most) / between) * between)  # whole intervals
 
 
-def _steps_between(strategy: Strategy) -> int:
+def steps_between(strategy: Strategy) -> int:
+    """Steps from one round of its communication to the next."""
     given = vars(strategy)
     interval = given.get("interval") or given.get("every") or (given.get("tau") or 2) // 2
     return max(1, int(interval)) * int(given.get("global_every", 1))
 
 
 # -- what is expected --
-CEILING = "none"
-"""No communication: the ceiling of what can be reached, and no choice."""
 LAG, DRIFT = 0.3, 4e-4
 """What lag and drift cost, see `steps_needed`."""
 MOST_IN_A_RING = 64
@@ -249,32 +228,26 @@ def of(found: Sequence[Forecast], name: str) -> Forecast | None:
     return next((one for one in found if one.name == name), None)
 
 
-def forecast(
-    spec: str,
-    setting: Setting,
-    steps: int | None = None,
-    progress: Callable[[float], None] = lambda share: None,
-) -> Forecast:
+def forecast(spec: str, setting: Setting, steps: int | None = None) -> Forecast:
     """Simulate a strategy; None: as many steps as it needs to show itself."""
     strategy, probe = strategies.resolve(spec), Probe()
     small = shorter(strategy, setting)
-    fair = strategy.waits_for in FAIR
-    scenario = small.scenario(steps or steps_shown(strategy, small), fair)
+    scenario = small.scenario(steps or steps_shown(strategy, small), strategy.waits_for in FAIR)
     if strategy.momentum:  # the strategy insists on one; lr is scaled to it
         scenario = replace(scenario, momentum=None)
-    simulation = Simulation(strategy, probe, scenario, progress=lambda done, total: progress(done / total))
+    simulation = Simulation(strategy, probe, scenario)
     result = simulation.run()
-    squares = [sample.consensus for sample in result.curve]
-    grows = not strategy.lockstep() and (_grows(squares, 0.01) or _grows(probe.lags, 1.0))
-    # Where all step together, whole intervals; else what it has settled to; or where it was at the end.
-    begin = 0.0 if strategy.lockstep() else 2 / 3 if grows else 1 / 2
+    squares, together = [sample.consensus for sample in result.curve], strategy.lockstep()
+    # Where all step together, whole intervals; else what it has settled to.
+    begin = 0.0 if together else 1 / 2
     drift = _mean_from(begin, squares) ** 0.5
     lag = max(0.0, _mean_from(begin, probe.lags))
     needed = steps_needed(setting.workers, drift, lag, probe.noise, setting.sensitivity)
     steps_per_s, ideal = result.steps_per_s, setting.scenario(1).compute.ideal_rate(setting.workers)
     if small is not setting:  # where all wait, each makes as many steps; else each as many as it can
-        waits = strategy.lockstep()
-        steps_per_s = steps_per_s * setting.workers / small.workers if waits else result.ideal_share * ideal
+        steps_per_s = (
+            steps_per_s * setting.workers / small.workers if together else result.ideal_share * ideal
+        )
     return Forecast(
         strategy=spec,
         useful_steps_per_s=steps_per_s / needed,
@@ -286,22 +259,21 @@ def forecast(
         bytes_per_step=simulation.sent_bytes / simulation.completed,
         drift=drift,
         discrepancy=result.discrepancy_max,
-        grows=grows,
+        grows=not together and (_grows(squares, 0.01) or _grows(probe.lags, 1.0)),
         lag=lag,
         noise=probe.noise,
         steps_needed=needed,
         why=strategy.convergence,
         waits_for=strategy.waits_for,
         keeps_mean=strategy.keeps_mean,
-        memory_gb=needed_gb(strategy.name, setting),
+        memory_gb=needed_gb(strategy, setting),
     )
 
 
 def _grows(values: Sequence[float], least: float) -> bool:
     """Whether the last third of a run is well above the third before."""
     third = len(values) // 3
-    before = _mean_from(0.5, values[: len(values) - third])
-    return _mean_from(2 / 3, values) > max(least, GROWS * before)
+    return _mean_from(2 / 3, values) > max(least, GROWS * statistics.fmean(values[third : 2 * third + 1]))
 
 
 def _mean_from(begin: float, values: Sequence[float]) -> float:
@@ -338,28 +310,22 @@ def shorter(strategy: Strategy, setting: Setting) -> Setting:
 
     A ring of n workers is 2(n-1) hops, each with the latency and 1/n of the model; n of them at once make
     2n(n-1) messages. With fewer workers, a latency that is longer and a model that is a little larger, a
-    ring takes as long. What changes is small: of many workers whose steps vary, the slowest of all is a
-    little slower.
+    ring takes as long, and it waits for the slowest, whoever that is.
     """
-    n = setting.workers
-    m = MOST_IN_A_RING - MOST_IN_A_RING % setting.workers_per_node
+    n, m = setting.workers, MOST_IN_A_RING - MOST_IN_A_RING % setting.workers_per_node
     if n <= MOST_IN_A_RING or m < 2 or not strategy.reduces:
         return setting
     hops = (n - 1) / (m - 1)
+
+    def slowest(given: Mapping[int, float]) -> dict[int, float]:
+        return dict(enumerate(sorted(given.values(), reverse=True)[: m // 2]))
+
     return replace(
         setting,
         workers=m,
         model_mb=setting.model_mb * hops * m / n,
         latency_ms=setting.latency_ms * hops,
         message_ms=setting.message_ms * hops,
-        slow=_slowest(setting.slow, m),
-        slow_link=_slowest(setting.slow_link, m),
+        slow=slowest(setting.slow),
+        slow_link=slowest(setting.slow_link),
     )
-
-
-def _slowest(given: Mapping[int, float], m: int) -> dict[int, float]:
-    """The slow ones among the first m workers; a merge waits for the slowest, whoever it is."""
-    kept = {rank: factor for rank, factor in given.items() if rank < m}
-    beyond = sorted((factor for rank, factor in given.items() if rank >= m), reverse=True)
-    free = [rank for rank in range(m) if rank not in kept]
-    return kept | dict(zip(free[: m // 2], beyond, strict=False))

@@ -1,8 +1,7 @@
 """Numbers for a plan from what is there: a few steps of the user's script, and the links to other hosts.
 
-A script is timed from outside: ``python -m freewheel.planning.measure OUT STEPS [-m] SCRIPT …`` runs it as
-Python would, hears every optimizer's step through torch's own global hook, and ends it after so many steps.
-The script need not know; it need not even use Freewheel.
+``python -m freewheel.planning.measure OUT STEPS [-m] SCRIPT …`` runs a script as Python would, hears every
+optimizer's step through torch's own global hook, and ends it after so many steps. It need not use Freewheel.
 """
 
 from __future__ import annotations
@@ -25,14 +24,18 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from freewheel.errors import ConfigError, RunStopped
+from freewheel.runtime.doctor.bandwidth import PORT, LinkFigure, measure
 from freewheel.runtime.launch.launcher import Captured, launch
 from freewheel.runtime.membership.entries import Options
+from freewheel.runtime.membership.place import parse_address
 
 STEPS = 30
+WARM_UP, LEAST = 3, 5
+"""Steps that are not counted, for memory is being allocated; and how many must be counted."""
+LONG = 3.0
+"""What takes so many times as long as the usual step has more in it: an evaluation, a checkpoint."""
 PATIENCE_S = 600.0
 """How long a script may take to make its first steps."""
-TOO_FEW = 3
-"""The stopwatch's exit code for a script that ended by itself before it had made enough steps."""
 
 
 @dataclass(frozen=True)
@@ -65,48 +68,17 @@ def measure_script(script: Sequence[str], steps: int = STEPS) -> Measurement:
             raise KeyboardInterrupt
         if code == 0:
             return Measurement(**json.loads(out.read_text()))
-        name = " ".join(script[:2]) if script[0] == "-m" else script[0]
-        if code == TOO_FEW and out.exists():
-            made = json.loads(out.read_text())["made"]
-            raise ConfigError(
-                f"{name} ended after {made} steps of its optimizer; about 10 are needed to time it. Let it "
-                "train for longer, or give --model-mb and --compute-ms."
-            )
-    said = [line for line in output.lines[0] if line.strip()]
-    last = said[-1] if said else "it said nothing"
-    raise RunStopped(f"{name} ended with exit code {code} before it could be timed: {last}")
+    said = [line for line in output.lines[0] if line.strip()] or ["it said nothing"]
+    raise RunStopped(f"{script[0]} ended with exit code {code} before it could be timed: {said[-1]}")
 
 
-@dataclass(frozen=True)
-class LinkTo:
-    """The way to one host."""
-
-    host: str
-    latency_ms: float
-    mbit: float
-    """The slower of the two directions."""
-
-
-def measure_links(hosts: Sequence[str], tls: Path | None = None) -> list[LinkTo]:
+def measure_links(hosts: Sequence[str], tls: Path | None = None) -> dict[str, LinkFigure]:
     """Time the ways from here to hosts on which `freewheel doctor --serve` runs, one after the other."""
-    from freewheel.runtime.doctor.bandwidth import PORT, measure
-    from freewheel.runtime.membership.place import parse_address
-
-    found = []
-    for text in hosts:
-        host, port = parse_address(text, "the host", PORT)
-        figure = measure(host, port, tls=tls)
-        found.append(LinkTo(text, figure.latency_ms, min(figure.mbit_out, figure.mbit_in)))
-    return found
+    addresses = {text: parse_address(text, "the host", PORT) for text in hosts}
+    return {text: measure(*address, tls=tls) for text, address in addresses.items()}
 
 
 # -- in the process of the script --
-WARM_UP = 3
-"""Steps that are not counted: memory is being allocated, kernels are being chosen."""
-LEAST = 5
-"""Steps that must be counted."""
-LONG = 3.0
-"""What takes so many times as long as the usual step has more in it than a step."""
 
 
 class Enough(BaseException):
@@ -116,8 +88,8 @@ class Enough(BaseException):
 class Stopwatch:
     """The moments at which the optimizer with the most weights has stepped."""
 
-    def __init__(self, out: Path, steps: int) -> None:
-        self.out, self.steps = out, steps + WARM_UP + 1
+    def __init__(self, steps: int) -> None:
+        self.steps = steps + WARM_UP + 1
         self.moments: list[float] = []
         self.optimizer: torch.optim.Optimizer | None = None
         self.size = 0
@@ -135,24 +107,21 @@ class Stopwatch:
         if len(self.moments) >= self.steps:
             raise Enough
 
-    def write(self) -> bool:
-        """Write what was measured; False: too few steps were made."""
+    def found(self) -> Measurement:
+        """What was measured."""
         took = [after - before for before, after in itertools.pairwise(self.moments)][WARM_UP:]
         if self.optimizer is None or len(took) < LEAST:
-            self.out.write_text(json.dumps({"made": len(self.moments)}))
-            return False
+            raise ConfigError(
+                f"it ended after {len(self.moments)} steps of its optimizer; about 10 are needed to time it. "
+                "Let it train for longer, or give --model-mb and --compute-ms."
+            )
         usual_s = statistics.median(took)
-        # An evaluation, a new pass or a checkpoint between two steps is no jitter: half the way between the
-        # sixths of what may be a step.
-        logs = sorted(math.log(max(one, 1e-6)) for one in took if one <= LONG * usual_s)
-        sixths = statistics.quantiles(logs, n=6)
+        logs = [math.log(max(one, 1e-6)) for one in took if one <= LONG * usual_s]
         state = [value for kept in self.optimizer.state.values() for value in kept.values()]
         kept_bytes = sum(v.numel() * v.element_size() for v in state if isinstance(v, torch.Tensor))
-        device, jitter = weights(self.optimizer)[0].device.type, (sixths[-1] - sixths[0]) / 2
+        device = weights(self.optimizer)[0].device.type
         sizes_mb = self.size / 1e6, kept_bytes / 1e6
-        found = Measurement(len(took), 1e3 * usual_s, jitter, *sizes_mb, device)
-        self.out.write_text(json.dumps(asdict(found)))
-        return True
+        return Measurement(len(took), 1e3 * usual_s, statistics.stdev(logs), *sizes_mb, device)
 
 
 def weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
@@ -162,7 +131,7 @@ def weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def main(out: Path, steps: int, command: list[str]) -> NoReturn:
     """Run the script until it has made enough steps."""
-    watch = Stopwatch(out, steps)
+    watch = Stopwatch(steps)
     register_optimizer_step_post_hook(watch.stepped)
     try:
         if command[0] == "-m":
@@ -178,10 +147,15 @@ def main(out: Path, steps: int, command: list[str]) -> NoReturn:
     except SystemExit as end:  # as scripts end that call sys.exit(main())
         if end.code not in (None, 0):
             raise
-    enough = watch.write()
+    code = 0
+    try:
+        out.write_text(json.dumps(asdict(watch.found())))
+    except ConfigError as error:
+        print(error)  # noqa: T201
+        code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0 if enough else TOO_FEW)  # the script's threads and loaders need not be waited for
+    os._exit(code)  # the script's threads and loaders need not be waited for
 
 
 if __name__ == "__main__":

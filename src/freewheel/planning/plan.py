@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import shlex
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from freewheel.errors import ConfigError
 from freewheel.numbers import short, speed
-from freewheel.planning.forecast import CEILING, Forecast, chosen, fitting, forecast, reweighed, too_large
+from freewheel.planning.forecast import CEILING, Forecast, candidates, forecast, reweighed
 from freewheel.planning.setting import Setting
 
 TIE = 0.05
@@ -18,13 +16,7 @@ TIE = 0.05
 CONTENDERS = 5
 """How many of the best are looked at again when something changes."""
 
-PREFERENCES: tuple[tuple[Callable[[Forecast], float], str], ...] = (
-    (lambda f: f.discrepancy > 0, "keeps all replicas equal"),
-    (lambda f: not f.keeps_mean, "keeps the mean of all replicas, so no update is lost"),
-    (lambda f: f.waits_for != "nobody", "waits for nobody, {0.name} for {0.waits_for}"),
-    (lambda f: f.bytes_per_step, "sends less"),
-)
-"""What strategies ask of their users, the weightiest first, and what is said of one that asks less."""
+SYNCHRONOUS = ("allreduce", "sasgd", "nodelay")
 
 Progress = Callable[[str, float], None]
 """Called with what is being simulated and which share of the whole is done."""
@@ -85,7 +77,7 @@ def make(
     progress: Progress = lambda what, share: None,
 ) -> Plan:
     """Simulate the strategies (none named: all), rank them, choose, and look at what would change it."""
-    specs, left_out = check(setting, strategies)
+    specs, left_out = candidates(strategies, setting)
     found = forecasts(specs, setting, steps, part(progress, 0.0, 0.5 if what_if else 1.0))
     rest = part(progress, 0.5, 1.0)
     answers = what_ifs(found, setting, strategies, steps, rest) if what_if else []
@@ -102,31 +94,11 @@ def scale(
 ) -> dict[int, list[Forecast]]:
     """The same for several numbers of workers: forecasts by number."""
     settings = {size: replace(setting, workers=size) for size in sizes}  # refused before the first is run
-    total, done = sum(sizes), 0
     grown: dict[int, list[Forecast]] = {}
-    for size, one in settings.items():
-        show = part(progress, done / total, (done + size) / total, f"{size} workers: ")
-        grown[size] = forecasts(check(one, strategies)[0], one, steps, show)
-        done += size
+    for at, (size, one) in enumerate(settings.items()):
+        show = part(progress, at / len(sizes), (at + 1) / len(sizes), f"{size} workers: ")
+        grown[size] = forecasts(candidates(strategies, one)[0], one, steps, show)
     return grown
-
-
-def check(setting: Setting, strategies: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """What to simulate, and what not; refuses what cannot be planned, before time is spent."""
-    if setting.workers < 2:
-        raise ConfigError("a plan is for 2 workers or more; one trains alone: python train.py.")
-    specs = chosen(strategies, setting) if strategies else fitting(setting)
-    large = too_large(specs, setting)
-    kept = [spec for spec in specs if spec not in large]
-    if set(kept) <= {CEILING}:
-        if not large:
-            raise ConfigError("name at least one strategy that communicates.")
-        raise ConfigError(
-            f"no strategy fits into {setting.memory_gb or 0:g} GB on each worker: a model of "
-            f"{setting.model_mb:g} MB with its gradients and what is exchanged needs "
-            f"{min(large.values()):g} GB."
-        )
-    return kept, dict.fromkeys(large, f"needs more than {setting.memory_gb or 0:g} GB")
 
 
 # -- ranking and choosing --
@@ -140,11 +112,14 @@ def ranked(forecasts: Sequence[Forecast]) -> list[Forecast]:
 def best(forecasts: Sequence[Forecast]) -> Forecast:
     """The most useful one; among those that are as good, the one that asks least of its user."""
     usable = [one for one in forecasts if one.name != CEILING]
-    if not usable:
-        raise ConfigError("there is nothing to choose from: name at least one strategy that communicates.")
     enough = (1 - TIE) * max(one.useful_steps_per_s for one in usable)
     alike = [one for one in usable if one.useful_steps_per_s >= enough]
-    return min(alike, key=lambda one: [asks(one) for asks, _ in PREFERENCES])
+    return min(alike, key=asks)
+
+
+def asks(one: Forecast) -> tuple[float, ...]:
+    """What it asks of its user, the weightiest first: unequal replicas, lost updates, waiting, bytes."""
+    return one.discrepancy > 0, not one.keeps_mean, one.waits_for != "nobody", one.bytes_per_step
 
 
 def forecasts(
@@ -152,9 +127,9 @@ def forecasts(
 ) -> list[Forecast]:
     """One forecast for each strategy, ranked."""
     found = []
-    for at, spec in enumerate(specs):
-        show = part(progress, at / len(specs), (at + 1) / len(specs))
-        found.append(forecast(spec, setting, steps, functools.partial(show, spec)))
+    for at, spec in enumerate(specs, 1):
+        found.append(forecast(spec, setting, steps))
+        progress(spec, at / len(specs))
     return ranked(found)
 
 
@@ -165,21 +140,18 @@ def part(progress: Progress, begin: float, end: float, prefix: str = "") -> Prog
 
 def changed(setting: Setting) -> list[tuple[str, Setting]]:
     """What might be different, in words and as a setting."""
-    changes = []
     faster = replace(setting, link_mbit=10 * setting.link_mbit, host_mbit=None)
+    smaller = replace(setting, model_mb=setting.model_mb / 10)
+    changes = [(f"a model of {short(smaller.model_mb)} MB", smaller)]
     if not setting.alone:
         changes.append((f"links of {speed(faster.link_mbit)}", faster))
     if setting.slow_link:
         changes.append(("no slow link", replace(setting, slow_link={})))
     if setting.slow:
         changes.append(("no slow worker", replace(setting, slow={})))
-        if not setting.alone:
-            both = f"links of {speed(faster.link_mbit)} and no slow worker"
-            changes.append((both, replace(faster, slow={})))
     else:
         changes.append(("one worker 5 times slower", replace(setting, slow={setting.workers - 1: 5.0})))
-    smaller = replace(setting, model_mb=setting.model_mb / 10)
-    return [*changes, (f"a model of {short(smaller.model_mb)} MB", smaller)]
+    return changes
 
 
 def what_ifs(
@@ -188,14 +160,13 @@ def what_ifs(
     """Choose again among the best few and the synchronous ones, with one thing different at a time."""
     now = best(found)
     names = [one.name for one in found if one.name != CEILING]
-    again = [one for one in names if one in (*names[:CONTENDERS], now.name, "allreduce", "sasgd", "nodelay")]
+    again = {*names[:CONTENDERS], now.name, *SYNCHRONOUS}
+    asked = [spec for spec in specs or names if spec.partition(":")[0] in again]
     changes = changed(setting)
     answers = []
     for at, (words, other) in enumerate(changes):
         show = part(progress, at / len(changes), (at + 1) / len(changes), f"if {words}: ")
-        kept = [one for one in specs if one.partition(":")[0] in again]
-        refit = chosen(kept or again, other)
-        answers.append((words, best(forecasts(refit, other, steps, show))))
+        answers.append((words, best(forecasts(candidates(asked, other)[0], other, steps, show))))
     sharper = replace(setting, sensitivity=10 * setting.sensitivity)
     words = "a loss 10 times as sensitive to drift and lag"
     answers.append((words, best([reweighed(one, sharper) for one in found])))
