@@ -253,8 +253,7 @@ def test_a_pick_that_cannot_be_is_one_clear_line(server, query, says):
 @pytest.fixture
 def at_once(monkeypatch):
     """Nothing is answered from memory."""
-    for name in ("POLL_S", "SCAN_S", "STALE_S"):
-        monkeypatch.setattr(board_module, name, -1.0)
+    monkeypatch.setattr(board_module, "SCAN_S", -1.0)
 
 
 def test_only_what_is_new_is_sent(tmp_path, at_once, monkeypatch):
@@ -269,7 +268,7 @@ def test_only_what_is_new_is_sent(tmp_path, at_once, monkeypatch):
             made.append(tmp_path / "r" / f"worker-{rank}.jsonl", sample)
         new = data(server, f"?since={first['version']}")
         whole = data(server)["document"]
-        assert new["version"] > first["version"]
+        assert new["version"] != first["version"]
         assert new["document"] == whole != first["document"]
         assert data(server, "?since=987654")["document"] == whole
 
@@ -336,7 +335,7 @@ def test_records_that_are_broken_in_the_middle_are_one_line(tmp_path, at_once):
     with serving(tmp_path) as server:
         made.append(tmp_path / "r" / "worker-0.jsonl", {"some": "thing"})
         shown = data(server)["document"]
-        assert shown["notes"] == ["r: 1 line of its records cannot be read, and is left out."]
+        assert shown["notes"] == ["r: 1 line of its records cannot be read: left out."]
         assert len(shown["workers"]["rows"]) == 4
 
 

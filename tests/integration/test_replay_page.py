@@ -105,7 +105,7 @@ def test_what_happened_can_be_found_again(chromium, replay):
     said = "[...document.querySelectorAll('#marks button')].map((one) => one.title)"
     assert page.run(said) == [
         "AD-PSGD: worker 2 died at 0.12 s",
-        "AD-PSGD: worker 2 was started again at 0.30 s",
+        "AD-PSGD: worker 2 came back at 0.30 s",
     ]
     assert page.run("document.querySelectorAll('.plot .marks button').length") == 2
     page.run("document.querySelector('#marks button').click()")

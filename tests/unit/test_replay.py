@@ -68,7 +68,7 @@ def test_a_death_and_a_return_are_marked_and_make_two_lives(runs):
     assert [tuple(mark[1:3]) for mark in run["marks"]] == [(2, "died"), (2, "joined")]
     assert [words for *_, words in run["marks"]] == [
         "worker 2 died at 0.12 s",
-        "worker 2 was started again at 0.30 s",
+        "worker 2 came back at 0.30 s",
     ]
     assert len(run["lives"][2]) == 2
     assert [begin for rank, begin, end in run["cut"] if rank == 2 and end == 0.12] == [0.1]
@@ -81,9 +81,9 @@ def test_the_story_is_told_from_the_runs(runs):
         r"[\d.]+ times sooner than AllReduce \([\d.]+ s\)\.",
         data["story"],
     )
-    assert re.match(r"AllReduce waits 6\d % of the time, AD-PSGD [01] %\.", data["about"])
+    assert re.match(r"Time spent waiting: AllReduce 6\d %, AD-PSGD [01] %\.", data["about"])
     assert data["measure"] == "accuracy"
-    assert [run["short"] for run in data["runs"]] == ["AllReduce", "AD-PSGD"]
+    assert [run["label"] for run in data["runs"]] == ["AllReduce", "AD-PSGD"]
     (first, second) = (run["colour"] for run in data["runs"])
     alone, _ = played(runs / "adpsgd")
     assert first != second == alone["runs"][0]["colour"]  # a strategy keeps its colour

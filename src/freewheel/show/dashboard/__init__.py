@@ -49,17 +49,17 @@ class Dashboard(ThreadingHTTPServer):
         self.board = board
         self.token = secrets.token_urlsafe(24)
         self.files = _files()
+        if port is not None and not 0 <= port <= 65535:
+            raise ConfigError(f"--port must be between 0 and 65535, got {port}.")
         try:
             super().__init__((HOST, PORT if port is None else port), _Handler)
         except OSError as error:
-            if port is None:  # somebody has the usual one: any other does
-                super().__init__((HOST, 0), _Handler)
-                return
-            raise ConfigError(
-                f"port {port} cannot be used: {error.strerror}. Give another --port, or none for a free one."
-            ) from None
-        except OverflowError:
-            raise ConfigError(f"--port must be between 0 and 65535, got {port}.") from None
+            if port is not None:
+                raise ConfigError(
+                    f"port {port} cannot be used: {error.strerror}. Give another --port, or none for a free "
+                    "one."
+                ) from None
+            super().__init__((HOST, 0), _Handler)  # somebody has the usual one: any other does
 
     def server_bind(self) -> None:
         """Bind; the server's own way would ask the name service who we are."""
@@ -70,11 +70,6 @@ class Dashboard(ThreadingHTTPServer):
     def address(self) -> str:
         """Where to look."""
         return f"http://{HOST}:{self.server_port}/{self.token}/"
-
-    @property
-    def hosts(self) -> tuple[str, str]:
-        """What a browser may call us."""
-        return f"{HOST}:{self.server_port}", f"localhost:{self.server_port}"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A browser that goes away in the middle is no error."""
@@ -114,20 +109,18 @@ class _Handler(BaseHTTPRequestHandler):
         """Whether this is a request to answer; all others are refused here, before any else is done."""
         if not super().parse_request():
             return False
+        names = [[f"{host}:{self.server.server_port}"] for host in (HOST, "localhost")]
+        given = self.path.split("/", 2)
+        known = len(given) == 3 and hmac.compare_digest(given[1].encode(), self.server.token.encode())
         if self.command != "GET":
             self._refuse(405, "only GET is allowed here: the dashboard reads, and changes nothing")
-        elif self.headers.get_all("Host") not in [[name] for name in self.server.hosts]:
-            self._refuse(421, f"this is {self.server.hosts[0]}: open the address that was printed")
-        elif not self._has_token():
+        elif self.headers.get_all("Host") not in names:
+            self._refuse(421, f"this is {names[0][0]}: open the address that was printed")
+        elif not known:
             self._refuse(403, "the token is missing or wrong: open the whole address that was printed")
         else:
             return True
         return False
-
-    def _has_token(self) -> bool:
-        given = self.path.split("/", 2)
-        ours = self.server.token.encode()
-        return len(given) == 3 and hmac.compare_digest(given[1].encode("latin-1", "replace"), ours)
 
     def do_GET(self) -> None:
         """One of our files, or what there is to show."""
@@ -143,8 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _data(self, query: str) -> None:
         try:
-            numbers, since = _asked(query)
-            told = self.server.board.answer(numbers, since)
+            told = self.server.board.answer(*_asked(query))
             text = json.dumps(told, separators=(",", ":"), allow_nan=False)
         except ConfigError as error:
             return self._refuse(400, str(error))

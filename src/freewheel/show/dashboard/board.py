@@ -5,7 +5,8 @@ All of it is one document of JSON. A page that has the last version of it is tol
 
 from __future__ import annotations
 
-import itertools
+import hashlib
+import json
 import math
 import threading
 import time
@@ -27,13 +28,7 @@ from freewheel.show.terminal import clock_time
 
 SCAN_S = 2.0
 """How often the folder is looked through for new runs."""
-POLL_S = 0.2
-"""What is asked for more often than this is answered from memory."""
-STALE_S = 1.0
-"""A document of a live run is made anew after so long, even if nothing was written: workers fall silent."""
 MAX_RUNS_COMPARED = len(COLOURS)
-MAX_PICKS = 8
-"""Documents that are kept, each of other runs."""
 
 HEADS = ("time", "workers", "worker-steps/s", "of ideal", "waiting", "staleness", "loss", "accuracy",
          "faults")  # fmt: skip
@@ -51,9 +46,6 @@ class Entry:
     name: str
     run: Run | None = None
     error: str = ""
-    news: int = 0
-    """How often something new was read."""
-    polled_s: float = -math.inf
 
     def check(self) -> None:
         """Refuse one whose folder was deleted."""
@@ -62,19 +54,23 @@ class Entry:
 
     def poll(self) -> None:
         """Read what is new."""
-        if time.monotonic() - self.polled_s < POLL_S:
-            return
-        self.polled_s, before, self.error = time.monotonic(), self.error, ""
-        new = True
+        self.error = ""
         try:
             self.check()
             if self.run is None:
                 self.run = Run(self.folder)
             else:
-                new = self.run.poll()
+                self.run.poll()
         except FreewheelError as wrong:
-            self.error, new = str(wrong), False
-        self.news += new or self.error != before
+            self.error = str(wrong)
+
+    def started_s(self) -> float:
+        """When it began."""
+        try:
+            # Without run.json it may have just begun, or be all that is left of an old run.
+            return float(read_run_json(self.folder).get("started") or self.folder.stat().st_mtime)
+        except (FreewheelError, OSError):
+            return -math.inf
 
 
 class Board:
@@ -84,9 +80,6 @@ class Board:
         self._folder = folder
         self._entries: dict[Path, Entry] = {}
         self._scanned_s = -math.inf
-        self._made: dict[tuple[int, ...], tuple[int, Document, tuple[int, ...], float]] = {}
-        """By runs: the version and document, the news of each run that are in it, and when it was made."""
-        self._versions = itertools.count(1)
         self._lock = threading.Lock()
         found = find_runs(folder)
         self._enter(found)
@@ -103,15 +96,10 @@ class Board:
             entries = self._picked(numbers)
             for entry in entries:
                 entry.poll()
-            key, of = tuple(one.number for one in entries), tuple(one.news for one in entries)
-            version, document, made_of, made_s = self._made.pop(key, (0, {}, (), -math.inf))
-            if of != made_of or time.monotonic() - made_s > STALE_S:
-                new = self._document(entries)
-                version = version if new == document else next(self._versions)
-                document, made_s = new, time.monotonic()
-            # The last that was asked for is the last to go.
-            self._made = dict([*self._made.items(), (key, (version, document, of, made_s))][-MAX_PICKS:])
-            return {"version": version, "document": None if since == version else document}
+            document = self._document(entries)
+        digest = hashlib.sha256(json.dumps(document).encode()).digest()
+        version = int.from_bytes(digest[:6], "big")  # as much as a number in a page can hold
+        return {"version": version, "document": None if since == version else document}
 
     # -- which runs --
 
@@ -126,17 +114,16 @@ class Board:
 
     def _enter(self, folders: Sequence[Path]) -> None:
         for folder in folders:
-            if folder not in self._entries:
-                alone = folder == self._folder
-                name = folder.resolve().name if alone else str(folder.relative_to(self._folder))
-                self._entries[folder] = Entry(len(self._entries), folder, name)
+            alone = folder == self._folder
+            name = folder.resolve().name if alone else str(folder.relative_to(self._folder))
+            self._entries.setdefault(folder, Entry(len(self._entries), folder, name))
 
     def _picked(self, numbers: Sequence[int]) -> list[Entry]:
         entries = list(self._entries.values())
-        if not numbers and compared(self._folder, [entry.folder for entry in entries]):
+        if not numbers and compared(self._folder, list(self._entries)):
             return entries if len(entries) <= MAX_RUNS_COMPARED else []
         if not numbers:
-            return [max(entries, key=lambda entry: (_started(entry.folder), entry.number))]
+            return [max(entries, key=lambda entry: (entry.started_s(), entry.number))]
         wanted = list(dict.fromkeys(numbers))
         if len(wanted) > MAX_RUNS_COMPARED:
             raise ConfigError(
@@ -154,7 +141,7 @@ class Board:
         begun = [one for one in runs if one.run.workers]
         return {
             "runs": [_listed(entry) for entry in self._entries.values()],
-            "notes": [note for entry in entries if (note := _note(entry))] + [*filter(None, [unlike(runs)])],
+            "notes": [note for note in (*map(_note, entries), unlike(runs)) if note],
             "shown": [
                 {"number": number, "label": one.label, "colour": one.colour, **_headline(one)}
                 for (number, _), one in zip(good, runs, strict=True)
@@ -163,16 +150,11 @@ class Board:
             "figures": charts.figures(begun) if begun else {},
             "heads": HEADS,
             "workers": _workers(begun),
-            "about": [{"label": one.label, "rows": _about(one.run)} for one in runs],
+            "about": [
+                {"label": one.label, "rows": [[*row] for row in flatten(one.run.about).items()]}
+                for one in runs
+            ],
         }
-
-
-def _started(folder: Path) -> float:
-    try:
-        # Without run.json it may have just begun, or be all that is left of an old run.
-        return float(read_run_json(folder).get("started") or folder.stat().st_mtime)
-    except (FreewheelError, OSError, TypeError, ValueError):
-        return -math.inf
 
 
 def _listed(entry: Entry) -> Document:
@@ -196,36 +178,39 @@ def _note(entry: Entry) -> str:
     if not entry.run.workers:
         return f"{entry.name} is starting: no worker has written anything yet."
     if broken := entry.run.broken:
-        verb = "is" if broken == 1 else "are"
-        return f"{entry.name}: {count(broken, 'line')} of its records cannot be read, and {verb} left out."
+        return f"{entry.name}: {count(broken, 'line')} of its records cannot be read: left out."
     return ""
 
 
 def _headline(one: Shown) -> Document:
     """What a run is, how it stands, and its first figures: as tiles, and as a row among several runs."""
     run, whole = one.run, total(one.run, one.rows)
-    told: Document = {key: str(run.about.get(key) or "") for key in ("name", "strategy")}
-    told |= {"waits_for": one.setting("waits_for"), "clock": run.clock, "state": rates.standing(run)}
-    told["name"] = told["name"] or run.folder.name
+    told: Document = {
+        "name": str(run.about.get("name") or run.folder.name),
+        "strategy": str(run.about.get("strategy") or ""),
+        "waits_for": one.setting("waits_for"),
+        "clock": run.clock,
+        "state": rates.standing(run),
+    }
     if not run.workers:
         return told | {"tiles": [], "row": [UNKNOWN] * len(HEADS)}
-    rate, ideal = map(_finite, _now(one) if run.live else rates.rates(run))
+    rate, ideal = _now(one) if run.live else rates.rates(run)
     loss, answer, accuracy = map(_finite, (whole.loss, _evaluated(run, "loss"), _evaluated(run, "accuracy")))
     # A worker that failed and then was missed died once.
     deaths = {(event.rank, event.life) for event in run.events if event.what in DEATHS}
     faults = len(deaths) + sum(event.what in ("cut", "half", "store lost") for event in run.events)
-    passes = max((track.value("progress") or 0.0 for track in run.workers.values()), default=0.0)
-    samples = f"{run.total('samples'):,.0f} samples" if run.total("samples") else ""
-    clock = "wall clock" if run.clock == "wall" else "virtual time"
     tiles = {
-        "time": (clock_time(run, rates.elapsed_s(run)), clock),
-        "workers": (whole.state, count(faults, "fault") if faults else "no faults"),
-        "worker-steps/s": (short(rate), "" if ideal is None else f"{share(ideal)} of ideal"),
+        "time": (
+            clock_time(run, rates.elapsed_s(run)),
+            "wall clock" if run.clock == "wall" else "virtual time",
+        ),
+        "workers": (whole.state, count(faults, "fault")),
+        "worker-steps/s": (short(_finite(rate)), f"{share(ideal)} of ideal"),
         "waiting": (share(sum(rates.blocked(run.workers.values()).values())), "of worker-time"),
         "staleness": (short(_finite(whole.staleness)), "mean"),
-        "loss": (short(loss), "training" if answer is None else f"answer {short(answer)}"),
-        "accuracy": (share(accuracy), "not measured" if accuracy is None else "of the answer"),
-        "steps": (f"{run.total('steps'):,.0f}", f"{short(passes)} passes" if passes else samples),
+        "loss": (short(loss), f"training; answer {short(answer)}"),
+        "accuracy": (share(accuracy), "of the answer"),
+        "steps": (f"{run.total('steps'):,.0f}", f"{run.total('samples'):,.0f} samples"),
     }
     row = {what: text for what, (text, _) in tiles.items()}
     row |= {"of ideal": share(ideal), "faults": str(faults)}
@@ -252,10 +237,6 @@ def _workers(runs: Sequence[Shown]) -> Document:
         "said": "discrep.: distance to the last peer met. steps/s, waiting and bytes: "
         + ("of workers that train, over the last 5 s." if live else "over all the time of the worker."),
     }
-
-
-def _about(run: Run) -> list[list[str]]:
-    return [[key, value] for key, value in flatten(run.about).items() if key != "format"]
 
 
 def _evaluated(run: Run, what: str) -> float | None:

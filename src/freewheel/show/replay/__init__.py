@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
-from statistics import median
 from typing import Any
 
 from freewheel.errors import ConfigError
 from freewheel.numbers import count
 from freewheel.records.counters import UNITS
-from freewheel.records.events import Event
 from freewheel.records.run import Run
 from freewheel.records.track import Tail
 from freewheel.show.figures.common import page
@@ -22,16 +19,7 @@ from freewheel.show.rates import result_of
 from freewheel.show.shown import EVENTS, shown
 from freewheel.show.tables import BASELINES, goal, race
 
-DIGITS = 4
-MARKS = {
-    "died": "died",
-    "failed": "died",
-    "left": "left",
-    "joined": "joined",
-    "restarted": "joined",
-    "cut": "cut",
-    "slowed": "slowed",
-}
+MARKS = {"died": "died", "failed": "died", "left": "left", "cut": "cut", "slowed": "slowed"}
 ONCE_S = 1.0
 """What is told of a worker again within this time is the same thing."""
 UNFINISHED = 1.5
@@ -50,24 +38,21 @@ class Played:
         self.spans: list[list[float]] = [[] for _ in run.ranks]
         """Of each worker: when each gradient began and ended."""
         self.merges: list[list[Any]] = []
-        self.exchanges = self._read(run.began_s)
+        self.exchanges = self._read()
         """Begin, length, and the places of both workers, one after the other."""
         if not any(self.spans):
             raise ConfigError(
                 f"{str(run.folder)!r} has no timeline: an earlier version wrote it, or it has too many "
                 "workers. Run it again."
             )
-        self.spans = [sorted(lane) for lane in self.spans]
-        self.merges.sort(key=lambda one: float(one[0]))
         self.seconds = max(max(lane[-1] for lane in self.spans if lane), 1e-3)
         """When the last gradient was there."""
+        self.lives = [self._lives(rank) for rank in run.ranks]
         self.marks = self._marks()
         """When, to whom, what, and that in words."""
-        self.lives = [self._lives(rank) for rank in run.ranks]
-        self.cut = self._cut()
+        self.cut = list(self._cut())
         """Gradients that nobody has: place of the worker, begin, and when it died or the run ended."""
-        self.gone = [at for at in range(len(run.ranks)) if self._is_gone(at)]
-        """Who had died or left when the run ended."""
+        self.gone = [at for rank, at in self._place.items() if run.state(rank) in ("dead", "silent")]
         self.accuracy, self.loss = self._measured("accuracy"), self._measured("loss")
 
     @property
@@ -87,88 +72,61 @@ class Played:
         """For the page."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
-    def _read(self, began_s: float) -> list[float]:
-        """Take gradients and merges from the timelines; the exchanges, of which the lower rank tells."""
-        met: dict[int, list[tuple[float, float, int]]] = {}
+    def _read(self) -> list[float]:
+        """Take gradients, merges and exchanges from the timelines; of all who met, the lowest rank tells."""
+        place, met = self._place, list[tuple[float, float, int, int]]()
         for rank, own in zip(self.ranks, self.spans, strict=True):
             for line in Tail(self._run.folder / f"timeline-{rank}.jsonl").read():
-                from_s, numbers = line["from"] - began_s, line["exchanges"]
+                from_s, numbers = line["from"] - self._run.began_s, line["exchanges"]
                 own += [_short(from_s + at / UNITS) for at in line["gradients"]]
                 for at, took, peer in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True):
-                    met.setdefault(rank, []).append((from_s + (at - took) / UNITS, took / UNITS, peer))
+                    if rank < peer and peer in place:
+                        begin_s = _short(from_s + (at - took) / UNITS)
+                        met.append((begin_s, took / UNITS, place[rank], place[peer]))
                 for at, took, peers in line["merges"]:
-                    if all(rank < peer for peer in peers):  # one of them tells it
-                        members = [self._place[one] for one in sorted({rank, *peers}) if one in self._place]
-                        begin_s = from_s + (at - took) / UNITS
-                        self.merges.append([_short(begin_s), _short(took / UNITS), members])
-        found = [
-            (_short(begin_s), _short(took_s), self._place[rank], self._place[peer])
-            for rank, some in met.items()
-            for begin_s, took_s, peer in some
-            if peer in self._place and (rank < peer or peer not in met)
-        ]
-        return [number for one in sorted(found) for number in one]
+                    if all(rank < peer for peer in peers):
+                        members = [place[one] for one in (rank, *sorted(peers)) if one in place]
+                        self.merges.append([_short(from_s + (at - took) / UNITS), took / UNITS, members])
+            own.sort()
+        self.merges.sort(key=lambda one: float(one[0]))
+        return [number for one in sorted(met) for number in one]
 
     def _measured(self, what: str) -> list[list[float]]:
         found = [(one.time, getattr(one, what)) for one in self._run.evaluations]
         return [[_short(time_s - self._run.began_s), value] for time_s, value in found if value is not None]
 
-    def _marks(self) -> list[list[Any]]:
-        """What happened to workers; what several tell is told once."""
-        run, found = self._run, list[list[Any]]()
-        away = {rank for rank, one in run.workers.items() if (one.began_s or 0.0) > run.began_s + ONCE_S}
-        for event in run.events:
-            if event.rank not in self._place or event.what not in MARKS:
-                continue
-            what, at_s, whose = MARKS[event.what], max(0.0, event.time - run.began_s), self._place[event.rank]
-            if what == "joined" and event.rank not in away:  # whoever was cut off meets all others again
-                continue
-            if event.peer is None and what != "slowed":
-                (away.discard if what == "joined" else away.add)(event.rank)
-            told = [one for one in found if one[1:3] == [whose, what]]
-            if not told or at_s - told[-1][0] > ONCE_S:
-                found.append([_short(at_s), whose, what, f"{_words(event)} at {at_s:.2f} s"])
-        return found
-
     def _lives(self, rank: int) -> list[list[float]]:
-        """When a worker was there, by its lives; one that was killed has not written its last moments."""
+        """When a worker was there, by its lives."""
         track = self._run.workers.get(rank)
         begins = [(life["began"] - self._run.began_s, life) for life in track.lives] if track else []
-        found = [[_short(at_s), _short(at_s + (life.get("elapsed_s") or 0.0))] for at_s, life in begins]
-        deaths = [mark[0] for mark in self.marks if mark[1:3] == [self._place[rank], "died"]]
-        for life_s, next_s in zip(found, [*(later[0] for later in found[1:]), float("inf")], strict=False):
-            life_s[1] = max([life_s[1], *(at_s for at_s in deaths if life_s[0] <= at_s <= next_s)])
-        return found
+        return [[_short(at_s), _short(at_s + (life.get("elapsed_s") or 0.0))] for at_s, life in begins]
 
-    def _is_gone(self, at: int) -> bool:
-        ends = [mark[0] for mark in self.marks if mark[1] == at and mark[2] in ("died", "left")]
-        return bool(ends) and (not self.lives[at] or max(ends) >= self.lives[at][-1][0])
+    def _marks(self) -> list[list[Any]]:
+        """What happened to workers, each thing once, and when one came later than the first."""
+        found: list[list[Any]] = [
+            [begin_s, at, "joined", f"worker {self.ranks[at]} {'came back' if number else 'joined'}"]
+            for at, lives in enumerate(self.lives)
+            for number, (begin_s, _) in enumerate(lives)
+            if number or begin_s > ONCE_S
+        ]
+        for event in self._run.events:
+            at, what = self._place.get(event.rank if event.rank is not None else -1), MARKS.get(event.what)
+            time_s = _short(max(0.0, event.time - self._run.began_s))
+            known = any(one[1:3] == [at, what] and abs(time_s - one[0]) <= ONCE_S for one in found)
+            if at is not None and what is not None and not known:
+                words = event.link or f"worker {event.rank} {EVENTS[event.what].words}"
+                found.append([time_s, at, what, words])
+        return sorted([at_s, *rest, f"{words} at {at_s:.2f} s"] for at_s, *rest, words in found)
 
-    def _cut(self) -> list[list[float]]:
+    def _cut(self) -> Iterator[list[float]]:
         """What workers were computing when they died or the run ended: that is no waiting."""
-        found: list[list[float]] = []
-        run_s = max(lane[-1] for lane in self.spans if lane)
-        for at, (lane, some) in enumerate(zip(self.spans, self.lives, strict=True)):
-            pairs = _pairs(lane)
-            gaps = [after[0] - one[1] for one, after in pairwise(pairs)]
-            usual_s = median(gaps) if gaps else 0.0
-            longest_s = max((end - begin for begin, end in pairs), default=0.0)
-            deaths = [mark[0] for mark in self.marks if mark[1:3] == [at, "died"]]
-            for born_s, life_s in some:
-                end_s = min(life_s, run_s)
-                last_s = max((end for _, end in pairs if born_s <= end <= end_s), default=born_s)
-                begin_s, died = last_s + usual_s, any(abs(death - life_s) < ONCE_S for death in deaths)
-                if begin_s < end_s and (died or end_s - last_s <= UNFINISHED * longest_s):
-                    found.append([at, _short(begin_s), _short(end_s)])
-        return found
-
-
-def _words(event: Event) -> str:
-    if event.link:
-        return event.link
-    if event.text.startswith("heal"):
-        return f"worker {event.rank} can be reached again"
-    return f"worker {event.rank} {EVENTS[event.what].words}"
+        for at, (lane, lives) in enumerate(zip(self.spans, self.lives, strict=True)):
+            longest_s = max((end - begin for begin, end in _pairs(lane)), default=0.0)
+            for born_s, died_s in lives:
+                end_s = min(died_s, self.seconds)
+                last_s = max((end for end in lane[1::2] if born_s <= end <= end_s), default=born_s)
+                if 0 < end_s - last_s <= UNFINISHED * longest_s:
+                    yield [at, last_s, end_s]
 
 
 def _pairs(lane: list[float]) -> list[tuple[float, float]]:
@@ -176,7 +134,7 @@ def _pairs(lane: list[float]) -> list[tuple[float, float]]:
 
 
 def _short(number: float) -> float:
-    return round(number, DIGITS)
+    return round(number, 4)
 
 
 # -- a trace --
@@ -203,8 +161,7 @@ def _trace(run: Played, pid: int, label: str) -> Iterator[dict[str, Any]]:
         return {"ph": ph, "name": name, "ts": round(max(0.0, at_s) * 1e6), "pid": pid, "tid": tid, **more}
 
     def part(name: str, begin_s: float, took_s: float, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-        dur = round(max(0.0, took_s) * 1e6)
-        return event("X", name, begin_s, tid, cat=name.split()[-1], dur=dur, args=args)
+        return event("X", name, begin_s, tid, dur=round(max(0.0, took_s) * 1e6), args=args)
 
     yield event("M", "process_name", 0.0, 0, args={"name": label})
     for worker, rank in enumerate(run.ranks):
@@ -223,7 +180,7 @@ def _trace(run: Played, pid: int, label: str) -> Iterator[dict[str, Any]]:
         for worker in members:
             yield part("merge", at_s, took_s, APART + worker, {"with": [run.ranks[one] for one in members]})
     for at_s, worker, what, words in run.marks:
-        yield event("i", what, at_s, worker, cat="fault", s="t", args={"what": words})
+        yield event("i", what, at_s, worker, s="t", args={"what": words})
     for measure, curve in (("accuracy", run.accuracy), ("loss", run.loss)):
         for at_s, value in curve:
             yield event("C", measure, at_s, 0, args={measure: value})
@@ -232,12 +189,10 @@ def _trace(run: Played, pid: int, label: str) -> Iterator[dict[str, Any]]:
 # -- a page --
 
 
-EXPLAINED = " (what DDP does)"
-LABELS = {"ddp": "DDP", "allreduce": f"AllReduce{EXPLAINED}", "adpsgd": "AD-PSGD"}
+LABELS = {"ddp": "DDP", "allreduce": "AllReduce", "adpsgd": "AD-PSGD"}
 """What strategies are called."""
 MOST = 4
 """Runs on one page."""
-
 STEPS_SHOWN = 5
 """So many steps of the slowest worker fill the lanes."""
 
@@ -245,30 +200,28 @@ STEPS_SHOWN = 5
 def html(runs: Sequence[Run], title: str) -> str:
     """The whole page, which needs nothing else."""
     all_played = [Played(run) for run in runs]
-    simulated = {run.clock == "virtual" for run in runs}
-    about = "Simulated, in virtual time." if simulated == {True} else "Real processes."
-    means = [mean_s for one in all_played for mean_s in one.step_s]
+    simulated = all(run.clock == "virtual" for run in runs)
     results, named = [result_of(run) for run in runs], shown(runs)
     labels = [LABELS.get(one.label, one.label) for one in named]
-    names = [label.removesuffix(EXPLAINED) for label in labels]
-    told = race(names, results)
-    shares = [f"{100 * one.waiting:.0f} %" for one in all_played]
-    others = [f"{name} {share}" for name, share in zip(names[1:], shares[1:], strict=True)]
-    waiting = f"{', '.join([f'{names[0]} waits {shares[0]} of the time', *others])}."
+    shares = [f"{label} {100 * one.waiting:.0f} %" for one, label in zip(all_played, labels, strict=True)]
+    waiting = f"Time spent waiting: {', '.join(shares)}."
     target, _ = goal(results)
+    means = [mean_s for one in all_played for mean_s in one.step_s]
+    longest_s = max(one.seconds for one in all_played)
     data = {
         "title": title,
-        "story": told or waiting,
-        "about": f"{waiting} {about}" if told else about,
+        "story": race(labels, results) or waiting,
+        "about": f"{waiting} {'Simulated, in virtual time.' if simulated else 'Real processes.'}",
         "measure": "accuracy" if all(one.accuracy for one in all_played) else "loss",
         "target": target,
         "goal": target and f"{100 * target:.4g} %",
         "window": STEPS_SHOWN * max(means),
         "usual": min(means),
-        "speed": _speed(max(one.seconds for one in all_played)),
+        # All is seen within half a minute, about.
+        "speed": next((speed for speed in (0.1, 0.25, 0.5, 1, 2, 5, 10) if longest_s / speed <= 30), 25),
         "runs": [
-            {**one.as_json(), "colour": run.colour, "short": name, "label": label}
-            for one, run, name, label in zip(all_played, named, names, labels, strict=True)
+            {**one.as_json(), "colour": run.colour, "label": label}
+            for one, run, label in zip(all_played, named, labels, strict=True)
         ],
     }
     return page(__package__, data, title)
@@ -295,8 +248,3 @@ def title_of(runs: Sequence[Run]) -> str:
         return task
     who = [f"worker {rank} is {float(factor):g}× slower" for rank, factor in slow[0].items()]
     return ", ".join([f"{task} on {count(results[0].workers, 'worker')}", *who])
-
-
-def _speed(length_s: float) -> float:
-    """At which all is seen within half a minute, about."""
-    return next((speed for speed in (0.1, 0.25, 0.5, 1, 2, 5, 10) if length_s / speed <= 30), 25)

@@ -238,11 +238,11 @@ function race() {
     pen.beginPath(); pen.arc(x, y, 4, 0, 7); pen.fill();
     let place = Math.max(8, Math.min(at.height - at.bottom - 7, y));
     pen.font = "600 13px system-ui, sans-serif"; pen.textAlign = "left"; pen.textBaseline = "middle";
-    const long = pen.measureText(run.short).width, begin = Math.min(x + 9, width - long - 1);
+    const long = pen.measureText(run.label).width, begin = Math.min(x + 9, width - long - 1);
     for (const [from, to, other] of ends) if (begin < to && from < begin + long && Math.abs(other - place) < 15)
       place = other + (place < other && other > 23 ? -15 : 15);
     ends.push([begin, begin + long, place]);
-    pen.fillText(run.short, begin, place);
+    pen.fillText(run.label, begin, place);
   }
 }
 
@@ -291,7 +291,7 @@ function mark() {
     for (const run of data.runs) for (const [at, , what, words] of run.marks) {
       const one = document.createElement("button");
       one.className = what === "cut" ? "cut-off" : what; one.style.left = left(at / length); one.tabIndex = -1;
-      one.title = data.runs.length > 1 ? `${run.short}: ${words}` : words; one.ariaLabel = one.title;
+      one.title = data.runs.length > 1 ? `${run.label}: ${words}` : words; one.ariaLabel = one.title;
       one.onclick = () => go(at); box.append(one);
     }
   }
