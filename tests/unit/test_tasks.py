@@ -19,7 +19,7 @@ from freewheel.records.journal import Journal
 from freewheel.records.run import Run
 from freewheel.replica import Replica
 from freewheel.tasks import nets
-from freewheel.tasks.cifar10 import MARGIN, MEAN, STD, shift_and_mirror
+from freewheel.tasks.cifar10 import MARGIN, MEAN, STD, divided, shift_and_mirror
 from freewheel.training.job import Job
 from freewheel.training.process import Samples
 
@@ -389,6 +389,27 @@ def test_the_file_is_read_once(npz, monkeypatch):
 def test_a_simulation_trains_it(npz):
     result = fw.simulate("adpsgd", f"cifar10:data={npz}:batch_size=8", workers=2, steps=2)
     assert result.accuracy is not None
+
+
+def test_each_worker_has_kinds_of_its_own(npz):
+    labels = torch.arange(2000) % 10
+    own = divided(labels, 8, 0.1, seed=0)
+    assert sorted(torch.cat(own).tolist()) == list(range(2000))  # each image once
+    most = [labels[places].bincount(minlength=10).max() / len(places) for places in own]
+    assert sum(most) / 8 > 0.4  # a tenth of them would be of each kind
+    assert [places.tolist() for places in divided(labels, 8, 0.1, seed=0)] == [p.tolist() for p in own]
+
+
+def test_a_worker_draws_its_own_images(npz):
+    task = cifar10(npz, dirichlet=0.5)
+    for worker in (0, 1):
+        at = task.draw(worker, generator())[0]
+        assert set(at.tolist()) <= set(task.own[worker].tolist())
+
+
+def test_images_that_do_not_suffice_for_all_are_refused():
+    with pytest.raises(fw.ConfigError, match="without images"):
+        divided(torch.zeros(20, dtype=torch.int64), 8, 0.1, seed=0)
 
 
 # -- texts --

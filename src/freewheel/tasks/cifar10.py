@@ -118,6 +118,8 @@ MARGIN = 4
 """Pixels by which an image is shifted at most."""
 PART = 1000
 """How many images are evaluated at once, and how many training images workers compare themselves by."""
+FEWEST = 10
+"""Images each worker has at least, where they are divided."""
 
 
 @dataclass
@@ -128,7 +130,8 @@ class Cifar10(Task):
     workers draw from the same ones. They are kept as bytes and become numbers a batch at a time.
 
     Settings: data (a file or folder, see `WANTED`), net (resnet20 or vgg), batch_size, augment (shift
-    and mirror).
+    and mirror), dirichlet (above 0: each worker has images of its own, of each kind a share drawn from a
+    Dirichlet distribution with this parameter; 0.1: a few kinds each).
     """
 
     lr: ClassVar[float] = 0.3
@@ -137,9 +140,11 @@ class Cifar10(Task):
     net: Literal["resnet20", "vgg"] = "resnet20"
     batch_size: int = 128
     augment: bool = True
+    dirichlet: float = 0.0
 
     def __post_init__(self) -> None:
         at_least("cifar10: batch_size", self.batch_size, 1)
+        at_least("cifar10: dirichlet", self.dirichlet, 0)
         self.device = torch.device("cpu")
 
     def prepare(self, workers: int, seed: int) -> None:
@@ -152,6 +157,7 @@ class Cifar10(Task):
         if not hasattr(self, "images"):
             train, test = read(Path(self.data).expanduser())
             (self.images, self.labels), (self.test_images, self.test_labels) = train, test
+        self.own = divided(self.labels, workers, self.dirichlet, seed) if self.dirichlet else None
         self.to(self.device)
 
     def to(self, device: torch.device) -> None:
@@ -175,8 +181,10 @@ class Cifar10(Task):
     def draw(self, worker: int, generator: torch.Generator) -> Tensor:
         """Which images, how far down and right, whether mirrored; on the CPU, whatever the device."""
         shift = 2 * MARGIN + 1
-        tops = (len(self.labels), shift, shift, 2) if self.augment else (len(self.labels),)
-        return torch.stack([torch.randint(top, (self.batch_size,), generator=generator) for top in tops])
+        own = torch.arange(len(self.labels)) if self.own is None else self.own[worker]
+        tops = (len(own), shift, shift, 2) if self.augment else (len(own),)
+        at, *how = (torch.randint(top, (self.batch_size,), generator=generator) for top in tops)
+        return torch.stack([own[at], *how])
 
     def batches(self, draws: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """The images of several draws."""
@@ -223,3 +231,21 @@ def shift_and_mirror(images: Tensor, down: Tensor, right: Tensor, mirror: Tensor
     return wide[
         steps[0].view(-1, 1, 1, 1), steps[1].view(-1, 1, 1), rows[:, None, :, None], columns[:, None, None]
     ]
+
+
+def divided(labels: Tensor, workers: int, alpha: float, seed: int) -> list[Tensor]:
+    """The places of each worker's images: the smaller alpha, the fewer kinds it has."""
+    rng, kinds = np.random.default_rng(seed), labels.cpu().numpy()
+    for _ in range(1000):
+        shares = rng.dirichlet([alpha] * workers, CLASSES)
+        owners = np.zeros(len(kinds), int)
+        for kind, share in enumerate(shares):
+            places = rng.permutation(np.flatnonzero(kinds == kind))
+            owners[places] = np.repeat(
+                range(workers), np.diff((share.cumsum() * len(places)).round(), prepend=0).astype(int)
+            )
+        if np.bincount(owners, minlength=workers).min() >= FEWEST:
+            return [torch.from_numpy(np.flatnonzero(owners == rank)) for rank in range(workers)]
+    raise ConfigError(
+        f"cifar10: dirichlet={alpha:g} leaves one of {workers} workers without images; take a larger one."
+    )
