@@ -29,10 +29,11 @@ import numpy as np
 import numpy.typing as npt
 
 from freewheel import names
-from freewheel.errors import ConfigError
-from freewheel.numbers import listed
+from freewheel.errors import ConfigError, at_least
 
 Matrix = npt.NDArray[np.float64]
+Edges = Iterable[tuple[int, int]]
+Rows = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True)
@@ -45,13 +46,9 @@ class Topology:
     name: str
     size: int
     # Neighbours, not matrices: a sparse graph of a thousand workers stays small.
-    cycle: tuple[tuple[tuple[int, ...], ...], ...] = field(repr=False)
+    cycle: tuple[Rows, ...] = field(repr=False)
     """For each step the sorted neighbours of every worker."""
     passive: frozenset[int] = field(repr=False, default=frozenset())
-
-    def __hash__(self) -> int:
-        # The rows of a large graph would take milliseconds to hash; equality still compares them.
-        return hash((self.name, self.size))
 
     @property
     def period(self) -> int:
@@ -61,7 +58,7 @@ class Topology:
     @cached_property
     def fewest(self) -> int:
         """How many neighbours the worker with the fewest has."""
-        return min((len(row) for rows in self.cycle for row in rows), default=0)
+        return min(len(row) for rows in self.cycle for row in rows)
 
     def neighbours(self, rank: int, step: int = 0) -> tuple[int, ...]:
         """The peers whose snapshots ``rank`` mixes in at ``step``, sorted."""
@@ -71,21 +68,18 @@ class Topology:
     def listeners(self, rank: int, step: int = 0) -> tuple[int, ...]:
         """The peers that mix in ``rank``'s snapshot at ``step``, sorted."""
         self._check(rank)
-        if self.period == 1:  # a static graph is symmetric
-            return self.neighbours(rank)
         return self._listeners[step % self.period][rank]
 
     @cached_property
-    def _listeners(self) -> tuple[tuple[tuple[int, ...], ...], ...]:
-        """For each step who mixes in every worker's snapshot: the cycle, read the other way round."""
-        cycle = []
-        for rows in self.cycle:
-            heard: list[list[int]] = [[] for _ in rows]
+    def _listeners(self) -> tuple[Rows, ...]:
+        if self.period == 1:  # a static graph is symmetric
+            return self.cycle
+        heard: list[list[list[int]]] = [[[] for _ in rows] for rows in self.cycle]
+        for step, rows in enumerate(self.cycle):
             for rank, peers in enumerate(rows):
                 for peer in peers:
-                    heard[peer].append(rank)
-            cycle.append(tuple(map(tuple, heard)))
-        return tuple(cycle)
+                    heard[step][peer].append(rank)
+        return tuple(tuple(map(tuple, rows)) for rows in heard)
 
     def weight(self, rank: int, peer: int, step: int = 0) -> float:
         """W_ij: the share ``rank`` takes of ``peer``'s snapshot at ``step``; 0 where they do not talk."""
@@ -133,14 +127,13 @@ class Topology:
         # A negative rank would quietly index from the end.
         if not 0 <= rank < self.size:
             raise ConfigError(
-                f"there is no worker {rank} in a topology of {self.size}. Ranks go from 0 to {self.size - 1}."
+                f"there is no worker {rank} in a topology of {self.size}, only 0 to {self.size - 1}."
             )
 
 
 def ring(n: int) -> Topology:
     """Each of ``n`` workers and the two beside it."""
-    _check_size(n)
-    return _undirected("ring", n, _ring_edges(n))
+    return _undirected("ring", n, _hopping(n, [1]))
 
 
 def torus(n: int, rows: int | None = None) -> Topology:
@@ -148,24 +141,17 @@ def torus(n: int, rows: int | None = None) -> Topology:
 
     One row is a ring; it is all that a prime ``n`` allows.
     """
-    _check_size(n)
-    divisors = [d for d in range(1, n + 1) if n % d == 0]
     if rows is None:
-        rows = max(d for d in divisors if d * d <= n)
-    if rows not in divisors:
-        raise ConfigError(
-            f"a torus of {n} workers cannot have {rows} rows: they must divide {n}. "
-            f"Allowed: {_listed(divisors)}."
-        )
+        rows = max(d for d in range(1, n + 1) if n % d == 0 and d * d <= n)
+    if rows < 1 or n % rows:
+        raise ConfigError(f"a torus of {n} workers cannot have {rows} rows: they must divide {n}.")
     columns = n // rows
     right = [(i, i - i % columns + (i + 1) % columns) for i in range(n)]
-    down = [(i, (i + columns) % n) for i in range(n)]
-    return _undirected("torus", n, right + down)
+    return _undirected("torus", n, right + _hopping(n, [columns]))
 
 
 def complete(n: int) -> Topology:
     """Everybody with everybody: one mixing step is the exact mean."""
-    _check_size(n)
     everybody = tuple(range(n))
     return Topology("complete", n, (tuple(everybody[:i] + everybody[i + 1 :] for i in everybody),))
 
@@ -175,19 +161,17 @@ def bipartite_ring(n: int) -> Topology:
 
     No two workers of one set are joined, so nobody can wait in a circle.
     """
-    _check_size(n)
     if n % 2 and n > 1:
         raise ConfigError(
-            f"a bipartite_ring needs an even number of workers, not {n}: on an odd ring two of one set would "
-            f"meet. Take {n - 1} or {n + 1} workers, or the topology 'ring'."
+            f"a bipartite_ring needs an even number of workers, not {n}: "
+            f"take {n - 1} or {n + 1} workers, or the topology 'ring'."
         )
-    return _undirected("bipartite_ring", n, _ring_edges(n), passive=frozenset(range(1, n, 2)))
+    return _undirected("bipartite_ring", n, _hopping(n, [1]), passive=frozenset(range(1, n, 2)))
 
 
 def exponential(n: int) -> Topology:
     """Each worker and those 1, 2, 4, 8 … hops away on either side."""
-    _check_size(n)
-    return _undirected("exponential", n, [(i, (i + hop) % n) for hop in _hops(n) for i in range(n)])
+    return _undirected("exponential", n, _hopping(n, _hops(n)))
 
 
 def one_peer_exponential(n: int) -> Topology:
@@ -195,15 +179,12 @@ def one_peer_exponential(n: int) -> Topology:
 
     After one period of floor(log2(n-1)) + 1 steps the mean is exact if ``n`` is a power of two, else close.
     """
-    _check_size(n)
-    # A lone worker has no hops, but a cycle needs at least one step.
     cycle = tuple(tuple(((i + hop) % n,) for i in range(n)) for hop in _hops(n))
-    return Topology("one_peer_exponential", n, cycle or (((),),))
+    return Topology("one_peer_exponential", n, cycle or (((),),))  # a lone worker has no hops
 
 
-def deal(n: int, nodes: int) -> tuple[tuple[int, ...], ...]:
+def deal(n: int, nodes: int) -> Rows:
     """Workers 0 to n-1 dealt to nodes in order of rank, as evenly as can be. A lone worker is a node."""
-    _check_size(n)
     if not 1 <= nodes <= max(n, 2):
         raise ConfigError(f"{n} workers cannot be shared out over {nodes} nodes. Allowed: 1 to {n} nodes.")
     nodes = min(nodes, n)
@@ -226,66 +207,55 @@ def hierarchical(n: int, nodes: int = 2) -> Topology:
 
 def star(n: int) -> Topology:
     """Everybody with worker 0 and with nobody else."""
-    _check_size(n)
     return _undirected("star", n, [(0, i) for i in range(1, n)])
 
 
 def random_regular(n: int, degree: int = 4, seed: int = 0) -> Topology:
     """A random connected graph where each of ``n`` workers has ``degree`` neighbours; ``seed`` fixes it."""
-    _check_size(n)
     if n == 1:
         return _undirected("random_regular", 1, [])
     # An edge has two ends, so workers × degree is even; and one neighbour each makes nothing but pairs.
-    allowed = [d for d in range(1, n) if n * d % 2 == 0 and (d > 1 or n == 2)]
-    if degree not in allowed:
+    if n * degree % 2 or not (2 <= degree < n or degree == n - 1):
         raise ConfigError(
-            f"no connected graph gives each of {n} workers {degree} neighbours. "
-            f"Allowed for {n} workers: degree {_listed(allowed)}."
+            f"no connected graph gives each of {n} workers {degree} neighbours: the degree must be from 2 "
+            f"to {n - 1}, and even where the number of workers is odd."
         )
     import networkx
 
-    # One generator for all tries: trying seed + 1 next would make two seeds give the same graph.
     rng = random.Random(seed)
-    for _ in range(10_000):
+    while True:  # most are connected
         graph = networkx.random_regular_graph(degree, n, seed=rng)
         if networkx.is_connected(graph):
-            return _undirected("random_regular", n, list(graph.edges))
-    raise ConfigError(
-        f"found no connected random graph of {n} workers with degree={degree} and seed={seed}. "
-        "Take another seed or a larger degree."
-    )
+            return _undirected("random_regular", n, graph.edges)
 
 
-def from_edges(n: int, edges: Iterable[tuple[int, int]]) -> Topology:
+def from_edges(n: int, edges: Edges) -> Topology:
     """The undirected graph of these pairs of workers; it must be connected."""
-    _check_size(n)
     pairs = list(edges)
     for i, j in pairs:
-        if not (0 <= i < n and 0 <= j < n):
-            raise ConfigError(
-                f"the edge {i}-{j} leaves the topology: {n} workers have ranks 0 to {n - 1}. "
-                "Correct the edge or start more workers."
-            )
-        if i == j:
-            raise ConfigError(
-                f"the edge {i}-{j} joins a worker to itself. Remove it: each keeps a share of itself."
-            )
+        if not (0 <= i < n and 0 <= j < n and i != j):
+            raise ConfigError(f"the edge {i}-{j} must join two different workers of ranks 0 to {n - 1}.")
     import networkx
 
     graph = networkx.Graph(pairs)
     graph.add_nodes_from(range(n))
-    parts = sorted(sorted(part) for part in networkx.connected_components(graph))
+    parts = [str(part) for part in networkx.connected_components(graph)]
     if len(parts) > 1:
         raise ConfigError(
-            f"the topology is not connected: its parts are {_parted(parts)}. Add an edge between them."
+            f"the topology is not connected: its parts are {', '.join(parts)}. Add an edge between them."
         )
     return _undirected("edges", n, pairs)
 
 
 def _listed_edges(n: int, list: str = "") -> Topology:  # noqa: A002 - that is what the setting is called
-    if not list:
-        raise ConfigError("the topology 'edges' needs its edges. Write edges:list=0-1/1-2/2-3.")
-    return from_edges(n, [_read_edge(text) for text in list.split("/")])
+    try:
+        pairs = [(int(i), int(j)) for i, j in (text.split("-") for text in list.split("/"))]
+    except ValueError:
+        raise ConfigError(
+            f"cannot read the edges {list!r}. Write two ranks with a dash between them, and a slash between "
+            "edges: edges:list=0-1/1-2."
+        ) from None
+    return from_edges(n, pairs)
 
 
 _BUILDERS: dict[str, Callable[..., Topology]] = {
@@ -312,7 +282,7 @@ def resolve(spec: str | Topology, size: int) -> Topology:
     if spec.size != size:
         raise ConfigError(
             f"the topology {spec.name!r} was built for {spec.size} workers, but there are {size}. "
-            f"Build it for {size}, or give its name and let the run build it."
+            "Give its name, and the run builds it."
         )
     return spec
 
@@ -320,56 +290,24 @@ def resolve(spec: str | Topology, size: int) -> Topology:
 # Every worker of a simulated run asks for the same graph, which may have a million entries.
 @lru_cache(maxsize=32)
 def _from_text(spec: str, size: int) -> Topology:
+    at_least("workers of a topology", size, 1)
     return names.build("topology", spec, _BUILDERS, size)
 
 
-def _read_edge(text: str) -> tuple[int, int]:
-    first, _, second = text.partition("-")
-    try:
-        return int(first), int(second)
-    except ValueError:
-        raise ConfigError(
-            f"cannot read {text!r} as an edge. Write two ranks with a dash between them, and a slash between "
-            "edges: edges:list=0-1/1-2."
-        ) from None
-
-
-def _undirected(
-    name: str, n: int, edges: Iterable[tuple[int, int]], passive: frozenset[int] = frozenset()
-) -> Topology:
-    """A static graph; edges may be doubled, and loops are dropped."""
+def _undirected(name: str, n: int, edges: Edges, passive: frozenset[int] = frozenset()) -> Topology:
+    """A static graph; edges may be doubled, and loops are dropped: a small ring folds onto itself."""
     peers: list[set[int]] = [set() for _ in range(n)]
     for i, j in edges:
-        # A ring or torus with a side of one or two folds onto itself: i joins i, or the same peer twice.
-        if i != j:
-            peers[i].add(j)
-            peers[j].add(i)
-    return Topology(name, n, (tuple(tuple(sorted(mine)) for mine in peers),), passive)
+        peers[i].add(j)
+        peers[j].add(i)
+    return Topology(name, n, (tuple(tuple(sorted(mine - {i})) for i, mine in enumerate(peers)),), passive)
 
 
-def _check_size(n: int) -> None:
-    if n < 1:
-        raise ConfigError(f"a topology needs at least one worker, not {n}.")
-
-
-def _ring_edges(n: int) -> list[tuple[int, int]]:
-    return [(i, (i + 1) % n) for i in range(n)]
+def _hopping(n: int, hops: Iterable[int]) -> list[tuple[int, int]]:
+    """Each worker and those so many places further, on a ring."""
+    return [(i, (i + hop) % n) for hop in hops for i in range(n)]
 
 
 def _hops(n: int) -> list[int]:
     """The powers of two below ``n``."""
     return [1 << k for k in range((n - 1).bit_length())]
-
-
-def _listed(numbers: list[int]) -> str:
-    """Numbers in a row, the middle left out where there are too many to read."""
-    words = [str(number) for number in numbers]
-    return ", ".join(words if len(words) <= 8 else [*words[:6], "…", words[-1]])
-
-
-def _parted(parts: list[list[int]]) -> str:
-    """The parts as prose: ``{0, 1}, {2} and {3}``."""
-    shown = [f"{{{_listed(part)}}}" for part in parts]
-    if len(shown) > 4:
-        shown = [*shown[:3], f"{len(parts) - 3} more"]
-    return listed(shown)

@@ -150,7 +150,7 @@ def test_torus_is_as_square_as_can_be():
     assert topology.torus(8, rows=2).neighbours(0) == (1, 3, 4)  # up and down are the same worker
     for one_line in (topology.torus(7), topology.torus(7, rows=1), topology.torus(7, rows=7)):
         assert one_line.cycle == topology.ring(7).cycle
-    with pytest.raises(ConfigError, match=r"5 rows.*Allowed: 1, 2, 3, 4, 6, 12"):
+    with pytest.raises(ConfigError, match=r"5 rows.*must divide 12"):
         topology.torus(12, rows=5)
     with pytest.raises(ConfigError):
         topology.torus(12, rows=0)
@@ -231,25 +231,21 @@ def test_edge_list():
 
 def test_a_graph_in_parts_is_refused_by_its_parts():
     with pytest.raises(
-        ConfigError, match=r"not connected: its parts are \{0, 1\} and \{2, 3\}\. Add an edge"
+        ConfigError, match=r"not connected: its parts are \{0, 1\}, \{2, 3\}\. Add an edge"
     ):
         topology.from_edges(4, [(0, 1), (2, 3)])
-    with pytest.raises(ConfigError, match=r"\{0, 2\}, \{1\} and \{3\}"):
+    with pytest.raises(ConfigError, match=r"\{0, 2\}, \{1\}, \{3\}"):
         resolve("edges:list=0-2", 4)
-    with pytest.raises(ConfigError, match=r"\{0, 1, 2, 3, 4, 5, …, 49\} and \{50, .*, 99\}"):
-        topology.from_edges(100, [(i, i + 1) for i in range(99) if i != 49])
-    with pytest.raises(ConfigError, match=r"\{0\}, \{1\}, \{2\} and 97 more"):
-        topology.from_edges(100, [])
 
 
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("edges:list=0-1/1-4", r"edge 1-4.*ranks 0 to 3"),
-        ("edges:list=0-1/2-2", r"edge 2-2.*itself"),
-        ("edges:list=0-1/1", r"cannot read '1' as an edge.*0-1"),
-        ("edges:list=0-x", r"cannot read '0-x' as an edge"),
-        ("edges:list=-1-2", r"cannot read '-1-2' as an edge"),
+        ("edges:list=0-1/1-4", r"edge 1-4 .*ranks 0 to 3"),
+        ("edges:list=0-1/2-2", r"edge 2-2 .*two different"),
+        ("edges:list=0-1/1", r"cannot read the edges '0-1/1'.*0-1"),
+        ("edges:list=0-x", r"cannot read the edges '0-x'"),
+        ("edges:list=-1-2", r"cannot read the edges '-1-2'"),
         ("edges", r"edges:list=0-1/1-2"),
         ("torus:rows=two", r"rows must be a whole number, not 'two'"),
         ("hierarchical:nodes=1.5", r"nodes must be a whole number, not '1.5'"),
@@ -324,7 +320,7 @@ def test_ranks_outside_are_refused(ask, rank):
 
 @pytest.mark.parametrize("name", STANDING_ALONE)
 def test_nobody_is_no_topology(name):
-    with pytest.raises(ConfigError, match="at least one worker, not 0"):
+    with pytest.raises(ConfigError, match="at least 1, not 0"):
         resolve(name, 0)
 
 
