@@ -17,7 +17,7 @@ from freewheel.records.schema import typed
 from freewheel.runtime.worker.attach import Worker
 from freewheel.runtime.worker.settings import Given, Settings
 from freewheel.sim.driver import Simulation
-from freewheel.sim.records import SimulatedRecords
+from freewheel.sim.records import RecordedSimulation
 from freewheel.sim.scenario import Scenario
 from freewheel.strategy import Strategy
 from freewheel.task import Task
@@ -100,19 +100,13 @@ def simulate(
     """
     if scenario is not None and settings:
         raise TypeError("give the settings as a Scenario or as keywords, not both")
-    records = None
-    if folder is not None:
-        name = name or (task if isinstance(task, str) else type(task).__name__)
-        records = SimulatedRecords(Path(folder), version=__version__, name=name, command=command or typed())
-    simulation = Simulation(
-        strategies.resolve(strategy),
-        tasks.resolve(task),
-        scenario or Scenario(**settings),
-        progress=progress,
-        trace_file=trace_file,
-        records=records,
-    )
-    return simulation.run()
+    objects = strategies.resolve(strategy), tasks.resolve(task), scenario or Scenario(**settings)
+    how: dict[str, Any] = {"progress": progress, "trace_file": trace_file}
+    if folder is None:
+        return Simulation(*objects, **how).run()
+    name = name or (task if isinstance(task, str) else type(task).__name__)
+    about = {"freewheel": __version__, "name": name, "command": command or typed()}
+    return RecordedSimulation(*objects, Path(folder), about=about, **how).run()
 
 
 def plan(

@@ -7,14 +7,16 @@ mixing did instead of a worker's own gradients (quasi-global momentum).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from freewheel.errors import ConfigError
 from freewheel.replica import Replica
+from freewheel.settings import Training
 from freewheel.strategy import Strategy
+from freewheel.task import Task
 
 MOMENTUM = "momentum_buffer"
 OPTIMIZERS = ("sgd", "adamw")
@@ -32,10 +34,21 @@ def check_optimizer(name: str, momentum: float | None, strategy: Strategy | None
     if momentum is not None:
         raise ConfigError(f"momentum is sgd's; {name} has its own. Leave it out, or take sgd.")
     if strategy is not None and (strategy.momentum or strategy.quasi_global):
-        instead = "take easgd" if strategy.momentum else "leave quasi_global out"
         raise ConfigError(
-            f"{strategy.name} uses sgd's momentum, which {name} has not: take sgd, or {instead}."
+            f"{strategy.name} with these settings uses sgd's momentum, which {name} has not: take sgd."
         )
+
+
+def optimizer_of(
+    asked: Training, task: Task, strategy: Strategy | None, weights: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """What a built-in task is trained with; without a strategy: by DDP."""
+    if asked.optimizer == "adamw":
+        lr = adam_rate(task.adam_lr if asked.lr is None else asked.lr, strategy, asked.workers)
+        return torch.optim.AdamW(weights, lr, weight_decay=asked.weight_decay)
+    momentum = asked.momentum if asked.momentum is not None else strategy.momentum if strategy else 0.0
+    lr = task.lr * (1 - momentum) if asked.lr is None else asked.lr  # it adds up 1/(1 - momentum) steps
+    return torch.optim.SGD(weights, lr, momentum, nesterov=momentum > 0, weight_decay=asked.weight_decay)
 
 
 def adam_rate(rate: float, strategy: Strategy | None, workers: int) -> float:

@@ -97,6 +97,13 @@ class Strategy:
     momentum: ClassVar[float] = 0.0
     """The momentum it is meant to be used with, where a caller does not choose one."""
 
+    always_stops: ClassVar[bool] = False
+    """Whether a subclass has an `after_step` of its own that an inherited `stops` knows nothing of."""
+
+    def __init_subclass__(cls) -> None:
+        if "stops" in vars(cls) or "after_step" in vars(cls):
+            cls.always_stops = "stops" not in vars(cls)
+
     def rate_share(self, workers: int) -> float:
         """The part of the learning rate each of so many workers steps with.
 
@@ -190,15 +197,6 @@ class Strategy:
     def defines(self, method: str) -> bool:
         """Whether the strategy, with these settings, has its own form of one of the methods above."""
         return getattr(type(self), method) is not getattr(Strategy, method)
-
-    @classmethod
-    def always_stops(cls) -> bool:
-        """Whether a subclass has an `after_step` of its own that an inherited `stops` knows nothing of."""
-
-        def line(name: str) -> int:
-            return [name in vars(one) for one in cls.__mro__].index(True)
-
-        return line("after_step") < line("stops")
 
     @classmethod
     def needs(cls, rank: int) -> bool:

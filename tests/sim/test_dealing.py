@@ -425,8 +425,8 @@ def test_a_worker_that_joins_gets_a_part_of_the_next_pass():
 @pytest.mark.parametrize("strategy", ["allreduce", "dpsgd"])
 def test_parts_are_even_where_all_step_together(strategy):
     simulation = lab.run(strategy, workers=4, steps=50, batches=40, gradients=False)
-    assert set(simulation.all_used().values()) == {1}
-    assert len(simulation.all_used()) == 200
+    assert set(simulation.used.values()) == {1}
+    assert len(simulation.used) == 200
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "nodelay_free"])
@@ -436,7 +436,7 @@ def test_simulated_workers_draw_what_they_are_dealt(strategy):
     simulation = lab.run(
         strategy, workers=4, steps=150, batches=100, gradients=False, compute=slow, faults=faults
     )
-    used = simulation.all_used()
+    used = simulation.used
     newest = max(number for number, _ in used)
     assert newest >= 4
     assert {(p, b) for p in range(newest - 1) for b in range(100)} <= set(used)

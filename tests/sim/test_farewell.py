@@ -53,7 +53,7 @@ def crew(
 
 def used_once(simulation: Simulation) -> None:
     """Of the passes that are over every batch was used, and none twice."""
-    used = simulation.all_used()
+    used = simulation.used
     over = min(worker.hand.number for worker in simulation.workers.values())
     if simulation.strategy.merges():
         over -= 1  # in parts, what is left of somebody's is dealt in the next pass
@@ -122,7 +122,7 @@ def test_who_hands_over_while_another_dies_leaves_everybody_with_it_or_nobody(se
     simulation, _ = crew("adpsgd", seed, 1, among=range(4), more=[crash], model_mb=10.0)
     assert len(simulation.workers) == 3
     assert not any(worker.node.farewells.calls.busy for worker in simulation.workers.values())
-    used = simulation.all_used()
+    used = simulation.used
     twice = sum(count - 1 for count in used.values() if count > 1)
     assert twice <= sum(one.samples_again for one in simulation.counters())
 

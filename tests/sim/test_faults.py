@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import freewheel as fw
-from freewheel.sim.deadlock import _circle
 from freewheel.sim.driver import Simulation
 from lab import JITTER, largest_distance, make, replicas, run, seeds
 
@@ -206,12 +205,6 @@ def test_a_slow_worker_stays_slow_in_its_next_life_and_pauses_only_once():
     simulation = faulty("none", *faults, workers=2, steps=100, compute=compute)
     life_s = simulation.result.virtual_s - 0.5
     assert simulation.workers[1].node.steps == pytest.approx(life_s / 0.04, abs=2)
-
-
-def test_a_circle_of_waits_is_found_behind_other_waits():
-    assert _circle({0: [5, 1], 1: [0]}) == [0, 1]
-    assert _circle({0: [0], 1: [2], 2: [3], 3: [1]}) == [1, 2, 3]
-    assert _circle({0: [1], 1: [2]}) == []
 
 
 def random_faults(rng: random.Random, workers: int) -> list[fw.Fault]:

@@ -134,7 +134,7 @@ def test_who_comes_without_moments_takes_part():
     simulation = make("sasgd:interval=2", workers=3, steps=20, momentum=0.9, lr=0.01, faults=faults)
     simulation.run()
     assert {one.node.counters.merges["done"] > 2 for one in simulation.workers.values()} == {True}
-    rows = torch.stack([one.study.get("momentum_buffer") for one in simulation.workers.values()])
+    rows = torch.stack([one.study.moments.get("momentum_buffer") for one in simulation.workers.values()])
     assert torch.equal(rows[0], rows[2])
 
 
@@ -164,7 +164,7 @@ def test_the_simulator_averages_momentum_too():
     def spread(state: str) -> float:
         simulation = make(f"sasgd:interval=2:state={state}", workers=3, steps=4, momentum=0.9, lr=0.01)
         simulation.run()
-        rows = torch.stack([one.study.get("momentum_buffer") for one in simulation.workers.values()])
+        rows = torch.stack([one.study.moments.get("momentum_buffer") for one in simulation.workers.values()])
         return float((rows - rows[0]).abs().max())
 
     assert spread("averaged") == 0
@@ -205,7 +205,7 @@ def test_quasi_global_momentum_needs_plain_sgd_with_momentum():
     for optimizer in (torch.optim.SGD(net().parameters(), 0.1), torch.optim.AdamW(net().parameters())):
         with pytest.raises(ConfigError, match=r"needs torch\.optim\.SGD with momentum"):
             momentum_buffers(optimizer)
-    with pytest.raises(ConfigError, match="needs momentum"):
+    with pytest.raises(ConfigError, match="with momentum"):
         make("adpsgd:quasi_global=true", workers=2, steps=2)
 
 

@@ -230,9 +230,7 @@ def test_edge_list():
 
 
 def test_a_graph_in_parts_is_refused_by_its_parts():
-    with pytest.raises(
-        ConfigError, match=r"not connected: its parts are \{0, 1\}, \{2, 3\}\. Add an edge"
-    ):
+    with pytest.raises(ConfigError, match=r"not connected: its parts are \{0, 1\}, \{2, 3\}\. Add an edge"):
         topology.from_edges(4, [(0, 1), (2, 3)])
     with pytest.raises(ConfigError, match=r"\{0, 2\}, \{1\}, \{3\}"):
         resolve("edges:list=0-2", 4)

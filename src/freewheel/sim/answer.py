@@ -6,31 +6,32 @@ import math
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from freewheel.errors import Diverged, WorkerLost
 from freewheel.sim.clock import at_once
-from freewheel.sim.scenario import Scenario
-from freewheel.sim.study import Study
+from freewheel.sim.study import School, Study
 from freewheel.sim.worker import SimulatedWorker
-from freewheel.strategy import Strategy
 
 
 class Answer:
-    """Measures workers that have weights, with a model of its own: `study`; None: nothing is trained."""
+    """Measures workers that have weights, with a model of its own, if anything is trained."""
 
-    def __init__(self, strategy: Strategy, scenario: Scenario, study: Study | None) -> None:
-        self._strategy, self._scenario, self._study = strategy, scenario, study
+    def __init__(self, school: School) -> None:
+        self._school = school
+        self._study = Study(school, 0, 0) if school.scenario.gradients else None
         self.apart_max = 0.0
         """The largest distance between two replicas that was ever measured."""
-        if study is not None:
-            study.model.eval()
+        if self._study is not None:
+            self._study.model.eval()
 
     def weights(self, workers: Sequence[SimulatedWorker]) -> Tensor:
         """The model the strategy would ship: the mean of the workers' parts."""
         answers = (at_once(worker.strategy.answer(worker.node)) for worker in workers)
         parts = [part for part in answers if part is not None]
-        if not parts and workers and self._strategy.merges():  # its holder is lost, its heir takes over
+        if (
+            not parts and workers and self._school.strategy.merges()
+        ):  # its holder is lost, its heir takes over
             parts = [at_once(worker.node.weights()) for worker in workers]
         if not parts:
             raise WorkerLost("no worker that holds the answer is left.")
@@ -53,28 +54,23 @@ class Answer:
         """Loss and accuracy of the answer; `last` has stepped last."""
         if self._study is None:
             return None, None
-        study, task = self._study, self._study.task
+        study, task, scenario = self._study, self._school.task, self._school.scenario
         study.replica.load(self.weights(workers))
-        self._average_buffers(study.model, workers)
-        task.recalibrate(study.model, self._scenario.workers, self._scenario.seed)
+        studies = [worker.study for worker in workers if worker.study is not None]
+        for name, buffer in study.model.named_buffers():  # BatchNorm's statistics
+            if buffer.is_floating_point() and studies:
+                buffer.copy_(torch.stack([one.model.get_buffer(name) for one in studies]).mean(0))
+        task.recalibrate(study.model, scenario.workers, scenario.seed)
         loss, accuracy = task.evaluate(study.model)
         if not math.isfinite(loss):
             # Who has stepped last, unless somebody's weights are already worse than its loss.
             first = next((w for w in workers if not w.replica.weights.isfinite().all()), last)
             raise Diverged(
-                f"{self._strategy.name} diverged: the answer's loss is {loss:g}, first seen after worker "
-                f"{first.rank} made its step {first.node.steps} at {last.loop.time():.3f} s. "
-                "Lower the learning rate."
+                f"{self._school.strategy.name} diverged: the answer's loss is {loss:g}, first seen after "
+                f"worker {first.rank} made its step {first.node.steps} at {last.loop.time():.3f} s. Lower "
+                "the learning rate."
             )
         return loss, accuracy
-
-    @staticmethod
-    def _average_buffers(model: nn.Module, workers: Sequence[SimulatedWorker]) -> None:
-        """Give the answer the mean of the workers' buffers (BatchNorm's statistics)."""
-        studies = [worker.study for worker in workers if worker.study is not None]
-        for name, buffer in model.named_buffers():
-            if buffer.is_floating_point() and studies:
-                buffer.copy_(torch.stack([study.model.get_buffer(name) for study in studies]).mean(0))
 
 
 def spread(vectors: list[Tensor]) -> tuple[float, float]:

@@ -210,7 +210,7 @@ def _mean(chaos: Chaos) -> str:
 
 
 def _samples(chaos: Chaos, kinds: Counter[str]) -> str:
-    used = chaos.all_used()
+    used = chaos.used
     hands = [worker.hand for worker in chaos.workers.values() if worker.hand is not None]
     over = min((hand.number for hand in hands), default=0) - 1  # left-overs of the last one are still dealt
     for number in range(over):

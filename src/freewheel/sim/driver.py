@@ -21,9 +21,8 @@ from freewheel.sim.clock import VirtualLoop, at_once
 from freewheel.sim.deadlock import standstill
 from freewheel.sim.fabric import Wire
 from freewheel.sim.faults import Fault
-from freewheel.sim.gradients import chosen
+from freewheel.sim.gradients import Gradients
 from freewheel.sim.links import Network
-from freewheel.sim.records import Records
 from freewheel.sim.scenario import Scenario
 from freewheel.sim.study import School
 from freewheel.sim.trace import Trace
@@ -32,27 +31,22 @@ from freewheel.strategy import Strategy
 from freewheel.task import Task
 
 COPY = ("copy",)
-LARGE = 256
-"""From so many workers on Python's search for garbage takes as long as the run."""
 
 
 @contextlib.contextmanager
-def _alone(scenario: Scenario) -> Iterator[None]:
-    """One thread, no search for garbage in a large run, and a seed for what draws from torch's generator."""
+def _alone(seed: int) -> Iterator[None]:
+    """One thread, no search for garbage among the workers, a seed for torch's generator."""
     # The models are small: a second thread costs more than it gives, and with one thread the result
     # does not depend on how many cores a machine has.
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    if large := scenario.workers >= LARGE:  # many objects, and none of them is garbage
-        gc.collect()
-        gc.freeze()
+    gc.freeze()
     try:
         with torch.random.fork_rng(devices=[]):  # dropout draws from it
-            torch.manual_seed(scenario.seed)
+            torch.manual_seed(seed)
             yield
     finally:
-        if large:
-            gc.unfreeze()
+        gc.unfreeze()
         torch.set_num_threads(threads)
 
 
@@ -67,15 +61,11 @@ class Simulation:
         *,
         progress: Callable[[int, int], None] | None = None,
         trace_file: TextIO | None = None,
-        records: Records | None = None,
     ) -> None:
-        self.records = records or Records()
         strategy.check(scenario.workers)
         self.strategy, self.task, self.scenario = strategy, task, scenario
         self.progress = progress or (lambda _done, _all: None)
         self.budget = scenario.workers * scenario.steps
-        self.steps = scenario.steps if strategy.lockstep() else None
-        """How many steps each worker makes; None: they share the budget."""
         self.completed = 0
         # Whole rounds, at whose end all workers of a synchronous strategy have made the same steps.
         rounds = scenario.evaluations and -(-scenario.steps // scenario.evaluations)
@@ -90,71 +80,60 @@ class Simulation:
         self._past: list[tuple[Counters, WorkerSample]] = []
         """Of lives that have ended: what they counted, and their last sample."""
         self.used: Counter[tuple[int, int]] = Counter()
-        """Dealt batches (pass, place) that workers now dead have used; `all_used` has everybody's."""
+        """How often each dealt batch (pass, place) was used."""
         self.school = School(task, strategy, scenario)
         self.loop = VirtualLoop()  # type: ignore[abstract]
         self.trace = Trace(trace_file)
         network = Network(scenario.links, scenario.workers)
         self.wire = Wire(self.loop, network, self.trace, scenario.workers, self.school.value_bytes)
-        self.gradients = chosen(task, self.school.model, scenario)
+        self.gradients = Gradients(self.school)
         self.workers: dict[int, SimulatedWorker] = {}
-        for rank in range(scenario.workers):
-            try:
+        try:
+            for rank in range(scenario.workers):
                 self.workers[rank] = self._worker(rank)
-            except torch.cuda.OutOfMemoryError:
-                raise ConfigError(
-                    f"{scenario.workers} workers do not fit the GPU, which has memory for {rank} replicas: "
-                    f"take at most {rank // 2}, which leaves some for gradients."
-                ) from None
+        except torch.cuda.OutOfMemoryError:
+            raise ConfigError(
+                f"{scenario.workers} workers do not fit the GPU, which has memory for {len(self.workers)} "
+                "replicas: take at most half as many, which leaves some for gradients."
+            ) from None
         self.last = self.workers[0]
-        self._answer = Answer(strategy, scenario, self.school.study(0, self.wire.life[0]))
+        self._answer = Answer(self.school)
 
     # -- running --
 
     def run(self) -> Result:
         """Run to the end of the budget; deliver what is under way; measure."""
-        with _alone(self.scenario):
-            return self._run()
+        with _alone(self.scenario.seed):
+            try:
+                return self._run()
+            finally:
+                for worker in self.workers.values():
+                    worker.die()
+                self.failure = None
+                self.loop.run_until_idle()  # let cancelled coroutines unwind
 
     def _run(self) -> Result:
-        likely_s = self.budget / self.scenario.compute.ideal_rate(self.scenario.workers)
-        if self.steps is not None:
-            likely_s = self.steps * max(self.scenario.compute.mean_s(rank) for rank in self.workers)
-        about = self.scenario, self.strategy.name, self.settings()
-        self.records.begin(self.workers, self.wire, *about, likely_s)
         for worker in self.workers.values():
             worker.launch(self._train(worker, None))
         faults = [self.loop.call_at(fault.at_s, self._strike, fault) for fault in self.scenario.faults]
         try:
             self._advance()
-            if self.finished_s is None:
-                raise standstill(self.workers, self.loop.time())
-            for timer in faults:
-                timer.cancel()
-            for worker in self.workers.values():
-                worker.end_training()
-            self._advance()
-            for worker in self.workers.values():
-                worker.replica.boundary()
-            result = self._result()
-            self.records.end(self._now_s)
-            return result
-        except BaseException as error:
-            self.records.end(self._now_s, error)
-            raise
         finally:
             for timer in faults:
                 timer.cancel()
-            for worker in self.workers.values():
-                worker.die()
-            self.failure = None
-            self.loop.run_until_idle()  # let cancelled coroutines unwind
+        if self.finished_s is None:
+            raise standstill(self.workers, self.loop.time())
+        for worker in self.workers.values():
+            worker.end_training()
+        self._advance()
+        for worker in self.workers.values():
+            worker.replica.boundary()
+        return self._result()
 
     def _advance(self) -> None:
         self.loop.run_until_idle()
         if self.failure is not None:
-            failure, self.failure = self.failure, None
-            raise failure
+            raise self.failure
 
     async def _train(self, worker: SimulatedWorker, join: Coroutine[Any, Any, None] | None) -> None:
         """One life of a worker, until it has made its steps or was told to leave."""
@@ -179,14 +158,13 @@ class Simulation:
             self._take_sample()
         elif done % self.scenario.workers == 0:  # a sample measures it too
             self._answer.apart(self._trained())
-        self.records.stepped()
         if done % 64 == 0:
             self.progress(done, self.budget)
         self._finish_if_done()
 
     def _finish_if_done(self) -> None:
         """Where all step together, steps of lost workers are not made up for: all end at the same step."""
-        if self.steps is not None and self.workers:
+        if self.strategy.lockstep() and self.workers:
             ended = all(worker.ended for worker in self.workers.values())
         else:
             ended = self.completed == self.budget
@@ -196,42 +174,33 @@ class Simulation:
             self.loop.stop()
 
     def _fail(self, error: BaseException) -> None:
-        if self.failure is None:
-            self.failure = error
-            if isinstance(error, PeerLost):
-                self.failure = WorkerLost(
-                    f"{self.strategy.name} stopped at {self.loop.time():.3f} s: it lost worker {error.peer} "
-                    f"({error.why}), which held the parameter server. Let another worker crash, or use a "
-                    "strategy without a server: adpsgd, nodelay_free or dasgd."
-                )
-                self.failure.__cause__ = error
+        if isinstance(error, PeerLost):
+            lost = WorkerLost(
+                f"{self.strategy.name} stopped at {self.loop.time():.3f} s: it lost worker {error.peer} "
+                f"({error.why}), which held the parameter server. Let another worker crash, or use a "
+                "strategy without a server: adpsgd, nodelay_free or dasgd."
+            )
+            lost.__cause__ = error
+            error = lost
+        self.failure = self.failure or error
         self.loop.stop()
 
     # -- workers and faults --
 
     def _rate(self, worker: SimulatedWorker) -> float:
         """The learning rate of a worker's next step, by what all have done."""
-        done = worker.node.steps if self.steps is not None else self.completed / self.scenario.workers
+        done = worker.node.steps if self.strategy.lockstep() else self.completed / self.scenario.workers
         rate = self.school.lr * self.scenario.rates.factor(done)
         worker.node.rated(rate, self.school.lr)
         return rate * worker.node.rate_share
 
     def _worker(self, rank: int) -> SimulatedWorker:
-        school, life = self.school, self.wire.life[rank]
-        model = (school.study(rank, life), school.blank_size)
-        worker = SimulatedWorker(
-            rank, self.strategy, self.scenario, self.wire, *model, self._fail, self.gradients
-        )
-        worker.limit, worker.node.momentum = self.steps, school.momentum
-        worker.node.moments = worker.study or school.moments()
-        self.records.watch(worker)
-        return worker
+        return SimulatedWorker(rank, self.school, self.wire, self.gradients, self.used, self._fail)
 
     def _strike(self, fault: Fault) -> None:
         """Let a fault happen."""
         rank, wire = fault.rank, self.wire
         self.trace.add((self.loop.time(), "fault", str(fault)))
-        self.records.struck(fault)
         if fault.kind == "crash" and rank in self.workers:
             self._end_life(rank, "crashed", "died")
         elif fault.kind == "leave" and rank in self.workers:
@@ -245,8 +214,7 @@ class Simulation:
             wire.network.throttle(rank, fault.factor)
         elif fault.kind in ("cut", "heal"):
             act = wire.cut_link if fault.kind == "cut" else wire.heal_link
-            peers = range(self.scenario.workers) if fault.peer is None else (fault.peer,)
-            for peer in peers:
+            for peer in range(self.scenario.workers) if fault.peer is None else (fault.peer,):
                 if peer != rank:
                     act(rank, peer)
 
@@ -255,8 +223,7 @@ class Simulation:
         worker.die()
         if worker.study is not None:
             self.gradients.drop(worker.study)
-        self.used += worker.used
-        self._past.append((worker.node.counters, worker.sample(self.loop.time())))
+        self._past.append((worker.counters, worker.sample(self.loop.time())))
         self.wire.crash(rank, why, what)
         if self.strategy.needs(rank):
             self._fail(PeerLost(rank, why))
@@ -266,7 +233,6 @@ class Simulation:
         """A worker that was told to leave has said goodbye."""
         if self.workers.get(worker.rank) is worker:
             self.trace.add((self.loop.time(), "left", worker.rank))
-            self.records.left(worker)
             self._end_life(worker.rank, "it was told to leave", "left")
 
     def _restart(self, rank: int) -> None:
@@ -296,10 +262,6 @@ class Simulation:
         """The workers that have weights worth looking at."""
         return [worker for worker in self.workers.values() if worker.ready]
 
-    def all_used(self) -> Counter[tuple[int, int]]:
-        """How often each dealt batch (pass, place) has been used, by the living and the dead."""
-        return sum((worker.used for worker in self.workers.values()), self.used)
-
     # -- measuring --
 
     @property
@@ -316,12 +278,11 @@ class Simulation:
         loss, accuracy = self._answer.evaluate(trained, self.last)
         sample = Sample(self._now_s, self.completed, loss, accuracy, *self._answer.apart(trained))
         self.samples.append(sample)
-        self.records.evaluated(sample, self._answer.apart_max)
 
     def counters(self) -> Iterator[Counters]:
         """What was counted in all lives."""
         yield from (counters for counters, _ in self._past)
-        yield from (worker.node.counters for worker in self.workers.values())
+        yield from (worker.counters for worker in self.workers.values())
 
     def _result(self) -> Result:
         scenario, took_s = self.scenario, self.finished_s

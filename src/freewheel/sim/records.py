@@ -7,7 +7,6 @@ run is the same with and without.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,14 @@ import torch
 from freewheel.records.counters import Timeline
 from freewheel.records.files import fresh
 from freewheel.records.journal import Journal
-from freewheel.records.result import Sample
+from freewheel.records.result import Result
 from freewheel.records.schema import run_json
-from freewheel.sim.fabric import Wire
+from freewheel.sim.driver import Simulation
 from freewheel.sim.faults import Fault
 from freewheel.sim.scenario import Scenario
 from freewheel.sim.worker import SimulatedWorker
+from freewheel.strategy import Strategy
+from freewheel.task import Task
 
 SAMPLES = 400
 """So many samples a worker gets if the run lasts as long as if nobody waited; a few more if it does not."""
@@ -34,145 +35,117 @@ MOST_TIMELINES = 64
 WORDS = {"crash": "died", "restart": "restarted", "cut": "cut", "heal": "joined"}
 
 
-class Records:
-    """Hears what happens in a simulation, and writes nothing."""
+class RecordedSimulation(Simulation):
+    """A simulation that writes its folder; records of an earlier run in it are removed."""
 
-    def begin(
+    _begun = False
+
+    def __init__(
         self,
-        workers: Mapping[int, SimulatedWorker],
-        wire: Wire,
+        strategy: Strategy,
+        task: Task,
         scenario: Scenario,
-        strategy: str,
-        settings: dict[str, Any],
-        likely_s: float,
+        folder: Path,
+        *,
+        about: dict[str, Any],
+        **how: Any,
     ) -> None:
-        """The workers are there, and nothing has happened yet; `likely_s`: how long, if nobody waits."""
-
-    def watch(self, worker: SimulatedWorker) -> None:
-        """A worker begins a life."""
-
-    def stepped(self) -> None:
-        """Somebody has completed a step."""
-
-    def evaluated(self, sample: Sample, apart_max: float) -> None:
-        """The answer was measured."""
-
-    def struck(self, fault: Fault) -> None:
-        """A fault is about to happen."""
-
-    def left(self, worker: SimulatedWorker) -> None:
-        """A worker has said goodbye."""
-
-    def end(self, now_s: float, failure: BaseException | None = None) -> None:
-        """Nothing more happens."""
-
-
-class SimulatedRecords(Records):
-    """Writes the folder of one simulation; records of an earlier run in it are removed."""
-
-    def __init__(self, folder: Path, *, version: str, name: str, command: str) -> None:
+        super().__init__(strategy, task, scenario, **how)
         fresh(folder)
         self._journal = Journal(folder, "simulator")
-        self._version, self._name, self._command = version, name, command
-        self._begun = False
+        self._about = about
+        step_s = self.budget / scenario.steps / scenario.compute.ideal_rate(scenario.workers)
+        if strategy.lockstep():
+            step_s = max(scenario.compute.mean_s(rank) for rank in self.workers)
+        self._likely_s = scenario.steps * step_s
+        peers = len(self.workers) if len(self.workers) <= MOST_PEERS else 0
+        size = len(self.workers) * (SAMPLE_BYTES + PEER_BYTES * peers)
+        self._most = max(20, min(SAMPLES, BYTES // size))
 
-    def begin(
-        self,
-        workers: Mapping[int, SimulatedWorker],
-        wire: Wire,
-        scenario: Scenario,
-        strategy: str,
-        settings: dict[str, Any],
-        likely_s: float,
-    ) -> None:
-        """See Records."""
-        self._workers, self._wire = workers, wire
-        self._peers = len(workers) <= MOST_PEERS
-        size = SAMPLE_BYTES + PEER_BYTES * len(workers) * self._peers
-        self._most = max(20, min(SAMPLES, BYTES // (len(workers) * size)))
-        self._likely_s = likely_s
+    def _worker(self, rank: int) -> SimulatedWorker:
+        worker = super()._worker(rank)
+
+        def note(what: str, about: int | None, text: str) -> None:
+            if self._begun:
+                life = None if about is None else self.wire.life[about]
+                self._journal.event(self.loop.time(), what, about, life, text, by=rank)
+
+        worker.fabric.notice = note
+        if self.scenario.workers <= MOST_TIMELINES:
+            worker.counters.timeline = Timeline(self.loop.time, worker.life)
+        return worker
+
+    def _run(self) -> Result:
         self._journal.about(
             run_json(
-                freewheel=self._version,
                 torch=torch.__version__,
                 clock="virtual",
-                name=self._name,
-                command=self._command,
-                strategy=strategy,
-                workers=scenario.workers,
-                seed=scenario.seed,
-                settings=settings,
-                target=scenario.target,
+                strategy=self.strategy.name,
+                workers=self.scenario.workers,
+                seed=self.scenario.seed,
+                settings=self.settings(),
+                target=self.scenario.target,
+                **self._about,
             )
         )
         self._begun = True
-        self._sample_all()
+        self._write_all()
+        ended = False
+        try:
+            found = super()._run()
+            ended = True
+            return found
+        except BaseException as error:
+            self._journal.event(self._now_s, "failed", None, None, f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            for worker in self.workers.values():
+                self._write(worker, last=ended)
+            self._journal.close()
 
-    def watch(self, worker: SimulatedWorker) -> None:
-        """See Records."""
+    def _stepped(self, worker: SimulatedWorker) -> None:
+        super()._stepped(worker)
+        if self.loop.time() >= self._next_s:
+            self._write_all()
 
-        def note(what: str, rank: int | None, text: str) -> None:
-            if self._begun:
-                life = None if rank is None else self._wire.life[rank]
-                self._journal.event(self._wire.loop.time(), what, rank, life, text, by=worker.rank)
-
-        worker.fabric.notice = note
-        if worker.node.world_size <= MOST_TIMELINES:
-            worker.node.counters.timeline = Timeline(worker.loop.time, worker.life)
-
-    def stepped(self) -> None:
-        """See Records."""
-        if self._wire.loop.time() >= self._next_s:
-            self._sample_all()
-
-    def evaluated(self, sample: Sample, apart_max: float) -> None:
-        """See Records."""
-        timing = sample.loss is None
+    def _take_sample(self) -> None:
+        super()._take_sample()
+        sample, trained = self.samples[-1], self.scenario.gradients
         self._journal.evaluation(
             sample.virtual_s,
             worker_steps=sample.worker_steps,
             loss=sample.loss,
             accuracy=sample.accuracy,
-            discrepancy=None if timing else sample.discrepancy,
-            consensus=None if timing else sample.consensus,
-            discrepancy_max=None if timing else apart_max,
+            discrepancy=sample.discrepancy if trained else None,
+            consensus=sample.consensus if trained else None,
+            discrepancy_max=self._answer.apart_max if trained else None,
         )
 
-    def struck(self, fault: Fault) -> None:
-        """See Records."""
-        if fault.kind == "crash" and fault.rank in self._workers:
-            self._sample(self._workers[fault.rank], self._wire.loop.time())
-        if fault.kind == "leave":  # it goes later, and the others notice it
-            return
-        what = WORDS.get(fault.kind, "slowed")
-        life = self._wire.life[fault.rank] + (fault.kind == "restart")
-        self._journal.event(self._wire.loop.time(), what, fault.rank, life, str(fault), peer=fault.peer)
+    def _strike(self, fault: Fault) -> None:
+        if fault.kind == "crash" and fault.rank in self.workers:
+            self._write(self.workers[fault.rank])
+        if fault.kind != "leave":  # who leaves goes later, and the others notice it
+            what = WORDS.get(fault.kind, "slowed")
+            life = self.wire.life[fault.rank] + (fault.kind == "restart")
+            self._journal.event(self.loop.time(), what, fault.rank, life, str(fault), peer=fault.peer)
+        super()._strike(fault)
 
-    def left(self, worker: SimulatedWorker) -> None:
-        """See Records."""
-        self._sample(worker, self._wire.loop.time(), last=True)
+    def _left(self, worker: SimulatedWorker) -> None:
+        if self.workers.get(worker.rank) is worker:
+            self._write(worker, last=True)
+        super()._left(worker)
 
-    def end(self, now_s: float, failure: BaseException | None = None) -> None:
-        """See Records."""
-        for worker in self._workers.values():
-            self._sample(worker, now_s, last=failure is None)
-        if failure is not None:
-            self._journal.event(now_s, "failed", None, None, f"{type(failure).__name__}: {failure}")
-        self._journal.close()
-
-    def _sample_all(self) -> None:
-        now_s = self._wire.loop.time()
-        for worker in self._workers.values():
-            self._sample(worker, now_s)
+    def _write_all(self) -> None:
+        for worker in self.workers.values():
+            self._write(worker)
         # A run that lasts longer than was likely is sampled ever more rarely.
-        self._next_s = now_s + max(now_s, self._likely_s) / self._most
+        self._next_s = self._now_s + max(self._now_s, self._likely_s) / self._most
 
-    def _sample(self, worker: SimulatedWorker, now_s: float, last: bool = False) -> None:
-        counters = worker.node.counters
-        counters.measure = True  # for the next sample
-        sample = worker.sample(now_s, last)
-        if not self._peers:
+    def _write(self, worker: SimulatedWorker, last: bool = False) -> None:
+        worker.counters.measure = True  # for the next sample
+        sample = worker.sample(self._now_s, last)
+        if self.scenario.workers > MOST_PEERS:
             sample["peers"] = {}
         self._journal.sample(sample)
-        if counters.timeline is not None:
-            self._journal.timeline(worker.rank, counters.timeline.take())
+        if worker.counters.timeline is not None:
+            self._journal.timeline(worker.rank, worker.counters.timeline.take())

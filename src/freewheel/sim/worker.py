@@ -7,7 +7,7 @@ import math
 import random
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from typing import Any
+from typing import Any, TypeVar
 
 from freewheel.data.batches import Batch, Key
 from freewheel.data.dealing import Dealing
@@ -19,9 +19,10 @@ from freewheel.replica import Replica
 from freewheel.sim.compute import Clockwork
 from freewheel.sim.fabric import VirtualFabric, Wire
 from freewheel.sim.gradients import Gradients
-from freewheel.sim.scenario import Scenario
-from freewheel.sim.study import Study
+from freewheel.sim.study import School, Study
 from freewheel.strategy import Strategy
+
+T = TypeVar("T")
 
 
 class SimulatedWorker:
@@ -30,29 +31,28 @@ class SimulatedWorker:
     def __init__(
         self,
         rank: int,
-        strategy: Strategy,
-        scenario: Scenario,
+        school: School,
         wire: Wire,
-        study: Study | None,
-        blank_size: int,
-        fail: Callable[[BaseException], None],
         gradients: Gradients,
+        used: Counter[tuple[int, int]],
+        fail: Callable[[BaseException], None],
     ) -> None:
-        self._gradients, self._fail = gradients, fail
-        self.rank, self.strategy, self.study = rank, strategy.copy(), study
+        scenario = school.scenario
+        self._gradients, self._used, self._fail = gradients, used, fail
+        self.rank, self.strategy = rank, school.strategy.copy()
         self.loop, self.trace = wire.loop, wire.trace
-        self.replica = study.replica if study else Replica.blank(blank_size)
-        self.life = wire.life[rank] + 1
-        seed = f"{scenario.seed}/{rank}/{wire.life[rank]}"
+        life = wire.life[rank]
+        self.study = Study(school, rank, life) if scenario.gradients else None
+        self.replica = self.study.replica if self.study else Replica.blank(school.size)
+        self.life = life + 1
+        seed = f"{scenario.seed}/{rank}/{life}"
         self.clockwork = Clockwork(scenario.compute, rank, random.Random(f"compute/{seed}"), self.loop.time())
-        self._before, self._after = strategy.defines("before_step"), strategy.defines("after_step")
-        self._always = strategy.always_stops()
         # A strategy with a staleness of its own records it; for the others the node's measure is taken.
-        self._measured = type(strategy).staleness is not Strategy.staleness
+        self._measured = type(self.strategy).staleness is not Strategy.staleness
         self.tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that a life ends the same way twice
         self.ready = False
         """Whether it has weights to train: not while it copies another's."""
-        self.limit: int | None = None
+        self.limit = scenario.steps if self.strategy.lockstep() else None
         """How many steps it makes; None: as many as there are."""
         self.completed = 0
         """Its steps, without one whose end it is still waiting for."""
@@ -64,27 +64,20 @@ class SimulatedWorker:
         self.born_s = self.loop.time()
         self.computing_since: float | None = None
         self.fabric: VirtualFabric = wire.attach(rank)
-        self.node = NodeDriver(
-            self.fabric,
-            self.replica,
-            random.Random(f"node/{seed}"),
-            self.spawn,
-            self.strategy,
-        )
-        if study is not None:
-            self.node.judge = study.score
-        if study is not None and self.strategy.quasi_global:
-            study.follow()
-        self.node.counters.measure = self.node.counters.measure_always = study is not None
+        node_random = random.Random(f"node/{seed}")
+        self.node = NodeDriver(self.fabric, self.replica, node_random, self.spawn, self.strategy)
+        self.node.momentum, self.node.moments = school.momentum, school.moments
+        self.counters = self.node.counters
+        if self.study is not None:
+            self.node.judge, self.node.moments = self.study.score, self.study.moments
+            self.counters.measure = self.counters.measure_always = True
         self.hand: LeaseQueue | None = None
-        self.used: Counter[tuple[int, int]] = Counter()
-        """Dealt batches it has used: pass and place of each."""
         self.dealing: Dealing | None = None
         if scenario.batches:
-            dealing = self.dealing = Dealing(self.fabric, self.life, self.node.counters, self.spawn)
+            self.dealing = Dealing(self.fabric, self.life, self.counters, self.spawn)
             parts = self.strategy.merges()
             key = Key(scenario.batches, 0, grid=scenario.batches * parts)
-            self.hand = LeaseQueue(dealing, key, parts=parts)
+            self.hand = LeaseQueue(self.dealing, key, parts=parts)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine in this worker's life; a failure of it is the run's."""
@@ -122,40 +115,39 @@ class SimulatedWorker:
 
     async def step(self, rate_of: Callable[[SimulatedWorker], float]) -> None:
         """One step: a batch, a gradient, the strategy's part, a boundary."""
-        node, strategy, study, counters = self.node, self.strategy, self.study, self.node.counters
-        batch = None
-        if self.hand is not None:
-            counters.wait("data", self.loop.time())
-            batch = await self._draw(self.hand)
-            counters.go_on(self.loop.time())
+        node, strategy, study = self.node, self.strategy, self.study
+        batch = None if self.hand is None else await self._wait("data", self._draw(self.hand))
         stale = node.unmerged_steps
         await self._compute()
         if not self._measured:
-            counters.stale(stale)
+            self.counters.stale(stale)
         if study is not None:
             self._learn(study)
-        if self._before:
-            counters.wait("peers", self.loop.time())
-            await strategy.before_step(node)
-            counters.go_on(self.loop.time())
+        await self._wait("peers", strategy.before_step(node))
         rate = rate_of(self)
         if study is not None:
             study.step(rate)
-        counters.steps += 1
-        if self._after and (self._always or strategy.stops(node)):
-            counters.wait("peers", self.loop.time())
-            await strategy.after_step(node)
-            counters.go_on(self.loop.time())
-        self.replica.boundary()
-        if study is not None and study.quasi_global is not None:
-            study.quasi_global.end([rate] * len(study.replica.blocks))
+        self.counters.steps += 1
+        if strategy.always_stops or strategy.stops(node):
+            await self._wait("peers", strategy.after_step(node))
+        if study is not None:
+            study.boundary()
+        else:
+            self.replica.boundary()
         if self.hand is not None and batch is not None:
-            self.used[batch.number, batch.place] += 1
-            counters.samples += 1
+            self._used[batch.number, batch.place] += 1
+            self.counters.samples += 1
             self.hand.finish(batch)
         node.stepped()
-        self.trace.add((self.loop.time(), "step", self.rank, counters.steps, node.loss))
+        self.trace.add((self.loop.time(), "step", self.rank, self.counters.steps, node.loss))
         self.completed += 1
+
+    async def _wait(self, cause: str, work: Coroutine[Any, Any, T]) -> T:
+        """Let training wait for something, and count how long it does."""
+        self.counters.wait(cause, self.loop.time())
+        result = await work
+        self.counters.go_on(self.loop.time())
+        return result
 
     async def _compute(self) -> None:
         """Let the time of a gradient pass."""
@@ -167,10 +159,9 @@ class SimulatedWorker:
             self._gradients.begin(self.study)
         await asyncio.sleep(took)
         self._stop_computing()
-        counters = self.node.counters
-        self.node.computed(took, counters.steps + 1)
-        if counters.timeline is not None:
-            counters.timeline.gradient(took)
+        self.node.computed(took, self.counters.steps + 1)
+        if self.counters.timeline is not None:
+            self.counters.timeline.gradient(took)
 
     async def _draw(self, hand: LeaseQueue) -> Batch:
         """The next batch dealt to this worker, of the next pass if this one is over."""
@@ -180,16 +171,14 @@ class SimulatedWorker:
         return batch
 
     def _learn(self, study: Study) -> None:
-        node = self.node
-        node.loss, norm = self._gradients.end(study)
-        if not (math.isfinite(node.loss) and math.isfinite(norm)):
-            what = f"a loss of {node.loss:g}" if math.isfinite(norm) else "a gradient that is not finite"
+        self.node.loss, norm = self._gradients.end(study)
+        if not (math.isfinite(self.node.loss) and math.isfinite(norm)):
             raise Diverged(
-                f"{self.strategy.name} diverged: worker {self.rank} got {what} first, in its step "
-                f"{node.counters.steps + 1} at {self.loop.time():.3f} s. Lower the learning rate."
+                f"{self.strategy.name} diverged: worker {self.rank} got a loss of {self.node.loss:g} and a "
+                f"gradient of norm {norm:g} first, in its step {self.counters.steps + 1} at "
+                f"{self.loop.time():.3f} s. Lower the learning rate."
             )
-        if norm > node.counters.gradient_norm_max:
-            node.counters.gradient_norm_max = norm
+        self.counters.gradient_norm_max = max(self.counters.gradient_norm_max, norm)
 
     # -- its end --
 
@@ -213,7 +202,7 @@ class SimulatedWorker:
     def _stop_computing(self) -> None:
         """Count the time of a gradient that is finished, or cut off."""
         if self.computing_since is not None:
-            self.node.counters.compute_s += self.loop.time() - self.computing_since
+            self.counters.compute_s += self.loop.time() - self.computing_since
             self.computing_since = None
 
     def end_training(self) -> None:
@@ -232,7 +221,7 @@ class SimulatedWorker:
 
     def sample(self, now_s: float, last: bool = False) -> WorkerSample:
         """How it goes, as a real worker says it."""
-        node, counters, elapsed_s = self.node, self.node.counters, now_s - self.born_s
+        node, counters = self.node, self.counters
         computing_s = 0.0 if self.computing_since is None else now_s - self.computing_since
         sample = worker_sample(
             counters,
@@ -242,7 +231,7 @@ class SimulatedWorker:
             state="finished" if last or self.ended else "training" if self.ready else "joining",
             began=self.born_s,
             steps=self.completed,
-            elapsed_s=elapsed_s,
+            elapsed_s=now_s - self.born_s,
             compute_s=counters.compute_s + computing_s,
             blocked_s=counters.blocked(now_s),
             progress=self.hand.progress() if self.hand is not None else 0.0,

@@ -23,14 +23,13 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from freewheel import api, strategies, tasks
 from freewheel.errors import Diverged, FreewheelError
-from freewheel.moments import adam_rate
+from freewheel.moments import optimizer_of
 from freewheel.records.journal import Journal
 from freewheel.replica import Replica, flatten
 from freewheel.runtime.worker.attach import Worker
 from freewheel.runtime.worker.buffers import buffers_of, mean_buffers, set_buffers
 from freewheel.sim.answer import spread
 from freewheel.strategies.grouping import Grouping
-from freewheel.strategy import Strategy
 from freewheel.task import Task
 from freewheel.tempo import Tempo
 from freewheel.training.budget import budget
@@ -171,7 +170,7 @@ class Loop:
         self.model = self.task.model().to(self.device)
         self.generator = torch.Generator().manual_seed(random.Random(f"{job.seed}/{rank}").getrandbits(62))
         self.strategy = None if job.strategy == DDP else strategies.resolve(job.strategy)
-        self.optimizer = _optimizer(job, self.task, self.model, self.strategy)
+        self.optimizer = optimizer_of(job, self.task, self.strategy, self.model.parameters())
         self.lr: float = self.optimizer.param_groups[0]["lr"]
         self.tempo = Tempo(self.model)
         own_s = self.tempo.measure(self._compute, WARM_UP)
@@ -220,18 +219,6 @@ class Loop:
                 f"{step}. Lower the learning rate."
             )
         return loss.detach()
-
-
-def _optimizer(job: Job, task: Task, model: nn.Module, strategy: Strategy | None) -> torch.optim.Optimizer:
-    if job.optimizer == "adamw":
-        lr = adam_rate(task.adam_lr if job.lr is None else job.lr, strategy, job.workers)
-        return torch.optim.AdamW(model.parameters(), lr, weight_decay=job.weight_decay)
-    # As in the simulator: momentum adds up 1/(1 - momentum) steps.
-    momentum = job.momentum if job.momentum is not None else (strategy.momentum if strategy else 0.0)
-    lr = task.lr * (1 - momentum) if job.lr is None else job.lr
-    return torch.optim.SGD(
-        model.parameters(), lr, momentum, nesterov=momentum > 0, weight_decay=job.weight_decay
-    )
 
 
 @contextlib.contextmanager

@@ -52,7 +52,7 @@ class Steps:
         strategy = agent.strategy
         self._before = strategy.before_step if strategy.defines("before_step") else None
         self._after = strategy.after_step if strategy.defines("after_step") else None
-        self._always, self._wakes = strategy.always_stops(), strategy.defines("background")
+        self._wakes = strategy.defines("background")
         # A strategy with a staleness of its own records it; for the others the node's measure is taken.
         self._measured = type(strategy).staleness is not Strategy.staleness
         self._stale = agent.node.unmerged_steps
@@ -274,7 +274,8 @@ class Steps:
         self._computed_s = 0.0
         node.counters.steps += 1
         self._checkpoints.used()
-        if self._after is not None and (self._always or self._agent.strategy.stops(node)):
+        strategy = self._agent.strategy
+        if self._after is not None and (strategy.always_stops or strategy.stops(node)):
             replica.end_moving()
             self.stepping = False
             self._wait(self._after)
