@@ -50,9 +50,9 @@ class Page(HTMLParser):
             if self.rows and self.rows[-1] and {"td", "th"} & set(self.depth):
                 self.rows[-1][-1] += data
 
-    def row(self, first: str, width: int) -> dict[str, str]:
-        """The row of the table with this many columns that begins with this name, by its heads."""
-        heads = next(row for row in self.rows if len(row) == width)
+    def row(self, first: str) -> dict[str, str]:
+        """The row of the figures of all runs that begins with this name, by its heads."""
+        heads = next(row for row in self.rows if "steps/s" in row)
         return dict(zip(heads, next(row for row in self.rows if row[0] == first), strict=True))
 
 

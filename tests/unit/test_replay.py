@@ -94,7 +94,7 @@ def test_the_story_is_told_from_the_runs(runs):
     ("curves", "said"),
     [
         ({"DDP": 4.4, "AD-PSGD": 1.1}, "AD-PSGD {} first, after 1.10 s, 4 times sooner than DDP (4.40 s)."),
-        ({"DDP": None, "AD-PSGD": 1.1}, "AD-PSGD {} first, after 1.10 s; DDP does not reach it in this run."),
+        ({"DDP": None, "AD-PSGD": 1.1}, "AD-PSGD {} first, after 1.10 s; never: DDP."),
         ({"DDP": 1.0, "AD-PSGD": 2.0}, "DDP {} first, after 1 s."),
         ({"DDP": None, "AD-PSGD": None}, "No run {}."),
         ({"AD-PSGD": 120.0}, "AD-PSGD {} after 120 s."),

@@ -62,7 +62,7 @@ def test_a_target_that_the_baseline_never_reaches_gives_a_bound(result):
     assert (ours.speedup, ours.at_least) == (pytest.approx(2.04), True)
     console = Console(width=100, record=True)
     Outputs().show(console, runs)
-    assert "adpsgd        100         0.0 %           10             > 2.04" in console.export_text()
+    assert "adpsgd        100  0.0 %           10             > 2.04" in console.export_text()
     Outputs(wide=True).show(console, runs)
     lines = console.export_text().splitlines()
     assert all(len(line) <= 100 for line in lines)

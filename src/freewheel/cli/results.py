@@ -59,7 +59,7 @@ class Outputs:
 
     def show(self, console: Console, results: Sequence[Result]) -> None:
         """Print a table of six columns, or all there is."""
-        for table in results_tables(results, console.width) if self.wide else [brief_table(ranked(results))]:
+        for table in results_tables(results) if self.wide else [brief_table(ranked(results))]:
             console.print(table, highlight=False)
 
     def save(

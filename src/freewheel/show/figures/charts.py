@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from freewheel.numbers import given, short
+from freewheel.numbers import given, share, short
 from freewheel.records.schema import Evaluation
 from freewheel.records.track import Floats
 from freewheel.show.figures.common import (
@@ -237,6 +237,22 @@ def _targets(runs: Sequence[Shown]) -> dict[str, Any]:
 
 
 # -- how fast, and what held it up --
+
+
+def speed(runs: Sequence[Shown]) -> Figure:
+    """Worker-steps per second, the fastest run on top, the ideal behind each."""
+    order = sorted(runs, key=lambda run: run.result.steps_per_s)
+    data = []
+    for run in order:
+        rate, ideal = run.result.steps_per_s, run.result.ideal_share
+        place = {"orientation": "h", "y": [escape(run.label)]}
+        pale = {"marker": {"color": FAINT}, "x": [rate / ideal if ideal else 0.0]}
+        data.append(bars(run, "ideal %{x:,.4~r} steps/s", **place, **pale))
+        hover = f"%{{x:,.4~r}} steps/s, {share(ideal)} of the ideal"
+        data.append(bars(run, hover, **place, x=[rate], text=[short(rate)]))
+    said = "The pale bar is the ideal Σ 1/t_i: every worker computes and none waits."
+    layout = {"xaxis": axis("worker-steps per second"), "yaxis": {"type": "category"}, "barmode": "overlay"}
+    return figure("Speed against the ideal", said, 90 + 27 * len(runs), data, "", **layout)
 
 
 def throughput(runs: Sequence[Shown]) -> Figure:
