@@ -313,7 +313,7 @@ def test_train_tells_its_workers_of_checkpoints(tmp_path):
     [
         (["--address", "h:1"], "--address does nothing without --ray"),
         (["--gpus", "1"], "--gpus does nothing without --ray"),
-        (["--ray", "--bind", "127.0.0.1"], "--bind does nothing with --ray: leave --bind out."),
+        (["--ray", "--bind", "127.0.0.1"], "--bind does nothing with --ray: leave one of them out."),
         (["--ray", "--hide-ranks"], "--hide-ranks does nothing with --ray"),
         (["--ray", "--max", "2"], "max must be at least 3, not 2"),
         (["--ray", "-n", "0"], "workers must be at least 1, not 0"),

@@ -345,7 +345,7 @@ def test_damaged_lines_and_runs_that_tell_nothing_are_left_out_and_named(
     starting(tmp_path / "runs" / "b")
     assert report(monkeypatch, tmp_path / "runs", "-o", tmp_path / "r.html") == 0
     out, errors = capsys.readouterr()
-    assert "1 damaged line was left out" in errors
+    assert "1 damaged line left out" in errors
     assert "left out: " in errors
     assert "still starting" in errors
     assert errors.count("\n") == 2

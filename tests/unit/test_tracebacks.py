@@ -55,17 +55,15 @@ def test_a_worker_that_fails_again_and_again_says_so_in_a_line(screen):
     for _ in range(2):
         screen.mixed(failed(0))
         screen.output(None, "worker 0 ended with exit code 1; it starts again (1 of 2)", True)
-    assert screen.lines[5] == "0 the same error as before: ValueError: shape 3"
+    assert screen.lines[5] == "0 the same error as worker 0: ValueError: shape 3"
 
 
-def test_a_worker_that_goes_on_is_not_kept_silent(screen, monkeypatch):
-    monkeypatch.setattr(tracebacks, "HELD_S", -1.0)
+def test_a_worker_that_goes_on_is_not_kept_silent(screen):
     block = failed(0)
-    screen.mixed(block[:3])
+    screen.mixed(block)
     screen.output.tick()
-    assert not screen.lines  # it is not whole yet
-    screen.mixed(block[3:])
-    screen.output.tick()
+    assert not screen.lines  # more may come
+    screen.output.tick(held_s=0.0)
     assert screen.lines == of(0, block)
     screen.output(0, "what it says next", True)
     assert screen.lines[4:] == ["0 what it says next"]
@@ -75,23 +73,6 @@ def test_what_is_held_at_the_end_is_shown(screen):
     screen.mixed(failed(0)[:2])
     screen.output.end()
     assert screen.lines == of(0, failed(0)[:2])
-
-
-def test_a_mistake_that_freewheel_explains_is_one_line(screen):
-    block = failed(0, "freewheel.errors.ConfigError: wire must be fp32 or bf16, not 'x'.")
-    inside = f'  File "{tracebacks.NOT_THE_SCRIPT[-1]}/api.py", line 3, in attach'
-    block[3:3] = [inside, "    raise ConfigError(text)"]
-    screen.mixed(block)
-    screen.output.end()
-    assert screen.lines == ["0 ConfigError: wire must be fp32 or bf16, not 'x'. (train.py, line 7)"]
-
-
-def test_one_that_has_a_cause_is_shown_whole(screen):
-    chain = ["", "The above exception was the direct cause of the following exception:", ""]
-    block = [*failed(0), *chain, *failed(0, "freewheel.errors.ConfigError: no.")]
-    screen.mixed(block)
-    screen.output.end()
-    assert screen.lines == of(0, block)
 
 
 def test_a_script_that_cannot_be_read_is_shown_once(screen):

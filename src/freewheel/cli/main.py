@@ -133,6 +133,8 @@ def main() -> None:
         sys.exit(app(standalone_mode=False, prog_name="freewheel"))
     except FreewheelError as error:
         _complain(str(error))
+    except BrokenPipeError:  # whoever read our output has gone, as head does
+        os._exit(141)
     except KeyboardInterrupt:
         print("freewheel: interrupted", file=sys.stderr, flush=True)
         os._exit(130)  # taking torch apart would take longer than people wait

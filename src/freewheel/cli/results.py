@@ -27,7 +27,8 @@ LONGEST = 34
 def output() -> Console:
     """Standard output; what goes into a file or a pipe is as wide as it needs to be."""
     console = Console()
-    return console if console.is_terminal else Console(width=240)
+    real = console.is_terminal and not console.is_dumb_terminal
+    return console if real else Console(width=240, force_terminal=False)
 
 
 @contextlib.contextmanager

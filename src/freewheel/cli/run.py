@@ -1,7 +1,6 @@
 """``freewheel run`` and ``freewheel join``: a training script as several workers.
 
-When they fail they print each traceback in one piece, and the same one only once: an error in a script fails
-all its workers at once, and shown as the lines come, their tracebacks would be mixed.
+Each traceback is printed in one piece, and the same one once: an error in a script fails all its workers.
 """
 
 from __future__ import annotations
@@ -9,21 +8,19 @@ from __future__ import annotations
 import contextlib
 import getpass
 import importlib.machinery
+import itertools
 import os
 import re
 import signal
 import sys
-import sysconfig
 import textwrap
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
 import typer
 
-import freewheel
 from freewheel.cli.options import argument, command_line, option
 from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.launch.processes import Output
@@ -31,25 +28,8 @@ from freewheel.runtime.launch.processes import Output
 # -- what workers print when they fail --
 BEGIN = ("Traceback (most recent call last):", '  File "')
 """The second is how Python says that a script cannot be read."""
-PREFIX = "freewheel.errors."
-FRAME = re.compile(r'  File "([^"]*)", line (\d+), in ')
-LIBRARIES = [sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")]
-NOT_THE_SCRIPT = ("<", *LIBRARIES, str(Path(freewheel.__file__).parent))
-HELD_S = 0.5
-"""How long a traceback is held after its last line: the worker may go on, and print others."""
-MOST_S = 2.0
-"""How long anything is held: what looks like a traceback may be something else, or more may follow."""
-
-
-@dataclass
-class _Held:
-    began_s: float
-    lines: list[str] = field(default_factory=list)
-    newest_s: float = 0.0
-
-    def whole(self) -> bool:
-        """Whether the line with the error is there, at least."""
-        return self.lines[-1][:1] not in ("", " ") and self.lines[-1] != BEGIN[0]
+HELD_S = 2.0
+"""How long a traceback is held, unless its worker ends before: the worker may go on."""
 
 
 class Tracebacks:
@@ -57,65 +37,40 @@ class Tracebacks:
 
     def __init__(self, show: Output) -> None:
         self._show = show
-        self._held: dict[int, _Held] = {}
+        self._held: dict[int, tuple[float, list[str]]] = {}
+        """Since when, and the lines."""
         self._seen: dict[str, int] = {}
         """Whose each kind of traceback was that has been shown."""
 
     def __call__(self, rank: int | None, text: str, error: bool) -> None:
         """Take one line."""
         if rank is not None and error and (rank in self._held or text.startswith(BEGIN)):
-            held = self._held.setdefault(rank, _Held(time.monotonic()))
-            held.lines.append(text)
-            held.newest_s = time.monotonic()
+            self._held.setdefault(rank, (time.monotonic(), []))[1].append(text)
             return
-        if rank is None:  # the launcher says of a worker that it has ended: it will print nothing more
-            self._let_go(one for one in list(self._held) if text.startswith(f"worker {one} ended "))
+        for one in list(self._held):  # the launcher says that it has ended: it will print nothing more
+            if rank is None and text.startswith(f"worker {one} ended "):
+                self._let_go(one)
         self._show(rank, text, error)
 
-    def tick(self) -> None:
-        """Show what is whole and was not the end of its worker, and what goes on for too long to be one."""
-        now_s = time.monotonic()
-        held = list(self._held.items())
-        self._let_go(
-            rank
-            for rank, one in held
-            if (one.whole() and now_s > one.newest_s + HELD_S) or now_s > one.began_s + MOST_S
-        )
+    def tick(self, held_s: float = HELD_S) -> None:
+        """Show what has been held for so long."""
+        for rank, (since_s, _) in list(self._held.items()):
+            if time.monotonic() >= since_s + held_s:
+                self._let_go(rank)
 
     def end(self) -> None:
         """Show what is left."""
-        self._let_go(list(self._held))
+        self.tick(0.0)
 
-    def _let_go(self, ranks: Iterable[int]) -> None:
-        for rank in ranks:
-            lines = self._held.pop(rank).lines
-            kind = re.sub(r"\d+", "#", "\n".join(lines))  # ranks, ports and times differ
-            if kind in self._seen:
-                first = self._seen[kind]
-                whose = "before" if first == rank else f"worker {first}"
-                error = lines[_error(lines)].removeprefix(PREFIX)
-                lines = [f"the same error as {whose}: {textwrap.shorten(error, 100, placeholder=' …')}"]
-            else:
-                self._seen[kind] = rank
-                lines = _ours(lines) or lines
-            for line in lines:
-                self._show(rank, line, True)
-
-
-def _error(lines: list[str]) -> int:
-    """Which line names the error: the first after the frames of the last traceback."""
-    begin = max((k for k, line in enumerate(lines) if line.startswith(BEGIN)), default=0)
-    return next((k for k in range(begin + 1, len(lines)) if lines[k][:1] not in ("", " ")), len(lines) - 1)
-
-
-def _ours(lines: list[str]) -> list[str] | None:
-    """A mistake that Freewheel explains: its words, and where in the script it was made; None: another."""
-    error, frames = _error(lines), [found for line in lines if (found := FRAME.match(line))]
-    if not lines[error].startswith(PREFIX) or lines.count(BEGIN[0]) > 1:  # its cause may say more
-        return None
-    script = [one for one in frames if not one[1].startswith(NOT_THE_SCRIPT)]
-    where = "".join(f" ({one[1]}, line {one[2]})" for one in script[-1:])
-    return [lines[error].removeprefix(PREFIX) + where, *lines[error + 1 :]]
+    def _let_go(self, rank: int) -> None:
+        _, lines = self._held.pop(rank)
+        kind = re.sub(r"\d+", "#", "\n".join(lines))  # ranks, ports and times differ
+        if kind in self._seen:
+            error = textwrap.shorten(lines[-1], 100, placeholder=" …")
+            lines = [f"the same error as worker {self._seen[kind]}: {error}"]
+        self._seen.setdefault(kind, rank)
+        for line in lines:
+            self._show(rank, line, True)
 
 
 # -- the commands --
@@ -163,34 +118,27 @@ def run(
         connect(address)
         with _records(folder) as place:
             print(f"Watch: freewheel watch {place}", flush=True)
-            try:
-                words = program[1:]
-                run_on_ray(words, workers, most, restarts=restarts, folder=place, cpus=cpus, gpus=gpus)
-            except KeyboardInterrupt:
-                raise typer.Exit(INTERRUPTED[0]) from None
+            words = program[1:]
+            run_on_ray(words, workers, most, restarts=restarts, folder=place, cpus=cpus, gpus=gpus)
         return
     from freewheel.runtime.launch.launcher import launch
     from freewheel.runtime.membership.entries import Options
     from freewheel.runtime.membership.place import HIDES
 
     output = Tracebacks(prefixed)
-    try:
-        with _records(folder) as place:
-            code = launch(
-                program,
-                workers,
-                output=output,
-                tick=output.tick,
-                options=Options("", place, bind, tls, command_line(), True, tensorboard, most=most or 0),
-                restarts=restarts,
-                secret=secret,
-                master=master,
-                env={HIDES: "1"} if hide_ranks else None,
-            )
-        output.end()
-    except BrokenPipeError:  # whoever read our output has gone, as head does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 141
+    with _records(folder) as place:
+        code = launch(
+            program,
+            workers,
+            output=output,
+            tick=output.tick,
+            options=Options("", place, bind, tls, command_line(), True, tensorboard, most=most or 0),
+            restarts=restarts,
+            secret=secret,
+            master=master,
+            env={HIDES: "1"} if hide_ranks else None,
+        )
+    output.end()
     _exit(code)
 
 
@@ -234,16 +182,14 @@ def python(command: list[str], module: bool) -> list[str]:
     if module:
         top = command[0].partition(".")[0]
         if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
-            raise ConfigError(
-                f"there is no module {command[0]!r}: looked in {Path.cwd()} and where Python keeps packages."
-            )
+            raise ConfigError(f"there is no module {command[0]!r} in {Path.cwd()}, nor installed.")
         return [sys.executable, "-m", *command]
     script = Path(command[0])
     if script.is_dir() and not (script / "__main__.py").is_file():
         raise ConfigError(f"{command[0]!r} is a folder without __main__.py; name a Python file.")
     if not script.exists():
-        hint = " For a module write -m before it." if script.suffix != ".py" else ""
-        raise ConfigError(f"there is no script {command[0]!r}: looked for {script.absolute()}.{hint}")
+        where = f"looked for {script.absolute()}. For a module write -m before it."
+        raise ConfigError(f"there is no script {command[0]!r}: {where}")
     return [sys.executable, *command]
 
 
@@ -264,8 +210,9 @@ def _check_options(context: typer.Context, ray: bool) -> None:
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             option = f"--{name.replace('_', '-')}"
-            does = "does nothing with --ray" if ray else "does nothing without --ray"
-            raise ConfigError(f"{option} {does}: leave {option} out{'' if ray else ', or give --ray, too'}.")
+            raise ConfigError(
+                f"{option} does nothing {'with' if ray else 'without'} --ray: leave one of them out."
+            )
 
 
 def _ask() -> bytes:
@@ -291,32 +238,28 @@ def _exit(code: int) -> None:
 @contextlib.contextmanager
 def _records(folder: Path | None) -> Iterator[Path]:
     """Where records go: a folder that was named, or a new one, of which nothing is left if no run was."""
-    if folder is not None:
-        yield folder
-        return
-    new = new_folder()
+    new = folder or new_folder()
     try:
         yield new
     except ConfigError:
-        with contextlib.suppress(OSError):
-            new.rmdir()
-            new.parent.rmdir()
+        if folder is None:
+            with contextlib.suppress(OSError):
+                new.rmdir()
+                new.parent.rmdir()
         raise
 
 
 def new_folder() -> Path:
     """A name nobody has: two runs of the same second get two folders."""
-    stamp = Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    folder, number = stamp, 1
-    while True:
+    for number in itertools.count(1):
+        folder = Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}{f'_{number}' if number > 1 else ''}"
         try:
             folder.mkdir(parents=True)
+            return folder
         except FileExistsError:
-            number += 1
-            folder = stamp.with_name(f"{stamp.name}_{number}")
+            continue
         except OSError as error:
             raise ConfigError(
                 f"cannot make {str(folder)!r}: {error.strerror}. Give --folder one that can be written to."
             ) from None
-        else:
-            return folder
+    raise AssertionError
