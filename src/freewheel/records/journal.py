@@ -105,7 +105,7 @@ class Journal:
         try:
             with (self.folder / f"worker-{rank}.jsonl").open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
-                return int(life(file.read().rpartition(b"\n")[0].splitlines()[-1]) or 0)
+                return int(life(file.read(TAIL).rpartition(b"\n")[0].splitlines()[-1]) or 0)
         except (OSError, ValueError, IndexError):
             return 0
 
