@@ -370,7 +370,7 @@ def test_runs_that_differ_in_much_are_numbered_and_their_clocks_named() -> None:
 
 
 def test_theory_is_compared_and_a_broken_bound_is_named_in_words() -> None:
-    good = made("nodelay", {"tau": 8}, staleness_max=8.0, idle_share=0.0)
+    good = made("nodelay", {"tau": 8}, staleness_max=8.0)
     page = page_of([good])
     assert "3 of 3 bounds hold" in page.said
     assert ["nodelay", "largest staleness", "8 steps", "at most 8 steps", "1", "✓ yes"] in [

@@ -366,8 +366,6 @@ def test_sasgd_drift_is_reached_by_opposite_pulls():
 
 def test_sasgd_shares_one_allreduce_among_t_steps():
     assert theory.sasgd_step_s(t_grad_s=0.1, t_allreduce_s=0.8, T=8) == pytest.approx(0.2)
-    with pytest.raises(ConfigError, match="at least 1 step, not 0"):
-        theory.sasgd_step_s(0.1, 0.8, 0)
 
 
 @law
@@ -453,12 +451,6 @@ def test_one_straggler_of_sixteen(s, sync, free):
     assert theory.straggler_rate_async(16, s) == pytest.approx(free)
 
 
-def test_a_straggler_is_slower():
-    for rate in (theory.straggler_rate_sync, theory.straggler_rate_async):
-        with pytest.raises(ConfigError, match=r"not 0\.5"):
-            rate(16, 0.5)
-
-
 def test_ring_allreduce():
     assert theory.ring_allreduce_s(1, 1e6, 0.1, 1e6) == 0
     assert theory.ring_allreduce_s(4, 8e6, 0.01, 1e6) == pytest.approx(6 * 0.01 + 12)
@@ -496,11 +488,9 @@ def test_a_single_layer_overlaps_nothing(t_f, t_b, t_c, t_u):
     assert ways[0] == pytest.approx(ways[1])
 
 
-def test_sync_step_refuses_nonsense():
+def test_sync_step_needs_both_times_of_every_layer():
     with pytest.raises(ConfigError, match="2 backward times but 1 communication"):
         theory.sync_step_s(1, [1, 1], [1])
-    with pytest.raises(ConfigError, match="negative"):
-        theory.sync_step_s(1, [1, -1], [1, 1])
 
 
 def test_sync_speedup():

@@ -7,7 +7,6 @@ staleness counts an update as known once it has arrived, before it is in the wei
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,20 +15,18 @@ from freewheel import theory
 from freewheel.records.result import Result
 from freewheel.show.rates import step_times_s
 
-Kind = Literal["at most", "at least", "about"]
-
 PAPER = "Talyansky et al., ICLR 2019 submission"
 ABOUT = 0.15
 """How far from its value, in parts of it, a figure may lie that a theory gives as "about"."""
-SHORT_BYTES = 64
-"""What a message without a vector weighs."""
 LOCKSTEP = ("all", "neighbours")
 """Values of waits_for under which all workers make the same number of steps."""
+
+Kind = Literal["at most", "about"]
 
 
 @dataclass(frozen=True)
 class Bound:
-    """One measured figure and what theory says it is at most, at least or about."""
+    """One measured figure and what theory says it is at most, or about."""
 
     name: str
     measured: float
@@ -39,22 +36,15 @@ class Bound:
     kind: Kind
 
     @property
-    def share(self) -> float:
-        """Measured over bound; for a bound of 0, 1 where it holds and infinite where it does not."""
-        if self.bound == 0:
-            return 1.0 if self.holds else math.inf
-        return self.measured / self.bound
+    def share(self) -> float | None:
+        """Measured over bound; None of a bound of 0."""
+        return self.measured / self.bound if self.bound else None
 
     @property
     def holds(self) -> bool:
         """Whether the run kept to it, up to rounding; "about" allows 15 %."""
-        over = self.measured - self.bound
-        rounding = 1e-9 + 1e-6 * abs(self.bound)
-        if self.kind == "at most":
-            return over <= rounding
-        if self.kind == "at least":
-            return over >= -rounding
-        return abs(over) <= ABOUT * abs(self.bound) + rounding
+        over, rounding = self.measured - self.bound, 1e-9 + 1e-6 * abs(self.bound)
+        return over <= rounding if self.kind == "at most" else abs(over) <= ABOUT * abs(self.bound) + rounding
 
 
 class Facts:
@@ -62,70 +52,64 @@ class Facts:
 
     def __init__(self, result: Result) -> None:
         settings, scenario = result.settings, result.scenario
-        self.result, self.n = result, result.workers
         strategy: dict[str, Any] = settings.get("strategy", {})
-        self.tau: Any = strategy.get("tau")
-        self.interval: Any = strategy.get("interval")
-        self.scale, self.global_every = strategy.get("scale"), strategy.get("global_every")
+        self.result, self.n = result, result.workers
+        self.tau, self.interval, self.scale, self.global_every = map(
+            strategy.get, ("tau", "interval", "scale", "global_every")
+        )
         self.lockstep = settings.get("waits_for") in LOCKSTEP
         self.free = settings.get("waits_for") == "nobody" and self.tau is None
         self.real = settings.get("clock") == "wall"
-        self.steps = result.worker_steps / result.workers
-        """Steps per worker."""
-        self.undisturbed = not scenario.get("faults") and not scenario.get("compute", {}).get("pauses")
-        self.times_s = self._measured_s() if self.real else self._times_s(scenario)
-        self.ring_s = self._ring_s(scenario)
+        self.steps = result.worker_steps / result.workers  # of each worker
+        compute = scenario.get("compute", {})
+        self.undisturbed = not scenario.get("faults") and not compute.get("pauses")
+        self.times_s = self._measured_s() if self.real else self._told_s(compute)
+        """What a step takes each worker that does not wait."""
+        self.ring_s = self._ring_s(scenario.get("links", {}))
 
         # With momentum or AdamW an update is no longer the learning rate times one gradient.
         plain = settings.get("momentum") == 0 and scenario.get("optimizer", "sgd") == "sgd"
         norm = max((worker.get("gradient_norm_max", 0.0) for worker in result.by_worker), default=0.0)
         known = "lr" in settings and plain and result.loss is not None and norm > 0
-        self.update = norm * settings["lr"] if known else None
-        """The largest step of the weights: the largest gradient norm seen times the learning rate."""
+        self.update = norm * settings["lr"] if known else None  # the largest step of the weights
 
-    def _times_s(self, scenario: dict[str, Any]) -> list[float] | None:
-        """What a gradient takes each worker, where that is one number for the whole run."""
-        compute = scenario.get("compute", {})
+    def _told_s(self, compute: dict[str, Any]) -> list[float]:
+        """Where a gradient takes each worker the same time in the whole run."""
         if not self.undisturbed or compute.get("kind") != "constant" or compute.get("of"):
-            return None
+            return []
         slow = {int(rank): factor for rank, factor in compute.get("slow", {}).items()}
         return [compute["ms"] / 1e3 * slow.get(rank, 1.0) for rank in range(self.n)]
 
-    def _measured_s(self) -> list[float] | None:
-        """The same of real machines: what their steps took while they did not wait."""
+    def _measured_s(self) -> list[float]:
         workers = self.result.by_worker
-        steps = {worker["steps"] for worker in workers}
-        if self.lockstep and (len(workers) != self.n or len(steps) > 1):  # somebody came, went or fell behind
-            return None
-        return list(step_times_s(workers).values()) or None
+        if self.lockstep and (len(workers) != self.n or len({worker["steps"] for worker in workers}) > 1):
+            return []  # somebody came, went or fell behind
+        return list(step_times_s(workers).values())
 
-    def _ring_s(self, scenario: dict[str, Any]) -> float | None:
-        """What a merge of all workers takes, where all links are equal; only where nothing else is sent."""
-        links = scenario.get("links", {})
+    def _ring_s(self, links: dict[str, Any]) -> float | None:
+        """What a merge of all workers takes, where all links are equal and nothing else is sent."""
         unequal = any(factor != 1 for factor in links.get("slow", {}).values())
         if not links or unequal or links["backbone_mbit"] is not None or links["workers_per_node"] > 1:
             return None
-        messages = sum(worker.get("messages_out", 0) for worker in self.result.by_worker)
-        sent = sum(worker.get("bytes_out", 0) for worker in self.result.by_worker)
-        # Of n + 1 messages n are hops of the ring, one is short: "have" or "commit", which take a latency
-        # each. Taking the size of a hop from the run brings the header in, which counts where many workers
-        # share a small model.
-        hops = messages * self.n / (self.n + 1)
-        hop_bytes = (sent - (messages - hops) * SHORT_BYTES) / hops if messages else 0.0
         latency_s = links["latency_ms"] / 1e3
         bytes_per_s = min(links["mbit"], links.get("out_mbit") or links["mbit"]) * 1e6 / 8
-        ring_s = theory.ring_allreduce_s(self.n, self.n * hop_bytes, latency_s, bytes_per_s)
-        return ring_s + 2 * latency_s if messages else ring_s
+        size = self.result.settings["model_bytes"]
+        short_s = 2 * latency_s if self.n > 1 else 0.0  # "have" and "commit"
+        return theory.ring_allreduce_s(self.n, size, latency_s, bytes_per_s) + short_s
 
     @property
     def ideal_per_s(self) -> float | None:
         """Σ 1/t_i: steps in a second if nobody ever waits."""
-        return sum(1 / t for t in self.times_s) if self.times_s else None
+        return sum(1 / t for t in self.times_s) or None
+
+    @property
+    def slowest_per_s(self) -> float | None:
+        """n / max t_i: steps in a second if all wait for the slowest."""
+        return self.n / max(self.times_s) if self.lockstep and self.times_s else None
 
     def nodelay_idle(self) -> float | None:
         """While a merge outlasts the gradients beside it; where all workers are equal."""
-        equal = self.times_s and len(set(self.times_s)) == 1 and self._whole(self.tau // 2)
-        if not self.times_s or not equal or self.ring_s is None:
+        if len(set(self.times_s)) != 1 or self.ring_s is None or not self._whole(self.tau // 2):
             return None
         return theory.nodelay_idle_share(self.tau, self.ring_s, self.times_s[0])
 
@@ -144,20 +128,14 @@ class Facts:
         return None if self.update is None else theory.sasgd_drift(1.0, steps, self.update)
 
     def one_update(self) -> float | None:
-        """Replicas are equal after equally many steps.
-
-        A sample taken when only some have made their next step sees one update of difference.
-        """
+        """Replicas are equal after equally many steps; a sample between two of them sees one update."""
         if self.result.loss is None:
             return None  # nothing was trained, so nothing can differ
         even = all(sample.worker_steps % self.n == 0 for sample in self.result.curve)
         return 0.0 if even else self.update
 
     def mean_delay(self) -> float | None:
-        """Each worker's delays add up to the updates of others before its own last one.
-
-        Those after it are missing: n times the largest delay at worst, which a long run does not feel.
-        """
+        """The updates of others before a worker's last one; those after it are few in a long run."""
         missing = self.n * self.result.staleness_max / self.result.worker_steps
         expected = theory.asgd_mean_delay(self.n)
         return expected if self.undisturbed and missing <= ABOUT * expected else None
@@ -200,7 +178,7 @@ LAWS: tuple[Law, ...] = (
     ("", "worker-steps per second", "about", "Σ 1/t_i, where nobody waits",
      lambda f: f.ideal_per_s if f.free and f.steps >= 10 else None),
     ("", "worker-steps per second", "at most", "n / max t_i, where all wait for the slowest",
-     lambda f: f.n / max(f.times_s) if f.lockstep and f.times_s and len(set(f.times_s)) > 1 else None),
+     lambda f: f.slowest_per_s if len(set(f.times_s)) > 1 else None),
 )  # fmt: skip
 
 REAL_LAWS: tuple[Law, ...] = (
@@ -208,7 +186,7 @@ REAL_LAWS: tuple[Law, ...] = (
     ("", "worker-steps per second", "at most", "Σ 1/t_i, t_i as measured: none ever waits",
      lambda f: None if f.lockstep else f.ideal_per_s),
     ("", "worker-steps per second", "at most", "n / max t_i, t_i as measured: all wait for the slowest",
-     lambda f: f.n / max(f.times_s) if f.lockstep and f.times_s else None),
+     lambda f: f.slowest_per_s),
 )  # fmt: skip
 """Of real machines, which do other things meanwhile."""
 

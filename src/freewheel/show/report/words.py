@@ -135,7 +135,7 @@ def theory_table(runs: Sequence[Shown]) -> tuple[str, Table]:
         "what": [bound.name for _, bound in found],
         "measured": [f"{number(bound.measured)} {bound.unit}".rstrip() for _, bound in found],
         "theory": [f"{bound.kind} {number(bound.bound)} {bound.unit}".rstrip() for _, bound in found],
-        "measured / theory": [number(bound.share if bound.bound else None) for _, bound in found],
+        "measured / theory": [number(bound.share) for _, bound in found],
         "holds": ["✓ yes" if bound.holds else "✗ no" for _, bound in found],
         "source": [bound.source for _, bound in found],
     }
