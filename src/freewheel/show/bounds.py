@@ -54,9 +54,9 @@ class Facts:
         settings, scenario = result.settings, result.scenario
         strategy: dict[str, Any] = settings.get("strategy", {})
         self.result, self.n = result, result.workers
-        self.tau, self.interval, self.scale, self.global_every = map(
-            strategy.get, ("tau", "interval", "scale", "global_every")
-        )
+        self.tau: Any = strategy.get("tau")
+        self.interval: Any = strategy.get("interval")
+        self.scale, self.global_every = strategy.get("scale"), strategy.get("global_every")
         self.lockstep = settings.get("waits_for") in LOCKSTEP
         self.free = settings.get("waits_for") == "nobody" and self.tau is None
         self.real = settings.get("clock") == "wall"
