@@ -1,12 +1,15 @@
-"""Accuracy at equal samples and time to a target, for strategies, sizes, speeds and seeds, in virtual time.
+r"""Accuracy at equal samples and time to a target, for strategies, sizes, speeds and seeds, in virtual time.
 
     python benchmarks/convergence.py run --task cifar10:data=cifar10.npz --device cuda --out rows.jsonl
+    python benchmarks/convergence.py run --task small:data=cifar10.npz --worker-steps 3200 \
+        --batch-of-all 256 --out small.jsonl
     python benchmarks/convergence.py table rows.jsonl --picture convergence.svg
 
 `run` adds one line of JSON for each cell and leaves out the cells that are there, so it can be stopped and
 started again. All cells see the same number of samples. The rate is that of one worker times their number, up
 to 8 of them, and times the square root of what is beyond; AdamW's is times the square root of up to 8.
 `--batch-of-all` divides one batch among the workers: all sizes then have the rate and the steps of 8 workers.
+The task `small` is CIFAR-10 at 16×16 pixels with three convolutions: a CPU computes a cell in ten seconds.
 `--jobs` cells are computed at the same time. `--by loss` measures by the loss and not by the accuracy.
 """
 
@@ -21,14 +24,50 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-ROUNDS = ("allreduce", "adpsgd", "nodelay_free", "sasgd:interval=8", "asgd", "dasgd")
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812
+
+from freewheel import names, tasks
+
+ROUNDS = ("allreduce", "adpsgd", "nodelay_free", "sasgd:interval=8", "asgd", "dasgd", "nodelay")
 LESS, MORE = 0.005, 0.01
 """How far below all-reduce's final accuracy, and above its loss, the target is."""
 Row = dict[str, Any]
+
+
+@dataclass
+class Small(tasks.Cifar10):
+    """CIFAR-10 at 16×16 pixels, 4,000 of its test images, and a net of 15,000 weights."""
+
+    augment: bool = False
+
+    def prepare(self, workers: int, seed: int) -> None:
+        """Read the images and make them smaller, unless that was done."""
+        super().prepare(workers, seed)
+        if self.images.shape[-1] > 16:
+            self.images, self.test_images = halved(self.images), halved(self.test_images)[:4000]
+            self.test_labels = self.test_labels[:4000]
+
+    def model(self) -> nn.Module:
+        """Three convolutions."""
+        layers = [layer for sizes in ((3, 16, 1), (16, 32, 2), (32, 32, 1)) for layer in convolution(*sizes)]
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+
+
+def halved(images: Tensor) -> Tensor:
+    """Images of half the width and height."""
+    return F.avg_pool2d(images.float(), 2).round().to(torch.uint8)
+
+
+def convolution(inputs: int, outputs: int, stride: int) -> tuple[nn.Module, ...]:
+    """Of 3×3 pixels."""
+    return nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
 
 
 def cells(given: argparse.Namespace) -> list[Row]:
@@ -91,9 +130,9 @@ def run(given: argparse.Namespace) -> None:
         ]
         raise SystemExit(max(job.wait() for job in jobs))
     at, of = map(int, given.part.split("/"))
-    from freewheel import tasks
-
-    given.loaded = tasks.resolve(given.task)
+    if given.device == "cpu":
+        torch.set_num_threads(1)  # `--jobs` takes more
+    given.loaded = names.build("task", given.task, tasks.ALL | {"small": Small})
     end_s = time.monotonic() + given.seconds
     for row in todo[at::of]:
         if time.monotonic() > end_s:
