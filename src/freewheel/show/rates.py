@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
 from collections import Counter, defaultdict
@@ -15,7 +14,7 @@ import numpy as np
 from freewheel.errors import ConfigError
 from freewheel.records.counters import CAUSES
 from freewheel.records.result import Lives, Result, Sample, result
-from freewheel.records.run import DEATHS, Run
+from freewheel.records.run import Run
 from freewheel.records.track import Floats, Track
 
 LATELY_S = 5.0
@@ -41,8 +40,7 @@ def rate(track: Track, name: str = "steps", over_s: float = LATELY_S) -> float |
 
 def every_s(told: Sequence[float] | Floats) -> float:
     """How often a worker writes, as its last samples show."""
-    between = sorted(float(after - before) for before, after in itertools.pairwise(told[-10:]))
-    return between[len(between) // 2] if between else 0.0
+    return float(np.median(np.diff(told[-10:]))) if len(told) > 1 else 0.0
 
 
 # -- of all workers --
@@ -51,12 +49,9 @@ def every_s(told: Sequence[float] | Floats) -> float:
 def blocked(tracks: Iterable[Track]) -> dict[str, float]:
     """Which share of the workers' time they waited for what."""
     tracks = list(tracks)
-
-    def total(name: str) -> float:
-        return sum(track.value(name) or 0.0 for track in tracks)
-
-    lived_s = total("elapsed_s")
-    return {cause: min(1.0, total(f"{cause}_s") / lived_s) if lived_s > 0 else 0.0 for cause in CAUSES}
+    lived_s = sum(track.value("elapsed_s") or 0.0 for track in tracks) or math.inf
+    waited_s = {cause: sum(track.value(f"{cause}_s") or 0.0 for track in tracks) for cause in CAUSES}
+    return {cause: min(1.0, of_s / lived_s) for cause, of_s in waited_s.items()}
 
 
 def elapsed_s(run: Run) -> float:
@@ -145,17 +140,16 @@ def summed(values: Iterable[float | None]) -> float | None:
 
 def result_of(run: Run) -> Result:
     """The figures of a run's folder, up to its last sample; refuses one that has nothing to tell yet."""
-    begun = any(life["steps"] and life.get("elapsed_s") for life in run.lives)
-    if not run.about or not begun:
-        if begun:
-            why = (
-                "has records but no run.json: strategy and settings are not known. `freewheel watch` shows "
-                "what is there. Put run.json back, or give another folder"
-            )
-        elif run.live:
-            why = "is still starting: no worker has made a step. Try again when one has"
-        else:
-            why = "ended before any worker made a step; the logs in it may say why"
+    why = ""
+    if not any(life["steps"] and life.get("elapsed_s") for life in run.lives):
+        starting = "is still starting: no worker has made a step. Try again when one has"
+        why = starting if run.live else "ended before any worker made a step; the logs in it may say why"
+    elif not run.about:
+        why = (
+            "has records but no run.json: strategy and settings are not known. `freewheel watch` shows what "
+            "is there. Put run.json back, or give another folder"
+        )
+    if why:
         raise ConfigError(f"{str(run.folder)!r} {why}.")
     try:
         return _result(run, run.about, run.lives)
@@ -172,12 +166,12 @@ def _result(run: Run, about: dict[str, Any], lives: list[dict[str, Any]]) -> Res
     losses = {rank: of for rank, of in last.items() if run.state(rank) not in ("dead", "silent")} or last
     curve = [
         Sample(
-            virtual_s=max(0.0, one.time - run.began_s),
-            worker_steps=one.worker_steps or 0,
-            loss=one.loss,
-            accuracy=one.accuracy,
-            discrepancy=one.discrepancy or 0.0,
-            consensus=one.consensus or 0.0,
+            max(0.0, one.time - run.began_s),
+            one.worker_steps or 0,
+            one.loss,
+            one.accuracy,
+            one.discrepancy or 0.0,
+            one.consensus or 0.0,
         )
         for one in run.evaluations
     ]
@@ -204,8 +198,6 @@ RATE_OVER = 4
 """A rate is taken over so many intervals between moments, and over ten samples at least."""
 FEW = 3
 """Steps that are too few to say how long one takes."""
-LATE = 4.0
-"""A worker counts as there for the time of so many samples after its last one."""
 
 Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
 
@@ -241,77 +233,51 @@ def moments(duration_s: float) -> Floats:
 
 def series(run: Run) -> Series:
     """The series of a run as far as it has come."""
-    began = run.began_s
-    clock = began + moments(run.ended_s - began)
+    clock = run.began_s + moments(run.ended_s - run.began_s)
     tracks = [track for track in run.workers.values() if track.latest]
-    there = [_there(run, track, clock) for track in tracks]
-    steps, samples = (
-        sum((grown(track, name, clock) for track in tracks), np.zeros_like(clock))
-        for name in ("steps", "samples")
-    )
-    unknown, pairs = np.full(len(clock), np.nan), list(zip(tracks, there, strict=True))
-    losses, distances = (
-        np.array([unknown, *(_level(track, now, name, clock) for track, now in pairs)])
-        for name in ("loss", "discrepancy")
-    )
-    rate, ideal = _rates(tracks, there, clock)
-    if all(track.latest.get("last") for track in tracks):
-        # A worker that ends has just finished a step, all others are in the middle of one.
-        rate[-1] = ideal[-1] = np.nan
+    width_s = float(clock[1] - clock[0]) if len(clock) > 1 else 0.0
+    often_s = max((every_s(track.array("time")) for track in tracks), default=0.0)
+    before = clock - max(RATE_OVER * width_s, 10 * often_s)
+    nothing = np.zeros((len(tracks) or 1, len(clock)))
+    steps, samples, rate, ideal = (nothing.copy() for _ in range(4))
+    loss, distance = (np.full_like(nothing, np.nan) for _ in range(2))
+    for at, track in enumerate(tracks):
+        there, place = _there(track, clock, max(width_s, every_s(track.array("time"))))
+        steps[at], samples[at] = (grown(track, name, clock) for name in ("steps", "samples"))
+        loss[at], distance[at] = (
+            np.where(there, track.array(name)[place], np.nan) for name in ("loss", "discrepancy")
+        )
+        rate[at], ideal[at] = (np.where(there, of, 0.0) for of in _rates(track, clock, before))
+    known = ideal.sum(axis=0) > 0
     with warnings.catch_warnings():  # a moment at which no worker knows is nan, as it should be
         warnings.simplefilter("ignore", RuntimeWarning)
-        mean, least, most = (of(losses, axis=0) for of in (np.nanmean, np.nanmin, np.nanmax))
-        distance = np.nanmean(distances, axis=0)
-    return Series(clock - began, steps, samples, mean, least, most, distance, rate, ideal)
+        return Series(
+            time_s=clock - run.began_s,
+            steps=steps.sum(axis=0),
+            samples=samples.sum(axis=0),
+            loss=np.nanmean(loss, axis=0),
+            loss_least=np.nanmin(loss, axis=0),
+            loss_most=np.nanmax(loss, axis=0),
+            distance=np.nanmean(distance, axis=0),
+            rate=np.where(known, rate.sum(axis=0), np.nan),
+            ideal=np.where(known, ideal.sum(axis=0), np.nan),
+        )
 
 
-def _there(run: Run, track: Track, clock: Floats) -> Bools:
-    """Whether the worker lives: not before its first sample, long after its last, or between two lives.
-
-    When it died somebody may have noticed; else its last sample is all there is.
-    """
-    told = track.array("time")
-    died = [event.time for event in run.events if event.rank == track.rank and event.what in DEATHS]
-    late_s = max(_width(clock), LATE * every_s(told))
-
-    def until_s(last: int) -> float:
-        return float(min([told[last] + late_s, *(at for at in died if at >= told[last])]))
-
-    there: Bools = (clock >= told[0]) & (clock <= until_s(-1))
-    for last in np.flatnonzero(np.diff(track.array("life")) > 0):
-        there &= ~((clock > until_s(int(last))) & (clock < told[last + 1]))
-    return there
+def _there(track: Track, clock: Floats, late_s: float) -> tuple[Bools, Any]:
+    """Whether the worker lives, which it does not long after the last sample of a life; its last sample."""
+    told, lives = track.array("time"), track.array("life")
+    place = np.searchsorted(told, clock, side="right") - 1
+    last = np.append(np.diff(lives) > 0, True)
+    return (place >= 0) & ~(last[place] & (clock > told[place] + late_s)), place
 
 
-def _level(track: Track, there: Bools, name: str, clock: Floats) -> Floats:
-    values = track.array(name)
-    known = ~np.isnan(values)
-    if not known.any():
-        return np.full(len(clock), np.nan)
-    place = np.searchsorted(track.array("time")[known], clock, side="right") - 1
-    return np.where((place >= 0) & there, values[known][place], np.nan)
-
-
-def _rates(tracks: list[Track], there: list[Bools], clock: Floats) -> tuple[Floats, Floats]:
-    """Steps in a second of those who are there, as they were and as if they did nothing but compute."""
-    rate, ideal = np.zeros_like(clock), np.zeros_like(clock)
-    often_s = max((every_s(track.array("time")) for track in tracks), default=0.0)
-    over_s = max(RATE_OVER * _width(clock), 10 * often_s)
-    before = np.maximum(0, np.searchsorted(clock, clock - over_s - 1e-9, side="right") - 1)
-    for track, now in zip(tracks, there, strict=True):
-        sums = [grown(track, name, clock) for name in ("steps", "elapsed_s", "compute_s")]
-        made, alive_s, computed_s = (of - of[before] for of in sums)
-        computed_s = np.minimum(computed_s, alive_s)  # a long step counts when it ends
-        with np.errstate(divide="ignore", invalid="ignore"):
-            own = np.where(alive_s > 0, made / alive_s, 0.0)
-            free = np.where((made >= FEW) & (computed_s > 0), made / computed_s, sums[0] / sums[2])
-        rate += np.where(now, own, 0.0)
-        ideal += np.where(now & np.isfinite(free), free, 0.0)
-    # In the beginning there is too little to divide by.
-    early = clock - clock[before] < min(2 * often_s, 0.25 * float(clock[-1] - clock[0]))
-    nobody = (ideal <= 0) | early
-    return np.where(nobody, np.nan, rate), np.where(nobody, np.nan, ideal)
-
-
-def _width(clock: Floats) -> float:
-    return float(clock[1] - clock[0]) if len(clock) > 1 else 0.0
+def _rates(track: Track, clock: Floats, before: Floats) -> tuple[Floats, Floats]:
+    """Steps in a second lately, as they were and as if the worker did nothing but compute."""
+    sums = [grown(track, name, clock) for name in ("steps", "elapsed_s", "compute_s")]
+    early = [grown(track, name, before) for name in ("steps", "elapsed_s", "compute_s")]
+    made, alive_s, computed_s = (now - then for now, then in zip(sums, early, strict=True))
+    computed_s = np.minimum(computed_s, alive_s)  # a long step counts when it ends
+    with np.errstate(divide="ignore", invalid="ignore"):
+        free = np.where(made >= FEW, made / computed_s, sums[0] / sums[2])
+        return np.nan_to_num(made / alive_s), np.where(np.isfinite(free), free, 0.0)
