@@ -16,7 +16,6 @@ from rich.console import Console
 import made
 from freewheel.cli import show as watch_module
 from freewheel.cli.main import main
-from freewheel.errors import ConfigError
 from freewheel.numbers import column
 from freewheel.records.files import check_unused
 from freewheel.records.run import Run, find_run
@@ -545,28 +544,6 @@ def test_a_run_that_cannot_be_read_is_named_and_the_others_are_shown(tmp_path, m
     assert "is not what a run writes" in capsys.readouterr().err
     (good / "run.json").write_text("[]")
     assert command(monkeypatch, tmp_path, "--once") == 2
-
-
-def test_a_folder_that_a_launcher_has_just_made_is_a_run_that_starts(tmp_path):
-    made.run(tmp_path / "old", workers=1)
-    aged(tmp_path / "old", 3600)
-    starting = tmp_path / "2026-11-15_18-20-00"
-    starting.mkdir()
-    assert (find_run(tmp_path).run.folder, bool(find_run(tmp_path).run.workers)) == (starting, False)
-    assert (find_run(starting).run.folder, bool(find_run(starting).run.workers)) == (starting, False)
-    made.run(starting / "0-adpsgd", workers=1)
-    assert (find_run(tmp_path).run.folder, bool(find_run(tmp_path).run.workers)) == (
-        starting / "0-adpsgd",
-        True,
-    )
-
-
-def test_an_empty_folder_of_yesterday_is_no_run(tmp_path):
-    left = tmp_path / "2026-11-14_18-20-00"
-    left.mkdir()
-    aged(left, 86_400)
-    with pytest.raises(ConfigError, match="is no run"):
-        find_run(left)
 
 
 def test_without_a_folder_the_newest_in_runs_is_shown(tmp_path, monkeypatch, capsys):

@@ -45,10 +45,9 @@ class Timeline:
         """All of it, as a line; None: there is nothing."""
         gradients, exchanges = _taken(self._gradients), _taken(self._exchanges)
         merges = _taken(self._merges)
-        firsts = [one[0] for some in (gradients, exchanges, merges) for one in some[:1]]
-        if not firsts:
+        from_s = min((one[0] for one in (*gradients, *exchanges, *merges)), default=None)
+        if from_s is None:
             return None
-        from_s = min(firsts)
 
         def units(seconds: float, since_s: float = 0.0) -> int:
             return round((seconds - since_s) * UNITS)
@@ -70,8 +69,8 @@ def _taken(kept: deque[Any]) -> list[Any]:
 
 CAUSES = ("peers", "data", "checkpoint")
 """Why training may wait: for a strategy that waits, for the loader, for a checkpoint to be copied."""
-TOLD = ("discrepancy", "staleness_max", "bytes_out", "bytes_in", "messages_out", "messages_dropped",
-        "samples", "samples_again", "gradient_norm_max")  # fmt: skip
+TOLD = ("discrepancy", "discrepancy_max", "staleness_max", "bytes_out", "bytes_in", "messages_out",
+        "messages_dropped", "samples", "samples_again", "gradient_norm_max")  # fmt: skip
 """What a worker says as it counts it."""
 
 
@@ -100,9 +99,7 @@ class Counters:
     discrepancy: float | None = None
     """How far the last peer met was; after a merge, how far the mean was: where that was asked for."""
     discrepancy_max: float = 0.0
-    """The largest distance to a peer in an exchange, of those that were measured."""
-    mean_apart_max: float = 0.0
-    """The largest distance to the mean at a merge, of those that were measured."""
+    """The largest distance to a peer, or to the mean at a merge, of those that were measured."""
     measure: bool = False
     """Whether somebody wants to know how far the others are at the next exchange or merge."""
     measure_always: bool = False
@@ -142,13 +139,12 @@ class Counters:
         times, before = self.peers.get(peer, (0, None))
         self.peers[peer] = (times + 1, before if apart is None else apart)
         if apart is not None:
-            self.discrepancy = apart
-            self.discrepancy_max = max(self.discrepancy_max, apart)
+            self.measured(apart)
 
     def measured(self, apart: float) -> None:
-        """How far the mean of a merge was."""
+        """How far a peer was, or the mean of a merge."""
         self.discrepancy = apart
-        self.mean_apart_max = max(self.mean_apart_max, apart)
+        self.discrepancy_max = max(self.discrepancy_max, apart)
 
     def met_all(self, peers: tuple[int, ...], now_s: float = 0.0) -> None:
         """A merge with some peers is done."""
@@ -174,7 +170,6 @@ class Counters:
             "exchanges": dict(self.exchanges),
             "merges": dict(self.merges),
             "peers": dict(sorted(self._met().items())),
-            "discrepancy_max": max(self.discrepancy_max, self.mean_apart_max),
             "staleness_mean": self.staleness_sum / stale if stale else 0.0,
             "staleness_counts": {1 << k >> 1: n for k, n in enumerate(self.staleness_classes) if n},
             **{name: getattr(self, name) for name in TOLD},

@@ -88,7 +88,7 @@ class Events:
 
     def __init__(self) -> None:
         self.all: list[Event] = []
-        self.last: dict[Key, Event] = {}
+        self._last: dict[Key, Event] = {}
         """The last event of each kind, of each life of a worker; of all workers: of each text."""
 
     def sort(self) -> None:
@@ -109,9 +109,9 @@ class Events:
             if any(event.takes_link(new) for event in reversed(self.all[-LATELY:])):
                 return
         key = (what, rank, new.text if rank is None else life)
-        event = self.last.get(key)
+        event = self._last.get(key)
         if event and event.near(new) and event.peer == peer and not event.links and by not in event.by:
             event.join(new)
             return
         self.all.append(new)
-        self.last[key] = new
+        self._last[key] = new

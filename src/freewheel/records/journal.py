@@ -106,7 +106,7 @@ class Journal:
             with (self.folder / f"worker-{rank}.jsonl").open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
                 return int(life(file.read(TAIL).rpartition(b"\n")[0].splitlines()[-1]) or 0)
-        except (OSError, ValueError, IndexError):
+        except (OSError, ValueError, IndexError, TypeError):
             return 0
 
     # -- how --

@@ -59,21 +59,10 @@ class Result:
 
     @property
     def scenario(self) -> dict[str, Any]:
-        """What was simulated; of a real run what `train` and `compare` say, if it looks as they say it.
-
-        A script's own settings stand among those, and may have any name.
-        """
+        """What was simulated, or what `train` and `compare` say; a script's own settings are none of it."""
         found: dict[str, Any] = self.settings.get("scenario", {})
-        if self.settings.get("clock") != "wall":
-            return found
-        slow = found.get("slow")
-        fits = {
-            "steps": isinstance(found.get("steps"), int),
-            "seconds": isinstance(found.get("seconds"), int | float),
-            "compute_ms": isinstance(found.get("compute_ms"), int | float),
-            "slow": isinstance(slow, dict) and all(isinstance(one, int | float) for one in slow.values()),
-        }
-        return {name: found[name] for name, good in fits.items() if good}
+        ours = self.clock == "virtual" or found.keys() >= {"task", "compute_ms", "slow", "evaluations"}
+        return found if ours else {}
 
     @property
     def clock(self) -> str:

@@ -6,16 +6,16 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from freewheel.errors import ConfigError
-from freewheel.records.events import Event, Events
+from freewheel.records.events import TOGETHER_S, Event, Events
 from freewheel.records.schema import Evaluation, read_run_json, stamp
 from freewheel.records.track import POINTS, Line, Tail, Track
 
@@ -174,28 +174,25 @@ class Run:
     def state(self, rank: int) -> str:
         """joining, training, finished, dead or silent."""
         track = self.workers.get(rank)
-        if track is None:
-            if self._news_of(rank, 0) == "dead":
-                return "dead"
-            return "joining" if self.live else "silent"
-        latest = track.latest
+        latest = track.latest if track is not None else {}
         if latest.get("last"):
             return "finished"
-        keys = [(what, rank, life) for what in DEATHS for life in (track.life, None)]
-        deaths = [event for key in keys if (event := self._happened.last.get(key)) is not None]
-        if any(event.last_s >= latest["time"] - 1.0 for event in deaths):
-            return self._news_of(rank, track.life) or "dead"
+        life, since_s = (0, -math.inf) if track is None else (track.life, latest["time"] - 1.0)
+        for event in reversed(self.events):
+            if event.time < since_s - TOGETHER_S:
+                break
+            if event.rank != rank or event.last_s < since_s:
+                continue
+            if event.what in DEATHS and (event.life or life) >= life:
+                return "dead"
+            if event.what in COMINGS and (event.life or 0) > life:
+                return "joining"
+        if track is None:
+            return "joining" if self.live else "silent"
         # A clock of another host may be wrong: whom we hear is not silent.
         if self.clock == "wall" and time.time() - max(latest["time"], track.heard_s) > SILENT_S:
             return "silent"
         return str(latest.get("state", "training"))
-
-    def _news_of(self, rank: int, life: int) -> str | None:
-        """Whether a worker is coming or dead in a life after this one, of which it has written nothing."""
-        for event in reversed(self.events):
-            if event.rank == rank and (event.life or 0) > life and event.what in (*DEATHS, *COMINGS):
-                return "dead" if event.what in DEATHS else "joining"
-        return None
 
     @property
     def live(self) -> bool:
@@ -227,13 +224,11 @@ def _when(line: dict[str, Any]) -> float:
 
 # -- which run a folder means --
 STARTING_S = 120.0
-"""A folder as `freewheel run` makes them that is no older than this may yet become a run."""
+"""A run in which nobody has written for so long never began."""
 NUMBERED = re.compile(r"\d+-")
-STAMP = re.compile(r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d(_\d+)?")
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """The run to show, others that are live or starting, and what is wrong with those left out."""
 
     run: Run
@@ -243,11 +238,9 @@ class Choice:
 
 def find_run(folder: Path) -> Choice:
     """The newest run in a folder that is starting or live, else the newest one that can be read."""
-    starting = _starting(folder)
-    found = [*starting, *(_below(folder) if starting else find_runs(folder))]
     newest, awake, broken = None, [], []
-    for path in sorted(found, key=written_s, reverse=True):
-        lately = path in starting or time.time() - written_s(path) < SILENT_S
+    for path in sorted(find_runs(folder), key=written_s, reverse=True):
+        lately = time.time() - written_s(path) < SILENT_S
         if newest is not None and not lately:
             break
         try:
@@ -293,8 +286,8 @@ def compared(folder: Path, runs: Sequence[Path]) -> bool:
 
 
 def written_s(run: Path) -> float:
-    """When anything in a folder was last written; of an empty one, when it was made."""
-    return max((_changed_s(path) for path in run.glob("*") if path.is_file()), default=_changed_s(run))
+    """When anything in a folder was last written."""
+    return max((_changed_s(path) for path in run.glob("*") if path.is_file()), default=0.0)
 
 
 def _below(folder: Path) -> list[Path]:
@@ -315,12 +308,6 @@ def _known(folder: Path) -> str:
     if runs and home.resolve() != folder.resolve():
         return f"The newest here is {max(runs, key=_changed_s)}."
     return "Give a folder that `freewheel run`, `train`, `compare` or `simulate --folder` has written."
-
-
-def _starting(folder: Path) -> list[Path]:
-    """Folders, this one or below it, that a launcher has just made and no worker has written into."""
-    stamped = [path for path in (folder, *folder.glob("*/")) if STAMP.fullmatch(path.resolve().name)]
-    return [path for path in stamped if _began_s(path) > time.time() - STARTING_S and not _below(path)]
 
 
 def _began_s(run: Path) -> float:

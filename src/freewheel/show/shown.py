@@ -148,17 +148,12 @@ def shown(runs: Sequence[Run]) -> list[Shown]:
 
 def hues(strategies: Sequence[str]) -> list[int]:
     """A colour for each run: its strategy's own, unless an earlier run has it."""
-    owners: dict[int, int] = {}
+    given: dict[int, int] = {}
     for place, name in enumerate(strategies):
-        if name in OWN:
-            owners.setdefault(OWN[name], place)
-    given = {place: hue for hue, place in owners.items()}
-    others = [
-        *range(len(set(OWN.values())), len(COLOURS)),
-        *OWN.values(),
-        *range(len(COLOURS), len(strategies)),
-    ]
-    free = iter(hue for hue in dict.fromkeys(others) if hue not in owners)
+        if name in OWN and OWN[name] not in given.values():
+            given[place] = OWN[name]
+    others = [*range(3, len(COLOURS)), *OWN.values(), *range(len(COLOURS), len(COLOURS) + len(strategies))]
+    free = (hue for hue in dict.fromkeys(others) if hue not in given.values())
     return [given[place] if place in given else next(free) for place in range(len(strategies))]
 
 
@@ -185,20 +180,23 @@ def _named(
 ) -> list[Shown]:
     """With colours and names: twins get the settings they differ in, their folder's name, or a number."""
     labels = list(names)
-    for prefix in ("settings.strategy.", "settings.scenario.", ""):
-        for places in _twins(labels):
-            flat = [
-                flatten({key: about[place].get(key) for key in ("settings", "workers")}) for place in places
-            ]
-            keys = [key for key in differing(flat) if key.startswith(prefix) and (prefix or key == "workers")]
-            for place, settings in zip(places, flat, strict=True):
-                own = [f":{key.removeprefix(prefix)}={settings[key]}" for key in keys if key in settings]
-                labels[place] += "".join(own) if len(keys) <= NAMED else ""
+    for places in _twins(labels):
+        settings = [about[place].get("settings") or {} for place in places]
+        flat = [
+            flatten(
+                {**one.get("strategy", {}), **one.get("scenario", {}), "workers": about[place].get("workers")}
+            )
+            for place, one in zip(places, settings, strict=True)
+        ]
+        keys = differing(flat)
+        for place, own in zip(places, flat, strict=True):
+            labels[place] += "".join(
+                f":{key}={own[key]}" for key in keys if key in own and len(keys) <= NAMED
+            )
     for places in _twins(labels):
         folders = [run.folder.resolve().name if (run := runs[place]) else "" for place in places]
-        alike = len(set(folders)) < len(places)
         for number, (place, name) in enumerate(zip(places, folders, strict=True), start=1):
-            labels[place] += f" ({number if alike else name})"
+            labels[place] += f" ({name if len(set(folders)) == len(places) else number})"
     each = zip(labels, range(len(names)), hues(names), runs, results, strict=True)
     return [Shown(*one) for one in each]
 
@@ -217,7 +215,7 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
             flat |= flatten(value, f"{prefix}{key}.")
         else:
             text = "–" if value in ({}, (), []) else "none" if value is None else str(value)
-            flat[f"{prefix}{key}"] = text if len(text) <= 300 else text[:299] + "…"
+            flat[f"{prefix}{key}"] = text[:300]
     return flat
 
 
