@@ -23,7 +23,8 @@ from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.farewell import Farewells
 from freewheel.fabric.free_merges import FreeMerges
 from freewheel.fabric.lineage import View
-from freewheel.fabric.merges import Group, Merge, Merges
+from freewheel.fabric.merges import Group, Merge
+from freewheel.fabric.view_merges import Merges
 from freewheel.fabric.views import Views
 from freewheel.patience import Patience
 from freewheel.replica import Replica
@@ -273,7 +274,7 @@ class Node:
             if outcome == "done":
                 self.correct(merge.result, own=True)
 
-        return FreeMerges(self._fabric, self._spawn, act, decided, self.random)
+        return FreeMerges(self._fabric, self._spawn, act, decided)
 
     @property
     def exchanges(self) -> int:

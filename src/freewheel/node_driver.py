@@ -14,7 +14,7 @@ from torch import Tensor
 from freewheel.fabric.base import Fabric, Meet, Message, Note, Pull, Spawn
 from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.farewell import Farewells
-from freewheel.fabric.merges import Merges
+from freewheel.fabric.view_merges import Merges
 from freewheel.fabric.views import Views
 from freewheel.node import Node
 from freewheel.replica import Replica

@@ -48,7 +48,7 @@ class Crew:
             self.lives[rank].append(self.loop.create_task(work))
             return self.lives[rank][-1]
 
-        ending = Ending(fabric, spawn, self.wire.life[rank], lambda: (1.0, 0.0, 0.0), mean, self.size)
+        ending = Ending(fabric, spawn, lambda: (1.0, 0.0, 0.0), mean, self.size)
 
         async def nobody() -> bool:
             return False

@@ -234,7 +234,7 @@ def test_after_any_faults_all_are_together_again(spec, seed):
 
 
 def record(line: int, parents: tuple[int, ...] = (), heirs: tuple[int, ...] = ()) -> Record:
-    return Record(line, parents, heirs, heirs, {})
+    return Record(line, parents, heirs, {})
 
 
 def test_the_main_line():

@@ -16,7 +16,7 @@ import contextlib
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -24,6 +24,7 @@ from freewheel.errors import PeerLost
 from freewheel.fabric.notes import Shape, read_all
 from freewheel.records.counters import Counters
 
+T = TypeVar("T")
 Tag: TypeAlias = tuple[str | int, ...]
 Note: TypeAlias = tuple[float, ...]
 EXCHANGE = "exchange"
@@ -125,10 +126,10 @@ class Message:
             raise self.bad("numbers that are not whole")
         return tuple(map(int, self.note))
 
-    def read(self, shape: Shape) -> Any:
-        """The note of a message that must be whole numbers of this shape (fabric/notes.py)."""
+    def read(self, shape: Shape, make: Callable[[Any], T] = lambda found: found) -> T:
+        """What `make` makes of whole numbers of this shape (fabric/notes.py); it may raise ValueError."""
         try:
-            return read_all(shape, iter(self.numbers(0)))
+            return make(read_all(shape, iter(self.numbers(0))))
         except ValueError as error:
             raise self.bad(f"what makes no sense ({error})") from None
 
@@ -145,6 +146,8 @@ class Fabric:
 
     world_size: int
     counters: Counters
+    life = 0
+    """Which life of this worker it is."""
     silence_s: float
     """How long a peer may give no sign of life before it counts as lost."""
 

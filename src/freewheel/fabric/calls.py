@@ -1,7 +1,7 @@
 """Merges on call: a worker calls some, who take part wherever they are; it counts for all or for none.
 
     who calls                       each member, the caller too
-      call(number, members)  ---->    does it: a snapshot, a reduction
+      call(number, members)  ---->    does it: a snapshot, a reduction, or stops and says how far it was
                              <----    has it; or not: it is busy or away, or has lost whom
       commit, or drop        ---->    it counts, or does not
 
@@ -14,18 +14,19 @@ counts the merge as half.
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import Fabric, Message, NotNow, Spawn, Tag, hear
+from freewheel.fabric.base import Fabric, Message, Note, NotNow, Spawn, Tag, hear
 from freewheel.fabric.lineage import View
 from freewheel.fabric.merges import EVERYBODY, Merge
 
 HAVE, LOST, BUSY, MOVING, AWAY = range(5)
 DROP, COMMIT = range(2)
+Conclude: TypeAlias = Callable[[dict[int, Message]], Note | None]
+"""Makes of what all have said with "has it" what the caller says with "commit"; None: it drops it."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,13 @@ class Calls:
         tag: Tag,
         act: Callable[[Merge], Awaitable[Any]],
         decided: Callable[[Merge, str], None],
-        *,
-        number: int | random.Random,
         longest_s: float | None = None,
     ) -> None:
         self.fabric, self.spawn, self.tag = fabric, spawn, tag
         self._act, self._decided, self._longest_s = act, decided, longest_s
         """What all do, which may raise PeerLost or NotNow; and who hears that it is done, dropped or half."""
-        self._number = number
+        self.number = fabric.life << 20
+        """Of this worker's last call: no life of it repeats another's."""
         self._under_way: Merge | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self.away = False
@@ -69,43 +69,39 @@ class Calls:
         """Whether this worker is in a call."""
         return self._under_way is not None
 
-    @property
-    def number(self) -> int:
-        """Of the last call of this worker; begins anywhere, so that no life of it repeats another's."""
-        if isinstance(self._number, random.Random):
-            self._number = self._number.randrange(2**40)
-        return self._number
-
     def _tags(self, caller: int, number: int) -> tuple[Tag, Tag]:
         """Of what the caller is told, and of what it says; all else of a call begins as the second does."""
         return (*self.tag, "have", caller, number), (*self.tag, caller, number)
 
     # -- who calls --
 
-    async def call(self, members: Sequence[int]) -> Refusal | None:
+    async def call(self, members: Sequence[int], conclude: Conclude = lambda said: ()) -> Refusal | None:
         """Do it with some workers, this one included; None: it counts."""
-        self._number = self.number + 1
-        have, verdict = self._tags(self.fabric.rank, self._number)
+        self.number += 1
+        have, verdict = self._tags(self.fabric.rank, self.number)
         for peer in members:
-            self.fabric.post(peer, self.tag, note=(self._number, *members))
-        word, silent = DROP, set(members)
+            self.fabric.post(peer, self.tag, note=(self.number, *members))
+        word: Note = (DROP,)
+        said: dict[int, Message] = {}
         try:
-            while silent:
+            while len(said) < len(members):
                 answer = await self.fabric.receive(have, among=members)
-                why, lost = answer.numbers(2, 2)
-                if answer.sender not in silent:
+                why, lost, *_ = answer.numbers(2)
+                if answer.sender not in members or answer.sender in said:
                     raise answer.bad("an answer to nothing")
                 if why != HAVE:
                     return Refusal(answer.sender, why, lost)
-                silent.remove(answer.sender)
-            word = COMMIT
+                said[answer.sender] = answer
+            if (more := conclude(said)) is None:
+                return Refusal(self.fabric.rank, BUSY)
+            word = (COMMIT, *more)
             return None
         except PeerLost as error:
             return Refusal(self.fabric.rank, LOST, error.peer)
         finally:
             self.fabric.forget(have)
             for peer in members:
-                self.fabric.post(peer, verdict, note=(word,))
+                self.fabric.post(peer, verdict, note=word)
 
     # -- each member --
 
@@ -138,15 +134,15 @@ class Calls:
         finally:
             if epoch == self.fabric.epoch(merge.caller):
                 have, _ = self._tags(merge.caller, merge.number)
-                self.fabric.post(merge.caller, have, note=(why, lost))
+                self.fabric.post(merge.caller, have, note=(why, lost, *merge.says))
 
     async def _await_verdict(self, call: Message, merge: Merge) -> None:
         outcome = "dropped"
         try:
             async with asyncio.timeout(self._longest_s):
-                (word,) = (await self.fabric.receive(merge.tag, merge.caller)).numbers(1, 1)
+                merge.verdict = await self.fabric.receive(merge.tag, merge.caller)
             # Who calls well says "commit" only once this worker has told it that it has the result.
-            if word == COMMIT and merge.done:
+            if merge.verdict.numbers(1)[0] == COMMIT and merge.done:
                 outcome = "done"
         except (PeerLost, TimeoutError) as error:
             if isinstance(error, TimeoutError):

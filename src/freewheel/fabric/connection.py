@@ -28,7 +28,8 @@ class Vectors(Fabric):
 
     def __init__(self, me: Identity, windows: Windows, transfers: Transfers, wire: torch.dtype) -> None:
         super().__init__(me.rank)
-        self.me, self.world_size, self.counters = me, me.world_size, transfers.counters
+        self.me, self.life, self.world_size = me, me.incarnation, me.world_size
+        self.counters = transfers.counters
         self.windows, self.transfers, self.dtype, self.wire = windows, transfers, transfers.dtype, wire
 
     def wire_of(self, tag: Tag) -> torch.dtype:

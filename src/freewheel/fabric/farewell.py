@@ -53,7 +53,7 @@ class Farewells:
 
     def __init__(self, fabric: Fabric, party: Party, spawn: Spawn, rng: random.Random) -> None:
         self.fabric, self.party, self.random = fabric, party, rng
-        self.calls = Calls(fabric, spawn, CALL, self._share, self._decided, number=rng, longest_s=LONGEST_S)
+        self.calls = Calls(fabric, spawn, CALL, self._share, self._decided, LONGEST_S)
         """A worker is away where it has handed over, or has no weights yet."""
         self._leaving = fabric.by_peer()
         """Who has said that it leaves."""

@@ -4,26 +4,24 @@
       want(last merge it knows)   --->   calls all (fabric/calls.py), unless there was a merge since
                                   <---   over: the number of the last one, and whether who asked was in it
 
-Of two workers that were found not to reach each other only the first is called, until one of them says that
-it reaches others than before; nor is one whose weights were found moving for long, until it asks again.
+Of two workers that do not reach each other only one is called (fabric/reach.py); nor is one whose weights
+were found moving for long, until it asks again.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from freewheel.errors import PeerLost
 from freewheel.fabric.base import Fabric, Message, Spawn, Tag, hear
-from freewheel.fabric.calls import LOST, MOVING, Calls
+from freewheel.fabric.calls import MOVING, Calls
 from freewheel.fabric.merges import Merge
+from freewheel.fabric.reach import Reach
 
 WANT: Tag = ("merge", "want")
 REACH: Tag = ("merge", "reach")
-FORGIVE = 8
-"""After so many calls all are tried again: word that a link has healed may come before that it was cut."""
 
 
 class FreeMerges:
@@ -35,15 +33,13 @@ class FreeMerges:
         spawn: Spawn,
         act: Callable[[Merge], Awaitable[Any]],
         decided: Callable[[Merge, str], None],
-        rng: random.Random,
     ) -> None:
         self.fabric, self._spawn, self._tell = fabric, spawn, decided
-        self._calls = Calls(fabric, spawn, ("merge", "call"), act, self._decided, number=rng)
+        self._calls = Calls(fabric, spawn, ("merge", "call"), act, self._decided)
         self._asked, self._known = 0, self._calls.number
         self._news = asyncio.Event()
         """A merge counted here, or a worker came or went."""
-        self._apart: set[tuple[int, int]] = set()
-        """As leader: pairs that were found not to reach each other, though both are within reach."""
+        self._reach = Reach(fabric, REACH)
         self._moving: set[int] = set()
         """As leader: workers whose weights were found moving for long, until they ask again."""
 
@@ -51,7 +47,7 @@ class FreeMerges:
         """Take part from now on, and lead where this worker has the lowest rank."""
         self._calls.serve()
         self._spawn(hear(self.fabric, WANT, self._wanted))
-        self._spawn(hear(self.fabric, REACH, self._forgive))
+        self._spawn(hear(self.fabric, REACH, self._reached))
         self._spawn(self._watch())
 
     @property
@@ -87,10 +83,11 @@ class FreeMerges:
             self._news.set()
 
     async def _watch(self) -> None:
+        self._reach.told.update(dict.fromkeys(self.fabric.members, self.fabric.members))
         while True:
             await self.fabric.changed()
             self._news.set()
-            self.fabric.post(self.fabric.members[0], REACH)
+            self._reach.tell(self.fabric.members[0], self.fabric.members)
 
     # -- as the worker of lowest rank --
 
@@ -100,24 +97,12 @@ class FreeMerges:
         useful = leads = self.fabric.members[0] == self.fabric.rank
         # Who asks without knowing of the last merge may be in it: it looks again first.
         if leads and known == self._calls.number:
-            if self._calls.number % FORGIVE == 0:
-                self._apart.clear()
-            members = self._choose()
+            members = self._reach.choose([peer for peer in self.fabric.members if peer not in self._moving])
             useful = want.sender in members
             refusal = await self._calls.call(members)
             if refusal is not None and refusal.why == MOVING:
                 self._moving.add(refusal.who)
-            elif refusal is not None and refusal.why == LOST and self.fabric.reaches(refusal.lost):
-                self._apart.add((min(refusal.who, refusal.lost), max(refusal.who, refusal.lost)))
         self.fabric.post(want.sender, ("merge", "over", asked), note=(self._calls.number, useful))
 
-    def _forgive(self, message: Message) -> None:
-        self._apart = {pair for pair in self._apart if message.sender not in pair}
-
-    def _choose(self) -> list[int]:
-        """All within reach, and of a pair that is apart only the first."""
-        members: list[int] = []
-        for rank in self.fabric.members:
-            if rank not in self._moving and not any((other, rank) in self._apart for other in members):
-                members.append(rank)
-        return members
+    def _reached(self, news: Message) -> None:
+        self._reach.sees[news.sender] = news.numbers(1)

@@ -1,4 +1,4 @@
-"""What a worker says of itself when it is asked into a view, and whose weights go on in it."""
+"""What a worker says of itself when it is called into a view, and whose weights go on in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from freewheel.fabric.notes import pack
 
 Pair: TypeAlias = tuple[int, int]
 PAIRS = [(int, int)]
-RECORD = (int, [int], [int], [int], PAIRS)
+RECORD = (int, [int], [int], PAIRS)
 """What a record is as numbers."""
 STAMPS, GROUPS = 2**40, 4096
 """Views of a run, and groups that merge, of which there are never so many."""
@@ -32,44 +32,33 @@ class View:
 
 @dataclass
 class Record:
-    """What a worker says of itself when it is asked into a view; and what a leader says of the new one."""
+    """What a worker says of itself when it is called into a view; and what a leader says of the new one."""
 
     line: int
-    """The stamp of the last view in which it had the main line's weights; -1: it has none."""
+    """The number of the last view in which it had the main line's weights; -1: it has none."""
     parents: tuple[int, ...]
     """The lines that view came from."""
     heirs: tuple[int, ...]
     """Who came into that view with the main line's weights."""
-    members: tuple[int, ...]
-    """Who is in its present view."""
     counted: dict[int, int]
     """How many merges of each group have counted."""
 
     def pack(self) -> Note:
         """As numbers."""
-        lists = map(list, (self.parents, self.heirs, self.members, sorted(self.counted.items())))
-        return pack(self.line, *lists)
+        return pack(self.line, list(self.parents), list(self.heirs), sorted(self.counted.items()))
 
     @classmethod
-    def of(cls, words: Sequence[Any], world_size: int) -> Record:
-        """The way back; ValueError if it cannot be one."""
-        line, parents, heirs, members, counted = words
-        return cls(line, tuple(parents), ranks(heirs, world_size), ranks(members, world_size), pairs(counted))
-
-
-def donors(copies: Sequence[Pair], new: Record) -> dict[int, int]:
-    """Who copies whose weights in a new view: all members but the heirs; ValueError if that cannot be."""
-    found, members, heirs = pairs(copies), set(new.members), set(new.heirs)
-    if not heirs <= members or set(found) != members - heirs or not set(found.values()) <= heirs:
-        raise ValueError("a view that cannot be, or copies that nobody needs, or can give")
-    return found
+    def of(cls, size: int, words: Sequence[Any]) -> Record:
+        """The way back, in a run of this size; ValueError if it cannot be one."""
+        line, parents, heirs, counted = words
+        return cls(line, tuple(parents), ranks(heirs, size), pairs(counted))
 
 
 def main_line(answers: dict[int, Record]) -> tuple[int, ...]:
     """Whose weights go on: the most workers that come from one view; of equals those with the lowest rank.
 
     From a view come those whose line it is, and those who went into it from one of its parents but have not
-    heard of its install: nothing can have counted there without them.
+    heard of its beginning: nothing can have counted there without them.
     """
     best: list[int] = []
     for record in sorted(answers.values(), key=lambda record: -record.line):
@@ -96,10 +85,3 @@ def ranks(given: Sequence[int], world_size: int) -> tuple[int, ...]:
     if list(given) != sorted(set(given)) or any(not 0 <= k < world_size for k in given):
         raise ValueError("workers that cannot be")
     return tuple(given)
-
-
-def check_stamp(stamp: int, leader: int, world_size: int) -> None:
-    """ValueError unless it is one of this leader's."""
-    number, whose = divmod(stamp, world_size)
-    if whose != leader or not 0 <= number < STAMPS:
-        raise ValueError("the stamp of another")

@@ -148,7 +148,7 @@ class VirtualFabric(Fabric):
 
     def __init__(self, wire: Wire, rank: int) -> None:
         super().__init__(rank)
-        self.wire, self.world_size = wire, wire.workers
+        self.wire, self.world_size, self.life = wire, wire.workers, wire.life[rank]
         self.counters = Counters()
         self._departed: dict[int, float] = {}
         """When the last message to each peer leaves this worker's port."""

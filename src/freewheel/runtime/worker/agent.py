@@ -180,7 +180,6 @@ class Agent:
         self.ending = Ending(
             self.fabric,
             self.spawn,
-            self.me.incarnation,
             self._under_way,
             self.answers.mean,
             self.replica.size,

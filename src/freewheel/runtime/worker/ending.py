@@ -45,7 +45,6 @@ class Ending:
         self,
         fabric: Fabric,
         spawn: Spawn,
-        life: int,
         under_way: Callable[[], Note],
         mean: Callable[[Sequence[int], Tag], Awaitable[Answer]],
         size: int,
@@ -59,8 +58,7 @@ class Ending:
         self._ended: dict[int, frozenset[int]] = fabric.by_peer()
         """Whose loop has ended, and whom it reached when it said so."""
         self._apart_since_s: float | None = None
-        # What an earlier life of this worker called has other numbers.
-        self._calls = Calls(fabric, spawn, (*END, "call"), self._agree, self._decided, number=life << 20)
+        self._calls = Calls(fabric, spawn, (*END, "call"), self._agree, self._decided)
         self._over: asyncio.Future[None] | None = None
         """From the end of this worker's loop on: done when all have the answer, or with why there is none."""
         spawn(hear(fabric, END, self._hear))
