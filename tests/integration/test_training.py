@@ -20,7 +20,8 @@ from freewheel.show.figures.graph import edges
 from freewheel.show.rates import result_of
 from freewheel.show.tables import versus
 from freewheel.show.terminal import clock_time
-from freewheel.training import budget, process
+from freewheel.training import process
+from freewheel.training.budget import Budget
 from freewheel.training.job import Job, name
 from freewheel.training.jobs import train_all
 
@@ -137,7 +138,7 @@ def test_how_far_workers_of_a_server_are_apart_is_measured_of_the_workers(traine
 
 def test_workers_that_take_steps_as_they_need_them_make_what_is_left(store):
     job = Job(strategy="adpsgd", workers=2, steps=20, checkpoint="saved", resume=True)
-    budgets = [budget.Budget(job, lockstep=False, number=0, step_s=0.001) for _ in range(2)]
+    budgets = [Budget(job, lockstep=False, number=0, step_s=0.001) for _ in range(2)]
     made: list[float] = []
 
     def work(rank: int) -> None:

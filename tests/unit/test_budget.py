@@ -73,7 +73,7 @@ def test_workers_of_a_group_end_after_the_same_step_when_the_time_is_over(store,
     job = Job(strategy="grouping", workers=3, seconds=1.0, slow={0: 5.0})
 
     def turns(rank, group):
-        return budget.budget(job, False, 1, (0.05, 0.01, 0.01)[rank]).steps(group)
+        return Budget(job, False, 1, (0.05, 0.01, 0.01)[rank]).steps(group)
 
     made = in_turns(turns, hour)
     assert made[1] == made[2] > made[0] > 2
@@ -95,7 +95,7 @@ def hour(monkeypatch):
 
 def test_those_who_step_together_end_with_the_same_step_and_have_the_same_rates(store, hour):
     job = Job(strategy="ddp", workers=2, seconds=1.0, schedule="cosine")
-    quick, slow = (budget.budget(job, True, 2, step_s) for step_s in (0.01, 0.4))
+    quick, slow = (Budget(job, True, 2, step_s) for step_s in (0.01, 0.4))
     shares = []
     for share in quick.steps():
         shares.append(share)
@@ -110,7 +110,7 @@ def test_those_who_step_together_end_with_the_same_step_and_have_the_same_rates(
 
 def test_those_who_wait_for_nobody_go_on_until_the_time_is_over(store, hour):
     job = Job(strategy="adpsgd", workers=2, seconds=2.0)
-    quick, slow = (budget.budget(job, False, 3, step_s) for step_s in (0.25, 1.5))
+    quick, slow = (Budget(job, False, 3, step_s) for step_s in (0.25, 1.5))
     steps = quick.steps()
     shares = [next(steps)]
     assert list(zip(slow.steps(), [None], strict=False)) == [(0.0, None)]  # it has begun at the same time

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import threading
 from types import SimpleNamespace
 
@@ -10,11 +9,9 @@ import pytest
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytest.importorskip("pandas", reason="the extra `ray-train` is not installed")
-from freewheel.errors import WorkerLost
 from freewheel.ray import train
+from freewheel.ray.run import alike
 from freewheel.runtime.worker.leaving import Left
-
-run = importlib.import_module("freewheel.ray.run")
 
 
 def test_who_leaves_well_is_done_and_the_reports_of_the_others_do_not_wait_for_it(monkeypatch):
@@ -50,28 +47,6 @@ def test_a_report_that_ray_drops_is_made_again():
     assert made == [{"a": 1}] * 3
 
 
-@pytest.mark.parametrize(("second", "begun", "message"), [
-    ("ValueError: x", False, "alike before they began: ValueError: x"),
-    ("ValueError: y", False, "it waited on"),
-    ("ValueError: x", True, "it waited on"),
-])  # fmt: skip
-def test_where_all_scripts_raise_the_same_before_they_train_none_is_started_again(
-    second, begun, message, monkeypatch
-):
-    def wait(refs, timeout):
-        if told:
-            raise WorkerLost("it waited on")
-        return [], refs
-
-    def ask(_):
-        told.append(1)
-        return {0: 1, 1: 1}, {}, [(0, "Traceback\nValueError: x"), (1, f"Traceback\n{second}")], []
-
-    told: list[int] = []
-    monkeypatch.setattr(run.ray, "wait", wait)
-    driver = run.Driver.__new__(run.Driver)
-    driver.actors, driver.left, driver.lives, driver.later = {0: 0, 1: 0}, {"a": 0, "b": 1}, {}, []
-    driver.told, driver.errors, driver.journal, driver.collector = set(), {}, None, None
-    driver.line, driver.begun = SimpleNamespace(ask=ask), lambda: begun
-    with pytest.raises(WorkerLost, match=message):
-        driver.wait()
+def test_scripts_raise_alike_only_where_all_raise_the_same():
+    assert alike([(0, "x"), (1, "x"), (0, "x")]) == {0, 1}
+    assert alike([(0, "x"), (1, "y")]) == set()

@@ -9,8 +9,8 @@ fetches the next one while it trains.
 from __future__ import annotations
 
 import bisect
+import functools
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -42,7 +42,7 @@ class Rows:
         options["collate_fn"] = lambda batch: batch  # it is made whole
         self.refs: list[Any] = []
         self.lengths: list[int] = []
-        for bundle in bundles(dataset):
+        for bundle in dataset.iter_internal_ref_bundles():
             for ref, about in zip(bundle.block_refs, bundle.metadata, strict=True):
                 if about.num_rows:
                     self.refs.append(ref)
@@ -50,8 +50,7 @@ class Rows:
         self.starts = [0, *itertools.accumulate(self.lengths)]
         self.ahead: Callable[[], list[int]] = list
         """Which rows are wanted next."""
-        self._kept: OrderedDict[int, Any] = OrderedDict()
-        self._asked = -1
+        self._fetch = functools.lru_cache(KEPT)(lambda block: ray.get(self.refs[block]))
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -63,34 +62,15 @@ class Rows:
         """A batch."""
         parts = [self._take(block, list(some)) for block, some in itertools.groupby(rows, self._block_of)]
         for row in self.ahead()[-1:]:  # let Ray bring the next block here, beside training
-            block = self._block_of(row)
-            if block not in self._kept and block != self._asked:
-                self._asked = block
-                ray.wait([self.refs[block]], timeout=0, fetch_local=True)
+            ray.wait([self.refs[self._block_of(row)]], timeout=0, fetch_local=True)
         return self.collate({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
 
     def _block_of(self, row: int) -> int:
         return bisect.bisect_right(self.starts, row) - 1
 
     def _take(self, block: int, rows: list[int]) -> dict[str, Any]:
-        if block not in self._kept:
-            self._kept[block] = ray.get(self.refs[block])
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        self._kept.move_to_end(block)
-        taken = BlockAccessor.for_block(self._kept[block]).take([row - self.starts[block] for row in rows])
-        batch = BlockAccessor.for_block(taken).to_batch_format("numpy")
-        return dict(batch)
-
-
-def bundles(dataset: Any) -> Any:
-    """References to the blocks of a materialized dataset, with what is known of them.
-
-    They are part of its plan; to ask for them in public would start an executor, which takes seconds.
-    """
-    plan = getattr(getattr(dataset, "_logical_plan", None), "dag", None)
-    found = getattr(plan, "input_data", None)
-    return found if found else dataset.iter_internal_ref_bundles()
+        taken = BlockAccessor.for_block(self._fetch(block)).take([row - self.starts[block] for row in rows])
+        return dict(BlockAccessor.for_block(taken).to_batch_format("numpy"))
 
 
 def tensors(batch: dict[str, Any]) -> dict[str, Any]:

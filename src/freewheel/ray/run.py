@@ -15,12 +15,14 @@ from typing import Any
 
 import ray
 
-from freewheel.errors import ConfigError, FreewheelError, WorkerLost, at_least, first_line
+from freewheel.errors import ConfigError, WorkerLost, at_least, first_line
 from freewheel.fabric import secret
 from freewheel.ray.book import NAMESPACE, Line, connect, open_book, room
-from freewheel.ray.worker import Collector, Gone, Worker
+from freewheel.ray.records import Collector
+from freewheel.ray.worker import Worker
 from freewheel.records.journal import Journal
 from freewheel.runtime.membership.entries import OPTIONS, Entries, Options
+from freewheel.runtime.membership.generation import STARTS
 
 FIRST = "freewheel/0/0/begun"
 """What lies in the book once a worker trains."""
@@ -61,12 +63,12 @@ def run(
     at_least("workers", workers, 1)
     at_least("restarts", restarts, 0)
     at_least("most", most, workers)
-    most = most or workers
     connect(address)
-    driver = Driver(name or f"freewheel-{uuid.uuid4().hex[:8]}", folder)
+    name = name or f"freewheel-{uuid.uuid4().hex[:8]}"
+    words = target if callable(target) else [str(word) for word in target]
+    driver = Driver(name, words, restarts, Path(folder) if folder is not None else None)
     try:
-        words = target if callable(target) else [str(word) for word in target]
-        driver.start(words, workers, most, restarts, {"num_cpus": cpus, "num_gpus": gpus, **options})
+        driver.start(workers, most or workers, {"num_cpus": cpus, "num_gpus": gpus, **options})
         return driver.wait()
     finally:
         driver.end()
@@ -75,140 +77,114 @@ def run(
 class Driver:
     """What owns a run."""
 
-    def __init__(self, name: str, folder: str | Path | None) -> None:
-        self.name, self.folder = name, Path(folder) if folder is not None else None
+    def __init__(
+        self, name: str, target: Callable[[], Any] | list[str], restarts: int, folder: Path | None
+    ) -> None:
+        self.name, self.target, self.restarts = name, target, restarts
+        self.number, self.secret = secrets.token_hex(16), secret.make()
+        self.line = Line(f"{name}-book", BOOK_S)
+        self.entries = Entries(self.line, self.secret)
         self.actors: dict[int, Any] = {}
         self.left: dict[Any, int] = {}
-        self.lives: dict[int, int] = {}
         self.later: list[Callable[[], None]] = []
         """Make those who come after those the run begins with, lest they take the room of one of these."""
-        self.told: set[str] = set()
-        """Errors of scripts whose traceback was shown."""
-        self.errors: dict[int, str] = {}
-        """The first error of each worker's script."""
-        self.begun: Callable[[], bool] = lambda: False
+        self.lives: dict[int, int] = {}
+        self.raised: list[tuple[int, str]] = []
+        """Whose scripts have raised, and what."""
+        self.answers: dict[int, Any] = {}
+        self.failed: dict[int, str] = {}
         try:
             self.book = open_book(f"{name}-book")
-            ray.get(self.book.check.remote([]))  # it is there, and has its name
+            ray.get(self.book.ask.remote("check", []))  # it is there, and has its name
         except ValueError:
             raise ConfigError(
                 f"a run named {name!r} is on this cluster already; give another name."
             ) from None
-        self.line = Line(f"{name}-book", BOOK_S)
-        self.collector = Collector(self.folder) if self.folder is not None else None
-        self.journal = Journal(self.folder, "launcher") if self.folder is not None else None
+        self.collector = Collector(folder) if folder is not None else None
+        self.journal = Journal(folder, "launcher") if folder is not None else None
 
-    def start(
-        self,
-        target: Callable[[], Any] | list[str],
-        workers: int,
-        most: int,
-        restarts: int,
-        options: dict[str, Any],
-    ) -> None:
+    def start(self, workers: int, most: int, options: dict[str, Any]) -> None:
         """Ask Ray for all workers; begin with as many as there is room for."""
-        number, shared = secrets.token_hex(16), secret.make()
         each = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **(options.get("resources") or {})}
         takes = {key: need for key, need in each.items() if need}
-        fit = room(takes, workers)
-        begin = min(workers, max(1, fit))
-        if fit < workers:
-            said = ", ".join(f"{need:g} {key}" for key, need in takes.items())
-            log.warning(
-                "%d of %d workers have room now (each takes %s); the others join when there is more",
-                fit, workers, said,
-            )  # fmt: skip
-        entries = Entries(self.line, shared)
-        entries.set(OPTIONS, Options(number, workers=begin, most=most).text)
-        self.begun = lambda: entries.check(FIRST)
+        begin = min(workers, max(1, room(takes, workers)))
+        if begin < workers:
+            log.warning("room for %d of %d workers now (each: %s); others join later", begin, workers, takes)
+        self.entries.set(OPTIONS, Options(self.number, workers=begin, most=most).text)
         options = {"scheduling_strategy": "SPREAD", **options, "namespace": NAMESPACE}
 
         def create(rank: int) -> None:
             make = Worker.options(**options, name=f"{self.name}-{rank}").remote  # type: ignore[attr-defined]
-            actor = make(f"{self.name}-book", number, rank, most, shared, self.folder is not None)
-            self.actors[rank] = actor
-            self.left[actor.run.remote(target, os.getcwd(), restarts)] = rank
+            records = self.collector is not None
+            self.actors[rank] = make(f"{self.name}-book", self.number, rank, most, self.secret, records)
+            self._ask(rank)
 
         self.later = [partial(create, rank) for rank in range(begin, most)]
         for rank in range(begin):
             create(rank)
 
+    def _ask(self, rank: int) -> None:
+        self.left[self.actors[rank].run.remote(self.target, os.getcwd())] = rank
+
     def wait(self) -> dict[int, Any]:
         """What each worker that came returned, when all have ended."""
-        answers: dict[int, Any] = {}
-        failed: dict[int, BaseException] = {}
-        gone: set[int] = set()
         end_s = float("inf")
         while self.left and time.monotonic() < end_s:
             done, _ = ray.wait(list(self.left), timeout=POLL_S)
             self._look()
-            if why := self._all_alike():
-                raise WorkerLost(f"all workers failed alike before they began: {why[:150]}")
             for ref in done:
-                rank = self.left.pop(ref)
-                try:
-                    answer = ray.get(ref)
-                    if isinstance(answer, Gone):
-                        gone.add(rank)
-                    else:
-                        answers[rank] = answer
-                except ray.exceptions.RayError as error:
-                    failed[rank] = error
-                    if not isinstance(error, ray.exceptions.RayTaskError):  # its script has raised nothing
-                        self._note("failed", rank, first_line(error, 200))
-            coming = any(rank in self.lives for rank in self.left.values())
-            if answers:  # all who train end together; those without room never came
-                end_s = min(end_s, time.monotonic() + (COMING_S if coming else 0.0))
-            elif (failed or gone) and not coming:
-                break
+                self._take(self.left.pop(ref), ref)
+            if self.answers:  # all who train end together
+                end_s = min(end_s, time.monotonic() + COMING_S)
+            if len(self.left) < len(self.actors) and not self.lives.keys() & set(self.left.values()):
+                break  # those without room never came
         self._look()
-        if not answers and (failed or not gone):
-            raise self._failure(failed)
-        return answers
+        if self.failed and not self.answers:
+            raise WorkerLost("; ".join(f"worker {rank} failed: {why}" for rank, why in self.failed.items()))
+        return self.answers
 
-    def _all_alike(self) -> str:
-        """With which error the scripts of all workers ended before any of them trained: no restart helps."""
-        alike = len(set(self.errors.values())) == 1 and len(self.errors) == len(self.actors)
+    def _take(self, rank: int, ref: Any) -> None:
+        """What a worker returned; one whose script has raised is asked again, so often."""
+        try:
+            for answer in ray.get(ref):
+                self.answers[rank] = answer
+        except ray.exceptions.RayError as error:
+            why = first_line(getattr(error, "cause", None) or error, 200)
+            self._note("failed", rank, why)
+            if isinstance(error, ray.exceptions.RayTaskError) and self._again(rank, why, error):
+                self._ask(rank)
+                return
+            self.failed[rank] = why
         with contextlib.suppress(OSError):
-            return self.errors[0] if alike and not self.begun() else ""
-        return ""
+            self.entries.of_run(self.number).set(f"{STARTS}/{rank}", "0")
 
-    def _failure(self, failed: dict[int, BaseException]) -> FreewheelError:
-        if not failed:
-            return WorkerLost("no worker has come: the cluster has room for none.")
-        rank, error = min(failed.items())
-        cause = getattr(error, "cause", None) or error
-        more = len(failed) - 1
-        others = f" and {more} other{'s' * (more > 1)}" if more else ""
-        return WorkerLost(f"worker {rank}{others} failed: {first_line(cause, 150)}")
+    def _again(self, rank: int, why: str, error: Exception) -> bool:
+        """Whether a worker whose script has raised this is to try once more."""
+        if why not in {one for _, one in self.raised}:
+            log.error("worker %d:\n%s", rank, error)
+        self.raised.append((rank, why))
+        with contextlib.suppress(OSError):
+            if alike(self.raised) == self.actors.keys() and not self.entries.check(FIRST):
+                raise WorkerLost(f"all workers failed alike before they began: {why}")
+        return [one for one, _ in self.raised].count(rank) <= self.restarts
 
     def _look(self) -> None:
         """Take what workers say of themselves, and their records."""
         with contextlib.suppress(OSError):
-            lives, nodes, failures, pieces = self.line.ask("news")
-            for rank, text in failures:
-                self._failed(rank, text)
+            lives, records = self.line.ask("news")
             for rank, life in lives.items():
                 if life > max(1, self.lives.get(rank, 1)):
-                    self._note("restarted", rank, f"Ray has started it again, on {nodes[rank]}", life)
+                    self._note("restarted", rank, "Ray has started it again", life)
                 self.lives[rank] = max(life, self.lives.get(rank, 0))
-            if self.collector is not None:
-                self.collector.write(pieces)
-        if self.later and len(self.lives) == len(self.actors):  # all it begins with have their room
+            for life, piece in records:
+                if self.collector is not None:
+                    self.collector.write(life, piece)
+        if len(self.lives) == len(self.actors):  # all it begins with have their room
             for create in self.later:
                 create()
             self.later = []
 
-    def _failed(self, rank: int, text: str) -> None:
-        """A script has raised; where several do so in the same way, one traceback says it."""
-        why = text.strip().splitlines()[-1][:200]
-        self.errors.setdefault(rank, why)
-        if why not in self.told:
-            self.told.add(why)
-            log.error("worker %d:\n%s", rank, text)
-        self._note("failed", rank, why)
-
-    def _note(self, what: str, rank: int, text: str, life: int = 0) -> None:
+    def _note(self, what: str, rank: int, text: str, life: int | None = None) -> None:
         log.warning("worker %d: %s", rank, text)
         if self.journal is not None:
             self.journal.event(time.time(), what, rank, life or self.lives.get(rank, 1), text)
@@ -220,3 +196,8 @@ class Driver:
                 ray.kill(actor)
         if self.journal is not None:
             self.journal.close()
+
+
+def alike(raised: list[tuple[int, str]]) -> set[int]:
+    """Which workers' scripts have raised, where all of them raised the same."""
+    return {rank for rank, _ in raised} if len({why for _, why in raised}) == 1 else set()

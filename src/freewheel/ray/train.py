@@ -7,7 +7,6 @@ runs in it. No process group is made: `fw.attach` in the train function connects
 from __future__ import annotations
 
 import contextlib
-import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator
@@ -26,9 +25,6 @@ from freewheel.runtime.membership.entries import OPTIONS, Entries, Options
 from freewheel.runtime.worker import checks
 from freewheel.runtime.worker.leaving import Left
 
-OLD = "RAY_TRAIN_V2_ENABLED"
-"""Ray's own switch: its first Train starts all workers again when one is lost."""
-
 
 class FreewheelConfig(BackendConfig):  # type: ignore[misc]
     """Give it to a `TorchTrainer` as `torch_config`; the train function calls `fw.attach`.
@@ -39,11 +35,6 @@ class FreewheelConfig(BackendConfig):  # type: ignore[misc]
     backend = "freewheel"  # a TorchTrainer asks for it
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        if os.environ.get(OLD, "1").lower() in ("0", "false"):
-            raise ConfigError(
-                f"{OLD}={os.environ[OLD]}: that Ray Train starts all workers again when one is lost. "
-                "Leave it out, or use freewheel.ray.run."
-            )
         self.folder = str(Path(folder).absolute()) if folder is not None else None
 
     @property

@@ -50,20 +50,23 @@ class DdpBooks:
     """What one worker writes down during its loop, which reports every step."""
 
     def __init__(self, job: Job, folder: Path, rank: int, step_s: float, model_bytes: int) -> None:
-        self.steps, self.loss = 0, torch.tensor(float("nan"))
         self._job, self._rank, self._step_s, self._model_bytes = job, rank, step_s, model_bytes
         self._others = tuple(one for one in range(job.workers) if one != rank)
+        self._counters, self._loss = Counters(), torch.tensor(float("nan"))
+        self._began, self._state = time.time(), "training"
+        self._began_s = self._stepped_s = time.perf_counter()
         self._ended_s: float | None = None
-        self._began_s, self._began, self._state = time.perf_counter(), time.time(), "training"
         self._events = Events()
-        self._stepped_s = time.perf_counter()
         self._recorder = Recorder(self._sample, self._events, Journal(folder, rank))
 
     def report(self, loss: Tensor) -> None:
         """A step is made, with this loss."""
-        self.loss, self.steps = loss, self.steps + 1
         before_s, self._stepped_s = self._stepped_s, time.perf_counter()
         waited_s = max(0.0, self._stepped_s - before_s - self._step_s)
+        counters, self._loss = self._counters, loss
+        counters.steps += 1
+        counters.merges["done"] += 1
+        counters.merged[self._others] = counters.steps
         if (timeline := self._recorder.timeline) is not None:
             timeline.gradient(self._stepped_s - before_s - waited_s, waited_s)
             timeline.merge(self._others, waited_s)
@@ -107,23 +110,21 @@ class DdpBooks:
         self._recorder.close(well=error is None)
 
     def _sample(self) -> WorkerSample:
+        counters, workers = self._counters, self._job.workers
         elapsed_s = (self._ended_s or time.perf_counter()) - self._began_s
-        compute_s = min(elapsed_s, self.steps * self._step_s)
-        workers = self._job.workers
-        sent = round(self.steps * 2 * (workers - 1) / workers * self._model_bytes)  # as a ring would
-        counters = Counters(steps=self.steps, bytes_out=sent, bytes_in=sent)
-        counters.merges["done"] = self.steps
-        counters.merged = {self._others: self.steps}
+        compute_s = min(elapsed_s, counters.steps * self._step_s)
+        sent = round(counters.steps * 2 * (workers - 1) / workers * self._model_bytes)  # as a ring would
+        counters.bytes_out = counters.bytes_in = sent
         return worker_sample(
             counters,
             rank=self._rank,
             life=1,
             state=self._state,
             began=self._began,
-            steps=self.steps,
+            steps=counters.steps,
             elapsed_s=elapsed_s,
             compute_s=compute_s,
             blocked_s=dict.fromkeys(CAUSES, 0.0) | {"peers": elapsed_s - compute_s},
             members=list(range(workers)),
-            loss=float(self.loss),
+            loss=float(self._loss),
         )

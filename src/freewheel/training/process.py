@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
 import math
 import os
@@ -12,7 +13,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,19 +20,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from freewheel import api, strategies, tasks
 from freewheel.errors import Diverged, FreewheelError
 from freewheel.moments import optimizer_of
 from freewheel.records.journal import Journal
-from freewheel.replica import Replica, flatten
 from freewheel.runtime.worker.attach import Worker
 from freewheel.runtime.worker.buffers import buffers_of, mean_buffers, set_buffers
 from freewheel.sim.answer import spread
 from freewheel.strategies.grouping import Grouping
 from freewheel.task import Task
 from freewheel.tempo import Tempo
-from freewheel.training.budget import budget
+from freewheel.training.budget import Budget
 from freewheel.training.ddp import DdpBooks, parallel, size_of
 from freewheel.training.job import DDP, Job
 
@@ -49,8 +49,9 @@ class Samples:
     def __init__(self, job: Job, active: bool, journal: Journal, lockstep: bool) -> None:
         self.job, self.active, self.next = job, active, 0
         self.journal, self._lockstep = journal, lockstep
-        self.kept: list[dict[str, Any]] = []
-        self.pending: list[Any] = []
+        self.kept: list[tuple[float, int, Tensor, dict[str, Tensor]]] = []
+        """When, after how many steps of all workers, its weights and buffers."""
+        self.pending: Any = None
 
     def due(self, share: float) -> bool:
         """Whether it is time for another one."""
@@ -61,14 +62,11 @@ class Samples:
 
     def keep(self, parts: list[Part], replicas: list[Part]) -> None:
         """Remember the mean of the workers' parts, and how far their replicas are apart."""
-        vectors = [part for _, part, _, _ in parts if part is not None]
-        mean = vectors[0].clone()
-        for vector in vectors[1:]:
-            mean += vector.to(mean.device)  # short ones come as they were sent, in the host's memory
+        vectors = [part.cpu() for _, part, _, _ in parts if part is not None]
+        mean = functools.reduce(torch.add, vectors) / len(vectors)
         buffers = mean_buffers([buffers for _, _, buffers, _ in sorted(parts, key=lambda one: one[0])])
         now, made = time.time(), sum(steps for *_, steps in parts)
-        mean.div_(len(vectors))
-        self.kept.append({"time": now, "worker_steps": made, "weights": mean, "buffers": buffers})
+        self.kept.append((now, made, mean, buffers))
         self.journal.evaluation(now, worker_steps=made, **self._apart(replicas))
 
     def _apart(self, replicas: list[Part]) -> dict[str, float]:
@@ -91,26 +89,22 @@ class Samples:
             served = any(vector is None for _, vector, _, _ in parts)  # a server has the answer
             self.keep(parts, [part async for part in answers.parts(own=True)] if served else parts)
 
-        self.pending = [one for one in self.pending if not one.done()]
-        if not self.pending:  # a slow network: better fewer samples than many under way
-            self.pending.append(worker._agent.begin(collect()))
+        if self.pending is None or self.pending.done():  # a slow network: better fewer samples than many
+            self.pending = worker._agent.begin(collect())
 
     def write(self, task: Task, model: nn.Module, final: nn.Module, ended: float, made: int) -> None:
         """Measure all that was kept, and the answer after all that was made, for the records."""
-        model.eval()
-        replica = Replica(flatten(model.named_parameters(), gradients=False))
-
-        def measure(one: nn.Module, at: float, steps: int) -> None:
-            task.recalibrate(one, self.job.workers, self.job.seed)
-            loss, accuracy = task.evaluate(one)
-            self.journal.evaluation(at, worker_steps=steps, loss=loss, accuracy=accuracy)
-
-        for sample in self.kept:
-            replica.load(sample["weights"].to(replica.dtype))
-            set_buffers(model, sample["buffers"])
-            measure(model, sample["time"], sample["worker_steps"])
+        for at, steps, weights, buffers in self.kept:
+            vector_to_parameters(weights.to(self.job.device), model.parameters())
+            set_buffers(model, buffers)
+            self._measure(task, model, at, steps)
         # One that was asked for at the end may have come after it.
-        measure(final.eval(), max([ended, *(sample["time"] for sample in self.kept)]), made)
+        self._measure(task, final, max([ended, *(at for at, *_ in self.kept)]), made)
+
+    def _measure(self, task: Task, model: nn.Module, at: float, steps: int) -> None:
+        task.recalibrate(model.eval(), self.job.workers, self.job.seed)
+        loss, accuracy = task.evaluate(model)
+        self.journal.evaluation(at, worker_steps=steps, loss=loss, accuracy=accuracy)
 
 
 WARM_UP = 5
@@ -134,28 +128,10 @@ def run(folder: Path, number: int) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     torch.backends.cudnn.benchmark = True  # batches are of one size: let the fastest convolution be found
     loop = Loop(Job.load(folder / "job.json"), folder, number, int(os.environ["RANK"]))
-    with (_with_ddp if loop.strategy is None else _attached)(loop) as together:
-        ended = loop.run(together)
-    final, task = together.answer(), loop.task
+    ended, final = (with_ddp if loop.strategy is None else attached)(loop)
     if loop.samples.active:
-        fresh = task.model().to(loop.device)
-        loop.samples.write(task, fresh, final, ended, loop.budget.made())
-
-
-@dataclass
-class Together:
-    """What a way to train together brings to the loop."""
-
-    module: nn.Module
-    """What computes a loss."""
-    turns: Iterator[float]
-    """One for each step, with the share of the budget that is used up."""
-    report: Callable[[Tensor], None]
-    """Takes the loss of the step that comes now."""
-    sample: Callable[[int], None]
-    """Notes the answer as it is after so many steps."""
-    answer: Callable[[], nn.Module]
-    """What came of it, when all is over."""
+        fresh = loop.task.model().to(loop.device)
+        loop.samples.write(loop.task, fresh, final, ended, loop.budget.made())
 
 
 class Loop:
@@ -179,18 +155,27 @@ class Loop:
         self.tempo.take(self.step_s, own_s)
         self.optimizer.zero_grad()
         lockstep = self.strategy is None or self.strategy.lockstep()
-        self.budget = budget(job, lockstep, number, self.step_s)
+        self.budget = Budget(job, lockstep, number, self.step_s)
         fastest = min(range(job.workers), key=lambda one: (job.slow.get(one, 1.0), one))
         self.samples = Samples(job, rank == fastest, Journal(folder, rank), lockstep)
 
-    def run(self, together: Together) -> float:
-        """Make all steps; the time when all was computed."""
+    def run(
+        self,
+        module: nn.Module,
+        turns: Iterator[float],
+        report: Callable[[Tensor], None],
+        sample: Callable[[int], None],
+    ) -> float:
+        """Make a step at each turn, with what computes a loss, and report it; the time when all was computed.
+
+        `sample` notes the answer as it is after so many steps.
+        """
         rates = self.job.rates
-        for step, share in enumerate(together.turns):
+        for step, share in enumerate(turns):
             self.optimizer.param_groups[0]["lr"] = self.lr * rates.factor(share * rates.steps)
             if self.samples.due(share):
-                together.sample(step)
-            together.report(self._gradients(together.module, step))
+                sample(step)
+            report(self._gradients(module, step))
             self.optimizer.step()
         self.tempo.end()
         if next(self.model.parameters()).is_cuda:
@@ -221,8 +206,8 @@ class Loop:
         return loss.detach()
 
 
-@contextlib.contextmanager
-def _attached(loop: Loop) -> Iterator[Together]:
+def attached(loop: Loop) -> tuple[float, nn.Module]:
+    """Train with a strategy of ours; when it ended, and the answer."""
     job, samples = loop.job, loop.samples
     settings: dict[str, Any] = {"wire": job.wire, "seed": job.seed, "folder": loop.folder}
     settings["resume"] = job.checkpoint if job.resume else None
@@ -242,21 +227,21 @@ def _attached(loop: Loop) -> Iterator[Together]:
         if isinstance(strategy, Grouping):
             group = lambda: (strategy.group, not strategy.together)  # noqa: E731
         turns = loop.budget.steps(group)
-        yield Together(loop.model, turns, worker.report, lambda _: samples.ask(worker), worker.consensus)
-    for one in samples.pending:
+        ended = loop.run(loop.model, turns, worker.report, lambda _: samples.ask(worker))
+    if samples.pending is not None:
         with contextlib.suppress(Exception):
-            one.result(timeout=10)
+            samples.pending.result(timeout=10)
+    return ended, worker.consensus()
 
 
-@contextlib.contextmanager
-def _with_ddp(loop: Loop) -> Iterator[Together]:
+def with_ddp(loop: Loop) -> tuple[float, nn.Module]:
+    """The same with DDP."""
     # A name of its own: what an earlier job left in the store would be taken for this one's.
     job, model, store = loop.job, loop.model, PrefixStore(str(loop.folder), loop.budget.plain)
-    replica = Replica(flatten(model.named_parameters(), gradients=False))
 
     def sample(step: int) -> None:
-        buffers = copy.deepcopy(buffers_of(model))
-        part = (loop.rank, replica.weights.cpu().clone(), buffers, step * job.workers)
+        weights = parameters_to_vector(model.parameters()).detach()
+        part = (loop.rank, weights, copy.deepcopy(buffers_of(model)), step * job.workers)
         loop.samples.keep([part], [part] * job.workers)  # its replicas are equal
 
     with (
@@ -265,7 +250,7 @@ def _with_ddp(loop: Loop) -> Iterator[Together]:
     ):
         if loop.rank == 0:
             books.about(loop.lr, loop.optimizer)
-        yield Together(module, loop.budget.steps(), books.report, sample, lambda: model)
+        return loop.run(module, loop.budget.steps(), books.report, sample), model
 
 
 if __name__ == "__main__":
