@@ -212,13 +212,12 @@ def test_every_figure_of_a_run_has_something_to_show(tmp_path, count):
     json.dumps(figures, allow_nan=False)
 
 
-def test_a_run_without_anything_to_draw_says_so(tmp_path):
+def test_a_run_without_anything_to_draw(tmp_path):
     unknown = dict.fromkeys(("loss", "samples", "peers", "discrepancy", "staleness_counts"))
     made.append(tmp_path / "worker-0.jsonl", made.sample(0, 0, 1, **unknown))
     figures = charts.figures(shown([Run(tmp_path)]))
     for name in ("loss-time", "loss-samples", "accuracy-time", "staleness", "consensus", "faults"):
         assert not points(figures[name]), name
-        assert figures[name]["empty"].endswith((".", "does."))
     json.dumps(figures, allow_nan=False)
 
 

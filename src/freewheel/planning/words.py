@@ -131,7 +131,7 @@ def html(grown: dict[int, list[Forecast]], title: str, command: str) -> str:
         for curve in curves:
             found = [of(forecasts, curve.label) for forecasts in grown.values()]
             values = [None if one is None else getattr(one, field) for one in found]
-            data.append(line(curve, "", "%{x} workers: %{y:.3~s}", x=list(grown), y=values))
+            data.append(line(curve, "%{x} workers: %{y:.3~s}", list(grown), values))
         workers = {"title": {"text": "workers"}, "type": "log", "tickvals": list(grown)}
         figures[str(at)] = figure(heading, said, 340, data, xaxis=workers, yaxis=axis("", "~s"))
     command = f'<pre class="command"><code>{escape(command)}</code></pre>'

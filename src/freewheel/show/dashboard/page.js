@@ -44,7 +44,7 @@
     const some = figure.data.some((trace) => trace.x.length);
     one.title.textContent = figure.title;
     one.said.textContent = figure.said;
-    one.none.textContent = figure.empty;
+    one.none.textContent = "Nothing to show yet.";
     [one.place.hidden, one.none.hidden] = [!some, some];
     if (!one.place.style.height) one.place.style.height = figure.height + "px";
     if (some || !one.drawn) return;

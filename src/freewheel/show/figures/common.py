@@ -19,9 +19,9 @@ UNITS = {1.0: "s", 60.0: "min", 3600.0: "h"}
 LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}
 
 
-def figure(title: str, said: str, height: int, data: list[Figure], empty: str = "", **layout: Any) -> Figure:
-    """A figure; `said`: what it shows, in a sentence; `empty`: what to say where there is nothing to draw."""
-    return {"title": title, "said": said, "height": height, "data": data, "layout": layout, "empty": empty}
+def figure(title: str, said: str, height: int, data: list[Figure], **layout: Any) -> Figure:
+    """A figure; `said`: what it shows, in a sentence."""
+    return {"title": title, "said": said, "height": height, "data": data, "layout": layout}
 
 
 def tools() -> str:
@@ -46,29 +46,21 @@ def axis(title: str, form: str = ",~r", **rest: Any) -> Figure:
 
 def time_axis(runs: Sequence[Shown], **rest: Any) -> Figure:
     """An axis of time, in the unit of the runs."""
-    clocks = {one.clock for one in runs}
-    virtual = "virtual " if clocks == {"virtual"} else ""
-    simulated = " (virtual ones of simulated runs)" if len(clocks) > 1 else ""
-    return axis(f"time, {virtual}{UNITS[runs[0].unit_s]}{simulated}", **rest)
+    virtual = "virtual " if all(one.clock == "virtual" for one in runs) else ""
+    return axis(f"time, {virtual}{UNITS[runs[0].unit_s]}", **rest)
 
 
 def log_axis(title: str, data: Sequence[Figure]) -> Figure:
     """A logarithmic axis of what is drawn, with ticks that can be read."""
     drawn = [value for trace in data for value in trace["y"] if value is not None and value > 0]
     # Without a format of ours plotly labels the ticks inside a decade with a bare digit.
-    found: Figure = {"title": {"text": title}, "type": "log", "tickformat": ".2~g"}
-    decades = math.log10(max(drawn) / min(drawn)) if drawn else 0.0
-    return found if decades >= 3 else {**found, "dtick": "D2" if decades > 0.6 else "D1"}
+    few = {"dtick": "D2"} if drawn and max(drawn) < 1000 * min(drawn) else {}
+    return {"title": {"text": title}, "type": "log", "tickformat": ".2~g", **few}
 
 
-def rounded(value: float) -> float | None:
+def rounded(value: float | None) -> float | None:
     """Five digits are more than a figure can show; what is not finite is a gap."""
-    return float(f"{value:.5g}") if math.isfinite(value) else None
-
-
-def drawn(values: Floats | Iterable[float]) -> list[float | None]:
-    """Numbers as a figure needs them."""
-    return [rounded(float(value)) for value in values]
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
 
 
 def scatter(mode: str, points: Collection[tuple[Any, Any]], **rest: Any) -> Figure:
@@ -76,10 +68,14 @@ def scatter(mode: str, points: Collection[tuple[Any, Any]], **rest: Any) -> Figu
     return {"type": "scatter", "mode": mode, "x": [x for x, _ in points], "y": [y for _, y in points], **rest}
 
 
-def line(one: Shown, name: str, hover: str, **rest: Any) -> Figure:
+Numbers = Floats | Iterable[float | None]
+
+
+def line(one: Shown, hover: str, x: Numbers, y: Numbers, **rest: Any) -> Figure:
     """A curve of a run, in its colour; `hover` says what a point is."""
-    drawn = {"color": one.colour, "dash": DASHES[one.style], "width": 2}
-    return {"type": "scatter", "mode": "lines", "line": drawn, **_of(one, hover, name), **rest}
+    look = {"color": one.colour, "dash": DASHES[one.style], "width": 2} | rest.pop("line", {})
+    numbers = {"x": list(map(rounded, x)), "y": list(map(rounded, y))}
+    return {"type": "scatter", "mode": "lines", "line": look, **_of(one, hover), **numbers, **rest}
 
 
 def bars(one: Shown, hover: str, **rest: Any) -> Figure:
@@ -87,11 +83,11 @@ def bars(one: Shown, hover: str, **rest: Any) -> Figure:
     return {"type": "bar", "marker": {"color": one.colour}, **_of(one, hover), **rest}
 
 
-def _of(one: Shown, hover: str, name: str = "") -> Figure:
+def _of(one: Shown, hover: str) -> Figure:
     # Plotly reads a little HTML in its texts, so what comes from a run is escaped.
     label = escape(one.label)
-    said = {"name": escape(name) or label, "hovertemplate": f"<b>{label}</b><br>{hover}<extra></extra>"}
-    return {**said, "legendgroup": str(one.place)}
+    said = f"<b>{label}</b><br>{hover}<extra></extra>"
+    return {"name": label, "hovertemplate": said, "legendgroup": str(one.place)}
 
 
 def faint(colour: str, share: float = 0.18) -> str:

@@ -21,8 +21,10 @@ MAX_RATES = 24
 MAX_EDGES, EDGES_EACH = 256, 2
 """More edges than this are thinned out: so many of each worker are left."""
 
+Places = dict[int, tuple[float, float]]
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, order=True)
 class Edge:
     """What two workers did with each other in the last seconds."""
 
@@ -38,61 +40,60 @@ def edges(run: Run) -> tuple[list[Edge], float]:
     Where nobody did, which is so where merges are rare, in all of the run.
     """
     tracks = [track for track in run.workers.values() if track.latest]
-    often_s = [every_s([sample["time"] for sample in track.recent]) for track in tracks]
+    often_s = max((every_s([sample["time"] for sample in track.recent]) for track in tracks), default=0.0)
+    end = max((track.latest["time"] for track in tracks), default=0.0)
     # A simulation may be over in a second, and writes as many samples in it.
-    over_s = min(LATELY_S, 10 * max(often_s, default=0.0)) or LATELY_S
-    found, span_s = _met(run, over_s)
-    return (found, span_s) if found else _met(run, math.inf)
+    for over_s in (min(LATELY_S, 10 * often_s) or LATELY_S, math.inf):
+        if found := _met(run, end - over_s):
+            return found, min(over_s, end - run.began_s)
+    return [], 0.0
 
 
-def _met(run: Run, over_s: float) -> tuple[list[Edge], float]:
-    end = max((track.latest["time"] for track in run.workers.values()), default=0.0)
-    span = 0.0
-    found: dict[tuple[int, int], tuple[int, float | None]] = {}
+def _met(run: Run, since: float) -> list[Edge]:
+    found: dict[tuple[int, int], Edge] = {}
     for rank, track in run.workers.items():
-        recent = [sample for sample in track.recent if isinstance(sample.get("peers"), dict)]
-        if not recent or recent[-1]["time"] < end - over_s - 1e-9:
+        told = [
+            (sample["time"], sample["peers"])
+            for sample in track.recent
+            if isinstance(sample.get("peers"), dict)
+        ]
+        earlier = [peers for time, peers in told if time <= since + 1e-9]
+        if not told or told[-1][0] < since - 1e-9:
             continue
-        earlier = [sample for sample in recent[:-1] if sample["time"] <= end - over_s + 1e-9]
-        full = len(recent) == track.recent.maxlen and math.isfinite(over_s)
-        base = earlier[-1] if earlier else recent[0] if full else None
-        before = base["peers"] if base else {}
-        span = max(span, end - (base["time"] if base else recent[-1].get("began") or run.began_s))
-        for name, (times, distance) in recent[-1]["peers"].items():
-            new = times - before.get(name, (0, None))[0]
-            if new > 0:
-                pair = (min(rank, int(name)), max(rank, int(name)))
-                most, known = found.get(pair, (0, None))
-                # Both sides count it; the one that has written last knows more.
-                found[pair] = (max(new, most), distance if distance is not None else known)
-    return [Edge(*pair, *what) for pair, what in sorted(found.items())], span
+        for name, (times, distance) in told[-1][1].items():
+            new = times - (earlier[-1].get(name, (0, None))[0] if earlier else 0)
+            one, other = sorted((rank, int(name)))
+            known = found.get((one, other), Edge(one, other, 0, None))
+            if new > 0:  # both sides count it; the one that has written last knows more
+                far = known.distance if distance is None else distance
+                found[one, other] = Edge(one, other, max(new, known.count), far)
+    return sorted(found.values())
 
 
 def graph(run: Run, label: str = "") -> Figure:
     """Workers on a circle, an edge for every two that exchanged or merged in the last seconds."""
     met, span_s = edges(run)
     found = _few(met)
-    ranks = sorted({*run.workers, *(rank for edge in found for rank in (edge.one, edge.other))})
-    turn, radius = 2 * math.pi / max(1, len(ranks)), 0.0 if len(ranks) == 1 else 1.0
-    places = {
-        rank: (round(radius * math.sin(place * turn), 4), round(radius * math.cos(place * turn), 4))
-        for place, rank in enumerate(ranks)
-    }
     known = {row.rank: row for row in rows(run)}
+    ranks = sorted({*run.workers, *(rank for edge in found for rank in (edge.one, edge.other))})
+    turn = 2 * math.pi / max(1, len(ranks))
+    places = {
+        rank: (round(math.sin(at * turn), 4), round(math.cos(at * turn), 4)) for at, rank in enumerate(ranks)
+    }
     workers = [known.get(rank, Row(rank, "joining")) for rank in ranks]
-    data = _edges(run, found, places)
-    data += [*_rates(workers, places), _nodes(workers, places)] if ranks else []
+    data = [*_edges(run, found, places), *_rates(workers, places)]
     title = f"Who met in the last {short(max(span_s, 0.01), 2)} s" if found else "Workers"
+    said = "An edge for every two that exchanged or merged; colour: how far apart they were."
+    if len(found) < len(met):
+        said = f"{len(met):,} pairs exchanged or merged; of each worker the {EDGES_EACH} farthest are drawn."
     bare = {"visible": False, "range": [-1.34, 1.34], "fixedrange": True, "constrain": "domain"}
     return figure(
-        title + (f" of {label}" if label else ""),
-        _said(found, len(met)),
+        f"{title} of {label}" if label else title,
+        said,
         430,
-        data,
-        "No worker has written anything yet.",
+        [*data, _nodes(workers, places)] if ranks else [],
         xaxis=bare,
         yaxis={**bare, "scaleanchor": "x"},
-        hoverdistance=12 if len(found) > 3 * len(ranks) else 24,
     )
 
 
@@ -104,67 +105,50 @@ def _few(met: list[Edge]) -> list[Edge]:
     for edge in sorted(met, key=lambda edge: -(edge.distance or 0.0)):
         own[edge.one].append(edge)
         own[edge.other].append(edge)
-    kept = {edge for farthest in own.values() for edge in farthest[:EDGES_EACH]}
-    return [edge for edge in met if edge in kept]
+    return sorted({edge for farthest in own.values() for edge in farthest[:EDGES_EACH]})
 
 
-def _said(found: list[Edge], met: int) -> str:
-    if not found:
-        return "Nobody has exchanged or merged anything."
-    who = "An edge for every two that exchanged or merged"
-    if len(found) < met:
-        who = f"{met:,} pairs exchanged or merged; of each worker the {EDGES_EACH} farthest are drawn"
-    known = any(edge.distance for edge in found)
-    return f"{who}; {'colour: how far apart they were' if known else 'how far apart they were is not known'}."
-
-
-def _edges(run: Run, found: list[Edge], places: dict[int, tuple[float, float]]) -> list[Figure]:
+def _edges(run: Run, found: list[Edge], places: Places) -> list[Figure]:
     """One trace for every shade, which draws faster than one for every edge; hovers; the scale of colours.
 
     The scale ends at the largest distance of the whole run: a colour means the same from first to last.
     """
     known = [edge.distance for edge in found if edge.distance]
-    ever = [life.get("discrepancy_max") or 0.0 for life in run.lives]
-    most = math.log10(max([*known, *ever], default=1.0) or 1.0)
-    least = most - DECADES
-    shades = defaultdict[int, list[Edge]](list)
+    most = math.log10(
+        max([*known, *(life.get("discrepancy_max") or 0.0 for life in run.lives)], default=0) or 1
+    )
+    shades = defaultdict[str, list[Edge]](list)
     for edge in found:
-        height = (math.log10(edge.distance) - least) / (most - least) if edge.distance else -1.0
-        shades[max(-1, min(len(DISTANCES) - 1, math.floor(height * len(DISTANCES))))].append(edge)
-    thin = len(found) > 64
+        height = (math.log10(edge.distance) - most) / DECADES + 1 if edge.distance else -1.0
+        shade = min(len(DISTANCES) - 1, max(0, math.floor(height * len(DISTANCES))))
+        shades[DISTANCES[shade] if edge.distance else GREY].append(edge)
     data = []
-    for shade, some in sorted(shades.items()):
+    for colour, some in shades.items():
         ends = [at for edge in some for at in (places[edge.one], places[edge.other], (None, None))]
-        drawn = {"color": DISTANCES[shade] if shade >= 0 else GREY, "width": 1 if thin else 2}
-        data.append(scatter("lines", ends, hoverinfo="skip", line=drawn, opacity=0.6 if thin else 0.9))
-    if found:
-        data.append(_hovers(found, places))
-    return data + ([_scale(least, most)] if known else [])
+        data.append(scatter("lines", ends, hoverinfo="skip", line={"color": colour}, opacity=0.8))
+    return [*data, _hovers(found, places), *([_scale(most)] if known else [])] if found else []
 
 
-def _hovers(found: list[Edge], places: dict[int, tuple[float, float]]) -> Figure:
+def _hovers(found: list[Edge], places: Places) -> Figure:
     """What hovering over an edge tells; off its middle, where all edges through the centre meet."""
-
-    def far(edge: Edge) -> str:
-        return "distance not known" if edge.distance is None else f"distance {short(edge.distance)}"
-
-    def between(edge: Edge, axis: int) -> float:
-        return round(0.62 * places[edge.one][axis] + 0.38 * places[edge.other][axis], 4)
-
+    ends = [(places[edge.one], places[edge.other]) for edge in found]
     return scatter(
         "markers",
-        [(between(e, 0), between(e, 1)) for e in found],
-        text=[f"<b>{e.one} and {e.other}</b><br>{count(e.count, 'exchange')}<br>{far(e)}" for e in found],
+        [(round(0.62 * a + 0.38 * c, 4), round(0.62 * b + 0.38 * d, 4)) for (a, b), (c, d) in ends],
+        text=[
+            f"<b>{e.one} and {e.other}</b><br>{count(e.count, 'exchange')}<br>distance {short(e.distance)}"
+            for e in found
+        ],
         hovertemplate="%{text}<extra></extra>",
         marker={"size": 8, "opacity": 0},
     )
 
 
-def _scale(least: float, most: float) -> Figure:
+def _scale(most: float) -> Figure:
     """A trace without points that carries the scale of the colours."""
-    parts = len(DISTANCES)
+    parts, least = len(DISTANCES), most - DECADES
     steps = [[at / parts, colour] for place, colour in enumerate(DISTANCES) for at in (place, place + 1)]
-    ticks = [least + (most - least) * part for part in (0.0, 0.5, 1.0)]
+    ticks = [least, most - DECADES / 2, most]
     bar = {
         "title": {"text": "distance between the two", "side": "top"},
         "orientation": "h", "y": 0, "yanchor": "top", "thickness": 8, "len": 0.6, "outlinewidth": 0,
@@ -174,36 +158,34 @@ def _scale(least: float, most: float) -> Figure:
     return scatter("markers", [(None, None)], hoverinfo="skip", marker=marker | {"colorbar": bar})
 
 
-def _rates(workers: list[Row], places: dict[int, tuple[float, float]]) -> list[Figure]:
+def _rates(workers: list[Row], places: Places) -> list[Figure]:
     """How fast each worker steps, outside the circle: who is slow can be seen."""
     known = [(places[row.rank or 0], row.steps_per_s) for row in workers if row.steps_per_s is not None]
     if len(workers) > MAX_RATES:
         return []
-    far = 1.24 if len(places) > 1 else 0.0
-    beside = [(round(far * x, 4), round(far * y - (0.0 if far else 0.2), 4)) for (x, y), _ in known]
+    beside = [(round(1.24 * x, 4), round(1.24 * y, 4)) for (x, y), _ in known]
     said, small = [f"{short(value)}/s" for _, value in known], {"size": 10, "color": GREY}
-    none = {"size": 1, "opacity": 0}
-    return [scatter("text", beside, hoverinfo="skip", text=said, textfont=small, marker=none)]
+    return [scatter("text", beside, hoverinfo="skip", text=said, textfont=small)]
 
 
-def _nodes(workers: list[Row], places: dict[int, tuple[float, float]]) -> Figure:
-    size, letters = (26, 12) if len(places) <= 16 else (18, 10) if len(places) <= 40 else (14, 8)
-    colours = [STATES.get(row.state, STATES["training"]) for row in workers]
-    symbols = ["square" if row.state == "dead" else "circle" for row in workers]
+def _nodes(workers: list[Row], places: Places) -> Figure:
+    size = 26 if len(places) <= 16 else 14
+    said = [
+        f"<b>worker {row.rank}</b>, {escape(row.state)}<br>{short(row.steps_per_s)} steps/s<br>"
+        f"waiting {share(row.blocked_share)}<br>loss {short(row.loss, 4)}"
+        for row in workers
+    ]
     return scatter(
         "markers+text",
         places.values(),
         text=[str(rank) for rank in places],
-        textposition="middle center",
-        textfont={"color": "#ffffff", "size": letters},
-        customdata=[_about(row) for row in workers],
+        textfont={"color": "#ffffff", "size": size // 2},
+        customdata=said,
         hovertemplate="%{customdata}<extra></extra>",
-        marker={"size": size, "opacity": 1, "color": colours, "symbol": symbols},
+        marker={
+            "size": size,
+            "opacity": 1,
+            "color": [STATES.get(row.state, STATES["training"]) for row in workers],
+            "symbol": ["square" if row.state == "dead" else "circle" for row in workers],
+        },
     )
-
-
-def _about(row: Row) -> str:
-    said = [f"<b>worker {row.rank}</b>, {escape(row.state)}"]
-    said += [f"{short(row.steps_per_s)} steps/s"] if row.steps_per_s is not None else []
-    said += [f"waiting {share(row.blocked_share)}"] if row.blocked_share is not None else []
-    return "<br>".join([*said, *([f"loss {short(row.loss, 4)}"] if row.loss is not None else [])])
