@@ -20,7 +20,6 @@ from freewheel.cli.main import main
 from freewheel.cli.run import prefixed
 from freewheel.errors import ConfigError
 from freewheel.records.run import Run, find_runs
-from freewheel.runtime.launch import processes
 from freewheel.runtime.launch.launcher import Captured, launch
 from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.hosts import host_store, reach_store
@@ -159,7 +158,7 @@ os.write(1, b"the end")
             assert lines == wanted + ([] if error else ["the end"])
 
 
-def test_of_a_progress_bar_the_newest_state_is_shown(script, monkeypatch):
+def test_of_a_progress_bar_the_newest_state_is_shown(script):
     bar = """
 for percent in range(0, 101, 10):
     os.write(1, f"\\r{percent:3d}% done".encode())
@@ -169,14 +168,6 @@ os.write(1, b"windows\\r\\n\\nmore\\r100%\\r      \\r")
     output = Captured()
     assert launch(script(bar), 1, output=output) == 0
     assert list(output.lines[0]) == ["100% done", "windows", "", "100%"]
-    # A bar that is never finished is seen now and then all the same.
-    monkeypatch.setattr(processes, "PROGRESS_S", -1.0)
-    monkeypatch.setattr(processes, "LONGEST_LINE", 1000)
-    output = Captured()
-    halves = "import time\nfor p in range(3):\n    os.write(1, f'\\r{p}'.encode())\n"
-    assert launch(script(halves + "os.write(1, b'x' * 5000)"), 1, output=output) == 0
-    assert "2" + "x" * 5000 in "".join(output.lines[0])
-    assert max(map(len, output.lines[0])) <= 5001
 
 
 def test_output_that_is_no_text_does_no_harm(script):
@@ -511,13 +502,11 @@ def test_a_run_that_does_not_come_up_is_not_waited_for_for_ever():
         reach_store(f"127.0.0.1:{free_port()}", 0.3, lambda text: None)
 
 
-def test_a_port_where_nobody_answers_is_waited_for_with_a_word_and_not_for_ever():
-    said = []
+def test_a_port_where_nobody_answers_is_not_waited_for_for_ever():
     with socket.create_server(("127.0.0.1", 0)) as server:
         where = f"127.0.0.1:{server.getsockname()[1]}"
         with pytest.raises(ConfigError, match=f"{where} is no rendezvous: no answer within"):
-            reach_store(where, 1.5, said.append)
-    assert [text.split(": ")[1] for text in said] == ["a connection is made, nobody answers yet"]
+            reach_store(where, 1.5, lambda text: None)
 
 
 def test_a_program_that_cannot_start_is_named(tmp_path):

@@ -82,12 +82,12 @@ def test_a_short_pass_is_shared_alike():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda me: me.loader(list(range(40 + me.rank)), 4), r"worker 1's loader have 41 samples, .*0's 40"),
-        (lambda me: me.loader(list(range(40)), 4, seed=me.rank), r"1's .*with seed 1, worker 0's .*seed 0"),
-        (lambda me: me.loader(list(range(40)), 4, shuffle=me.rank == 0), r"1's loader is in order, worker 0"),
+        (lambda me: me.loader(list(range(40 + me.rank)), 4), r"1's loader has 41 samples, .*0's has 40"),
+        (lambda me: me.loader(list(range(40)), 4, seed=me.rank), r"1's .*with seed 1; worker 0's .*seed 0"),
+        (lambda me: me.loader(list(range(40)), 4, shuffle=me.rank == 0), r"1's loader has .* in order"),
         (
             lambda me: me.loader(list(range(40)), 4, sampler=torch.randperm(40, generator=seeded(me.rank))),
-            "worker 1's sampler gives another order than worker 0's",
+            "worker 1's loader gives another order than worker 0's",
         ),
     ],
 )
@@ -127,7 +127,7 @@ def test_where_all_step_together_batch_sizes_must_be_the_same():
                 optimizer.step()
 
     _, second = outcomes(2, work)
-    with pytest.raises(fw.ConfigError, match=r"into 6 batches, worker 0 into 10.*the same batch_size"):
+    with pytest.raises(fw.ConfigError, match=r"in 6 batches; worker 0's .* in 10 batches. Give all the same"):
         raise second
 
 
@@ -288,7 +288,7 @@ def test_the_order_of_a_dataloader_is_kept(alone):
         (lambda me: me.loader(Stream(), 4, sampler=[1]), "a stream comes in its own order.*no sampler"),
         (
             lambda me: list(me.loader(Pairs(), 4, sampler=Liar())),
-            "pass 0 of Liar has 3 samples, and its len is 9",
+            "pass 0 of Liar has 3 draws, and its len is 9",
         ),
     ],
 )

@@ -83,7 +83,7 @@ def alone():
         ),
         (lambda _: cut(0, 2, 1), r"0 samples in batches of 2 are less than a batch for each of 1"),
         (lambda _: cut(5, 1, 2, parts=True), r"batches of 1 .*batch_size of 2 or more, or drop_last=True"),
-        (lambda _: cut(9, 5, 2, parts=True, drop_last=True), r"batch_size of 4 or less"),
+        (lambda _: cut(9, 5, 2, parts=True, drop_last=True), r"take a smaller batch_size or fewer workers"),
         (lambda _: cut(9, 0, 1), r"batch_size must be at least 1, not 0"),
         (lambda _: cut(9, None, 1), r"batch_size must be a whole number, not None"),
         (lambda worker: worker.loader([1, 2], 1).set_epoch(-1), r"epoch must be at least 0, not -1"),

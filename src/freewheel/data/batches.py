@@ -8,17 +8,18 @@ from freewheel.data.spans import Span
 
 
 class Key(NamedTuple):
-    """Which data, in which order: the same on all workers, whatever their batch sizes."""
+    """Which data, in which order: the same on all workers, whatever their batch sizes.
+
+    `length` counts samples, or batches of a batch sampler; `mark` says which loader of the script it is, for
+    all make them in the same order; `kind` is 0 in order, 1 shuffled, 2 by a sampler, 3 shuffled by blocks.
+    Where all step together, the order is cut into `grid` batches, equal but for one sample.
+    """
 
     length: int
-    """How many samples a pass has; of a batch sampler: batches."""
     mark: int
-    """Which loader of the script it is: all make them in the same order."""
     kind: int = 0
-    """0: in order, 1: shuffled, 2: by a sampler, 3: shuffled by blocks."""
     seed: int = 0
     grid: int = 0
-    """Where all step together: in how many batches, equal but for one sample, the order is cut. Else 0."""
 
     def edge(self, batch: int) -> int:
         """Where a batch begins, of those that are equal."""
@@ -41,13 +42,12 @@ class Key(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """Samples of one pass, dealt to one worker: places of its order."""
+    """Samples of one pass, dealt to one worker: places of its order; `again`: a lost one had them before."""
 
     number: int
     place: int
     stop: int
     again: bool
-    """Whether they had been dealt before, to a worker that was lost."""
 
 
 class Batch(Lease):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
 from typing import NamedTuple
 
 from freewheel.data.batches import Batch, Key, Lease
@@ -51,7 +50,7 @@ class DatasetLedger:
     """
 
     def __init__(self, key: Key, by: int, me: Owner, fabric: Fabric, counters: Counters) -> None:
-        self.key, self.ledger = key, Ledger(key.length)
+        self.key, self.ledger, self.shares = key, Ledger(key.length), Shares()
         self.news = Ledger(key.length)
         """What was finished and no dealer has confirmed yet."""
         self.by = by
@@ -59,12 +58,9 @@ class DatasetLedger:
         self.in_use = False
         """Whether this worker uses them, or has only heard of them."""
         self.finished = 0
-        """Samples that this worker has finished and entered into the ledger."""
-        self.dropped = 0
-        """Samples of batches that were too short."""
+        """Samples that this worker has finished, or left out, and entered into the ledger."""
         self.own: dict[int, Spans] = {}
         """What this worker itself has finished in each pass, in earlier runs too: what a checkpoint keeps."""
-        self.shares = Shares()
         self.orders: dict[int, tuple[int, int]] = {}
         """Of the passes by a sampler: what its order sums up to, and who said so."""
         self.heard: dict[int, int] = {}
@@ -78,7 +74,7 @@ class DatasetLedger:
         """What each worker's samples sum up to, where that can be said."""
         self._me, self._fabric, self._counters = me, fabric, counters
         self._done: deque[Batch] = deque()
-        self._used = 0
+        self._used = self._left_out = 0
         self._made = (0.0, 0)
 
     # -- this worker's own part --
@@ -91,7 +87,7 @@ class DatasetLedger:
     def drop(self, short: list[Batch]) -> None:
         """Batches that nobody is to use count as finished."""
         self._done.extend(batch._replace(again=False) for batch in short)
-        self.dropped += sum(batch.stop - batch.place for batch in short)
+        self._left_out += sum(batch.stop - batch.place for batch in short)
 
     def collect(self) -> None:
         """Enter what has been finished into the ledger."""
@@ -119,18 +115,19 @@ class DatasetLedger:
     def progress(self) -> float:
         """Passes made by all workers together, as far as is known: what others do is heard with a lease."""
         made, collected = self._made
-        return made + (self._used + self.dropped - collected) / self.key.length
+        return made + (self._used + self._left_out - collected) / self.key.length
 
     def confirm(self, theirs: Ledger, lease: Lease | None) -> None:
         """A dealer has answered with what it knows, and has dealt a lease."""
         self.ledger.merge(theirs)
-        for q in theirs.passes.keys() & self.ledger.passes.keys():
-            self.counted[q] = max(theirs.passes[q].excess(), self.counted.get(q, 0))
         for q, one in self.ledger.passes.items():
             mine = one.held.get(self._me, [])
             if lease is not None and q == lease.number:
                 mine = union(mine, [(lease.place, lease.stop)])
-            one.held = {**(theirs.passes[q].held if q in theirs.passes else {}), self._me: mine}
+            known = theirs.passes.get(q)
+            if known is not None:
+                self.counted[q] = max(known.excess(), self.counted.get(q, 0))
+            one.held = {**(known.held if known is not None else {}), self._me: mine}
 
     # -- what others say --
 
@@ -163,13 +160,9 @@ class DatasetLedger:
 
     def count_doubles(self) -> None:
         """Count samples that turn out to have been finished twice, as after a cut."""
-        for old in self.counted.keys() - self.ledger.passes.keys():
-            del self.counted[old]
-        for q, one in self.ledger.passes.items():
-            before = self.counted.get(q, 0)
-            if one.excess() > before:
-                self.counted[q] = one.excess()
-                self._counters.samples_again += one.excess() - before
+        excess = {q: max(one.excess(), self.counted.get(q, 0)) for q, one in self.ledger.passes.items()}
+        self._counters.samples_again += sum(many - self.counted.get(q, 0) for q, many in excess.items())
+        self.counted = excess
 
     # -- dealing --
 
@@ -190,9 +183,13 @@ class DatasetLedger:
         shares.heard(peer, question.number, question.wants, question.rate / 1e6, question.size, now_s)
         lease, most = None, question.size
         if question.wants:
+            cut = self._part
             if not question.parts:
+                cut = self._anywhere
                 most = shares.grant(ledger, peer, question.number, self._fabric.members, now_s)
-            lease = ledger.deal(owner, question.number, self._cut(peer, question, most), question.since)
+            lease = ledger.deal(
+                owner, question.number, lambda q, free: cut(peer, question, most, q, free), question.since
+            )
             shares.dealt(peer, sum(map(size, ledger.held_by(owner).values())), now_s)
         if lease is None and not most and ledger.free(question.number):
             return SOON
@@ -203,16 +200,17 @@ class DatasetLedger:
 
     def _alike(self, peer: int, question: Question) -> bool:
         """Whether a worker's order is that of the others; a word of warning if its samples are not."""
-        others = self._prints.items() if question.content and peer not in self._prints else ()
-        self._prints[peer] = question.content
-        other = next((one for one, content in others if content not in (0, question.content)), None)
-        if other is not None:
-            log.warning(
-                "worker %d has other samples than worker %d, though as many: a sample of a pass is then not "
-                "the same for all. Make the data alike, with one seed and files in one order",
-                peer,
-                other,
-            )
+        if question.content and peer not in self._prints:
+            for other, content in self._prints.items():
+                if content != question.content:
+                    log.warning(
+                        "worker %d has other samples than worker %d, though as many: a sample of a pass is "
+                        "then not the same for all. Make the data alike, with files in one order",
+                        peer,
+                        other,
+                    )
+                    break
+            self._prints[peer] = question.content
         known, _ = self.orders.get(question.number, (question.order, peer))
         if question.wants:
             self.orders.setdefault(question.number, (question.order, peer))
@@ -220,28 +218,29 @@ class DatasetLedger:
             del self.orders[old]
         return known == question.order
 
-    def _cut(self, peer: int, question: Question, most: int) -> Callable[[int, Spans], Span | None]:
-        """How much of what is left a worker is dealt, in whole batches of its own."""
-        key, batch, members = self.key, question.size, self._fabric.members
+    def _anywhere(self, peer: int, question: Question, most: int, number: int, free: Spans) -> Span | None:
+        """How much of what is left of a pass a worker is dealt, in whole batches of its own.
+
+        Each dealer begins at a place of its own, so that parts of a run that do not reach each other differ.
+        """
+        key, batch, here = self.key, question.size, number == question.number
         begin = self._me[0] * key.length // self._fabric.world_size // batch * batch
+        span = first(free, begin if here else 0, batch) if most or not here else None
+        if span is None:
+            return None
+        start, stop = span
+        count = min(stop - start, max(most, batch))
+        return start, start + (count if count <= batch else count // batch * batch)
 
-        def anywhere(number: int, free: Spans) -> Span | None:
-            here = number == question.number
-            span = first(free, begin if here else 0, batch) if most or not here else None
-            if span is None:
-                return None
-            start, stop = span
-            count = min(stop - start, max(most, batch))
-            return start, start + (count if count <= batch else count // batch * batch)
+    def _part(self, peer: int, question: Question, most: int, number: int, free: Spans) -> Span | None:
+        """The same of its part, which goes round from pass to pass.
 
-        def in_part(number: int, free: Spans) -> Span | None:
-            # They follow from the members alone, so that a run in which nobody is lost is the same every
-            # time, and go round from pass to pass.
-            turn = (members.index(peer) + number) % len(members)
-            span = first(common(free, [key.part(turn, len(members))]), 0)
-            if span is None:
-                return None
-            batches = max(1, int(self.shares.aim(peer, len(members))) // batch)
-            return span[0], min(span[1], key.edge(key.at(span[0]) + batches))
-
-        return in_part if question.parts else anywhere
+        Parts follow from the members alone: a run in which nobody is lost is the same every time.
+        """
+        key, members = self.key, self._fabric.members
+        turn = (members.index(peer) + number) % len(members)
+        span = first(common(free, [key.part(turn, len(members))]), 0)
+        if span is None:
+            return None
+        batches = max(1, int(self.shares.aim(peer, len(members))) // question.size)
+        return span[0], min(span[1], key.edge(key.at(span[0]) + batches))

@@ -8,10 +8,8 @@ is how the role passes on, and how workers that were cut off bring in what they 
 told of every lease, so that the next dealer knows what had been dealt to a worker that died with this one.
 
 How much each gets is in data/shares.py. Where all workers step together none can take more than another:
-there each keeps to a part of its own, which follows from who is there (`Question.parts`).
-
-A worker that reaches nobody deals to itself. It begins at a place of the order that its rank decides, so
-parts of a run that cannot reach each other begin with different samples.
+there each keeps to a part of its own, which follows from who is there (`Question.parts`). A worker that
+reaches nobody deals to itself.
 """
 
 from __future__ import annotations
@@ -50,6 +48,7 @@ REFUSALS = 3
 
 KEY = (int,) * len(Key._fields)
 """How the data are named in each of these messages, after the number of the question."""
+QUESTION = (int,) * len(Question._fields)
 Service: TypeAlias = Callable[[int, Key, Iterator[int]], Coroutine[Any, Any, Note | None]]
 """Takes what another says of some data; the answer, if it is to have one."""
 
@@ -83,7 +82,9 @@ class Dealing:
     def _known(self, key: Key, by: int) -> DatasetLedger | None:
         """What is known of these data, nothing at first; None: somebody of lower rank has others there."""
         if key.mark not in self.datasets and by != self.me[0]:
-            self._make_room()
+            foreign = [mark for mark, one in list(self.datasets.items()) if not one.in_use]
+            for mark in foreign[: len(foreign) - MOST_DATASETS + 1]:  # who uses it tells it again
+                del self.datasets[mark]
         made = DatasetLedger(key, by, self.me, self.fabric, self.counters)
         known = self.datasets.setdefault(key.mark, made)  # in one go: two threads come here
         if known.key != key and by < known.by:
@@ -92,12 +93,6 @@ class Dealing:
             return None
         known.by = min(known.by, by)
         return known
-
-    def _make_room(self) -> None:
-        """Forget what others have named long ago: whoever uses it tells it again when it is needed."""
-        foreign = [mark for mark, one in list(self.datasets.items()) if not one.in_use]
-        for mark in foreign[: len(foreign) - MOST_DATASETS + 1]:
-            del self.datasets[mark]
 
     def _differs(self, mine: Key, known: DatasetLedger, number: int | None = None) -> ConfigError:
         """Others have other data; or, of a pass with this number, another order."""
@@ -162,8 +157,7 @@ class Dealing:
         try:
             held = sent.holding(self.me, data.ledger)
             note = (*data.key, *question, *held.encode(held=True))
-            async with asyncio.timeout(ANSWER_S):
-                told = whole((await self.fabric.ask(dealer, ASK, note=note)).note)
+            told = await self._told(dealer, ASK, note, ANSWER_S)
             kind, number, start, stop, again = read((int,) * 5, told)
             if kind == REFUSED:
                 return REFUSED
@@ -176,6 +170,11 @@ class Dealing:
             if not confirmed:
                 data.news.merge(sent)
         return lease or kind
+
+    async def _told(self, peer: int, tag: Tag, note: Note, within_s: float) -> Iterator[int]:
+        """What another answers; TimeoutError: nothing in time."""
+        async with asyncio.timeout(within_s):
+            return whole((await self.fabric.ask(peer, tag, note=note)).note)
 
     # -- dealing --
 
@@ -210,16 +209,15 @@ class Dealing:
         epochs = {peer: self.fabric.epoch(peer) for peer in asked}
         told: dict[int, Ledger] = {}
         for peer, (life, theirs) in (await self._hear(data.key, asked)).items():
+            data.heard[peer] = epochs[peer]
             try:
-                if theirs is None:
-                    raise ValueError("no answer")
-                data.ledger.merge(theirs)
-            except ValueError as error:
-                log.debug("worker %d does not tell what it knows: %s", peer, error)
+                data.ledger.merge(theirs or Ledger(data.key.length))
+            except ValueError:  # more than workers make
+                theirs = None
+            if theirs is None:
                 data.mute.add(peer)
             else:
                 told[peer], data.lives[peer] = theirs, life
-            data.heard[peer] = epochs[peer]
         data.learn_from_all(told)
 
     async def _hear(self, key: Key, peers: Sequence[int]) -> dict[int, tuple[int, Ledger | None]]:
@@ -228,8 +226,7 @@ class Dealing:
 
         async def hear_one(peer: int) -> None:
             try:
-                async with asyncio.timeout(HEAR_S):
-                    told = whole((await self.fabric.ask(peer, TELL, note=key)).note)
+                told = await self._told(peer, TELL, key, HEAR_S)
                 found[peer] = read(int, told), Ledger.decode(key.length, told)
             except (TimeoutError, ValueError):
                 found[peer] = 0, None
@@ -266,16 +263,14 @@ class Dealing:
         """Hear those who come at once, and what is left when a dealer is gone: nobody has to wait for it."""
         while True:
             await self.fabric.changed()
-            if self.fabric.members[0] != self.me[0]:
-                continue
-            for data in list(self.datasets.values()):
+            for data in list(self.datasets.values()) if self.fabric.members[0] == self.me[0] else ():
                 async with self._dealing:
                     await self._hear_all(data)
                     data.count_doubles()
 
     async def _answer(self, peer: int, key: Key, told: Iterator[int]) -> Note:
         """Somebody asks this worker to deal."""
-        question = Question._make(read((int,) * len(Question._fields), told))
+        question = Question._make(read(QUESTION, told))
         news = Ledger.decode(key.length, told)
         if not question.size or (question.parts and not key.grid):
             raise ValueError("there is nothing to deal")

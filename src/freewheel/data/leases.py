@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator
 
 from freewheel.data.batches import Batch, Key, Lease
 from freewheel.data.dataset import SOON, WAIT, Question
@@ -27,39 +26,28 @@ class Rate:
     """How fast a worker is: samples a second, but for the time in which it waits for batches."""
 
     def __init__(self) -> None:
-        self.now, self._measured = 0.0, 0
-        """Samples a second, and how often that was measured."""
-        self._since_s, self._since = 0.0, 0
-        self._worked_s, self._worked, self._before_s = 0.0, 0, 0.0
-        self._waited_s, self._waits_since_s = 0.0, 0.0
+        self.now = 0.0
+        self._since_s: float | None = None  # from when on it works; None: it waits, or is between two passes
+        self._worked_s, self._counted = 0.0, 0
 
-    def begin(self) -> None:
-        """A pass begins: what was before it does not count."""
-        self._since_s = 0.0
+    def pause(self, now_s: float) -> None:
+        """Training waits for batches, or a pass has ended."""
+        since_s, self._since_s = self._since_s, None
+        if since_s is not None:
+            self._worked_s += now_s - since_s
 
-    @contextlib.contextmanager
-    def waiting(self, clock: Callable[[], float]) -> Iterator[None]:
-        """Training waits for batches."""
-        self._waits_since_s = clock()
-        try:
-            yield
-        finally:
-            since_s, self._waits_since_s = self._waits_since_s, 0.0
-            self._waited_s += clock() - since_s
+    def go_on(self, now_s: float) -> None:
+        """Training has a batch."""
+        self._since_s = now_s
 
     def measure(self, finished: int, now_s: float) -> float:
-        """By what has been finished so far.
-
-        The first measurement, of first steps, is replaced by the next one; then it takes a while.
-        """
-        waited_s = self._waited_s + (now_s - since_s if (since_s := self._waits_since_s) else 0.0)
-        if self._since_s:
-            self._worked_s += max(0.0, now_s - self._since_s - (waited_s - self._before_s))
-            self._worked += finished - self._since
-        self._since_s, self._since, self._before_s = now_s, finished, waited_s
-        if self._worked and self._worked_s > (RATE_S if self._measured > 1 else 0.0):
-            self.now, self._measured = self._worked / self._worked_s, self._measured + 1
-            self._worked_s, self._worked = 0.0, 0
+        """By what has been finished so far; but for the first steps it takes a while."""
+        since_s = self._since_s
+        worked_s = self._worked_s + (now_s - since_s if since_s is not None else 0.0)
+        if finished > self._counted and worked_s > (RATE_S if self.now else 0.0):
+            self.now = (finished - self._counted) / worked_s
+            self._worked_s -= worked_s
+            self._counted = finished
         return self.now
 
 
@@ -67,7 +55,8 @@ class LeaseQueue:
     """The batches this worker holds of one set of data.
 
     `parts`: each worker is to keep to a part of its own. `drop`: batches that are short are left out.
-    `ready` and `finish` may be used from another thread; coroutines belong to the fabric's.
+    `content` is what this worker's samples sum up to; 0: that cannot be said. `ready` and `finish` may be
+    used from another thread; coroutines belong to the fabric's.
     """
 
     def __init__(
@@ -80,12 +69,8 @@ class LeaseQueue:
         content: int = 0,
     ) -> None:
         self.dealing, self.data = dealing, dealing.use(key)
-        self.size, self.parts, self.drop = size, parts, drop
-        self.content = content
-        """What this worker's samples sum up to; 0: that cannot be said."""
-        self.order = 0
-        """The same of the order of this pass, where a sampler makes it."""
-        self.number, self.last = 0, False
+        self.size, self.parts, self.drop, self.content = size, parts, drop, content
+        self.number, self.last, self.order = 0, False, 0
         self.since = 0
         """What is left over of earlier passes is not wanted: this worker has broken one off."""
         self.ready: deque[Batch] = deque()
@@ -101,10 +86,9 @@ class LeaseQueue:
         dealing.settling.append(self.settle)
 
     def begin(self, number: int, last: bool = False, order: int = 0) -> None:
-        """Begin a pass; `last`: wait for what others hold before it is over."""
+        """Begin a pass; `last`: wait for what others hold before it is over. `order`: what a sampler's is."""
         self.number, self.last, self.order = number, last, order
         self.over = self.waits = False
-        self.rate.begin()
 
     def due(self) -> bool:
         """Whether it is time to `refill`."""
@@ -116,7 +100,7 @@ class LeaseQueue:
             if self.over and not self.waits:
                 return
             self._asking = self.dealing.spawn(self._ask())
-            self._asking.add_done_callback(self._asked)
+            self._asking.add_done_callback(lambda _: setattr(self, "_asking", None))
         await asyncio.shield(self._asking)
 
     async def fill(self, patient: bool) -> None:
@@ -128,17 +112,16 @@ class LeaseQueue:
 
     async def draw(self) -> Batch | None:
         """The next batch, once all before it are finished; None: the pass is over."""
-        with self.rate.waiting(asyncio.get_running_loop().time):
-            await self.fill(patient=True)
+        clock = asyncio.get_running_loop().time
+        self.rate.pause(clock())
+        await self.fill(patient=True)
+        self.rate.go_on(clock())
         if not self.ready:
             return None
         batch = self.ready.popleft()
         if self.due():
             self.dealing.spawn(self.refill())
         return batch
-
-    def _asked(self, _: asyncio.Task[None]) -> None:
-        self._asking = None
 
     async def _ask(self) -> None:
         pause_s = SOON_S
@@ -164,9 +147,8 @@ class LeaseQueue:
         replaced. Towards the end of a pass leases shrink, and so does what a worker keeps others from.
         """
         rate = self.rate.now / self.size
-        if leased < int(rate * LEASE_S):
-            return leased // 2
-        return max(leased // 2, int(rate * STOCK * self.dealing.fabric.silence_s))
+        plenty = int(rate * STOCK * self.dealing.fabric.silence_s) if leased >= int(rate * LEASE_S) else 0
+        return max(leased // 2, plenty)
 
     async def _say(self, wants: bool) -> Lease | int:
         self.data.collect()
@@ -204,4 +186,5 @@ class LeaseQueue:
             ledger.leave(self.number)
             if doubtful is not None and (one := ledger.open(doubtful.number)) is not None:
                 one.lost = union(one.lost, [(doubtful.place, doubtful.stop)])
+        self.rate.pause(asyncio.get_running_loop().time())
         await self._say(wants=False)

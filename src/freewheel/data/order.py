@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
@@ -41,41 +41,31 @@ def seeded(name: str) -> torch.Generator:
 
 
 class Seeded:
-    """Samples in order, or shuffled by the seed and the number of the pass."""
+    """Samples in order, or shuffled by the seed and the number of the pass.
+
+    Samples that lie in `blocks` of so many are shuffled block by block, so that few blocks are in use.
+    """
 
     batched = False
 
-    def __init__(self, length: int, shuffle: bool, seed: int) -> None:
-        self.length, self.kind, self.seed, self.shuffle = length, int(shuffle), seed, shuffle
+    def __init__(self, length: int, shuffle: bool, seed: int, blocks: Sequence[int] | None = None) -> None:
+        self.length, self.shuffle, self.seed = length, shuffle, seed
+        self.blocks = blocks if shuffle else None
+        self.kind = int(shuffle) if self.blocks is None else 3
 
     def draw(self, epoch: int) -> torch.Tensor:
         """The order of a pass."""
-        return order(self.length, self.shuffle, self.seed, epoch)
-
-    def sum(self, drawn: Any) -> int:
-        """What all workers must have in common: nothing that could differ."""
-        return 0
-
-
-class Blocked:
-    """Samples that lie in blocks: these are shuffled, and the samples of each, so that few are in use."""
-
-    kind, shuffle, batched = 3, True, False
-
-    def __init__(self, lengths: Sequence[int], seed: int) -> None:
-        self.lengths, self.length, self.seed = list(lengths), sum(lengths), seed
-
-    def draw(self, epoch: int) -> torch.Tensor:
-        """The order of a pass."""
+        if self.blocks is None:
+            return order(self.length, self.shuffle, self.seed, epoch)
         generator = seeded(f"blocks/{self.seed}/{epoch}")
-        starts = [0, *itertools.accumulate(self.lengths)]
-        blocks = torch.randperm(len(self.lengths), generator=generator).tolist()
-        inside = [torch.randperm(self.lengths[one], generator=generator) + starts[one] for one in blocks]
-        return torch.cat(inside) if inside else torch.arange(0)
+        starts = [0, *itertools.accumulate(self.blocks)]
+        blocks = torch.randperm(len(self.blocks), generator=generator).tolist()
+        inside = [torch.randperm(self.blocks[one], generator=generator) + starts[one] for one in blocks]
+        return torch.cat([torch.arange(0), *inside])
 
     def sum(self, drawn: Any) -> int:
-        """What all workers must have in common: the blocks."""
-        return summed(self.lengths)
+        """What all workers must have in common, beside the seed: the blocks."""
+        return summed(self.blocks) if self.blocks is not None else 0
 
 
 class Sampled:
@@ -104,14 +94,11 @@ class Sampled:
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         with drawing(self.sampler, number(f"sampler/{self.seed}/{epoch}")):
-            drawn = (
-                [list(batch) for batch in self.sampler] if self.batched else [int(k) for k in self.sampler]
-            )
+            drawn = [list(one) if self.batched else int(one) for one in self.sampler]
         if len(drawn) != self.length:
             raise ConfigError(
-                f"pass {epoch} of {type(self.sampler).__name__} has {len(drawn)} "
-                f"{'batches' if self.batched else 'samples'}, and its len is {self.length}. Let both be the "
-                "same in every pass."
+                f"pass {epoch} of {type(self.sampler).__name__} has {len(drawn)} draws, and its len is "
+                f"{self.length}. Let both be the same in every pass."
             )
         return drawn
 
@@ -129,22 +116,17 @@ def drawing(sampler: Any, seed: int) -> Iterator[None]:
         elif isinstance(one, random.Random):
             one.seed(seed)
         else:
-            kind = type(one.bit_generator)
-            one.bit_generator.state = kind(seed).state
-    python = random.getstate()
-    numpy = sys.modules.get("numpy.random")
-    numpy_state = numpy.get_state() if numpy else None
-    random.seed(seed)
-    if numpy:
-        numpy.seed(seed % 2**32)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+            one.bit_generator.state = type(one.bit_generator)(seed).state
+    with torch.random.fork_rng(devices=[]):
+        python, numpy = random.getstate(), np.random.get_state()
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        torch.default_generator.manual_seed(seed)
+        try:
             yield
-    finally:
-        random.setstate(python)
-        if numpy:
-            numpy.set_state(numpy_state)
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
 
 
 def _generators(sampler: Any, deep: int) -> Iterator[Any]:

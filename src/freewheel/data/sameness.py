@@ -11,6 +11,7 @@ from torch.utils.data import TensorDataset
 
 from freewheel.data.batches import Key
 
+KINDS = ("in order", "shuffled", "by a sampler", "shuffled by blocks")
 LOOKS = 64
 """How many samples are looked at, spread evenly: reading all could take as long as training."""
 
@@ -20,25 +21,16 @@ def fingerprint(dataset: Any) -> int:
 
     Reading a data set of a user's own could draw random numbers, or take long.
     """
-    if isinstance(dataset, TensorDataset):
-        return summed(tuple(_looks(one) for one in dataset.tensors))
-    if isinstance(dataset, torch.Tensor | list | tuple | range | str | bytes):
-        return summed(_looks(dataset))
-    return 0
-
-
-def _looks(values: Any) -> list[Any]:
-    step = max(1, len(values) // LOOKS)
-    found = [values[k] for k in range(0, len(values), step)]
-    return [_plain(one) for one in found]
+    parts = dataset.tensors if isinstance(dataset, TensorDataset) else [dataset]
+    if not all(isinstance(one, torch.Tensor | list | tuple | range | str | bytes) for one in parts):
+        return 0
+    return summed([_plain(one[k]) for one in parts for k in range(0, len(one), max(1, len(one) // LOOKS))])
 
 
 def _plain(value: Any) -> Any:
-    """Of a tensor its numbers, wherever it lies; of a long one their sum."""
+    """Of a tensor its numbers, wherever it lies, or their sum."""
     if not isinstance(value, torch.Tensor):
         return value
-    if value.numel() <= LOOKS:
-        return value.tolist()
     raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
     return str(value.dtype), tuple(value.shape), zlib.crc32(raw.numpy().data)
 
@@ -51,32 +43,17 @@ def summed(values: Sequence[Any]) -> int:
 
 def difference(rank: int, mine: Key, other: int, theirs: Key) -> str:
     """What to tell the user of a worker whose data are not those of another."""
-    if mine.length != theirs.length:
+    one, two = (
+        f"{key.length} samples, {KINDS[key.kind % 4]} with seed {key.seed}"
+        + (f", in {key.grid} batches" if key.grid else "")
+        for key in (mine, theirs)
+    )
+    if one == two:
         return (
-            f"the data of worker {rank}'s loader have {mine.length} samples, those of worker {other}'s "
-            f"{theirs.length}. Give all the same data; for data of one worker use torch's DataLoader."
-        )
-    if (mine.kind, mine.seed) != (theirs.kind, theirs.seed):
-        return (
-            f"worker {rank}'s loader is {_order(mine)}, worker {other}'s is {_order(theirs)}. "
-            "Give all the same shuffle, seed and sampler."
-        )
-    if mine.grid != theirs.grid:
-        return (
-            f"worker {rank} cuts a pass into {mine.grid} batches, worker {other} into {theirs.grid}. "
-            "This strategy lets all step together: give all the same batch_size."
-        )
-    if mine.kind == 3:
-        return (
-            f"worker {rank}'s blocks are not worker {other}'s. Materialize the dataset once, before the "
-            "workers begin, and give all the same one."
+            f"worker {rank}'s loader gives another order than worker {other}'s. Let a sampler draw from its "
+            "generator or from global random numbers; materialize a Ray dataset once."
         )
     return (
-        f"worker {rank}'s sampler gives another order than worker {other}'s. Let it draw from its generator, "
-        "or from torch's, NumPy's or Python's global random numbers."
+        f"worker {rank}'s loader has {one}; worker {other}'s has {two}. Give all the same; one worker's data "
+        "need torch's DataLoader."
     )
-
-
-def _order(key: Key) -> str:
-    kind = ("in order", "shuffled", "by a sampler", "shuffled by blocks")[min(key.kind, 3)]
-    return f"{kind} with seed {key.seed}" if key.kind else kind

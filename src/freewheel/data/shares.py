@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from freewheel.data.ledger import Ledger
 from freewheel.data.spans import size
@@ -29,12 +29,8 @@ FASTEST = 200.0
 """Steps a second beyond which a worker's speed does not count: they are shorter than asking for them."""
 SOON_S = 0.05
 """Who should ask within this time is waited for."""
-LATE_S = 0.25
-"""And for so long beyond it; then no more, until it has asked."""
-LATELY = 16
-"""Of how many passes it is known when they began."""
-FIRST_S = 1.0
-"""The same for a worker whose rate nobody knows yet: a first step may take long."""
+LATE_S, FIRST_S = 0.25, 1.0
+"""And for so long beyond it, the second where its rate is not known yet; then no more, until it has asked."""
 
 
 @dataclass(slots=True)
@@ -46,29 +42,26 @@ class Asker:
     batch: int = 0
     number: int = -1
     """The pass it is in."""
-    at_s: float = 0.0
     due_s: float = 0.0
     """When it should ask again, by its rate and what it holds."""
     absent: bool = False
     """Whether it was waited for in vain."""
 
 
-@dataclass(slots=True)
 class Shares:
     """What a dealer knows of the workers' speeds in one set of data."""
 
-    askers: defaultdict[int, Asker] = field(default_factory=lambda: defaultdict(Asker))
-    began: dict[int, float] = field(default_factory=dict)
-    """When somebody first asked for samples of each pass."""
+    def __init__(self) -> None:
+        self.askers: defaultdict[int, Asker] = defaultdict(Asker)
+        self._newest, self._began_s = -1, 0.0
+        """The last pass of which somebody asked for samples, and when that was first."""
 
     def heard(self, rank: int, number: int, wants: bool, rate: float, batch: int, now_s: float) -> None:
         """A worker asks, or says that a pass has ended for it."""
         absent = self.askers[rank].absent and not wants
-        self.askers[rank] = Asker(rate, batch, number if wants else number + 1, now_s, now_s, absent)
-        if wants:
-            self.began.setdefault(number, now_s)
-            while len(self.began) > LATELY:
-                del self.began[min(self.began)]
+        self.askers[rank] = Asker(rate, batch, number if wants else number + 1, now_s, absent)
+        if wants and number > self._newest:
+            self._newest, self._began_s = number, now_s
 
     def dealt(self, rank: int, held: int, now_s: float) -> None:
         """A worker now holds so many samples."""
@@ -78,58 +71,46 @@ class Shares:
     def grant(self, ledger: Ledger, rank: int, number: int, members: Sequence[int], now_s: float) -> int:
         """How many samples a worker gets of a pass; 0: it is to ask again soon."""
         rate, batch = self.askers[rank].rate, self.askers[rank].batch
-        weights = self._weights(members)
-        total = sum(weights.values())
-        free = size(ledger.free(number))
-        share = free * weights[rank] / total
+        parts = self._parts(members)
+        free, one = size(ledger.free(number)), ledger.open(number)
+        share = free * parts[rank]
         most = min(self.aim(rank, len(members)), max(share / 2, min(share, rate * BRIEF_S)))
-        one = ledger.open(number)
         if one is None or not free:
             return max(batch, int(most))
         had = one.had()
-        own = ledger.length * weights[rank] / total - had[rank]
-        kept = sum(
-            self._kept(peer, number, ledger.length * weights[peer] / total, had[peer], batch, now_s)
+        left = {peer: ledger.length * part - had[peer] for peer, part in parts.items()}
+        room = free - sum(
+            self._kept(peer, number, left[peer], not had[peer], batch, now_s)
             for peer in members
             if peer != rank
         )
-        room = free - kept
-        if own >= batch or not had[rank]:  # two who are within their shares never wait for each other,
-            room = max(room, int(own), batch)  # nor two whose shares are less than a batch
-        if room < min(batch, free):
-            return 0
-        return max(batch, int(min(most, room)))
+        if left[rank] >= batch or not had[rank]:  # two who are within their shares never wait for each other,
+            room = max(room, int(left[rank]), batch)  # nor two whose shares are less than a batch
+        return max(batch, int(min(most, room))) if room >= min(batch, free) else 0
 
     def aim(self, rank: int, workers: int) -> float:
         """How many samples last a while."""
         asker = self.askers[rank]
         return asker.rate * LEASE_S * max(1.0, workers / ASKERS) or FIRST * asker.batch
 
-    def _weights(self, members: Sequence[int]) -> dict[int, float]:
-        """How fast the workers are; one whose rate is not known yet is as fast as the others."""
+    def _parts(self, members: Sequence[int]) -> dict[int, float]:
+        """Each worker's part of a pass, by its speed; one of unknown rate is as fast as the others."""
         askers = {one: self.askers[one] for one in members}
-        known = {
-            one: min(asker.rate / asker.batch, FASTEST) * asker.batch
-            for one, asker in askers.items()
-            if asker.rate
-        }
+        known = {one: min(asker.rate, FASTEST * asker.batch) for one, asker in askers.items() if asker.rate}
         usual = sum(known.values()) / len(known) if known else 1.0
-        return {one: known.get(one, usual) for one in members}
+        total = sum(known.values()) + usual * (len(members) - len(known))
+        return {one: known.get(one, usual) / total for one in members}
 
-    def _kept(self, peer: int, number: int, share: float, had: int, batch: int, now_s: float) -> int:
-        """How many samples are kept for a worker that is about to ask for them."""
+    def _kept(self, peer: int, number: int, left: float, first: bool, batch: int, now_s: float) -> int:
+        """How many samples are kept for a worker that is about to ask for them; one batch for its first."""
         asker = self.askers[peer]
-        if asker.absent or asker.number > number:
+        late_s = now_s - max(self._began_s, asker.due_s)
+        if asker.absent or asker.number > number or late_s < -SOON_S:  # it works on what it has
             return 0
-        begins = asker.at_s if asker.number == number else self.began.get(number, now_s)
-        expected = max(begins, asker.due_s)
-        if expected - now_s > SOON_S:
-            return 0  # it works on what it has
-        if now_s - expected > (LATE_S if asker.rate else FIRST_S):
+        if late_s > (LATE_S if asker.rate else FIRST_S):
             asker.absent = True
             return 0
         batch = asker.batch or batch
-        left = share - had
         if asker.rate:
             left = min(left, asker.rate * LATE_S)
-        return max(int(left) // batch, int(not had)) * batch
+        return max(int(left) // batch, int(first)) * batch

@@ -272,22 +272,17 @@ class _Run:
                     self._ended(process, code)
         return 128 + self._caught[0] if self._caught else self._failure
 
-    def _tell(self, rank: int | None = None, starts: int = 0) -> None:
-        """Let the workers know whether one that died comes back, and what they have not been told yet.
-
-        Without the store they go on all the same; but who is started again has to know, so try again.
-        """
-        if rank is not None:
-            self._untold[rank] = starts
+    def _tell(self) -> None:
+        """Let the workers know whether those that died come back; without the store, try again later."""
         # Over a new connection: the store may have been started anew.
         with (
             contextlib.suppress(RuntimeError, OSError),
             contextlib.closing(reach(*self._at, STORE_S)) as connection,
         ):
             store = self._store.over(connection)
-            for who, often in list(self._untold.items()):
-                store.set(f"{STARTS}/{who}", str(often))
-                del self._untold[who]
+            for rank, starts in list(self._untold.items()):
+                store.set(f"{STARTS}/{rank}", str(starts))
+                del self._untold[rank]
         self._tell_at_s = time.monotonic() + TELL_AGAIN_S
 
     def _signal(self, number: int) -> None:
@@ -295,28 +290,28 @@ class _Run:
             process.signal(number)
 
     def _ended(self, process: Process, code: int) -> None:
-        if code == 0 or self._caught:
+        """A worker's process has ended: start it again, or go on without it."""
+        again = code != 0 and not self._caught and process.restarts < self._restarts
+        if not again:
             self._running.remove(process)
-            if not self._caught:
-                self._tell(process.rank, 0)
+        if self._caught:
+            return
+        self._untold[process.rank] = process.restarts + 2 if again else 0
+        self._tell()
+        if code == 0:
             return
         what = f"exit code {code}" if code > 0 else f"signal {-code} ({signal.strsignal(-code)})"
-        how = f"worker {process.rank} ended with {what}"
         life = process.restarts + 1
         self._note("died", process.rank, life, f"its process ended with {what}")
-        if process.restarts < self._restarts:
+        if again:
             process.restarts += 1
-            self._tell(process.rank, process.restarts + 1)
-            self._output(None, f"{how}; it starts again ({process.restarts} of {self._restarts})", True)
+            rest = f"; it starts again ({process.restarts} of {self._restarts})"
             process.start()
-            again = f"its process was started again ({process.restarts} of {self._restarts})"
-            self._note("restarted", process.rank, life + 1, again)
-            return
-        self._running.remove(process)
-        self._tell(process.rank, 0)
-        self._failure = self._failure or (code if code > 0 else 128 - code)
-        others = f"; {len(self._running)} of {self._workers} go on" if self._running else ""
-        self._output(None, how + others, True)
+            self._note("restarted", process.rank, life + 1, "its process was started again")
+        else:
+            self._failure = self._failure or (code if code > 0 else 128 - code)
+            rest = f"; {len(self._running)} of {self._workers} go on" if self._running else ""
+        self._output(None, f"worker {process.rank} ended with {what}{rest}", True)
 
 
 def _check(workers: int, restarts: int, options: Options) -> None:

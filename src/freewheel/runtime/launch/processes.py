@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
@@ -19,7 +18,6 @@ from freewheel.errors import ConfigError
 Output = Callable[[int | None, str, bool], None]
 """Takes one whole line: whose it is (a rank; None: the launcher's), the text, whether it came on stderr."""
 
-PROGRESS_S = 5.0  # between two lines out of one that is rewritten with carriage returns (a progress bar)
 LONGEST_LINE = 1 << 20
 Tell = Callable[[str], None]
 """Takes a line: a process group, after a plus or a minus."""
@@ -46,7 +44,7 @@ class Process:
     def start(self) -> None:
         """Start the process; its output goes line by line to the run's output."""
         try:
-            process = subprocess.Popen(
+            process = self._process = subprocess.Popen(
                 self._command,
                 env=self._env,
                 stdin=subprocess.DEVNULL,
@@ -56,11 +54,9 @@ class Process:
                 start_new_session=True,
             )
         except OSError as error:
-            why = error.strerror or error
             raise ConfigError(
-                f"cannot start {self._command[0]!r}: {why}. Name a program that exists."
+                f"cannot start {self._command[0]!r}: {error.strerror or error}. Name a program that exists."
             ) from None
-        self._process = process
         self._keeper(f"+{process.pid}\n")
         assert process.stdout is not None
         assert process.stderr is not None
@@ -82,11 +78,9 @@ class Process:
         if process is None:
             return None
         # Until it is waited for, the dead process keeps its group's number from being taken by a stranger.
-        try:
+        with contextlib.suppress(ChildProcessError):  # who started us ignores the end of children: so do we
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
-        except ChildProcessError:  # whoever started us ignores the end of children, and so do we
-            pass
         self.kill()
         return process.returncode
 
@@ -110,14 +104,13 @@ class Process:
 
 
 class _Pipe:
-    """Cuts what a process writes into whole lines."""
+    """Cuts what a process writes into whole lines; of one that is written over, it shows the newest state."""
 
     def __init__(
         self, stream: IO[bytes], show: Callable[[str], None], selector: selectors.BaseSelector
     ) -> None:
         self._stream, self._show, self._selector = stream, show, selector
         self._rest = b""
-        self._shown_at_s = time.monotonic()
         os.set_blocking(stream.fileno(), False)
         selector.register(stream, selectors.EVENT_READ, self)
 
@@ -130,40 +123,30 @@ class _Pipe:
         except BlockingIOError:
             return None
         *lines, rest = (self._rest + data).split(b"\n")
-        before, rewritten, after = rest.rpartition(b"\r")
-        if rewritten:
-            rest = _newest(before) + b"\r" + after  # of a progress bar only its newest state
-            if time.monotonic() > self._shown_at_s + PROGRESS_S:
-                self._shown_at_s = time.monotonic()
-                lines.append(before)
-                rest = after
         if len(rest) > LONGEST_LINE:
             lines.append(rest)
             rest = b""
         self._rest = rest
         for line in lines:
-            self._show(_newest(line).decode("utf-8", "replace"))
+            self._say(line)
         return data
+
+    def _say(self, line: bytes) -> None:
+        states = [state for state in line.split(b"\r") if state.strip()]
+        self._show((states or [b""])[-1].decode("utf-8", "replace"))
 
     def finish(self) -> None:
         """Show a last line that has no end, and let go of the pipe."""
-        rest, self._rest = _newest(self._rest), b""
+        rest, self._rest = self._rest, b""
         self.close()
-        if rest:
-            self._show(rest.decode("utf-8", "replace"))
+        if rest.strip():
+            self._say(rest)
 
     def close(self) -> None:
         """Let go of the pipe."""
         if not self._stream.closed:
             self._selector.unregister(self._stream)
             self._stream.close()
-
-
-def _newest(line: bytes) -> bytes:
-    """What a terminal would show of a line with carriage returns in it, near enough."""
-    if b"\r" not in line:
-        return line
-    return next((state for state in reversed(line.split(b"\r")) if state.strip()), b"")
 
 
 _KEEPER = """

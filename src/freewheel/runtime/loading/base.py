@@ -36,18 +36,19 @@ log = logging.getLogger("freewheel")
 
 @dataclass(frozen=True)
 class Side:
-    """What a loader knows of its worker."""
+    """What a loader knows of its worker.
+
+    `agent` gives the communication thread, or raises where there is none. `parts`: all workers step together,
+    so that all need as many batches each. `first`: it is the worker's first loader, of the data that are
+    trained on. `stopped` is asked before each batch: whether there is to be none.
+    """
 
     agent: Callable[[], Agent]
-    """The communication thread; raises where there is none."""
     rank: int = 0
     world_size: int = 1
     parts: bool = False
-    """Whether all workers step together: then all need as many batches each."""
     first: bool = False
-    """Whether it is the worker's first loader, of the data that are trained on."""
     stopped: Callable[[], bool] = lambda: False
-    """Whether there is to be no next batch. It is asked before each one."""
 
 
 class BaseLoader:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from freewheel.data.order import Blocked, Sampled, Seeded, number
+from freewheel.data.order import Sampled, Seeded, number
 from freewheel.data.sameness import fingerprint
 from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.loading.base import END, SHOWN, BaseLoader, Side
@@ -22,7 +22,6 @@ from freewheel.runtime.loading.sampler import LeaseSampler
 from freewheel.runtime.loading.streams import StreamLoader
 
 log = logging.getLogger("freewheel")
-NAMES = {"parts": "number of workers", "kind": "shuffle or sampler", "batched": "batch_sampler"}
 
 
 class Loader(BaseLoader):
@@ -64,15 +63,13 @@ class Loader(BaseLoader):
             )
         at_least("epochs", epochs, 1)
         super().__init__(side)
-        length, given = count(dataset), batch_sampler if batch_sampler is not None else sampler
-        source: Seeded | Sampled | Blocked = Seeded(length, shuffle, seed)
-        if blocks is not None and shuffle:
-            source = Blocked(blocks, seed)
-        if given is not None:
-            source = Sampled(given, seed, batched=batch_sampler is not None)
-        size, drops = (1, False) if source.batched else (batch_size, drop_last)
+        length, batched = count(dataset), batch_sampler is not None
+        source: Seeded | Sampled = Seeded(length, shuffle, seed, blocks)
+        if batched or sampler is not None:
+            source = Sampled(batch_sampler if batched else sampler, seed, batched)
+        size, drops = (1, False) if batched else (batch_size, drop_last)
         self.leases = LeaseSampler(side, source, size, drops, epochs, fingerprint(dataset))
-        if side.parts and source.length > self.leases.dealt and source.batched:
+        if batched and source.length > self.leases.dealt:
             log.warning(
                 "all workers step together, and %d batches cannot be divided among %d: the last %d of each "
                 "pass are left out",
@@ -80,9 +77,9 @@ class Loader(BaseLoader):
                 side.world_size,
                 source.length - self.leases.dealt,
             )
-        self.batch_size = None if source.batched else batch_size
+        self.batch_size = None if batched else batch_size
         self.drop_last, self.epochs = drop_last, epochs
-        self.batch_sampler = batch_sampler if source.batched else self.leases
+        self.batch_sampler = batch_sampler if batched else self.leases
         self.random = None if options.get("generator") is not None else torch.Generator()
         options["generator"] = options.get("generator") or self.random
         self.batches = DataLoader(dataset, batch_sampler=self.leases, **options)
@@ -169,13 +166,10 @@ class Loader(BaseLoader):
         For after a step: the batch in hand counts as finished. The others are asked, and do not wait; what
         they have in hand is dealt again.
         """
-        return self._state(whole=True)
+        return self.own_state(whole=True)
 
-    def own_state(self) -> dict[str, Any]:
+    def own_state(self, whole: bool = False) -> dict[str, Any]:
         """The same of what this worker has finished: all of them together make a checkpoint."""
-        return self._state(whole=False)
-
-    def _state(self, whole: bool) -> dict[str, Any]:
         where = {"begun": self.begun, "under_way": self.under_way, "given": self.given}
         return {**self._identity(), **where, **self.leases.state(int(self.in_hand), whole)}
 
@@ -191,14 +185,12 @@ class Loader(BaseLoader):
                 f"cannot resume: the dataset has {mine['length']} samples, the one of the checkpoint had "
                 f"{state.get('length', 'none')}. Give the same dataset, or begin anew."
             )
-        other = [NAMES.get(name, name) for name, value in mine.items() if state.get(name) != value]
-        if not other and self.leases.strange(state):
-            other = ["order of its sampler"]
+        mine["order of its sampler"] = state["order"]
+        theirs = {**state, "order of its sampler": self.leases.order_sum(state["epoch"])}
+        other = [name for name, value in mine.items() if theirs.get(name) != value]
         if other:
             log.warning(
-                "pass %d begins anew: the checkpoint was taken with another %s",
-                state["epoch"],
-                " and ".join(other),
+                "pass %d begins anew: the checkpoint was taken with another %s", state["epoch"], other[0]
             )
             self.set_epoch(state["epoch"])
             return
@@ -209,12 +201,16 @@ class Loader(BaseLoader):
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a state to mean the same; where all step together, the batches too."""
-        leases, source = self.leases, self.leases.source
-        same = {"length": leases.length, "kind": source.kind, "seed": source.seed, "batched": source.batched}
-        if not self.side.parts:
-            return {"parts": 0, **same}
-        cut = {"batch_size": leases.batch_size, "drop_last": leases.drop_last}
-        return {"parts": self.side.world_size, **cut, **same}
+        leases, source, parts = self.leases, self.leases.source, self.side.parts
+        return {
+            "length": leases.length,
+            "number of workers": self.side.world_size if parts else 0,
+            "batch_size": leases.batch_size if parts else 0,
+            "drop_last": leases.drop_last and parts,
+            "batch_sampler": source.batched,
+            "shuffle or sampler": source.kind,
+            "seed": source.seed,
+        }
 
 
 def count(dataset: Any) -> int:
@@ -241,15 +237,15 @@ def make(given: Any, asked: dict[str, Any], side: Side) -> Loader | StreamLoader
         made = Loader(rows, batch_size, side, blocks=rows.lengths, **options)
         rows.ahead = made.leases.next_samples
         return made
-    sharded = options.pop("sharded", False)
     if not isinstance(dataset, IterableDataset):
+        options.pop("sharded", None)
         return Loader(dataset, batch_size, side, **options)
     for name in ("sampler", "batch_sampler", "shuffle"):
-        if options.get(name):
+        if options.pop(name, None):
             raise ConfigError(f"a stream comes in its own order and takes no {name}. Leave it out.")
-    for name in ("shuffle", "seed", "in_order"):
+    for name in ("seed", "in_order"):
         options.pop(name, None)
-    return StreamLoader(dataset, batch_size, side, sharded=sharded, **options)
+    return StreamLoader(dataset, batch_size, side, **options)
 
 
 def unpacked(given: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
@@ -261,19 +257,16 @@ def unpacked(given: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         raise ConfigError(
             "the DataLoader gives samples, not batches (batch_size=None). Give it a batch_size."
         )
-    found: dict[str, Any] = {name: getattr(given, name) for name in SHOWN if name != "dataset"}
-    dataset, drawn = cast(Any, given.dataset), given.sampler
+    found: dict[str, Any] = {name: getattr(given, name) for name in (*SHOWN, "drop_last", "in_order")}
+    dataset, drawn = found.pop("dataset"), given.sampler
+    found["batch_size"] = given.batch_size or 1
     if not isinstance(dataset, IterableDataset):
         if given.batch_size is None:
             found["batch_sampler"] = given.batch_sampler
         elif type(drawn) is SequentialSampler:
             found["shuffle"] = False
-        elif type(drawn) is RandomSampler and not drawn.replacement and drawn.num_samples == len(dataset):
-            found["shuffle"] = True
-        else:
+        elif type(drawn) is not RandomSampler or drawn.replacement or drawn.num_samples != len(dataset):
             found["sampler"] = drawn
-    found |= {"batch_size": given.batch_size or 1, "drop_last": given.drop_last}
-    found["in_order"] = getattr(given, "in_order", True)
     if not given.num_workers:
         del found["prefetch_factor"], found["multiprocessing_context"]
     return dataset, {**found, **options}

@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,8 +14,8 @@ from torch.utils.data import Sampler
 
 from freewheel.data.batches import Batch, Key
 from freewheel.data.leases import LeaseQueue
-from freewheel.data.ledger import BEHIND, Ledger
-from freewheel.data.order import Blocked, Sampled, Seeded, check_batch_size, number
+from freewheel.data.ledger import Ledger
+from freewheel.data.order import Sampled, Seeded, check_batch_size, number
 from freewheel.data.spans import Spans, size, union
 from freewheel.errors import ConfigError
 from freewheel.fabric.notes import whole
@@ -34,15 +34,15 @@ class LeaseSampler(Sampler[list[int]]):
     speeds, and how many come in a batch on this worker's batch size. Where all have the same only the last
     batch of the order may be short; with `drop_last` a short one is left out.
 
-    With `parts`, for strategies in which all step together, each worker has a part of its own, and as many
-    batches as any other: the order is cut into equal batches (but for one sample) instead. What a lost worker
-    leaves of its part is dealt to the others.
+    With `side.parts`, for strategies in which all step together, each worker has a part of its own, and as
+    many batches as any other: the order is cut into equal batches (but for one sample) instead. What a lost
+    worker leaves of its part is dealt to the others.
     """
 
     def __init__(
         self,
         side: Side,
-        source: Seeded | Sampled | Blocked,
+        source: Seeded | Sampled,
         batch_size: int,
         drop_last: bool = False,
         epochs: int | None = None,
@@ -51,36 +51,32 @@ class LeaseSampler(Sampler[list[int]]):
         check_batch_size(batch_size)
         self.side, self.source, self.content, self.length = side, source, content, source.length
         self.batch_size, self.drop_last, self.epochs = batch_size, drop_last, epochs
-        self.count = self._count(side.parts, side.world_size)
+        self.count = self._count()
         """Batches of all workers in a pass."""
-        whole = side.parts and (drop_last or source.batched)
-        self.dealt = self.count * batch_size if whole else self.length
+        equal = side.parts and (drop_last or source.batched)
+        self.dealt = self.count * batch_size if equal else self.length
         """Of how many samples a pass is over; of a batch sampler: batches."""
         self.epoch = 0
         self.drawn: deque[Batch] = deque()
         """Batches that DataLoader has been given and the loop has not finished."""
+        self._order: Callable[[int], Any] = functools.lru_cache(maxsize=2)(source.draw)
+        self.order_sum = functools.lru_cache(maxsize=2)(lambda epoch: source.sum(self._order(epoch)))
+        # Where all step together: how many batches this worker has finished of a pass, of how many parts (0:
+        # they are not alike); of which pass; in which one a state was loaded; whether it has had any batch.
         self._made = self._parts = 0
-        """Batches this worker has finished of a pass, of how many such parts; 0: they are not alike."""
-        self._part_of, self._loaded = -1, -1
-        """Of which pass that is; and the pass in which a state was loaded."""
+        self._part_of = self._loaded = -1
         self._used = False
-        """Whether this worker has finished any batch in this life."""
-        self._orders: dict[int, Any] = {}
-        self._sum: tuple[int, int | None] = (-1, None)
-        """A pass, and what its order sums up to."""
 
-    def _count(self, parts: bool, world_size: int) -> int:
-        length, batch_size, drop_last = self.length, self.batch_size, self.drop_last
-        together = batch_size * world_size if parts else batch_size
-        batches = (length // together if drop_last else -(-length // together)) * (together // batch_size)
-        if self.source.batched and parts:
-            batches = length // world_size * world_size
+    def _count(self) -> int:
+        length, world_size, batched = self.length, self.side.world_size, self.source.batched
+        turns = world_size if self.side.parts else 1
+        samples = self.batch_size * turns
+        drops = self.drop_last or (batched and self.side.parts)
+        batches = (length // samples if drops else -(-length // samples)) * turns
         if batches < world_size or length < world_size:
-            most = length // world_size if drop_last or parts else (length - 1) // max(1, world_size - 1)
-            cure = f"take a batch_size of {most} or less, or fewer workers" if most else "take fewer workers"
             raise ConfigError(
-                f"{length} samples in batches of {batch_size} are less than a batch for each of {world_size} "
-                f"workers. Give more data, {cure}."
+                f"{length} samples in batches of {self.batch_size} are less than a batch for each of "
+                f"{world_size} workers. Give more data, take a smaller batch_size or fewer workers."
             )
         if batches > length:  # only with parts and a batch_size of 1
             raise ConfigError(
@@ -97,15 +93,7 @@ class LeaseSampler(Sampler[list[int]]):
     @functools.cached_property
     def queue(self) -> LeaseQueue:
         """What this worker holds. Loaders that are alike are told apart by the order of their first use."""
-        parts = self.side.parts
-        return LeaseQueue(
-            self.agent.dealing, self.key, self.batch_size, parts, self.drop_last and not parts, self.content
-        )
-
-    @functools.cached_property
-    def key(self) -> Key:
-        """Which data these are, for all workers alike, from the first use on."""
-        agent, source = self.agent, self.source
+        agent, source, parts = self.agent, self.source, self.side.parts
         alike = f"{self.length}/{source.kind}/{source.seed}/{source.batched}"
         turn = agent.loaders[alike] = agent.loaders.get(alike, 0) + 1
         if turn == 2 and source.shuffle and self.epoch == 0:
@@ -116,7 +104,9 @@ class LeaseSampler(Sampler[list[int]]):
         # The first loader has the data that are trained on: all must have the same.
         mark = 0 if self.side.first else number(f"{alike}/{turn}") >> 14
         seed = source.seed if 0 <= source.seed < 1 << 48 else number(f"seed/{source.seed}") >> 14
-        return Key(self.dealt, mark, source.kind, seed, self.count if self.side.parts else 0)
+        key = Key(self.dealt, mark, source.kind, seed, self.count if parts else 0)
+        drops = self.drop_last and not parts
+        return LeaseQueue(agent.dealing, key, self.batch_size, parts, drops, self.content)
 
     def __len__(self) -> int:
         """Batches of this worker in a pass, if all were equally fast."""
@@ -127,19 +117,17 @@ class LeaseSampler(Sampler[list[int]]):
     def begin(self, epoch: int) -> None:
         """Begin a pass."""
         self.epoch = epoch
-        self._sum = epoch, self.source.sum(self._order(epoch)) if self.source.kind >= 2 else 0
         last = self.epochs is not None and epoch >= self.epochs - 1
-        self.queue.begin(epoch, last, order=self._sum[1])
-        self._see_parts()
-
-    def _see_parts(self) -> None:
-        """Where all step together each makes as much of a pass as any other, if it makes the whole pass."""
-        members, length = len(self.agent.fabric.members) if self.side.parts else 0, self.key.length
-        own = size(self.queue.data.own.get(self.epoch, []))
-        alike = own * members == round((self.queue.progress() - self.epoch) * length)
-        comes = self.agent.late and not self._used
-        self._parts = members if (alike if own or self._loaded == self.epoch else not comes) else 0
-        self._made, self._part_of = round(own * self.count / length), self.epoch
+        self.queue.begin(epoch, last, order=self.order_sum(epoch))
+        if not self.side.parts:
+            return
+        # Where all step together each makes as much of a pass as any other, if it makes the whole pass.
+        members, own = len(self.agent.fabric.members), size(self.queue.data.own.get(epoch, []))
+        even = not self.agent.late or self._used
+        if own or self._loaded == epoch:
+            even = own * members == round((self.queue.progress() - epoch) * self.dealt)
+        self._parts, self._part_of = members if even else 0, epoch
+        self._made = round(own * self.count / self.dealt)
 
     def __iter__(self) -> Iterator[list[int]]:
         queue = self.queue
@@ -156,28 +144,24 @@ class LeaseSampler(Sampler[list[int]]):
         self.queue.finish(batch)
         self._made += batch.number == self._part_of
         self._used = True
-        if self.source.batched:
-            return len(self._order(batch.number)[batch.place])
-        return batch.stop - batch.place
+        return len(self._samples(batch)) if self.source.batched else batch.stop - batch.place
 
     def more(self) -> bool:
         """In the last pass: wait for what others hold; whether some of it has come back to be dealt here."""
         return self._filled(patient=True) and not self.agent.stopped
 
     def _filled(self, patient: bool) -> bool:
-        with self.queue.rate.waiting(time.monotonic):
-            self.agent.wait(self.queue.fill(patient), lambda: self.agent.stopped)
+        self.queue.rate.pause(time.monotonic())
+        self.agent.wait(self.queue.fill(patient), lambda: self.agent.stopped)
+        self.queue.rate.go_on(time.monotonic())
         return bool(self.queue.ready)
 
     def end(self, left: bool, in_hand: bool) -> None:
         """A pass has ended here: tell the others what is finished, give back the rest."""
         doubtful = self.drawn[0] if in_hand else None
         self.drawn.clear()
-        for old in [q for q in self._orders if self.source.kind != 2 or q <= self.epoch - BEHIND]:
-            del self._orders[old]
-        if not self.agent.alive:  # an exception ended the block, and nobody is there to be told
-            return
-        self.agent.wait(self.queue.settle(left, doubtful))
+        if self.agent.alive:  # else an exception ended the block, and nobody is there to be told
+            self.agent.wait(self.queue.settle(left, doubtful))
 
     def progress(self) -> float:
         """Passes made by all workers together, as far as is known here."""
@@ -193,22 +177,11 @@ class LeaseSampler(Sampler[list[int]]):
             return []
 
     def _samples(self, batch: Batch) -> list[int]:
-        """Which samples a batch has."""
         order = self._order(batch.number)
         drawn = order[batch.place] if self.source.batched else order[batch.place : batch.stop]
         return drawn.tolist() if isinstance(drawn, Tensor) else list(drawn)
 
-    def _order(self, epoch: int) -> Any:
-        if epoch not in self._orders:
-            self._orders[epoch] = self.source.draw(epoch)
-        return self._orders[epoch]
-
     # -- where it is --
-
-    def strange(self, state: dict[str, Any]) -> bool:
-        """Whether a sampler gives another order of a pass than when its state was saved."""
-        epoch, known = state["epoch"], state["order"]
-        return known is not None and known != self.source.sum(self._order(epoch))
 
     def state(self, used: int, whole: bool) -> dict[str, Any]:
         """What this worker itself has finished, and so many of the batches it has drawn.
@@ -225,9 +198,9 @@ class LeaseSampler(Sampler[list[int]]):
             data.collect()
             return data.ledger.account((self.side.rank, EARLIER), self._with_drawn(data.own, used))
 
-        order, ledger = self._sum[1] if self._sum[0] == self.epoch else None, self.agent.call(finished())
-        found = {"epoch": self.epoch, "since": self.queue.since, "order": order, "ledger": [ledger]}
-        return {**found, "whole": True} if whole else found
+        ledger, order = self.agent.call(finished()), self.order_sum(self.epoch)
+        where = {"epoch": self.epoch, "since": self.queue.since, "order": order}
+        return {**where, "ledger": [ledger], "whole": whole}
 
     def finished(self, known: Ledger, used: int) -> list[float]:
         """What a ledger knows to be finished, and so many of the batches that were drawn; whoever did it."""
@@ -245,7 +218,7 @@ class LeaseSampler(Sampler[list[int]]):
         data, self.epoch, self.queue.since = self.queue.data, state["epoch"], state["since"]
         self._loaded, self._parts = self.epoch, 0
         # Of what all have done one keeps account: a checkpoint of each says what it has done itself.
-        mine = not state.get("whole") or self.agent.me.rank == min(self.agent.first)
+        mine = not state["whole"] or self.agent.me.rank == min(self.agent.first)
         told = [(numbers, mine) for numbers in state["ledger"]]
         told += [(numbers, False) for others in state.get("others", []) for numbers in others]
 

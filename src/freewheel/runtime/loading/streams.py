@@ -70,9 +70,7 @@ class StreamLoader(BaseLoader):
         kept = dataset if self._every == 1 else Every(dataset, rank, world_size, rest=not side.parts)
         self.dataset, self.batch_size, self.drop_last, self.epochs = dataset, batch_size, drop_last, epochs
         self.batches = DataLoader(kept, batch_size, drop_last=drop_last, **options)
-        self.epoch = self._skip = 0
-        self.samples = 0
-        """Given by this worker's stream."""
+        self.epoch = self._skip = self.samples = 0
 
     def __len__(self) -> int:
         each = -(-len(self.dataset) // self._every)  # TypeError as torch's, where a stream has no length

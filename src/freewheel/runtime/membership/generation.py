@@ -37,13 +37,9 @@ class TooLate(RunStopped):
     """The run has ended, with an answer; `done`: others have it, and nobody misses this worker."""
 
     def __init__(self, rank: int, done: bool, had_it: bool = False) -> None:
-        rest = (
-            "An earlier life of it had it too, and failed after it."
-            if had_it
-            else "Nothing is left to train."
-        )
+        why = "An earlier life of it had it too, and failed" if had_it else "Nothing is left to train"
         super().__init__(
-            f"worker {rank} comes too late: the others have ended the run, and have its answer. {rest}"
+            f"worker {rank} comes too late: the others have ended the run, and have its answer. {why}."
         )
         self.done = done
 
@@ -64,12 +60,6 @@ class Beginning:
     number: int
     ranks: tuple[int, ...]
     why: str = ""
-
-    @classmethod
-    def read(cls, text: str) -> Beginning:
-        """What the store has."""
-        number, ranks, why = json.loads(text)
-        return cls(number, tuple(ranks), why)
 
     @property
     def text(self) -> str:
@@ -98,26 +88,27 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Entry:
-    """How a worker comes into a run."""
+    """How a worker comes into a run.
+
+    `late`: the others train already. `back`: an earlier life of this rank was in the same beginning, so that
+    the others do not call this one.
+    """
 
     beginning: Beginning
     late: bool
-    """Whether the others train already."""
     back: bool
-    """Whether an earlier life of this rank was in the same beginning: the others do not call this one."""
 
 
 class Beginnings:
     """What the store says of a run's beginnings; the run's names begin with `prefix`."""
 
     def __init__(self, base: Entries, prefix: str, workers: int, most: int) -> None:
-        self._base, self._prefix, self._workers, self._most = base, prefix, workers, most
-        self._run = base.under(prefix)
+        self._base, self._run, self._workers, self._most = base, base.under(prefix), workers, most
 
     def newest(self) -> Beginning:
         """The beginning that counts."""
-        text = self._run.read(NEWEST)
-        return Beginning.read(text) if text is not None else Beginning(0, tuple(range(self._workers)))
+        number, ranks, why = json.loads(self._run.read(NEWEST) or "[0, null, null]")
+        return Beginning(number, tuple(ranks), why) if number else Beginning(0, tuple(range(self._workers)))
 
     def store(self, beginning: Beginning) -> Entries:
         """Where a beginning has its names."""

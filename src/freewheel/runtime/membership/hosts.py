@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
-import threading
 import time
 import uuid
 from collections.abc import Callable
@@ -21,7 +20,6 @@ from freewheel.runtime.membership.store_client import STORE_S, BoundedStore, rea
 
 FREE = "free"
 """What a place of the run says that a worker has had and has left."""
-SLOW_S = 1.0  # an answer that takes longer is worth a word
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
@@ -29,15 +27,13 @@ def listen(host: str, port: int, option: str) -> socket.socket:
     try:
         listener = transport.listen(host, port)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            raise ConfigError(f"{option}: port {port} of {host} is in use; give another one.") from None
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError(
-                f"{option}: this machine has no address {host}; give one that `ip address` lists."
-            ) from None
-        why = error.strerror or error
+        why = {
+            errno.EADDRINUSE: f"port {port} is in use",
+            errno.EADDRNOTAVAIL: f"this machine has no address {host}",
+        }.get(error.errno or 0, error.strerror or error)
         raise ConfigError(
-            f"{option}: cannot listen on {host!r}: {why}. Give an address of this machine."
+            f"{option}: cannot listen on {host}: {why}. Give an address that `ip address` lists, and a free "
+            "port."
         ) from None
     listener.setblocking(True)
     return listener
@@ -56,20 +52,11 @@ def host_store(master: str | None) -> tuple[TCPStore, str, int]:
 def reach_store(master: str, wait_s: float, say: Callable[[str], None]) -> tuple[BoundedStore, str, int]:
     """Reach the store of a run, which may come up later than we do; `say` is told what is waited for."""
     host, port = parse_address(master)
-    until_s = time.monotonic() + wait_s
+    end_s, store, told = time.monotonic() + wait_s, None, ""
     hint = f"Start the run first, and let its port {port} be reached from here."
-    store, why, told = None, "no answer", ""
-
-    def waiting(why: str) -> None:
-        left_s = max(0.0, until_s - time.monotonic())
-        say(f"waiting up to {left_s:.0f} s for a run at {master}: {why}")
-
-    while time.monotonic() < until_s:
-        slow = threading.Timer(SLOW_S, waiting, ["a connection is made, nobody answers yet"])
+    while (left_s := end_s - time.monotonic()) > 0:
         try:
-            socket.create_connection((host, port), timeout=2).close()
-            slow.start()
-            store = store or reach(host, port, max(1.0, until_s - time.monotonic()))
+            store = store or reach(host, port, min(STORE_S, max(1.0, left_s)))
             if store.check([OPTIONS]):
                 store.timeout_s = STORE_S
                 return store, host, port
@@ -78,13 +65,14 @@ def reach_store(master: str, wait_s: float, say: Callable[[str], None]) -> tuple
             raise ConfigError(f"{master} is no rendezvous: {first_line(error)}. {hint}") from None
         except OSError as error:
             why = str(error.strerror or error)
-        finally:
-            slow.cancel()
         if why != told:
             told = why
-            waiting(f"{why}. Is it up, is this the address it printed, does a firewall let its port through?")
+            say(
+                f"waiting up to {left_s:.0f} s for a run at {master}: {why}. Is it up, is this the address "
+                "it printed, does a firewall let its port through?"
+            )
         time.sleep(0.1)
-    raise ConfigError(f"cannot reach the rendezvous at {master} within {wait_s:g} s ({why}). {hint}")
+    raise ConfigError(f"cannot reach the rendezvous at {master} within {wait_s:g} s ({told}). {hint}")
 
 
 def claim(store: Entries, workers: int, begun: int, most: int, ends: contextlib.ExitStack) -> list[int]:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
@@ -69,11 +69,9 @@ class Rendezvous:
         _stores[place] = self._line, self._used + 1
         self._line.timeout_s = timeout_s
         self._prefix = f"freewheel/{place.attempt}/{self._used}"
-        self._base = Entries(self._line, place.secret)
-        self._of_run = self._base
-        """What is sealed for this run alone."""
+        # Entries of the store, of this run alone, and of the beginning this worker is in.
+        self._base = self._of_run = Entries(self._line, place.secret)
         self._store = self._base.under(self._prefix)
-        """What belongs to the beginning this worker is in."""
         self._beginning, self._late = Beginning(0, ()), False
         self._options = self._model = self._address = ""
         self._name = OPTIONS
@@ -112,10 +110,7 @@ class Rendezvous:
         return replace(options, run=run, tls=self.place.tls or options.tls)
 
     def _await_others(self) -> None:
-        """This store was started anew, and knows nothing: let those come back to it who know the run.
-
-        Without them this worker would take itself for the first one.
-        """
+        """This store was started anew: without those who know the run this worker would be its first."""
         log.warning("the rendezvous at %s was started anew; waiting for others", self.place.where)
         for _ in rounds(self.timeout_s):
             if self._base.check(OPTIONS):
@@ -144,11 +139,10 @@ class Rendezvous:
         A later life that was to train is done. It is not where an earlier one had the answer and failed
         with it, nor where the script's next run goes on already.
         """
-        rank = self.place.rank
-        had_it = str(rank) in (self._store.read("over") or "").split()
+        had_it = str(self.place.rank) in (self._store.read("over") or "").split()
         after = self._base.under(f"freewheel/{self.place.attempt}/{self._used + 1}")
         goes_on = any(after.check(f"life/{peer}") for peer in range(self.most))
-        return TooLate(rank, life > 1 and not had_it and not goes_on, had_it)
+        return TooLate(self.place.rank, life > 1 and not had_it and not goes_on, had_it)
 
     def lost(self, strategy: Strategy) -> bool:
         """Whether nobody of this worker's beginning can go on, or another has begun."""
@@ -177,16 +171,14 @@ class Rendezvous:
         elif (theirs := self.hear("model", first)) != mine:
             (their_settings, their_model), (my_settings, my_model) = json.loads(theirs), json.loads(mine)
             if what := other_settings(their_settings, my_settings, f"worker {first}"):
-                self._refuse(f"it has {what}.", "Give all workers the same strategy, settings and optimizer.")
-            why = first_difference(their_model, my_model, f"at worker {first}")
-            self._refuse(
-                f"its model differs from worker {first}'s. {why}", "Build the same model on every worker."
-            )
+                why, cure = f"it has {what}.", "Give all workers the same strategy, settings and optimizer."
+            else:
+                what = first_difference(their_model, my_model, f"at worker {first}")
+                why = f"its model differs from worker {first}'s. {what}"
+                cure = "Build the same model on every worker."
+            self.leave(REFUSED + why)
+            raise ConfigError(f"worker {self.place.rank} was refused: {why} {cure}")
         return hashlib.sha256(mine.encode()).hexdigest()[:32]
-
-    def _refuse(self, why: str, cure: str) -> NoReturn:
-        self.leave(REFUSED + why)
-        raise ConfigError(f"worker {self.place.rank} was refused: {why} {cure}")
 
     def refused(self, members: Collection[int]) -> dict[int, str]:
         """Who was not let in, beside those who are, and why."""
@@ -204,14 +196,10 @@ class Rendezvous:
         self._store.set(f"address/{self.place.rank}", self._address)
 
     def register(self, lives: Mapping[int, int], members: Collection[int]) -> dict[int, tuple[str, int]]:
-        """Enter this worker again into a store that does not know it; who else is there, and where.
+        """Enter this worker again into a store that does not know it, with what it knows of the run.
 
-        What it knows of the run goes along, and which life of each rank was the last it saw: one that comes
-        back must not be taken for an earlier one.
-
-        Returned are those out of reach whose entry is no older than what was seen of them: one that joined
-        while it could not reach this worker, or did not find it in a store that was started anew; and one
-        that had called this worker, which so never knew where it listens, until the connection broke.
+        Returned is where those listen who are out of reach and whose entry is no older than what was seen of
+        them: they joined while they could not reach this worker, or had called it until they were cut off.
         """
         found: dict[int, tuple[str, int]] = {}
         try:
@@ -233,10 +221,10 @@ class Rendezvous:
         place, store = self.place, self._store
         if store.read(f"address/{place.rank}") is not None:
             return
+        # One that comes back must not be taken for an earlier life than anybody has seen.
         self._beginnings.restore(self._beginning, lives)
         store.compare_set("model", "", self._model)
-        store.set(f"here/{place.rank}", str(lives.get(place.rank, 1)))
-        store.set("begun", "yes")
+        self.begin(lives.get(place.rank, 1))
         store.set(f"address/{place.rank}", self._address)
         options = self._base if place.launched else self._base.under(self._prefix)
         options.compare_set(self._name, "", self._options)
@@ -271,14 +259,12 @@ class Rendezvous:
 
     def coming(self, lives: Mapping[int, int]) -> list[int]:
         """Workers that our launcher has started again and that have not joined yet."""
-        if not self.there:
-            return []
-        try:
-            ranks = range(self.most)
-            return [rank for rank in ranks if (started(self._of_run, rank) or 0) > lives.get(rank, 0)]
-        except (RuntimeError, OSError):  # without a store nobody can come
-            self.there = False
-            return []
+        if self.there:
+            with contextlib.suppress(RuntimeError, OSError):
+                ranks = range(self.most)
+                return [rank for rank in ranks if (started(self._of_run, rank) or 0) > lives.get(rank, 0)]
+            self.there = False  # without a store nobody can come
+        return []
 
     def end(self, members: Sequence[int]) -> tuple[int, ...]:
         """Tell those who come too late that the run is over, and whose mean its answer is.
@@ -375,16 +361,12 @@ class Waiting:
 
 def launched_options(place: Place) -> Options | None:
     """What our launcher tells its workers; None where there is none."""
-    if not place.launched:
-        return None
-    with (
-        contextlib.suppress(OSError, RuntimeError),
-        contextlib.closing(_again(place)) as store,
-    ):
-        entries = Entries(store, place.secret)
-        if entries.check(OPTIONS):
-            options = Options.read(entries.get(OPTIONS))
-            return replace(options, tls=place.tls or options.tls)
+    if place.launched:
+        with contextlib.suppress(OSError, RuntimeError), contextlib.closing(_again(place)) as store:
+            entries = Entries(store, place.secret)
+            if entries.check(OPTIONS):
+                options = Options.read(entries.get(OPTIONS))
+                return replace(options, tls=place.tls or options.tls)
     return None
 
 
@@ -413,17 +395,13 @@ def _again(place: Place) -> BoundedStore:
 
 
 def _connect(place: Place, timeout_s: float) -> BoundedStore:
+    """The first connection, which worker 0 may have to make possible."""
+
     def connect() -> Store:
         if place.meeting is not None:
             return place.meeting.connect(timeout_s)
-        return TCPStore(
-            place.host,
-            place.port,
-            place.world_size,
-            is_master=place.rank == 0 and not place.hosted,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
-        )
+        holds, given_s = place.rank == 0 and not place.hosted, timedelta(seconds=timeout_s)
+        return TCPStore(place.host, place.port, None, holds, given_s, wait_for_workers=False)
 
     try:  # a second more than it gives itself: what it has to say is better than that it hangs
         store, line = within(timeout_s + 1, connect), None

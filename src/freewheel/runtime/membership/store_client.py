@@ -22,7 +22,7 @@ from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-de
 from freewheel.runtime.membership.entries import Store
 
 T = TypeVar("T")
-STORE_THREAD = "freewheel-store"
+STORE = ("check", "get", "set", "compare_set", "delete_key")
 STORE_S = 5.0
 """How long a store may take to answer once training has begun."""
 LAST_S = 0.5
@@ -30,12 +30,15 @@ HANGS_S = 60.0
 """How long a store that hangs is left alone, unless it answers before: each call leaves a thread behind."""
 
 
-class Hangs(DistNetworkError):
-    """A store did not answer in time. `thread` still waits for it."""
+_hanging: set[concurrent.futures.Future[Any]] = set()
 
-    def __init__(self, timeout_s: float, thread: threading.Thread) -> None:
+
+class Hangs(DistNetworkError):
+    """A store did not answer in time."""
+
+    def __init__(self, timeout_s: float, call: concurrent.futures.Future[Any]) -> None:
         super().__init__(f"no answer within {timeout_s:.3g} s")
-        self.thread = thread
+        self.call = call
 
 
 def within(timeout_s: float, call: Callable[[], T]) -> T:
@@ -48,35 +51,28 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
         except BaseException as error:  # the caller's to handle
             future.set_exception(error)
 
-    thread = threading.Thread(target=run, name=STORE_THREAD, daemon=True)
-    thread.start()
+    threading.Thread(target=run, name="freewheel-store", daemon=True).start()
     if not concurrent.futures.wait([future], timeout_s).done:
-        raise Hangs(timeout_s, thread)
+        _hanging.add(future)
+        future.add_done_callback(_hanging.discard)
+        raise Hangs(timeout_s, future)
     return future.result()
 
 
-def left_behind() -> list[threading.Thread]:
+def left_behind() -> list[concurrent.futures.Future[Any]]:
     """Calls that nobody waits for any more."""
-    return [thread for thread in threading.enumerate() if thread.name == STORE_THREAD]
+    return list(_hanging)
 
 
 @atexit.register
 def _let_end() -> None:
     """A call that is answered while the interpreter shuts down would end the process badly."""
-    for thread in left_behind():
-        thread.join(LAST_S)
-
-
-STORE = ("check", "get", "set", "compare_set", "delete_key")
+    concurrent.futures.wait(left_behind(), LAST_S)
 
 
 def calls(name: str) -> Any:
     """A call of a store, by a class that has one way for all of them, `ask`."""
-
-    def call(self: Any, *words: object) -> Any:
-        return self.ask(name, *words)
-
-    return call
+    return lambda self, *words: self.ask(name, *words)
 
 
 class BoundedStore:
@@ -85,7 +81,7 @@ class BoundedStore:
     def __init__(self, store: Store, timeout_s: float, line: int | None = None) -> None:
         self._store, self._line, self.timeout_s = store, line, timeout_s
         self._broken = False
-        self._hangs: threading.Thread | None = None
+        self._hangs: concurrent.futures.Future[Any] | None = None
         self._until_s = 0.0
 
     check, get, set, compare_set, delete_key = map(calls, STORE)
@@ -97,14 +93,14 @@ class BoundedStore:
         return self._try(lambda: within(self.timeout_s, lambda: getattr(self._store, call)(*words)))
 
     def _try(self, call: Callable[[], T]) -> T:
-        if self._hangs is not None and self._hangs.is_alive() and time.monotonic() < self._until_s:
+        if self._hangs is not None and not self._hangs.done() and time.monotonic() < self._until_s:
             raise DistNetworkError("the store hangs")
         try:
             return call()
         except (DistNetworkError, OSError) as error:
             self._broken = True
             if isinstance(error, Hangs):
-                self._hangs, self._until_s = error.thread, time.monotonic() + HANGS_S
+                self._hangs, self._until_s = error.call, time.monotonic() + HANGS_S
             raise
 
     def alive(self) -> bool:
@@ -113,10 +109,8 @@ class BoundedStore:
 
     def _gone(self) -> bool:
         """Whether the connection beside the store's has ended."""
-        if self._line is None:
-            return False
         try:
-            return not os.read(self._line, 1)
+            return self._line is not None and not os.read(self._line, 1)
         except BlockingIOError:
             return False
         except OSError:
