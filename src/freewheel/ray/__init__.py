@@ -11,19 +11,16 @@ from typing import Any
 
 from freewheel.errors import ConfigError, NotInstalled
 
-OLDEST, NEWEST = (2, 57), (2, 61)
-"""Versions of Ray this was written for: from the first, to before the second."""
+VERSIONS = ">=2.57,<2.61"
+"""Of Ray, that this was written for."""
 
 try:
     import ray as _ray
+    from packaging.specifiers import SpecifierSet  # which Ray brings
 except ImportError:
     raise NotInstalled("freewheel.ray", "Ray", "ray") from None
-_version = tuple(int(part) for part in _ray.__version__.split(".")[:2])
-if not OLDEST <= _version < NEWEST:
-    raise ConfigError(
-        f"Ray {_ray.__version__} is not one that Freewheel knows: install ray>={OLDEST[0]}.{OLDEST[1]},"
-        f"<{NEWEST[0]}.{NEWEST[1]}."
-    )
+if _ray.__version__ not in SpecifierSet(VERSIONS):
+    raise ConfigError(f"Ray {_ray.__version__} is not one that Freewheel knows: install ray{VERSIONS}.")
 
 from freewheel.ray.run import run  # noqa: E402
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from freewheel.errors import ConfigError, RunStopped
+from freewheel.errors import RunStopped, first_line
 from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.runtime.launch.launcher import Captured, launch
@@ -33,8 +33,7 @@ def train_all(
         for old in home.glob("*.json*"):
             old.unlink()
         job.save(home / "job.json")
-    output = Captured(folder)
-    workers, runs = jobs[0].workers, dict[int, Run]()
+    runs = dict[int, Run]()
 
     def begun() -> list[int]:
         return [number for number, home in enumerate(homes) if (home / "worker-0.jsonl").exists()]
@@ -47,42 +46,24 @@ def train_all(
 
     code = launch(
         [sys.executable, "-m", "freewheel.training.process", *map(str, homes)],
-        workers,
-        output=output,
+        jobs[0].workers,
+        output=Captured(folder),
         options=Options(folder=str(folder), tensorboard=tensorboard, typed=typed),
         tick=tick,
         events=lambda: homes[max(begun(), default=0)],
     )
     if code in (130, 143):
         raise KeyboardInterrupt
-    results: list[Result | RunStopped] = []
-    for job, home in zip(jobs, homes, strict=True):
-        try:
-            results.append(read_outcome(home, job.workers))
-        except RunStopped as error:
-            why = str(error) or _last_words(output, workers)
-            results.append(RunStopped(f"{job.strategy}: {why} Its logs are in {folder}."))
-    return results
+    return [outcome(job, home) for job, home in zip(jobs, homes, strict=True)]
 
 
-def _last_words(output: Captured, workers: int) -> str:
-    """The line that says most about a failure: the first worker's last error."""
-    for rank in range(workers):
-        lines = [line for line in output.lines[rank] if line.strip()]
-        if lines and ("Error" in lines[-1] or "freewheel" in lines[-1]):
-            return lines[-1].removeprefix("freewheel.errors.")
-    return "a worker ended without a word"
-
-
-def read_outcome(folder: Path, workers: int) -> Result:
-    """The figures of a run on real processes, the same that `freewheel report` reads."""
+def outcome(job: Job, home: Path) -> Result | RunStopped:
+    """The figures of a run, the same that `freewheel report` reads; or why there are none."""
     try:
-        failed = [json.loads((folder / f"outcome-{rank}.json").read_text()) for rank in range(workers)]
-    except (OSError, ValueError):
-        raise RunStopped("") from None  # the worker's last words are in its log
-    for why in filter(None, failed):
-        raise RunStopped(why)
-    try:
-        return result_of(Run(folder))
-    except ConfigError as error:  # a full disk
-        raise RunStopped(f"it ended, but its records cannot be read: {error}") from None
+        failed = [json.loads((home / f"outcome-{rank}.json").read_text()) for rank in range(job.workers)]
+        if not any(failed):
+            return result_of(Run(home))
+        why = next(filter(None, failed))
+    except (OSError, ValueError) as error:  # a worker was lost; a full disk
+        why = f"it has no result ({first_line(error)})."
+    return RunStopped(f"{job.strategy}: {why} The logs of its workers are in {home.parent}.")
