@@ -202,7 +202,7 @@ def test_a_loop_that_raises_leaves(tmp_path):
 @pytest.mark.parametrize(
     ("loader", "settings", "why"),
     [
-        (lambda: DataLoader(Endless(), 8), {"max_steps": 5}, "Endless has no samples by index"),
+        (lambda: DataLoader(Endless(), 8), {"max_steps": 5}, "Endless, which cannot be dealt"),
         (lambda: [DataLoader(data(64, 1), 8), DataLoader(data(64, 1), 8)], {}, "2 training DataLoaders"),
         (lambda: [torch.zeros(8, 8)], {}, "come from a Tensor"),
         (lambda: DataLoader(data(64, 1), 8), {"reload_dataloaders_every_n_epochs": 1}, "Leave out reload"),

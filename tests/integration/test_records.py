@@ -156,21 +156,6 @@ def test_the_first_worker_writes_run_json_whoever_it_is(tmp_path, alone):
     assert Run(tmp_path).total("steps") == 2
 
 
-def test_evaluations_that_come_too_fast_are_said_to_be_lost(tmp_path, monkeypatch):
-    monkeypatch.setattr(records, "MOST", 8)
-    monkeypatch.setattr(records, "SAMPLE_S", 60.0)
-    model = net()
-    with fw.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), folder=tmp_path) as worker:
-        for at in range(200):
-            worker.record(loss=at)
-    run = Run(tmp_path)
-    assert run.evaluations[-1].loss == 199
-    assert len(run.evaluations) < 200
-    assert [(event.what, event.text) for event in run.events] == [
-        ("thinned", "evaluations come faster than 8 in 60 s: some are lost")
-    ]
-
-
 def test_checkpoints_and_what_is_resumed_are_events_and_waiting_has_a_cause(tmp_path, alone):
     def train(resume: Path | None) -> dict[str, float]:
         model = net()
@@ -294,7 +279,6 @@ def test_training_goes_on_with_one_warning(broken, tmp_path, quick, alone, monke
         ({"loss": "low"}, "loss must be one number, not 'low'"),
         ({"loss": torch.ones(2)}, "loss must be one number"),
         ({"loss": None}, "loss must be one number, not None"),
-        ({"discrepancy": -1}, "at least 0, not -1"),
     ],
 )
 def test_record_refuses_what_is_no_measurement(given, message, alone):

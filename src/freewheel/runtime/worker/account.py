@@ -45,36 +45,30 @@ class Account:
         """The worker tries to join, maybe again."""
         self.events = Events()
         self.recorder: Recorder | None = None
-        self._journal: Journal | None = None
 
     def open(self, agent: Agent, settings: Settings, console: bool) -> None:
         """There is a communication thread, the first or that of another beginning: begin to write."""
-        self._agent = agent
+        self._agent, rank = agent, self._rank
         if self.recorder is None:
-            self._life = agent.me.incarnation
+            self._life, journal = agent.me.incarnation, None
             if settings.folder is not None:
-                self._journal = Journal(Path(settings.folder), self._rank)
-                if last := self._journal.last_life(self._rank):  # of this run, or another in the same folder
-                    self._life = max(self._life, last + 1)
-            board = None if settings.tensorboard is None else open_board(settings.tensorboard, self._rank)
+                journal = Journal(Path(settings.folder), rank)
+                self._life = max(self._life, journal.last_life(rank) + 1)  # of this run or another one here
+            board = None if settings.tensorboard is None else open_board(settings.tensorboard, rank)
             self.recorder = Recorder(
-                self._sample,
-                self.events,
-                self._journal,
-                life=self._life,
-                console=console,
-                board=board,
+                self._sample, self.events, journal, life=self._life, console=console, board=board
             )
         agent.counters.timeline = self.recorder.timeline
 
     def begin(self, settings: Settings, workers: int, command: str | None) -> None:
         """Training begins. run.json is written by the first of those who begin, or where there is none."""
-        self._began_steps = self._agent.counters.steps
+        agent = self._agent
+        self._began_steps = agent.counters.steps
         self._began_s, self._began = time.perf_counter(), time.time()
         self.state, self.events.begun = "training", True
-        if self._journal is None or self.recorder is None or self._agent.fabric.members[0] != self._rank:
+        if self.recorder is None or settings.folder is None or agent.fabric.members[0] != self._rank:
             return
-        if not self._agent.late or not self._journal.folder.joinpath("run.json").exists():
+        if not agent.late or not Path(settings.folder, "run.json").exists():
             self.recorder.about(self._run_json(settings, workers, command))
 
     def ended(self) -> None:
@@ -114,7 +108,8 @@ class Account:
 
     def said(self) -> WorkerSample:
         """What there is to say now."""
-        now_s, counters = self._ended_s or time.perf_counter(), self._agent.counters
+        now_s, agent = self._ended_s or time.perf_counter(), self._agent
+        counters, fabric = agent.counters, agent.fabric
         return worker_sample(
             counters,
             rank=self._rank,
@@ -128,34 +123,38 @@ class Account:
             blocked_s=counters.blocked(now_s),
             checkpoints=dict(self._checkpoints.counts),
             progress=self._checkpoints.progress,
-            windows=self.windows or self._agent.fabric.kinds(),
-            members=self.members or list(self._agent.fabric.members),
-            view=self._agent.node.view.number,
+            windows=self.windows or fabric.kinds(),
+            members=self.members or list(fabric.members),
+            view=agent.node.view.number,
             loss=float(self.loss),
             node=socket.gethostname(),
         )
 
     def _run_json(self, settings: Settings, workers: int, command: str | None) -> dict[str, Any]:
-        strategy, inventory, target = self._strategy, self._agent.inventory, self.about.get("target")
+        strategy, inventory, said = self._strategy, self._agent.inventory, dict(self.about)
+        name, target = said.pop("name", None), said.pop("target", None)
         group = inventory.optimizer.param_groups[0]
-        said = {key: value for key, value in self.about.items() if key not in ("name", "target")}
-        made_of = {
-            "strategy": strategy.settings(),
-            "scenario": {"optimizer": optimizers.name(inventory.optimizer), "wire": settings.wire, **said},
-            "lr": float(group["lr"]) * strategy.rate_share(workers) if "lr" in group else None,
-            "momentum": float(group.get("momentum", 0.0) or 0.0),
-            "model_bytes": sum(one.numel() * one.element_size() for one in inventory.trained.values()),
-            "waits_for": strategy.waits_for,
-            "staleness": strategy.staleness,
-        }
+        said |= {"optimizer": optimizers.name(inventory.optimizer), "wire": settings.wire}
         return run_json(
             freewheel=self._agent.me.version,
             torch=torch.__version__,
             clock="wall",
-            name=self.about.get("name") or Path(sys.argv[0]).name or "python",
+            name=name or Path(sys.argv[0]).name or "python",
             command=command or typed(),
             strategy=strategy.name,
-            settings=made_of,
+            settings={
+                "strategy": strategy.settings(),
+                "scenario": {
+                    "optimizer": optimizers.name(inventory.optimizer),
+                    "wire": settings.wire,
+                    **said,
+                },
+                "lr": float(group["lr"]) * strategy.rate_share(workers) if "lr" in group else None,
+                "momentum": float(group.get("momentum") or 0.0),
+                "model_bytes": sum(one.nbytes for one in inventory.trained.values()),
+                "waits_for": strategy.waits_for,
+                "staleness": strategy.staleness,
+            },
             workers=workers,
             seed=settings.seed,
             target=None if target is None else float(target),  # numpy's and torch's numbers too

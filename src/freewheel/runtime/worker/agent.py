@@ -69,18 +69,15 @@ class Agent:
         self.failure: BaseException | None = None
         self.stopped = False
         """Whether a worker has asked all to stop."""
-        self.late = False
-        """Whether this worker comes into a run that goes on already."""
+        self.late = self.leaving = False
+        """Whether this worker comes into a run that goes on already; whether it is about to leave it."""
         self.first: tuple[int, ...] = (me.rank,)
         """Whom the run begins with."""
         self.lacking: dict[int, str] = {}
         """Who was to have a part in the run and was not let in, or has not come, and why."""
-        self.leaving = False
-        """Whether it is about to leave before the others."""
         tls = keys.contexts(Path(settings.tls)) if settings.tls else None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._waited_for = set[int]()
-        """Silent workers of whom it was said that they are waited for."""
+        self._waited_for = set[int]()  # silent workers of whom that was said
         self.loaders: dict[str, int] = {}
         """How many loaders of the same kind have been made: all workers make them in the same order."""
         self.counters = Counters()
@@ -321,8 +318,7 @@ class Agent:
         return bool(found - set(self.fabric.members))
 
     def _under_way(self) -> Note:
-        sent, got = self.fabric.traffic()
-        return float(self.fabric.quiet() and self.node.idle), float(sent), float(got)
+        return float(self.fabric.quiet() and self.node.idle), *map(float, self.fabric.traffic())
 
 
 def explained(strategy: Strategy, error: PeerLost) -> RunStopped:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.runtime.worker import guards, optimizers
+from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.buffers import set_buffers
 from freewheel.runtime.worker.leaving import Left
 from freewheel.runtime.worker.life import Life
@@ -46,14 +47,18 @@ class Worker(Life):
         from freewheel.runtime.loading.base import Side
         from freewheel.runtime.loading.loader import make
 
-        number = len(self._checkpoints.loaders)
+        number, parts = len(self._checkpoints.loaders), self._strategy.merges()
+
+        def agent() -> Agent:
+            if self._agents is not None and not self._agents.alive:
+                raise RunStopped("this worker's with-block has ended, and its loaders with it.")
+            return self._agent
 
         def stopped() -> bool:  # a loader asks before each batch
             self._checkpoints.asked(number)
             return self.stopped
 
-        parts = self._strategy.merges()
-        side = Side(lambda: self._agent_inside, self.rank, self._beginners, parts, not number, stopped)
+        side = Side(agent, self.rank, self._beginners, parts, not number, stopped)
         asked = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
         loader = make(dataset, {**asked, "epochs": epochs, **options}, side)
         self._checkpoints.made(loader)
@@ -87,12 +92,10 @@ class Worker(Life):
             schedule = Schedule(steps, curve, warmup)
             return Scheduler(self._optimizer, schedule, lambda: self._agent.counters.steps, rates)
         loader = next(iter(self._checkpoints.loaders), None)
-        if epochs is None and loader is not None:
-            epochs = loader.epochs
+        epochs = loader.epochs if epochs is None and loader is not None else epochs
         if epochs is None:
             raise ConfigError(
-                "a schedule needs an end: give worker.scheduler epochs= (or the loader), or steps= where the "
-                "loop has a loader of its own."
+                "a schedule needs an end: give worker.scheduler (or the loader) epochs=, or steps="
             )
         schedule = Schedule(epochs, curve, warmup, loader.step if loader is not None else 1.0)
         return Scheduler(self._optimizer, schedule, lambda: self.progress, rates)
@@ -110,8 +113,7 @@ class Worker(Life):
         The last `keep` stay. `extra` names what else belongs to training and has state_dict and
         load_state_dict (a scheduler, a GradScaler); in a resumed run they get their state back here.
         """
-        if not self._inside:
-            raise ConfigError("call worker.checkpoint inside the with-block.")
+        self._only_inside("checkpoint")
         self._agent.check()
         self._checkpoints.arrange(Path(path), every, keep, extra)
 
@@ -130,16 +132,17 @@ class Worker(Life):
 
         What it has not used goes to others, what it has learned stays with them. The script ends with code 0.
         """
-        if not self._inside:
-            raise ConfigError("call worker.leave inside the with-block, or between start and finish.")
+        self._only_inside("leave")
         self._leaving.ask()
+
+    def _only_inside(self, what: str) -> None:
+        if not self._inside:
+            raise ConfigError(f"call worker.{what} inside the with-block, or between start and finish.")
 
     def report(self, loss: Tensor | float) -> None:
         """Say what the training loss is, for the records and for strategies that compare workers."""
-        if isinstance(loss, Tensor) and loss.numel() != 1:
-            raise ConfigError(f"report takes one number, not a tensor of shape {tuple(loss.shape)}.")
-        if not isinstance(loss, Tensor | float | int):
-            raise ConfigError(f"report takes a number, not {loss!r}.")
+        if not isinstance(loss, Tensor | float | int) or (isinstance(loss, Tensor) and loss.numel() != 1):
+            raise ConfigError(f"report takes one number, not {loss!r}.")
         self._account.loss = loss.detach() if isinstance(loss, Tensor) else loss
 
     def about(self, *, name: str | None = None, target: float | None = None, **settings: Any) -> None:
@@ -174,8 +177,7 @@ class Worker(Life):
         `wait` it is waited for until all have given as much: all must call it as often.
         """
         vector = flat(value)
-        if not self._inside:
-            raise ConfigError("call worker.mean inside the with-block, or between start and finish.")
+        self._only_inside("mean")
         self._replica.end_moving()  # a step may have raised
         mean = self._agent.wait(self._agent.means.mean(vector, name, wait))
         assert mean is not None  # nobody gives it up
@@ -197,12 +199,11 @@ class Worker(Life):
 
     def _unfinished(self, why: RunStopped) -> bool:
         """The script has ended: the others are not to wait for this worker."""
-        if self._inside and self._leaving.asked:
-            self.__exit__(Left, Left(), None)
-            return False
-        if inside := self._inside:
-            self.__exit__(RunStopped, why, None)
-        return inside
+        inside, left = self._inside, self._leaving.asked
+        if inside:
+            error = Left() if left else why
+            self.__exit__(type(error), error, None)
+        return inside and not left
 
     def consensus(self) -> nn.Module:
         """A copy of the model with the mean of all workers' weights: what to evaluate and to ship.
@@ -211,13 +212,14 @@ class Worker(Life):
         what all ended with. Floating buffers in which workers differ (BatchNorm's statistics) are averaged
         too; others are worker 0's.
         """
-        agent = self._agent
-        if self._answer is None:
-            self._inventory.check()
+        agent, answer = self._agent, self._answer
         self._replica.end_moving()  # a step may have raised
-        if self._answer is None and not self._inside:
-            raise RunStopped("there is no consensus: call it in the with-block, or after it has ended well.")
-        weights, buffers = self._answer or agent.call(agent.answers.consensus())
+        if answer is None:
+            self._inventory.check()
+            if not self._inside:
+                raise RunStopped("there is no consensus: call it in the with-block, or after it ended well.")
+            answer = agent.call(agent.answers.consensus())
+        weights, buffers = answer
         clone = guards.without_guard(copy.deepcopy(self._inventory.model))
         clone.zero_grad(set_to_none=True)
         self._inventory.fill(clone, weights)

@@ -25,13 +25,12 @@ def buffers_of(model: nn.Module) -> dict[str, Tensor]:
 def set_buffers(model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
     """Overwrite those that differ."""
     for name, one in buffers_of(model).items():
-        if name not in buffers or alike(one, buffers[name]):
-            continue
-        if one.shape == buffers[name].shape and one.dtype == buffers[name].dtype:
-            one.copy_(buffers[name])
-        else:  # it has grown on its way
+        new = buffers.get(name, one)
+        if (one.shape, one.dtype) != (new.shape, new.dtype):  # it has grown on its way
             owner, _, last = name.rpartition(".")
-            setattr(model.get_submodule(owner), last, buffers[name].to(one.device))
+            setattr(model.get_submodule(owner), last, new.to(one.device))
+        elif not alike(one, new):
+            one.copy_(new)
 
 
 class TensorMean:
@@ -97,8 +96,7 @@ async def agree(
     fabric: Fabric, members: Sequence[int], tag: Tag, mine: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """The same buffers for all members, made by the first one where they differ."""
-    first, *others = members
-    packed = tensor_codec.pack(mine)
+    (first, *others), packed = members, tensor_codec.pack(mine)
     digest = float(zlib.crc32(packed.numpy().data))
     notes = await collectives.gather(fabric, members, (digest,), (*tag, "alike"))
     if len(set(notes.values())) == 1:

@@ -39,13 +39,11 @@ class Gradients:
         self._make, self._reusable, self._name = make, reusable, name
         self._numbers = sum(one.numel() for one in self._parameters)
         self.size = self._numbers + len(self._parameters) + 1
-        """How long the vector is."""
         self.loss = 0.0
         """What the closure has said; the mean of all workers' once gradients were merged."""
         self._in_use: Tensor | None = None
         self._spare: deque[Tensor] = deque(maxlen=2)
-        self._sparse: set[int] = set()
-        """Which of them get sparse gradients: those stay sparse, for optimizers that need them so."""
+        self._sparse: set[int] = set()  # those stay sparse, for optimizers that need them so
 
     def take(self) -> Tensor:
         """All of them as one vector; where there is none, zeros. Diverged if a number is not finite."""
@@ -67,7 +65,11 @@ class Gradients:
         marks = [float(one.grad is not None) for one in self._parameters]
         flat[self._numbers :].copy_(torch.tensor([*marks, self.loss], dtype=torch.float64))
         if not math.isfinite(flat.sum().item()):
-            self._refuse(flat)
+            for one, piece in self._pieces(flat):
+                if not piece.isfinite().all():
+                    raise Diverged(f"gradients of {self._name(one)} are not finite")
+            if not math.isfinite(self.loss):
+                raise Diverged("the closure's loss is not finite")
         return flat
 
     def put(self, vector: Tensor) -> None:
@@ -95,10 +97,3 @@ class Gradients:
         begins = vector.storage_offset()
         for one, (shape, stride, at) in zip(self._parameters, self._places, strict=True):
             yield one, vector.as_strided(shape, stride, begins + at)
-
-    def _refuse(self, vector: Tensor) -> None:
-        for one, piece in self._pieces(vector):
-            if not piece.isfinite().all():
-                raise Diverged(f"gradients of {self._name(one)} are not finite")
-        if not math.isfinite(self.loss):
-            raise Diverged("the closure's loss is not finite")

@@ -113,12 +113,11 @@ class Guest:
 
     def catch_up(self, scheduler: Any, frequency: int, step: Callable[[], Any], after: bool = False) -> None:
         """Step a scheduler as often as the plain loop would have."""
-        made = getattr(scheduler, "last_epoch", None)
-        total = getattr(scheduler, "total_steps", None)  # OneCycleLR refuses more
-        if made is None:
+        if (made := getattr(scheduler, "last_epoch", None)) is None:
             return
         due = self.steps(after) // frequency
-        due = due if total is None else min(due, total - (not after))
+        if (total := getattr(scheduler, "total_steps", None)) is not None:  # OneCycleLR refuses more
+            due = min(due, total - (not after))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # not yet, here
             for _ in range(made, due):
@@ -131,13 +130,13 @@ class Guest:
         loader, used = self.passes.loader, self.passes.in_use()
         data = loader.leases.queue.data
 
-        async def moment() -> dict[str, Any]:
+        async def moment() -> tuple[int, Any]:
             """How far all are and what is finished, of one moment: others say what they did at any other."""
             data.collect()
-            return {"steps": self.steps(after=True), "ledger": [loader.leases.finished(data.ledger, used)]}
+            return self.steps(after=True), loader.leases.finished(data.ledger, used)
 
-        found = self.worker._agent.call(moment())
-        return {"steps": found["steps"], "loader": {**loader.own_state(), "ledger": found["ledger"]}}
+        steps, finished = self.worker._agent.call(moment())
+        return {"steps": steps, "loader": {**loader.own_state(), "ledger": [finished]}}
 
 
 class GuestCallback:
@@ -256,15 +255,11 @@ class Passes:
 
 def plain(given: Any) -> DataLoader[Any]:
     """A DataLoader whose samples can be dealt; one that Accelerate has made, as it was before."""
-    if not isinstance(given, DataLoader):
+    if not isinstance(given, DataLoader) or isinstance(given.dataset, IterableDataset):
+        what = given.dataset if isinstance(given, DataLoader) else given
         raise ConfigError(
-            f"training data come from a {type(given).__name__}, which cannot be dealt to workers. Give a "
-            "torch DataLoader, or deal=False and share them out yourself."
-        )
-    if isinstance(given.dataset, IterableDataset):
-        raise ConfigError(
-            f"a {type(given.dataset).__name__} has no samples by index, and a trainer's are dealt by them. "
-            "Give a dataset with a length, or deal=False and share it out yourself."
+            f"training data come from a {type(what).__name__}, which cannot be dealt to workers. Give a torch "
+            "DataLoader of a dataset with a length, or deal=False and share them out yourself."
         )
     batches = given.batch_sampler
     if given.batch_size is not None or type(batches) is not BatchSampler:

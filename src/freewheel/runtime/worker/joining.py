@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 from torch import Tensor
 
@@ -41,21 +41,18 @@ async def meet(
     await asyncio.to_thread(rendezvous.publish, address, port, agent.me.incarnation)
     if agent.late:
         return await _reach(agent, rendezvous, timeout_s)
-    gone, waiting = dict[int, str](), Waiting(rank, timeout_s)
-    end, others = agent.loop.time() + timeout_s, [peer for peer in agent.first if peer != rank]
-    while missing := [peer for peer in others if peer not in fabric.members and peer not in gone]:
+    gone, waiting, end = dict[int, str](), Waiting(rank, timeout_s), agent.loop.time() + timeout_s
+    while missing := set(agent.first).difference(fabric.members, gone):
+        # The higher rank calls; one that comes back calls everybody.
+        await _call(agent, rendezvous, [peer for peer in missing if peer < rank or entry.back])
         for peer in missing:
-            # The higher rank calls; one that comes back calls everybody.
-            calls = peer < rank or entry.back
-            absent = _call(agent, rendezvous, peer) if calls else asyncio.to_thread(rendezvous.absent, peer)
-            if (why := await absent) is not None:
+            if (why := await asyncio.to_thread(rendezvous.absent, peer)) is not None:
                 gone[peer] = why
-        waiting.say(missing)
+        waiting.say(sorted(missing))
         if agent.loop.time() > end:
             raise WorkerLost(
-                f"worker {rank} waited {timeout_s:g} s for worker{'s' * (len(missing) > 1)} "
-                f"{', '.join(map(str, missing))} to join. "
-                "Start all workers, or give attach a longer join_timeout_s."
+                f"worker {rank} waited {timeout_s:g} s for worker {', '.join(map(str, sorted(missing)))} to "
+                "join. Start all workers, or give attach a longer join_timeout_s."
             )
         await asyncio.sleep(POLL_S)
     for peer, why in gone.items():
@@ -72,19 +69,13 @@ async def _reach(agent: Agent, rendezvous: Rendezvous, timeout_s: float) -> None
 
     One that is out of reach may still train. It is waited for, or its next life.
     """
-    fabric, strategy = agent.fabric, agent.strategy
-    end, needed = agent.loop.time() + timeout_s, {peer for peer in agent.first if strategy.needs(peer)}
-
-    async def call_all(peers: Sequence[int]) -> None:
-        for peer in peers:
-            if peer not in fabric.members:  # this worker is one of them
-                await _call(agent, rendezvous, peer)
-
+    fabric, strategy, end = agent.fabric, agent.strategy, agent.loop.time() + timeout_s
+    needed = {peer for peer in agent.first if strategy.needs(peer)}
     while True:
         living = await asyncio.to_thread(rendezvous.living)
-        await call_all(living)
+        await _call(agent, rendezvous, living)
         if set(living).intersection(fabric.members) and needed.issubset(fabric.members):
-            return await call_all(range(rendezvous.most))
+            return await _call(agent, rendezvous, range(rendezvous.most))
         if await asyncio.to_thread(rendezvous.lost, strategy):
             raise Orphaned("nobody is left to go on from")
         if len(fabric.members) == 1 and await asyncio.to_thread(rendezvous.over):
@@ -93,27 +84,27 @@ async def _reach(agent: Agent, rendezvous: Rendezvous, timeout_s: float) -> None
             who = ", ".join(map(str, living)) or "those it began with"
             raise WorkerLost(
                 f"worker {agent.me.rank} was started again and has reached nobody to go on from for "
-                f"{timeout_s:g} s. Nobody knows whether worker {who} is lost or only out of reach. If "
-                "it is lost, start the run again: with resume it goes on from the last checkpoint."
+                f"{timeout_s:g} s: worker {who} is lost or out of reach. If it is lost, start the run again: "
+                "with resume it goes on from the last checkpoint."
             )
         await asyncio.sleep(POLL_S)
 
 
-async def _call(agent: Agent, rendezvous: Rendezvous, peer: int) -> str | None:
-    """Try to connect with a worker; why it is not coming at all, where that is known."""
-    if (why := await asyncio.to_thread(rendezvous.absent, peer)) is not None:
-        return why
-    known = await asyncio.to_thread(rendezvous.look_up, peer)
-    try:
-        if known is not None:
-            await agent.fabric.connect(peer, *known)
-    except PeerLost as error:
-        cannot = f"worker {agent.me.rank} cannot join: {error}."
-        if "refused this worker" in error.why and "called already" not in error.why:
-            raise ConfigError(cannot) from None
-        if OTHER_KEYS in error.why:
-            raise ConfigError(f"{cannot} Give all workers the same keys, by --tls.") from None
-    return None
+async def _call(agent: Agent, rendezvous: Rendezvous, peers: Iterable[int]) -> None:
+    """Try to connect with those who may be there."""
+    for peer in peers:
+        if agent.fabric.reaches(peer) or await asyncio.to_thread(rendezvous.absent, peer) is not None:
+            continue
+        known = await asyncio.to_thread(rendezvous.look_up, peer)
+        try:
+            if known is not None:
+                await agent.fabric.connect(peer, *known)
+        except PeerLost as error:
+            cannot = f"worker {agent.me.rank} cannot join: {error}."
+            if "refused this worker" in error.why and "called already" not in error.why:
+                raise ConfigError(cannot) from None
+            if OTHER_KEYS in error.why:
+                raise ConfigError(f"{cannot} Give all workers the same keys, by --tls.") from None
 
 
 async def start(
@@ -153,46 +144,42 @@ async def _take_over(agent: Agent, rendezvous: Rendezvous) -> None:
 
     Orphaned: nobody is left who has some.
     """
-    fabric, node = agent.fabric, agent.node
+    fabric, node, answers = agent.fabric, agent.node, agent.answers
     if not agent.strategy.merges():
-        done = node.rejoined = await agent.answers.copy()
+        done = node.rejoined = await answers.copy()
     else:  # come into the view of those who train: they wait, so what is copied is of one moment
         agent.replica.parked = True
         try:
             await node.join()
             # Who is in no view any more, since its loop has ended, still has its weights.
-            copied = agent.answers.copy_once() if node.source is None else agent.answers.copy(node.source)
-            done = await copied
+            done = await (answers.copy_once() if node.source is None else answers.copy(node.source))
         finally:
             agent.replica.parked = False
     if done:
         return
-    living = await asyncio.to_thread(rendezvous.living)
-    if not set(living).intersection(fabric.members) - {agent.me.rank}:
+    if not set(await asyncio.to_thread(rendezvous.living)).intersection(fabric.others):
         raise Orphaned("who could be copied is lost")
     log.warning("worker %d was started again before anybody had weights: it begins anew", agent.me.rank)
 
 
 async def _begin_alike(agent: Agent) -> None:
     """All begin with the weights of the lowest rank. Somebody may leave in these very moments."""
-    fabric, inventory = agent.fabric, agent.inventory
+    fabric, replica, fixed_tag = agent.fabric, agent.replica, (*START, "fixed")
     while (root := fabric.members[0]) != agent.me.rank:
         try:
             weights = await asyncio.wait_for(fabric.receive(START, root), START_S)
-            fixed = await tensor_codec.receive(fabric, root, (*START, "fixed"))
-            theirs = weights.of(agent.replica.size)
+            fixed = await tensor_codec.receive(fabric, root, fixed_tag)
+            replica.load(weights.of(replica.size))
+            return agent.inventory.set_fixed(fixed)
         except PeerLost:
             continue
         except TimeoutError:  # it may have begun with a worker that has left since, and sends nothing
             if await agent.answers.copy_once():
-                return
-            continue
-        agent.replica.load(theirs)
-        inventory.set_fixed(fixed)
-        return
+                return None
     if agent.me.rank != agent.first[0] and await agent.answers.copy_once():
-        return  # lower ranks have left, and others have begun before
-    mine, my_fixed = await agent.replica.snapshot(), tensor_codec.pack(inventory.fixed())
-    for peer in fabric.members[1:]:
+        return None  # lower ranks have left, and others have begun before
+    mine, my_fixed = await replica.snapshot(), tensor_codec.pack(agent.inventory.fixed())
+    for peer in fabric.others:
         fabric.post(peer, START, mine)
-        tensor_codec.post(fabric, peer, (*START, "fixed"), my_fixed)
+        tensor_codec.post(fabric, peer, fixed_tag, my_fixed)
+    return None

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from freewheel.errors import ConfigError, at_least
 
@@ -47,21 +48,21 @@ def patience(given: float | None = None) -> float:
 
 
 class Leaving:
-    """Whether this worker is to leave, and how much time is left for it."""
+    """Whether this worker is to leave, and how much time is left for it.
+
+    `busy` says whether weights move just now, `tell` lets the others know.
+    """
 
     def __init__(self, leave_s: float | None, busy: Callable[[], bool], tell: Callable[[], None]) -> None:
         self.seconds = patience(leave_s)
         self.going = False
         """Whether it is on its way out: nothing interrupts that."""
         self._busy, self._tell = busy, tell
-        """Whether weights move just now; tells the others."""
         self.asked, self._asked_s = False, 0.0
         """Whether somebody has said so, and when."""
         self._timer: threading.Timer | None = None
-        self._poked = False
-        self._before: object = None
-        self._children: object = None
-        self._watching = False
+        self._taken: dict[int, tuple[Any, Any]] = {}
+        """Of signals: what they mean now, and meant before."""
         self._pid = os.getpid()
 
     @property
@@ -76,21 +77,16 @@ class Leaving:
 
     def ask(self) -> None:
         """Let this worker leave soon."""
-        if self.asked:
-            return
-        self._asked_s, self.asked = time.monotonic(), True
-        self._tell()
-        if self._watching:
-            self._wake(self.seconds / 2)
+        if not self.asked:
+            self._asked_s, self.asked = time.monotonic(), True
+            self._tell()
+            if signal.SIGTERM in self._taken:
+                self._wake(self.seconds / 2)
 
     def watch(self) -> None:
         """Take SIGTERM as notice from now on, where the main thread asks and it is not ignored."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        self._before = signal.getsignal(signal.SIGTERM)
-        if self._before not in (None, signal.SIG_IGN):
-            signal.signal(signal.SIGTERM, self._noticed)
-            self._watching = True
+        if signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_IGN):
+            self._let(signal.SIGTERM, self._noticed)
 
     def go(self) -> None:
         """Nothing interrupts a worker on its way out, nor do processes that load its data and were told, too.
@@ -98,57 +94,45 @@ class Leaving:
         DataLoader raises the end of such a process wherever the main thread is.
         """
         self.going = True
-        if threading.current_thread() is threading.main_thread():
-            before = signal.getsignal(signal.SIGCHLD)
-            if callable(before):  # others raise nothing
-                self._children = before
-                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if callable(signal.getsignal(signal.SIGCHLD)):  # others raise nothing
+            self._let(signal.SIGCHLD, signal.SIG_DFL)
 
     def unwatch(self) -> None:
-        """Let signals mean what they meant before."""
-        if self._children is not None and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGCHLD, self._children)  # type: ignore[arg-type]
-            self._children = None
+        """Let signals mean what they meant before, unless the script has said otherwise since."""
         if self._timer is not None:
             self._timer.cancel()
-        if self._watching and os.getpid() == self._pid:
-            self._watching = False
-            with contextlib.suppress(ValueError):  # not in the main thread: the script ends
-                if signal.getsignal(signal.SIGTERM) == self._noticed:
-                    signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]
+        with contextlib.suppress(ValueError):  # not in the main thread: the script ends
+            for number, (act, before) in self._taken.items() if os.getpid() == self._pid else ():
+                if signal.getsignal(number) == act:
+                    signal.signal(number, before)
+        self._taken = {}
+
+    def _let(self, number: int, act: Any) -> None:
+        if threading.current_thread() is threading.main_thread():
+            self._taken[number] = act, signal.signal(number, act)
 
     def _noticed(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:
-            # A child of the script's: the notice is not this worker's.
-            signal.signal(signal.SIGTERM, self._before)  # type: ignore[arg-type]
+        _, before = self._taken.get(number, (None, signal.SIG_DFL))
+        if os.getpid() != self._pid:  # a child of the script's: the notice is not this worker's
+            signal.signal(number, before)
             os.kill(os.getpid(), number)
-            return
-        poked, self._poked = self._poked, False
-        if poked:
-            if self._watching and not self.going:
-                if not self._busy():
-                    raise Left
-                self._wake(AGAIN_S)
-            return
-        self.ask()
-        if callable(self._before):  # the script has its own way to take notice
-            self._before(number, frame)
+        elif not self.asked:
+            self.ask()
+            if callable(before):  # the script has its own way to take notice
+                before(number, frame)
+        elif self.half_over and not self.going:  # interrupt what the main thread does
+            if not self._busy():
+                raise Left
+            self._wake(AGAIN_S)
 
     def _wake(self, after_s: float) -> None:
-        self._timer = threading.Timer(after_s, self._poke)
+        def wake() -> None:
+            with contextlib.suppress(OSError, RuntimeError):
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+        self._timer = threading.Timer(after_s, wake)
         self._timer.daemon = True
         self._timer.start()
-
-    def _poke(self) -> None:
-        """Half of the time is over: interrupt what the main thread does."""
-        self._poked = True
-        with contextlib.suppress(OSError, RuntimeError):
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-
-
-def exits_well(error: BaseException) -> bool:
-    """Whether an exception is the script's exit, with code 0."""
-    return isinstance(error, SystemExit) and (error.code is None or error.code == 0)
 
 
 def ends(error: BaseException) -> bool:

@@ -1,7 +1,4 @@
-"""A worker's life, in the training thread: it joins, trains and leaves. What scripts call is in attach.py.
-
-What happens at each step is in steps.py; the communication thread's side is the agent.
-"""
+"""A worker's life, in the training thread: it joins, trains and leaves. What scripts call is in attach.py."""
 
 from __future__ import annotations
 
@@ -24,7 +21,7 @@ from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import FINISHED, LEFT
 from freewheel.runtime.checkpoint.taker import Checkpoints
 from freewheel.runtime.membership.entries import Options
-from freewheel.runtime.membership.generation import Beginning, Orphaned, TooLate
+from freewheel.runtime.membership.generation import Beginning, Entry, Orphaned, TooLate
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.registrar import stay_registered
 from freewheel.runtime.membership.rendezvous import Rendezvous, address_for, launched_options, patiently
@@ -33,7 +30,7 @@ from freewheel.runtime.worker.account import Account
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.ending import Answer
 from freewheel.runtime.worker.inventory import Inventory
-from freewheel.runtime.worker.leaving import Leaving, Left, ends, exits_well
+from freewheel.runtime.worker.leaving import Leaving, Left, ends
 from freewheel.runtime.worker.settings import Settings
 from freewheel.runtime.worker.steps import Steps
 from freewheel.strategy import Strategy
@@ -79,13 +76,6 @@ class Life:
             raise RunStopped("this worker has not begun: use it in `with fw.attach(…)`, or after start().")
         return self._agents
 
-    @property
-    def _agent_inside(self) -> Agent:
-        """For what deals batches, which nobody does after the block."""
-        if self._agents is not None and not self._agents.alive:
-            raise RunStopped("this worker's with-block has ended, and its loaders with it. Use them inside.")
-        return self._agent
-
     # -- joining --
 
     def __enter__(self) -> Self:
@@ -99,11 +89,7 @@ class Life:
         except BaseException as error:
             checks.attached.discard(self._model)
             if isinstance(error, TooLate) and error.done:
-                log.warning(
-                    "worker %d was started again when the others had ended the run: it ends, with exit code "
-                    "0. They have the answer",
-                    self.rank,
-                )
+                log.warning("worker %d was started again when the others had ended the run", self.rank)
                 raise Left from error
             raise
         return self
@@ -138,11 +124,12 @@ class Life:
 
     def _meet(self, options: Options, settings: Settings, life: int) -> bool:
         """Come together with the others and begin with the same weights; False: nobody has them any more."""
-        beginning, entry, model, store = Beginning(0, (self.rank,)), None, "", self._store
+        entry, model, store = Entry(Beginning(0, (self.rank,)), late=False, back=False), "", self._store
         if store is not None:
             entry = store.enter(life, self._strategy)
             alike = checks.settings(self._strategy, self._optimizer, settings.seed)
-            beginning, model = entry.beginning, store.check_model(self._model, alike)
+            model = store.check_model(self._model, alike)
+        beginning, account = entry.beginning, self._account
         self._beginners = len(beginning.ranks)
         self._inventory = Inventory(self._model, self._optimizer)
         self._replica = self._inventory.replica
@@ -158,13 +145,12 @@ class Life:
             wire=settings.wire,
             place=windows.place(),
         )
-        account = self._account
         agent = self._agents = Agent(
             me, self._inventory, self._strategy, settings, account.score, account.events
         )
         try:
             account.open(agent, settings, options.console and self.rank == 0)
-            if store is not None and entry is not None:
+            if store is not None:
                 bind = settings.bind or ""
                 address = address_for(self._place.host) if bind in ("0.0.0.0", "auto") else bind
                 bind = address if bind == "auto" else bind
@@ -195,47 +181,44 @@ class Life:
     ) -> None:
         if not self._inside:  # it has left before
             return
-        self._leaving.go()
-        self._settled = self._steps.end(self._leaving.left_s / 2 if self._leaving.asked else 0.0)
-        self._inside, account, fabric = False, self._account, self._agent.fabric
+        leaving, account, fabric = self._leaving, self._account, self._agent.fabric
+        leaving.go()
+        self._settled = self._steps.end(leaving.left_s / 2 if leaving.asked else 0.0)
+        self._inside = False
         account.members, account.windows = list(fabric.members), fabric.kinds()
         checks.attached.discard(self._model)
         self._replica.end_moving()  # a step may have raised
         failure, left = error, False
         try:
+            exits = isinstance(error, SystemExit) and error.code in (None, 0)
             if error is None:
                 self._end_well()
             elif isinstance(error, ValueError) and "number of total steps" in str(error):  # OneCycleLR
                 error.add_note(checks.TOO_MANY_STEPS)
-            elif left := (self._leaving.asked and ends(error)) or exits_well(error):
-                self._leaving.ask()
+            elif left := exits or (leaving.asked and ends(error)):
+                leaving.ask()
                 self._depart()
-                if not isinstance(error, SystemExit) or exits_well(error):
+                if exits or not isinstance(error, SystemExit):
                     raise Left from error
-        except Left:
-            left = True
-            raise
         except BaseException as late:
-            failure = late
+            failure, left = late, left or isinstance(late, Left)
             raise
         finally:
-            why = FINISHED if failure is None else f"it left with {type(failure).__name__}"
-            if isinstance(failure, Diverged):
-                why = str(failure)
-            elif isinstance(failure, FreewheelError):
-                why += f": {failure}"
-            if left:
-                why, failure = LEFT, None
-            try:
-                account.close(failure)
-            finally:
-                if (left or error is not None) and self._store is not None and not account.events.muted:
-                    self._store.leave(why)  # some may not have joined yet
-                self._agent.close(why)
-                self._checkpoints.wait()
-                if account.recorder is not None:
-                    account.recorder.write_rest()
-                self._leaving.unwatch()
+            self._close(None if left else failure, LEFT if left else farewell(failure))
+
+    def _close(self, failure: BaseException | None, why: str) -> None:
+        """Say goodbye, and write down what there is."""
+        account = self._account
+        try:
+            account.close(failure)
+        finally:
+            if why != FINISHED and self._store is not None and not account.events.muted:
+                self._store.leave(why)  # some may not have joined yet
+            self._agent.close(why)
+            self._checkpoints.wait()
+            if account.recorder is not None:
+                account.recorder.write_rest()
+            self._leaving.unwatch()
 
     def _end_well(self) -> None:
         """The loop has ended: wait for the others, and take the mean."""
@@ -244,7 +227,7 @@ class Life:
         self._agent.check()
         self._inventory.check()
         self._steps.check_still()
-        self._steps.say_idle(self.rank)
+        self._steps.say_idle()
         for loader in self._checkpoints.loaders:
             loader.say_lacking()
         self._checkpoints.close()
@@ -309,3 +292,11 @@ class Life:
                 self._agent.check()
         finally:
             future.cancel()
+
+
+def farewell(failure: BaseException | None) -> str:
+    """What a worker tells the others as it goes."""
+    if failure is None or isinstance(failure, Diverged):
+        return FINISHED if failure is None else str(failure)
+    said = f": {failure}" if isinstance(failure, FreewheelError) else ""
+    return f"it left with {type(failure).__name__}{said}"

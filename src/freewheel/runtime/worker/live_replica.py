@@ -15,7 +15,7 @@ import contextlib
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -78,7 +78,7 @@ class LiveReplica(Replica):
         self._slot: deque[Correction] = deque()
         self._spare: deque[Tensor] = deque(maxlen=2)
         self._orders: deque[Order] = deque()
-        self._seen = self._changes = 0
+        self._changes = 0
         self._standing: Order | None = None
         """What is left for the training thread to copy, where exchanges are put off again and again."""
         self._trained = [one for one in model.parameters() if one.requires_grad]
@@ -114,18 +114,15 @@ class LiveReplica(Replica):
 
     def boundary(self) -> None:
         """Add what is pending to the weights; call between begin_moving and end_moving."""
-        try:
-            correction = self._slot.popleft()
-        except IndexError:
-            return
-        self._add(correction)
+        with contextlib.suppress(IndexError):
+            self._add(self._slot.popleft())
 
     def _add(self, correction: Correction) -> None:
         with torch.no_grad():
             for block in self.blocks:
                 block.weights.add_(correction.vector[block.start : block.stop])
         if correction.own:
-            self._free(correction.vector)
+            self.unused(correction.vector)
 
     def catch_up(self) -> None:
         """The training thread is about to wait: what it has queued is done when this returns."""
@@ -155,86 +152,68 @@ class LiveReplica(Replica):
             if order.changes == self._changes:  # nothing was corrected since
                 await self._copied(order.into)
                 return order.into
-            self._free(order.into)
+            self.unused(order.into)
         return await self._snapshot(False, SOON_S)
 
     def unused(self, vector: Tensor) -> None:
-        """A snapshot that nobody has made anything of."""
-        self._free(vector)
+        """A vector that is used no more, and may be filled again."""
+        if self.reusable(vector):
+            self._spare.append(vector)
 
     async def _snapshot(self, keep: bool, patience_s: float) -> Tensor | None:
-        end_s, still_s, version = time.monotonic() + SPARE_S, time.monotonic(), self.version
-        while not keep and self.version % 2 and not self._spare and time.monotonic() < end_s:
+        now_s = still_s = time.monotonic()
+        version, end_s = self.version, now_s + SPARE_S
+        while not keep and self.version % 2 and not self._spare and now_s < min(end_s, still_s + patience_s):
             await asyncio.sleep(POLL_S)  # after the boundary the vector it has added can be used again
-            if time.monotonic() - still_s > patience_s:
-                break
-        taken = self.plain_vector(self.size, self.dtype) if keep else self._take()
-        for _ in self._copying(taken):
-            await asyncio.sleep(POLL_S)
-            if version != self.version or not version % 2:
-                version, still_s = self.version, time.monotonic()
-            elif time.monotonic() - still_s > patience_s:
-                if self._standing is None:
-                    self._standing = Order(taken)
-                    self._orders.append(self._standing)
-                return None
-        await self._copied(taken)
-        return taken
+            now_s = time.monotonic()
+        if keep or not self._spare:
+            into = (self.plain_vector if keep else self.make_vector)(self.size, self.dtype)
+        else:
+            into = self._spare.popleft()
+        tries, ask_s, order = 0, now_s + PATIENCE_S, None
+        try:
+            while order is None or not order.made:
+                seen = self.version
+                if order is None and (tries == TRIES or now_s > ask_s):
+                    # Weights move nearly all the time: let the training thread make the copy after its step.
+                    order = Order(into)
+                    self._orders.append(order)
+                elif order is None and not seen % 2:
+                    tries += 1
+                    self._copy(into)
+                    if seen == self.version:
+                        break
+                    continue
+                await asyncio.sleep(POLL_S)
+                now_s = time.monotonic()
+                if version != self.version or not version % 2:
+                    version, still_s = self.version, now_s
+                elif now_s - still_s > patience_s:
+                    if self._standing is None:
+                        self._standing = Order(into)
+                        self._orders.append(self._standing)
+                    return None
+                if order is not None and seen == self.version and not seen % 2:
+                    with contextlib.suppress(ValueError):  # it is being copied
+                        self._orders.remove(order)  # training computes, or waits for this very thread
+                        tries, ask_s, order = 0, now_s + PATIENCE_S, None
+        finally:
+            if order is not None and not order.made:
+                with contextlib.suppress(ValueError):
+                    self._orders.remove(order)
+        await self._copied(into)
+        return into
 
     async def _copied(self, vector: Tensor) -> None:
         """The copy is complete; look at it."""
-        if not self._finite:
-            self._refuse(vector, "weights")
-
-    def _refuse(self, vector: Tensor, what: str) -> None:
-        for parameter, piece in self.pieces(vector):
+        for parameter, piece in self.pieces(vector) if not self._finite else ():
             if not piece.isfinite().all():
-                name = self._names.get(id(parameter), "?")
-                raise Diverged(f"{what} of {name} are not finite")
-        if self.size == vector.numel() and not vector.isfinite().all():
-            raise Diverged(f"{what} are not finite")
+                raise Diverged(f"weights of {self._names.get(id(parameter), '?')} are not finite")
 
     def still(self, into: Tensor) -> Tensor:
         """The same at once, while the training thread waits."""
         self._copy(into)
         return into
-
-    def _copying(self, into: Tensor) -> Iterator[None]:
-        """Fill a vector with a snapshot; yields where it must wait for a moment."""
-        while True:
-            tries, end_s = 0, time.monotonic() + PATIENCE_S
-            while tries < TRIES and time.monotonic() < end_s:
-                if (version := self.version) % 2:
-                    yield
-                    continue
-                tries += 1
-                self._copy(into)
-                if version == self.version:
-                    return
-            # Weights move nearly all the time: let the training thread make the copy after its step.
-            order = Order(into)
-            self._orders.append(order)
-            try:
-                while not order.made:
-                    yield
-                    if self._stands_still():  # it computes, or waits for this very thread
-                        self._orders.remove(order)
-                        break
-                else:
-                    return
-            except ValueError:  # it is being copied
-                while not order.made:
-                    yield
-                return
-            except GeneratorExit:  # nobody wants it any more
-                with contextlib.suppress(ValueError):
-                    self._orders.remove(order)
-                raise
-
-    def _stands_still(self) -> bool:
-        """Whether no step was made since this was asked before."""
-        before, self._seen = self._seen, self.version
-        return before == self.version and not before % 2
 
     def correct(self, vector: Tensor, own: bool = False) -> None:
         """Let a vector be added at the next boundary."""
@@ -243,13 +222,8 @@ class LiveReplica(Replica):
         self._changes += 1
 
     def _correct(self, correction: Correction) -> None:
-        if self._slot:
-            try:
-                before = self._slot.popleft()
-            except IndexError:  # the boundary was faster
-                pass
-            else:
-                correction = self._joined(before, correction)
+        with contextlib.suppress(IndexError):  # there is none, or the boundary was faster
+            correction = self._joined(self._slot.popleft(), correction)
         if self.parked:
             self._add(correction)
         else:
@@ -323,20 +297,9 @@ class LiveReplica(Replica):
         self._finite = math.isfinite(total)  # a sum is finite only if all numbers are
 
     def _joined(self, before: Correction, after: Correction) -> Correction:
-        if before.own:
-            before.vector.add_(after.vector)
-            if after.own:
-                self._free(after.vector)
-            return Correction(before.vector, True)
-        return Correction(before.vector + after.vector, True)
-
-    def _free(self, vector: Tensor) -> None:
-        if self.reusable(vector):
-            self._spare.append(vector)
-
-    def _take(self) -> Tensor:
-        """A vector to fill: one that was used before where there is one."""
-        try:
-            return self._spare.popleft()
-        except IndexError:
-            return self.make_vector(self.size, self.dtype)
+        if not before.own:
+            return Correction(before.vector + after.vector, True)
+        before.vector.add_(after.vector)
+        if after.own:
+            self.unused(after.vector)
+        return Correction(before.vector, True)

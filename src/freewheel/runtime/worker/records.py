@@ -6,7 +6,6 @@ by a thread of its own, which also takes what other threads have noticed.
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import sys
@@ -14,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,14 @@ from freewheel.errors import ConfigError
 from freewheel.numbers import share, short
 from freewheel.records.counters import Timeline
 from freewheel.records.journal import Journal
-from freewheel.records.schema import MEASURED, WorkerSample
+from freewheel.records.schema import WorkerSample
 
 SAMPLE_S = 0.5
 CONSOLE_S = 5.0
 CLOSE_S = 5.0
 """How long the end of a run waits for the last sample to be written."""
 MOST = 1000
-"""So many events, and evaluations, are kept until they are written."""
+"""So many events are kept until they are written."""
 NO_SCALARS = ("time", "rank", "life", "began", "resumed_at", "last")
 
 log = logging.getLogger("freewheel")
@@ -77,79 +77,65 @@ class Recorder:
     ) -> None:
         self._sample, self._events, self._journal = sample, events, journal
         self.timeline = Timeline(time.time, life) if journal is not None else None
-        self._console, self._board = console, board
-        self._spoke_s = time.monotonic()
-        self._about: Mapping[str, Any] | None = None
-        self._evaluations: deque[dict[str, Any]] = deque(maxlen=MOST)
-        self._left_out = False
-        self._failed: set[str] = set()
-        self._well = False
+        self._console, self._board, self._spoke_s = console, board, time.monotonic()
+        self._orders: deque[Callable[[], object]] = deque()
+        """What is to be written beside samples and events."""
+        self._failed = self._well = False
         self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="freewheel-records", daemon=True)
         if journal is not None or console or board is not None:
-            self._thread = threading.Thread(target=self._run, name="freewheel-records", daemon=True)
             self._thread.start()
 
     def about(self, head: Mapping[str, Any]) -> None:
         """Let run.json be written."""
-        self._about = head
+        if self._journal is not None:
+            self._orders.append(partial(self._journal.about, head))
 
     def evaluated(self, evaluation: dict[str, Any]) -> None:
         """Write down what was measured of the answer."""
-        if self._journal is None:
-            return
-        if len(self._evaluations) == MOST and not self._left_out:
-            self._left_out = True
-            self._events.note(
-                "thinned", None, f"evaluations come faster than {MOST} in {SAMPLE_S:g} s: some are lost"
-            )
-        self._evaluations.append({"time_s": time.time(), **evaluation})
-        if self._ended.is_set():
-            self.write_rest()
+        if self._journal is not None:
+            self._orders.append(partial(self._journal.evaluation, time.time(), **evaluation))
+            if self._ended.is_set():
+                self.write_rest()
 
     def close(self, well: bool) -> None:
         """Write the last sample; `well` says that it is the last there is to say."""
         self._well = well
         self._ended.set()
-        if self._thread is not None:
+        if self._thread.is_alive():
             self._thread.join(CLOSE_S)
 
     def write_rest(self) -> None:
         """Write what was noted since the thread has ended."""
-        if self._thread is not None and not self._thread.is_alive():
-            self._guarded("records", self._write_notes)
+        if not self._thread.is_alive():
+            self._guarded(self._write_notes)
 
     def _run(self) -> None:
         wait_s, over = 0.0, False
         while not over:
             over = self._ended.wait(wait_s)
-            self._guarded("records", self._write_notes)
-            self._guarded("records", functools.partial(self._write_sample, over))
+            self._guarded(self._write_notes)
+            self._guarded(partial(self._write_sample, over))
             wait_s = SAMPLE_S
         if self._board is not None:
-            self._guarded("tensorboard", self._board.close)
+            self._guarded(self._board.close)
 
-    def _guarded(self, what: str, act: Callable[[], object]) -> None:
+    def _guarded(self, act: Callable[[], object]) -> None:
         """Do it; the first time that it fails is told, and training goes on without."""
-        if self._events.muted:
-            return
         try:
-            act()
+            if not self._events.muted:
+                act()
         except Exception as error:
-            if what not in self._failed:
-                self._failed.add(what)
-                log.warning("%s: %s: %s. Training goes on without", what, type(error).__name__, error)
+            if not self._failed:
+                log.warning("records: %s: %s. Training goes on without", type(error).__name__, error)
+            self._failed = True
 
     def _write_notes(self) -> None:
-        if self._journal is None:
-            return
-        if self._about is not None:
-            head, self._about = self._about, None
-            self._journal.about(head)
-        for noted in self._events.take():
-            self._journal.event(*noted)
-        while self._evaluations:
-            self._journal.evaluation(**self._evaluations.popleft())
+        if self._journal is not None:
+            while self._orders:
+                self._orders.popleft()()
+            for noted in self._events.take():
+                self._journal.event(*noted)
 
     def _write_sample(self, over: bool) -> None:
         sample: WorkerSample = {"time": time.time(), **self._sample(), "last": over and self._well}
@@ -157,15 +143,11 @@ class Recorder:
             self._journal.sample(sample)
             if self.timeline is not None:
                 self._journal.timeline(sample["rank"], self.timeline.take())
-        if self._board is not None and "tensorboard" not in self._failed:
-            self._guarded("tensorboard", lambda: self._show(sample))
         training = sample["state"] == "training"
         if self._console and training and time.monotonic() - self._spoke_s >= CONSOLE_S:
             self._spoke_s = time.monotonic()
-            self._guarded("console", lambda: sys.stderr.write(line(sample) + "\n"))
-
-    def _show(self, sample: WorkerSample) -> None:
-        for name, value in sample.items():
+            sys.stderr.write(line(sample) + "\n")
+        for name, value in sample.items() if self._board is not None else ():
             if isinstance(value, int | float) and name not in NO_SCALARS:
                 self._board.add_scalar(f"freewheel/{name}", value, sample["resumed_at"] + sample["steps"])
 
@@ -197,8 +179,6 @@ def evaluation(measured: Mapping[str, Any]) -> dict[str, float]:
             raise ConfigError(f"record: {name} must be one number, not {given!r}.") from None
         if name == "accuracy" and math.isfinite(value) and not 0 <= value <= 1:
             raise ConfigError(f"record: accuracy must lie between 0 and 1, not {value:g}.")
-        if name in MEASURED and name != "loss" and value < 0:
-            raise ConfigError(f"record: {name} must be at least 0, not {value:g}.")
         checked[name] = int(value) if name in ("samples", "worker_steps") and value.is_integer() else value
     return checked
 

@@ -47,7 +47,7 @@ class Steps:
         self._gradients: dict[int, tuple[int, Gradients]] = {}
         """Of each optimizer, with how many parameters it had then: it may be given more."""
         self._rates: list[tuple[dict[str, Any], Any]] = []
-        """The optimizer's learning rates, while it steps with a part of them."""
+        """Groups of the optimizer with their rates, while it steps with a part of them."""
         self._inventory, self._checkpoints = agent.inventory, checkpoints
         strategy = agent.strategy
         self._before = strategy.before_step if strategy.defines("before_step") else None
@@ -60,30 +60,21 @@ class Steps:
         """How many steps were made before this life."""
         self.made = dict.fromkeys(map(id, self._members), 0)
         """How often each optimizer has stepped."""
-        self._stepped: set[int] = set()
-        """Which of them have, since the last step was complete."""
+        self._stepped: set[int] = set()  # since the last step was complete
         self.stepping = False
         """Whether an optimizer steps just now, and nothing may interrupt it."""
         self._work: concurrent.futures.Future[None] | None = None
         """What the strategy did beside the last step that waited for it."""
         self._harmless: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         """Other optimizers, which train nothing of this model."""
-        self._began_s = time.perf_counter()
+        self._began_s, self._blocked_s = time.perf_counter(), 0.0
+        """When training began to compute, and how long it had waited for data and checkpoints by then."""
         self._computed_s = 0.0
         """How long this step has computed."""
-        self._blocked_s = 0.0
-        """How long training had waited for data and checkpoints when it began to compute."""
-        self._quasi_global: QuasiGlobal | None = None
-        if strategy.quasi_global:
-            self._quasi_global = QuasiGlobal(momentum_buffers(self._optimizer)[0])
-        self._hooks = [
-            hook
-            for one in self._members
-            for hook in (
-                one.register_step_pre_hook(self._before_step),
-                one.register_step_post_hook(self._after_step),
-            )
-        ]
+        quasi_global = strategy.quasi_global
+        self._quasi_global = QuasiGlobal(momentum_buffers(self._optimizer)[0]) if quasi_global else None
+        self._hooks = [one.register_step_pre_hook(self._before_step) for one in self._members]
+        self._hooks += [one.register_step_post_hook(self._after_step) for one in self._members]
         guards.watchers.append(self.refuse)
         several = agent.me.world_size > 1
         self._unguard = guards.guard(agent.inventory.model) if several else None
@@ -117,20 +108,14 @@ class Steps:
         if self._unguard is not None:
             self._inventory.check_still()
 
-    def idle(self) -> str:
-        """Which optimizer has not made a step, in words; empty where all have."""
-        still = [type(one).__name__ for one in self._members if not self.made[id(one)]]
-        return ", ".join(still)
-
-    def say_idle(self, rank: int) -> None:
-        """Say so if nothing was merged because nothing has stepped, though there was something to do."""
+    def say_idle(self) -> None:
+        """Say so if nothing was merged because an optimizer has not stepped, though there was data."""
         dealt = [one.given for one in self._checkpoints.loaders]
-        if (idle := self.idle()) and (any(dealt) or not dealt):
+        idle = [type(one).__name__ for one in self._members if not self.made[id(one)]]
+        if idle and (any(dealt) or not dealt):
             log.warning(
-                "worker %d: %s made no step in the with-block, so nothing was merged. Give attach the "
-                "optimizer that the loop steps",
-                rank,
-                idle,
+                "%s made no step in the with-block, so nothing was merged. Give attach what the loop steps",
+                ", ".join(idle),
             )
 
     def refuse(self, optimizer: torch.optim.Optimizer) -> None:
@@ -145,14 +130,6 @@ class Steps:
                     "Give attach all optimizers of the model: fw.attach(model, [a, b])."
                 )
         self._harmless.add(optimizer)
-
-    def _share_rates(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the optimizer step with a part of its rates, where the updates of all workers add up."""
-        if (share := self._agent.node.rate_share) != 1:
-            groups = [group for group in optimizer.param_groups if "lr" in group]
-            self._rates = [(group, group["lr"]) for group in groups]
-            for group in groups:
-                group["lr"] = group["lr"] * share
 
     def _restore_rates(self) -> None:
         for group, rate in self._rates:
@@ -171,23 +148,31 @@ class Steps:
         counters = self._agent.node.counters
         blocked = counters.blocked_s["data"] + counters.blocked_s["checkpoint"]
         self._computed(time.perf_counter() - self._began_s, blocked - self._blocked_s)
+        self._restore_rates()  # the last step may have raised
         if not self._stepped:
             self.check_still()
             if not self._measured:
                 counters.stale(self._stale)
         if self._before is not None:
             self._choose_gradients(optimizer)
-        given = closure_of(args, kwargs)
-        if given is None:
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if not callable(closure):
             self._compare_first(optimizer)
             self._merge_gradients(0.0)
-        self._restore_rates()  # the last step may have raised
-        self._share_rates(optimizer)
+        if (share := self._agent.node.rate_share) != 1:  # the updates of all workers add up
+            self._rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
+            for group, rate in self._rates:
+                group["lr"] = rate * share
         self.stepping = True
         replica.begin_moving()
         if self._quasi_global is not None:
             self._quasi_global.begin(momentum_buffers(self._optimizer)[1])
-        return None if given is None else with_closure(args, kwargs, self._beside(optimizer, given))
+        if not callable(closure):
+            return None
+        beside = self._beside(optimizer, closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": beside}
+        return (args[0], beside, *args[2:]), kwargs
 
     def _choose_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Let the strategy see those of the optimizer that steps."""
@@ -197,10 +182,9 @@ class Steps:
                 f"{type(optimizer).__name__} with fused=True unscales them in its step. Leave fused out."
             )
         held = sum(len(group["params"]) for group in optimizer.param_groups)
-        known = self._gradients.get(id(optimizer))
-        if known is None or known[0] != held:
-            known = self._gradients[id(optimizer)] = held, self._replica.gradients_of(parameters(optimizer))
-        self._replica.gradients = known[1]
+        if self._gradients.get(id(optimizer), (-1,))[0] != held:
+            self._gradients[id(optimizer)] = held, self._replica.gradients_of(parameters(optimizer))
+        self._replica.gradients = self._gradients[id(optimizer)][1]
 
     def _compare_first(self, optimizer: torch.optim.Optimizer) -> None:
         """Let it be noticed where two workers begin with the same samples."""
@@ -259,8 +243,8 @@ class Steps:
             self._complete()
         else:
             self._replica.end_moving()
-            if self.made[id(optimizer)] == LONG_ALONE and (idle := self.idle()):
-                log.warning("%s has not stepped: a step is complete, and merged, when all have", idle)
+            if self.made[id(optimizer)] == LONG_ALONE:
+                self.say_idle()
         blocked = self._agent.node.counters.blocked_s
         self._blocked_s = blocked["data"] + blocked["checkpoint"]
         self._began_s = time.perf_counter()
@@ -316,33 +300,17 @@ class Steps:
         try:
             while True:
                 try:
-                    work.result(timeout=1.0)
-                    return
+                    return work.result(timeout=1.0)
                 except concurrent.futures.TimeoutError:
                     ended = agent.call(agent.waits_for_finished())
-                    waited_s = waited_s + 1.0 if ended is not None else 0.0
-                    if waited_s >= GRACE_S and strategy.waits_for in ("all", "neighbours", "group"):
-                        work.cancel()
-                        raise RunStopped(
-                            f"{strategy.name} needs every worker in every step, and the loop of worker "
-                            f"{ended} has ended. Give all workers the same number of steps."
-                        ) from None
+                waited_s = waited_s + 1.0 if ended is not None else 0.0
+                if waited_s >= GRACE_S and strategy.waits_for in ("all", "neighbours", "group"):
+                    work.cancel()
+                    raise RunStopped(
+                        f"{strategy.name} needs every worker in every step, and the loop of worker "
+                        f"{ended} has ended. Give all workers the same number of steps."
+                    )
         except PeerLost as error:
             raise explained(strategy, error) from error
         finally:
             agent.counters.go_on(time.perf_counter())
-
-
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """What an optimizer's step was given to compute with; the first argument is the optimizer."""
-    found = kwargs.get("closure", args[1] if len(args) > 1 else None)
-    return found if callable(found) else None
-
-
-def with_closure(
-    args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same with another one."""
-    if "closure" in kwargs:
-        return args, {**kwargs, "closure": closure}
-    return (args[0], closure, *args[2:]), kwargs

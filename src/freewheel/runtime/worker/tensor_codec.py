@@ -22,7 +22,6 @@ LENGTH = 8
 """Bytes that say how long the text is."""
 ALIGNED = 16
 """Where a tensor may begin."""
-PADDING = torch.zeros(ALIGNED, dtype=torch.uint8)
 
 
 def pack(state: dict[Any, Any]) -> Tensor:
@@ -36,7 +35,7 @@ def pack(state: dict[Any, Any]) -> Tensor:
             if value.layout != torch.strided:
                 raise TypeError(f"a tensor of layout {value.layout}")
             data, begins = raw(value), length
-            tensors.extend((data, PADDING[: -data.numel() % ALIGNED]))
+            tensors.extend((data, torch.zeros(-data.numel() % ALIGNED, dtype=torch.uint8)))
             length += data.numel() + tensors[-1].numel()
             return {TENSOR: [str(value.dtype).removeprefix("torch."), list(value.shape), begins]}
         if isinstance(value, dict):
@@ -56,10 +55,6 @@ def pack(state: dict[Any, Any]) -> Tensor:
 
 def unpack(data: Tensor) -> dict[Any, Any]:
     """The way back; tensors lie where they are in the bytes. ValueError if it is nothing `pack` has made."""
-    length = int.from_bytes(bytes(data[:LENGTH].tolist()), "big")
-    if length > data.numel():
-        raise ValueError("it is no packed state")
-    tensors = data[-(-(LENGTH + length) // ALIGNED) * ALIGNED :]
 
     def rich(value: Any) -> Any:
         if isinstance(value, list):
@@ -77,12 +72,11 @@ def unpack(data: Tensor) -> dict[Any, Any]:
         return value
 
     try:
-        found = rich(json.loads(bytes(data[LENGTH : LENGTH + length].numpy())))
+        length = int.from_bytes(bytes(data[:LENGTH].tolist()), "big")
+        tensors = data[-(-(LENGTH + length) // ALIGNED) * ALIGNED :]
+        return {**rich(json.loads(bytes(data[LENGTH : LENGTH + length].numpy())))}
     except (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError) as error:
         raise ValueError(f"it is no packed state: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError("it is no packed state")
-    return found
 
 
 def raw(tensor: Tensor) -> Tensor:
