@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 import pytest
 import torch
 from torch import nn
 
 import freewheel as fw
-from freewheel.runtime.worker.settings import Given, Settings
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -94,10 +91,6 @@ def test_weights_that_are_not_finite_are_no_answer():
         train()
     with pytest.raises(fw.FreewheelError, match="no consensus"):
         worker.consensus()
-
-
-def test_settings_are_named_alike_for_editors_and_in_the_run():
-    assert list(Given.__annotations__) == [field.name for field in fields(Settings)]
 
 
 def test_a_setting_that_is_none_is_named():

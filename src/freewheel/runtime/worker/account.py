@@ -29,13 +29,10 @@ class Account:
     def __init__(self, rank: int, strategy: Strategy, checkpoints: Checkpoints) -> None:
         self._rank, self._strategy, self._checkpoints = rank, strategy, checkpoints
         self.about: dict[str, Any] = {}
-        """What the script says of the run."""
         self.loss: Tensor | float = math.nan
         self.state = "joining"
-        self.members: list[int] = []
-        """Within reach when the with-block ended, then in the answer."""
-        self.windows: dict[int, str] = {}
-        """How vectors travelled to them."""
+        self.members: list[int] = []  # within reach when the with-block ended, then in the answer
+        self.windows: dict[int, str] = {}  # how vectors travelled to them
         self._life, self._began_steps = 1, 0
         self._began_s = self._ended_s = 0.0
         self._began: float | None = None  # the same on the clock of the wall

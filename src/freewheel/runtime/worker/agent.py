@@ -45,7 +45,6 @@ STOP: Tag = (RUNTIME, "stop")
 COMING_S = 60.0
 """How long a worker that was started again is waited for at the end of a run."""
 GOODBYE_S = 0.5
-"""How long a goodbye may take."""
 
 # A process that DataLoader forks has none of this one's threads: whoever destroys an inherited store or event
 # loop there waits for one of them, or crashes.
@@ -67,12 +66,10 @@ class Agent:
         self.me, self.strategy = me, strategy.copy()
         self.inventory, self.replica = inventory, inventory.replica
         self.failure: BaseException | None = None
-        self.stopped = False
-        """Whether a worker has asked all to stop."""
+        self.stopped = False  # whether a worker has asked all to
         self.late = self.leaving = False
         """Whether this worker comes into a run that goes on already; whether it is about to leave it."""
-        self.first: tuple[int, ...] = (me.rank,)
-        """Whom the run begins with."""
+        self.first: tuple[int, ...] = (me.rank,)  # whom the run begins with
         self.lacking: dict[int, str] = {}
         """Who was to have a part in the run and was not let in, or has not come, and why."""
         tls = keys.contexts(Path(settings.tls)) if settings.tls else None
@@ -103,15 +100,20 @@ class Agent:
         """Run a coroutine in the communication thread and wait for it."""
         return self.begin(work).result()
 
-    def wait(self, work: Coroutine[Any, Any, T], given_up: Callable[[], bool] = lambda: False) -> T | None:
+    def wait(
+        self, work: Coroutine[Any, Any, T], given_up: Callable[[], bool] = lambda: False, poll_s: float = 0.2
+    ) -> T | None:
         """The same, but not if something has failed beside training; None: it was given up."""
         asked = self.begin(work)
-        while not concurrent.futures.wait([asked], 0.2).done:
-            self.check()
-            if given_up():
-                asked.cancel()
-                return None
-        return asked.result()
+        try:
+            while True:
+                done = concurrent.futures.wait([asked], poll_s).done
+                up = given_up()
+                if done or up:
+                    return asked.result() if done else None
+                self.check()
+        finally:
+            asked.cancel()
 
     def check(self) -> None:
         """Raise what failed beside training."""
@@ -235,10 +237,7 @@ class Agent:
         return next((peer for peer in awaited if peer is not None and self.ending.has_ended(peer)), None)
 
     async def hold_still(self, into: Tensor) -> dict[str, Tensor]:
-        """For a checkpoint: copy the weights into a vector and return copies of the strategy's vectors.
-
-        Here, in the thread that makes corrections, the two belong together. Training must wait for it.
-        """
+        """While training waits: copy the weights into a vector; copies of the strategy's vectors."""
         self.replica.still(into)
         return {name: vector.clone() for name, vector in self.strategy.vectors().items()}
 
@@ -282,8 +281,7 @@ class Agent:
     async def depart(self, within_s: float, settled: bool) -> str:
         """Leave before the others: hand back, hand over, say goodbye. What was not done in time, in words.
 
-        The training thread has stopped at a boundary, or in a step whose gradient nobody gets. `settled`: the
-        strategy has done its part in the last step; if not, it cannot hand over.
+        `settled`: the strategy has done its part in the last step; if not, it cannot hand over.
         """
         self.node.end_calls()
         works = {"what it held of the data": self.dealing.give_back()}

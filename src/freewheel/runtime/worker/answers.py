@@ -58,11 +58,7 @@ class Answers:
         return await (self._node.weights() if what == OWN else self._strategy.answer(self._node))
 
     async def _rest(self) -> Tensor:
-        """Buffers, frozen parameters and the optimizer's state, read beside training.
-
-        A step may fall into it, so some numbers may be one step older than others: that is less than what a
-        worker that joins differs by anyway, and training does not wait for it.
-        """
+        """Buffers, frozen parameters and the optimizer's state, read beside training, step or not."""
         found: dict[str, Any] = {"fixed": self._inventory.fixed()}
         for _ in range(TRIES):
             try:

@@ -75,13 +75,6 @@ def check(model: Any, given: Any) -> torch.optim.Optimizer:
     return optimizer
 
 
-def enter(model: nn.Module) -> None:
-    """A model is attached once at a time."""
-    if model in attached:
-        raise ConfigError("this model is attached already; leave its with-block first.")
-    attached.add(model)
-
-
 def room(strategy: Strategy, shared: bool) -> None:
     """Refuse a strategy that needs worker 0 where the room a lost worker leaves may go to one that waits."""
     if shared and strategy.needs(0):
@@ -113,11 +106,7 @@ def first_difference(theirs: list[list[Any]], mine: list[list[Any]], there: str)
 
 
 def settings(strategy: Strategy, optimizer: torch.optim.Optimizer, seed: int) -> dict[str, str]:
-    """What all workers must have been given alike beside the model.
-
-    Of the optimizer that is its class, and whether it has momentum: one that comes late copies its state.
-    Rates may differ.
-    """
+    """What all workers must have been given alike beside the model; of the optimizer not its rates."""
     given = {name: str(value) for name, value in strategy.settings().items()}
     return {
         "strategy": strategy.name,

@@ -53,8 +53,7 @@ class Ending:
         self._under_way, self._mean = under_way, mean
         """Whether this worker is idle (1 or 0), messages it sent and got; the mean of some workers."""
         self.answer: Answer | None = None
-        self.members: tuple[int, ...] = ()
-        """Whose mean the answer is."""
+        self.members: tuple[int, ...] = ()  # whose mean it is
         self._ended: dict[int, frozenset[int]] = fabric.by_peer()
         """Whose loop has ended, and whom it reached when it said so."""
         self._apart_since_s: float | None = None
@@ -75,10 +74,7 @@ class Ending:
         self._ended[message.sender] = reached
 
     async def run(self, somebody_comes: Callable[[], Awaitable[bool]]) -> Answer | None:
-        """This worker's loop has ended: the mean of all, when all have it; None: they do not get together.
-
-        A worker of which `somebody_comes` knows is waited for.
-        """
+        """This worker's loop has ended: the mean of all, when all have it; None: they do not get together."""
         loop, end_s = asyncio.get_running_loop(), math.inf
         self._over = loop.create_future()
         while not self._over.done() and loop.time() < end_s:

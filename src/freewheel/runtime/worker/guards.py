@@ -1,9 +1,7 @@
 """What a script does to an attached model or its optimizers that would be merged by accident, or never.
 
-`load_state_dict` while the model is attached with others is refused before it changes anything: an exchange
-may be under way with the old weights, or read half of the new ones. Steps outside of the with-block are told,
-and a script that ends without the run's answer, whose exit code is then not 0: what it has saved is one
-worker's own weights.
+`load_state_dict` is refused before it changes anything. A script that ends without the run's answer is told
+so, and its exit code is not 0: what it has saved is one worker's own weights.
 """
 
 from __future__ import annotations
@@ -74,10 +72,7 @@ def refuse(module: nn.Module, *_: Any) -> None:
 
 
 def warn_outside(optimizer: torch.optim.Optimizer, rank: int | None) -> Callable[[], None]:
-    """Say so once if an attached optimizer steps before its with-block; what is returned ends it.
-
-    A worker whose rank is given has no answer if it never comes there.
-    """
+    """Say so once if an attached optimizer steps before its with-block; what is returned ends it."""
 
     def end() -> None:
         while hooks:

@@ -94,10 +94,7 @@ class Guest:
     # -- what all have done --
 
     def steps(self, after: bool = False) -> int:
-        """Steps of the plain loop that all workers together have made, as far as is known here.
-
-        `after`: the loop has just made one with the batches it was given last.
-        """
+        """Steps of the plain loop that all have made, as far as is known; `after` one of this worker's."""
         # Where all workers step together each must count alike, from its own steps.
         if self.worker._strategy.merges() or self.passes is None:
             own = self.worker._agent.counters.steps - self._first
@@ -145,8 +142,7 @@ class GuestCallback:
     `deal=False` leaves the training data to the script: each worker goes through its own DataLoader.
     """
 
-    resumes: ClassVar[str]
-    """What the trainer takes to resume."""
+    resumes: ClassVar[str]  # what the trainer takes to do so
     _guest: Guest | None = None
 
     def __init__(self, strategy: str | Strategy = "adpsgd", *, deal: bool = True, **settings: Any) -> None:
@@ -173,21 +169,18 @@ class GuestCallback:
 class Passes:
     """The batches dealt to this worker, a pass at each iteration, without a length; else the DataLoader.
 
-    The loop draws some batches before it has used those it has. So a batch counts as finished so many later,
-    or when the pass has no other: the loop cannot know that it is the last one before it asks.
-
-    A `bounded` loop makes no more steps in a pass than there are samples for, and a pass can have more: what
-    workers have left of earlier ones. It goes on with the pass when it asks for another.
+    The loop draws some `ahead` of those it uses: a batch counts as finished so many later, or when the pass
+    has no other. A `bounded` loop makes no more steps in a pass than there are samples for, and a pass can
+    have more, left of earlier ones: it goes on with the pass when it asks for another.
     """
 
     def __init__(self, loader: Loader, given: Any, ahead: int, bounded: bool) -> None:
         self.loader, self.given, self.ahead, self.bounded = loader, given, ahead, bounded
         self.early = 0
-        """Batches that count as finished and which the loop may not have used yet: the last of the pass."""
+        """Batches that count as finished and which the loop may not have used yet."""
         self._drawn = 0
         self._pass: Iterator[Any] | None = None
-        self._again: tuple[Any, ...] = ()
-        """What was drawn and is to be given again."""
+        self._again: tuple[Any, ...] = ()  # was drawn and is to be given again
         self._newest: Any = None
         leases = loader.leases
         self._finish, self._more = leases.finish, leases.more
@@ -258,8 +251,8 @@ def plain(given: Any) -> DataLoader[Any]:
     if not isinstance(given, DataLoader) or isinstance(given.dataset, IterableDataset):
         what = given.dataset if isinstance(given, DataLoader) else given
         raise ConfigError(
-            f"training data come from a {type(what).__name__}, which cannot be dealt to workers. Give a torch "
-            "DataLoader of a dataset with a length, or deal=False and share them out yourself."
+            f"training data come from a {type(what).__name__}, which cannot be dealt to workers. Give a "
+            "torch DataLoader of a dataset with a length, or deal=False and share them out yourself."
         )
     batches = given.batch_sampler
     if given.batch_size is not None or type(batches) is not BatchSampler:

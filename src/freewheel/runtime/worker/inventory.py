@@ -23,6 +23,7 @@ from freewheel.runtime.worker.optimizers import parameters
 
 log = logging.getLogger("freewheel")
 REQUIRES = operator.attrgetter("requires_grad")
+MOVED, REPLACED = "lies in other memory than", "is not the one there was"
 LOOKS = 32
 """How many of the frozen parameters are looked at in a step."""
 
@@ -37,7 +38,6 @@ class Inventory:
         self._all = dict(self.model.named_parameters())
         self.trained = {name: one for name, one in self._all.items() if one.requires_grad}
         self.names = {id(one): name for name, one in self._all.items()}
-        """By parameter; of those the model had when it was attached."""
         self._slots = [
             (name, one, one.data_ptr(), self.model.get_submodule(owner)._parameters, last)
             for name, one in self.trained.items()
@@ -85,16 +85,12 @@ class Inventory:
     # -- looking --
 
     def look(self) -> None:
-        """Before every step, at next to no cost: RunStopped if something trains that does not travel.
-
-        Each parameter in its turn: it may have been given other memory, as by `model.double()`, another may
-        have been put in its place, or it may be frozen no more.
-        """
+        """Before every step, each in its turn: RunStopped if something trains that does not travel."""
         name, parameter, pointer, slots, last = next(self._next)
         if parameter.data_ptr() != pointer:
-            raise _moved(name)
+            raise _other(name, MOVED)
         if slots.get(last) is not parameter:
-            raise _replaced(name)
+            raise _other(name, REPLACED)
         held = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if held != self._enrolled:
             self._enrolled = held
@@ -129,10 +125,10 @@ class Inventory:
         now = dict(self.model.named_parameters())
         for name in [*self._all, *now]:
             if now.get(name) is not self._all.get(name):
-                raise _replaced(name)
+                raise _other(name, REPLACED)
         for name, one, pointer, *_ in self._slots:
             if one.data_ptr() != pointer:
-                raise _moved(name)
+                raise _other(name, MOVED)
 
     # -- vectors --
 
@@ -170,16 +166,8 @@ def _kind(tensor: Tensor | None) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 
-def _replaced(name: str) -> RunStopped:
+def _other(name: str, what: str) -> RunStopped:
     return RunStopped(
-        f"the parameter {name} is not the one the model had when it was attached, so it was not merged. "
-        "Change the model before attach."
-    )
-
-
-def _moved(name: str) -> RunStopped:
-    return RunStopped(
-        f"the parameter {name} lies in other memory than when the model was attached, so it would no longer "
-        "be merged with the others'. Call model.to(), .half(), .double() and load_state_dict(assign=True) "
-        "before attach."
+        f"the parameter {name} {what} when the model was attached, so it would not be merged. Change the "
+        "model before attach, also by .to(), .half(), .double() and load_state_dict(assign=True)."
     )

@@ -65,10 +65,7 @@ async def meet(
 
 
 async def _reach(agent: Agent, rendezvous: Rendezvous, timeout_s: float) -> None:
-    """Call those who can be copied, until one is reached, then all others; Orphaned: nobody is left.
-
-    One that is out of reach may still train. It is waited for, or its next life.
-    """
+    """Call those who can be copied, until one is reached, then all others; Orphaned: nobody is left."""
     fabric, strategy, end = agent.fabric, agent.strategy, agent.loop.time() + timeout_s
     needed = {peer for peer in agent.first if strategy.needs(peer)}
     while True:
@@ -140,10 +137,7 @@ async def start(
 
 
 async def _take_over(agent: Agent, rendezvous: Rendezvous) -> None:
-    """Become a copy of a living worker. Where others wait for the first weights, begin with one's own.
-
-    Orphaned: nobody is left who has some.
-    """
+    """Become a copy of a living worker; begin with one's own weights where others wait for the first ones."""
     fabric, node, answers = agent.fabric, agent.node, agent.answers
     if not agent.strategy.merges():
         done = node.rejoined = await answers.copy()

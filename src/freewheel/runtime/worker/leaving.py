@@ -48,18 +48,13 @@ def patience(given: float | None = None) -> float:
 
 
 class Leaving:
-    """Whether this worker is to leave, and how much time is left for it.
-
-    `busy` says whether weights move just now, `tell` lets the others know.
-    """
+    """Whether this worker is to leave; `busy`: whether weights move just now; `tell` lets the others know."""
 
     def __init__(self, leave_s: float | None, busy: Callable[[], bool], tell: Callable[[], None]) -> None:
         self.seconds = patience(leave_s)
         self.going = False
-        """Whether it is on its way out: nothing interrupts that."""
         self._busy, self._tell = busy, tell
         self.asked, self._asked_s = False, 0.0
-        """Whether somebody has said so, and when."""
         self._timer: threading.Timer | None = None
         self._taken: dict[int, tuple[Any, Any]] = {}
         """Of signals: what they mean now, and meant before."""
@@ -89,12 +84,9 @@ class Leaving:
             self._let(signal.SIGTERM, self._noticed)
 
     def go(self) -> None:
-        """Nothing interrupts a worker on its way out, nor do processes that load its data and were told, too.
-
-        DataLoader raises the end of such a process wherever the main thread is.
-        """
+        """Nothing interrupts a worker on its way out, nor does the end of processes that load its data."""
         self.going = True
-        if callable(signal.getsignal(signal.SIGCHLD)):  # others raise nothing
+        if callable(signal.getsignal(signal.SIGCHLD)):  # DataLoader's raises wherever the main thread is
             self._let(signal.SIGCHLD, signal.SIG_DFL)
 
     def unwatch(self) -> None:

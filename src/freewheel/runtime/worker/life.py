@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import logging
 import secrets
@@ -15,7 +14,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from freewheel.errors import Diverged, FreewheelError, RunStopped, WorkerLost
+from freewheel.errors import ConfigError, Diverged, FreewheelError, RunStopped, WorkerLost
 from freewheel.fabric import windows
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import FINISHED, LEFT
@@ -83,7 +82,9 @@ class Life:
             raise RunStopped("this worker has had its with-block; call attach again for another one.")
         self._outside()
         guards.begun = True
-        checks.enter(self._model)
+        if self._model in checks.attached:
+            raise ConfigError("this model is attached already; leave its with-block first.")
+        checks.attached.add(self._model)
         try:
             patiently(self._join, self._place, self._settings.join_timeout_s)
         except BaseException as error:
@@ -231,11 +232,10 @@ class Life:
         for loader in self._checkpoints.loaders:
             loader.say_lacking()
         self._checkpoints.close()
-        try:
-            answer = self._patiently(self._agent.finish(self._store), ends=True)
-        except Left:
+        answer: Answer | None = self._patiently(self._agent.finish(self._store), ends=True)
+        if answer is None:
             self._depart()
-            raise
+            raise Left
         account.members = list(self._agent.ending.members) or account.members
         said = account.members if self._store is None else self._store.end(account.members)
         if self.rank not in said:
@@ -271,27 +271,19 @@ class Life:
         late = f"; in {self._leaving.seconds:g} s it could not hand over {lacks}" if lacks else ""
         self._account.events.note("left", self.rank, LEFT + late)
 
-    # -- waiting --
-
     def _patiently(self, work: Coroutine[Any, Any, Any], ends: bool = False) -> Any:
         """Wait for the communication thread; corrections that arrive meanwhile are added.
 
-        `ends`: Left, where this worker is to leave and has waited for the others for half of its time.
+        `ends`: None, where this worker is to leave and has waited for the others for half of its time.
         """
-        future = self._agent.begin(work)
-        try:
-            while True:
-                done, _ = concurrent.futures.wait([future], timeout=0.01)
-                self._replica.begin_moving()
-                self._replica.boundary()
-                self._replica.end_moving()
-                if done:
-                    return future.result()
-                if ends and self._leaving.half_over:
-                    raise Left
-                self._agent.check()
-        finally:
-            future.cancel()
+
+        def add() -> bool:
+            self._replica.begin_moving()
+            self._replica.boundary()
+            self._replica.end_moving()
+            return ends and self._leaving.half_over
+
+        return self._agent.wait(work, add, 0.01)
 
 
 def farewell(failure: BaseException | None) -> str:

@@ -40,23 +40,20 @@ PIECE = 1 << 18
 
 @dataclass(slots=True)
 class Correction:
-    """What is pending."""
+    """What is pending: `own` if nobody else holds the vector; `ready`: after which a device has it."""
 
     vector: Tensor
     own: bool
-    """Whether nobody else holds the vector, so that it may be changed and used again."""
     ready: torch.cuda.Event | None = None
-    """After which a device has it."""
 
 
 @dataclass(slots=True, eq=False)
 class Order:
-    """A snapshot the training thread is asked to make."""
+    """A snapshot the training thread is asked to make, and how often what is pending had changed then."""
 
     into: Tensor
     made: bool = False
     changes: int = -1
-    """How often what is pending had changed when it was made."""
 
 
 class LiveReplica(Replica):
@@ -133,10 +130,7 @@ class LiveReplica(Replica):
         """Snapshots are wanted beside training: between any two steps, and soon."""
 
     async def snapshot(self, keep: bool = False) -> Tensor:
-        """A copy of the weights, with what is pending, of one moment between two steps.
-
-        Other communication goes on while the weights move. Raises Diverged if a number is not finite.
-        """
+        """A copy of the weights, with what is pending, of one moment; Diverged if a number is not finite."""
         taken = await self._snapshot(keep, math.inf)
         assert taken is not None
         return taken

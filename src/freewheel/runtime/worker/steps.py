@@ -36,16 +36,12 @@ log = logging.getLogger("freewheel")
 
 
 class Steps:
-    """The hooks of optimizers whose steps are a worker's, from `Steps(…)` to `end`.
-
-    Where there are several, a step is complete when all have stepped.
-    """
+    """The hooks of optimizers, from `Steps(…)` to `end`; a step is complete when all have stepped."""
 
     def __init__(self, agent: Agent, checkpoints: Checkpoints) -> None:
         self._agent, self._replica, self._optimizer = agent, agent.replica, agent.inventory.optimizer
         self._members = members(self._optimizer)
-        self._gradients: dict[int, tuple[int, Gradients]] = {}
-        """Of each optimizer, with how many parameters it had then: it may be given more."""
+        self._gradients: dict[int, tuple[int, Gradients]] = {}  # with how many parameters it had then
         self._rates: list[tuple[dict[str, Any], Any]] = []
         """Groups of the optimizer with their rates, while it steps with a part of them."""
         self._inventory, self._checkpoints = agent.inventory, checkpoints
@@ -57,20 +53,15 @@ class Steps:
         self._measured = type(strategy).staleness is not Strategy.staleness
         self._stale = agent.node.unmerged_steps
         self.first = agent.counters.steps
-        """How many steps were made before this life."""
-        self.made = dict.fromkeys(map(id, self._members), 0)
-        """How often each optimizer has stepped."""
+        self.made = dict.fromkeys(map(id, self._members), 0)  # how often each has stepped
         self._stepped: set[int] = set()  # since the last step was complete
         self.stepping = False
         """Whether an optimizer steps just now, and nothing may interrupt it."""
-        self._work: concurrent.futures.Future[None] | None = None
-        """What the strategy did beside the last step that waited for it."""
-        self._harmless: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        """Other optimizers, which train nothing of this model."""
+        self._work: concurrent.futures.Future[None] | None = None  # of the last step that waited
+        self._harmless = weakref.WeakSet[torch.optim.Optimizer]()  # they train another model
         self._began_s, self._blocked_s = time.perf_counter(), 0.0
         """When training began to compute, and how long it had waited for data and checkpoints by then."""
         self._computed_s = 0.0
-        """How long this step has computed."""
         quasi_global = strategy.quasi_global
         self._quasi_global = QuasiGlobal(momentum_buffers(self._optimizer)[0]) if quasi_global else None
         self._hooks = [one.register_step_pre_hook(self._before_step) for one in self._members]
@@ -78,14 +69,10 @@ class Steps:
         guards.watchers.append(self.refuse)
         several = agent.me.world_size > 1
         self._unguard = guards.guard(agent.inventory.model) if several else None
-        self._begins = several and not agent.late and not self.first
-        """Whether the first gradients are yet to be compared with the others'."""
+        self._begins = several and not agent.late and not self.first  # first gradients are to be compared
 
     def end(self, within_s: float) -> bool:
-        """Let the optimizers' steps be their own again; whether the strategy has done its part in the last.
-
-        A step may have been left while it waited: what it waited for has so long to end.
-        """
+        """Let the steps be the optimizers' own again; whether the strategy has done its part in the last."""
         done = True
         if self._work is not None:
             concurrent.futures.wait([self._work], within_s)
@@ -125,9 +112,8 @@ class Steps:
         for one in parameters(optimizer):
             if (name := self._inventory.names.get(id(one))) is not None:
                 raise ConfigError(
-                    f"an optimizer ({type(optimizer).__name__}) that attach was not given steps "
-                    f"the parameter {name}. "
-                    "Give attach all optimizers of the model: fw.attach(model, [a, b])."
+                    f"an optimizer ({type(optimizer).__name__}) that attach was not given steps the "
+                    f"parameter {name}. Give attach all optimizers of the model: fw.attach(model, [a, b])."
                 )
         self._harmless.add(optimizer)
 
