@@ -277,7 +277,7 @@ def test_timing_alone_says_nothing_about_weights(strategy: str, settings: dict[s
 def test_a_run_without_a_simulated_scenario_has_rows_about_weights_only() -> None:
     run = made("nodelay", {"tau": 8})
     run.settings.pop("scenario")
-    assert list(rows(run)) == ["largest discrepancy", "largest staleness"]
+    assert set(rows(run)) == {"largest discrepancy", "largest staleness"}
 
 
 # -- real runs -----------------------------------------------------------------------------------
