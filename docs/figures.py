@@ -113,19 +113,17 @@ def lanes(drawing: Drawing, run: dict[str, Any], box: tuple[float, ...], span: t
             if b > begin and a < end:
                 colour = SLOWLY if rank == 0 else COMPUTING
                 drawing.rect(x(a), top + row * rank + 2, x(b) - x(a) - 1, row - 5, colour)
-    meetings = run["exchanges"]
-    for at, took, a, b in zip(*(meetings[k::4] for k in range(4)), strict=True):
-        if begin < at + took < end:
-            ends = [(x(at + took), y(int(one))) for one in (a, b)]
+    for at, took, members in run["meetings"]:
+        if not begin < at + took < end:
+            continue
+        ends = [(x(at + took), y(one)) for one in members]
+        if len(members) == 2:
             drawing.line(*ends, colour=MEETING, width=1.4)
-            for one in ends:
-                drawing.dot(*one, 2.6, MEETING)
-    for at, took, members in run["merges"]:
-        if begin < at + took < end:
+        else:
             drawing.rect(x(at), y(min(members)), max(2.0, x(at + took) - x(at)),
                          y(max(members)) - y(min(members)), MEETING, opacity="0.35")  # fmt: skip
-            for one in members:
-                drawing.dot(x(at + took), y(one), 2.6, MEETING)
+        for one in ends:
+            drawing.dot(*one, 2.6, MEETING)
     drawing.text(left + width, top + height + 14, f"{end - begin:.2g} s", 11, PALE, anchor="end")
 
 

@@ -117,11 +117,12 @@ def test_everything_that_shows_a_run_shows_what_was_printed(trained):
         whole = watched.total(run, everyone)
         assert whole.steps_per_s == result.steps_per_s
         (shown,) = Board(folder).answer((), None)["document"]["shown"]
-        tiles = {what: said for what, *said in shown["tiles"]}
-        assert tiles["worker-steps/s"] == [short(result.steps_per_s), f"{share(result.ideal_share)} of ideal"]
-        assert tiles["waiting"][0] == share(whole.blocked_share)
-        assert tiles["loss"][0] == short(whole.loss)
-        assert tiles["time"][0] == clock_time(run, result.virtual_s)
+        tiles = shown["tiles"]
+        assert tiles["worker-steps/s"] == short(result.steps_per_s)
+        assert tiles["of ideal"] == share(result.ideal_share)
+        assert tiles["waiting"] == share(whole.blocked_share)
+        assert tiles["training loss"] == short(whole.loss)
+        assert tiles["wall clock"] == clock_time(run, result.virtual_s)
         for row, life in zip(everyone, result.by_worker, strict=True):
             assert row.steps_per_s == pytest.approx(life["steps_per_s"])
             assert row.blocked_share == pytest.approx(life["blocked_share"])

@@ -52,12 +52,12 @@ def test_every_gradient_is_there_and_who_waits_is_seen(runs):
         assert lane == sorted(lane)
     assert waiting(waits) > 0.55
     assert waiting(free) < 0.01  # what was being computed in a death and at the end is no waiting
-    assert [members for _, _, members in waits["merges"]] == [list(range(WORKERS))] * STEPS
-    assert not waits["exchanges"]
-    pairs = list(zip(free["exchanges"][2::4], free["exchanges"][3::4], strict=True))
+    assert [members for _, _, members in waits["meetings"]] == [list(range(WORKERS))] * STEPS
+    pairs = [members for _, _, members in free["meetings"]]
     assert len(pairs) > STEPS
     assert all(0 <= a < b < WORKERS for a, b in pairs)
-    assert free["exchanges"][::4] == sorted(free["exchanges"][::4])
+    begins = [begin for begin, _, _ in free["meetings"]]
+    assert begins == sorted(begins)
     assert len(free["accuracy"]) > 2
     assert waits["colour"] != free["colour"]
 

@@ -302,8 +302,6 @@ def torn(folder: Path) -> None:
         (lambda folder: made.run(folder, workers=0), [], "must be at least 1, not 0"),
         (starting, [], "still starting"),
         (torn, [], "still starting"),
-        (made.run, ["{run}"], "given twice"),
-        (made.run, ["{run}/../run"], "given twice"),
         (made.run, ["-o", "{run}"], "it is a folder"),
         (made.run, ["-o", "{run}/run.json/report.html"], "cannot write"),
     ],

@@ -271,13 +271,11 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def all_runs(folders: Sequence[Path]) -> list[Path]:
-    """The runs of several folders, in order; refuses one that was given twice."""
-    found = [run for folder in folders for run in find_runs(folder)]
-    seen = [run.resolve() for run in found]
-    for place, run in enumerate(seen):
-        if run in seen[:place]:
-            raise ConfigError(f"{str(found[place])!r} was given twice; name every run once.")
-    return found
+    """The runs of several folders, in order, each once."""
+    found: dict[Path, Path] = {}
+    for run in (one for folder in folders for one in find_runs(folder)):
+        found.setdefault(run.resolve(), run)
+    return list(found.values())
 
 
 def compared(folder: Path, runs: Sequence[Path]) -> bool:

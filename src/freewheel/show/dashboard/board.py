@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from freewheel.errors import ConfigError, FreewheelError
-from freewheel.numbers import UNKNOWN, count, share, short
+from freewheel.numbers import count, share, short
 from freewheel.records.run import DEATHS, SILENT_S, Run, compared, find_runs, written_s
 from freewheel.records.schema import read_run_json
 from freewheel.show import rates
@@ -29,10 +29,6 @@ from freewheel.show.terminal import clock_time
 SCAN_S = 2.0
 """How often the folder is looked through for new runs."""
 MAX_RUNS_COMPARED = len(COLOURS)
-
-HEADS = ("time", "workers", "worker-steps/s", "of ideal", "waiting", "staleness", "loss", "accuracy",
-         "faults")  # fmt: skip
-"""What is said of each of several runs."""
 
 Document = dict[str, Any]
 
@@ -148,7 +144,6 @@ class Board:
             ],
             "picked": [entry.number for entry in entries],
             "figures": charts.figures(begun) if begun else {},
-            "heads": HEADS,
             "workers": _workers(begun),
             "about": [
                 {"label": one.label, "rows": [[*row] for row in flatten(one.run.about).items()]}
@@ -183,7 +178,7 @@ def _note(entry: Entry) -> str:
 
 
 def _headline(one: Shown) -> Document:
-    """What a run is, how it stands, and its first figures: as tiles, and as a row among several runs."""
+    """What a run is, how it stands, and its first figures by name."""
     run, whole = one.run, total(one.run, one.rows)
     told: Document = {
         "name": str(run.about.get("name") or run.folder.name),
@@ -191,31 +186,29 @@ def _headline(one: Shown) -> Document:
         "waits_for": one.setting("waits_for"),
         "clock": run.clock,
         "state": rates.standing(run),
+        "tiles": {},
     }
     if not run.workers:
-        return told | {"tiles": [], "row": [UNKNOWN] * len(HEADS)}
+        return told
     rate, ideal = _now(one) if run.live else rates.rates(run)
-    loss, answer, accuracy = map(_finite, (whole.loss, _evaluated(run, "loss"), _evaluated(run, "accuracy")))
     # A worker that failed and then was missed died once.
     deaths = {(event.rank, event.life) for event in run.events if event.what in DEATHS}
     faults = len(deaths) + sum(event.what in ("cut", "half", "store lost") for event in run.events)
-    tiles = {
-        "time": (
-            clock_time(run, rates.elapsed_s(run)),
-            "wall clock" if run.clock == "wall" else "virtual time",
-        ),
-        "workers": (whole.state, count(faults, "fault")),
-        "worker-steps/s": (short(_finite(rate)), f"{share(ideal)} of ideal"),
-        "waiting": (share(sum(rates.blocked(run.workers.values()).values())), "of worker-time"),
-        "staleness": (short(_finite(whole.staleness)), "mean"),
-        "loss": (short(loss), f"training; answer {short(answer)}"),
-        "accuracy": (share(accuracy), "of the answer"),
-        "steps": (f"{run.total('steps'):,.0f}", f"{run.total('samples'):,.0f} samples"),
+    told["tiles"] = {
+        "wall clock" if run.clock == "wall" else "virtual time": clock_time(run, rates.elapsed_s(run)),
+        "workers": whole.state,
+        "faults": f"{faults:,}",
+        "worker-steps/s": short(_finite(rate)),
+        "of ideal": share(ideal),
+        "waiting": share(sum(rates.blocked(run.workers.values()).values())),
+        "mean staleness": short(_finite(whole.staleness)),
+        "training loss": short(_finite(whole.loss)),
+        "loss": short(_finite(_evaluated(run, "loss"))),
+        "accuracy": share(_finite(_evaluated(run, "accuracy"))),
+        "steps": f"{run.total('steps'):,.0f}",
+        "samples": f"{run.total('samples'):,.0f}",
     }
-    row = {what: text for what, (text, _) in tiles.items()}
-    row |= {"of ideal": share(ideal), "faults": str(faults)}
-    row["loss"] = short(loss if answer is None else answer)
-    return told | {"tiles": [[what, *said] for what, said in tiles.items()], "row": [row[h] for h in HEADS]}
+    return told
 
 
 def _workers(runs: Sequence[Shown]) -> Document:

@@ -138,13 +138,16 @@
     return made;
   };
   const state = (one) => make("span", { className: "state " + one.state, textContent: one.state });
-  const tile = ([name, value, more]) => make("div", { className: "tile" }, make("dt", { textContent: name }),
-    make("dd", {}, value, more ? make("small", { textContent: more }) : null));
-  const compared = () => make("div", { className: "scroll compared", tabIndex: 0 }, make("table", {},
-    make("thead", {}, make("tr", {}, ...["run", "state", ...document_.heads].map((head) => make("th", { textContent: head })))),
-    make("tbody", {}, ...document_.shown.map((one) => make("tr", {},
-      make("th", { scope: "row" }, swatch(one.colour), " ", one.label), make("td", {}, state(one)),
-      ...one.row.map((text) => make("td", { textContent: text })))))));
+  const tile = ([name, value]) => make("div", { className: "tile" }, make("dt", { textContent: name }),
+    make("dd", { textContent: value }));
+  const compared = () => {
+    const heads = [...new Set(document_.shown.flatMap((one) => Object.keys(one.tiles)))];
+    return make("div", { className: "scroll compared", tabIndex: 0 }, make("table", {},
+      make("thead", {}, make("tr", {}, ...["run", "state", ...heads].map((head) => make("th", { textContent: head })))),
+      make("tbody", {}, ...document_.shown.map((one) => make("tr", {},
+        make("th", { scope: "row" }, swatch(one.colour), " ", one.label), make("td", {}, state(one)),
+        ...heads.map((head) => make("td", { textContent: one.tiles[head] || "–" })))))));
+  };
   const words = () => {
     const { shown, notes, picked } = document_;
     const [one] = shown;
@@ -156,7 +159,7 @@
     byId("lead").replaceChildren(...said);
     warn(notes);
     byId("headline").replaceChildren(...shown.length > 1 ? [compared()]
-      : one && one.tiles.length ? [make("dl", { className: "tiles" }, ...one.tiles.map(tile))] : []);
+      : one ? [make("dl", { className: "tiles" }, ...Object.entries(one.tiles).map(tile))] : []);
     // Where more runs belong together than can be told apart: a list of them, to pick some.
     document.body.classList.toggle("home", !picked.length);
     if (!picked.length) byId("picker").open = true;

@@ -37,9 +37,9 @@ class Played:
         self._place = {rank: at for at, rank in enumerate(run.ranks)}
         self.spans: list[list[float]] = [[] for _ in run.ranks]
         """Of each worker: when each gradient began and ended."""
-        self.merges: list[list[Any]] = []
-        self.exchanges = self._read()
-        """Begin, length, and the places of both workers, one after the other."""
+        self.meetings: list[list[Any]] = []
+        """Exchanges and merges: begin, length, and the places of all who took part."""
+        self._read()
         if not any(self.spans):
             raise ConfigError(
                 f"{str(run.folder)!r} has no timeline: an earlier version wrote it, or it has too many "
@@ -72,24 +72,19 @@ class Played:
         """For the page."""
         return {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
-    def _read(self) -> list[float]:
-        """Take gradients, merges and exchanges from the timelines; of all who met, the lowest rank tells."""
-        place, met = self._place, list[tuple[float, float, int, int]]()
+    def _read(self) -> None:
+        """Take gradients and meetings from the timelines; of all who met, the lowest rank tells."""
         for rank, own in zip(self.ranks, self.spans, strict=True):
             for line in Tail(self._run.folder / f"timeline-{rank}.jsonl").read():
                 from_s, numbers = line["from"] - self._run.began_s, line["exchanges"]
                 own += [_short(from_s + at / UNITS) for at in line["gradients"]]
-                for at, took, peer in zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True):
-                    if rank < peer and peer in place:
-                        begin_s = _short(from_s + (at - took) / UNITS)
-                        met.append((begin_s, took / UNITS, place[rank], place[peer]))
-                for at, took, peers in line["merges"]:
+                pairs = [[*numbers[k : k + 2], numbers[k + 2 : k + 3]] for k in range(0, len(numbers), 3)]
+                for at, took, peers in (*pairs, *line["merges"]):
+                    members = [self._place[one] for one in (rank, *sorted(peers)) if one in self._place]
                     if all(rank < peer for peer in peers):
-                        members = [place[one] for one in (rank, *sorted(peers)) if one in place]
-                        self.merges.append([_short(from_s + (at - took) / UNITS), took / UNITS, members])
+                        self.meetings.append([_short(from_s + (at - took) / UNITS), took / UNITS, members])
             own.sort()
-        self.merges.sort(key=lambda one: float(one[0]))
-        return [number for one in sorted(met) for number in one]
+        self.meetings.sort(key=lambda one: float(one[0]))
 
     def _measured(self, what: str) -> list[list[float]]:
         found = [(one.time, getattr(one, what)) for one in self._run.evaluations]
@@ -173,12 +168,10 @@ def _trace(run: Played, pid: int, label: str) -> Iterator[dict[str, Any]]:
             yield part("gradient", begin_s, end_s - begin_s, worker, {"step": step})
     for place, begin_s, end_s in run.cut:
         yield part("unfinished gradient", begin_s, end_s - begin_s, int(place), {})
-    for at_s, took_s, one, other in zip(*(run.exchanges[k::4] for k in range(4)), strict=True):
-        for mine, theirs in ((int(one), int(other)), (int(other), int(one))):
-            yield part("exchange", at_s, took_s, APART + mine, {"with": run.ranks[theirs]})
-    for at_s, took_s, members in run.merges:
+    for at_s, took_s, members in run.meetings:
+        name = "exchange" if len(members) == 2 else "merge"
         for worker in members:
-            yield part("merge", at_s, took_s, APART + worker, {"with": [run.ranks[one] for one in members]})
+            yield part(name, at_s, took_s, APART + worker, {"of": [run.ranks[one] for one in members]})
     for at_s, worker, what, words in run.marks:
         yield event("i", what, at_s, worker, s="t", args={"what": words})
     for measure, curve in (("accuracy", run.accuracy), ("loss", run.loss)):

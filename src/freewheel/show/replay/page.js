@@ -43,7 +43,8 @@ function prepare(run) {
   const lengths = run.busy.map((sums, k) => run.spans[k].length ? sums.at(-1) / (run.spans[k].length / 2) : 0);
   const usual = [...lengths].filter(Boolean).sort((a, b) => a - b)[Math.floor(lengths.length / 2)] || 0;
   run.slow = lengths.map((one) => one > 1.8 * usual || (lengths.length < 3 && one > 1.8 * Math.min(...lengths)));
-  run.begins = run.merges.map((one) => one[0]);
+  run.begins = run.meetings.map((one) => one[0]);
+  run.longest = run.meetings.reduce((most, one) => Math.max(most, one[1]), 0);
   run.curve = run[data.measure] || [];
   run.times = run.curve.map((one) => one[0]);
 }
@@ -102,28 +103,22 @@ function graph(run, canvas) {
     pen.globalAlpha = strength; pen.beginPath(); pen.moveTo(...places[a]); pen.lineTo(...places[b]); pen.stroke();
   };
   pen.strokeStyle = pen.fillStyle = colours.pulse; pen.lineWidth = 1.5;
-  const shown = Math.max(FADE_S * speed, windowS() / 60), all = run.exchanges, ended = now >= run.seconds;
-  for (let k = ended ? -1 : before(all, at, 4), most = n; k >= 0 && most > 0; k--) {  // the last ones alone: more is a tangle
-    const since = at - all[4 * k], a = all[4 * k + 2], b = all[4 * k + 3], pulse = Math.max(all[4 * k + 1], shown / 2);
+  const shown = Math.max(FADE_S * speed, windowS() / 60), ended = now >= run.seconds;
+  for (let k = ended ? -1 : before(run.begins, at), most = n; k >= 0 && most > 0; k--) {  // the last ones alone: more is a tangle
+    const [begin, took, members] = run.meetings[k], since = at - begin, pulse = Math.max(took, shown / 2);
     if (since > pulse + shown) { if (since > 8 * shown + run.longest) break; continue; }
     most--;
-    line(a, b, Math.max(0.12, 1 - Math.max(0, since - pulse) / shown));
-    if (since <= pulse) for (const [from, to] of [[a, b], [b, a]]) {
-      const share = since / pulse;
-      pen.globalAlpha = 1; pen.beginPath();
-      pen.arc(places[from][0] + share * (places[to][0] - places[from][0]),
-        places[from][1] + share * (places[to][1] - places[from][1]), 3.2, 0, 7); pen.fill();
-    }
-  }
-  for (let k = ended ? -1 : before(run.begins, at), most = 3; k >= 0 && most > 0; k--, most--) {
-    const [begin, took, members] = run.merges[k], lasts = Math.max(took, shown / 2);
-    if (at - begin > lasts + shown) break;
-    const strength = 1 - Math.max(0, at - begin - lasts) / shown;
+    const strength = Math.max(0.12, 1 - Math.max(0, since - pulse) / shown);
     if (members.length > 2 && members.length > 0.7 * n) {  // all meet: the ring flashes
       pen.globalAlpha = 0.75 * strength; pen.lineWidth = 5; pen.beginPath(); pen.arc(...middle, radius, 0, 7); pen.stroke();
       pen.lineWidth = 1.5; break;
     }
-    members.forEach((a, j) => line(a, members[(j + 1) % members.length], 0.8 * strength));
+    members.forEach((a, j) => line(a, members[(j + 1) % members.length], strength));
+    if (since <= pulse) members.forEach((a, j) => {
+      const [from, to] = [places[a], places[members[(j + 1) % members.length]]], share = since / pulse;
+      pen.globalAlpha = 1; pen.beginPath();
+      pen.arc(from[0] + share * (to[0] - from[0]), from[1] + share * (to[1] - from[1]), 3.2, 0, 7); pen.fill();
+    });
   }
   pen.globalAlpha = 1; pen.textAlign = "center"; pen.textBaseline = "middle"; pen.lineWidth = Math.min(4, size / 2);
   const rim = size + pen.lineWidth;
@@ -316,8 +311,6 @@ function start() {
   for (const key of ["title", "story", "about"]) $(key).textContent = data[key];
   for (const run of data.runs) {
     prepare(run);
-    run.longest = 0;
-    for (let k = 1; k < run.exchanges.length; k += 4) run.longest = Math.max(run.longest, run.exchanges[k]);
     card(run);
   }
   const rare = data.runs.some((run) => run.marks.length);
