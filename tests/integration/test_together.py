@@ -38,7 +38,7 @@ async def crew(
         for rank in range(count)
     ]
     for fabric in fabrics:
-        fabric._listener._shares = lambda peer, rank=fabric.rank: near(rank, peer)
+        fabric._listener.unshared.update(peer for peer in range(count) if not near(fabric.rank, peer))
     async with asyncio.timeout(DEADLINE_S):
         ports = [fabric.open("127.0.0.1") for fabric in fabrics]
         for fabric in fabrics:

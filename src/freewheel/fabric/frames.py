@@ -81,7 +81,7 @@ class Frame:
     numel: int
     tag_bytes: int
     notes: int
-    head: bytes | bytearray
+    head: bytes
     """As it came."""
 
     @property
@@ -108,7 +108,7 @@ def pack(
     return head + words + struct.pack(f"!{len(note)}d", *note)
 
 
-def parse(head: bytes | bytearray, longest: int) -> Frame:
+def parse(head: bytes, longest: int) -> Frame:
     """Check a header; nothing of this run has a vector of more than `longest` numbers."""
     magic, protocol, kind, code, tag_bytes, notes, sender, incarnation, numel = HEADER.unpack(head)
     check_protocol(magic, protocol)
@@ -133,12 +133,12 @@ def check_protocol(magic: bytes, protocol: int) -> None:
         raise BadFrame(f"it speaks protocol {protocol}, not {PROTOCOL}: another version of freewheel")
 
 
-def parse_rest(frame: Frame, rest: bytes | bytearray, seals: Seals) -> tuple[Tag, Note]:
+def parse_rest(frame: Frame, rest: bytes, seals: Seals) -> tuple[Tag, Note]:
     """Tag and note of the next frame that was sealed so."""
-    if not hmac.compare_digest(bytes(rest[-SEAL_BYTES:]), seals.next(frame.head + rest[:-SEAL_BYTES])):
+    if not hmac.compare_digest(rest[-SEAL_BYTES:], seals.next(frame.head + rest[:-SEAL_BYTES])):
         raise BadFrame("it sent a frame that is damaged, or not the next one of this connection")
     try:
-        words = json.loads(bytes(rest[: frame.tag_bytes])) if frame.tag_bytes else []
+        words = json.loads(rest[: frame.tag_bytes]) if frame.tag_bytes else []
     except (ValueError, RecursionError):
         raise BadFrame("it sent a tag that is not JSON") from None
     if not isinstance(words, list) or not all(type(word) in (str, int) for word in words):

@@ -21,11 +21,11 @@ import contextlib
 import functools
 import hmac
 import logging
+import math
 import secrets
 import socket
 import ssl
 import struct
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -54,12 +54,12 @@ AGAIN_S = 1.0
 UNPROVEN = 64
 """Connections that have proved nothing yet: when more come, the oldest is closed. A worker takes a moment."""
 PAUSE_S = 0.005
-"""Between two connections while as many have been turned away within a second: training comes first."""
+"""Between two connections that come in: training comes first."""
 COMPLAINTS, COMPLAINTS_S = 100, 60.0
-"""Lines of the log about connections that were turned away, in so many seconds; more are counted."""
+"""Lines of the log about connections that were turned away, in so many seconds."""
 BROKEN = (OSError, EOFError, BadFrame)
 """How connections end that come to nothing; silence and bad keys are OSErrors."""
-CHALLENGE = struct.Struct("!4sB32s")
+BEGINNING, CHALLENGE = struct.Struct("!4sB"), struct.Struct("!4sB32s")
 
 log = logging.getLogger("freewheel")
 
@@ -87,6 +87,10 @@ class Identity:
     def run(self) -> bytes:
         """A name of the run, which says nothing about the key."""
         return derive(self.key, "name")[:16]
+
+    def mark(self, rank: int) -> bytes:
+        """What lies in a worker's small windows."""
+        return self.run + rank.to_bytes(4, "big")
 
     def frame(
         self, kind: Kind, tag: Tag = (), note: Note = (), dtype: torch.dtype | None = None, numel: int = 0
@@ -149,11 +153,9 @@ class Line:
 
     async def read(self) -> tuple[Frame, Tag, Note]:
         """The next frame up to its vector."""
-        head = bytearray(frames.HEADER.size)
-        await self.transport.read(memoryview(head))
+        head = await take(self.transport, frames.HEADER.size)
         frame = frames.parse(head, self.me.longest)
-        rest = bytearray(frame.rest)
-        await self.transport.read(memoryview(rest))
+        rest = await take(self.transport, frame.rest)
         self.counters.bytes_in += len(head) + len(rest)
         return (frame, *frames.parse_rest(frame, rest, self.theirs))
 
@@ -161,38 +163,34 @@ class Line:
 async def prove(transport: Transport, key: bytes, caller: bool) -> tuple[Seals, Seals]:
     """Prove that this worker has the key, and let the other prove it: seals for both directions."""
     mine = secrets.token_bytes(32)
+    challenge = CHALLENGE.pack(frames.MAGIC, frames.PROTOCOL, mine)
     if caller:
-        await transport.write(CHALLENGE.pack(frames.MAGIC, frames.PROTOCOL, mine))
-    theirs = await _challenge(transport)
+        await transport.write(challenge)
+    magic, protocol = BEGINNING.unpack(await take(transport, BEGINNING.size))
+    frames.check_protocol(magic, protocol)
+    theirs = await take(transport, len(mine))
     both = (mine, theirs) if caller else (theirs, mine)
     calls, answers = (derive(key, side, *both) for side in ("caller", "callee"))
-    if caller:
-        await transport.write(calls)
-        try:
-            await _proof(transport, answers)
-        except EOFError:
+    await transport.write(calls if caller else challenge)
+    try:
+        given = await take(transport, len(calls))
+    except EOFError:
+        if caller:
             raise BadFrame("it does not take this worker for one of its run: give both one secret") from None
-    else:
-        await transport.write(CHALLENGE.pack(frames.MAGIC, frames.PROTOCOL, mine))
-        await _proof(transport, calls)
+        raise
+    if not hmac.compare_digest(given, answers if caller else calls):
+        raise BadFrame(STRANGER)
+    if not caller:
         await transport.write(answers)
     keys = [Seals(derive(key, f"{side} speaks", *both)) for side in ("caller", "callee")]
     return (keys[0], keys[1]) if caller else (keys[1], keys[0])
 
 
-async def _challenge(transport: Transport) -> bytes:
-    data = bytearray(CHALLENGE.size)
-    await transport.read(memoryview(data)[:5])
-    frames.check_protocol(bytes(data[:4]), data[4])
-    await transport.read(memoryview(data)[5:])
-    return bytes(data[5:])
-
-
-async def _proof(transport: Transport, expected: bytes) -> None:
-    given = bytearray(len(expected))
-    await transport.read(memoryview(given))
-    if not hmac.compare_digest(given, expected):
-        raise BadFrame(STRANGER)
+async def take(transport: Transport, size: int) -> bytes:
+    """The next bytes."""
+    data = bytearray(size)
+    await transport.read(memoryview(data))
+    return bytes(data)
 
 
 class Listener:
@@ -217,7 +215,7 @@ class Listener:
         self.listener: socket.socket | None = None
         self._unproven: dict[asyncio.Task[None], None] = {}
         """Connections that came in and have proved nothing yet, the oldest first."""
-        self._complaints = Complaints()
+        self._complained_s, self._complaints = -math.inf, 0
 
     def open(self, host: str, port: int = 0) -> int:
         """Listen; return the port."""
@@ -237,13 +235,6 @@ class Listener:
             async with asyncio.timeout(DIAL_S):
                 sock = await dial(host, port)
             return await self._greet(sock, f"{host}:{port}", peer)
-        except TimeoutError as error:
-            raise PeerLost(peer, f"{host}:{port}: no answer in time") from error
-        except ssl.SSLError as error:
-            why = f"{OTHER_KEYS} ({getattr(error, 'verify_message', '') or error.reason})"
-            if isinstance(error, ssl.SSLEOFError):  # the connection ended; it says nothing of keys
-                why = words(error)
-            raise PeerLost(peer, f"{host}:{port}: {why}") from error
         except BROKEN as error:
             raise PeerLost(peer, f"{host}:{port}: {words(error)}") from error
 
@@ -260,11 +251,10 @@ class Listener:
                 oldest = next(iter(self._unproven))
                 del self._unproven[oldest]
                 oldest.cancel()
-            if self._complaints.many():
-                await asyncio.sleep(PAUSE_S)
             greeting = self._spawn(self._let_in(sock, f"{address[0]}:{address[1]}"))
             self._unproven[greeting] = None
             greeting.add_done_callback(functools.partial(self._proven, sock))
+            await asyncio.sleep(PAUSE_S)
 
     def _proven(self, sock: socket.socket, greeting: asyncio.Task[None]) -> None:
         """It has proved that it has the key, or has ended."""
@@ -275,10 +265,16 @@ class Listener:
     async def _let_in(self, sock: socket.socket, address: str) -> None:
         """A connection came in: let it say who it is."""
         try:
-            line = await self._greet(sock, address)
-        except BROKEN:
-            return
-        self._admit(line)
+            self._admit(await self._greet(sock, address))
+        except BROKEN as error:
+            now_s = asyncio.get_running_loop().time()
+            if now_s - self._complained_s > COMPLAINTS_S:
+                self._complained_s, self._complaints = now_s, 0
+            self._complaints += 1
+            harmless = isinstance(error, Crossed | ConnectionError | EOFError)  # the other has hung up
+            if harmless or self._complaints <= COMPLAINTS:
+                level = logging.DEBUG if harmless else logging.WARNING
+                log.log(level, "refused a connection from %s: %s", address, words(error))
 
     async def _greet(self, sock: socket.socket, address: str, peer: int | None = None) -> Line:
         """Shake hands with a peer that was called, or with whoever has called."""
@@ -308,32 +304,25 @@ class Listener:
                 line.peer, line.incarnation = frame.sender, frame.incarnation
                 await self._compare(line, tag, note)
                 return line
-        except BaseException as error:
-            if not calls and isinstance(error, BROKEN):
-                harmless = isinstance(error, Crossed | ConnectionError | EOFError)  # the other has hung up
-                self._complaints.add(harmless, "refused a connection from %s: %s", address, words(error))
+        except BaseException:
             opened.close()
             raise
 
-    def _hello(self, transport: Transport, peer: int) -> bytes:
-        near = bool(self.me.place) and transport.local and self._shares(peer)
-        return self.me.hello(self._windows.offer(self._mark(self.me.rank)) if near else ())
-
-    def _shares(self, peer: int) -> bool:
+    def _near(self, transport: Transport, peer: int) -> bool:
         """Whether this worker is ready to share memory with a peer: not where that has failed."""
-        return peer not in self.unshared
+        return bool(self.me.place) and transport.local and peer not in self.unshared
 
-    def _mark(self, rank: int) -> bytes:
-        """What lies in a worker's probes."""
-        return self.me.run + rank.to_bytes(4, "big")
+    def _hello(self, transport: Transport, peer: int) -> bytes:
+        near = self._near(transport, peer)
+        return self.me.hello(self._windows.offer(self.me.mark(self.me.rank)) if near else ())
 
     async def _compare(self, line: Line, tag: Tag, note: Note) -> None:
         """Try to open what the peer offers, tell it, and hear what it could open; take the best of both."""
         seen: list[str] = []
         offers = offered(note)
-        near = bool(self.me.place) and tag[3] == self.me.place and line.transport.local
-        if near and self._shares(line.peer):
-            seen = await asyncio.to_thread(self._windows.tried, offers, self._mark(line.peer))
+        near = tag[3] == self.me.place and self._near(line.transport, line.peer)
+        if near:
+            seen = await asyncio.to_thread(self._windows.tried, offers, self.me.mark(line.peer))
         await line.write(self.me.frame(Kind.SEES, ("sees", *seen)))
         frame, sees, _ = await line.read()
         if frame.kind is not Kind.SEES or frame.sender != line.peer or not set(sees[1:]) <= set(KINDS):
@@ -341,42 +330,10 @@ class Listener:
         both = [kind for kind in KINDS if kind in seen and kind in sees[1:]]
         if both:
             line.kind, line.pid = both[-1], int(offers[0][2])
-        expected = {KINDS[int(one[0])] for one in offers} & set(self._windows.kinds)
-        if near and self.me.rank < line.peer and expected - set(both):
-            log.warning(
-                "workers %d and %d share no %s window: vectors between them travel by %s",
-                self.me.rank,
-                line.peer,
-                " and no ".join(sorted(expected - set(both))),
-                line.kind,
-            )
-
-
-class Complaints:
-    """What is said about connections that were turned away: not more than anybody reads."""
-
-    def __init__(self) -> None:
-        self._since_s, self._said, self._unsaid = -COMPLAINTS_S, 0, 0
-        self._last_s: deque[float] = deque(maxlen=UNPROVEN)
-        """When the last ones were turned away."""
-
-    def add(self, harmless: bool, text: str, *words: str) -> None:
-        """One was turned away."""
-        now_s = asyncio.get_running_loop().time()
-        self._last_s.append(now_s)
-        if now_s - self._since_s > COMPLAINTS_S:
-            if self._unsaid:
-                log.warning("refused %d more connections, not named here", self._unsaid)
-            self._since_s, self._said, self._unsaid = now_s, 0, 0
-        if self._said >= COMPLAINTS:
-            self._unsaid += 1
-            return
-        self._said += not harmless
-        log.log(logging.DEBUG if harmless else logging.WARNING, text, *words)
-
-    def many(self) -> bool:
-        """Whether somebody keeps knocking."""
-        return len(self._last_s) == UNPROVEN and asyncio.get_running_loop().time() - self._last_s[0] < 1
+        for kind in {KINDS[int(one[0])] for one in offers} & self._windows.kinds - set(both):
+            if near and self.me.rank < line.peer:
+                text = "workers %d and %d share no %s window: vectors between them travel by %s"
+                log.warning(text, self.me.rank, line.peer, kind, line.kind)
 
 
 def offered(note: Note) -> list[Note]:
@@ -391,5 +348,7 @@ def offered(note: Note) -> list[Note]:
 def words(error: BaseException) -> str:
     """What went wrong with a connection."""
     if isinstance(error, TimeoutError):
-        return f"no answer within {GREETING_S:g} s"
+        return "no answer in time"
+    if isinstance(error, ssl.SSLError) and not isinstance(error, ssl.SSLEOFError):
+        return f"{OTHER_KEYS} ({getattr(error, 'verify_message', '') or error.reason})"
     return str(error) or type(error).__name__

@@ -199,17 +199,9 @@ async def open_transport(sock: socket.socket, tls: ssl.SSLContext | None, server
 
 def listen(host: str, port: int = 0) -> socket.socket:
     """A listening socket; port 0 takes any that is free."""
-    family, kind, _, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    sock = socket.socket(family, kind)
-    with contextlib.suppress(OSError):
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind(address)
-        sock.listen(1024)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    family, _, _, _, address = found[0]
+    both = family == socket.AF_INET6
+    sock = socket.create_server(address, family=family, backlog=1024, dualstack_ipv6=both)
+    sock.setblocking(False)
     return sock
