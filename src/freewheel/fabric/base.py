@@ -162,7 +162,7 @@ class Fabric:
         self._boxes: dict[Tag, deque[Message]] = {}
         self._unread: Counter[int] = Counter()
         """About how much memory is held by what each has sent and nobody has received."""
-        self._waiters: dict[Tag, list[tuple[int | None, Sequence[int], asyncio.Future[Message]]]] = {}
+        self._waiters: dict[Tag, list[tuple[Sequence[int], asyncio.Future[Message]]]] = {}
         self._forgotten: dict[Tag, None] = {}
         self._leaving: dict[int, list[asyncio.Future[None]]] = {}
         self._epochs: dict[int, int] = {}
@@ -175,23 +175,23 @@ class Fabric:
     # -- for those who want messages --
 
     async def receive(self, tag: Tag, peer: int | None = None, among: Sequence[int] = ()) -> Message:
-        """Wait for the next message with this tag: from one peer, from anybody, or from anybody `among`.
+        """Wait for the next message with this tag: from one peer, from anybody, or from those `among`.
 
         Raises PeerLost when the peer, or one of those among whom it is awaited, is gone.
         """
-        box = self._boxes.get(tag)
-        if box:
-            for at, message in enumerate(box):
-                if peer is None or message.sender == peer:
-                    del box[at]
-                    if not box:
-                        del self._boxes[tag]
-                    self._unread[message.sender] -= _size(message)
-                    return message
-        for needed in (peer,) if peer is not None else among:
+        whom = among if peer is None else (peer,)
+        box = self._boxes.get(tag, deque())
+        for at, message in enumerate(box):
+            if not whom or message.sender in whom:
+                del box[at]
+                if not box:
+                    del self._boxes[tag]
+                self._unread[message.sender] -= _size(message)
+                return message
+        for needed in whom:
             self.need(needed)
         future: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        waiter = (peer, among, future)
+        waiter = (whom, future)
         self._waiters.setdefault(tag, []).append(waiter)
         try:
             return await future
@@ -201,16 +201,13 @@ class Fabric:
             if not waiters:
                 del self._waiters[tag]
 
-    async def swap(
-        self, peer: int, tag: Tag, mine: Tensor | None, meet: Meet, told: Callable[[], None]
-    ) -> Tensor:
+    async def swap(self, peer: int, tag: Tag, mine: Tensor, meet: Meet, told: Callable[[], None]) -> Tensor:
         """Exchange vectors with a peer, which calls it too: meet(mine, theirs), and its negative there.
 
-        NotNow, if either side has None to give. `told` is called once the peer has all it needs. Here all of
+        NotNow, if the peer has none to give. `told` is called once the peer has all it needs. Here all of
         theirs is received, then combined. A real fabric lets each side combine one half for both, piece by
         piece, and writes the result over mine.
         """
-        assert mine is not None, "weights stand still in virtual time"
         sending = self.send(peer, tag, mine)
         try:
             theirs = (await self.receive(tag, peer)).payload
@@ -314,12 +311,8 @@ class Fabric:
 
     def waits(self) -> list[tuple[int | None, Tag]]:
         """Whom this worker waits for, and for what."""
-        return [
-            (whom, tag)
-            for tag, waiters in self._waiters.items()
-            for peer, among, _ in waiters
-            for whom in (among or (peer,))
-        ]
+        waiting = [(whom, tag) for tag, waiters in self._waiters.items() for whom, _ in waiters]
+        return [(peer, tag) for whom, tag in waiting for peer in whom or (None,)]
 
     # -- for the fabric --
 
@@ -338,8 +331,8 @@ class Fabric:
 
     def deliver(self, message: Message) -> None:
         """Hand a message to who waits for it, or keep it."""
-        for peer, _, future in self._waiters.get(message.tag, ()):
-            if (peer is None or peer == message.sender) and not future.done():
+        for whom, future in self._waiters.get(message.tag, ()):
+            if (not whom or message.sender in whom) and not future.done():
                 future.set_result(message)
                 return
         if any(message.tag[:end] in self._forgotten for end in range(1, len(message.tag) + 1)):
@@ -381,8 +374,8 @@ class Fabric:
                 left.set_exception(PeerLost(peer, why))
                 left.exception()  # whoever awaits it hears of it; nobody has to
         for waiters in list(self._waiters.values()):
-            for awaited, among, future in waiters:
-                if (peer == awaited or peer in among) and not future.done():
+            for whom, future in waiters:
+                if peer in whom and not future.done():
                     future.set_exception(PeerLost(peer, why))
 
     def leaving(self, peer: int, left: asyncio.Future[None]) -> None:

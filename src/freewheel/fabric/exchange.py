@@ -81,6 +81,7 @@ class Exchanges:
         self.took_s = 0.0  # from a call to the correction, a running mean; 0: there was none yet
         self.patience: asyncio.TimerHandle | None = None
         self.left = False  # whether a caller has all it needs, in the exchange under way
+        self.shown = False  # whether the peer may write over the snapshot
         self._mine: Tensor | None = None  # this worker's snapshot in it
         self.serial = rng.randrange(2**40)  # begins anywhere, so that no life of a worker repeats another's
 
@@ -105,18 +106,12 @@ class Exchanges:
             raise NotNow
         if answer.note[:1] != YES:
             raise answer.bad("no answer")
-        mine, where = await self._snapshot(peer), answer.note[1:]
-        if not where:
-            correction = await self.fabric.swap(peer, tag, mine, self.party.meet, lambda: None)
-        elif mine is not None:
-            try:
-                correction = await self.fabric.combine(peer, where, mine, self.party.meet)
-            except PeerLost:
-                self.party.unused(mine)  # nobody else has written it
-                raise
+        mine, where = await self._snapshot(peer, tag), answer.note[1:]
+        if where:
+            correction = await self.fabric.combine(peer, where, mine, self.party.meet)
         else:
-            self.fabric.post(peer, tag, note=BUSY)
-            raise NotNow
+            self.shown = True
+            correction = await self.fabric.swap(peer, tag, mine, self.party.meet, lambda: None)
         self.party.met(peer, correction)
         self.fabric.post(peer, tag)
         took_s = self._now() - self.called_at
@@ -178,18 +173,13 @@ class Exchanges:
 
     async def _answer(self, peer: int, tag: Tag) -> None:
         where: Note = ()
-        mine: Tensor | None = None
         if self.fabric.short(peer):
-            mine = await self._snapshot(peer)
-            if mine is None:
-                self.fabric.post(peer, tag, note=BUSY)
-                raise NotNow
-            where = self.fabric.laid(peer, mine)
-            self.left = bool(where)
+            where = self.fabric.laid(peer, await self._snapshot(peer, tag))
+            self.left = self.shown = bool(where)
         self.fabric.post(peer, tag, note=(*YES, *where))
-        if mine is None:
-            mine = await self._snapshot(peer)
-        if mine is None or not where:
+        mine = self._mine if self._mine is not None else await self._snapshot(peer, tag)
+        if not where:
+            self.shown = True
             mine = await self.fabric.swap(peer, tag, mine, self.party.meet, self._told)
         try:
             answer = await self.fabric.receive(tag, peer)
@@ -203,20 +193,21 @@ class Exchanges:
 
     async def _meeting(self, peer: int, tag: Tag, act: Callable[[int, Tag], Awaitable[None]]) -> bool:
         """Do one side of an exchange, and be free again; whether it is done is counted."""
-        self.left = False
+        self.left = self.shown = False
         try:
             await act(peer, tag)
             self.party.count("done")
             return True
         except NotNow:
             self.party.count("busy")
-            if self._mine is not None:
-                self.party.unused(self._mine)
+            self._give_back()
         except PeerLost:
             # Only a caller that has all it needs can have corrected.
             self.party.count("half" if self.left else "failed")
             if self.left:
                 self.fabric.notice("half", peer, "an exchange with it may have counted on its side only")
+            if not self.shown:
+                self._give_back()
         except asyncio.CancelledError:
             self.waiting.clear()  # this life is over
             raise
@@ -225,15 +216,20 @@ class Exchanges:
             self._release(tag)
         return False
 
-    async def _snapshot(self, peer: int) -> Tensor | None:
-        """One's own weights, unless they move for too long; PeerLost if the peer has been lost meanwhile."""
+    async def _snapshot(self, peer: int, tag: Tag) -> Tensor:
+        """One's own weights; NotNow, on both sides, where they move for too long."""
         epoch = self.fabric.epoch(peer)
-        self._mine = mine = await self.party.snapshot_soon()
-        if epoch != self.fabric.epoch(peer):
-            if mine is not None:
-                self.party.unused(mine)
-            raise PeerLost(peer, "the connection broke")
-        return mine
+        self._mine = await self.party.snapshot_soon()
+        self.fabric.need(peer, epoch)
+        if self._mine is None:
+            self.fabric.post(peer, tag, note=BUSY)
+            raise NotNow
+        return self._mine
+
+    def _give_back(self) -> None:
+        """Nobody can write over this worker's snapshot."""
+        if self._mine is not None:
+            self.party.unused(self._mine)
 
     def _told(self) -> None:
         self.left = True

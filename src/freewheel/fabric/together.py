@@ -114,15 +114,9 @@ class Together(Vectors):
 
     # -- two --
 
-    async def swap(
-        self, peer: int, tag: Tag, mine: Tensor | None, meet: Meet, told: Callable[[], None]
-    ) -> Tensor:
-        """See Fabric.swap; both begin by saying whether they have a vector, and where it lies."""
-        self.need(peer)
+    async def swap(self, peer: int, tag: Tag, mine: Tensor, meet: Meet, told: Callable[[], None]) -> Tensor:
+        """See Fabric.swap; both begin by saying where their vectors lie."""
         kind, epoch = self.kind(peer), self.epoch(peer)
-        if mine is None:
-            self.post(peer, tag)
-            raise NotNow
         halves = shares(mine.numel(), 2)
         own, other = halves if self.rank < peer else reversed(halves)
         async with self._lent(mine, kind, (peer,)) as shown:
@@ -131,7 +125,7 @@ class Together(Vectors):
                 await self._swap_streams(peer, tag, shown[own], shown[other], meet, told)
                 return mine
             self.post(peer, tag, note=self._locator(shown, kind))
-            if not (where := (await self.receive(tag, peer)).note):
+            if not any(where := (await self.receive(tag, peer)).note):
                 raise NotNow
             theirs = await self.opened(peer, where, mine.numel())
             await self.transfers.work(mine.numel() // 2, lambda: combine_two(shown[own], theirs[own], meet))
@@ -181,7 +175,7 @@ class Together(Vectors):
         out = self.send(peer, tag, other)
         back: Outgoing | None = None
         try:
-            if not (await self.receive(tag, peer)).note:
+            if not any((await self.receive(tag, peer)).note):
                 raise NotNow
             await self.land(peer, tag, own.numel(), combine)
             back = self.send(peer, tag, own)
