@@ -87,7 +87,7 @@ class Calls:
             while len(said) < len(members):
                 answer = await self.fabric.receive(have, among=members)
                 why, lost, *_ = answer.numbers(2)
-                if answer.sender not in members or answer.sender in said:
+                if answer.sender in said:
                     raise answer.bad("an answer to nothing")
                 if why != HAVE:
                     return Refusal(answer.sender, why, lost)

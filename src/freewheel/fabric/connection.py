@@ -72,8 +72,8 @@ class Connection:
         """Messages of the strategy, for telling whether any is still under way."""
         self.landings: dict[Tag, Landing] = {}
         """Vectors that are awaited in place, by their tag."""
-        self.shown: dict[int, tuple[Outgoing, Tensor]] = {}
-        """Windows the peer has not read yet, by number: the message, and the vector."""
+        self.shown: dict[int, tuple[Outgoing, Tensor, bool]] = {}
+        """Windows the peer has not read yet, by number: the message, the vector, whether it is borrowed."""
         self.task: asyncio.Task[None] | None = None
         self.over = False
         """Whether it was given up: what the peer has sent and nobody has read is void."""
@@ -164,10 +164,9 @@ class Connection:
         vector, fabric = outgoing.vector, self.fabric
         assert vector is not None
         shown = await fabric.published(vector, self.kind)
-        outgoing.borrowed = shown is not vector
         window = fabric.windows.of(shown)
         assert window is not None
-        self.shown[window.number] = outgoing, shown
+        self.shown[window.number] = outgoing, shown, shown is not vector
         note = (*outgoing.note, *window.locator, len(window.locator))
         head = self.line.sealed(fabric.me.frame(Kind.NEAR, tag, note))
         await self.transport.write(head)
@@ -176,10 +175,10 @@ class Connection:
 
     def _was_read(self, note: Note) -> None:
         number = int(note[0]) if note and 0 <= note[0] < 2**53 else -1
-        outgoing, shown = self.shown.pop(number, (None, None))
-        if outgoing is None or shown is None:
+        if number not in self.shown:
             raise BadFrame("it has read a window it was not shown")
-        if outgoing.borrowed:
+        outgoing, shown, borrowed = self.shown.pop(number)
+        if borrowed:
             self.fabric.windows.give_back(shown)
         if not outgoing.done():
             outgoing.set_result(None)

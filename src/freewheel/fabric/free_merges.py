@@ -36,7 +36,7 @@ class FreeMerges:
     ) -> None:
         self.fabric, self._spawn, self._tell = fabric, spawn, decided
         self._calls = Calls(fabric, spawn, ("merge", "call"), act, self._decided)
-        self._asked, self._known = 0, self._calls.number
+        self._known = self._calls.number
         self._news = asyncio.Event()
         """A merge counted here, or a worker came or went."""
         self._reach = Reach(fabric, REACH)
@@ -60,11 +60,8 @@ class FreeMerges:
 
         False: there was none with this worker in it, and will be none until workers come or go.
         """
-        self._asked = asked = self._asked + 1  # a step at τ and the background may ask at the same time
-        leader = self.fabric.members[0]
         try:
-            await self.fabric.send(leader, WANT, note=(asked, self._known))
-            answer = await self.fabric.receive(("merge", "over", asked), leader)
+            answer = await self.fabric.ask(self.fabric.members[0], WANT, note=(self._known,))
             self._known, useful = answer.numbers(2, 2)
         except PeerLost:
             return True  # there is another leader to ask
@@ -102,7 +99,7 @@ class FreeMerges:
             refusal = await self._calls.call(members)
             if refusal is not None and refusal.why == MOVING:
                 self._moving.add(refusal.who)
-        self.fabric.post(want.sender, ("merge", "over", asked), note=(self._calls.number, useful))
+        self.fabric.post(want.sender, (*WANT, asked), note=(self._calls.number, useful))
 
     def _reached(self, news: Message) -> None:
         self._reach.sees[news.sender] = news.numbers(1)

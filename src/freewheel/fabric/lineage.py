@@ -25,9 +25,7 @@ class View:
     members: tuple[int, ...]
 
     def __str__(self) -> str:
-        few = len(self.members) <= 16
-        who = ", ".join(map(str, self.members)) if few else f"{len(self.members)} workers"
-        return f"view {self.number}: {who}"
+        return f"view {self.number}: {', '.join(map(str, self.members))}"
 
 
 @dataclass

@@ -101,12 +101,11 @@ def read(path: Path) -> bytes:
     try:
         with path.open() as file:
             about = os.fstat(file.fileno())
-            if not stat.S_ISREG(about.st_mode) or about.st_uid not in (os.getuid(), 0):
-                raise ConfigError(f"the secret {str(path)!r} is not a file of yours: copy it into one.")
-            if about.st_mode & 0o077:
+            own = stat.S_ISREG(about.st_mode) and about.st_uid in (os.getuid(), 0)
+            if not own or about.st_mode & 0o077:
                 raise ConfigError(
                     f"others can read the secret {str(path)!r} (mode {about.st_mode & 0o777:o}): "
-                    f"chmod 600 it, and better make a new one."
+                    f"copy it into a file of yours and chmod 600 that, or better make a new one."
                 )
             return of_text(file.read(4096), f"the secret {str(path)!r}")
     except (OSError, UnicodeDecodeError) as error:

@@ -106,7 +106,7 @@ class TcpFabric(Together):
         """Say goodbye, then close everything."""
         self._closing = True
         links = self._connections.values()
-        leaving: list[asyncio.Future[None]] = [out for link in links for out, _ in link.shown.values()]
+        leaving: list[asyncio.Future[None]] = [out for link in links for out, *_ in link.shown.values()]
         leaving += [link.send(Kind.BYE, (why[:200],)) for link in links]
         if leaving:
             await asyncio.wait(leaving, timeout=1.0)
@@ -200,8 +200,7 @@ class TcpFabric(Together):
         """Why a connection has ended, and what that means for the peer."""
         if isinstance(error, Goodbye):
             self.book.pop(link.peer, None)  # do not call again
-            first = next((peer for peer in self.members if peer != link.peer), self.rank)
-            if str(error) != FINISHED and (str(error) != LEFT or first == self.rank):
+            if str(error) not in (FINISHED, LEFT):
                 log.warning("worker %d has left the run: %s", link.peer, error)
             return str(error), "left" if str(error) != FINISHED else "finished"
         if isinstance(error, BadFrame):
@@ -224,7 +223,7 @@ class TcpFabric(Together):
         for landing in link.landings.values():
             if not landing.done():
                 landing.set_exception(PeerLost(link.peer, why))
-        for _, vector in link.shown.values():
+        for _, vector, _ in link.shown.values():
             self.windows.retire(vector, [link.peer])
         for sending in link.queue:
             sending.cancel()

@@ -63,8 +63,6 @@ class Outgoing(asyncio.Future):  # type: ignore[type-arg]
         self.tag: Tag | None = None
         """Where the peer reads the vector from a window: the message's tag, and its note."""
         self.note: Note = ()
-        self.borrowed = False
-        """Whether that window was borrowed for it."""
 
 
 class Landing(asyncio.Future):  # type: ignore[type-arg]

@@ -79,14 +79,12 @@ class HostWindow(mmap.mmap):
 
     @classmethod
     def open(cls, pid: int, size: int, fd: int) -> HostWindow:
-        """A peer's; OSError if this is not one, ProcessLookupError if the peer is no more."""
+        """A peer's; OSError if this is not one, ProcessLookupError if it is no more."""
         path = Path(f"/proc/{pid}/fd/{fd}")
         try:
             name = path.readlink().name
-        except OSError:
-            if _ended(pid):
-                raise ProcessLookupError("its process has ended") from None
-            raise
+        except FileNotFoundError:
+            raise ProcessLookupError("it is gone, or its process has ended") from None
         if name != f"memfd:{NAME} (deleted)":
             raise OSError(f"{path} is not a window")
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -119,14 +117,6 @@ class HostWindow(mmap.mmap):
     def __del__(self) -> None:
         with contextlib.suppress(OSError, AttributeError):
             os.close(self.fd)
-
-
-def _ended(pid: int) -> bool:
-    """Whether a process is no more, or only waits for its parent to look."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
-    except OSError:
-        return True
 
 
 class _Handle(ctypes.Structure):
