@@ -20,27 +20,25 @@ log = logging.getLogger("freewheel")
 
 
 class Question(NamedTuple):
-    """What a worker wants and what it says of itself: whole numbers."""
+    """What a worker wants and what it says of itself: whole numbers.
+
+    It is in the pass `number`, takes what is left over of passes from `since` on, and no later pass will deal
+    what is left of the `last`. With `parts` every worker keeps to a part of its own, because all step
+    together. `size` is its batch size, `order` and `content` what the pass's order (where a sampler makes it)
+    and its samples sum up to, `rate` how many samples it finishes in a million seconds; 0: not known.
+    """
 
     life: int
     number: int
-    """The pass it is in."""
     since: int
-    """The first pass of which it takes what is left over."""
     wants: bool
     last: bool
-    """Whether no later pass will deal what is left over of this one."""
     insists: bool
     parts: bool
-    """Whether every worker keeps to a part of its own, because all step together."""
     size: int
-    """Its batch size."""
     order: int
-    """What the order of the pass sums up to, where a sampler makes it; else 0."""
     content: int
-    """What its samples sum up to; 0: that cannot be said."""
     rate: int
-    """Samples it finishes in a million seconds; 0: not known."""
 
 
 class DatasetLedger:
@@ -53,10 +51,8 @@ class DatasetLedger:
         self.key, self.ledger, self.shares = key, Ledger(key.length), Shares()
         self.news = Ledger(key.length)
         """What was finished and no dealer has confirmed yet."""
-        self.by = by
-        """The lowest rank that has named these data."""
-        self.in_use = False
-        """Whether this worker uses them, or has only heard of them."""
+        self.by = by  # the lowest rank that has named these data
+        self.in_use = False  # whether this worker uses them, or has only heard of them
         self.finished = 0
         """Samples that this worker has finished, or left out, and entered into the ledger."""
         self.own: dict[int, Spans] = {}
@@ -65,13 +61,11 @@ class DatasetLedger:
         """Of the passes by a sampler: what its order sums up to, and who said so."""
         self.heard: dict[int, int] = {}
         """Who has told all it knows, each with the epoch in which it did."""
-        self.mute: set[int] = set()
-        """Who was asked for it and did not answer in time."""
+        self.mute: set[int] = set()  # who was asked for it and did not answer in time
         self.lives: dict[int, int] = {}
         self.counted: dict[int, int] = {}
         """Of each pass, how many samples that were finished twice have been counted."""
-        self._prints: dict[int, int] = {}
-        """What each worker's samples sum up to, where that can be said."""
+        self._prints: dict[int, int] = {}  # what each worker's samples sum up to, where that can be said
         self._me, self._fabric, self._counters = me, fabric, counters
         self._done: deque[Batch] = deque()
         self._used = self._left_out = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
@@ -49,26 +49,15 @@ class Offer(NamedTuple):
     step: int
 
 
-class Alone:
-    """The rendezvous of a single worker."""
-
-    def first(self, key: str, text: str) -> str:
-        """What was left first under a key: nobody was faster."""
-        return text
-
-    def agree(self, key: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """What the first worker decides by what all have said: nobody else says anything."""
-        return decide([mine])
-
-
-def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | Alone) -> Resumed | None:
+def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | None) -> Resumed | None:
     """Agree with the others what to begin with and read it; None: there is nothing yet."""
+    agree = meeting.agree if meeting is not None else lambda key, mine, decide: decide([mine])
     damaged: dict[Path, str] = {}
     for attempt in itertools.count():
         found, wrong = _look(home, damaged)
         offers = [[getattr(one, name) for name in Offer._fields] for one in found]
         choose = partial(_plan, home, me, waits_for, found)
-        plan = meeting.agree(f"resume/{attempt}", {"wrong": wrong, "shards": offers}, choose)
+        plan = agree(f"resume/{attempt}", {"wrong": wrong, "shards": offers}, choose)
         if "error" in plan:
             raise ConfigError(plan["error"])
         if not plan["sets"]:
@@ -85,9 +74,8 @@ def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | Alone
             damaged[error.shard.path] = str(error)
             log.warning("%s An older checkpoint is taken", error)
         # All know what all have finished before anybody deals.
-        everybody = meeting.agree(
-            f"resume/{attempt}/read", finished, lambda said: None if None in said else said
-        )
+        read = f"resume/{attempt}/read"
+        everybody = agree(read, finished, lambda said: None if None in said else said)
         if everybody is not None:
             for loader, *ledgers in zip(state["loaders"], *everybody, strict=False):
                 loader["others"] = ledgers

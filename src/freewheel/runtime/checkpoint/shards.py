@@ -42,31 +42,31 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is to be known of a shard without reading it."""
+    """What is to be known of a shard without reading it.
+
+    `version` is Freewheel's. `origin` is the run that began this training: one that resumes another has its
+    origin. `model` has name, shape and type of every trainable parameter; `names`, of every entry of the
+    model's state_dict, the first name of the parameter or buffer it is. `time` is in seconds since 1970;
+    `path` is where it was found, and is not written down.
+    """
 
     version: str
-    """Of Freewheel."""
     run: str
     origin: str
-    """The run that began this training; one that resumes another has its origin."""
     rank: int
     world_size: int
     strategy: str
     settings: dict[str, str]
     optimizer: str
     model: list[list[Any]]
-    """Name, shape and type of every trainable parameter."""
     names: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Of every entry of the model's state_dict: the first name of the parameter or buffer it is."""
     step: int = 0
     time: float = 0.0
-    """When it was taken, in seconds since 1970."""
     file: str = ""
     size: int = 0
     sha256: str = ""
     format: int = FORMAT
     path: Path = Path()
-    """Where it was found; not written down."""
 
     @property
     def set(self) -> str:

@@ -12,17 +12,17 @@ import collections
 import dataclasses
 import logging
 import random
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from freewheel.errors import ConfigError, at_least
-from freewheel.runtime.checkpoint.resume import Alone, restore, resume
+from freewheel.runtime.checkpoint.resume import restore, resume
 from freewheel.runtime.checkpoint.shards import Manifest
 from freewheel.runtime.checkpoint.writer import Writer
 from freewheel.runtime.membership.generation import Beginning
@@ -49,6 +49,7 @@ class Checkpoints:
         self._extra: Mapping[str, Any] = {}
         self._writer: Writer | None = None
         self._kept: dict[str, Any] = {}
+        self._vector = torch.empty(0)
         self._due = self._must = False
         self._fed: set[int] = set()  # loaders that have given a batch whose step is still to come
         self._alone = True  # whether none had, at the last step: the loop has no loader, or has left it
@@ -58,7 +59,6 @@ class Checkpoints:
         self._random: dict[str, Any] | None = None
         self._states: list[dict[str, Any]] = []
         self._unclaimed: dict[str, Any] = {}
-        self._vector = torch.empty(0)
 
     # -- beginning --
 
@@ -72,25 +72,26 @@ class Checkpoints:
         """
         self._agent, inventory, model, me = agent, agent.inventory, agent.inventory.model, agent.me
         known = {id(one): name for name, one in [*model.named_parameters(), *model.named_buffers()]}
-        entries = model.state_dict(keep_vars=True)
+        entries, run, strategy = model.state_dict(keep_vars=True), me.run.hex(), agent.strategy
         self._manifest = Manifest(
             version=me.version,
-            run=me.run.hex(),
-            origin=me.run.hex(),
+            run=run,
+            origin=run,
             rank=beginning.place(me.rank),
             world_size=len(beginning.ranks),
-            strategy=agent.strategy.name,
-            settings={name: str(value) for name, value in vars(agent.strategy).items()},
+            strategy=strategy.name,
+            settings={name: str(value) for name, value in vars(strategy).items()},
             optimizer=optimizers.name(inventory.optimizer),
             model=signature(model),
             names={key: known[id(one)] for key, one in entries.items() if id(one) in known},
         )
-        resumed, meeting = None, rendezvous or Alone()
+        resumed = None
         if path is not None:
-            resumed = resume(Path(path), self._manifest, agent.strategy.waits_for, meeting)
-        step, origin, state = resumed or (0, self._manifest.run, {})
-        # A worker that comes back does not resume, and learns here what the others have resumed.
-        self._manifest = dataclasses.replace(self._manifest, origin=meeting.first("origin", origin))
+            resumed = resume(Path(path), self._manifest, strategy.waits_for, rendezvous)
+        step, origin, state = resumed or (0, run, {})
+        if rendezvous is not None:  # one that comes back does not resume, and learns what others have
+            origin = rendezvous.first("origin", origin)
+        self._manifest = dataclasses.replace(self._manifest, origin=origin)
         if resumed is None:
             return None
         restore(state, inventory)
@@ -133,14 +134,14 @@ class Checkpoints:
                     f"checkpoint: extra has {name!r}, a {type(one).__name__} without state_dict and "
                     "load_state_dict. Give objects that have both, such as a scheduler or a GradScaler."
                 )
-            if name in self._unclaimed:
-                try:
+            try:
+                if name in self._unclaimed:
                     one.load_state_dict(self._unclaimed.pop(name))
-                except (ValueError, TypeError, KeyError, RuntimeError) as error:
-                    raise ConfigError(
-                        f"{name} cannot be resumed: its load_state_dict says {error!r}. Make it as it was "
-                        "made when the checkpoint was taken, or leave it out of extra."
-                    ) from error
+            except (ValueError, TypeError, KeyError, RuntimeError) as error:
+                raise ConfigError(
+                    f"{name} cannot be resumed: its load_state_dict says {error!r}. Make it as it was made "
+                    "when the checkpoint was taken, or leave it out of extra."
+                ) from error
         self._extra = dict(extra)
 
     # -- from the loop --
@@ -183,13 +184,12 @@ class Checkpoints:
         self._step = step
         if self._unclaimed:
             log.warning("the checkpoint has %s, which begins anew: not in extra", ", ".join(self._unclaimed))
-            self._unclaimed = {}
-        self._random = None
+        self._unclaimed, self._random = {}, None
         if self._writer is not None and self._every is not None and step % self._every == 0:
             self._due = True
-        if self._due and self._alone:
-            self.take()
         if self._alone:
+            if self._due:
+                self.take()
             self._between()
 
     def leave(self, within_s: float) -> None:
@@ -264,11 +264,10 @@ def copied(value: Any, kept: Any, where: str) -> Any:
         )
     if type(value) in (list, tuple):
         last = kept if isinstance(kept, list | tuple) and len(kept) == len(value) else [None] * len(value)
-        pairs = enumerate(zip(value, last, strict=True))
-        return type(value)(copied(one, old, f"{where}[{k}]") for k, (one, old) in pairs)
+        return type(value)(copied(one, last[k], f"{where}[{k}]") for k, one in enumerate(value))
     if type(value) in PLAIN:
         return value
-    if type(value).__module__ == "numpy" and getattr(value, "ndim", None) == 0:
+    if isinstance(value, np.generic):
         return value.item()
     raise ConfigError(
         f"a checkpoint cannot hold {where}, a {type(value).__name__}: only tensors, numbers, text, lists and "
@@ -277,23 +276,23 @@ def copied(value: Any, kept: Any, where: str) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """Where Python's, torch's and, where it is in use, NumPy's global random numbers are."""
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    """Where Python's, NumPy's and torch's global random numbers are."""
+    numpy: Any = np.random.get_state()
+    kind, keys, *rest = numpy
+    state = {
+        "python": random.getstate(),
+        "torch": torch.get_rng_state(),
+        "numpy": (kind, keys.tolist(), *rest),
+    }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
-    if "numpy.random" in sys.modules:
-        kind, keys, *rest = sys.modules["numpy.random"].get_state()
-        state["numpy"] = (kind, keys.tolist(), *rest)
     return state
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     """The way back."""
     random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-    if "numpy" in state:
-        import numpy as np
-
-        np.random.set_state(state["numpy"])
+    if len(state.get("cuda", ())) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state.get("cuda", ()))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import secrets
 import ssl
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -21,31 +21,24 @@ LONGEST_DAYS = 3650
 
 
 def make(folder: Path, days: int = 30) -> datetime:
-    """Write a new set into a folder, all three files or none, and say until when it is valid.
-
-    Existing files are never overwritten.
-    """
+    """Write a new set into a folder, and say until when it is valid. Nothing is overwritten."""
     at_least("days", days, 1)
     if days > LONGEST_DAYS:
         raise ConfigError(f"days must be at most {LONGEST_DAYS}, not {days}; a set is for one run.")
+    there = [folder / name for name in FILES if (folder / name).exists()]
+    if there:
+        raise ConfigError(f"{there[0]} exists already and stays; give another folder or remove the old set.")
     until, texts = _new_set(days)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as undo:
-            for name, text in zip(FILES, texts, strict=True):
-                path = folder / name
-                with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                    undo.callback(path.unlink, missing_ok=True)
-                    file.write(text)
-            undo.pop_all()
+        for name, text in zip(FILES, texts, strict=True):
+            handle = os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(handle, "wb") as file:
+                file.write(text)
     except OSError as error:
-        if isinstance(error, FileExistsError) and folder.is_dir():
-            raise ConfigError(
-                f"{error.filename} exists already and stays; give another folder or remove the old set."
-            ) from None
-        why = error.strerror or error
         raise ConfigError(
-            f"cannot write keys into {str(folder)!r}: {why}. Give a folder that can be written to."
+            f"cannot write keys into {str(folder)!r}: {error.strerror or error}. Give a folder that can be "
+            "written to."
         ) from None
     return until
 
@@ -105,28 +98,23 @@ def _new_set(days: int) -> tuple[datetime, tuple[bytes, bytes, bytes]]:
     until = now + timedelta(days=days)
     run = secrets.token_hex(4)
 
-    def name(what: str) -> x509.Name:
-        return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"freewheel {what} {run}")])
-
     def certificate(
         subject: str, key: ec.EllipticCurvePrivateKey, authority: ec.EllipticCurvePrivateKey, ca: bool
     ) -> x509.CertificateBuilder:
-        usage = dict.fromkeys(
-            ("content_commitment", "key_encipherment", "data_encipherment", "key_agreement",
-             "encipher_only", "decipher_only"), False,
-        )  # fmt: skip
-        usage |= {"digital_signature": not ca, "key_cert_sign": ca, "crl_sign": ca}
+        names = (
+            x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"freewheel {what} {run}")])
+            for what in ("authority", subject)
+        )
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
+        usage = x509.KeyUsage(not ca, False, False, False, False, ca, ca, False, False)
         return (
-            x509.CertificateBuilder()
-            .subject_name(name(subject))
-            .issuer_name(name("authority"))
+            x509.CertificateBuilder(next(names), next(names))
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - timedelta(minutes=5))  # clocks of other hosts may be behind
             .not_valid_after(until)
             .add_extension(x509.BasicConstraints(ca=ca, path_length=0 if ca else None), critical=True)
-            .add_extension(x509.KeyUsage(**usage), critical=True)
+            .add_extension(usage, critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(issuer, critical=False)
         )

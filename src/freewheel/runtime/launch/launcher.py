@@ -1,16 +1,9 @@
 """Start the workers of a run on this host, keep them together and end with the right exit code.
 
-The launcher hosts the rendezvous store, writes the run's options into it and starts the workers with
-``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR`` … in the environment, like torchrun, and with the run's secret
-(fabric/secret.py), which nobody else can read there.
-
-What holds:
-
-- A worker that dies is started again under its rank as often as ``restarts`` says; nobody else is disturbed.
-- A worker that is lost for good does not end the others: their strategy decides whether they can go on.
-- Each worker leads a process group of its own. A group ends with its worker, and all groups end with the
-  launcher, also when it is killed.
-- One thread does everything here: lines are never mixed, and ``tick`` may draw on the same terminal.
+The launcher hosts the rendezvous store, writes the run's options into it and starts the workers as torchrun
+does, and with the run's secret (fabric/secret.py). A worker that dies is started again under its rank; one
+that is lost for good does not end the others. Each leads a process group of its own, which ends with it, and
+all end with the launcher, also when it is killed. One thread does everything: lines are never mixed.
 """
 
 from __future__ import annotations
@@ -36,7 +29,6 @@ from freewheel.runtime.membership.entries import OPTIONS, Entries, Options
 from freewheel.runtime.membership.generation import STARTS
 from freewheel.runtime.membership.hosts import claim, host_store, listen, reach_store
 from freewheel.runtime.membership.place import HIDES, KEYS, LAUNCHED, hide
-from freewheel.runtime.membership.store_client import STORE_S, reach
 from freewheel.runtime.worker.leaving import patience
 
 Address = tuple[str, int]
@@ -83,14 +75,10 @@ def launch(
     """Run a command as so many workers on this host and return the exit code of the run.
 
     It is that of the first worker that failed for good (128 + its number for a signal), 0 without one,
-    130 after Ctrl-C, which ends everything within two seconds, 143 after SIGTERM, which lets all workers
-    leave (runtime/worker/leaving.py): the run is not complete. ``output`` gets every line,
-    ``tick`` is called several times a second; when one of them raises, all workers are killed and the caller
-    gets the error.
-
-    Workers are told the options. Others come with `join`, also from other hosts where ``master`` and ``bind``
-    are addresses that those reach. ``secret`` is a file with the run's secret; without it there is a new one,
-    or that of the keys. ``events`` says where the launcher's own records go, if not into the run's folder.
+    130 after Ctrl-C, 143 after SIGTERM, which lets all workers leave (runtime/worker/leaving.py).
+    ``output`` gets every line, ``tick`` is called several times a second; when one of them raises, all
+    workers are killed. ``secret`` is a file; without it there is a new one, or that of the keys. ``events``
+    says where the launcher's own records go, if not into the run's folder.
     """
     _check(workers, restarts, options)
     given = known_secret(secret, options.tls)
@@ -105,7 +93,7 @@ def launch(
     threads, folder = environment["OMP_NUM_THREADS"], str(options.folder or "")
     output(None, f"workers: {workers}, OMP_NUM_THREADS: {threads}, records: {folder or 'none'}", True)
     with contextlib.ExitStack() as ends:  # what is opened here is closed, whatever happens, last things first
-        run = _Run(ends, output, restarts, base.of_run(options.run), (host, port), events or home)
+        run = _Run(ends, output, restarts, base.of_run(options.run), events or home)
         if folder:
             output(None, f"Watch: freewheel watch {shlex.quote(folder)}", True)
         if most > workers:
@@ -133,10 +121,9 @@ def join(
     wait_s: float = 60.0,
     tick: Callable[[], None] | None = None,
 ) -> int:
-    """Let more workers take part in a run that goes on; the exit code is theirs.
+    """Let more workers take part in the run that meets at ``master``; the exit code is theirs.
 
-    ``master`` is the run's rendezvous. They run this command, whatever others run, and are told the run's
-    options, but for the folder, the address and the keys that ``here`` has for this host.
+    They are told the run's options, but for the folder, the address and the keys that ``here`` has.
     """
     _check(workers, restarts, here)
     store, host, port = reach_store(master, wait_s, lambda text: output(None, text, True))
@@ -152,7 +139,7 @@ def join(
             base.set(f"{OPTIONS}/worker/{rank}", options.text)
         who = f"worker{'s' * (workers > 1)} {', '.join(map(str, ranks))}"
         output(None, f"joining {master} as {who}, running: {shlex.join(command)}", True)
-        run = _Run(ends, output, restarts, entries, at, home)
+        run = _Run(ends, output, restarts, entries, home, store.renew)
         run.start(command, ranks, _environment(given.most, workers, at, secret, options.tls))
         return run.until_ended(tick)
 
@@ -201,29 +188,24 @@ class _Run:
         output: Output,
         restarts: int,
         store: Entries,
-        at: Address,
         events: Callable[[], Path] | None,
+        renew: Callable[[], None] = lambda: None,
     ) -> None:
         self._ends, self._output, self._restarts = ends, output, restarts
-        self._store, self._at, self._events = store, at, events
-        self._journals: dict[Path, Journal] = {}
+        self._store, self._renew, self._events = store, renew, events
         self._running: list[Process] = []
         self._failure = 0
         self._untold: dict[int, int] = {}
         """What the store has not been told yet of workers that died."""
         self._tell_at_s = 0.0
         if events is not None:  # who watches from the first second on sees a run that is starting
-            self._journal(events()).begin()
-
-    def _journal(self, folder: Path) -> Journal:
-        if folder not in self._journals:
-            self._journals[folder] = Journal(folder, "launcher")
-            self._ends.callback(self._journals[folder].close)
-        return self._journals[folder]
+            journal = Journal(events(), "launcher")
+            journal.begin()
+            ends.callback(journal.close)
 
     def _note(self, what: str, rank: int, life: int, text: str) -> None:
         if self._events is not None:
-            self._journal(self._events()).event(time.time(), what, rank, life, text)
+            Journal(self._events(), "launcher").event(time.time(), what, rank, life, text)
 
     def start(self, command: Sequence[str], ranks: Sequence[int], environment: Mapping[str, str]) -> None:
         """Start the processes; they are killed with the stack, if they have not ended before."""
@@ -274,14 +256,10 @@ class _Run:
 
     def _tell(self) -> None:
         """Let the workers know whether those that died come back; without the store, try again later."""
-        # Over a new connection: the store may have been started anew.
-        with (
-            contextlib.suppress(RuntimeError, OSError),
-            contextlib.closing(reach(*self._at, STORE_S)) as connection,
-        ):
-            store = self._store.over(connection)
+        with contextlib.suppress(RuntimeError, OSError):
+            self._renew()
             for rank, starts in list(self._untold.items()):
-                store.set(f"{STARTS}/{rank}", str(starts))
+                self._store.set(f"{STARTS}/{rank}", str(starts))
                 del self._untold[rank]
         self._tell_at_s = time.monotonic() + TELL_AGAIN_S
 

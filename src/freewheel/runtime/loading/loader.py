@@ -25,20 +25,15 @@ log = logging.getLogger("freewheel")
 
 
 class Loader(BaseLoader):
-    """Passes over a dataset.
+    """Passes over a dataset, which has a length and is read by index: a Dataset, a tensor, a list.
 
     The same seed and epoch give the same order, and the same random numbers to the processes that DataLoader
     starts for the pass; those of other workers get others. When the worker is told to stop, a pass ends after
-    the batch in hand and no other one begins.
-
-    A batch counts as finished when the loop asks for the next one, or ends: what DataLoader's processes have
-    loaded ahead does not.
+    the batch in hand and no other one begins. A batch counts as finished when the loop asks for the next one,
+    or ends: what DataLoader's processes have loaded ahead does not.
 
     `epochs` says how many passes the run makes: the last one then ends when all workers have finished, so
-    that what one of them leaves behind is still dealt.
-
-    `dataset` has a length and is read by index: a Dataset, a tensor, a list. The options are DataLoader's
-    (`num_workers`, `collate_fn`, `pin_memory`, …), and so are its attributes.
+    that what one of them leaves behind is still dealt. The options and the attributes are DataLoader's.
     """
 
     def __init__(

@@ -93,10 +93,6 @@ class Entries:
         """The same, all names beginning with a prefix."""
         return self._but(_prefix=self._name(prefix))
 
-    def over(self, store: Store) -> Entries:
-        """The same over another connection."""
-        return self._but(_store=store)
-
     def _but(self, **changed: object) -> Entries:
         made = copy.copy(self)
         vars(made).update(changed)

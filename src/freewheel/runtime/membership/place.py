@@ -59,11 +59,9 @@ class Place:
     secret: bytes = field(default=b"", repr=False)
     """The run's (fabric/secret.py); empty: nobody has given one, and who reaches the store is believed."""
     tls: str | None = None
-    """The run's keys, where a launcher of ours says so."""
     bind: str | None = None
-    """The address to listen on, where who started this worker knows it."""
     folder: str | None = None
-    """Where this worker writes its records, where that is its own."""
+    """Keys, the address to listen on and where to write records, where who started this worker knows them."""
     life: int = 0
     """How often this worker was started, where who starts it counts."""
     meeting: Meeting | None = None
@@ -87,28 +85,24 @@ class Place:
                 f"the environment has no {', '.join(missing)}. Start workers with `freewheel run` or "
                 f"torchrun, or set {', '.join(names)}; with WORLD_SIZE=1 a script trains alone."
             )
-        numbers = {}
-        for name in ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
-            text = environment.get(name, "0")
-            if not text.isdecimal():
-                raise ConfigError(f"{name}={text!r} in the environment is not a whole number.")
-            numbers[name] = int(text)
-        rank, world_size = numbers["RANK"], numbers["WORLD_SIZE"]
+        numbers = (_whole(environment, name) for name in (*names[:2], "MASTER_PORT", "LOCAL_WORLD_SIZE"))
+        rank, world_size, port, local_world_size = numbers
         if not 0 <= rank < world_size:
             raise ConfigError(
                 f"RANK={rank} and WORLD_SIZE={world_size} in the environment do not fit: ranks go from 0 to "
                 "WORLD_SIZE - 1."
             )
+        host = environment.get("MASTER_ADDR", "127.0.0.1")
+        launched = environment.get(LAUNCHED) == f"{host}:{port}"
         return cls(
             rank,
             world_size,
-            numbers["LOCAL_WORLD_SIZE"],
-            environment.get("MASTER_ADDR", "127.0.0.1"),
-            numbers["MASTER_PORT"],
+            local_world_size,
+            host,
+            port,
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True" or STORE in environment,
             environment.get("TORCHELASTIC_RESTART_COUNT") or environment.get(RUN, "0"),
-            launched := environment.get(LAUNCHED)
-            == f"{environment.get('MASTER_ADDR')}:{numbers['MASTER_PORT']}",
+            launched,
             secret.of_environment(environment),
             environment.get(KEYS) if launched else None,
             environment.get(BIND) or None,
@@ -119,14 +113,10 @@ class Place:
         """Where the workers meet, for people."""
         return f"{self.host}:{self.port}" if self.meeting is None else str(self.meeting)
 
-    def spans_hosts(self) -> bool:
-        """Whether workers may sit on other machines."""
-        # A machine's own name may mean loopback on that machine, and something else on others.
-        return self.local_world_size != self.world_size and not is_loopback(self.host)
-
     def loopback(self) -> str:
         """The address to listen on if none is given; refuses it where others could not be reached."""
-        if not self.spans_hosts():
+        # A machine's own name may mean loopback on that machine, and something else on others.
+        if self.local_world_size == self.world_size or is_loopback(self.host):
             return "127.0.0.1"
         raise ConfigError(
             f"this run may span machines (MASTER_ADDR={self.host}), and workers listen on loopback "
@@ -154,18 +144,19 @@ def shown(environment: Mapping[str, str]) -> Mapping[str, str]:
     """The environment with hidden ranks under their usual names, unless somebody has set others since."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return environment
-    hidden = {name: f"FREEWHEEL_{name}" for name in RANKS}
-    return {
-        **environment,
-        **{name: environment[other] for name, other in hidden.items() if other in environment},
-    }
+    hidden = {name: environment.get(f"FREEWHEEL_{name}") for name in RANKS}
+    return {**environment, **{name: given for name, given in hidden.items() if given is not None}}
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int:
     """Which worker of its host this is, for the choice of a device."""
-    text = shown(environment).get("LOCAL_RANK") or environment.get("SLURM_LOCALID", "0")
+    return _whole({"LOCAL_RANK": environment.get("SLURM_LOCALID", "0"), **shown(environment)}, "LOCAL_RANK")
+
+
+def _whole(environment: Mapping[str, str], name: str) -> int:
+    text = environment.get(name, "0")
     if not text.isdecimal():
-        raise ConfigError(f"LOCAL_RANK={text!r} in the environment is not a whole number.")
+        raise ConfigError(f"{name}={text!r} in the environment is not a whole number.")
     return int(text)
 
 

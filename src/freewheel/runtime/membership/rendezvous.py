@@ -25,7 +25,7 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError, WorkerLost, first_line
 from freewheel.fabric.secret import Forged, derive
-from freewheel.runtime.membership.entries import OPTIONS, Entries, Options, Store
+from freewheel.runtime.membership.entries import OPTIONS, Entries, Options
 from freewheel.runtime.membership.generation import (
     GIVEN_UP,
     Beginning,
@@ -37,7 +37,7 @@ from freewheel.runtime.membership.generation import (
     started,
 )
 from freewheel.runtime.membership.place import Place
-from freewheel.runtime.membership.store_client import STORE_S, BoundedStore, idle, reach, within
+from freewheel.runtime.membership.store_client import STORE_S, BoundedStore, reach, within
 from freewheel.runtime.worker.checks import first_difference, other_settings, signature
 from freewheel.strategy import Strategy
 
@@ -203,7 +203,7 @@ class Rendezvous:
         """
         found: dict[int, tuple[str, int]] = {}
         try:
-            self._line.renew(lambda: _again(self.place))
+            self._line.renew()
             self._register(lives)
             for rank in set(range(self.most)).difference(members):
                 host, port, life = self._listed(rank) or ("", 0, -1)
@@ -362,7 +362,7 @@ class Waiting:
 def launched_options(place: Place) -> Options | None:
     """What our launcher tells its workers; None where there is none."""
     if place.launched:
-        with contextlib.suppress(OSError, RuntimeError), contextlib.closing(_again(place)) as store:
+        with contextlib.suppress(OSError, RuntimeError), contextlib.closing(_reach(place, STORE_S)) as store:
             entries = Entries(store, place.secret)
             if entries.check(OPTIONS):
                 options = Options.read(entries.get(OPTIONS))
@@ -387,37 +387,37 @@ def patiently(join: Callable[[], None], place: Place, timeout_s: float) -> None:
             _stores[place] = _connect(place, max(1.0, end - time.monotonic())), used
 
 
-def _again(place: Place) -> BoundedStore:
+def _reach(place: Place, timeout_s: float) -> BoundedStore:
     """A connection with a meeting place that is there."""
-    if (meeting := place.meeting) is None:
-        return reach(place.host, place.port, STORE_S)
-    return BoundedStore(within(STORE_S, lambda: meeting.connect(STORE_S)), STORE_S)
+    if place.meeting is not None:
+        return BoundedStore(place.meeting.connect, None, timeout_s)
+    return reach(place.host, place.port, timeout_s)
 
 
 def _connect(place: Place, timeout_s: float) -> BoundedStore:
-    """The first connection, which worker 0 may have to make possible."""
-
-    def connect() -> Store:
-        if place.meeting is not None:
-            return place.meeting.connect(timeout_s)
-        holds, given_s = place.rank == 0 and not place.hosted, timedelta(seconds=timeout_s)
-        return TCPStore(place.host, place.port, None, holds, given_s, wait_for_workers=False)
-
-    try:  # a second more than it gives itself: what it has to say is better than that it hangs
-        store, line = within(timeout_s + 1, connect), None
-        with contextlib.suppress(OSError):
-            line = idle(place.host, place.port, timeout_s) if place.meeting is None else None
-        return BoundedStore(store, timeout_s, line)
-    except RuntimeError as error:
-        if "EADDRINUSE" in str(error):
+    """The first connection: worker 0 may have to hold the store, others wait for it."""
+    host, port = place.host, place.port
+    if place.rank == 0 and not place.hosted and place.meeting is None:
+        try:
+            given_s = timedelta(seconds=timeout_s)
+            store = within(timeout_s + 1, lambda: TCPStore(host, port, None, True, given_s, False))
+        except RuntimeError as error:
             raise ConfigError(
-                f"worker {place.rank} cannot hold the rendezvous: port {place.port} is in use. "
-                "Set another MASTER_PORT, for all workers."
+                f"worker 0 cannot hold the rendezvous at {place.where} ({first_line(error)}). If the port is "
+                "in use, set another MASTER_PORT, for all workers."
             ) from None
-        raise ConfigError(
-            f"worker {place.rank} cannot reach the rendezvous at {place.where} "
-            f"({first_line(error)}). Check MASTER_ADDR and MASTER_PORT, and worker 0."
-        ) from None
+        return BoundedStore(lambda _: store, (host, port), timeout_s)
+    end_s = time.monotonic() + timeout_s
+    while True:
+        try:  # a second more than there is: what it has to say is better than that it hangs
+            return _reach(place, end_s - time.monotonic() + 1)
+        except (OSError, RuntimeError) as error:
+            if time.monotonic() > end_s:
+                raise ConfigError(
+                    f"worker {place.rank} cannot reach the rendezvous at {place.where} "
+                    f"({first_line(error)}). Check MASTER_ADDR and MASTER_PORT, and worker 0."
+                ) from None
+            time.sleep(POLL_S)
 
 
 def address_for(host: str) -> str:

@@ -76,19 +76,25 @@ def calls(name: str) -> Any:
 
 
 class BoundedStore:
-    """A store whose every call ends within `timeout_s`; one connection for as long as the store lives."""
+    """A store whose every call ends within `timeout_s`; one connection for as long as the store lives.
 
-    def __init__(self, store: Store, timeout_s: float, line: int | None = None) -> None:
-        self._store, self._line, self.timeout_s = store, line, timeout_s
-        self._broken = False
+    `connect` makes the connection, in so many seconds; `at` is where to keep a plain one beside it.
+    """
+
+    def __init__(
+        self, connect: Callable[[float], Store], at: tuple[str, int] | None, timeout_s: float
+    ) -> None:
+        self._connect, self._at, self.timeout_s = connect, at, timeout_s
+        self._line: int | None = None
         self._hangs: concurrent.futures.Future[Any] | None = None
         self._until_s = 0.0
+        self._open()
 
     check, get, set, compare_set, delete_key = map(calls, STORE)
 
     def ask(self, call: str, *words: object) -> Any:
         """Call it."""
-        if self._gone():  # its own way to find out is a long complaint
+        if self._broken or self._gone():  # its own way to find out is a long complaint
             raise DistNetworkError("the store is gone")
         return self._try(lambda: within(self.timeout_s, lambda: getattr(self._store, call)(*words)))
 
@@ -116,13 +122,19 @@ class BoundedStore:
         except OSError:
             return True
 
-    def renew(self, connect: Callable[[], BoundedStore]) -> None:
+    def renew(self) -> None:
         """Connect again where the connection is over; OSError or RuntimeError if the store is not there."""
         if not self.alive():
-            fresh = self._try(connect)
-            self.close()
-            self._store, self._line, self._broken = fresh._store, fresh._line, False
-            fresh._line = None
+            self._try(self._open)
+
+    def _open(self) -> None:
+        self.close()
+        if self._at is not None:  # tried first: the store's own way is noisy and cannot be interrupted
+            with socket.create_connection(self._at, timeout=self.timeout_s) as sock:
+                sock.setblocking(False)
+                self._line = sock.detach()
+        self._store = within(self.timeout_s, lambda: self._connect(self.timeout_s))
+        self._broken = False
 
     def close(self) -> None:
         """Let go of the connection beside the store's; that one closes with the store."""
@@ -134,21 +146,10 @@ class BoundedStore:
         self.close()
 
 
-def idle(host: str, port: int, timeout_s: float) -> int:
-    """The handle of a connection on which nothing is said, for a BoundedStore."""
-    with socket.create_connection((host, port), timeout=timeout_s) as sock:
-        sock.setblocking(False)
-        return sock.detach()
-
-
 def reach(host: str, port: int, timeout_s: float) -> BoundedStore:
     """A new connection with a store that is there already; OSError or RuntimeError if it does not answer."""
-    # Tried with a plain socket first: the store's own way of trying is noisy and cannot be interrupted.
-    line = idle(host, port, timeout_s)
-    try:
-        given_s = timedelta(seconds=timeout_s)
-        store = within(timeout_s, lambda: TCPStore(host, port, None, False, given_s, wait_for_workers=False))
-    except BaseException:
-        os.close(line)
-        raise
-    return BoundedStore(store, timeout_s, line)
+
+    def connect(within_s: float) -> Store:
+        return TCPStore(host, port, None, False, timedelta(seconds=within_s), wait_for_workers=False)
+
+    return BoundedStore(connect, (host, port), timeout_s)
