@@ -16,6 +16,7 @@ Each message says what was given, what is allowed and what to do next.
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Iterable
 
 
@@ -76,6 +77,12 @@ def at_least(what: str, value: float | None, least: float) -> None:
     """Refuse a setting below its smallest allowed value; None means not set."""
     if value is not None and not value >= least:
         raise ConfigError(f"{what} must be at least {least:g}, not {value:g}.")
+
+
+def above_zero(what: str, value: float) -> None:
+    """Refuse a setting that is not a finite number above 0."""
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{what} must be above 0 and finite, not {value:g}.")
 
 
 def first_line(error: BaseException, longest: int = 120) -> str:

@@ -161,22 +161,17 @@ def flatten(named: Iterable[tuple[str, nn.Parameter]], gradients: bool = True) -
     blocks, start = [], 0
     for (dtype, device), parameters in groups.items():
         size = sum(parameter.numel() for parameter in parameters)
-        block = Block(
-            torch.empty(size, dtype=dtype, device=device),
-            torch.zeros(size if gradients else 0, dtype=dtype, device=device),
-            start,
-            parameters,
-        )
+        weights = torch.empty(size, dtype=dtype, device=device)
+        blocks.append(Block(weights, torch.zeros_like(weights[: size * gradients]), start, parameters))
         at = 0
         for parameter in parameters:
-            weights = view(block.weights, at, parameter)
-            weights.copy_(parameter.detach())
-            parameter.data = weights
+            piece = view(weights, at, parameter)
+            piece.copy_(parameter.detach())
+            parameter.data = piece
             if gradients:
-                parameter.grad = view(block.gradient, at, parameter)
+                parameter.grad = view(blocks[-1].gradient, at, parameter)
             at += parameter.numel()
-        blocks.append(block)
-        start = block.stop
+        start += size
     for parameter, first in twins:
         parameter.data = first.data
         if gradients:
@@ -190,11 +185,5 @@ def view(flat: Tensor, at: int, like: Tensor) -> Tensor:
 
 
 def strides(like: Tensor) -> tuple[int, ...]:
-    """The memory order of a parameter's piece: channels-last ones keep theirs; others become contiguous."""
-    by_stride = sorted(zip(like.stride(), like.shape, strict=True), reverse=True)
-    dense, expected = True, like.numel()
-    for stride, length in by_stride:
-        if length > 1:
-            expected //= length
-            dense = dense and stride == expected
-    return like.stride() if dense else torch.empty(like.shape, device="meta").stride()
+    """The memory order of a parameter's piece: dense, and a dense parameter's own."""
+    return torch.empty_like(like, device="meta").stride()

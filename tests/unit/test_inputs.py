@@ -40,7 +40,7 @@ def test_a_trace_from_a_file_is_repeated(tmp_path):
     compute = fw.Compute.parse(f"trace:{path}", ms=1.0)
     assert times(compute, 1, 3) == pytest.approx([0.02, 0.04, 0.02])
     assert compute.mean_s(0) == pytest.approx(0.02)
-    path.write_text("[5, 15]")
+    path.write_text("5\n15\n")
     assert times(fw.Compute.parse(f"trace:{path}"), 7, 2) == pytest.approx([0.005, 0.015])
     assert compute.ideal_rate(2) == pytest.approx(1 / 0.02 + 1 / 0.03)
 
@@ -76,7 +76,7 @@ def refused(make, message):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: fw.Compute(ms=0), r"compute time must be above 0 ms, not 0"),
+        (lambda: fw.Compute(ms=0), r"compute time must be above 0 .*not 0"),
         (lambda: fw.Compute(kind="normal"), r"unknown compute model 'normal'\. Did you mean 'lognormal'"),
         (lambda: fw.Compute.parse("uniform:lots"), r"spread in 'uniform:lots' must be a number"),
         (lambda: fw.Compute.parse("uniform:2"), r"between 0 and 1, not 2"),
@@ -84,29 +84,35 @@ def refused(make, message):
         (lambda: fw.Compute(slow={0: -1}), r"slowness of worker 0 must be above 0"),
         (
             lambda: fw.Scenario(workers=2, compute=fw.Compute(slow={5: 2})),
-            r"slow worker 5 does not exist.*0 to 1",
+            r"slow: there is no worker 5.*0 to 1",
         ),
         (
             lambda: fw.Scenario(workers=2, compute=fw.Compute(pauses=[(2, 0, 1)])),
-            r"paused worker 2 does not exist",
+            r"pause: there is no worker 2",
         ),
-        (lambda: fw.Links(mbit=0), r"link bandwidth must be above 0 Mbit/s, not 0"),
-        (lambda: fw.Links(mbit=float("nan")), r"link bandwidth must be above 0"),
-        (lambda: fw.Links(backbone_mbit=-1), r"backbone bandwidth must be above 0 Mbit/s, not -1"),
-        (lambda: fw.Links(latency_ms=-1), r"latency must be 0 ms or more"),
-        (lambda: fw.Scenario(workers=2, links=fw.Links(slow={2: 2})), r"slow link of worker 2: .*0 to 1"),
+        (lambda: fw.Links(mbit=0), r"link bandwidth in Mbit/s must be above 0 .*not 0"),
+        (lambda: fw.Links(mbit=float("nan")), r"link bandwidth in Mbit/s must be above 0"),
+        (lambda: fw.Links(backbone_mbit=-1), r"backbone bandwidth in Mbit/s must be above 0 .*not -1"),
+        (lambda: fw.Links(latency_ms=-1), r"latency must be at least 0"),
+        (
+            lambda: fw.Scenario(workers=2, links=fw.Links(slow={2: 2})),
+            r"slow link: there is no worker 2.*0 to 1",
+        ),
         (lambda: fw.Scenario(workers=0), r"workers must be at least 1, not 0"),
         (lambda: fw.Scenario(steps=0), r"steps must be at least 1"),
         (lambda: fw.Scenario(lr=-0.1), r"learning rate must be 0 or more"),
         (lambda: fw.Scenario(momentum=1.0), r"momentum must be at least 0 and below 1"),
         (lambda: fw.Scenario(target=90), r"target accuracy must lie between 0 and 1, not 90"),
-        (lambda: fw.Scenario(model_mb=0), r"model's size must be above 0 MB"),
+        (lambda: fw.Scenario(model_mb=0), r"model's size in MB must be above 0"),
         (lambda: fw.Fault.parse("explode:1@1"), r"unknown fault 'explode'.*" + ", ".join(sorted(KINDS))),
         (lambda: fw.Fault.parse("crash:1"), r"cannot read the fault 'crash:1'\. Write KIND:WORKER@SECONDS"),
         (lambda: fw.Fault.parse("crash:1-2@1"), r"only cut and heal take two workers"),
-        (lambda: fw.Fault.parse("slow:1@1"), r"how many times slower, as in slow:1x10@1"),
+        (lambda: fw.Fault.parse("slow:1@1"), r"take a factor, as in slow:1x10@1"),
         (lambda: fw.Fault.parse("crash:1@1e"), r"cannot read the (numbers|fault)"),
-        (lambda: fw.Scenario(workers=3, faults=[fw.Fault("crash", 3, 1)]), r"no worker 3, only 0 to 2"),
+        (
+            lambda: fw.Scenario(workers=3, faults=[fw.Fault("crash", 3, 1)]),
+            r"no worker 3, only workers 0 to 2",
+        ),
         (lambda: fw.Scenario(faults=[fw.Fault("restart", 3, 1)]), r"restart:3@1: worker 3 lives then"),
         (
             lambda: fw.Scenario(faults=[fw.Fault("crash", 3, 2), fw.Fault("crash", 3, 1)]),

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from freewheel.errors import ConfigError, UnknownName
+from freewheel.errors import ConfigError, UnknownName, above_zero, at_least
 
 KINDS = {
     "constant": "every step takes the mean",
@@ -39,27 +38,23 @@ class Compute:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             raise UnknownName("compute model", self.kind, KINDS)
-        if not (self.ms > 0 and math.isfinite(self.ms)):
-            raise ConfigError(f"the compute time must be above 0 ms, not {self.ms:g}.")
-        if self.kind == "uniform" and not 0 <= self.spread <= 1:
+        above_zero("the compute time", self.ms)
+        most = 1 if self.kind == "uniform" else 10
+        if not 0 <= self.spread <= most:
             raise ConfigError(
-                f"the spread of uniform compute times must lie between 0 and 1, not {self.spread:g}."
+                f"the spread of {self.kind} compute times must lie between 0 and {most}, not {self.spread:g}."
             )
-        if not (self.spread >= 0 and math.isfinite(self.spread)):
-            raise ConfigError(f"the spread of compute times must be 0 or more, not {self.spread:g}.")
         if self.kind == "trace" and not self.trace:
             raise ConfigError("compute times from a trace need a file with at least one row: trace:FILE.")
         for rank, factor in self.slow.items():
-            if not (factor > 0 and math.isfinite(factor)):
-                raise ConfigError(f"the slowness of worker {rank} must be above 0, not {factor:g}.")
+            above_zero(f"the slowness of worker {rank}", factor)
         for rank, own in self.of.items():
             if own.slow or own.pauses or own.of:
                 raise ConfigError(
                     f"the compute model of worker {rank} may not have slow, pauses or of itself."
                 )
-        for rank, at_s, for_s in self.pauses:
-            if not (at_s >= 0 and for_s >= 0 and math.isfinite(at_s + for_s)):
-                raise ConfigError(f"the pause of worker {rank} must have times of 0 s or more.")
+        for rank, *times_s in self.pauses:
+            at_least(f"the times of the pause of worker {rank}", min(times_s), 0)
 
     @classmethod
     def parse(cls, text: str, **rest: object) -> Compute:
@@ -67,26 +62,18 @@ class Compute:
         kind, _, value = text.partition(":")
         if kind == "trace":
             return cls(kind=kind, trace=read_trace(value), **rest)  # type: ignore[arg-type]
-        if kind in ("constant", "exponential") and value:
-            raise ConfigError(f"compute times that are {kind} have no spread; write {kind!r}, not {text!r}.")
         if not value:
             return cls(kind=kind, **rest)  # type: ignore[arg-type]
+        if kind in ("constant", "exponential"):
+            raise ConfigError(f"compute times that are {kind} have no spread; write {kind!r}, not {text!r}.")
         try:
-            return cls(kind=kind, spread=float(value), **rest)  # type: ignore[arg-type]
-        except ConfigError:
-            raise
+            spread = float(value)
         except ValueError:
             raise ConfigError(f"the spread in {text!r} must be a number, as in lognormal:0.3.") from None
+        return cls(kind=kind, spread=spread, **rest)  # type: ignore[arg-type]
 
     def check(self, workers: int) -> None:
-        """Refuse slow or paused workers that do not exist, and a trace of another width."""
-        paused = [rank for rank, _, _ in self.pauses]
-        for what, ranks in (("slow", self.slow), ("paused", paused), ("specially computing", self.of)):
-            for rank in ranks:
-                if not 0 <= rank < workers:
-                    raise ConfigError(
-                        f"{what} worker {rank} does not exist: there are only workers 0 to {workers - 1}."
-                    )
+        """Refuse a trace of another width."""
         for row in (row for model in (self, *self.of.values()) for row in model.trace):
             if len(row) not in (1, workers):
                 raise ConfigError(
@@ -142,27 +129,14 @@ class Clockwork:
 
 
 def read_trace(path: str) -> list[list[float]]:
-    """Step times in ms: JSON (a list of numbers or of rows), or lines of numbers split by space or comma."""
+    """Step times in ms: lines of numbers, with spaces or commas between them."""
     try:
-        text = Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
-        raise ConfigError(f"cannot read the trace of step times {path!r}: {why}.") from None
-    try:
-        rows = (
-            json.loads(text)
-            if text.lstrip().startswith("[")
-            else [
-                line.replace(",", " ").split()
-                for line in text.splitlines()
-                if line.strip() and not line.startswith("#")
-            ]
-        )
-        trace = [[float(value) for value in (row if isinstance(row, list) else [row])] for row in rows]
-    except (ValueError, TypeError):
+        lines = Path(path).read_text().replace(",", " ").splitlines()
+        trace = [list(map(float, line.split())) for line in lines if line and not line.startswith("#")]
+    except (OSError, ValueError) as error:
         raise ConfigError(
-            f"the trace {path!r} must hold numbers: step times in ms, one row for each step."
+            f"cannot read the trace of step times {path!r}: {error}. Give lines of numbers: times in ms."
         ) from None
-    if not trace or any(not row or not all(0 < ms < math.inf for ms in row) for row in trace):
-        raise ConfigError(f"the trace {path!r} must hold at least one step time, each above 0 ms.")
+    if not all(row and all(0 < ms < math.inf for ms in row) for row in trace):
+        raise ConfigError(f"the step times in the trace {path!r} must be above 0 ms, some in every line.")
     return trace

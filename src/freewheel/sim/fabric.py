@@ -14,7 +14,7 @@ from torch import Tensor
 from freewheel.fabric import collectives
 from freewheel.fabric.base import Each, Fabric, Message, Note, Tag, Weights
 from freewheel.records.counters import Counters
-from freewheel.sim.clock import VirtualLoop
+from freewheel.sim.clock import Callback, VirtualLoop
 from freewheel.sim.links import PACKET_BYTES, Network, Port
 from freewheel.sim.sharing import Fair
 from freewheel.sim.trace import Trace
@@ -35,9 +35,8 @@ class Wire:
         self.ends: dict[int, VirtualFabric] = {}
         self.life = [0] * workers
         """How often each worker has been started."""
-        self.cut: dict[tuple[int, int], int] = {}
-        """Links that are cut, each with the number of its cut."""
-        self.cuts = 0
+        self.cut: dict[frozenset[int], Callback] = {}
+        """Links that are cut, each with the timer that lets its ends notice."""
         self.everybody = tuple(range(workers)), frozenset(range(workers))
         """The members of the beginning."""
         self.silence_s = 2.0
@@ -69,7 +68,7 @@ class Wire:
             return end
         for peer in others:
             self.ends[peer].lose(rank, "restarted")  # some may not have noticed yet that it was gone
-            if (rank, peer) not in self.cut:
+            if frozenset((rank, peer)) not in self.cut:
                 self.meet(rank, peer)
         return end
 
@@ -97,18 +96,15 @@ class Wire:
 
     def cut_link(self, a: int, b: int) -> None:
         """Lose all messages between two workers from now on; they notice after a while of silence."""
-        self.cuts += 1
-        self.cut[a, b] = self.cut[b, a] = self.cuts
-        self.loop.call_later(self.silence_s, self._notice_cut, a, b, self.cuts)
-
-    def _notice_cut(self, a: int, b: int, number: int) -> None:
-        if self.cut.get((a, b)) == number:
-            self.part(a, b, "its link is cut")
+        link = frozenset((a, b))
+        if link in self.cut:
+            self.cut[link].cancel()
+        self.cut[link] = self.loop.call_later(self.silence_s, self.part, a, b, "its link is cut")
 
     def heal_link(self, a: int, b: int) -> None:
         """Let two workers reach each other again, over a new connection: what was lost stays lost."""
-        if self.cut.pop((a, b), None):
-            del self.cut[b, a]
+        if (timer := self.cut.pop(frozenset((a, b)), None)) is not None:
+            timer.cancel()
             self.part(a, b, "its link was cut")
             self.meet(a, b)
 
@@ -309,7 +305,7 @@ class VirtualFabric(Fabric):
         """The last byte has arrived: hand over, unless either side's life ended or the link was cut."""
         wire, message, peer = self.wire, flight.message, flight.peer
         alive = wire.ends.get(self.rank) is self and wire.ends.get(peer) is flight.target
-        same = self.epoch(peer) == flight.epoch and (self.rank, peer) not in wire.cut
+        same = self.epoch(peer) == flight.epoch and frozenset((self.rank, peer)) not in wire.cut
         if not alive or not same or flight.target is None:
             return
         wire.trace.add((wire.loop.time(), "land", self.rank, peer, message.tag))

@@ -16,11 +16,10 @@ backbone. Buffers between ports are unlimited, but a sender feels a full receive
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from freewheel.errors import ConfigError
+from freewheel.errors import above_zero, at_least
 from freewheel.settings import setting
 
 BYTES_PER_MBIT = 1e6 / 8
@@ -48,22 +47,13 @@ class Links:
     def __post_init__(self) -> None:
         speeds = {"link": self.mbit, "outgoing": self.out_mbit, "backbone": self.backbone_mbit}
         for name, value in (*speeds.items(), ("node", self.node_mbit)):
-            if value is not None and not (value > 0 and math.isfinite(value)):
-                raise ConfigError(f"the {name} bandwidth must be above 0 Mbit/s, not {value:g}.")
-        for name, value in (("latency", self.latency_ms), ("latency inside a node", self.node_latency_ms)):
-            if not (value >= 0 and math.isfinite(value)):
-                raise ConfigError(f"the {name} must be 0 ms or more, not {value:g}.")
-        if self.workers_per_node < 1:
-            raise ConfigError(f"workers per node must be at least 1, not {self.workers_per_node}.")
+            if value is not None:
+                above_zero(f"the {name} bandwidth in Mbit/s", value)
+        at_least("the latency", self.latency_ms, 0)
+        at_least("the latency inside a node", self.node_latency_ms, 0)
+        at_least("workers per node", self.workers_per_node, 1)
         for rank, factor in self.slow.items():
-            if not (factor > 0 and math.isfinite(factor)):
-                raise ConfigError(f"the slow-link factor of worker {rank} must be above 0, not {factor:g}.")
-
-    def check(self, workers: int) -> None:
-        """Refuse a slow link of a worker that does not exist."""
-        for rank in self.slow:
-            if not 0 <= rank < workers:
-                raise ConfigError(f"slow link of worker {rank}: there are only workers 0 to {workers - 1}.")
+            above_zero(f"the slow-link factor of worker {rank}", factor)
 
 
 class Port:
@@ -91,7 +81,6 @@ class Network:
     """The ports of one run and the paths through them."""
 
     def __init__(self, links: Links, workers: int) -> None:
-        links.check(workers)
         self.links = links
         slow = [links.slow.get(rank, 1.0) for rank in range(workers)]
         self.out = [Port((links.out_mbit or links.mbit) / factor) for factor in slow]

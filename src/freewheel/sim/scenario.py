@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from freewheel.errors import ConfigError, at_least
+from freewheel.errors import ConfigError, above_zero, at_least
 from freewheel.settings import Training, setting
 from freewheel.sim.compute import Compute
 from freewheel.sim.faults import Fault
@@ -38,17 +37,27 @@ class Scenario(Training):
             )
         at_least("evaluations", self.evaluations, 0)
         at_least("batches", self.batches, 0)
-        if self.model_mb is not None and not (self.model_mb > 0 and math.isfinite(self.model_mb)):
-            raise ConfigError(f"the model's size must be above 0 MB, not {self.model_mb:g}.")
+        if self.model_mb is not None:
+            above_zero("the model's size in MB", self.model_mb)
         self.compute.check(self.workers)
-        self.links.check(self.workers)
         self._check_faults()
+        for what, ranks in (
+            ("slow", self.compute.slow),
+            ("pause", [rank for rank, _, _ in self.compute.pauses]),
+            ("compute", self.compute.of),
+            ("slow link", self.links.slow),
+            ("fault", [one for fault in self.faults for one in (fault.rank, fault.peer) if one is not None]),
+        ):
+            for rank in ranks:
+                if not 0 <= rank < self.workers:
+                    raise ConfigError(
+                        f"{what}: there is no worker {rank}, only workers 0 to {self.workers - 1}."
+                    )
 
     def _check_faults(self) -> None:
         """Refuse faults of workers that do not exist, or do not live at that time."""
         dead: set[int] = set()
         for fault in sorted(self.faults, key=lambda fault: fault.at_s):
-            fault.check(self.workers)
             if fault.kind == "restart":
                 if fault.rank not in dead:
                     raise ConfigError(f"fault {fault}: worker {fault.rank} lives then; let it crash before.")
