@@ -92,9 +92,9 @@ class ADPSGD(Strategy):
         """Be patient anew."""
         many = node.world_size >= MANY
         self.moment = Patience.chosen(self.patience, node.momentum, FEW, 0.25 if many else 0.5)
-        fewest = topology.resolve(self.topology, node.world_size).fewest
+        self.graph = topology.resolve(self.topology, node.world_size)
         meetings = 1 + many if self.meetings is None else self.meetings
-        self.most = max(1, min(meetings, fewest)) if self.moment.most else 1
+        self.most = max(1, min(meetings, self.graph.fewest)) if self.moment.most else 1
 
     @property
     def meet(self) -> Pull:
@@ -105,15 +105,15 @@ class ADPSGD(Strategy):
         """Where waiting is worth it."""
         due = node.steps % self.every == 0 and self.moment.waits(len(node.members))
         due = due and self.moment.tries(node.steps, node.rate_left)
-        return due and topology.resolve(self.topology, node.world_size).initiates(node.rank)
+        return due and self.graph.initiates(node.rank)
 
     async def after_step(self, node: Node) -> None:
         """Wait a moment for an exchange."""
         await node.linger(self.moment, self._fresh(node))
 
     async def _fresh(self, node: Node) -> None:
-        left, graph = self.most, topology.resolve(self.topology, node.world_size)
-        for peer, _ in zip(node.peers(graph), range(AT_BOUNDARY), strict=False):
+        left = self.most
+        for peer, _ in zip(node.peers(self.graph), range(AT_BOUNDARY), strict=False):
             await node.exchange_over()  # what is under way has nothing of the last step
             left -= await node.exchange(peer)
             if not left:
@@ -121,8 +121,7 @@ class ADPSGD(Strategy):
 
     async def background(self, node: Node) -> None:
         """So many exchanges for each step, at its end or late in it."""
-        graph = topology.resolve(self.topology, node.world_size)
-        if not graph.initiates(node.rank):
+        if not self.graph.initiates(node.rank):
             return
         while True:
             before = node.exchanges
@@ -130,10 +129,6 @@ class ADPSGD(Strategy):
             for number in range(1, self.per_step + 1):
                 await node.late(number / self.per_step)
                 if node.exchanges < before + number:  # else another worker called, or it was at the boundary
-                    await self._exchange(node, graph)
-
-    async def _exchange(self, node: Node, graph: Topology) -> None:
-        """With the first free one of a few random neighbours."""
-        for peer, _ in zip(node.peers(graph), range(self.tries), strict=False):
-            if await node.exchange(peer):
-                break
+                    for peer, _ in zip(node.peers(self.graph), range(self.tries), strict=False):
+                        if await node.exchange(peer):
+                            break

@@ -158,46 +158,29 @@ class SASGD(Strategy):
 
     async def merge(self, node: Node) -> None:
         """Add up what all have done since the last time."""
-        if self.beta:
-            x, s, m, means = await node.merge(lambda merge: self.go_on(node, merge))
-            self.x, self.v = m, m - x
-            node.correct(m - s, own=True)
-            set_moments(node, means)
-        elif self.scale is None:
-            offset, means = await node.merge(lambda merge: self.average(node, merge))
-            node.correct(offset, own=True)
-            set_moments(node, means)
-        else:
-            x, s, total = await node.merge(lambda merge: self.add_up(node, merge))
-            self.x = x + self.scale * total
-            node.correct(self.x - s, own=True)
+        x, correction, means = await node.merge(lambda merge: self.reduce(node, merge))
+        if self.x is not None and x is not None:
+            self.x, self.v = x, None if self.v is None else x - self.x
+        node.correct(correction, own=True)
+        set_moments(node, means)
 
-    async def average(self, node: Node, merge: Merge) -> tuple[Tensor, dict[str, Tensor]]:
-        """How far the mean of all models is: with γ_p = γ/p the rule says no more."""
-        offset = await merge.offset(await node.snapshot())
-        return offset, await self.moments(node, merge)
+    async def reduce(self, node: Node, merge: Merge) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
+        """The new common model x where it is kept, how far it is from this worker's snapshot, mean moments.
 
-    async def moments(self, node: Node, merge: Merge) -> dict[str, Tensor]:
-        """The mean moments, where they are due."""
-        due = self.averages and merge.number % self.state_every == 0
-        return await mean_moments(node, merge, asked=self.state is not None) if due else {}
-
-    async def go_on(self, node: Node, merge: Merge) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-        """The common model, this worker's snapshot, and the mean of all with a part of the way it went.
-
-        The way is averaged too: one who has just come has none, and all must go on alike.
+        The way x went is averaged too: one who has just come has none, and all must go on alike.
         """
-        assert self.x is not None, "start has run"  # it may have changed in this merge: see `entered`
-        assert self.v is not None, "start has run"
-        s = await node.snapshot(keep=True)
-        mean = await merge.mean(torch.add(s, self.v, alpha=self.beta))
-        return self.x, s, mean, await self.moments(node, merge)
-
-    async def add_up(self, node: Node, merge: Merge) -> tuple[Tensor, Tensor, Tensor]:
-        """The common model, this worker's snapshot, and the sum of all updates."""
-        assert self.x is not None, "start has run"  # it may have changed in this merge: see `entered`
-        x, s = self.x, await node.snapshot(keep=True)
-        return x, s, await merge.sum(s - x)
+        x: Tensor | None = None
+        if self.x is None:
+            offset = await merge.offset(await node.snapshot())
+        else:
+            s = await node.snapshot(keep=True)
+            if self.v is not None:
+                x = await merge.mean(torch.add(s, self.v, alpha=self.beta))
+            else:
+                x = self.x + (self.scale or 0.0) * await merge.sum(s - self.x)
+            offset = x - s
+        due = self.averages and merge.number % self.state_every == 0
+        return x, offset, await mean_moments(node, merge, asked=self.state is not None) if due else {}
 
     async def handover(self, node: Node) -> Tensor:
         """The common model, where it is kept."""
