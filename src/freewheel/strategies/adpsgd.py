@@ -92,9 +92,12 @@ class ADPSGD(Strategy):
         """Be patient anew."""
         many = node.world_size >= MANY
         self.moment = Patience.chosen(self.patience, node.momentum, FEW, 0.25 if many else 0.5)
-        self.graph = topology.resolve(self.topology, node.world_size)
         meetings = 1 + many if self.meetings is None else self.meetings
-        self.most = max(1, min(meetings, self.graph.fewest)) if self.moment.most else 1
+        self.most = max(1, min(meetings, self.graph(node).fewest)) if self.moment.most else 1
+
+    def graph(self, node: Node) -> Topology:
+        """Who may meet whom."""
+        return topology.resolve(self.topology, node.world_size)
 
     @property
     def meet(self) -> Pull:
@@ -105,7 +108,7 @@ class ADPSGD(Strategy):
         """Where waiting is worth it."""
         due = node.steps % self.every == 0 and self.moment.waits(len(node.members))
         due = due and self.moment.tries(node.steps, node.rate_left)
-        return due and self.graph.initiates(node.rank)
+        return due and self.graph(node).initiates(node.rank)
 
     async def after_step(self, node: Node) -> None:
         """Wait a moment for an exchange."""
@@ -113,7 +116,7 @@ class ADPSGD(Strategy):
 
     async def _fresh(self, node: Node) -> None:
         left = self.most
-        for peer, _ in zip(node.peers(self.graph), range(AT_BOUNDARY), strict=False):
+        for peer, _ in zip(node.peers(self.graph(node)), range(AT_BOUNDARY), strict=False):
             await node.exchange_over()  # what is under way has nothing of the last step
             left -= await node.exchange(peer)
             if not left:
@@ -121,7 +124,7 @@ class ADPSGD(Strategy):
 
     async def background(self, node: Node) -> None:
         """So many exchanges for each step, at its end or late in it."""
-        if not self.graph.initiates(node.rank):
+        if not self.graph(node).initiates(node.rank):
             return
         while True:
             before = node.exchanges
@@ -129,6 +132,6 @@ class ADPSGD(Strategy):
             for number in range(1, self.per_step + 1):
                 await node.late(number / self.per_step)
                 if node.exchanges < before + number:  # else another worker called, or it was at the boundary
-                    for peer, _ in zip(node.peers(self.graph), range(self.tries), strict=False):
+                    for peer, _ in zip(node.peers(self.graph(node)), range(self.tries), strict=False):
                         if await node.exchange(peer):
                             break
