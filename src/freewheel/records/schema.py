@@ -102,10 +102,6 @@ WorkerSample = dict[str, Any]
 SUMS = ("steps", "elapsed_s", "compute_s", *(f"{cause}_s" for cause in CAUSES), "exchanges", "merges",
         "bytes_out", "bytes_in", "samples")  # fmt: skip
 LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members", "life")
-OTHERS = ("rank", "began", "resumed_at", "steps_per_s", "blocked_share", "discrepancy_max", "staleness_max",
-          "messages_out", "messages_dropped", "samples_again", "gradient_norm_max", "view")  # fmt: skip
-"""What else must be a number where it is told."""
-TABLES = ("exchanges", "merges", "staleness_counts")
 
 
 def worker_sample(counters: Counters, **said: Any) -> WorkerSample:
@@ -129,16 +125,15 @@ def columns(line: Mapping[str, Any]) -> dict[str, Number]:
     """The numbers of a sample that was read, by column; raises TypeError or KeyError where it is none."""
     if not all(isinstance(line[name], int | float) for name in ("time", "rank", "steps")):
         raise TypeError("time, rank and steps must be numbers")
-    tables = {name: line.get(name) or {} for name in (*TABLES, "blocked_s")}
-    members = line.get("members")
+    blocked, members = line.get("blocked_s") or {}, line.get("members")
     row = {
         **{name: line.get(name) for name in ("time", *SUMS, *LEVELS)},
-        **{f"{cause}_s": tables["blocked_s"].get(cause, 0.0) for cause in CAUSES},
-        **{name: tables[name].get("done", 0) for name in ("exchanges", "merges")},
+        **{f"{cause}_s": blocked.get(cause, 0.0) for cause in CAUSES},
+        **{name: (line.get(name) or {}).get("done", 0) for name in ("exchanges", "merges")},
         "members": None if members is None else len(members),
     }
-    numbers = [*row.values(), *map(line.get, OTHERS), *(n for one in tables.values() for n in one.values())]
-    if not all(isinstance(number, int | float | None) for number in numbers):
+    others = (line.get(name) for name in ("began", "steps_per_s", "discrepancy_max", "staleness_max"))
+    if not all(isinstance(number, int | float | None) for number in (*row.values(), *others)):
         raise TypeError("what is counted must be numbers")
     return row
 

@@ -34,27 +34,26 @@ CAUSES = {
 
 
 class Kind(NamedTuple):
-    """A kind of event: what is said of its worker, its symbol and colour in figures, and in a terminal."""
+    """A kind of event: what is said of its worker, its symbol and colour."""
 
     words: str
     symbol: str
     colour: str
-    style: str = ""
 
 
 BAD, GOOD, ODD, PLAIN = "#d9480f", "#1f9d8a", "#e5812e", "#9aa7b5"
 # A symbol and a colour, so that neither is needed alone.
 EVENTS = {
-    "died": Kind("died", "x", BAD, "red"),
-    "failed": Kind("failed", "x-open", BAD, "red"),
-    "cut": Kind("was cut off", "line-ns-open", BAD, "red"),
-    "left": Kind("left", "triangle-left", PLAIN, "yellow"),
-    "joined": Kind("joined", "triangle-right", GOOD, "green"),
-    "restarted": Kind("was started again", "circle-open", GOOD, "green"),
-    "resumed": Kind("resumed", "circle", GOOD, "green"),
-    "half": Kind("was met in half an exchange", "diamond-open", ODD, "yellow"),
-    "store lost": Kind("lost the rendezvous", "square", BAD, "red"),
-    "store back": Kind("has the rendezvous again", "square-open", GOOD, "green"),
+    "died": Kind("died", "x", BAD),
+    "failed": Kind("failed", "x-open", BAD),
+    "cut": Kind("was cut off", "line-ns-open", BAD),
+    "left": Kind("left", "triangle-left", PLAIN),
+    "joined": Kind("joined", "triangle-right", GOOD),
+    "restarted": Kind("was started again", "circle-open", GOOD),
+    "resumed": Kind("resumed", "circle", GOOD),
+    "half": Kind("was met in half an exchange", "diamond-open", ODD),
+    "store lost": Kind("lost the rendezvous", "square", BAD),
+    "store back": Kind("has the rendezvous again", "square-open", GOOD),
     "view": Kind("is in another view", "diamond", "#3b82f6"),
     "checkpoint": Kind("wrote a checkpoint", "star", "#9b6bd6"),
     "slowed": Kind("became slower", "triangle-down", ODD),

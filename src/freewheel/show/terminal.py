@@ -173,7 +173,7 @@ def event_line(run: Run, event: Event) -> Text:
         text = (event.link or about) + (f": {said}" if event.text else "")
     by = event.noticed_by((event.rank, event.peer))
     seen = f" (seen by {printable(by)})" if by else ""
-    return Text.assemble((f"{when:>7}  ", "dim"), (text, kind.style if kind else ""), (seen, "dim"))
+    return Text.assemble((f"{when:>7}  ", "dim"), (text, kind.colour if kind else ""), (seen, "dim"))
 
 
 def plain_line(run: Run) -> str:

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from freewheel.errors import ConfigError, FreewheelError
 from freewheel.numbers import count, share, short
 from freewheel.records.run import DEATHS, SILENT_S, Run, compared, find_runs, written_s
@@ -239,11 +241,10 @@ def _evaluated(run: Run, what: str) -> float | None:
 
 def _now(one: Shown) -> tuple[float | None, float | None]:
     """Steps of all workers in a second at present, and which share that is of what the living could make."""
-    told = zip(one.series.rate[-3:], one.series.ideal[-3:], strict=True)
-    known = [(float(rate), float(ideal)) for rate, ideal in told if math.isfinite(rate)]
-    if not known:
+    known = np.flatnonzero(np.isfinite(one.series.rate))
+    if not len(known):
         return None, None
-    rate, ideal = known[-1]
+    rate, ideal = float(one.series.rate[known[-1]]), float(one.series.ideal[known[-1]])
     return rate, min(1.0, rate / ideal) if ideal else None
 
 

@@ -95,7 +95,7 @@ def _away(one: Shown) -> Iterator[tuple[tuple[float | None, str], tuple[float | 
 
 
 def _marks(what: str, points: Sequence[tuple[float | None, str, str]]) -> Figure:
-    _, symbol, colour, _ = EVENTS.get(what, Kind("", "circle", GREY))
+    _, symbol, colour = EVENTS.get(what, Kind("", "circle", GREY))
     return scatter(
         "markers",
         [(at, row) for at, row, _ in points],

@@ -56,11 +56,6 @@ class Played:
         self.accuracy, self.loss = self._measured("accuracy"), self._measured("loss")
 
     @property
-    def step_s(self) -> list[float]:
-        """What a step takes each worker."""
-        return [(lane[-1] - lane[0]) / (len(lane) / 2) for lane in self.spans if lane]
-
-    @property
     def waiting(self) -> float:
         """The share of all workers' time in which no gradient was computed."""
         busy_s = sum(end - begin for lane in self.spans for begin, end in _pairs(lane))
@@ -135,10 +130,6 @@ def _short(number: float) -> float:
 # -- a trace --
 
 
-APART = 1000
-"""Exchanges overlap gradients, so they have a row of their own: the worker's number and this."""
-
-
 def as_perfetto(runs: Sequence[Run]) -> str:
     """The text of a file; ConfigError: a run has no timeline."""
     found = [one for pid, run in enumerate(shown(runs)) for one in _trace(Played(run.run), pid, run.label)]
@@ -146,37 +137,36 @@ def as_perfetto(runs: Sequence[Run]) -> str:
 
 
 def _trace(run: Played, pid: int, label: str) -> Iterator[dict[str, Any]]:
-    """A run is a process, a worker a thread of it; times are microseconds since the run began.
+    """A run is a process, a worker two threads of it; times are microseconds since the run began.
 
     Gradients, exchanges and merges are complete events (X), what happened to workers instants (i), accuracy
-    and loss counters (C); what rows are called, and in which order they stand, is metadata (M).
+    and loss counters (C); what rows are called is metadata (M).
     """
 
-    def event(ph: str, name: str, at_s: float, tid: int, **more: Any) -> dict[str, Any]:
-        return {"ph": ph, "name": name, "ts": round(max(0.0, at_s) * 1e6), "pid": pid, "tid": tid, **more}
+    def event(ph: str, name: str, at_s: float, tid: int, args: dict[str, Any], **more: Any) -> dict[str, Any]:
+        at = {"ts": round(max(0.0, at_s) * 1e6), "pid": pid, "tid": tid}
+        return {"ph": ph, "name": name, **at, "args": args, **more}
 
     def part(name: str, begin_s: float, took_s: float, tid: int, args: dict[str, Any]) -> dict[str, Any]:
-        return event("X", name, begin_s, tid, dur=round(max(0.0, took_s) * 1e6), args=args)
+        return event("X", name, begin_s, tid, args, dur=round(max(0.0, took_s) * 1e6))
 
-    yield event("M", "process_name", 0.0, 0, args={"name": label})
-    for worker, rank in enumerate(run.ranks):
-        for row, (tid, words) in enumerate(((worker, ""), (APART + worker, ": exchanges"))):
-            yield event("M", "thread_name", 0.0, tid, args={"name": f"worker {rank}{words}"})
-            yield event("M", "thread_sort_index", 0.0, tid, args={"sort_index": 2 * worker + row})
-    for worker, lane in enumerate(run.spans):
+    yield event("M", "process_name", 0.0, 0, {"name": label})
+    for worker, (rank, lane) in enumerate(zip(run.ranks, run.spans, strict=True)):
+        yield event("M", "thread_name", 0.0, 2 * worker, {"name": f"worker {rank}"})
+        yield event("M", "thread_name", 0.0, 2 * worker + 1, {"name": f"worker {rank}: exchanges"})
         for step, (begin_s, end_s) in enumerate(_pairs(lane), 1):
-            yield part("gradient", begin_s, end_s - begin_s, worker, {"step": step})
+            yield part("gradient", begin_s, end_s - begin_s, 2 * worker, {"step": step})
     for place, begin_s, end_s in run.cut:
-        yield part("unfinished gradient", begin_s, end_s - begin_s, int(place), {})
+        yield part("unfinished gradient", begin_s, end_s - begin_s, 2 * int(place), {})
     for at_s, took_s, members in run.meetings:
         name = "exchange" if len(members) == 2 else "merge"
         for worker in members:
-            yield part(name, at_s, took_s, APART + worker, {"of": [run.ranks[one] for one in members]})
+            yield part(name, at_s, took_s, 2 * worker + 1, {"of": [run.ranks[one] for one in members]})
     for at_s, worker, what, words in run.marks:
-        yield event("i", what, at_s, worker, s="t", args={"what": words})
+        yield event("i", what, at_s, 2 * worker, {"what": words}, s="t")
     for measure, curve in (("accuracy", run.accuracy), ("loss", run.loss)):
         for at_s, value in curve:
-            yield event("C", measure, at_s, 0, args={measure: value})
+            yield event("C", measure, at_s, 0, {measure: value})
 
 
 # -- a page --
@@ -186,8 +176,6 @@ LABELS = {"ddp": "DDP", "allreduce": "AllReduce", "adpsgd": "AD-PSGD"}
 """What strategies are called."""
 MOST = 4
 """Runs on one page."""
-STEPS_SHOWN = 5
-"""So many steps of the slowest worker fill the lanes."""
 
 
 def html(runs: Sequence[Run], title: str) -> str:
@@ -199,7 +187,6 @@ def html(runs: Sequence[Run], title: str) -> str:
     shares = [f"{label} {100 * one.waiting:.0f} %" for one, label in zip(all_played, labels, strict=True)]
     waiting = f"Time spent waiting: {', '.join(shares)}."
     target, _ = goal(results)
-    means = [mean_s for one in all_played for mean_s in one.step_s]
     longest_s = max(one.seconds for one in all_played)
     data = {
         "title": title,
@@ -207,9 +194,6 @@ def html(runs: Sequence[Run], title: str) -> str:
         "about": f"{waiting} {'Simulated, in virtual time.' if simulated else 'Real processes.'}",
         "measure": "accuracy" if all(one.accuracy for one in all_played) else "loss",
         "target": target,
-        "goal": target and f"{100 * target:.4g} %",
-        "window": STEPS_SHOWN * max(means),
-        "usual": min(means),
         # All is seen within half a minute, about.
         "speed": next((speed for speed in (0.1, 0.25, 0.5, 1, 2, 5, 10) if longest_s / speed <= 30), 25),
         "runs": [
@@ -229,15 +213,9 @@ def two(runs: Sequence[Run]) -> list[Run]:
 
 
 def title_of(runs: Sequence[Run]) -> str:
-    """What runs are about, and who is slow in them."""
+    """What runs are about."""
     names = {str(run.about.get("name", run.folder.name)) for run in runs}
-    if len(names) > 1:
+    workers = {len(run.ranks) for run in runs}
+    if len(names) > 1 or len(workers) > 1:
         return f"{len(runs)} runs"
-    name = names.pop()
-    task = name.partition(":")[0] if "=" in name else name  # a built-in one may have settings
-    results = [result_of(run) for run in runs]
-    slow = [one.scenario.get("slow") or one.scenario.get("compute", {}).get("slow", {}) for one in results]
-    if len({one.workers for one in results}) > 1 or any(one != slow[0] for one in slow):
-        return task
-    who = [f"worker {rank} is {float(factor):g}× slower" for rank, factor in slow[0].items()]
-    return ", ".join([f"{task} on {count(results[0].workers, 'worker')}", *who])
+    return f"{names.pop()} on {count(workers.pop(), 'worker')}"

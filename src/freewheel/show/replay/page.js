@@ -143,7 +143,7 @@ function graph(run, canvas) {
 }
 
 const spoken = (seconds) => `${seconds.toFixed(seconds < 1 ? 2 : seconds < 20 ? 1 : 0)} s`;
-const windowS = () => Math.min(length, Math.max(data.window, Math.min(2.5 * speed, 120 * data.usual)));
+const windowS = () => Math.min(length, 2.5 * speed);
 
 function lanes(run, canvas) {
   const n = run.spans.length, row = n > 16 ? Math.max(4, 128 / n) : n > 8 ? 8 : 18, gap = row > 8 ? 3 : row > 5 ? 2 : 1, left = 22;
@@ -214,7 +214,7 @@ function axes(pen, at) {
     const y = at.y(data.target);
     pen.strokeStyle = colours.text; pen.fillStyle = colours.text; pen.setLineDash([5, 4]); rule(y); pen.setLineDash([]);
     pen.textAlign = "right"; pen.textBaseline = y > 30 ? "bottom" : "top";
-    pen.fillText(`target ${data.goal}`, end - 2, y > 30 ? y - 2 : y + 3);
+    pen.fillText(`target ${Number((100 * data.target).toPrecision(4))} %`, end - 2, y > 30 ? y - 2 : y + 3);
   }
 }
 
