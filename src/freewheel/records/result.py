@@ -53,10 +53,6 @@ class Result:
     by_worker: tuple[dict[str, Any], ...]
     settings: dict[str, Any]
 
-    def __post_init__(self) -> None:
-        # Steps vary, and a run may be a little faster than its usual steps: no share is more than the whole.
-        object.__setattr__(self, "ideal_share", min(1.0, self.ideal_share))
-
     @property
     def scenario(self) -> dict[str, Any]:
         """What was simulated, or what `train` and `compare` say; a script's own settings are none of it."""
@@ -108,7 +104,8 @@ def result(
         virtual_s=took_s,
         worker_steps=steps,
         steps_per_s=steps / took_s if took_s else 0.0,
-        ideal_share=steps / took_s / ideal_per_s if took_s and ideal_per_s else 1.0,
+        # Steps vary, and a run may be a little faster than its usual steps: no share is more than the whole.
+        ideal_share=min(1.0, steps / took_s / ideal_per_s) if took_s and ideal_per_s else 1.0,
         idle_share=max(0.0, 1 - total("compute_s") / lived_s) if lived_s else 0.0,
         staleness_mean=staleness_mean(lives) or 0.0,
         staleness_max=float(max(life["staleness_max"] for life in lives)),

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from freewheel.errors import ConfigError
-from freewheel.records.events import TOGETHER_S, Event, Events
-from freewheel.records.schema import Evaluation, read_run_json, stamp
+from freewheel.records.events import TOGETHER_S, Events
+from freewheel.records.schema import Evaluation, read_run_json
 from freewheel.records.track import POINTS, Line, Tail, Track
 
 LINES = 3072
@@ -55,6 +55,7 @@ class Run:
         """What was last measured, by when and after how many steps."""
         self._tails: dict[str, Tail] = {}
         self._happened = Events()
+        self.events = self._happened.all
         self._wrong = ""
         """What was wrong with the last line that was JSON and no record."""
 
@@ -92,8 +93,12 @@ class Run:
 
     def _read_about(self) -> bool:
         """Read run.json if it is new. Another run in the same folder has its own: then all is read anew."""
-        found = stamp(self.folder)
-        if found in (None, self._stamp):
+        try:
+            status = (self.folder / "run.json").stat()
+        except OSError:
+            return False
+        found = (status.st_ino, status.st_mtime_ns, status.st_size)
+        if found == self._stamp:
             return False
         about = read_run_json(self.folder)
         if self.about:
@@ -123,11 +128,6 @@ class Run:
         self.workers[track.rank] = track
 
     # -- what it says --
-
-    @property
-    def events(self) -> list[Event]:
-        """What happened, in order of time."""
-        return self._happened.all
 
     @property
     def clock(self) -> str:

@@ -31,21 +31,8 @@ KINDS = {
 """What a reader needs of it."""
 
 
-def run_json(
-    *,
-    freewheel: str,
-    torch: str,
-    clock: str,
-    name: str,
-    command: str,
-    strategy: str,
-    workers: int,
-    seed: int,
-    settings: Mapping[str, Any],
-    target: float | None,
-) -> dict[str, Any]:
+def run_json(**said: Any) -> dict[str, Any]:
     """What run.json says; the versions of Freewheel and torch are given, as this room does not know them."""
-    said = dict(locals())
     return {"format": FORMAT, "python": platform.python_version(), "started": time.time(), **said}
 
 
@@ -53,15 +40,6 @@ def typed() -> str:
     """What was typed to start this process, near enough."""
     program, *rest = sys.orig_argv or ["python"]
     return shlex.join([Path(program).name, *rest])
-
-
-def stamp(folder: Path) -> tuple[int, ...] | None:
-    """What tells one run.json from the next in the same folder; None while there is none."""
-    try:
-        status = (folder / "run.json").stat()
-    except OSError:
-        return None
-    return status.st_ino, status.st_mtime_ns, status.st_size
 
 
 def read_run_json(folder: Path) -> dict[str, Any]:

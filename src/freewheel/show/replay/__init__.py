@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from freewheel.errors import ConfigError
-from freewheel.numbers import count
+from freewheel.numbers import count, share
 from freewheel.records.counters import UNITS
 from freewheel.records.run import Run
 from freewheel.records.track import Tail
@@ -54,14 +54,6 @@ class Played:
         """Gradients that nobody has: place of the worker, begin, and when it died or the run ended."""
         self.gone = [at for rank, at in self._place.items() if run.state(rank) in ("dead", "silent")]
         self.accuracy, self.loss = self._measured("accuracy"), self._measured("loss")
-
-    @property
-    def waiting(self) -> float:
-        """The share of all workers' time in which no gradient was computed."""
-        busy_s = sum(end - begin for lane in self.spans for begin, end in _pairs(lane))
-        busy_s += sum(end - begin for _, begin, end in self.cut)
-        there_s = sum(end - begin for lives in self.lives for begin, end in lives)
-        return max(0.0, 1 - busy_s / there_s) if there_s else 0.0
 
     def as_json(self) -> dict[str, Any]:
         """For the page."""
@@ -184,7 +176,7 @@ def html(runs: Sequence[Run], title: str) -> str:
     simulated = all(run.clock == "virtual" for run in runs)
     results, named = [result_of(run) for run in runs], shown(runs)
     labels = [LABELS.get(one.label, one.label) for one in named]
-    shares = [f"{label} {100 * one.waiting:.0f} %" for one, label in zip(all_played, labels, strict=True)]
+    shares = [f"{label} {share(one.idle_share, 0)}" for one, label in zip(results, labels, strict=True)]
     waiting = f"Time spent waiting: {', '.join(shares)}."
     target, _ = goal(results)
     longest_s = max(one.seconds for one in all_played)
