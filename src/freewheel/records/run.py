@@ -145,7 +145,7 @@ class Run:
         if self.clock == "virtual":
             return 0.0
         begun = [track.began_s for track in self.workers.values() if track.began_s is not None]
-        firsts = [track.points["time"][0] or 0.0 for track in self.workers.values() if track.latest]
+        firsts = [float(track.array("time")[0]) for track in self.workers.values() if track.latest]
         return min(begun or firsts, default=0.0)
 
     @property

@@ -103,25 +103,25 @@ Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 class Track:
-    """One worker: `points` by column (sums run over all its lives), and the last samples."""
+    """One worker: numbers over time, of which sums run over all its lives, and the last samples."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.life = rank, 0
-        self.latest: dict[str, Any] = {}
-        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
-        self._ended: list[dict[str, Any]] = []
+        self.latest: Line = {}
+        self.recent: deque[Line] = deque(maxlen=RECENT)
+        self._ended: list[Line] = []
         """The last samples of earlier lives."""
         self.began_s: float | None = None
         """When its first life began to train; None: it joins."""
         self.ended_s = 0.0
         """When it made its last step, as far as is known; 0: it joins."""
-        self.points: dict[str, list[float | None]] = {name: [] for name in ("time", *SUMS, *LEVELS)}
         self.heard_s = 0.0
         """When a sample last came in while we were reading, on our own clock."""
         self._before = dict.fromkeys(SUMS, 0.0)
+        self._rows: list[dict[str, Any]] = []
         self._arrays: dict[str, Floats] = {}
 
-    def add(self, sample: dict[str, Any]) -> None:
+    def add(self, sample: Line) -> None:
         """Take a sample in; one that is older than the last is left out, one that is none changes nothing.
 
         A later life may be on a host whose clock is behind: its points begin where those before it end.
@@ -129,24 +129,21 @@ class Track:
         row, life = columns(sample), int(sample.get("life", 1))
         if self.latest and sample["time"] < self.latest["time"] and life <= self.life:
             return
-        elapsed_s = sample.get("elapsed_s") or 0.0
-        until_s = sample["time"]
-        if elapsed_s:  # a worker that only joins has not begun
+        if elapsed_s := sample.get("elapsed_s") or 0.0:  # a worker that only joins has not begun
             self.began_s = began_s(sample) if self.began_s is None else self.began_s
             self.ended_s = max(self.ended_s, began_s(sample) + elapsed_s)
             if sample.get("state") == "finished":  # what it counts was so at its last step
-                until_s = min(until_s, began_s(sample) + elapsed_s)
-        row["time"] = max(until_s, self.points["time"][-1] or 0.0) if self.latest else until_s
+                row["time"] = min(sample["time"], began_s(sample) + elapsed_s)
         if self.latest and life > self.life:
-            self._before = {name: self.value(name) or 0.0 for name in SUMS}
             self._ended.append(self.latest)
             self.recent.clear()
+            self._before = {name: self.value(name) or 0.0 for name in SUMS}
+        row |= {name: value + self._before[name] for name in SUMS if (value := row[name]) is not None}
+        row["time"] = max([row["time"], *(one["time"] for one in self._rows[-1:])])
         self.life, self.latest, self._arrays = life, sample, {}
         self.recent.append(sample)
-        for name, column in self.points.items():
-            value = row[name]
-            column.append(None if value is None else value + self._before.get(name, 0.0))
-        if len(self.points["time"]) > 2 * POINTS:
+        self._rows.append(row)
+        if len(self._rows) > 2 * POINTS:
             self._thin()
 
     def _thin(self) -> None:
@@ -154,17 +151,19 @@ class Track:
 
         Dropping every second one again and again would leave next to nothing of what is long past.
         """
-        times = [time or 0.0 for time in self.points["time"]]
-        older = range(len(times) - RECENT)
-        span_s = times[-RECENT] - times[0]
+        begin_s = self._rows[0]["time"]
+        span_s = self._rows[-RECENT]["time"] - begin_s
         width_s = 2.0 ** math.ceil(math.log2(span_s / POINTS)) if span_s > 0 else 1.0
-        first = {(times[place] - times[0]) // width_s: place for place in reversed(older)}
-        kept = [*sorted(first.values()), *range(len(older), len(times))]
-        for column in self.points.values():
-            column[:] = [column[place] for place in kept]
+        first = {(row["time"] - begin_s) // width_s: row for row in reversed(self._rows[:-RECENT])}
+        self._rows = [*reversed(first.values()), *self._rows[-RECENT:]]
 
     @property
-    def lives(self) -> list[dict[str, Any]]:
+    def points(self) -> dict[str, list[float | None]]:
+        """All numbers over time, by column."""
+        return {name: [row[name] for row in self._rows] for name in ("time", *SUMS, *LEVELS)}
+
+    @property
+    def lives(self) -> list[Line]:
         """The last sample of every life, the present one's too, and when that life `began`."""
         lasts = [*self._ended, self.latest] if self.latest else []
         return [{**last, "began": began_s(last)} for last in lasts]
@@ -172,10 +171,9 @@ class Track:
     def array(self, name: str) -> Floats:
         """A column as an array; nan: not known."""
         if name not in self._arrays:
-            self._arrays[name] = np.array(self.points[name], dtype=float)
+            self._arrays[name] = np.array([row[name] for row in self._rows], dtype=float)
         return self._arrays[name]
 
     def value(self, name: str) -> float | None:
         """The last value of a column; None: not known."""
-        column = self.points[name]
-        return column[-1] if column else None
+        return self._rows[-1][name] if self._rows else None

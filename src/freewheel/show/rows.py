@@ -195,6 +195,6 @@ def history(run: Run, cells: int) -> dict[int | None, list[float | None]]:
 
 
 def _parts(track: Track, edges: Floats) -> list[float | None]:
-    inside = np.clip(edges, track.points["time"][0] or 0.0, track.points["time"][-1] or 0.0)
+    inside = np.clip(edges, *track.array("time")[[0, -1]])
     made, took_s = np.diff(rates.grown(track, "steps", inside)), np.diff(inside)
     return [float(m / t) if t > 0 else None for m, t in zip(made, took_s, strict=True)]
