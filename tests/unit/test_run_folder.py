@@ -392,7 +392,9 @@ def test_a_foreign_file_under_a_workers_name_is_refused(tmp_path):
         Run(tmp_path)
 
 
-@pytest.mark.parametrize("changes", [{"merges": 3}, {"loss": "low"}, {"bytes_out": [1]}, {"time": None}])
+@pytest.mark.parametrize(
+    "changes", [{"merges": 3}, {"loss": "low"}, {"bytes_out": [1]}, {"time": None}, {"windows": 3}]
+)
 def test_a_sample_with_something_else_than_numbers_is_refused(tmp_path, changes):
     made.append(tmp_path / "worker-0.jsonl", made.sample(0, 1, **changes))
     with pytest.raises(ConfigError, match="not what a run writes"):

@@ -103,6 +103,8 @@ def columns(line: Mapping[str, Any]) -> dict[str, Number]:
     """The numbers of a sample that was read, by column; raises TypeError or KeyError where it is none."""
     if not all(isinstance(line[name], int | float) for name in ("time", "rank", "steps")):
         raise TypeError("time, rank and steps must be numbers")
+    if not isinstance(line.get("windows", {}), dict):
+        raise TypeError("windows must be kinds by rank")
     blocked, members = line.get("blocked_s") or {}, line.get("members")
     row = {
         **{name: line.get(name) for name in ("time", *SUMS, *LEVELS)},

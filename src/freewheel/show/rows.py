@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -64,33 +64,32 @@ def _row(run: Run, rank: int, live: bool) -> Row:
     if track is None:
         return Row(rank, state)
     latest = track.latest
-    kinds = latest.get("windows")
-    windows = Counter(map(str, kinds.values())) if isinstance(kinds, dict) else Counter[str]()
-    row = Row(
+    over_s = rates.LATELY_S if live and run.clock == "wall" else math.inf
+    if (rate(track, "steps", over_s) or 0.0) < 1.0:
+        over_s = max(over_s, SLOW_S)
+    # What a worker did last that does not train any more is no rate of now.
+    now = {
+        name: None if live and state != "training" else rate(track, name, over_s)
+        for name in ("steps", "bytes_out", *(f"{cause}_s" for cause in CAUSES))
+    }
+    waited = rates.summed(now[f"{cause}_s"] for cause in CAUSES)
+    windows = Counter(map(str, (latest.get("windows") or {}).values()))
+    return Row(
         rank,
         state,
         steps=track.value("steps") or 0.0,
+        steps_per_s=now["steps"],
+        blocked_share=None if waited is None else min(1.0, waited),
         staleness=latest.get("staleness_mean"),
         discrepancy=latest.get("discrepancy"),
         exchanges=track.value("exchanges") or 0.0,
         merges=track.value("merges") or 0.0,
+        mb_per_s=None if now["bytes_out"] is None else now["bytes_out"] / 1e6,
         loss=latest.get("loss"),
         windows=" · ".join(f"{kind} {count}" for kind, count in sorted(windows.items())),
         node=str(latest.get("node") or ""),
         restarts=max(0, track.life - 1),
         speed=latest.get("steps_per_s") or 0.0,
-    )
-    if live and state != "training":
-        return row  # what it did last is no rate of now
-    over_s = rates.LATELY_S if live and run.clock == "wall" else math.inf
-    if (rate(track, "steps", over_s) or 0.0) < 1.0:
-        over_s = max(over_s, SLOW_S)
-    waited = rates.summed(rate(track, f"{cause}_s", over_s) for cause in CAUSES)
-    return replace(
-        row,
-        steps_per_s=rate(track, "steps", over_s),
-        blocked_share=None if waited is None else min(1.0, waited),
-        mb_per_s=None if (sent := rate(track, "bytes_out", over_s)) is None else sent / 1e6,
     )
 
 
