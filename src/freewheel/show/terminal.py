@@ -117,7 +117,7 @@ def spark(values: Sequence[float | None], top: float | None = None) -> str:
 def clock_time(run: Run, seconds: float) -> str:
     """A time since the run began: 1:05 or 1:02:05; short virtual times as seconds."""
     if run.clock == "virtual" and run.last_s < 600:
-        return f"{seconds:.3g} s" if seconds < 100 else f"{seconds:.0f} s"
+        return f"{short(seconds)} s"
     minutes, rest = divmod(int(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
