@@ -216,8 +216,6 @@ class Agent:
         """A later life of this worker is in the run, and writes what is written of it."""
         self.events.muted, self.failure = True, Outlived(self.me.rank)
 
-    # -- what workers tell each other beside the strategy --
-
     def lack(self, absent: Mapping[int, str]) -> None:
         """Say, once, who has no part in the run. Any thread may."""
         for peer, why in absent.items():
@@ -257,10 +255,7 @@ class Agent:
         async def somebody_comes() -> bool:
             if rendezvous is None or self.loop.time() > end_s:
                 return False
-            return bool(
-                await asyncio.to_thread(rendezvous.coming, dict(self.fabric.lives))
-                or await self._held_up(rendezvous)
-            )
+            return await asyncio.to_thread(self._awaited, rendezvous)
 
         answer = await self.ending.run(somebody_comes) or await self.answers.consensus()
         self.events.over = True  # who goes now goes with this worker
@@ -303,17 +298,17 @@ class Agent:
             await asyncio.wait_for(self.node.farewells.goodbye(), GOODBYE_S)
         return " and ".join(lacks)
 
-    async def _held_up(self, rendezvous: Rendezvous) -> bool:
-        """Whether a worker is out of reach without a goodbye, and its process still takes connections."""
-        lost = set(self.fabric.lives).difference(self.fabric.members, self.fabric.left)
-        there = await asyncio.gather(*(asyncio.to_thread(rendezvous.listens, peer) for peer in lost))
-        found = {peer for peer, listens in zip(lost, there, strict=True) if listens}
-        for peer in found - self._waited_for:
-            log.warning(
-                "worker %d: worker %d is out of reach, but its process is there; waiting", self.me.rank, peer
-            )
-        self._waited_for |= found
-        return bool(found - set(self.fabric.members))
+    def _awaited(self, rendezvous: Rendezvous) -> bool:
+        """Whether somebody is on its way, or silent though its process takes connections."""
+        fabric = self.fabric
+        for peer in set(fabric.lives).difference(fabric.members, fabric.left):
+            if rendezvous.listens(peer):
+                if peer not in self._waited_for:
+                    text = "worker %d: worker %d is out of reach, but its process is there; waiting"
+                    log.warning(text, self.me.rank, peer)
+                self._waited_for.add(peer)
+                return True
+        return bool(rendezvous.coming(dict(fabric.lives)))
 
     def _under_way(self) -> Note:
         return float(self.fabric.quiet() and self.node.idle), *map(float, self.fabric.traffic())

@@ -71,8 +71,6 @@ class Answers:
                 await asyncio.sleep(POLL_S)
         return tensor_codec.pack(found)
 
-    # -- the answer --
-
     async def mean(self, members: Sequence[int], tag: Tag) -> Answer:
         """The mean of these workers, who all take it now."""
         part = await self._weights(PART)
@@ -118,8 +116,6 @@ class Answers:
         finally:
             for asking in asked.values():
                 asking.cancel()
-
-    # -- copies --
 
     async def copy(self, source: int | None = None) -> bool:
         """Become a copy of a living worker; False: nobody has anything to copy, and others wait for this."""

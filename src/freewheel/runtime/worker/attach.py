@@ -58,7 +58,9 @@ class Worker(Life):
             self._checkpoints.asked(number)
             return self.stopped
 
-        side = Side(agent, self.rank, self._beginners, parts, not number, stopped)
+        # Fewer begin where some are lost for good and all begin again.
+        beginners = self.world_size if self._agents is None else len(self._agents.first)
+        side = Side(agent, self.rank, beginners, parts, not number, stopped)
         asked = {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}
         loader = make(dataset, {**asked, "epochs": epochs, **options}, side)
         self._checkpoints.made(loader)

@@ -33,8 +33,6 @@ class Guest:
         self.passes: Passes | None = None
         self._per_step, self._base, self._first = 1, 0, worker._agent.counters.steps
 
-    # -- life --
-
     def leave(self, model: nn.Module) -> None:
         """End it well; the model then has the mean of all workers' weights."""
         if not self.inside:
@@ -56,8 +54,6 @@ class Guest:
         self.inside = False
         if self.passes is not None:
             self.passes.close()
-
-    # -- data --
 
     def deal(
         self,
@@ -90,8 +86,6 @@ class Guest:
         over = self.passes.seek(lambda: self.worker.stopped)
         self._base = self._dealt()
         return over
-
-    # -- what all have done --
 
     def steps(self, after: bool = False) -> int:
         """Steps of the plain loop that all have made, as far as is known; `after` one of this worker's."""

@@ -82,8 +82,6 @@ class Inventory:
             if not alike(one, given[name]):
                 one.copy_(given[name])
 
-    # -- looking --
-
     def look(self) -> None:
         """Before every step, each in its turn: RunStopped if something trains that does not travel."""
         name, parameter, pointer, slots, last = next(self._next)
@@ -129,8 +127,6 @@ class Inventory:
         for name, one, pointer, *_ in self._slots:
             if one.data_ptr() != pointer:
                 raise _other(name, MOVED)
-
-    # -- vectors --
 
     def pieces(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
         """What a vector has for each parameter, by its name."""

@@ -97,11 +97,11 @@ async def _call(agent: Agent, rendezvous: Rendezvous, peers: Iterable[int]) -> N
             if known is not None:
                 await agent.fabric.connect(peer, *known)
         except PeerLost as error:
-            cannot = f"worker {agent.me.rank} cannot join: {error}."
-            if "refused this worker" in error.why and "called already" not in error.why:
-                raise ConfigError(cannot) from None
-            if OTHER_KEYS in error.why:
-                raise ConfigError(f"{cannot} Give all workers the same keys, by --tls.") from None
+            refused = "refused this worker" in error.why and "called already" not in error.why
+            if refused or OTHER_KEYS in error.why:
+                raise ConfigError(
+                    f"worker {agent.me.rank} cannot join: {error}. Give all the same settings and --tls."
+                ) from None
 
 
 async def start(

@@ -59,7 +59,6 @@ class Life:
         self._place = place or Place.read()
         self.rank, self.world_size = self._place.rank, self._place.world_size
         strategy.check(self.world_size)
-        self._beginners = self.world_size  # fewer where some are lost for good and all begin again
         self._checkpoints = Checkpoints(self._between)
         self._account = Account(self.rank, strategy, self._checkpoints)
         self._answer: Answer | None = None
@@ -74,8 +73,6 @@ class Life:
         if self._agents is None:
             raise RunStopped("this worker has not begun: use it in `with fw.attach(…)`, or after start().")
         return self._agents
-
-    # -- joining --
 
     def __enter__(self) -> Self:
         if self._agents is not None:
@@ -131,7 +128,6 @@ class Life:
             alike = checks.settings(self._strategy, self._optimizer, settings.seed)
             model = store.check_model(self._model, alike)
         beginning, account = entry.beginning, self._account
-        self._beginners = len(beginning.ranks)
         self._inventory = Inventory(self._model, self._optimizer)
         self._replica = self._inventory.replica
         gradients = self._strategy.defines("before_step")  # are averaged
@@ -174,8 +170,6 @@ class Life:
             agent.close("it could not join")
             raise
         return True
-
-    # -- the end --
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
@@ -248,8 +242,6 @@ class Life:
                 f"worker {self.rank} ended with weights that are not finite. Lower the learning rate."
             )
         self._answer = answer
-
-    # -- leaving before the others --
 
     def _say_leaving(self) -> None:
         self._agent.leaving = True

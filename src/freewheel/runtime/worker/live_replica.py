@@ -111,8 +111,11 @@ class LiveReplica(Replica):
 
     def boundary(self) -> None:
         """Add what is pending to the weights; call between begin_moving and end_moving."""
-        with contextlib.suppress(IndexError):
-            self._add(self._slot.popleft())
+        try:
+            correction = self._slot.popleft()
+        except IndexError:
+            return
+        self._add(correction)
 
     def _add(self, correction: Correction) -> None:
         with torch.no_grad():

@@ -84,9 +84,6 @@ def raw(tensor: Tensor) -> Tensor:
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
-# -- bytes on their way --
-
-
 def post(fabric: Fabric, peer: int, tag: Tag, data: Tensor) -> None:
     """Send what `pack` has made without waiting, in pieces that a frame may hold."""
     for part in torch.split(data, BYTES_PIECE):
