@@ -224,10 +224,11 @@ class Agent:
                 log.warning("worker %d: the run goes on without worker %d: %s", self.me.rank, peer, why)
                 self.events.note("failed", peer, why)
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         """Let the loaders of all workers end after their current batch."""
+        self.stopped = True
         for peer in self.fabric.others:
-            self.fabric.post(peer, STOP)
+            self.loop.call_soon_threadsafe(self.fabric.post, peer, STOP)
 
     async def waits_for_finished(self) -> int | None:
         """A worker that is waited for although its loop has ended: all it sent before it said so is here."""

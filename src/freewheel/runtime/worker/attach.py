@@ -126,8 +126,7 @@ class Worker(Life):
 
     def stop(self) -> None:
         """Let the loaders of all workers end after their current batch."""
-        self._agent.stopped = True
-        self._agent.begin(self._agent.stop())
+        self._agent.stop()
 
     def leave(self) -> None:
         """Leave before the others, as after SIGTERM: when the loop comes for its next batch, or has stepped.
