@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -47,17 +47,24 @@ def places(n: int) -> list[Place]:
     return [Place(rank, n, n, "127.0.0.1", port, secret=shared) for rank in range(n)]
 
 
-def worker(place: Place, model: torch.nn.Module, strategy: str = "adpsgd", lr: float = 0.1, **settings: Any):
-    """A worker with plain SGD."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+def worker(
+    place: Place,
+    model: torch.nn.Module,
+    strategy: str = "adpsgd",
+    lr: float = 0.1,
+    optimizer: torch.optim.Optimizer | None = None,
+    **settings: Any,
+):
+    """A worker and its optimizer, by default plain SGD."""
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=lr)
     chosen = Settings(**{"join_timeout_s": 30.0, **settings})
     return Worker(model, optimizer, strategies.resolve(strategy), chosen, place), optimizer
 
 
-def together(n: int, work: Callable[[Place], Any], deadline_s: float = 90.0) -> list[Any]:
+def together(n: int | Sequence[Place], work: Callable[[Place], Any], deadline_s: float = 90.0) -> list[Any]:
     """Run `work` once for every worker of a run, each in its own thread; its results, in order of rank.
 
-    The first failure is raised once all have ended.
+    `n`: how many, on this machine; or their places. The first failure is raised once all have ended.
     """
     ended = outcomes(n, work, deadline_s)
     for one in ended:
@@ -66,9 +73,10 @@ def together(n: int, work: Callable[[Place], Any], deadline_s: float = 90.0) -> 
     return ended
 
 
-def outcomes(n: int, work: Callable[[Place], Any], deadline_s: float = 90.0) -> list[Any]:
+def outcomes(n: int | Sequence[Place], work: Callable[[Place], Any], deadline_s: float = 90.0) -> list[Any]:
     """The same, with the exception of each worker that failed in place of its result."""
-    ended: list[Any] = [None] * n
+    everywhere = places(n) if isinstance(n, int) else n
+    ended: list[Any] = [None] * len(everywhere)
 
     def run(place: Place) -> None:
         try:
@@ -76,7 +84,6 @@ def outcomes(n: int, work: Callable[[Place], Any], deadline_s: float = 90.0) -> 
         except BaseException as error:
             ended[place.rank] = error
 
-    everywhere = places(n)
     threads = [threading.Thread(target=run, args=(place,), daemon=True) for place in everywhere]
     end_s = time.monotonic() + deadline_s
     with pytest.MonkeyPatch.context() as patch:

@@ -8,21 +8,17 @@ from typing import Any
 import torch
 from torch import nn
 
+import crew
 import freewheel as fw
-from freewheel import strategies
 from freewheel.runtime.membership.place import Place
-from freewheel.runtime.worker.settings import Settings
 
 DEADLINE_S = 60.0
 
 
 def make(place: Place, model: nn.Module, optimizer: Any = None, strategy: str = "adpsgd", **settings: Any):
     """A worker, with its optimizer beside it; by default plain SGD."""
-    if optimizer is None:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    chosen = Settings(**{"join_timeout_s": 30.0, **settings})
-    worker = fw.Worker(model, optimizer, strategies.resolve(strategy), chosen, place)
-    worker.optimizer = optimizer
+    worker, chosen = crew.worker(place, model, strategy, optimizer=optimizer, **settings)
+    worker.optimizer = chosen
     return worker
 
 

@@ -11,10 +11,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from freewheel import strategies
+import crew
 from freewheel.runtime.membership.place import Place
-from freewheel.runtime.worker.attach import Worker
-from freewheel.runtime.worker.settings import Settings
 
 SAMPLES, BATCH, PASSES, EVERY = 48, 4, 3, 5
 OPTIMIZERS = {
@@ -81,10 +79,12 @@ def train(
     steps = OPTIMIZERS[optimizer](model)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(steps, T_0=7)
     by_pass = torch.optim.lr_scheduler.MultiStepLR(steps, milestones=[1, 2])
-    settings = Settings(join_timeout_s=30.0, resume=folder if resume else None)
+    made, _ = crew.worker(
+        place or Place(), model, strategy, optimizer=steps, resume=folder if resume else None
+    )
     seed(7 + 100 * resume)  # a resumed run has another history: only the checkpoint may count
     losses, began = {}, {}
-    with Worker(model, steps, strategies.resolve(strategy), settings, place or Place()) as worker:
+    with made as worker:
         loader = worker.loader(Noisy(samples, noise), BATCH, seed=3)
         if folder is not None:
             extra = {"scheduler": scheduler, "by_pass": by_pass}

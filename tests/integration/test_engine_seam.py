@@ -9,65 +9,33 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.distributed import HashStore
 
 import freewheel as fw
-from crew import worker
+from crew import together, worker
 from freewheel.fabric import secret
 from freewheel.runtime.membership import place as places
-from freewheel.runtime.membership import rendezvous
 from freewheel.runtime.membership.entries import Entries
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.rendezvous import OPTIONS
 
 
 class Book:
-    """A meeting place that is a dictionary, as an actor of an engine would be."""
+    """A meeting place that survives a worker, as an actor of an engine would."""
 
     def __init__(self) -> None:
-        self.of: dict[str, bytes] = {}
-        self.lock = threading.Lock()
-        self.there = True
-
-    def __str__(self) -> str:
-        return "the book"
+        self.store = HashStore()
 
     def connect(self, timeout_s):
-        self._ask()
         return self
 
-    def _ask(self):
-        if not self.there:
-            raise OSError("the book does not answer")
-
-    def check(self, keys):
-        self._ask()
-        return all(key in self.of for key in keys)
-
-    def get(self, key):
-        self._ask()
-        return self.of[key]
-
-    def set(self, key, text):
-        self._ask()
-        self.of[key] = text.encode()
-
-    def compare_set(self, key, expected, text):
-        self._ask()
-        with self.lock:
-            if self.of.get(key, b"") == expected.encode():
-                self.of[key] = text.encode()
-            return self.of.get(key, expected.encode())
-
-    def delete_key(self, key):
-        self._ask()
-        self.of.pop(key, None)
+    def __getattr__(self, call):
+        return getattr(self.store, call)
 
 
 @pytest.fixture
 def book():
-    made = Book()
-    yield made
-    rendezvous._stores.clear()
+    return Book()
 
 
 def everywhere(book, n, most=0, **more):
@@ -75,20 +43,8 @@ def everywhere(book, n, most=0, **more):
     shared = secret.make()
     options = {"run": "r" * 32, "workers": n, "most": most or n}
     Entries(book, shared).set(OPTIONS, json.dumps(options))
-    return [
-        Place(
-            rank,
-            most or n,
-            1,
-            hosted=True,
-            launched=True,
-            secret=shared,
-            meeting=book,
-            bind="127.0.0.1",
-            **more,
-        )
-        for rank in range(most or n)
-    ]
+    told = {"hosted": True, "launched": True, "secret": shared, "meeting": book, "bind": "127.0.0.1", **more}
+    return [Place(rank, most or n, 1, **told) for rank in range(most or n)]
 
 
 def train(place, steps=20, before_end=lambda: None):
@@ -105,44 +61,29 @@ def train(place, steps=20, before_end=lambda: None):
     return torch.cat([one.flatten() for one in attached.consensus().parameters()]), attached.metrics()
 
 
-def run(places, work):
-    """What each worker's thread returned."""
-    found, threads = {}, []
-    for place in places:
-        one = threading.Thread(
-            target=lambda place=place: found.__setitem__(place.rank, work(place)), daemon=True
-        )
-        threads.append(one)
-        one.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(found) == len(places)
-    return found
-
-
 def test_workers_meet_in_a_book(book, tmp_path):
     places = everywhere(book, 3, folder=str(tmp_path))
-    found = run(places, train)
-    assert all(torch.equal(answer, found[0][0]) for answer, _ in found.values())
+    found = together(places, train)
+    assert all(torch.equal(answer, found[0][0]) for answer, _ in found)
     assert found[0][1]["members"] == [0, 1, 2]
     assert any(tmp_path.iterdir())
 
 
 def test_a_book_that_was_lost_and_comes_back_empty_is_filled_again(book):
     places = everywhere(book, 2, most=3)
-    together, filled = threading.Barrier(2), threading.Event()
+    both, filled = threading.Barrier(2), threading.Event()
 
     def lose_it():
-        if together.wait(30) == 0:
-            book.of = {}
+        if both.wait(30) == 0:
+            book.store = HashStore()
         for _ in range(300):
-            if OPTIONS in book.of and any("address/0" in key for key in book.of):
+            if book.check([OPTIONS, "freewheel/0/0/address/0"]):
                 filled.set()
             if filled.wait(0.1):
                 break
-        together.wait(30)
+        both.wait(30)
 
-    found = run(places[:2], lambda place: train(place, before_end=lose_it))
+    found = together(places[:2], lambda place: train(place, before_end=lose_it))
     assert filled.is_set()
     assert torch.equal(found[0][0], found[1][0])
 
@@ -155,7 +96,7 @@ def test_a_run_that_begins_with_one_worker_can_be_joined(book):
     def work(place):
         return train(place, before_end=joined.set if place.rank else lambda: joined.wait(30))
 
-    found = run([first, second], work)
+    found = together([first, second], work)
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1]["members"] == [0, 1]
 
