@@ -7,6 +7,7 @@ Started by `freewheel run -n 4 train.py`, by torchrun, or alone. docs/ENGINES.md
 
 from __future__ import annotations
 
+import functools
 import importlib
 import math
 import os
@@ -122,15 +123,11 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
         """Put what is dealt to this worker in the place of the trainer's DataLoader."""
         fit = trainer.fit_loop
         combined, fetcher = fit._combined_loader, fit._data_fetcher
-        if len(combined.flattened) != 1:
+        several, reloads = len(combined.flattened) != 1, trainer.reload_dataloaders_every_n_epochs
+        if several or reloads or not hasattr(fetcher, "prefetch_batches"):
             raise ConfigError(
-                f"the Trainer has {len(combined.flattened)} training DataLoaders, and one can be dealt to "
-                "workers. Combine them, or give deal=False and share the data out yourself."
-            )
-        if trainer.reload_dataloaders_every_n_epochs or not hasattr(fetcher, "prefetch_batches"):
-            raise ConfigError(
-                "one DataLoader is dealt to workers, batch by batch, for all epochs. Leave out "
-                "reload_dataloaders_every_n_epochs and dataloader_iter, or give deal=False."
+                f"the Trainer has {len(combined.flattened)} training DataLoaders; one is dealt, for all "
+                "epochs. Leave out reload_dataloaders_every_n_epochs and dataloader_iter, or give deal=False."
             )
         (given,) = combined.flattened
         whole, world_size = trainer.limit_train_batches == 1.0, guest.worker.world_size
@@ -174,12 +171,8 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
         for config in trainer.lr_scheduler_configs:
             if config.interval == "step" and not config.reduce_on_plateau:
                 scheduler = config.scheduler
-                self._inside.catch_up(
-                    scheduler,
-                    config.frequency,
-                    lambda one=scheduler: pl_module.lr_scheduler_step(one, None),  # type: ignore[misc]
-                    after,
-                )
+                step = functools.partial(pl_module.lr_scheduler_step, scheduler, None)
+                self._inside.catch_up(scheduler, config.frequency, step, after)
 
     def _hear(self, trainer: Any) -> None:
         if self._inside.worker.stopped:

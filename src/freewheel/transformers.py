@@ -60,30 +60,19 @@ class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
         state.is_world_process_zero = self._place.rank == 0
         state.is_local_process_zero = local_rank() == 0
 
-    def on_train_begin(
-        self,
-        args: Any,
-        state: Any,
-        control: Any,
-        model: Any,
-        optimizer: Any,
-        lr_scheduler: Any,
-        train_dataloader: Any,
-        **given: Any,
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Join the others, and share out the data."""
-        if (
-            isinstance(lr_scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-            and self._place.world_size > 1
-        ):
+        plateau = isinstance(given["lr_scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau)
+        if plateau and self._place.world_size > 1:
             raise ConfigError(
                 "reduce_lr_on_plateau needs evaluations, which one worker makes. Take another "
                 "lr_scheduler_type."
             )
-        self._guest = guest = Guest(attach(model, optimizer, self._strategy, **self._settings))
+        worker = attach(given["model"], given["optimizer"], self._strategy, **self._settings)
+        self._guest = guest = Guest(worker)
         if self._deals:
             try:
-                self._deal(guest, args, state, train_dataloader)
+                self._deal(guest, args, state, given["train_dataloader"])
             except BaseException as error:  # nobody else would say that this worker leaves
                 guest.fail(error)
                 raise
@@ -119,16 +108,12 @@ class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
         if guest.inside and self._place.rank == 0 and folder.is_dir():
             save(guest.worker.consensus(), folder)
 
-    def on_log(
-        self, args: Any, state: Any, control: Any, model: Any, logs: dict[str, Any], **given: Any
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **given: Any) -> None:
         """The last one of training comes before the best checkpoint is loaded: leave there."""
-        if self._guest is None or not self._guest.inside:
-            return
-        if "loss" in logs:
+        if "loss" in logs and self._guest is not None and self._guest.inside:
             self._guest.worker.report(logs["loss"])
         if "train_runtime" in logs:
-            self._leave(state, control, model)
+            self._leave(state, control, given["model"])
 
     def on_train_end(self, args: Any, state: Any, control: Any, model: Any, **given: Any) -> None:
         """Wait for the others; the model then has the mean of all weights, and worker 0 writes it."""
@@ -142,6 +127,7 @@ class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
         """Put what is dealt to this worker in the place of the Trainer's DataLoader."""
         epochs = int(args.num_train_epochs)
         whole = args.max_steps <= 0 and epochs == args.num_train_epochs
+        per_step = args.gradient_accumulation_steps
         if not hasattr(train_dataloader, "base_dataloader"):
             raise ConfigError(
                 f"get_train_dataloader gives a {type(train_dataloader).__name__} that Accelerate has not "
@@ -151,8 +137,8 @@ class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
             train_dataloader.base_dataloader,
             epochs=epochs if whole else None,
             seed=args.data_seed if args.data_seed is not None else args.seed,
-            ahead=args.gradient_accumulation_steps,  # a step's batches at once; Accelerate draws one more
-            per_step=args.gradient_accumulation_steps,
+            ahead=per_step,  # a step's batches at once; Accelerate draws one more
+            per_step=per_step,
             bounded=True,
             position=state.stateful_callbacks.get(POSITION),
         )

@@ -26,8 +26,6 @@ from freewheel.runtime.membership.store_client import STORE, calls
 ANSWER_S = 5.0
 FREED_S = 3.0
 """How long after its use a resource may be counted as taken."""
-UNIT = 10_000
-"""Ray counts resources in such parts."""
 
 
 def connect(address: str | None) -> None:
@@ -58,8 +56,7 @@ def room(needs: dict[str, float], wanted: int) -> int:
 
 
 def _fits(has: dict[str, float], needs: dict[str, float]) -> int:
-    fits = (round(has.get(key, 0) * UNIT) // round(need * UNIT) for key, need in needs.items())
-    return min(fits, default=1 << 20)
+    return min((int(has.get(key, 0) / need + 1e-6) for key, need in needs.items()), default=1 << 20)
 
 
 # -- the book --

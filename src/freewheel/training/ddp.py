@@ -56,8 +56,7 @@ class DdpBooks:
         self._began, self._state = time.time(), "training"
         self._began_s = self._stepped_s = time.perf_counter()
         self._ended_s: float | None = None
-        self._events = Events()
-        self._recorder = Recorder(self._sample, self._events, Journal(folder, rank))
+        self._recorder = Recorder(self._sample, Events(), Journal(folder, rank))
 
     def report(self, loss: Tensor) -> None:
         """A step is made, with this loss."""
@@ -103,10 +102,7 @@ class DdpBooks:
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         self._ended_s = time.perf_counter()
-        if error is not None:
-            self._events.note("failed", self._rank, f"{type(error).__name__}: {error}")
-        else:
-            self._state = "finished"
+        self._state = "finished" if error is None else self._state
         self._recorder.close(well=error is None)
 
     def _sample(self) -> WorkerSample:

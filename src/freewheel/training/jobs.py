@@ -33,15 +33,15 @@ def train_all(
         for old in home.glob("*.json*"):
             old.unlink()
         job.save(home / "job.json")
-    runs = dict[int, Run]()
+    runs = [Run(home) for home in homes]
 
-    def begun() -> list[int]:
-        return [number for number, home in enumerate(homes) if (home / "worker-0.jsonl").exists()]
+    def newest() -> int:
+        begun = (number for number, home in enumerate(homes) if (home / "worker-0.jsonl").exists())
+        return max(begun, default=0)
 
     def tick() -> None:
-        for number in begun()[-1:]:
-            run = runs.get(number) or runs.setdefault(number, Run(homes[number]))
-            run.poll()
+        run = runs[number := newest()]
+        if run.poll():
             progress(number, sum(int(life["steps"] + life["resumed_at"]) for life in run.lives))
 
     code = launch(
@@ -50,7 +50,7 @@ def train_all(
         output=Captured(folder),
         options=Options(folder=str(folder), tensorboard=tensorboard, typed=typed),
         tick=tick,
-        events=lambda: homes[max(begun(), default=0)],
+        events=lambda: homes[newest()],
     )
     if code in (130, 143):
         raise KeyboardInterrupt
