@@ -130,8 +130,7 @@ def watch_reports(functions: Any, reported: Callable[[], int]) -> None:
                 "ray.train.report waits for all workers: inside the with-block each would go at the slowest "
                 "one's pace. Call it once, after the block; use worker.record and worker.checkpoint inside."
             )
-        before = reported()
-        answer = report(*words, **options)
+        before, answer = reported(), None
         while reported() == before:
             answer = report(*words, **options)
         return answer

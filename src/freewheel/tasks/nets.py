@@ -15,13 +15,6 @@ def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
     return layer
 
 
-def classifier(inputs: int, classes: int) -> nn.Linear:
-    """The last layer. No ReLU follows, so it keeps torch's smaller first weights."""
-    layer = nn.Linear(inputs, classes)
-    nn.init.zeros_(layer.bias)
-    return layer
-
-
 class BasicBlock(nn.Module):
     """Two convolutions beside a shortcut that has no weights (option A of the paper).
 
@@ -54,7 +47,7 @@ def resnet20(classes: int = 10) -> nn.Module:
         for _ in range(3):
             layers.append(BasicBlock(inputs, outputs, stride=1 if inputs == outputs else 2))
             inputs = outputs
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), classifier(64, classes)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes)]
     return nn.Sequential(*layers)
 
 
@@ -67,7 +60,7 @@ def vgg(classes: int = 10) -> nn.Module:
             layers += [convolution(inputs, outputs), nn.BatchNorm2d(outputs), nn.ReLU()]
             inputs = outputs
         layers.append(nn.MaxPool2d(2))
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), classifier(inputs, classes)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
     return nn.Sequential(*layers)
 
 

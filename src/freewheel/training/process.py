@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
 import json
 import math
@@ -27,7 +26,6 @@ from freewheel.errors import Diverged, FreewheelError
 from freewheel.moments import optimizer_of
 from freewheel.records.journal import Journal
 from freewheel.runtime.worker.attach import Worker
-from freewheel.runtime.worker.buffers import buffers_of, mean_buffers, set_buffers
 from freewheel.sim.answer import spread
 from freewheel.strategies.grouping import Grouping
 from freewheel.task import Task
@@ -49,8 +47,8 @@ class Samples:
     def __init__(self, job: Job, active: bool, journal: Journal, lockstep: bool) -> None:
         self.job, self.active, self.next = job, active, 0
         self.journal, self._lockstep = journal, lockstep
-        self.kept: list[tuple[float, int, Tensor, dict[str, Tensor]]] = []
-        """When, after how many steps of all workers, its weights and buffers."""
+        self.kept: list[tuple[float, int, Tensor]] = []
+        """When, after how many steps of all workers, its weights. BatchNorm is measured anew."""
         self.pending: Any = None
 
     def due(self, share: float) -> bool:
@@ -64,9 +62,8 @@ class Samples:
         """Remember the mean of the workers' parts, and how far their replicas are apart."""
         vectors = [part.cpu() for _, part, _, _ in parts if part is not None]
         mean = functools.reduce(torch.add, vectors) / len(vectors)
-        buffers = mean_buffers([buffers for _, _, buffers, _ in sorted(parts, key=lambda one: one[0])])
         now, made = time.time(), sum(steps for *_, steps in parts)
-        self.kept.append((now, made, mean, buffers))
+        self.kept.append((now, made, mean))
         self.journal.evaluation(now, worker_steps=made, **self._apart(replicas))
 
     def _apart(self, replicas: list[Part]) -> dict[str, float]:
@@ -94,9 +91,8 @@ class Samples:
 
     def write(self, task: Task, model: nn.Module, final: nn.Module, ended: float, made: int) -> None:
         """Measure all that was kept, and the answer after all that was made, for the records."""
-        for at, steps, weights, buffers in self.kept:
+        for at, steps, weights in self.kept:
             vector_to_parameters(weights.to(self.job.device), model.parameters())
-            set_buffers(model, buffers)
             self._measure(task, model, at, steps)
         # One that was asked for at the end may have come after it.
         self._measure(task, final, max([ended, *(at for at, *_ in self.kept)]), made)
@@ -241,7 +237,7 @@ def with_ddp(loop: Loop) -> tuple[float, nn.Module]:
 
     def sample(step: int) -> None:
         weights = parameters_to_vector(model.parameters()).detach()
-        part = (loop.rank, weights, copy.deepcopy(buffers_of(model)), step * job.workers)
+        part: Part = (loop.rank, weights, {}, step * job.workers)
         loop.samples.keep([part], [part] * job.workers)  # its replicas are equal
 
     with (
