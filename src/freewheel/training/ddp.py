@@ -25,11 +25,6 @@ from freewheel.runtime.worker.records import Events, Recorder
 from freewheel.training.job import DDP, Job
 
 
-def size_of(model: nn.Module) -> int:
-    """Bytes of all its weights."""
-    return sum(p.numel() * p.element_size() for p in model.parameters())
-
-
 @contextlib.contextmanager
 def parallel(model: nn.Module, **group: Any) -> Iterator[nn.Module]:
     """DDP on gloo, set to hide most of its reduction behind the backward pass (docs/benchmarks/real.md).
@@ -38,7 +33,7 @@ def parallel(model: nn.Module, **group: Any) -> Iterator[nn.Module]:
     own default, is many a model in one. The view saves a copy of all gradients.
     """
     torch.distributed.init_process_group("gloo", **group)
-    bucket_mb = max(1.0, size_of(model) / 4e6)
+    bucket_mb = max(1.0, sum(one.nbytes for one in model.parameters()) / 4e6)
     made = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
     torch.distributed.barrier()
     yield made
@@ -49,8 +44,9 @@ def parallel(model: nn.Module, **group: Any) -> Iterator[nn.Module]:
 class DdpBooks:
     """What one worker writes down during its loop, which reports every step."""
 
-    def __init__(self, job: Job, folder: Path, rank: int, step_s: float, model_bytes: int) -> None:
-        self._job, self._rank, self._step_s, self._model_bytes = job, rank, step_s, model_bytes
+    def __init__(self, job: Job, folder: Path, rank: int, step_s: float, model: nn.Module) -> None:
+        self._job, self._rank, self._step_s = job, rank, step_s
+        self._model_bytes = sum(one.nbytes for one in model.parameters())
         self._others = tuple(one for one in range(job.workers) if one != rank)
         self._counters, self._loss = Counters(), torch.tensor(float("nan"))
         self._began, self._state = time.time(), "training"

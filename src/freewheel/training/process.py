@@ -31,7 +31,7 @@ from freewheel.strategies.grouping import Grouping
 from freewheel.task import Task
 from freewheel.tempo import Tempo
 from freewheel.training.budget import Budget
-from freewheel.training.ddp import DdpBooks, parallel, size_of
+from freewheel.training.ddp import DdpBooks, parallel
 from freewheel.training.job import DDP, Job
 
 Part = tuple[int, Tensor | None, dict[str, Tensor], int]
@@ -242,7 +242,7 @@ def with_ddp(loop: Loop) -> tuple[float, nn.Module]:
 
     with (
         parallel(model, store=store, rank=loop.rank, world_size=job.workers) as module,
-        DdpBooks(job, loop.folder, loop.rank, loop.step_s, size_of(model)) as books,
+        DdpBooks(job, loop.folder, loop.rank, loop.step_s, model) as books,
     ):
         if loop.rank == 0:
             books.about(loop.lr, loop.optimizer)
