@@ -53,23 +53,23 @@ def train(place, position=None, after=lambda guest: None, bounded=False):
 
     One that is `bounded` makes no more steps in an epoch than the data have batches.
     """
-    made, optimizer = worker(place, nn.Linear(1, 1), lr=0.0)
+    made, optimizer = worker(place, model := nn.Linear(1, 1), lr=0.0)
     guest = Guest(made)
     try:
-        _loop(guest, made, optimizer, position, after, bounded)
+        _loop(guest, model, optimizer, position, after, bounded)
     except Lost as error:
         guest.fail(error)
         raise
-    guest.leave(made._model)
+    guest.leave(model)
     return made
 
 
-def _loop(guest, made, optimizer, position, after, bounded):
+def _loop(guest, model, optimizer, position, after, bounded):
     passes = guest.deal(
         data(), epochs=EPOCHS, seed=0, ahead=1, per_step=1, bounded=bounded, position=position
     )
     guest.seek()
-    while not (passes.over or made.stopped):
+    while not (passes.over or guest.worker.stopped):
         batches = iter(passes)
         ahead = next(batches, None)
         left = LENGTH // BATCH if bounded else LENGTH
@@ -77,7 +77,7 @@ def _loop(guest, made, optimizer, position, after, bounded):
             left -= 1
             batch, ahead = ahead, next(batches, None)
             optimizer.zero_grad()
-            made._model(batch).mean().backward()
+            model(batch).mean().backward()
             optimizer.step()
             after(guest)
 

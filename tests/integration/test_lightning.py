@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, IterableDataset, WeightedRandomSampler
 
 import freewheel as fw
 import guests
-from freewheel.data.spans import size
 
 pytestmark = [pytest.mark.integration, pytest.mark.filterwarnings("ignore")]
 
@@ -179,8 +178,8 @@ def test_notice_lets_it_leave_and_what_it_has_used_is_what_it_has_finished(at, s
         train([callback], tmp_path, module=module, accumulate_grad_batches=several)
     assert not left.value.code
     assert signal.getsignal(signal.SIGTERM) is before
-    (loader,) = callback.worker._checkpoints.loaders
-    assert sum(size(spans) for spans in loader.leases.queue.data.own.values()) == 8 * module.used
+    assert callback.worker.metrics()["samples"] == 8 * module.used
+    assert callback.worker.progress == pytest.approx(8 * module.used / 168)
     assert module.used in (at, at + 1)
     assert module.used % several == 0  # no gradient is left behind
 

@@ -12,7 +12,6 @@ import torch
 
 import freewheel as fw
 import guests
-from freewheel.data.spans import size
 from freewheel.runtime.membership.place import Place, local_rank
 
 transformers = pytest.importorskip("transformers", reason="Transformers comes with the extra transformers")
@@ -111,8 +110,8 @@ def test_notice_lets_it_leave_and_what_it_has_used_is_what_it_has_finished(at, t
     with pytest.raises(SystemExit) as left:
         train(tmp_path, callback, notice)
     assert not left.value.code
-    (loader,) = callback.worker._checkpoints.loaders
-    assert sum(size(spans) for spans in loader.leases.queue.data.own.values()) == 8 * notice.steps
+    assert callback.worker.metrics()["samples"] == 8 * notice.steps
+    assert callback.worker.progress == pytest.approx(8 * notice.steps / 168)
     assert notice.steps in (at, at + 1)
 
 
