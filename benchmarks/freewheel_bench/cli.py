@@ -13,7 +13,7 @@ import typer
 from rich.table import Table
 
 from freewheel import names, strategies
-from freewheel.cli.options import Command, arrange, option, takes
+from freewheel.cli.options import arrange, option, takes
 from freewheel.cli.results import bar, output
 from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
 from freewheel.numbers import given, share, short
@@ -64,7 +64,7 @@ LINKS: list[Column] = [
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
     """One of the benchmarks."""
     arrange(function)
-    app.command(function.__name__, cls=Command)(function)
+    app.command(function.__name__)(function)
     return function
 
 

@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import freewheel
-from freewheel.cli.options import Command, Plain, arrange
+from freewheel.cli.options import arrange
 from freewheel.errors import ConfigError, FreewheelError
 
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
@@ -52,7 +52,7 @@ BEFORE_A_SCRIPT = ("run", "plan")
 LOOKS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": "rich"}
 
 
-class Commands(Plain, TyperGroup):
+class Commands(TyperGroup):
     """Shows all commands from the table, and imports the one that was typed."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -85,7 +85,7 @@ def load(name: str) -> Any:
     arrange(command)
     alone = typer.Typer(add_completion=False, **LOOKS)
     how = {"allow_interspersed_args": name not in BEFORE_A_SCRIPT}
-    alone.command(name, cls=Command, context_settings=how)(command)
+    alone.command(name, context_settings=how)(command)
     return typer.main.get_command(alone)
 
 

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import pkgutil
 import shlex
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import typer
-from typer.core import TyperArgument, TyperCommand
 from typer.models import OptionInfo
 
 from freewheel.errors import ConfigError
@@ -28,16 +25,6 @@ PANELS = {
     "Ray": "ray address gpus cpus",
 }
 """Under which heading options stand, by their names, unless they name one; the others under Options."""
-VALUES = {
-    "MS": "ms", "S": "s seconds", "MBIT": "mbit", "MB": "mb", "GB": "gb", "MIN": "minutes",
-    "FOLDER": "folder tls checkpoint tensorboard", "FILE": "out path json report trace secret",
-    "NAME,…": "strategy", "NAME": "task", "ADDRESS": "bind address", "HOST:PORT": "master",
-    "HOST,…": "hosts", "N,N,…": "scale", "MODEL": "compute", "RANK:AT:FOR": "pause",
-    "RANK:FACTOR": "slow link", "KIND:RANK@S": "fault",
-}  # fmt: skip
-"""What stands for an option's value, by the last word of its name."""
-KINDS = {int: "N", float: "X", Path: "PATH"}
-"""The same, by its type."""
 
 
 def option(default: Any, meaning: str, *names: str, rare: bool = False, **how: Any) -> Any:
@@ -126,57 +113,13 @@ def _options(
     return found
 
 
-class Plain:
-    """Lets help show no types: a flag needs none, and an argument has a name."""
-
-    def get_params(self, ctx: Any) -> list[Any]:
-        """All parameters, that of --help included."""
-        found: list[Any] = super().get_params(ctx)  # type: ignore[misc]
-        for one in found:
-            if isinstance(one, TyperArgument):
-                one.display_type_rich = lambda ctx: None  # type: ignore[method-assign]
-            elif getattr(one, "is_flag", False):
-                one.metavar = ""
-        return found
-
-
-class Command(Plain, TyperCommand):
-    """A command."""
-
-
 def arrange(command: Callable[..., Any]) -> None:
-    """Put options under headings, name their values instead of types, and let shells complete them."""
+    """Put options under headings."""
     for name, one in inspect.signature(command, eval_str=True).parameters.items():
-        info, kinds = one.default, {one.annotation, *typing.get_args(one.annotation)}
-        if name in ("strategy", "name"):
-            info.autocompletion = strategies_like
-        if "RUN" in (getattr(info, "metavar", None) or ""):
-            info.autocompletion = runs_like
-        if isinstance(info, OptionInfo):
-            by_name = next((head for head, of in PANELS.items() if name in of.split()), None)
-            info.rich_help_panel = info.rich_help_panel or by_name
-            if info.metavar is None and bool not in kinds:
-                last = name.rpartition("_")[2]
-                known = [value for value, of in VALUES.items() if last in of.split()]
-                info.metavar = [*known, *(KINDS[one] for one in KINDS if one in kinds), "TEXT"][0]
-
-
-# -- what a shell completes --
-
-
-def strategies_like(incomplete: str) -> list[str]:
-    """Names of strategies, also behind a comma; found by their files, for importing them takes seconds."""
-    before, comma, begun = incomplete.rpartition(",")
-    folder = Path(__file__).parents[1] / "strategies"
-    names = sorted(one.name for one in pkgutil.iter_modules([str(folder)]))
-    return [f"{before}{comma}{name}" for name in [*names, "all"] if name.startswith(begun)]
-
-
-def runs_like(incomplete: str) -> Iterable[str]:
-    """Folders with records in runs, the newest first."""
-    found = [one.parent for one in Path("runs").glob("*/**/run.json")]
-    folders = dict.fromkeys(str(one) for run in found for one in (run, *run.parents[:-2]))
-    return sorted((one for one in folders if one.startswith(incomplete)), reverse=True)
+        if isinstance(one.default, OptionInfo) and one.default.rich_help_panel is None:
+            one.default.rich_help_panel = next(
+                (head for head, of in PANELS.items() if name in of.split()), None
+            )
 
 
 RUNS = argument(..., "Folders of runs, or folders with runs in them.", metavar="RUN...")

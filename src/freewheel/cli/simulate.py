@@ -45,8 +45,8 @@ def simulate(
         "RANK=MODEL for one worker; repeatable.",
         rare=True,
     ),
-    slow: list[str] | None = option(None, "This worker computes slower; repeatable."),
-    pause: list[str] | None = option(None, "This worker stops for a while.", rare=True),
+    slow: list[str] | None = option(None, "RANK:FACTOR, this worker computes slower; repeatable."),
+    pause: list[str] | None = option(None, "RANK:AT_S:FOR_S, this worker stops for a while.", rare=True),
     fault: list[str] | None = option(
         None,
         "crash:3@0.5, restart:3@1, leave:3@0.5, cut:3@0.5, cut:3-5@0.5, heal:3@2, slow:3x9@0.5, "
