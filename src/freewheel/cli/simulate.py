@@ -17,6 +17,7 @@ from freewheel.cli.results import Outputs, bar, output
 from freewheel.errors import ConfigError, RunStopped, at_least
 from freewheel.records.files import check_unused, check_writable, open_whole, write_whole
 from freewheel.records.result import Result
+from freewheel.records.run import Run
 from freewheel.show.rates import trouble
 from freewheel.show.tables import printed
 from freewheel.sim.compute import Compute
@@ -78,67 +79,61 @@ def simulate(
         **scenario,
     )
     chosen = strategies.resolve_all(strategy)
-    having = [one for one in chosen if topology is not None and hasattr(one, "topology")]
-    for one in having:
-        one.topology = topology
-    if topology is not None and not having:
-        raise ConfigError("--topology: none of the chosen strategies has one; adpsgd and dpsgd do.")
+    if topology is not None:
+        having = [one for one in chosen if hasattr(one, "topology")]
+        if not having:
+            raise ConfigError("--topology: none of the chosen strategies has one; adpsgd and dpsgd do.")
+        for one in having:
+            one.topology = topology
     problem = tasks.resolve(task)
-    if trace is not None and len(chosen) > 1:
-        raise ConfigError("--trace takes the events of one strategy; give only one.")
-    perfetto = trace is not None and trace.name.endswith(PERFETTO)
-    if perfetto and asked.workers > MOST_TIMELINES:
-        raise ConfigError(
-            f"--trace {trace}: {asked.workers} workers, but Perfetto's format is for at most "
-            f"{MOST_TIMELINES}; give a FILE.jsonl."
-        )
     for one in chosen:
         one.check(asked.workers)
+    if trace is not None and len(chosen) > 1:
+        raise ConfigError("--trace takes the events of one strategy; give only one.")
+    perfetto = trace if trace is not None and trace.name.endswith(PERFETTO) else None
+    if perfetto and asked.workers > MOST_TIMELINES:
+        raise ConfigError(f"Perfetto's format is for at most {MOST_TIMELINES} workers; give a FILE.jsonl.")
     out = Outputs(**outputs)
-    paths = [path.resolve() for path in (out.json, out.report, trace) if path is not None]
-    if len(set(paths)) < len(paths):
-        raise ConfigError("--json, --report and --trace must be different files.")
     out.check()
     check_writable(trace)
-    done: list[tuple[Result, Path | None]] = []
+    results: list[Result] = []
+    runs: list[Run | None] = []
     stopped: list[str] = []
-    with tempfile.TemporaryDirectory() as passing:
+    with contextlib.ExitStack() as open_until_done:
         # A report shows what happened on the way, too: it needs records, kept or not. So does Perfetto.
-        passes = Path(passing) / chosen[0].name if out.report is not None or perfetto else None
-        records = folder or passes
+        passing = Path(open_until_done.enter_context(tempfile.TemporaryDirectory())) / "records"
+        records = folder or (passing if out.report or perfetto else None)
+        several = len(chosen) > 1
         homes = [
-            records and (records / f"{number}-{one.name}" if len(chosen) > 1 else records)
+            records / f"{number}-{one.name}" if records and several else records
             for number, one in enumerate(chosen)
         ]
         if folder is not None:
-            check_unused(dict.fromkeys([folder, *filter(None, homes)]), out.force)
-        events = contextlib.nullcontext() if trace is None or perfetto else open_whole(trace)
-        with events as file, bar() as show:
-            for number, (one, home) in enumerate(zip(chosen, homes, strict=True)):
+            check_unused([folder, *filter(None, homes)], out.force)
+        file = open_until_done.enter_context(open_whole(trace)) if trace and not perfetto else None
+        show = open_until_done.enter_context(bar())
+        for number, (one, home) in enumerate(zip(chosen, homes, strict=True)):
 
-                def progress(steps: int, total: int, at: int = number, name: str = one.name) -> None:
-                    show(name, (at + steps / total) / len(chosen))
+            def progress(steps: int, total: int, at: int = number, name: str = one.name) -> None:
+                show(name, (at + steps / total) / len(chosen))
 
-                how: dict[str, Any] = {"progress": progress, "trace_file": file, "folder": home, "name": task}
-                try:
-                    result = api.simulate(one, problem, asked, command=command_line(), **how)
-                    done.append((result, home))
-                except RunStopped as error:
-                    if not keep_going:
-                        raise
-                    stopped.append(str(error))
-        runs = [recorded(home) for _, home in done if home is not None]
-        if trace is not None and perfetto and (kept := [run for run in runs if run is not None]):
-            write_whole(trace, as_perfetto(kept))
-    results = [result for result, _ in done]
+            how: dict[str, Any] = {"progress": progress, "trace_file": file, "folder": home, "name": task}
+            try:
+                results.append(api.simulate(one, problem, asked, command=command_line(), **how))
+            except RunStopped as error:
+                if not keep_going:
+                    raise
+                stopped.append(str(error))
+            else:
+                runs += [recorded(home)] if home is not None else []
+        if perfetto and results:
+            write_whole(perfetto, as_perfetto([run for run in runs if run is not None]))
     console = output()
     if results:
         out.show(console, results)
         for result in results:
             if said := _trouble(result):
                 console.print(f"{result.strategy}: {said}", highlight=False, soft_wrap=True)
-        if len(results) == 1:
-            console.print(f"trace sha256 {results[0].trace_sha256}", highlight=False, soft_wrap=True)
         out.save(console, results, runs, f"{task} on {asked.workers} workers")
     if folder is not None:
         console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
@@ -156,16 +151,10 @@ def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[s
         elif rank.isdecimal():
             own[int(rank)] = Compute.parse(model, ms=ms)
         else:
-            raise ConfigError(
-                f"cannot read --compute {text!r}: write MODEL or RANK=MODEL, as in 3=exponential."
-            )
-    return Compute.parse(
-        common,
-        ms=ms,
-        slow={rank: factor for rank, (factor,) in ranks_and_numbers("--slow", slow, 1)},
-        pauses=[(rank, *numbers) for rank, numbers in ranks_and_numbers("--pause", pause, 2)],
-        of=own,
-    )
+            raise ConfigError(f"cannot read --compute {text!r}: write MODEL or RANK=MODEL.")
+    pauses = [(rank, *numbers) for rank, numbers in ranks_and_numbers("--pause", pause, 2)]
+    factors = {rank: factor for rank, (factor,) in ranks_and_numbers("--slow", slow, 1)}
+    return Compute.parse(common, ms=ms, slow=factors, pauses=pauses, of=own)
 
 
 def _trouble(result: Result) -> str:
@@ -203,10 +192,8 @@ def chaos(
     chosen = laws.chosen(names.split(strategy), range(first, first + seeds))
     work = [(name, seed, workers) for name, seed in chosen]
     outcomes: list[laws.Outcome] = []
-    with (
-        multiprocessing.get_context("spawn").Pool(jobs or len(os.sched_getaffinity(0))) as pool,
-        bar() as show,
-    ):
+    cores = len(os.sched_getaffinity(0))
+    with multiprocessing.get_context("spawn").Pool(jobs or cores) as pool, bar() as show:
         for outcome in pool.imap_unordered(_one, work):
             outcomes.append(outcome)
             show("runs", len(outcomes) / len(work))
@@ -224,16 +211,17 @@ def _one(work: tuple[str, int, int]) -> laws.Outcome:
 
 
 def _show(outcomes: list[laws.Outcome], workers: int, wide: bool) -> None:
-    kinds = sorted({kind for outcome in outcomes for kind in outcome.faults}) if wide else ["faults"]
+    kinds = sorted({kind for outcome in outcomes for kind in outcome.faults}) if wide else []
     rows = []
     for name in dict.fromkeys(outcome.strategy for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.strategy == name]
         total = sum((outcome.faults for outcome in mine), Counter[str]())
-        total["faults"] = total.total()
         violations = sum(bool(outcome.broken) for outcome in mine)
-        rows.append([name, str(len(mine)), *(str(total[kind]) for kind in kinds), str(violations)])
+        rows.append(
+            [name, *map(str, (len(mine), total.total(), *(total[kind] for kind in kinds), violations))]
+        )
     console = output()
-    console.print(printed(["strategy", "runs", *kinds, "violations"], rows))
+    console.print(printed(["strategy", "runs", "faults", *kinds, "violations"], rows))
     for outcome in sorted(outcomes, key=lambda one: one.seed):
         for broken in outcome.broken:
             again = f"--strategy {outcome.strategy} --first {outcome.seed} --seeds 1 --workers {workers}"
