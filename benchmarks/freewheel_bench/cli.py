@@ -16,7 +16,7 @@ from freewheel import names, strategies
 from freewheel.cli.options import arrange, option, takes
 from freewheel.cli.results import bar, output
 from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
-from freewheel.numbers import given, share, short
+from freewheel.numbers import share, short
 from freewheel.records.files import check_writable, write_whole
 from freewheel_bench.figure import Figure
 from freewheel_bench.rates import Load, Span
@@ -106,7 +106,7 @@ def network(
     long = _span(span, quick)
     check_possible()
     found = _measured(lambda show: network(what, link_mbit, chosen, long, show, hosts), json_path)
-    note = f"Links of {given(link_mbit)} Mbit/s; shares as in freewheel bench straggler."
+    note = f"Links of {short(link_mbit)} Mbit/s; shares as in freewheel bench straggler."
     _print([*COMMUNICATION[:4], *LINKS, *COMMUNICATION[4:]], found, note, wide)
 
 

@@ -1,17 +1,4 @@
-"""Everything Freewheel raises on purpose.
-
-FreewheelError
-├── ConfigError          a user's value is wrong (also a ValueError)
-│   ├── UnknownName      no strategy, task, topology … of that name
-│   └── NotInstalled     a library that an extra brings is missing (also an ImportError)
-├── PeerLost             a peer's connection broke or went silent
-├── RunStopped           the run cannot go on
-│   ├── WorkerLost       a worker that others must wait for is gone
-│   ├── Deadlock         every worker waits for another
-│   └── Diverged         a loss or weight is no longer a finite number
-
-Each message says what was given, what is allowed and what to do next.
-"""
+"""Everything Freewheel raises on purpose. A message says what was given, what is allowed and what to do."""
 
 from __future__ import annotations
 

@@ -18,6 +18,13 @@ from typing import Any, TypeVar
 from freewheel.errors import ConfigError, UnknownName
 
 T = TypeVar("T")
+BOOLEANS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
+    bool: (lambda text: BOOLEANS[text.lower()], "true or false"),
+    int: (int, "a whole number"),
+    float: (float, "a number"),
+    str: (str, "text"),
+}
 
 
 def split(text: str) -> list[str]:
@@ -62,24 +69,19 @@ def build(kind: str, spec: str, known: Mapping[str, Callable[..., T]], *given: A
 
 def read_value(what: str, text: str, wanted: Any) -> Any:
     """Read ``text`` as the type ``wanted``: bool, int, float, str or a Literal, or one of them or None."""
-    if isinstance(wanted, types.UnionType) or typing.get_origin(wanted) is typing.Union:
-        options = typing.get_args(wanted)
-        if text.lower() == "none" and type(None) in options:
-            return None
-        plain = [t for t in (bool, int, float, str) if t in options]
-        wanted = next((t for t in (*plain, *options) if t is not type(None)), None)
-    if typing.get_origin(wanted) is typing.Literal:
-        if text not in typing.get_args(wanted):
-            raise UnknownName(f"value of {what}:", text, typing.get_args(wanted))
-        return text
-    try:
-        if wanted is bool:
-            return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}[
-                text.lower()
-            ]
-        if wanted in (int, float, str):
-            return wanted(text)
-    except (ValueError, KeyError):
-        kinds = {bool: "true or false", int: "a whole number", float: "a number"}
-        raise ConfigError(f"{what} must be {kinds[wanted]}, not {text!r}.") from None
+    several = typing.get_origin(wanted) in (types.UnionType, typing.Union)
+    options = typing.get_args(wanted) if several else (wanted,)
+    if text.lower() == "none" and type(None) in options:
+        return None
+    for kind in options:
+        if typing.get_origin(kind) is typing.Literal:
+            if text not in typing.get_args(kind):
+                raise UnknownName(f"value of {what}:", text, typing.get_args(kind))
+            return text
+        if kind in KINDS:
+            read, expected = KINDS[kind]
+            try:
+                return read(text)
+            except (ValueError, KeyError):
+                raise ConfigError(f"{what} must be {expected}, not {text!r}.") from None
     raise ConfigError(f"{what} cannot be given as text; set it from Python.")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freewheel.numbers import given, share, short, speed
+from freewheel.numbers import share, short, speed
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,6 @@ from freewheel.numbers import given, share, short, speed
 )
 def test_a_few_digits_and_no_exponent(value, digits, text):
     assert short(value, digits) == text
-
-
-def test_what_was_given_keeps_its_digits():
-    assert [given(one) for one in (5, 0.25, 1500.5, 2e6)] == ["5", "0.25", "1,500.5", "2,000,000"]
 
 
 def test_speeds_have_the_unit_that_suits_them():

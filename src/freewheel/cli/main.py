@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import os
 import signal
 import sys
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import typer
@@ -80,8 +78,11 @@ def load(name: str) -> Any:
         return typer.main.get_command(_benchmarks())
     where = next(commands[name][0] for commands in GROUPS.values() if name in commands)
     module, _, function = where.partition(":")
-    with _interruptible():
-        command = getattr(importlib.import_module(f"freewheel.cli.{module}"), function)
+    command = getattr(importlib.import_module(f"freewheel.cli.{module}"), function)
+    if (
+        signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
+    ):  # until here it ended the process (freewheel_start)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     arrange(command)
     alone = typer.Typer(add_completion=False, **LOOKS)
     how = {"allow_interspersed_args": name not in BEFORE_A_SCRIPT}
@@ -98,18 +99,6 @@ def _benchmarks() -> typer.Typer:
     from freewheel_bench.cli import app as benchmarks
 
     return benchmarks
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """While torch is imported Ctrl-C ends the process: an import that is broken off says much."""
-    before = signal.getsignal(signal.SIGINT)
-    if before is not signal.default_int_handler:  # ignored, as in the background of a script
-        yield
-        return
-    signal.signal(signal.SIGINT, lambda *_: os._exit(128 + signal.SIGINT))
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def _version(wanted: bool) -> None:
