@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 import shlex
-import time
+import sys
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
 
 from freewheel.cli.options import command_line, option, takes
 from freewheel.cli.results import Outputs, bar, output
@@ -93,21 +90,19 @@ def _train(jobs: list[Job], outputs: Outputs, folder: Path | None, board: Path |
     outputs.check()
     folder = folder or Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     check_unused([folder, *(folder / name(number, one) for number, one in enumerate(jobs))], outputs.force)
-    outcomes = run_all(jobs, folder.resolve(), board)
-    results = [one for one in outcomes if isinstance(one, Result)]
-    stopped = [str(one) for one in outcomes if not isinstance(one, Result)]
-    if not results:
-        raise RunStopped(" ".join(stopped))
-    console = output()
-    outputs.show(console, results)
-    console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
-    runs = [
-        recorded(folder / name(number, job))
-        for number, (job, outcome) in enumerate(zip(jobs, outcomes, strict=True))
-        if outputs.report is not None and isinstance(outcome, Result)
-    ]
-    title = f"{jobs[0].task.partition(':')[0]} on {jobs[0].workers} workers"
-    outputs.save(console, results, runs, title)
+    results, runs, stopped = [], [], []
+    for number, outcome in enumerate(run_all(jobs, folder.resolve(), board)):
+        if isinstance(outcome, RunStopped):
+            stopped.append(str(outcome))
+        else:
+            results.append(outcome)
+            runs.append(recorded(folder / name(number, jobs[number])))
+    if results:
+        console = output()
+        outputs.show(console, results)
+        console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
+        title = f"{jobs[0].task.partition(':')[0]} on {jobs[0].workers} workers"
+        outputs.save(console, results, runs, title)
     if stopped:
         raise RunStopped(" ".join(stopped))
 
@@ -115,40 +110,32 @@ def _train(jobs: list[Job], outputs: Outputs, folder: Path | None, board: Path |
 def _chosen(spec: str) -> list[str]:
     from freewheel import names, strategies
 
-    everything = [DDP, *strategies.ALL]
-    parts = (everything if part == "all" else [part] for part in names.split(spec))
-    chosen = list(dict.fromkeys(itertools.chain.from_iterable(parts)))
-    for one in chosen:
-        if one != DDP:
+    chosen: list[str] = []
+    for one in names.split(spec):
+        if one not in ("all", DDP):
             strategies.resolve(one)
-    return chosen
+        chosen += [DDP, *strategies.ALL] if one == "all" else [one]
+    return list(dict.fromkeys(chosen))
 
 
 def run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Result | RunStopped]:
     """Run jobs one after the other, with a bar."""
     from freewheel.training.jobs import train_all
 
-    errors = Console(stderr=True)
-    watch = f"Watch: freewheel watch {shlex.quote(str(folder))}"
-    errors.print(watch, highlight=False, soft_wrap=True, markup=False)
-    seconds = jobs[0].seconds
-    total = jobs[0].workers * jobs[0].steps if seconds is None else seconds
-    began_s: dict[int, float] = {}
+    print(f"Watch: freewheel watch {shlex.quote(str(folder))}", file=sys.stderr, flush=True)
+    steps = None if jobs[0].seconds else jobs[0].workers * jobs[0].steps
     with bar() as show:
 
         def tell(number: int, done: float) -> None:
-            if seconds is not None:
-                done = time.monotonic() - began_s.setdefault(number, time.monotonic())
-            show(jobs[number].strategy, (number + min(1.0, done / total)) / len(jobs))
+            part = min(1.0, done / steps) if steps else 0.0  # nobody knows how many a time is enough for
+            show(jobs[number].strategy, (number + part) / len(jobs))
 
         return train_all(jobs, folder, tell, tensorboard, command_line())
 
 
 # -- the demo: one minute that shows what a slow worker costs, with DDP and without waiting --
 STRATEGIES = ("ddp", "adpsgd", "nodelay_free")
-SLOW, FACTOR = 0, 5.0
-TARGET = 0.9
-TITLE = f"handwritten digits on 4 workers, worker {SLOW} is {FACTOR:g}× slower"
+TITLE = "handwritten digits on 4 workers, worker 0 is 5 times slower"
 
 
 def demo(
@@ -156,41 +143,27 @@ def demo(
     folder: Path = option(Path("runs/demo"), "Where records, report and replay go."),
 ) -> None:
     """Show in a minute what a slow worker costs with DDP, AD-PSGD and nodelay_free, in equal time."""
-    jobs = [_job(strategy, seconds) for strategy in STRATEGIES]
+    # Steps of 30 ms, most of it asleep: four workers fit on two cores, and a busy machine changes little.
+    alike = Job(seconds=seconds, slow={0: 5.0}, compute_ms=30.0, target=0.9, lr=0.15, momentum=0.9)
+    alike = replace(alike, schedule="cosine", evaluations=math.ceil(10 * seconds))
+    jobs = [replace(alike, strategy=strategy) for strategy in STRATEGIES]
     homes = [folder / name(number, one) for number, one in enumerate(jobs)]
     check_unused([folder, *homes], force=True)
     console = output()
-    console.print(
-        f"4 workers train a small net on handwritten digits, mixed evenly; worker {SLOW} is {FACTOR:g} times "
-        f"slower. {', '.join(map(_label, STRATEGIES))}: {seconds:g} s each.",
-        highlight=False,
-    )
-    outcomes = run_all(jobs, folder.resolve(), None)
-    for one in outcomes:
-        if isinstance(one, RunStopped):
-            raise one
-    results = [one for one in outcomes if isinstance(one, Result)]
+    console.print(f"{TITLE}. {', '.join(map(_label, STRATEGIES))}: {seconds:g} s each.", highlight=False)
+    results = []
+    for outcome in run_all(jobs, folder.resolve(), None):
+        if isinstance(outcome, RunStopped):
+            raise outcome
+        results.append(outcome)
     runs = [replace(one, label=_label(one.label)) for one in ranked(results)]
     console.print("", brief_table(runs), "", *findings(runs), "", sep="\n", highlight=False)
     report, replay = folder / "report.html", folder / "replay.html"
-    write(
-        report,
-        results,
-        [recorded(home) for home in homes],
-        title=f"Freewheel: {TITLE}",
-        command=command_line(),
-    )
+    words = {"title": f"Freewheel: {TITLE}", "command": command_line()}
+    write(report, results, [recorded(home) for home in homes], **words)
     write_whole(replay, html([Run(home) for home in homes[:2]], TITLE))
     for what, path in (("Report, all figures", report), ("Replay, open it in a browser", replay)):
         console.print(f"{what}: {path.resolve()}", highlight=False, soft_wrap=True)
-
-
-def _job(strategy: str, seconds: float) -> Job:
-    """Steps of 30 ms, most of it asleep: four workers fit on two cores, and a busy machine changes little."""
-    return Job(
-        task="digits", strategy=strategy, workers=4, seconds=seconds, slow={SLOW: FACTOR}, compute_ms=30.0,
-        target=TARGET, lr=0.15, momentum=0.9, schedule="cosine", evaluations=math.ceil(10 * seconds),
-    )  # fmt: skip
 
 
 def _label(strategy: str) -> str:
