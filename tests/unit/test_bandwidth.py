@@ -115,7 +115,7 @@ def test_what_answers_there_is_named(answer, why):
         thread = threading.Thread(target=once)
         thread.start()
         with pytest.raises(ConfigError, match=why):
-            bandwidth.measure("127.0.0.1", listener.getsockname()[1], 0.01)
+            asyncio.run(measuring("127.0.0.1", listener.getsockname()[1], 0.01))
         thread.join(DEADLINE_S)
 
 
@@ -135,7 +135,7 @@ def test_a_transfer_that_takes_too_long_ends(monkeypatch):
 )
 def test_bad_values_are_refused(given, why):
     with pytest.raises(ConfigError, match=why):
-        bandwidth.measure(**{"host": "127.0.0.1", "port": 1, "mb": 1} | given)
+        asyncio.run(measuring(**{"host": "127.0.0.1", "port": 1, "mb": 1} | given))
 
 
 def test_keys_let_members_measure_and_nobody_else(tmp_path):

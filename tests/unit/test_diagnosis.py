@@ -83,7 +83,7 @@ def test_each_fault_is_found_alone_and_says_what_to_do(what, changed, state, adv
 
 def test_every_check_is_broken_by_some_row():
     everything = found(port=29500, **AWAY)
-    checks = {name.split(" to ")[0] for name in everything} - {"python", "extras"}  # which nothing can break
+    checks = {name.split(" to ")[0] for name in everything} - {"python"}  # which nothing can break
     assert {what.split(" to ")[0] for what, *_ in BROKEN} == checks
 
 
@@ -103,13 +103,6 @@ def test_loopback_asks_for_no_firewall():
     rows = found(firewalls=("ufw",), links={LOOPBACK: GOOD})
     assert "firewall" not in rows
     assert rows["loopback"].state == "ok"
-
-
-def test_a_missing_extra_is_no_fault_but_is_said():
-    row = found(extras=("tensorboard",), missing=("tls",))["extras"]
-    assert row.state == "ok"
-    assert row.value.startswith("installed: tensorboard; no tls: ")
-    assert "pip install 'freewheel[tls]'" in row.value
 
 
 def test_a_link_says_how_long_the_model_takes():
@@ -144,7 +137,6 @@ def test_what_is_found_on_this_host_makes_sense(tmp_path):
     assert seen.bind_problem is seen.window_problem is seen.sharing_problem is seen.folder_problem is None
     assert seen.memory_free_mb > 10
     assert seen.disk_free_mb > 1
-    assert "dev" not in seen.extras
     assert seen.links[LOOPBACK].mbit_out > 1
 
 

@@ -64,7 +64,7 @@ def test_a_problem_is_exit_code_1_and_says_what_to_do(doctor):
     code, out, _ = doctor("-n", "1", "--bind", "192.0.2.1")
     assert code == 1
     assert re.search(r"^problem +listening +not on 192\.0\.2\.1 *$", out, flags=re.M)
-    assert "give one that `ip address` lists" in " ".join(out.split())
+    assert "that `ip address` lists" in " ".join(out.split())
     assert out.rstrip().splitlines()[-1].startswith("Not ready: 1 problem, ")
 
 

@@ -95,7 +95,7 @@ def _print(found: list[Finding]) -> None:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column()
     table.add_column(overflow="fold", max_width=18)
-    table.add_column()
+    table.add_column(overflow="fold")
     for finding in found:
         table.add_row(Text(finding.state, COLOURS[finding.state]), finding.what, Text(finding.value))
         if finding.advice:

@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import tempfile
-from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,8 +175,6 @@ def chaos(
     first: int = option(0, "The first seed: --first 17 --seeds 1 repeats run 17."),
     strategy: str = option(STRATEGIES, "One or several, separated by commas.", show_default=False),
     workers: int = option(8, "How many workers."),
-    jobs: int | None = option(None, "How many runs at once; default: one a core."),
-    wide: bool = option(False, "Count each kind of fault.", "--wide"),
 ) -> None:
     """Let random faults strike simulated runs, and check the laws; a failure is named with its seed."""
     from freewheel import names, strategies
@@ -186,18 +183,16 @@ def chaos(
     at_least("--seeds", seeds, 1)
     at_least("--first", first, 0)
     at_least("--workers", workers, 4)
-    at_least("--jobs", jobs, 1)
     for one in strategies.resolve_all(strategy):
         one.check(workers)
     chosen = laws.chosen(names.split(strategy), range(first, first + seeds))
     work = [(name, seed, workers) for name, seed in chosen]
     outcomes: list[laws.Outcome] = []
-    cores = len(os.sched_getaffinity(0))
-    with multiprocessing.get_context("spawn").Pool(jobs or cores) as pool, bar() as show:
+    with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool, bar() as show:
         for outcome in pool.imap_unordered(_one, work):
             outcomes.append(outcome)
             show("runs", len(outcomes) / len(work))
-    _show(outcomes, workers, wide)
+    _show(outcomes, workers)
     if any(outcome.broken for outcome in outcomes):
         raise typer.Exit(1)
 
@@ -210,18 +205,15 @@ def _one(work: tuple[str, int, int]) -> laws.Outcome:
     return laws.run(strategies.resolve(name), name, tasks.resolve("quadratic"), seed, workers)
 
 
-def _show(outcomes: list[laws.Outcome], workers: int, wide: bool) -> None:
-    kinds = sorted({kind for outcome in outcomes for kind in outcome.faults}) if wide else []
+def _show(outcomes: list[laws.Outcome], workers: int) -> None:
     rows = []
     for name in dict.fromkeys(outcome.strategy for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.strategy == name]
-        total = sum((outcome.faults for outcome in mine), Counter[str]())
+        faults = sum(outcome.faults.total() for outcome in mine)
         violations = sum(bool(outcome.broken) for outcome in mine)
-        rows.append(
-            [name, *map(str, (len(mine), total.total(), *(total[kind] for kind in kinds), violations))]
-        )
+        rows.append([name, *map(str, (len(mine), faults, violations))])
     console = output()
-    console.print(printed(["strategy", "runs", "faults", *kinds, "violations"], rows))
+    console.print(printed(["strategy", "runs", "faults", "violations"], rows))
     for outcome in sorted(outcomes, key=lambda one: one.seed):
         for broken in outcome.broken:
             again = f"--strategy {outcome.strategy} --first {outcome.seed} --seeds 1 --workers {workers}"

@@ -181,36 +181,26 @@ GROWS = 1.4
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is expected of one strategy; its fields are the keys of the JSON."""
+    """What is expected of one strategy; its fields are the keys of the JSON, which docs/PLAN.md explains."""
 
     strategy: str
-    """With its settings, as `fw.attach` takes it."""
     useful_steps_per_s: float
-    """Worker-steps per second over steps_needed: the rate of synchronous steps that would get as far."""
     steps_per_s: float
     ideal_share: float
     idle_share: float
     staleness_mean: float
-    """In the strategy's own measure."""
     staleness_max: float
     bytes_per_step: float
     drift: float
-    """Root mean square distance of a worker from the mean of all, in lengths of one update."""
     discrepancy: float
-    """The largest distance between two workers, in lengths of one update."""
     grows: bool
-    """Whether they were still drifting apart, or falling behind, at the end: then its cost is too low."""
     lag: float
-    """Steps of all workers that the model a gradient is taken at lacks."""
     noise: float
-    """Of the answer, against the mean of all gradients."""
     steps_needed: float
-    """Worker-steps for one of synchronous SGD."""
     why: str
     waits_for: str
     keeps_mean: bool
     memory_gb: float
-    """What a worker needs beside activations and data."""
 
     @property
     def name(self) -> str:
@@ -289,18 +279,8 @@ def reweighed(one: Forecast, setting: Setting) -> Forecast:
 def steps_needed(workers: int, drift: float, lag: float, noise: float, sensitivity: float) -> float:
     """Worker-steps for one of synchronous SGD: noise + S·(LAG·lag + DRIFT·n·drift²), 1 or more.
 
-    Lag, in steps of all workers: how far the model a gradient is taken at is behind. The rate of
-    asynchronous SGD is σ²/ε² + τ/ε (Koloskova et al. 2022): a delay costs by the learning rate times the
-    largest curvature, LAG. Drift, in lengths of one update: how far a worker is from the mean of all. A step
-    of the mean loses L² times its square (the M_k of AD-PSGD's Theorem 1 and Lemma 7) against a gradient
-    whose noise n workers have made √n times smaller; drift goes in all directions, so what counts is the
-    learning rate times the mean curvature, whose square DRIFT is. Noise: what is left in the answer, against
-    the mean of all gradients; 1 where all updates are averaged or added up. All three are measured on the
-    stand-in model (`Probe`).
-
-    The two constants depend on the task, and nobody knows them before training. They are set to what
-    `digits` (cnn, 8 workers) shows in the simulator: docs/PLAN.md has the figures. S is the caller's "more
-    than that".
+    Lag and drift are counted in updates; noise is what is left in the answer, against the mean of all. S is
+    the caller's "more than that". docs/PLAN.md says why, and where the constants come from.
     """
     return max(1.0, noise) + sensitivity * (LAG * max(0.0, lag) + DRIFT * workers * drift**2)
 

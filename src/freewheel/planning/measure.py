@@ -6,6 +6,7 @@ optimizer's step through torch's own global hook, and ends it after so many step
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import math
@@ -24,7 +25,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.runtime.doctor.bandwidth import PORT, LinkFigure, measure
+from freewheel.runtime.doctor.bandwidth import MEGABYTES, PORT, LinkFigure, measuring
 from freewheel.runtime.launch.launcher import Captured, launch
 from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.place import parse_address
@@ -75,7 +76,7 @@ def measure_script(script: Sequence[str], steps: int = STEPS) -> Measurement:
 def measure_links(hosts: Sequence[str], tls: Path | None = None) -> dict[str, LinkFigure]:
     """Time the ways from here to hosts on which `freewheel doctor --serve` runs, one after the other."""
     addresses = {text: parse_address(text, "the host", PORT) for text in hosts}
-    return {text: measure(*address, tls=tls) for text, address in addresses.items()}
+    return {text: asyncio.run(measuring(*at, MEGABYTES, tls)) for text, at in addresses.items()}
 
 
 # -- in the process of the script --

@@ -1,6 +1,6 @@
 """How good is the link to another host? Its latency, its bandwidth both ways, and what its clock says.
 
-One host serves, another measures: `serving` there, `measure` here. Both use the transports of workers, with
+One host serves, another measures: `serving` there, `measuring` here. Both use the transports of workers, with
 their proof of membership and, with keys, their TLS. One visitor is served after another, or they would
 measure each other. It says how many bytes it sends and how many it wants; the answer is the time, and these.
 """
@@ -33,7 +33,8 @@ MEASURE_S = 30.0
 PINGS = 21
 FIRST = 1 << 16  # bytes of the first transfer; each next one has four times as many
 LONG_ENOUGH_S = 0.5  # a transfer that took so long has measured the link
-MOST_MB = 1024
+MOST_MB, MEGABYTES = 1024, 64.0
+"""How much a transfer may be at most, and unless somebody says otherwise."""
 PIECE = memoryview(bytes(1 << 20))
 ASK, CLOCK = struct.Struct("!QQ"), struct.Struct("!d")
 
@@ -90,11 +91,6 @@ async def _answer(transport: Transport) -> None:
     await _give(transport, wanted)
 
 
-def measure(host: str, port: int = PORT, mb: float = 64, tls: Path | None = None) -> LinkFigure:
-    """Measure the link to a host that serves; at most so many megabytes each way."""
-    return asyncio.run(measuring(host, port, mb, tls))
-
-
 async def loopback(mb: float, tls: Path | None = None) -> LinkFigure:
     """Measure the link of this host with itself."""
     async with serving(port=0, tls=tls) as port:
@@ -102,7 +98,7 @@ async def loopback(mb: float, tls: Path | None = None) -> LinkFigure:
 
 
 async def measuring(host: str, port: int, mb: float, tls: Path | None = None) -> LinkFigure:
-    """See `measure`. Transfers begin small and grow until one lasts long enough for a slow link."""
+    """Measure the link to a host that serves: transfers grow until one lasts long enough for a slow link."""
     if not 0 < mb <= MOST_MB:
         raise ConfigError(f"mb must be above 0 and at most {MOST_MB}, not {mb:g}.")
     try:

@@ -21,7 +21,7 @@ from packaging.requirements import Requirement
 from freewheel.errors import ConfigError, first_line
 from freewheel.fabric.windows import Cuda as CudaLibrary
 from freewheel.fabric.windows import DeviceWindow, HostWindow
-from freewheel.runtime.doctor.bandwidth import LinkFigure, loopback, measure
+from freewheel.runtime.doctor.bandwidth import LinkFigure, loopback, measuring
 from freewheel.runtime.membership.hosts import listen
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -71,9 +71,6 @@ class Facts:
     folder: str = "runs"
     folder_problem: str | None = None
     disk_free_mb: float = 100_000.0
-    extras: tuple[str, ...] = ()
-    missing: tuple[str, ...] = ()
-    """Extras that are installed, and those that are not."""
     links: Mapping[str, LinkFigure | str] = field(default_factory=dict)
     """By host, what was measured, or why it could not be."""
 
@@ -90,13 +87,7 @@ def gather(
     """Look at this host, and measure the links to the others; without others: loopback."""
     if platform.system() != "Linux":
         raise ConfigError(f"Freewheel runs on Linux, not on {platform.system()}: use a Linux host, or WSL.")
-    about = importlib.metadata.metadata("freewheel")
-    needed = [Requirement(line) for line in about.get_all("Requires-Dist") or ()]
-    lacks = {
-        extra: any(_lacks(extra, one) for one in needed)
-        for extra in sorted(about.get_all("Provides-Extra") or ())
-        if extra != "dev"
-    }
+    needed = map(Requirement, importlib.metadata.requires("freewheel") or ())
     memory = _said("/proc/meminfo", r"^MemAvailable:\s+(\d+) kB")
     folder = folder.absolute()
     nearest = next(one for one in (folder, *folder.parents) if one.exists())
@@ -122,8 +113,6 @@ def gather(
         # Asking the system for permission is not enough: root has it on a disk that is read-only.
         folder_problem=_problem(lambda: tempfile.TemporaryFile(dir=nearest).close(), f"{nearest}: "),
         disk_free_mb=shutil.disk_usage(nearest).free / 1e6,
-        extras=tuple(extra for extra, some in lacks.items() if not some),
-        missing=tuple(extra for extra, some in lacks.items() if some),
         links=_links(hosts, mb, tls),
     )
 
@@ -134,15 +123,10 @@ def _links(hosts: list[tuple[str, int]], mb: float, tls: Path | None) -> dict[st
     found: dict[str, LinkFigure | str] = {}
     for host, port in hosts:
         try:
-            found[f"{host}:{port}"] = measure(host, port, mb, tls)
+            found[f"{host}:{port}"] = asyncio.run(measuring(host, port, mb, tls))
         except ConfigError as error:
             found[f"{host}:{port}"] = str(error)
     return found
-
-
-def _lacks(extra: str, one: Requirement) -> bool:
-    brings = one.marker is not None and one.marker.evaluate({"extra": extra})
-    return brings and not any(importlib.metadata.distributions(name=one.name))
 
 
 def _cuda() -> Cuda:

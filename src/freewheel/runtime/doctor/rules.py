@@ -148,8 +148,6 @@ def _room(f: Facts, workers: int, model_mb: float) -> Iterator[Finding]:
         (f.disk_free_mb < RECORDS_MB * workers, "warning", "disk"),
         records=_size(RECORDS_MB * workers),
     )
-    missing = "".join(f"; no {extra}: pip install 'freewheel[{extra}]'" for extra in f.missing)
-    yield Finding("extras", f"installed: {', '.join(f.extras) or 'none'}{missing}")
 
 
 def _link(host: str, link: LinkFigure | str, model_mb: float | None, tls: bool) -> Finding:
