@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from freewheel.cli.options import command_line
 from freewheel.records.files import check_writable, write_whole
@@ -20,9 +20,6 @@ from freewheel.show.report import write
 from freewheel.show.shown import ranked
 from freewheel.show.tables import brief_table, results_tables, versus
 
-LONGEST = 34
-"""What a bar says is cut there."""
-
 
 def output() -> Console:
     """Standard output; what goes into a file or a pipe is as wide as it needs to be."""
@@ -32,16 +29,15 @@ def output() -> Console:
 
 
 @contextlib.contextmanager
-def bar(width: int = 20) -> Iterator[Callable[[str, float], None]]:
+def bar() -> Iterator[Callable[[str, float], None]]:
     """A bar that is told what goes on, and which share of all is done.
 
     On stderr, so that a table sent into a file stays a table; none where that is no terminal.
     """
-    said, errors = TextColumn(f"{{task.description:<{width}}}"), Console(stderr=True)
-    columns = (said, BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as shown:
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as shown:
         task = shown.add_task("starting", total=1.0)
-        yield lambda what, share: shown.update(task, description=what[:LONGEST], completed=share)
+        yield lambda what, share: shown.update(task, description=what, completed=share)
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,7 @@ def list_strategies(
         print(f"{name}: {inspect.getdoc(strategy)}\n\nWaits for: {strategy.waits_for}.")
         print(f"Staleness counts: {strategy.staleness}.\nDefaults: {settings or 'no settings'}")
         return
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for heading in ("strategy", "waits for", "what it does", "reference"):
-        table.add_column(heading, overflow="fold", no_wrap=heading in ("strategy", "waits for"))
+    table = Table("strategy", "waits for", "what it does", "reference", box=None, pad_edge=False)
     for name, strategy in strategies.ALL.items():
         table.add_row(name, strategy.waits_for, strategy.summary(), strategy.reference)
     console = output()

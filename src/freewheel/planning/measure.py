@@ -45,10 +45,8 @@ class Measurement:
 
     steps: int
     compute_ms: float
-    """From one step to the next: data, forward, backward and optimizer."""
     jitter: float
     model_mb: float
-    """The weights that are trained."""
     optimizer_mb: float
     device: str
 

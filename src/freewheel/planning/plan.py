@@ -24,26 +24,23 @@ Progress = Callable[[str, float], None]
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The best strategy if one thing were different."""
+    """The best strategy if one thing were different, and whether it is another than the plan's."""
 
     change: str
     strategy: str
     useful_steps_per_s: float
     changes: bool
-    """Whether it is another strategy than the plan's."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What came out; plain data."""
+    """What came out: plain data. Forecasts go from the most useful one to `none`."""
 
     setting: Setting
     forecasts: tuple[Forecast, ...]
-    """The most useful first; `none` last."""
     recommended: Forecast
     what_if: tuple[WhatIf, ...]
     left_out: dict[str, str]
-    """Strategies that were not simulated, and why."""
 
     @property
     def attach_line(self) -> str:

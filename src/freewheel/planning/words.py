@@ -106,10 +106,7 @@ def _names(grown: dict[int, list[Forecast]]) -> list[str]:
 
 
 FIGURES = {
-    "useful_steps_per_s": (
-        "Useful steps per second",
-        "worker-steps/s over those needed for a synchronous one",
-    ),
+    "useful_steps_per_s": ("Useful steps per second", "what the ranking is by"),
     "useful_share": ("Share of the ideal", "useful steps over the rate at which nobody ever waits"),
     "idle_share": ("Idle", "share of worker-time in which no gradient is computed"),
     "bytes_per_step": ("Bytes per step", "sent by a worker for each of its steps"),

@@ -37,7 +37,6 @@ class Cuda:
     built: str | None = None
     """The version of CUDA this torch was built for; None: built without."""
     driver: bool = False
-    """Whether the system has NVIDIA's driver."""
     devices: tuple[str, ...] = ()
     problem: str | None = None
     """Why what is there cannot be used, in torch's words."""
@@ -51,17 +50,13 @@ class Facts:
     torch: str = "2.8.0"
     torch_range: str = ">=2.8,<2.14"
     cores: int = 4
-    """Those this process may use, whatever the machine has."""
     omp: str | None = None
-    """The environment's OMP_NUM_THREADS."""
     cuda: Cuda = Cuda()
     bind: str = "127.0.0.1"
     bind_problem: str | None = None
     port: int | None = None
-    """The port that was asked about."""
     port_problem: str | None = None
     firewalls: tuple[str, ...] = ()
-    """Those that seem to be on."""
     open_files: int = 1 << 20
     window_problem: str | None = None
     sharing_problem: str | None = None
