@@ -30,11 +30,9 @@ class Every(IterableDataset[Any]):
         self.stream, self.place, self.count, self.rest = stream, place, count, rest
 
     def __iter__(self) -> Iterator[Any]:
-        samples = iter(self.stream)
-        while len(group := list(itertools.islice(samples, self.count))) == self.count:
-            yield group[self.place]
-        if self.rest and self.place < len(group):
-            yield group[self.place]
+        if self.rest:
+            return itertools.islice(self.stream, self.place, None, self.count)
+        return (group[self.place] for group in zip(*[iter(self.stream)] * self.count, strict=False))
 
 
 class StreamLoader(BaseLoader):

@@ -91,23 +91,20 @@ class Entries:
 
     def under(self, prefix: str) -> Entries:
         """The same, all names beginning with a prefix."""
-        return self._but(_prefix=self._name(prefix))
+        return self._but(_prefix=f"{self._prefix}{prefix}/")
 
     def _but(self, **changed: object) -> Entries:
         made = copy.copy(self)
         vars(made).update(changed)
         return made
 
-    def _name(self, key: str) -> str:
-        return f"{self._prefix}/{key}" if self._prefix else key
-
     def check(self, key: str) -> bool:
         """Whether something is there, sealed or not."""
-        return bool(self._store.check([self._name(key)]))
+        return bool(self._store.check([self._prefix + key]))
 
     def get(self, key: str) -> str:
         """What is there; Forged if nobody of this run has written it."""
-        name = self._name(key)
+        name = self._prefix + key
         return unseal(self._key, name, bytes(self._store.get(name)))
 
     def read(self, key: str) -> str | None:
@@ -117,23 +114,22 @@ class Entries:
         try:
             return self.get(key)
         except Forged as error:
-            if (name := self._name(key)) not in self._warned:
+            if (name := self._prefix + key) not in self._warned:
                 self._warned.add(name)
                 log.warning("%s", error)
             return None
 
     def set(self, key: str, text: str) -> None:
         """Write."""
-        name = self._name(key)
+        name = self._prefix + key
         self._store.set(name, seal(self._key, name, text))
 
     def compare_set(self, key: str, expected: str, text: str) -> str:
         """Write where this is there (nothing, if it is empty); what is there then."""
-        name = self._name(key)
+        name = self._prefix + key
         before = seal(self._key, name, expected) if expected else ""
-        return unseal(
-            self._key, name, bytes(self._store.compare_set(name, before, seal(self._key, name, text)))
-        )
+        found = self._store.compare_set(name, before, seal(self._key, name, text))
+        return unseal(self._key, name, bytes(found))
 
     def number(self, key: str) -> int | None:
         """A count that is there."""
@@ -151,12 +147,6 @@ class Entries:
                 return total
             before = found if found != before else ""  # it was deleted meanwhile
 
-    def raise_to(self, key: str, number: int) -> None:
-        """Let a count be at least so much."""
-        known = self.compare_set(key, "", str(number))
-        while int(known.split()[0]) < number:
-            known = self.compare_set(key, known, str(number))
-
     def delete_key(self, key: str) -> None:
         """Remove."""
-        self._store.delete_key(self._name(key))
+        self._store.delete_key(self._prefix + key)

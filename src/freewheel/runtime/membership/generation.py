@@ -170,14 +170,13 @@ class Beginnings:
         self._run.compare_set(NEWEST, now.text, Beginning(now.number + 1, tuple(ranks), why).text)
 
     def restore(self, mine: Beginning, lives: Mapping[int, int]) -> None:
-        """Tell a store that was started anew which beginning it is, and which life of each rank was the last.
-
-        Another may know later ones.
-        """
+        """Tell a store that was started anew which beginning it is, and the last life of each rank."""
         for rank, life in lives.items():
-            self._run.raise_to(f"life/{rank}", life)
-        while (known := self.newest()).number < mine.number:
-            self._run.compare_set(NEWEST, known.text, mine.text)
+            known = self._run.compare_set(f"life/{rank}", "", str(life))
+            while int(known.split()[0]) < life:  # others may know of later ones
+                known = self._run.compare_set(f"life/{rank}", known, str(life))
+        while (newest := self.newest()).number < mine.number:
+            self._run.compare_set(NEWEST, newest.text, mine.text)
 
 
 def started(base: Entries, rank: int) -> int | None:
