@@ -69,8 +69,9 @@ class LeaseQueue:
         content: int = 0,
     ) -> None:
         self.dealing, self.data = dealing, dealing.use(key)
-        self.size, self.parts, self.drop, self.content = size, parts, drop, content
-        self.number, self.last, self.order = 0, False, 0
+        self.size, self.drop, self.number = size, drop, 0
+        life = dealing.me[1]
+        self._question = Question(life, 0, 0, True, False, False, parts, size, 0, content, rate=0)
         self.since = 0
         """What is left over of earlier passes is not wanted: this worker has broken one off."""
         self.ready: deque[Batch] = deque()
@@ -87,7 +88,8 @@ class LeaseQueue:
 
     def begin(self, number: int, last: bool = False, order: int = 0) -> None:
         """Begin a pass; `last`: wait for what others hold before it is over. `order`: what a sampler's is."""
-        self.number, self.last, self.order = number, last, order
+        self.number = number
+        self._question = self._question._replace(number=number, last=last, order=order)
         self.over = self.waits = False
 
     def due(self) -> bool:
@@ -153,19 +155,7 @@ class LeaseQueue:
     async def _say(self, wants: bool) -> Lease | int:
         self.data.collect()
         rate = self.rate.measure(self.data.finished, asyncio.get_running_loop().time())
-        question = Question(
-            life=self.dealing.me[1],
-            number=self.number,
-            since=self.since,
-            wants=wants,
-            last=self.last,
-            insists=False,
-            parts=self.parts,
-            size=self.size,
-            order=self.order,
-            content=self.content,
-            rate=int(rate * 1e6),
-        )
+        question = self._question._replace(since=self.since, wants=wants, rate=int(rate * 1e6))
         return await self.dealing.ask(self.data, question)
 
     async def settle(self, left: bool = False, doubtful: Batch | None = None) -> None:

@@ -148,15 +148,6 @@ def find(home: Path) -> tuple[list[Manifest], list[str]]:
     return shards, wrong
 
 
-def newest_whole(found: Iterable[Manifest]) -> list[Manifest]:
-    """Of some shards those of the newest set that all its workers have written; nothing: there is none."""
-    sets: dict[str, list[Manifest]] = {}
-    for one in found:
-        sets.setdefault(one.set, []).append(one)
-    whole = [one for one in sets.values() if len(one) == one[0].world_size]
-    return max(whole, key=lambda one: max(shard.time for shard in one), default=[])
-
-
 def load(shard: Manifest) -> dict[str, Any]:
     """Read a shard; nothing in it is run. Raises Damaged."""
     try:

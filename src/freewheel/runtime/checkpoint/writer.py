@@ -5,6 +5,7 @@ What goes wrong here costs a checkpoint, with one warning, and never the run.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import logging
@@ -97,7 +98,9 @@ class Writer:
         mine = sorted(one.time for one in found if one.rank == self._manifest.rank)
         if len(mine) <= self.keep:
             return
-        ranks, whole = self._ranks(), shards.newest_whole(found)
+        ranks, count = self._ranks(), collections.Counter(one.set for one in found)
+        whole = {one.time: one.set for one in found if count[one.set] == one.world_size}
+        newest = whole.get(max(whole, default=0.0))
         for one in found:
-            if one.rank in ranks and one.time < mine[-self.keep] and one not in whole:
+            if one.rank in ranks and one.time < mine[-self.keep] and one.set != newest:
                 one.delete()

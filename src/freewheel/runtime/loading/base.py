@@ -91,6 +91,9 @@ class BaseLoader:
         at_least("epoch", epoch, 0)
         self.epoch, self.begun, self.given = epoch, False, 0
 
+    def _where(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "begun": self.begun, "under_way": self.under_way, "given": self.given}
+
     def _timed(self, act: Callable[..., T], *given: Any) -> T:
         """Do it; how long the loop waits for it is counted. Every step comes here."""
         self._counters.wait("data", time.perf_counter())

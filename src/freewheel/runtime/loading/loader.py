@@ -58,6 +58,7 @@ class Loader(BaseLoader):
             )
         at_least("epochs", epochs, 1)
         super().__init__(side)
+        self.epoch = 0
         length, batched = count(dataset), batch_sampler is not None
         source: Seeded | Sampled = Seeded(length, shuffle, seed, blocks)
         if batched or sampler is not None:
@@ -91,18 +92,9 @@ class Loader(BaseLoader):
         return self.leases.batch_size * self.side.world_size / self.leases.length
 
     @property
-    def epoch(self) -> int:
-        """The number of the pass under way, or of the first one."""
-        return self.leases.epoch
-
-    @epoch.setter
-    def epoch(self, epoch: int) -> None:
-        self.leases.epoch = epoch
-
-    @property
     def progress(self) -> float:
         """Passes made by all workers together, as a fraction too."""
-        return self.leases.progress()
+        return self.leases.progress(self.epoch)
 
     @property
     def samples(self) -> int:
@@ -121,10 +113,11 @@ class Loader(BaseLoader):
             self._end(left=True)
         if self.begun:
             self.given = 0
-        leases.begin(leases.epoch + self.begun)
+        self.epoch += self.begun
+        leases.begin(self.epoch)
         self.begun = self.under_way = True
         if self.random is not None:  # DataLoader seeds its processes from it
-            self.random.manual_seed(number(f"processes/{leases.source.seed}/{leases.epoch}/{self.side.rank}"))
+            self.random.manual_seed(number(f"processes/{leases.source.seed}/{self.epoch}/{self.side.rank}"))
         left = True
         try:
             while True:
@@ -165,8 +158,8 @@ class Loader(BaseLoader):
 
     def own_state(self, whole: bool = False) -> dict[str, Any]:
         """The same of what this worker has finished: all of them together make a checkpoint."""
-        where = {"begun": self.begun, "under_way": self.under_way, "given": self.given}
-        return {**self._identity(), **where, **self.leases.state(int(self.in_hand), whole)}
+        state = self.leases.state(self.epoch, int(self.in_hand), whole)
+        return {**self._identity(), **self._where(), **state}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: the next iteration begins with the batch after it.
@@ -190,7 +183,7 @@ class Loader(BaseLoader):
             self.set_epoch(state["epoch"])
             return
         self.leases.load(state)
-        self.begun, self.given = False, state["given"]
+        self.epoch, self.begun, self.given = state["epoch"], False, state["given"]
         if state["begun"] and not state["under_way"]:  # that pass is over
             self.set_epoch(state["epoch"] + 1)
 

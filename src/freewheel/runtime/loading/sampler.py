@@ -163,11 +163,11 @@ class LeaseSampler(Sampler[list[int]]):
         if self.agent.alive:  # else an exception ended the block, and nobody is there to be told
             self.agent.wait(self.queue.settle(left, doubtful))
 
-    def progress(self) -> float:
-        """Passes made by all workers together, as far as is known here."""
+    def progress(self, before: float) -> float:
+        """Passes made by all workers together, as far as is known here; `before` any was begun."""
         if self._parts:
             return self._part_of + min(1.0, self._made * self._parts / self.count)
-        return self.queue.progress() if "queue" in self.__dict__ else float(self.epoch)
+        return self.queue.progress() if "queue" in self.__dict__ else float(before)
 
     def next_samples(self) -> list[int]:
         """Those of the batch that is drawn next; nothing, where that is not known."""
@@ -183,7 +183,7 @@ class LeaseSampler(Sampler[list[int]]):
 
     # -- where it is --
 
-    def state(self, used: int, whole: bool) -> dict[str, Any]:
+    def state(self, epoch: int, used: int, whole: bool) -> dict[str, Any]:
         """What this worker itself has finished, and so many of the batches it has drawn.
 
         Not what it knows of the others: they may have finished it after their own last checkpoint. What they
@@ -198,9 +198,8 @@ class LeaseSampler(Sampler[list[int]]):
             data.collect()
             return data.ledger.account((self.side.rank, EARLIER), self._with_drawn(data.own, used))
 
-        ledger, order = self.agent.call(finished()), self.order_sum(self.epoch)
-        where = {"epoch": self.epoch, "since": self.queue.since, "order": order}
-        return {**where, "ledger": [ledger], "whole": whole}
+        ledger, order = self.agent.call(finished()), self.order_sum(epoch)
+        return {"since": self.queue.since, "order": order, "ledger": [ledger], "whole": whole}
 
     def finished(self, known: Ledger, used: int) -> list[float]:
         """What a ledger knows to be finished, and so many of the batches that were drawn; whoever did it."""
@@ -215,8 +214,8 @@ class LeaseSampler(Sampler[list[int]]):
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on there: what is finished there is finished here."""
-        data, self.epoch, self.queue.since = self.queue.data, state["epoch"], state["since"]
-        self._loaded, self._parts = self.epoch, 0
+        data, self.queue.since = self.queue.data, state["since"]
+        self._loaded, self._parts = state["epoch"], 0
         # Of what all have done one keeps account: a checkpoint of each says what it has done itself.
         mine = not state["whole"] or self.agent.me.rank == min(self.agent.first)
         told = [(numbers, mine) for numbers in state["ledger"]]

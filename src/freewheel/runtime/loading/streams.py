@@ -120,8 +120,7 @@ class StreamLoader(BaseLoader):
 
     def state_dict(self) -> dict[str, Any]:
         """Where the pass is: how many batches of it were given. Nobody knows of the others' streams."""
-        where = {"begun": self.begun, "under_way": self.under_way, "given": self.given}
-        return {"epoch": self.epoch, **where, "ledger": []}
+        return {**self._where(), "ledger": []}
 
     own_state = state_dict
 
