@@ -40,8 +40,8 @@ async def stay_registered(
         if there := rendezvous.there:
             lack(await asyncio.to_thread(rendezvous.refused, fabric.members))
         if there != before:
-            what = "answers again" if there else "does not answer: nobody can join"
+            what = "answers again" if there else "does not answer; training goes on, nobody can join"
             text = f"the rendezvous at {where} {what}"
             events.note("store back" if there else "store lost", rendezvous.place.rank, text)
-        if before and not there:
-            log.warning("the rendezvous at %s does not answer; training goes on, nobody can join", where)
+            if not there:
+                log.warning("%s", text)
