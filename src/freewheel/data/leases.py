@@ -7,7 +7,7 @@ import contextlib
 from collections import deque
 
 from freewheel.data.batches import Batch, Key, Lease
-from freewheel.data.dataset import SOON, WAIT, Question
+from freewheel.data.dataset import GIVEN, OVER, SOON, WAIT, Question
 from freewheel.data.dealing import RETRY_S, Dealing
 from freewheel.data.shares import LEASE_S
 from freewheel.data.spans import union
@@ -75,10 +75,8 @@ class LeaseQueue:
         self.since = 0
         """What is left over of earlier passes is not wanted: this worker has broken one off."""
         self.ready: deque[Batch] = deque()
-        self.over = False
-        """Whether nothing more comes in this pass."""
-        self.waits = False
-        """Whether that may change: others hold batches that may yet come back."""
+        self._said = GIVEN
+        """What the dealer has said: OVER, nothing more comes in this pass; WAIT, for what others hold."""
         self.rate = Rate()
         self.finish, self.progress = self.data.finish, self.data.progress
         self._few = 0
@@ -90,16 +88,16 @@ class LeaseQueue:
         """Begin a pass; `last`: wait for what others hold before it is over. `order`: what a sampler's is."""
         self.number = number
         self._question = self._question._replace(number=number, last=last, order=order)
-        self.over = self.waits = False
+        self._said = GIVEN
 
     def due(self) -> bool:
         """Whether it is time to `refill`."""
-        return not self.over and self._asking is None and len(self.ready) <= self._few
+        return self._said == GIVEN and self._asking is None and len(self.ready) <= self._few
 
     async def refill(self) -> None:
         """Get more batches, or learn that there are none; two who call share one question."""
         if self._asking is None:
-            if self.over and not self.waits:
+            if self._said == OVER:
                 return
             self._asking = self.dealing.spawn(self._ask())
             self._asking.add_done_callback(lambda _: setattr(self, "_asking", None))
@@ -107,8 +105,8 @@ class LeaseQueue:
 
     async def fill(self, patient: bool) -> None:
         """Wait for a batch; `patient`: once all before it are finished, also for what others hold."""
-        while not self.ready and (not self.over or (self.waits and patient)):
-            if self.over:
+        while not self.ready and (self._said == GIVEN or (self._said == WAIT and patient)):
+            if self._said == WAIT:
                 await asyncio.sleep(RETRY_S)
             await self.refill()
 
@@ -138,9 +136,9 @@ class LeaseQueue:
             short = [one for one in cut if self.drop and one.stop - one.place < self.size]
             self.data.drop(short)
             self.ready.extend(one for one in cut if one not in short)
-            self.over = self.waits = False
+            self._said = GIVEN
         else:
-            self.over, self.waits = True, answer == WAIT
+            self._said = WAIT if answer == WAIT else OVER
 
     def _enough(self, leased: int) -> int:
         """How many batches to hold at least, after a lease of so many.
