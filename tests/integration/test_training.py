@@ -165,6 +165,5 @@ def test_a_time_for_all_ends_together_and_any_optimizer_is_compared(trained):
     assert ddp[0] == ddp[1]
     assert adpsgd[0] > adpsgd[1]
     beside = versus(results)
-    assert beside is not None
-    assert beside.worker_steps == results[0].worker_steps
-    assert [row.equal_time for row in beside.rows] == [result.accuracy for result in results]
+    assert beside[0].steps == results[0].worker_steps
+    assert [row.equal_time for row in beside] == [result.accuracy for result in results]

@@ -13,7 +13,7 @@ from freewheel.records.run import Run
 from freewheel.show.figures import charts
 from freewheel.show.figures.graph import Edge, edges, graph
 from freewheel.show.rates import blocked, moments, series, staleness
-from freewheel.show.shown import shown
+from freewheel.show.shown import DISTANCES, shown
 from freewheel.show.terminal import header
 
 
@@ -152,10 +152,9 @@ def test_of_very_many_edges_the_farthest_of_each_worker_are_drawn(tmp_path):
     assert len(edges(run)[0]) == 780
     figure = graph(run)
     assert "780 pairs" in figure["said"]
-    far = [text for trace in figure["data"] for text in trace.get("text", ()) if "distance 1" in text]
-    drawn = [text for trace in figure["data"] for text in trace.get("text", ()) if "distance" in text]
-    assert len(far) == 20
-    assert len(drawn) <= 80
+    drawn = {t["line"]["color"]: t["x"].count(None) for t in figure["data"] if t["mode"] == "lines"}
+    assert drawn[DISTANCES[-1]] == 20
+    assert sum(drawn.values()) <= 80
 
 
 def test_all_that_was_met_counts_while_a_run_is_young(tmp_path):

@@ -384,11 +384,6 @@ def test_theory_is_compared_and_a_broken_bound_is_named_in_words() -> None:
     assert "0 of 0 bounds" in page_of([made("dpsgd")]).said
 
 
-def test_a_report_needs_a_result() -> None:
-    with pytest.raises(ConfigError, match="at least one result"):
-        report.html([], title="t", command="c")
-
-
 # -- the file ------------------------------------------------------------------------------------
 
 

@@ -64,8 +64,7 @@ class Outputs:
     ) -> None:
         """Write the figures and a report; `runs` are the records of the results."""
         if self.json is not None:
-            beside = versus(results)
-            rows = beside.as_json() if beside is not None else [{}] * len(results)
+            rows = [{"versus": vars(row)} for row in versus(results)] or [{}] * len(results)
             found = [{**result.as_json(), **row} for result, row in zip(results, rows, strict=True)]
             write_whole(self.json, json.dumps(found, indent=2) + "\n")
         if self.report is not None:

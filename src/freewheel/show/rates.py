@@ -199,8 +199,6 @@ RATE_OVER = 4
 FEW = 3
 """Steps that are too few to say how long one takes."""
 
-Bools = np.ndarray[tuple[int, ...], np.dtype[np.bool_]]
-
 
 @dataclass(frozen=True)
 class Series:
@@ -232,52 +230,44 @@ def moments(duration_s: float) -> Floats:
 
 
 def series(run: Run) -> Series:
-    """The series of a run as far as it has come."""
+    """The series of a run in which a worker has written something, as far as it has come."""
     clock = run.began_s + moments(run.ended_s - run.began_s)
     tracks = [track for track in run.workers.values() if track.latest]
     width_s = float(clock[1] - clock[0]) if len(clock) > 1 else 0.0
-    often_s = max((every_s(track.array("time")) for track in tracks), default=0.0)
-    before = clock - max(RATE_OVER * width_s, 10 * often_s)
-    nothing = np.zeros((len(tracks) or 1, len(clock)))
-    steps, samples, rate, ideal = (nothing.copy() for _ in range(4))
-    loss, distance = (np.full_like(nothing, np.nan) for _ in range(2))
-    for at, track in enumerate(tracks):
-        there, place = _there(track, clock, max(width_s, every_s(track.array("time"))))
-        steps[at], samples[at] = (grown(track, name, clock) for name in ("steps", "samples"))
-        loss[at], distance[at] = (
-            np.where(there, track.array(name)[place], np.nan) for name in ("loss", "discrepancy")
-        )
-        rate[at], ideal[at] = (np.where(there, of, 0.0) for of in _rates(track, clock, before))
-    known = ideal.sum(axis=0) > 0
-    with warnings.catch_warnings():  # a moment at which no worker knows is nan, as it should be
-        warnings.simplefilter("ignore", RuntimeWarning)
+    over_s = max(RATE_OVER * width_s, *(10 * every_s(track.array("time")) for track in tracks))
+
+    def sums(name: str, times_s: Floats) -> Floats:
+        return np.array([grown(track, name, times_s) for track in tracks])
+
+    names = ("steps", "elapsed_s", "compute_s")
+    steps, _, computed_s = now = [sums(name, clock) for name in names]
+    made, lived_s, busy_s = (of - sums(name, clock - over_s) for name, of in zip(names, now, strict=True))
+    levels = [_levels(track, clock, width_s) for track in tracks]
+    there, loss, distance = (np.array(of) for of in zip(*levels, strict=True))
+    with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
+        warnings.simplefilter("ignore", RuntimeWarning)  # a moment at which no worker knows is nan
+        rate = np.where(there, np.nan_to_num(made / lived_s), 0.0).sum(axis=0)
+        # A long step counts when it ends; of few steps nobody knows how long one takes.
+        free = np.where(made >= FEW, made / np.minimum(busy_s, lived_s), steps / computed_s)
+        ideal = np.where(there & np.isfinite(free), free, 0.0).sum(axis=0)
         return Series(
             time_s=clock - run.began_s,
             steps=steps.sum(axis=0),
-            samples=samples.sum(axis=0),
+            samples=sums("samples", clock).sum(axis=0),
             loss=np.nanmean(loss, axis=0),
             loss_least=np.nanmin(loss, axis=0),
             loss_most=np.nanmax(loss, axis=0),
             distance=np.nanmean(distance, axis=0),
-            rate=np.where(known, rate.sum(axis=0), np.nan),
-            ideal=np.where(known, ideal.sum(axis=0), np.nan),
+            rate=np.where(ideal > 0, rate, np.nan),
+            ideal=np.where(ideal > 0, ideal, np.nan),
         )
 
 
-def _there(track: Track, clock: Floats, late_s: float) -> tuple[Bools, Any]:
-    """Whether the worker lives, which it does not long after the last sample of a life; its last sample."""
-    told, lives = track.array("time"), track.array("life")
+def _levels(track: Track, clock: Floats, width_s: float) -> tuple[Any, ...]:
+    """Whether a worker lives, as it does until a sample of its life is late; its loss and distance."""
+    told = track.array("time")
     place = np.searchsorted(told, clock, side="right") - 1
-    last = np.append(np.diff(lives) > 0, True)
-    return (place >= 0) & ~(last[place] & (clock > told[place] + late_s)), place
-
-
-def _rates(track: Track, clock: Floats, before: Floats) -> tuple[Floats, Floats]:
-    """Steps in a second lately, as they were and as if the worker did nothing but compute."""
-    sums = [grown(track, name, clock) for name in ("steps", "elapsed_s", "compute_s")]
-    early = [grown(track, name, before) for name in ("steps", "elapsed_s", "compute_s")]
-    made, alive_s, computed_s = (now - then for now, then in zip(sums, early, strict=True))
-    computed_s = np.minimum(computed_s, alive_s)  # a long step counts when it ends
-    with np.errstate(divide="ignore", invalid="ignore"):
-        free = np.where(made >= FEW, made / computed_s, sums[0] / sums[2])
-        return np.nan_to_num(made / alive_s), np.where(np.isfinite(free), free, 0.0)
+    last = np.append(np.diff(track.array("life")) > 0, True)
+    there = (place >= 0) & ~(last[place] & (clock > told[place] + max(width_s, every_s(told))))
+    loss, distance = (np.where(there, track.array(name)[place], np.nan) for name in ("loss", "discrepancy"))
+    return there, loss, distance

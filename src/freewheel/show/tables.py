@@ -23,33 +23,23 @@ ALIKE = 1.05
 
 @dataclass(frozen=True)
 class Versus:
-    """What can be said of all runs; `what` was measured: accuracy, or loss where there is none."""
+    """A run beside the others; None: not measured, or never reached."""
 
-    what: str
-    worker_steps: float
+    of: str
+    """What was measured: accuracy, or loss where there is none."""
+    steps: float
     """What the run with the fewest steps has made: with batches of one size, as many samples."""
-    time_s: float
+    s: float
     """When the first run had ended."""
-    baseline: str | None
     target: float | None
-    rows: tuple[Row, ...]
-
-    def as_json(self) -> list[dict[str, Any]]:
-        """For a file, a row for each run."""
-        common = {"steps": self.worker_steps, "s": self.time_s, "target": self.target, "over": self.baseline}
-        return [{"versus": {"of": self.what, **common, **vars(row)}} for row in self.rows]
-
-
-@dataclass(frozen=True)
-class Row:
-    """One run among them; None: not measured, or never reached."""
-
+    over: str | None
+    """The baseline."""
     equal_samples: float | None
     equal_time: float | None
     target_s: float | None
     speedup: float | None
     """How many times as fast as the baseline it reached the target."""
-    at_least: bool = False
+    at_least: bool
     """The baseline never did: this many times, or more."""
 
 
@@ -57,30 +47,36 @@ Point = tuple[float, float, float]
 """A time, the steps of all workers until then, and what was measured."""
 
 
-def versus(results: Sequence[Result]) -> Versus | None:
-    """All runs beside each other; None where there are not several, or nothing was learned."""
+def versus(results: Sequence[Result]) -> list[Versus]:
+    """All runs beside each other; none where there are not several, or nothing was learned."""
     if len(results) < 2 or len({result.clock for result in results}) > 1:
-        return None
-    measured = {what: [_points(result, what) for result in results] for what in ("accuracy", "loss")}
-    what = next((what for what, curves in measured.items() if min(map(len, curves)) > 1), None)
-    if what is None:
-        return None
-    points = measured[what]
-    time_s, steps = min(of[-1][0] for of in points), min(of[-1][1] for of in points)
-    base = baseline_of(results)
-    target = next((one.target for one in results if one.target is not None), None)
-    if target is None and base is not None and what == "accuracy":
-        target = points[base][-1][2] - SHORT_OF
-    reached = [_first(of, target) if target is not None and what == "accuracy" else None for of in points]
-    rows = []
-    for of, target_s in zip(points, reached, strict=True):
-        speedup, at_least = None, False
-        if base is not None and target_s:
+        return []
+    measured = {of: [_points(result, of) for result in results] for of in ("accuracy", "loss")}
+    found = (_versus(results, of, curves) for of, curves in measured.items() if min(map(len, curves)) > 1)
+    return next(found, [])
+
+
+def _versus(results: Sequence[Result], of: str, curves: list[list[Point]]) -> list[Versus]:
+    s, steps = min(curve[-1][0] for curve in curves), min(curve[-1][1] for curve in curves)
+    base, target = baseline_of(results), next((one.target for one in results if one.target is not None), None)
+    over = None if base is None else results[base].strategy
+    reached: list[float | None] = [None] * len(results)
+    base_s, at_least = None, False
+    if of == "accuracy":
+        if target is None and base is not None:
+            target = curves[base][-1][2] - SHORT_OF
+        if target is not None:
+            reached = [next((at for at, _, value in curve if value >= target), None) for curve in curves]
+        if base is not None:
             at_least = reached[base] is None
-            speedup = (reached[base] or points[base][-1][0]) / target_s
-        rows.append(Row(_at(of, 1, steps), _at(of, 0, time_s), target_s, speedup, at_least))
-    baseline = None if base is None else results[base].strategy
-    return Versus(what, steps, time_s, baseline, target, tuple(rows))
+            base_s = reached[base] or curves[base][-1][0]
+    return [
+        Versus(
+            of, steps, s, target, over, _at(curve, 1, steps), _at(curve, 0, s), target_s,
+            base_s / target_s if base_s and target_s else None, at_least and target_s is not None,
+        )
+        for curve, target_s in zip(curves, reached, strict=True)
+    ]  # fmt: skip
 
 
 def baseline_of(results: Sequence[Result]) -> int | None:
@@ -93,8 +89,8 @@ def goal(results: Sequence[Result]) -> tuple[float | None, list[float | None]]:
     """The accuracy that runs are timed to, chosen or the baseline's; and when each reached it."""
     if target := next((one.target for one in results if one.target), None):
         return target, [one.target_s for one in results]
-    beside = versus(results)
-    return (None, []) if beside is None else (beside.target, [row.target_s for row in beside.rows])
+    rows = versus(results)
+    return (rows[0].target, [row.target_s for row in rows]) if rows else (None, [])
 
 
 def race(names: Sequence[str], results: Sequence[Result]) -> str:
@@ -119,10 +115,6 @@ def race(names: Sequence[str], results: Sequence[Result]) -> str:
 def _points(result: Result, what: str) -> list[Point]:
     measured = [(one.virtual_s, one.worker_steps, getattr(one, what)) for one in result.curve]
     return [(at, steps, value) for at, steps, value in measured if value is not None]
-
-
-def _first(points: Sequence[Point], target: float) -> float | None:
-    return next((at for at, _, value in points if value >= target), None)
 
 
 def _at(points: Sequence[Point], axis: int, moment: float) -> float | None:
@@ -219,18 +211,17 @@ def _columns(runs: Sequence[Shown]) -> tuple[Group, Group, Group, Group]:
 
 def _beside(results: Sequence[Result]) -> Group:
     """What they learned with equally many samples and in equal time, and when they reached the target."""
-    found, (target, after_s), beside = Group(), goal(results), versus(results)
-    if beside is not None:
-        what, rows = beside.what, beside.rows
-        how: Any = (share, max) if what == "accuracy" else (number, min)
-        found.append(column(f"{what} at equal\xa0samples", [row.equal_samples for row in rows], *how))
+    found, (target, after_s), rows = Group(), goal(results), versus(results)
+    if rows:
+        how: Any = (share, max) if rows[0].of == "accuracy" else (number, min)
+        found.append(column(f"{rows[0].of} at equal\xa0samples", [row.equal_samples for row in rows], *how))
         found.append(column("at equal\xa0time", [row.equal_time for row in rows], *how))
     if target is not None:
         texts = ["never" if at_s is None else number(at_s) for at_s in after_s]
         found.append(replace(column(f"s to {share(target)}", after_s, best=min), cells=texts))
-    if beside is not None and beside.baseline is not None:
+    if rows and rows[0].over is not None:
         texts = [f"{'> ' if row.at_least else ''}{number(row.speedup)}" for row in rows]
-        times = column(f"speed-up over {beside.baseline}", [row.speedup for row in rows], best=max)
+        times = column(f"speed-up over {rows[0].over}", [row.speedup for row in rows], best=max)
         found.append(replace(times, cells=texts))
     return found
 
@@ -251,17 +242,11 @@ def results_table(runs: Sequence[Shown]) -> Table:
     return Table("figures of all runs", columns, runs)
 
 
-def results_tables(results: Sequence[Result]) -> list[rich.table.Table | str]:
-    """The same for a terminal: how fast, how well, and what that is worth, explained."""
+def results_tables(results: Sequence[Result]) -> list[rich.table.Table]:
+    """The same for a terminal: how fast, how well, and what that is worth."""
     run, fast, beside, learned = _columns(ranked(results))
     groups = [[*run[:2], *fast], [run[0], *learned], *([[run[0], *beside]] if beside else [])]
-    found: list[rich.table.Table | str] = [_printed(some) for some in groups]
-    if both := versus(results):
-        found.append(
-            f"Equal samples: the first {both.worker_steps:,.0f} steps of all workers together.\n"
-            f"Equal time: the first {short(both.time_s, 4)} s."
-        )
-    return found
+    return [_printed(some) for some in groups]
 
 
 def brief_table(runs: Sequence[Shown]) -> rich.table.Table:

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from html import escape
 
-from freewheel.numbers import count, share, short
+from freewheel.numbers import share, short
 from freewheel.records.run import Run
 from freewheel.show.figures.common import Figure, figure, scatter
 from freewheel.show.rates import LATELY_S, every_s
@@ -109,7 +109,7 @@ def _few(met: list[Edge]) -> list[Edge]:
 
 
 def _edges(run: Run, found: list[Edge], places: Places) -> list[Figure]:
-    """One trace for every shade, which draws faster than one for every edge; hovers; the scale of colours.
+    """One trace for every shade, which draws faster than one for every edge; and the scale of colours.
 
     The scale ends at the largest distance of the whole run: a colour means the same from first to last.
     """
@@ -126,22 +126,7 @@ def _edges(run: Run, found: list[Edge], places: Places) -> list[Figure]:
     for colour, some in shades.items():
         ends = [at for edge in some for at in (places[edge.one], places[edge.other], (None, None))]
         data.append(scatter("lines", ends, hoverinfo="skip", line={"color": colour}, opacity=0.8))
-    return [*data, _hovers(found, places), *([_scale(most)] if known else [])] if found else []
-
-
-def _hovers(found: list[Edge], places: Places) -> Figure:
-    """What hovering over an edge tells; off its middle, where all edges through the centre meet."""
-    ends = [(places[edge.one], places[edge.other]) for edge in found]
-    return scatter(
-        "markers",
-        [(round(0.62 * a + 0.38 * c, 4), round(0.62 * b + 0.38 * d, 4)) for (a, b), (c, d) in ends],
-        text=[
-            f"<b>{e.one} and {e.other}</b><br>{count(e.count, 'exchange')}<br>distance {short(e.distance)}"
-            for e in found
-        ],
-        hovertemplate="%{text}<extra></extra>",
-        marker={"size": 8, "opacity": 0},
-    )
+    return [*data, _scale(most)] if known else data
 
 
 def _scale(most: float) -> Figure:

@@ -65,15 +65,9 @@ def content(runs: Sequence[Shown]) -> list[Section]:
     return [one for one in sections if one.said or one.tables]
 
 
-def _ranked(results: Sequence[Result], records: Sequence[Run | None]) -> list[Shown]:
-    if not results:
-        raise ConfigError("a report needs at least one result; none was given.")
-    return ranked(results, records)
-
-
 def markdown(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: str, command: str) -> str:
     """The report without figures, for a README or an issue."""
-    shown = _ranked(results, runs)
+    shown = ranked(results, runs)
     fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", command)), default=0))
     parts = [f"# {plain(title)}", *map(plain, lead(shown)), f"{fence}\n{command}\n{fence}"]
     for section in content(shown):
@@ -115,7 +109,7 @@ def write(
 
 def html(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: str, command: str) -> str:
     """The report as one page. `runs` are the records of the results, in the same order, if there are any."""
-    shown = _ranked(results, runs)
+    shown = ranked(results, runs)
     figures = _figures(shown)
     see, table, *rest = content(shown)
     body = [
