@@ -279,8 +279,8 @@ def test_what_a_script_has_named_itself_is_drawn(tmp_path):
 
 def test_who_is_slow_is_written_beside_its_node(tmp_path):
     run = read(tmp_path, workers=3, samples=20)  # 20, 10 and 20/3 steps a second
-    (rates,) = [trace for trace in graph(run)["data"] if trace["mode"] == "text"]
-    assert rates["text"] == ["20/s", "10/s", "6.63/s"]
+    (nodes,) = [trace for trace in graph(run)["data"] if trace["mode"] == "markers+text"]
+    assert nodes["text"] == ["<b>0</b> 20/s", "<b>1</b> 10/s", "<b>2</b> 6.63/s"]
 
 
 def test_the_colours_of_edges_mean_the_same_all_the_time(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 
 from freewheel.numbers import share, short
@@ -64,10 +64,10 @@ def faults(runs: Sequence[Shown]) -> Figure:
             said += f"<br>noticed by {escape(event.noticed_by())}"
             found[event.what] += [(rounded(one.at(event.time)), row, said) for row in whose]
     data = [_marks(what, points) for what, points in found.items()]
-    if alone and (gone := list(_away(runs[0]))):
-        points = [at for span in gone for at in (*span, (None, None))]
-        grey = {"color": FAINT, "width": 7}
-        data.insert(0, scatter("lines", points, name="away", hoverinfo="skip", line=grey))
+    if alone and (away := _away(runs[0])):
+        data.insert(
+            0, scatter("lines", away, name="away", hoverinfo="skip", line={"color": FAINT, "width": 7})
+        )
     rows = {row for points in found.values() for _, row, _ in points}
     return figure(
         "Faults and other events",
@@ -81,17 +81,20 @@ def faults(runs: Sequence[Shown]) -> Figure:
     )
 
 
-def _away(one: Shown) -> Iterator[tuple[tuple[float | None, str], tuple[float | None, str]]]:
+def _away(one: Shown) -> list[tuple[float | None, str | None]]:
     """From when to when which worker was away; to the end where it did not come back."""
     died: dict[int | None, float] = {}
-    away: list[tuple[int | None, float, float]] = []
+    spans = []
     for event in one.run.events:
         if event.what in DEATHS:
             died.setdefault(event.rank, event.time)
         elif event.what in ("joined", "resumed") and event.rank in died:
-            away.append((event.rank, died.pop(event.rank), event.time))
-    for rank, since, until in [*away, *((rank, since, one.run.last_s) for rank, since in died.items())]:
-        yield (rounded(one.at(since)), f"worker {rank}"), (rounded(one.at(until)), f"worker {rank}")
+            spans.append((event.rank, died.pop(event.rank), event.time))
+    spans += [(rank, since, one.run.last_s) for rank, since in died.items()]
+    found: list[tuple[float | None, str | None]] = []
+    for rank, *times in spans:
+        found += [*((rounded(one.at(time)), f"worker {rank}") for time in times), (None, None)]
+    return found
 
 
 def _marks(what: str, points: Sequence[tuple[float | None, str, str]]) -> Figure:

@@ -16,8 +16,6 @@ from freewheel.show.shown import DISTANCES, GREY, STATES
 
 DECADES = 2.0
 """From the largest distance down to a hundredth of it edges have colours of their own."""
-MAX_RATES = 24
-"""Of more workers than this no rates are written beside the nodes."""
 MAX_EDGES, EDGES_EACH = 256, 2
 """More edges than this are thinned out: so many of each worker are left."""
 
@@ -81,7 +79,6 @@ def graph(run: Run, label: str = "") -> Figure:
         rank: (round(math.sin(at * turn), 4), round(math.cos(at * turn), 4)) for at, rank in enumerate(ranks)
     }
     workers = [known.get(rank, Row(rank, "joining")) for rank in ranks]
-    data = [*_edges(run, found, places), *_rates(workers, places)]
     title = f"Who met in the last {short(max(span_s, 0.01), 2)} s" if found else "Workers"
     said = "An edge for every two that exchanged or merged; colour: how far apart they were."
     if len(found) < len(met):
@@ -91,7 +88,7 @@ def graph(run: Run, label: str = "") -> Figure:
         f"{title} of {label}" if label else title,
         said,
         430,
-        [*data, _nodes(workers, places)] if ranks else [],
+        [*_edges(run, found, places), _nodes(workers, places)] if ranks else [],
         xaxis=bare,
         yaxis={**bare, "scaleanchor": "x"},
     )
@@ -131,30 +128,16 @@ def _edges(run: Run, found: list[Edge], places: Places) -> list[Figure]:
 
 def _scale(most: float) -> Figure:
     """A trace without points that carries the scale of the colours."""
-    parts, least = len(DISTANCES), most - DECADES
+    parts, ends = len(DISTANCES), [most - DECADES, most]
     steps = [[at / parts, colour] for place, colour in enumerate(DISTANCES) for at in (place, place + 1)]
-    ticks = [least, most - DECADES / 2, most]
-    bar = {
-        "title": {"text": "distance between the two", "side": "top"},
-        "orientation": "h", "y": 0, "yanchor": "top", "thickness": 8, "len": 0.6, "outlinewidth": 0,
-        "tickvals": ticks, "ticktext": [short(10**tick, 2) for tick in ticks],
-    }  # fmt: skip
-    marker = {"color": [least], "colorscale": steps, "cmin": least, "cmax": most, "showscale": True}
+    bar = {"title": {"text": "distance"}, "orientation": "h", "y": 0, "thickness": 8, "len": 0.6}
+    bar |= {"tickvals": ends, "ticktext": [short(10**end, 2) for end in ends]}
+    marker = {"color": ends[:1], "colorscale": steps, "cmin": ends[0], "cmax": most, "showscale": True}
     return scatter("markers", [(None, None)], hoverinfo="skip", marker=marker | {"colorbar": bar})
 
 
-def _rates(workers: list[Row], places: Places) -> list[Figure]:
-    """How fast each worker steps, outside the circle: who is slow can be seen."""
-    known = [(places[row.rank or 0], row.steps_per_s) for row in workers if row.steps_per_s is not None]
-    if len(workers) > MAX_RATES:
-        return []
-    beside = [(round(1.24 * x, 4), round(1.24 * y, 4)) for (x, y), _ in known]
-    said, small = [f"{short(value)}/s" for _, value in known], {"size": 10, "color": GREY}
-    return [scatter("text", beside, hoverinfo="skip", text=said, textfont=small)]
-
-
 def _nodes(workers: list[Row], places: Places) -> Figure:
-    size = 26 if len(places) <= 16 else 14
+    """Each worker, and how fast it steps beside it: who is slow can be seen."""
     said = [
         f"<b>worker {row.rank}</b>, {escape(row.state)}<br>{short(row.steps_per_s)} steps/s<br>"
         f"waiting {share(row.blocked_share)}<br>loss {short(row.loss, 4)}"
@@ -163,12 +146,13 @@ def _nodes(workers: list[Row], places: Places) -> Figure:
     return scatter(
         "markers+text",
         places.values(),
-        text=[str(rank) for rank in places],
-        textfont={"color": "#ffffff", "size": size // 2},
+        text=[f"<b>{row.rank}</b> {short(row.steps_per_s)}/s" for row in workers],
+        textposition="top center",
+        textfont={"size": 11},
         customdata=said,
         hovertemplate="%{customdata}<extra></extra>",
         marker={
-            "size": size,
+            "size": 18,
             "opacity": 1,
             "color": [STATES.get(row.state, STATES["training"]) for row in workers],
             "symbol": ["square" if row.state == "dead" else "circle" for row in workers],

@@ -15,7 +15,6 @@ from freewheel.errors import ConfigError
 from freewheel.records.files import write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
-from freewheel.show import replay
 from freewheel.show.figures import charts
 from freewheel.show.figures.common import Figure, page, tools
 from freewheel.show.figures.graph import graph
@@ -116,7 +115,6 @@ def html(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: s
         _prose(lead(shown)),
         f'<pre class="command"><code>{escape(command)}</code></pre>',
         f'<section class="see">{_section(see)}</section>',
-        _replay([run for run in runs if run is not None]),
         _section(table),
         places("Over time and side by side", shown, figures),
         *map(_section, rest),
@@ -142,20 +140,6 @@ def _figures(runs: Sequence[Shown]) -> dict[str, Figure]:
         if len(recorded) <= MAX_GRAPHS:
             figures |= {f"graph-{run.place}": graph(run.run, run.label) for run in recorded}
     return {name: figure for name, figure in figures.items() if figure["data"]}
-
-
-def _replay(runs: Sequence[Run]) -> str:
-    """The page that plays the runs, of many the baseline and the fastest; nothing without timelines."""
-    if not runs:
-        return ""
-    chosen = replay.two(runs) if len(runs) > 2 else runs
-    try:
-        played = escape(replay.html(chosen, replay.title_of(chosen)))
-    except ConfigError:
-        return ""
-    return (
-        f'<section><h2>Replay</h2><iframe title="Replay" loading="lazy" srcdoc="{played}"></iframe></section>'
-    )
 
 
 def _prose(said: Sequence[str]) -> str:

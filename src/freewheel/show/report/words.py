@@ -27,8 +27,7 @@ def lead(runs: Sequence[Shown]) -> list[str]:
         flatten({"workers": run.result.workers, **run.result.settings.get("scenario", {})}) for run in runs
     ]
     if differ := differing(each):
-        more = f" and {len(differ) - DIFFER} more settings" if len(differ) > DIFFER else ""
-        said = [f"The runs differ in {', '.join(differ[:DIFFER])}{more}; all settings are below."]
+        said = [f"The runs differ in {', '.join(differ[:DIFFER])}; all settings are below."]
     else:
         steps = count(one.worker_steps, "step")
         said = [f"{count(one.workers, 'worker')}, {steps} in all, seed {one.seed}; all settings are below."]
