@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 
 from freewheel.numbers import share, short
 from freewheel.records.run import DEATHS
 from freewheel.records.schema import Evaluation
+from freewheel.records.track import Floats
 from freewheel.show.figures.common import (
     LEGEND,
     UNITS,
@@ -212,11 +213,9 @@ def throughput(runs: Sequence[Shown]) -> Figure:
     for one in runs:
         if not any(math.isfinite(value) for value in one.series.rate):
             continue
-        x, hover = (
-            one.series.time_s / one.unit_s,
-            f"%{{x:,.4~r}} {UNITS[one.unit_s]}<br>%{{y:,.4~r}} worker-steps/s",
-        )
-        dotted = {"color": GREY if len(runs) == 1 else faint(one.colour, 0.7), "dash": "dot", "width": 1.5}
+        x = one.series.time_s / one.unit_s
+        hover = f"%{{x:,.4~r}} {UNITS[one.unit_s]}<br>%{{y:,.4~r}} worker-steps/s"
+        dotted = {"color": faint(one.colour, 0.7), "dash": "dot", "width": 1.5}
         data.append(line(one, f"{hover} ideal", x, one.series.ideal, line=dotted))
         data.append(line(one, hover, x, one.series.rate))
     said = "Steps of all workers in a second. Dotted: if those there did nothing but compute."
@@ -246,10 +245,8 @@ def blocked_shares(runs: Sequence[Shown]) -> Figure:
         if any(share[cause] > 0 for share in shares)
     ]
     said = "Shares of the workers’ time. The rest is computing, and Freewheel’s own work."
-    axes = {"xaxis": {"type": "category"}, "yaxis": axis("share of time", ".1%")}
-    return figure(
-        "Waiting, by cause", said, 280, data, **axes, barmode="stack", showlegend=True, legend=LEGEND
-    )
+    axes = {"xaxis": {"type": "category"}, "yaxis": axis("share of time", ".1%"), "barmode": "stack"}
+    return figure("Waiting, by cause", said, 280, data, **axes, showlegend=True, legend=LEGEND)
 
 
 # -- how far behind, how far apart --
@@ -272,37 +269,29 @@ def staleness_counts(runs: Sequence[Shown]) -> Figure:
 
 
 def consensus(runs: Sequence[Shown]) -> Figure:
-    """How far apart the replicas are; of several runs one curve each."""
+    """How far apart the replicas are; of several runs the first of three measures that is known."""
     data = []
     for one in runs:
         hover = f"%{{x:,.4~r}} {UNITS[one.unit_s]}<br>%{{y:.3~g}}"
         told, met = one.run.evaluations, one.series
-        spread = [(one.at(e.time), math.sqrt(max(0.0, e.consensus))) for e in told if e.consensus is not None]
-        widest = [(one.at(e.time), e.discrepancy) for e in told if e.discrepancy is not None]
-        found = [
-            (spread, "from the mean, root mean square (√M_k)", {"dash": "dot"}),
-            (widest, "between the two most different replicas", {"dash": "dash"}),
-            (
-                list(zip(met.time_s / one.unit_s, met.distance, strict=True)),
-                "to the last peer met, on average",
-                {},
-            ),
+        times = [one.at(each.time) for each in told]
+        measured = [
+            ("dot", times, [math.sqrt(max(0.0, each.consensus or 0.0)) for each in told]),
+            ("dash", times, [each.discrepancy or 0.0 for each in told]),
+            ("solid", met.time_s / one.unit_s, met.distance),
         ]
-        drawn = [
-            line(one, f"{hover} {words}", [x for x, _ in points], y, line=dash if len(runs) == 1 else {})
-            for points, words, dash in found
-            if any(y := _positive([value for _, value in points]))
-        ]
-        data += drawn if len(runs) == 1 else drawn[:1]
-    said = "Solid: to the last peer met. Dashed: the two most different replicas. Dotted: root mean square "
-    said += "from the mean."
-    if len(runs) > 1:
-        said = "Root mean square from the mean; to the last peer met where that was not measured."
+        found = [(dash, x, y) for dash, x, values in measured if any(y := _positive(values))]
+        for dash, x, y in found if len(runs) == 1 else found[:1]:
+            data.append(line(one, hover, x, y, line={"dash": dash}, mode="lines+markers", marker={"size": 3}))
+    said = (
+        "Dotted: root mean square from the mean. Dashed: the two most different replicas. Solid: to the last "
+        "peer met, mean of the workers."
+    )
     axes = {"xaxis": time_axis(runs), "yaxis": log_axis("distance of weights", data)}
     return figure("Consensus distance", said, 280, data, **axes)
 
 
-def _positive(values: Iterable[float]) -> list[float | None]:
+def _positive(values: Floats | Sequence[float]) -> list[float | None]:
     """For a logarithmic axis: a distance of zero, and what rounding leaves of one, are gaps."""
     least = 1e-4 * max((value for value in values if math.isfinite(value)), default=0.0)
     return [value if value > least else None for value in values]
