@@ -12,25 +12,13 @@ import made
 from freewheel.records.run import Run
 from freewheel.show.figures import charts
 from freewheel.show.figures.graph import Edge, edges, graph
-from freewheel.show.rates import blocked, moments, series, staleness
+from freewheel.show.rates import blocked, series, staleness
 from freewheel.show.shown import DISTANCES, shown
 from freewheel.show.terminal import header
 
 
 def read(folder, **how):
     return Run(made.run(folder, **how))
-
-
-def test_moments_are_few_and_those_of_the_past_stay():
-    for duration_s in (0.003, 1.0, 59.7, 3600.0, 86_400.0):
-        times = moments(duration_s)
-        assert 100 <= len(times) <= 242
-        assert times[0] == 0
-        assert times[-1] == duration_s
-        assert (np.diff(times) > 0).all()
-    before, after = moments(100.0), moments(101.3)
-    assert list(after[: len(before) - 1]) == list(before[:-1])
-    assert list(moments(0.0)) == [0.0]
 
 
 def test_series_add_up_all_workers(tmp_path):

@@ -18,7 +18,7 @@ from freewheel.records.run import Run
 from freewheel.settings import setting
 from freewheel.show.report import write
 from freewheel.show.shown import ranked
-from freewheel.show.tables import brief_table, results_tables, versus
+from freewheel.show.tables import brief_table, versus, wide_tables
 
 
 def output() -> Console:
@@ -56,7 +56,8 @@ class Outputs:
 
     def show(self, console: Console, results: Sequence[Result]) -> None:
         """Print a table of six columns, or all there is."""
-        for table in results_tables(results) if self.wide else [brief_table(ranked(results))]:
+        runs = ranked(results)
+        for table in wide_tables(runs) if self.wide else [brief_table(runs)]:
             console.print(table, highlight=False)
 
     def save(

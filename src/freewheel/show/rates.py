@@ -145,10 +145,7 @@ def result_of(run: Run) -> Result:
         starting = "is still starting: no worker has made a step. Try again when one has"
         why = starting if run.live else "ended before any worker made a step; the logs in it may say why"
     elif not run.about:
-        why = (
-            "has records but no run.json: strategy and settings are not known. `freewheel watch` shows what "
-            "is there. Put run.json back, or give another folder"
-        )
+        why = "has records but no run.json. Put it back; `freewheel watch` shows what is there without"
     if why:
         raise ConfigError(f"{str(run.folder)!r} {why}.")
     try:
@@ -193,7 +190,7 @@ def _result(run: Run, about: dict[str, Any], lives: list[dict[str, Any]]) -> Res
 
 # -- over time: all workers together, at most a few hundred points --
 MOMENTS = 240
-"""The most moments of a series; there are at least half as many."""
+"""The moments of a series."""
 RATE_OVER = 4
 """A rate is taken over so many intervals between moments, and over ten samples at least."""
 FEW = 3
@@ -218,22 +215,10 @@ class Series:
     """The same if those who are there did nothing but compute."""
 
 
-def moments(duration_s: float) -> Floats:
-    """0, w, 2w, … and the end, where w is the least power of two that makes few enough of them.
-
-    So what was drawn of the past stays as it is while a run grows.
-    """
-    if not duration_s > 0:
-        return np.zeros(1)
-    width = 2.0 ** math.ceil(math.log2(duration_s / MOMENTS))
-    return np.append(np.arange(0.0, duration_s, width), duration_s)
-
-
 def series(run: Run) -> Series:
     """The series of a run in which a worker has written something, as far as it has come."""
-    clock = run.began_s + moments(run.ended_s - run.began_s)
+    clock, width_s = np.linspace(run.began_s, run.ended_s, MOMENTS, retstep=True)
     tracks = [track for track in run.workers.values() if track.latest]
-    width_s = float(clock[1] - clock[0]) if len(clock) > 1 else 0.0
     over_s = max(RATE_OVER * width_s, *(10 * every_s(track.array("time")) for track in tracks))
 
     def sums(name: str, times_s: Floats) -> Floats:

@@ -11,7 +11,7 @@ import rich.table
 
 from freewheel.numbers import UNKNOWN, number, share, short
 from freewheel.records.result import Result
-from freewheel.show.shown import Shown, ranked
+from freewheel.show.shown import Shown
 
 BASELINES = ("ddp", "allreduce")
 """What others are faster than: the first of these that is there."""
@@ -217,8 +217,8 @@ def _beside(results: Sequence[Result]) -> Group:
         found.append(column(f"{rows[0].of} at equal\xa0samples", [row.equal_samples for row in rows], *how))
         found.append(column("at equal\xa0time", [row.equal_time for row in rows], *how))
     if target is not None:
-        texts = ["never" if at_s is None else number(at_s) for at_s in after_s]
-        found.append(replace(column(f"s to {share(target)}", after_s, best=min), cells=texts))
+        how = (lambda at_s: "never" if at_s is None else number(at_s), min)
+        found.append(column(f"s to {share(target)}", after_s, *how))
     if rows and rows[0].over is not None:
         texts = [f"{'> ' if row.at_least else ''}{number(row.speedup)}" for row in rows]
         times = column(f"speed-up over {rows[0].over}", [row.speedup for row in rows], best=max)
@@ -242,19 +242,24 @@ def results_table(runs: Sequence[Shown]) -> Table:
     return Table("figures of all runs", columns, runs)
 
 
-def results_tables(results: Sequence[Result]) -> list[rich.table.Table]:
+def wide_tables(runs: Sequence[Shown]) -> list[rich.table.Table]:
     """The same for a terminal: how fast, how well, and what that is worth."""
-    run, fast, beside, learned = _columns(ranked(results))
-    groups = [[*run[:2], *fast], [run[0], *learned], *([[run[0], *beside]] if beside else [])]
-    return [_printed(some) for some in groups]
+    run, *groups = _columns(runs)
+    return [_printed([*run[:2], *some]) for some in groups if some]
 
 
 def brief_table(runs: Sequence[Shown]) -> rich.table.Table:
     """How fast, how much of the time is lost, and what was learned: when, and how well."""
     columns = {one.head: one for group in _columns(runs) for one in group}
-    wanted = ("strategy", "steps/s", "idle", "accuracy" if "accuracy" in columns else "loss")
-    timed = ("s to ", "speed-up")
-    return _printed([one for head, one in columns.items() if head in wanted or head.startswith(timed)])
+    wanted = (
+        "strategy",
+        "steps/s",
+        "idle",
+        "s to ",
+        "speed-up",
+        "accuracy" if "accuracy" in columns else "loss",
+    )
+    return _printed([one for head, one in columns.items() if head.startswith(wanted) and " at " not in head])
 
 
 def _printed(columns: Sequence[Column]) -> rich.table.Table:

@@ -6,11 +6,11 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from html import escape
+from typing import Any
 
 from freewheel.numbers import share, short
 from freewheel.records.run import DEATHS
 from freewheel.records.schema import Evaluation
-from freewheel.records.track import Floats
 from freewheel.show.figures.common import (
     LEGEND,
     UNITS,
@@ -130,7 +130,7 @@ def event_marks(runs: Sequence[Shown]) -> list[Figure]:
 
 def curves(runs: Sequence[Shown], what: str, over: str) -> Figure:
     """Loss, accuracy or what a script has named itself, over time or over samples."""
-    if over == "samples" and not all(_counts_samples(one, what) for one in runs):
+    if over == "samples" and not all(one.series.samples[-1] > 0 for one in runs):
         over = "worker-steps"
     unit = UNITS[runs[0].unit_s] if over == "time" else over
     hover = f"%{{x:,.4~r}} {unit}<br>{what} %{{y:{'.1%' if what == 'accuracy' else '.4~g'}}}"
@@ -155,11 +155,6 @@ def curves(runs: Sequence[Shown], what: str, over: str) -> Figure:
     xaxis = time_axis(runs) if over == "time" else axis(f"{over} of all workers", ",~s")
     title = f"{what[0].upper()}{what[1:]} over {over}"
     return figure(title, said, 320, data, xaxis=xaxis, yaxis=yaxis, shapes=shapes)
-
-
-def _counts_samples(one: Shown, what: str) -> bool:
-    measured = (each for each in one.run.evaluations if what in each.told())
-    return float(one.series.samples[-1]) > 0 and all(each.samples is not None for each in measured)
 
 
 def _where(one: Shown, each: Evaluation, over: str) -> float | None:
@@ -275,7 +270,7 @@ def consensus(runs: Sequence[Shown]) -> Figure:
         hover = f"%{{x:,.4~r}} {UNITS[one.unit_s]}<br>%{{y:.3~g}}"
         told, met = one.run.evaluations, one.series
         times = [one.at(each.time) for each in told]
-        measured = [
+        measured: list[tuple[str, Any, Any]] = [
             ("dot", times, [math.sqrt(max(0.0, each.consensus or 0.0)) for each in told]),
             ("dash", times, [each.discrepancy or 0.0 for each in told]),
             ("solid", met.time_s / one.unit_s, met.distance),
@@ -291,7 +286,7 @@ def consensus(runs: Sequence[Shown]) -> Figure:
     return figure("Consensus distance", said, 280, data, **axes)
 
 
-def _positive(values: Floats | Sequence[float]) -> list[float | None]:
+def _positive(values: Sequence[float]) -> list[float | None]:
     """For a logarithmic axis: a distance of zero, and what rounding leaves of one, are gaps."""
     least = 1e-4 * max((value for value in values if math.isfinite(value)), default=0.0)
     return [value if value > least else None for value in values]
