@@ -133,19 +133,18 @@ def _weights(result: Result) -> Iterator[Law]:
         return  # nothing was trained, so nothing can differ
     if result.strategy == "allreduce" and all(one.worker_steps % result.workers == 0 for one in result.curve):
         yield "largest discrepancy", "at most", 0.0, "equal after equal steps: synchronous SGD"
-    elif plain and norm > 0 and "lr" in settings:
-        update = norm * settings["lr"]
-        if result.strategy == "allreduce":  # a sample between two workers' steps sees one update
-            yield "largest discrepancy", "at most", update, "equal after equal steps: synchronous SGD"
-        if result.strategy == "nodelay":
-            yield "largest discrepancy", "at most", 2 * own["tau"] * update, f"2·L·τ·η: {PAPER}"
-        if result.strategy == "sasgd" and own.get("scale") is None:
-            drift = theory.sasgd_drift(1.0, own["interval"], update)
-            yield "largest discrepancy", "at most", drift, "2·γ·T·G: triangle inequality"
-        if result.strategy == "hierarchical_sasgd":
-            # A mean inside a node takes no worker further from the last common model than its members were.
-            drift = theory.sasgd_drift(1.0, own["interval"] * own["global_every"], update)
-            yield "largest discrepancy", "at most", drift, "2·γ·k·T1·G: triangle inequality"
+        return
+    interval = own.get("interval", 0) if own.get("scale") is None else 0
+    apart = {
+        "allreduce": (0.5, "equal after equal steps: synchronous SGD"),  # between two workers' steps
+        "nodelay": (own.get("tau") or 0, f"2·L·τ·η: {PAPER}"),
+        "sasgd": (interval, "2·γ·T·G: triangle inequality"),
+        # A mean inside a node takes no worker further from the last common model than its members were.
+        "hierarchical_sasgd": (interval * own.get("global_every", 0), "2·γ·k·T1·G: triangle inequality"),
+    }
+    steps, source = apart.get(result.strategy, (0, ""))
+    if steps and plain and norm > 0 and "lr" in settings:
+        yield "largest discrepancy", "at most", 2 * settings["lr"] * steps * norm, source
 
 
 def _merging(result: Result, times_s: list[float]) -> Iterator[Law]:

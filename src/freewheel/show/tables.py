@@ -149,8 +149,6 @@ class Table:
 
     name: str
     columns: Sequence[Column]
-    whose: Sequence[Shown] = ()
-    """The run each row is about, where rows are about runs."""
 
     @property
     def rows(self) -> list[tuple[str, ...]]:
@@ -239,7 +237,7 @@ def results_table(runs: Sequence[Shown]) -> Table:
     columns = [*run, *beside, *fast, *learned]
     if unlike(runs):
         columns = [replace(one, best=frozenset()) for one in columns]
-    return Table("figures of all runs", columns, runs)
+    return Table("figures of all runs", columns)
 
 
 def wide_tables(runs: Sequence[Shown]) -> list[rich.table.Table]:

@@ -160,8 +160,7 @@ def _table(table: Table) -> str:
     def cell(tag: str, at: int, text: str, row: int = -1) -> str:
         one = table.columns[at]
         kind = "l" * one.words + " best" * (row in one.best)
-        swatch = _swatch(table.whose[row]) if table.whose and at == 0 and row >= 0 else ""
-        return f'<{tag} class="{kind}">{swatch}{escape(text)}</{tag}>'
+        return f'<{tag} class="{kind}">{escape(text)}</{tag}>'
 
     heads = "".join(cell("th", at, one.head) for at, one in enumerate(table.columns))
     rows = "".join(
@@ -181,7 +180,7 @@ def places(title: str, runs: Sequence[Shown], figures: dict[str, Figure]) -> str
     chips = "".join(
         f'<button type="button" data-run="{run.place}" aria-pressed="true">'
         f"{_swatch(run)}{escape(run.label)}</button>"
-        for run in runs
+        for run in (runs if len(runs) > 1 else ())
     )
     hint = "Click: hide or show in all figures. Double-click: only this one, or all again."
     return (
