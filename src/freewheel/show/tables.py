@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,31 +53,25 @@ def versus(results: Sequence[Result]) -> list[Versus]:
     if len(results) < 2 or len({result.clock for result in results}) > 1:
         return []
     measured = {of: [_points(result, of) for result in results] for of in ("accuracy", "loss")}
-    found = (_versus(results, of, curves) for of, curves in measured.items() if min(map(len, curves)) > 1)
-    return next(found, [])
-
-
-def _versus(results: Sequence[Result], of: str, curves: list[list[Point]]) -> list[Versus]:
+    of = next((of for of, curves in measured.items() if min(map(len, curves)) > 1), None)
+    if of is None:
+        return []
+    curves = measured[of]
     s, steps = min(curve[-1][0] for curve in curves), min(curve[-1][1] for curve in curves)
     base, target = baseline_of(results), next((one.target for one in results if one.target is not None), None)
+    if target is None and base is not None and of == "accuracy":
+        target = curves[base][-1][2] - SHORT_OF
+    least = target if target is not None and of == "accuracy" else math.inf
+    reached = [next((at for at, _, value in curve if value >= least), None) for curve in curves]
     over = None if base is None else results[base].strategy
-    reached: list[float | None] = [None] * len(results)
-    base_s, at_least = None, False
-    if of == "accuracy":
-        if target is None and base is not None:
-            target = curves[base][-1][2] - SHORT_OF
-        if target is not None:
-            reached = [next((at for at, _, value in curve if value >= target), None) for curve in curves]
-        if base is not None:
-            at_least = reached[base] is None
-            base_s = reached[base] or curves[base][-1][0]
-    return [
-        Versus(
-            of, steps, s, target, over, _at(curve, 1, steps), _at(curve, 0, s), target_s,
-            base_s / target_s if base_s and target_s else None, at_least and target_s is not None,
-        )
-        for curve, target_s in zip(curves, reached, strict=True)
-    ]  # fmt: skip
+    base_s = None if base is None else reached[base] or curves[base][-1][0]
+    rows = []
+    for curve, target_s in zip(curves, reached, strict=True):
+        speedup = base_s / target_s if base_s and target_s else None
+        at_least = speedup is not None and base is not None and reached[base] is None
+        equal = (_at(curve, 1, steps), _at(curve, 0, s))
+        rows.append(Versus(of, steps, s, target, over, *equal, target_s, speedup, at_least))
+    return rows
 
 
 def baseline_of(results: Sequence[Result]) -> int | None:

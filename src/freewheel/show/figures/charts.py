@@ -59,16 +59,17 @@ def faults(runs: Sequence[Shown]) -> Figure:
     found = defaultdict[str, list[tuple[float | None, str, str]]](list)
     for one in runs:
         for event in one.run.events:
-            ranks = [rank for rank in (event.rank, event.peer) if rank is not None]
-            whose = [f"worker {rank}" for rank in ranks] or ["all"] if alone else [escape(one.label)]
-            said = escape(event.link or event.text or event.what)
-            said += f"<br>noticed by {escape(event.noticed_by())}"
-            found[event.what] += [(rounded(one.at(event.time)), row, said) for row in whose]
-    data = [_marks(what, points) for what, points in found.items()]
+            row = ("all" if event.rank is None else f"worker {event.rank}") if alone else escape(one.label)
+            said = escape(f"{event.link or event.text or event.what}, noticed by {event.noticed_by()}")
+            found[event.what].append((rounded(one.at(event.time)), row, said))
+    data = []
     if alone and (away := _away(runs[0])):
-        data.insert(
-            0, scatter("lines", away, name="away", hoverinfo="skip", line={"color": FAINT, "width": 7})
-        )
+        data.append(scatter("lines", away, name="away", hoverinfo="skip", line={"color": FAINT, "width": 7}))
+    for what, points in found.items():
+        _, symbol, colour = EVENTS.get(what, Kind("", "circle", GREY))
+        texts = {"name": escape(what), "text": [said for *_, said in points]}
+        look = {"symbol": symbol, "color": colour, "size": 10, "line": {"width": 2, "color": colour}}
+        data.append(scatter("markers", [point[:2] for point in points], **texts, marker=look))
     rows = {row for points in found.values() for _, row, _ in points}
     return figure(
         "Faults and other events",
@@ -96,18 +97,6 @@ def _away(one: Shown) -> list[tuple[float | None, str | None]]:
     for rank, *times in spans:
         found += [*((rounded(one.at(time)), f"worker {rank}") for time in times), (None, None)]
     return found
-
-
-def _marks(what: str, points: Sequence[tuple[float | None, str, str]]) -> Figure:
-    _, symbol, colour = EVENTS.get(what, Kind("", "circle", GREY))
-    return scatter(
-        "markers",
-        [(at, row) for at, row, _ in points],
-        name=escape(what),
-        text=[said for *_, said in points],
-        hovertemplate=f"<b>{escape(what)}</b> %{{y}}<br>%{{text}}<extra></extra>",
-        marker={"symbol": symbol, "color": colour, "size": 10, "line": {"width": 2, "color": colour}},
-    )
 
 
 def event_marks(runs: Sequence[Shown]) -> list[Figure]:
