@@ -117,9 +117,7 @@ def events_table(run: Shown) -> Table:
     columns = {
         "at, s": [f"{max(0.0, event.time - run.began_s):,.2f}" for event in events],
         "what": [event.what for event in events],
-        "worker": [
-            ", ".join(str(one) for one in (event.rank, event.peer) if one is not None) for event in events
-        ],
+        "worker": [", ".join(str(one) for one in (e.rank, e.peer) if one is not None) for e in events],
         "noticed by": [event.noticed_by() for event in events],
         "details": [event.text for event in events],
     }
@@ -145,23 +143,17 @@ def theory_table(runs: Sequence[Shown]) -> tuple[str, Table]:
 
 def settings_table(runs: Sequence[Shown]) -> Table:
     """The settings of all runs, a column for each, and what their records say of them."""
-    each = [_settings(run) for run in runs]
-    keys = list(dict.fromkeys(key for one in each for key in one))
-    columns = [
-        Column(run.label, [one.get(key, UNKNOWN) for key in keys])
-        for run, one in zip(runs, each, strict=True)
-    ]
+    each = [(run.label, _settings(run)) for run in runs]
+    keys = list(dict.fromkeys(key for _, one in each for key in one))
+    columns = [Column(label, [one.get(key, UNKNOWN) for key in keys]) for label, one in each]
     return Table("settings", [Column("setting", keys), *columns])
 
 
 def _settings(run: Shown) -> dict[str, str]:
-    result, found = run.result, dict[str, str]()
+    result, about = run.result, run.run.about if run.records is not None else {}
+    found = {"workers": result.workers, "seed": result.seed, **about, "settings": result.settings}
     if run.records is not None:
-        about = run.run.about
-        found = {
-            key: str(about.get(key, UNKNOWN)) for key in ("name", "command", "freewheel", "torch", "python")
-        }
-        found["started"] = f"{datetime.fromtimestamp(about.get('started', 0.0), UTC):%Y-%m-%d %H:%M} UTC"
-        found |= {"state": standing(run.run), "folder": run.run.folder.resolve().name}
-    found |= {"workers": str(result.workers), "seed": str(result.seed), **flatten(result.settings)}
-    return found | {"trace sha256": result.trace_sha256 or UNKNOWN}
+        started = datetime.fromtimestamp(about.get("started", 0.0), UTC)
+        found |= {"started": f"{started:%Y-%m-%d %H:%M} UTC", "state": standing(run.run)}
+        found["folder"] = run.run.folder.resolve().name
+    return flatten(found | {"trace sha256": result.trace_sha256 or UNKNOWN})
