@@ -68,16 +68,11 @@ def standing(run: Run) -> str:
 
 
 def rates(run: Run) -> tuple[float | None, float | None]:
-    """Steps of all workers in a second, from the first to the last one, and which share of the ideal that is.
-
-    The ideal is of all workers for the whole time: what a dead one would have made is missing. A simulation
-    knows it; else, of a worker that made no step nobody knows how fast it could be. None: no step was made.
-    """
+    """Steps of all workers in a second, and which share of the ideal of all of them that is."""
     steps, took_s = run.total("steps"), run.ended_s - run.began_s
     if not steps or took_s <= 0:
         return None, None
     ideal = ideal_per_s(run)
-    # Steps may vary by so much that a run beats what its usual steps would make.
     return steps / took_s, min(1.0, steps / took_s / ideal) if ideal else None
 
 

@@ -70,17 +70,9 @@ def faults(runs: Sequence[Shown]) -> Figure:
         texts = {"name": escape(what), "text": [said for *_, said in points]}
         look = {"symbol": symbol, "color": colour, "size": 10, "line": {"width": 2, "color": colour}}
         data.append(scatter("markers", [point[:2] for point in points], **texts, marker=look))
-    rows = {row for points in found.values() for _, row, _ in points}
-    return figure(
-        "Faults and other events",
-        "What workers, the launcher or the simulator noticed. Grey: a worker was away.",
-        min(620, max(190, 110 + 22 * len(rows))),
-        data,
-        showlegend=True,
-        legend=LEGEND,
-        xaxis=time_axis(runs),
-        yaxis={"type": "category", "categoryorder": "category descending"},
-    )
+    said = "What workers, the launcher or the simulator noticed. Grey: a worker was away."
+    axes = {"xaxis": time_axis(runs), "yaxis": {"type": "category", "categoryorder": "category descending"}}
+    return figure("Faults and other events", said, 320, data, **axes, showlegend=True, legend=LEGEND)
 
 
 def _away(one: Shown) -> list[tuple[float | None, str | None]]:
@@ -94,8 +86,9 @@ def _away(one: Shown) -> list[tuple[float | None, str | None]]:
             spans.append((event.rank, died.pop(event.rank), event.time))
     spans += [(rank, since, one.run.last_s) for rank, since in died.items()]
     found: list[tuple[float | None, str | None]] = []
-    for rank, *times in spans:
-        found += [*((rounded(one.at(time)), f"worker {rank}") for time in times), (None, None)]
+    for rank, since, until in spans:
+        row = f"worker {rank}"
+        found += [(rounded(one.at(since)), row), (rounded(one.at(until)), row), (None, None)]
     return found
 
 

@@ -52,12 +52,12 @@ def content(runs: Sequence[Shown]) -> list[Section]:
     """All sections; the first two stand above the figures."""
     theory, compared = theory_table(runs)
     several = len(runs) > 1
-    happened, workers = [events_table(run) for run in runs], [workers_table(run) for run in runs]
+    happened = [table for table in map(events_table, runs) if table.rows]
     sections = [
         Section("What you see", findings(runs)),
         Section("Figures of all runs", [NOTE], [results_table(runs)]),
-        Section("What happened", [], [table for table in happened if table.rows], several),
-        Section("Workers", [], workers, several),
+        Section("What happened", [], happened, several),
+        Section("Workers", [], [workers_table(run) for run in runs], several),
         Section("Measured against theory", [theory], [compared] if compared.rows else []),
         Section("Settings and records", [], [settings_table(runs)], several),
     ]
