@@ -7,7 +7,7 @@ mixing did instead of a worker's own gradients (quasi-global momentum).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -94,21 +94,23 @@ class Moments:
         """A copy of one of them; zeros where a weight has none yet."""
         like = self._replica.blocks[0].weights
         vector = torch.zeros(self._replica.size, dtype=self._replica.dtype, device=like.device)
-        for parameter, piece in self._replica.pieces(vector):
-            value = self._optimizer.state.get(parameter, {}).get(name)
-            if value is not None:
-                piece.copy_(value)
+        for piece, value in self._places(name, vector):
+            piece.copy_(value)
         return vector
 
     @torch.no_grad()
     def set(self, name: str, vector: Tensor) -> None:
         """The way back, for weights that have one; training must wait for it."""
+        for piece, value in self._places(name, vector):
+            value.copy_(piece)
+        if vector.is_cuda:
+            torch.cuda.current_stream(vector.device).synchronize()
+
+    def _places(self, name: str, vector: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for parameter, piece in self._replica.pieces(vector):
             value = self._optimizer.state.get(parameter, {}).get(name)
             if value is not None:
-                value.copy_(piece)
-        if vector.is_cuda:
-            torch.cuda.current_stream(vector.device).synchronize()
+                yield piece, value
 
 
 class QuasiGlobal:
@@ -121,46 +123,37 @@ class QuasiGlobal:
     Reference: Lin, Karimireddy, Stich, Jaggi, "Quasi-global momentum", ICML 2021.
     """
 
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self._weights = list(weights)
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = optimizer.param_groups
+        if type(optimizer) is not torch.optim.SGD or not all(one["momentum"] for one in groups):
+            raise ConfigError(
+                f"quasi_global needs torch.optim.SGD with momentum, not {type(optimizer).__name__}. "
+                "Give momentum=0.9, or leave quasi_global out."
+            )
+        self._optimizer = optimizer
+        self._weights = [one for group in groups for one in group["params"]]
         self._before: list[Tensor] = []
-        self.m = [torch.zeros_like(one) for one in weights]
+        self.m = [torch.zeros_like(one) for one in self._weights]
 
     @torch.no_grad()
-    def begin(self, buffers: Sequence[Tensor]) -> None:
+    def begin(self) -> None:
         """Before the optimizer's step."""
         if not self._before:
-            self._before = [one.detach().clone() for one in self._weights]
-        else:
-            torch._foreach_copy_(self._before, [one.detach() for one in self._weights])
-        torch._foreach_copy_(list(buffers), self.m)
+            self._before = [torch.empty_like(one) for one in self._weights]
+        torch._foreach_copy_(self._before, [one.detach() for one in self._weights])
+        states = [self._optimizer.state[one] for one in self._weights]
+        for one, state in zip(self._weights, states, strict=True):
+            if state.get(MOMENTUM) is None:
+                state[MOMENTUM] = torch.empty_like(one)
+        torch._foreach_copy_([state[MOMENTUM] for state in states], self.m)
 
     @torch.no_grad()
-    def end(self, rates: Sequence[float]) -> None:
-        """After the boundary, with the learning rate of each weight; one that has none keeps its m."""
+    def end(self) -> None:
+        """After the boundary; weights whose learning rate is 0 keep their m."""
         if not self._before:
             return
+        rates = [float(group["lr"]) for group in self._optimizer.param_groups for _ in group["params"]]
         torch._foreach_sub_(self._before, [one.detach() for one in self._weights])
         torch._foreach_mul_(self._before, [NU / rate if rate > 0 else 0.0 for rate in rates])
         torch._foreach_mul_(self.m, [1 - NU if rate > 0 else 1.0 for rate in rates])
         torch._foreach_add_(self.m, self._before)
-
-
-def momentum_buffers(
-    optimizer: torch.optim.Optimizer,
-) -> tuple[list[nn.Parameter], list[Tensor], list[float]]:
-    """All weights of plain SGD with momentum, their buffers, made where there is none yet, and rates."""
-    if type(optimizer) is not torch.optim.SGD or not all(one["momentum"] for one in optimizer.param_groups):
-        raise ConfigError(
-            f"quasi_global needs torch.optim.SGD with momentum, not {type(optimizer).__name__}. "
-            "Give momentum=0.9, or leave quasi_global out."
-        )
-    weights = [one for group in optimizer.param_groups for one in group["params"]]
-    rates = [float(group["lr"]) for group in optimizer.param_groups for _ in group["params"]]
-    buffers = []
-    for one in weights:
-        state = optimizer.state[one]
-        if state.get(MOMENTUM) is None:
-            state[MOMENTUM] = torch.zeros_like(one)
-        buffers.append(state[MOMENTUM])
-    return weights, buffers, rates

@@ -8,6 +8,7 @@ are of four kinds: the replica (snapshot, correct, gradient), the steps (next_st
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -133,28 +134,29 @@ class Node:
         `keep`: the strategy keeps it, so it lies in memory of its own, not where others can see it.
         """
         self._snapshot_steps = self.steps
-        return await self._diverging(self._replica.snapshot(keep))
+        with self._diverging(self.steps):
+            return await self._replica.snapshot(keep)
 
     async def snapshot_soon(self) -> Tensor | None:
         """The same for an exchange; None while the weights move for long."""
         self._snapshot_steps = self.steps
-        return await self._diverging(self._replica.snapshot_soon())
+        with self._diverging(self.steps):
+            return await self._replica.snapshot_soon()
 
     async def weights(self) -> Tensor:
         """The same for looking at: a copy that is not going to be merged."""
-        return await self._diverging(self._replica.snapshot(keep=True))
+        with self._diverging(self.steps):
+            return await self._replica.snapshot(keep=True)
 
-    async def _diverging(self, snapshot: Coroutine[Any, Any, T]) -> T:
+    @contextlib.contextmanager
+    def _diverging(self, step: int) -> Iterator[None]:
         try:
-            return await snapshot
+            yield
         except Diverged as error:
-            raise self._diverged(error, self.steps) from None
-
-    def _diverged(self, error: Diverged, step: int) -> Diverged:
-        return Diverged(
-            f"worker {self.rank} diverged at step {step}: {error}. Lower the learning rate, or clip the "
-            "gradients."
-        )
+            raise Diverged(
+                f"worker {self.rank} diverged at step {step}: {error}. Lower the learning rate, or clip the "
+                "gradients."
+            ) from None
 
     def correct(self, vector: Tensor, own: bool = False) -> None:
         """Add a vector to the weights at the next boundary. It is handed over: do not change it later.
@@ -169,10 +171,8 @@ class Node:
 
     def gradient(self) -> Tensor:
         """The gradient of this step, in `before_step`."""
-        try:
+        with self._diverging(self.steps + 1):
             return self._replica.gradient
-        except Diverged as error:
-            raise self._diverged(error, self.steps + 1) from None
 
     def set_gradient(self, vector: Tensor) -> None:
         """Let the optimizer use this gradient instead, in `before_step`."""

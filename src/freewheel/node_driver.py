@@ -60,11 +60,10 @@ class NodeDriver(Node):
 
     def stepped(self) -> None:
         """A step is complete: wake what waits for it."""
-        if not self.due():
-            return
-        waiter, self._stepped = self._stepped, None
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
+        if self._stepped is not None and self.due():
+            if not self._stepped.done():
+                self._stepped.set_result(None)
+            self._stepped = None
 
     @property
     def idle(self) -> bool:

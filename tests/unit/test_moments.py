@@ -13,7 +13,7 @@ from torch import nn
 import freewheel as fw
 from crew import together
 from freewheel.errors import ConfigError
-from freewheel.moments import NU, Moments, QuasiGlobal, adam_rate, momentum_buffers
+from freewheel.moments import NU, Moments, QuasiGlobal, adam_rate
 from freewheel.replica import Replica
 from freewheel.runtime.worker.inventory import live_replica
 from freewheel.runtime.worker.optimizers import joined
@@ -186,17 +186,17 @@ def test_adamw_has_a_higher_rate_where_each_worker_divides_by_its_own_noise(stra
 def test_quasi_global_momentum_follows_the_way_the_weights_went():
     weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     optimizer = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
-    follower = QuasiGlobal(momentum_buffers(optimizer)[0])
+    follower = QuasiGlobal(optimizer)
     m = torch.zeros(2)
     for k in range(3):
         before = weight.detach().clone()
-        follower.begin(momentum_buffers(optimizer)[1])
+        follower.begin()
         weight.grad = torch.tensor([0.1, -0.2]) * (k + 1)
         optimizer.step()
         assert torch.allclose(before - weight, 0.5 * (0.9 * m + weight.grad))
         with torch.no_grad():
             weight += 0.05  # what mixing did
-        follower.end([0.5])
+        follower.end()
         m = (1 - NU) * m + NU * (before - weight.detach()) / 0.5
         assert torch.allclose(follower.m[0], m)
 
@@ -204,7 +204,7 @@ def test_quasi_global_momentum_follows_the_way_the_weights_went():
 def test_quasi_global_momentum_needs_plain_sgd_with_momentum():
     for optimizer in (torch.optim.SGD(net().parameters(), 0.1), torch.optim.AdamW(net().parameters())):
         with pytest.raises(ConfigError, match=r"needs torch\.optim\.SGD with momentum"):
-            momentum_buffers(optimizer)
+            QuasiGlobal(optimizer)
     with pytest.raises(ConfigError, match="with momentum"):
         make("adpsgd:quasi_global=true", workers=2, steps=2)
 

@@ -21,23 +21,15 @@ T = TypeVar("T")
 class Callback:
     """Something to be called, now or later; cancelling is free, it is skipped when its turn comes."""
 
-    __slots__ = ("args", "moment", "run")
+    __slots__ = ("args", "run")
 
-    def __init__(self, moment: float, run: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.moment, self.args = moment, args
+    def __init__(self, run: Callable[..., Any], args: tuple[Any, ...]) -> None:
+        self.args = args
         self.run: Callable[..., Any] | None = run
 
     def cancel(self) -> None:
         """Never call it."""
         self.run = None
-
-    def cancelled(self) -> bool:
-        """Whether it was cancelled."""
-        return self.run is None
-
-    def when(self) -> float:
-        """The virtual time it is meant for."""
-        return self.moment
 
 
 class VirtualLoop(asyncio.AbstractEventLoop):
@@ -65,7 +57,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self, callback: Callable[..., Any], *args: Any, context: Any = None
     ) -> Callback:
         """Run the callback in this moment, after what is already ready."""
-        handle = Callback(self._now, callback, args)
+        handle = Callback(callback, args)
         self._ready.append(handle)
         return handle
 
@@ -75,7 +67,7 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Run the callback at a virtual time; the past means now."""
         if when < self._now:
             when = self._now
-        timer = Callback(when, callback, args)
+        timer = Callback(callback, args)
         self._serial += 1
         heapq.heappush(self._timers, (when, self._serial, timer))
         return timer

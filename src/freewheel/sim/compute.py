@@ -10,13 +10,8 @@ from pathlib import Path
 
 from freewheel.errors import ConfigError, UnknownName, above_zero, at_least
 
-KINDS = {
-    "constant": "every step takes the mean",
-    "uniform": "between (1 - spread) and (1 + spread) times the mean",
-    "exponential": "memoryless around the mean",
-    "lognormal": "spread is the deviation of the logarithm; the mean is kept",
-    "trace": "step times in ms from a file",
-}
+KINDS = ("constant", "uniform", "exponential", "lognormal", "trace")
+"""Around a mean: uniform from 1 - spread to 1 + spread times it; lognormal's spread is the logarithm's."""
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from freewheel.moments import (
-    Moments,
-    QuasiGlobal,
-    check_optimizer,
-    momentum_buffers,
-    momentum_of,
-    optimizer_of,
-)
+from freewheel.moments import Moments, QuasiGlobal, check_optimizer, momentum_of, optimizer_of
 from freewheel.replica import Replica
 from freewheel.sim.scenario import Scenario
 from freewheel.strategy import Strategy
@@ -77,7 +70,7 @@ class Study:
         self.optimizer, self.moments = school.optimizer(self.replica)
         self.quasi_global: QuasiGlobal | None = None
         if school.strategy.quasi_global:
-            self.quasi_global = QuasiGlobal(momentum_buffers(self.optimizer)[0])
+            self.quasi_global = QuasiGlobal(self.optimizer)
         self.statistics = True
         """Whether BatchNorm's statistics are kept up to date while it learns."""
         seed = random.Random(f"data/{school.scenario.seed}/{rank}/{life}").getrandbits(62)
@@ -96,14 +89,14 @@ class Study:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self.quasi_global is not None:
-            self.quasi_global.begin(momentum_buffers(self.optimizer)[1])
+            self.quasi_global.begin()
         self.optimizer.step()
 
     def boundary(self) -> None:
         """Take in what is pending; let momentum follow the way the weights go, if it does."""
         self.replica.boundary()
         if self.quasi_global is not None:
-            self.quasi_global.end(momentum_buffers(self.optimizer)[2])
+            self.quasi_global.end()
 
     def score(self) -> float:
         """The loss of this worker's model on data common to all."""

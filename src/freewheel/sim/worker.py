@@ -56,10 +56,8 @@ class SimulatedWorker:
         """How many steps it makes; None: as many as there are."""
         self.completed = 0
         """Its steps, without one whose end it is still waiting for."""
-        self.ended = False
-        """Whether it has made all its steps."""
-        self.leaving = False
-        """Whether it was told to leave."""
+        self.ended = self.leaving = False
+        """Whether it has made all its steps; whether it was told to leave."""
         self.training: asyncio.Task[Any] | None = None
         self.born_s = self.loop.time()
         self.computing_since: float | None = None

@@ -50,7 +50,6 @@ class ASGD(Strategy):
     staleness = "gradient delay: updates the server took between a gradient's read and its arrival"
 
     raw: bool = False
-    """Whether every worker uses the optimizer's own rate, though the updates of all add up."""
 
     def rate_share(self, workers: int) -> float:
         """The updates of all workers add up."""

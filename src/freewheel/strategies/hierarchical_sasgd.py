@@ -99,8 +99,7 @@ class HierarchicalSASGD(Strategy):
             return await merge.offset(await node.snapshot()), {}
         s = await node.snapshot(keep=True)
         dealt = topology.deal(node.world_size, self.nodes)  # who is lost does not move the others
-        every = [[rank for rank in group if rank in merge.members] for group in dealt]
-        groups = [group for group in every if group]
+        groups = [left for group in dealt if (left := [rank for rank in group if rank in merge.members])]
         group = next(group for group in groups if node.rank in group)
         total = await merge.sum(s.clone(), group)
         if len(groups) > 1:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from freewheel.errors import ConfigError, PeerLost, RunStopped
-from freewheel.moments import QuasiGlobal, momentum_buffers
+from freewheel.moments import QuasiGlobal
 from freewheel.runtime.checkpoint.taker import Checkpoints
 from freewheel.runtime.worker import firsts, guards
 from freewheel.runtime.worker.agent import Agent, explained
@@ -62,8 +62,7 @@ class Steps:
         self._began_s, self._blocked_s = time.perf_counter(), 0.0
         """When training began to compute, and how long it had waited for data and checkpoints by then."""
         self._computed_s = 0.0
-        quasi_global = strategy.quasi_global
-        self._quasi_global = QuasiGlobal(momentum_buffers(self._optimizer)[0]) if quasi_global else None
+        self._quasi_global = QuasiGlobal(self._optimizer) if strategy.quasi_global else None
         self._hooks = [one.register_step_pre_hook(self._before_step) for one in self._members]
         self._hooks += [one.register_step_post_hook(self._after_step) for one in self._members]
         guards.watchers.append(self.refuse)
@@ -152,7 +151,7 @@ class Steps:
         self.stepping = True
         replica.begin_moving()
         if self._quasi_global is not None:
-            self._quasi_global.begin(momentum_buffers(self._optimizer)[1])
+            self._quasi_global.begin()
         if not callable(closure):
             return None
         beside = self._beside(optimizer, closure)
@@ -253,7 +252,7 @@ class Steps:
             replica.begin_moving()
         replica.boundary()
         if self._quasi_global is not None:
-            self._quasi_global.end(momentum_buffers(self._optimizer)[2])
+            self._quasi_global.end()
         replica.end_moving()
         if self._wakes and node.due():  # nobody else is woken: that costs both threads time
             with contextlib.suppress(RuntimeError):  # the loop is closed: this worker has left
