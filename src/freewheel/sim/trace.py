@@ -42,12 +42,8 @@ class Trace:
     def _flush(self) -> None:
         self._hash.update("".join(f"{event!r}\n" for event in self._events).encode())
         if self._file is not None:
-            self._file.writelines(_line(event) for event in self._events)
+            for time_s, what, *more in self._events:
+                told = dict(zip(FIELDS[what], more, strict=True))
+                self._file.write(json.dumps({"time_s": time_s, "event": what, **told}) + "\n")
         self.events += len(self._events)
         self._events.clear()
-
-
-def _line(event: tuple[Any, ...]) -> str:
-    time_s, what, *more = event
-    told = dict(zip(FIELDS.get(what, ()), more, strict=True))
-    return json.dumps({"time_s": time_s, "event": what, **told}) + "\n"
