@@ -92,7 +92,7 @@ def test_tau_is_kept_by_a_worker_that_cannot_reach_the_leader():
 def test_two_leaders_do_not_wait_for_each_other(heal_ms):
     links = fw.Links(mbit=8, slow={1: 1000})
     faults = ["cut:0@0.5", f"heal:0@{heal_ms / 1e3}"]
-    settings = {"workers": 4, "steps": 600, "links": links, "model_mb": 0.0001, "gradients": False}
+    settings = {"workers": 4, "steps": 650, "links": links, "model_mb": 0.0001, "gradients": False}
     simulation = make("nodelay_free", faults=[fw.Fault.parse(text) for text in faults], **settings)
     before: list[int] = []
     simulation.loop.call_at(4.6, lambda: before.extend(merges(simulation)))

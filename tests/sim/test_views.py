@@ -284,7 +284,7 @@ def test_who_comes_back_halts_nobody_before_it_has_begun():
         late = wire.attach(2)
         await asyncio.sleep(2)
         assert [one.view.members for one in made[:2]] == [(0, 1)] * 2
-        assert all(one._open.is_set() for one in made[:2])
+        assert all(one.open.is_set() for one in made[:2])
         back = views(late)
         back.begin((2,), newborn=True)
         await asyncio.sleep(1)

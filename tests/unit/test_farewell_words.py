@@ -97,7 +97,7 @@ def test_an_answer_counts_once_and_for_who_gave_it():
         await settle()
         number = desk.farewells.calls.number
         for _ in range(2):
-            await desk.tell(1, (*CALL, "have", 0, number), HAVE, -1)
+            await desk.tell(1, (*CALL, "have", 0, number), HAVE)
         assert desk.offences == [1]
         assert (2, (*CALL, 0, number), (DROP,)) in desk.said
         leaving.cancel()

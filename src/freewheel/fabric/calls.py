@@ -2,7 +2,7 @@
 
     who calls                       each member, the caller too
       call(number, members)  ---->    does it: a snapshot, a reduction, or stops and says how far it was
-                             <----    has it; or not: it is busy or away, or has lost whom
+                             <----    has it; or not: it is busy, has lost another, moves, or is away
       commit, or drop        ---->    it counts, or does not
 
 A member takes part in one call at a time. Of two callers the one of lower rank goes first, unless the member
@@ -15,27 +15,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from freewheel.errors import PeerLost
 from freewheel.fabric.base import Fabric, Message, Note, NotNow, Spawn, Tag, hear
 from freewheel.fabric.lineage import View
 from freewheel.fabric.merges import EVERYBODY, Merge
 
-HAVE, LOST, BUSY, MOVING, AWAY = range(5)
+HAVE, BUSY, MOVING, AWAY = range(4)
 DROP, COMMIT = range(2)
 Conclude: TypeAlias = Callable[[dict[int, Message]], Note | None]
 """Makes of what all have said with "has it" what the caller says with "commit"; None: it drops it."""
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """Why a call came to nothing: who did not have the result, why not, and whom it had lost."""
+class Refusal(NamedTuple):
+    """Why a call came to nothing: who did not have the result, and why not."""
 
     who: int
     why: int
-    lost: int = -1
 
 
 class Calls:
@@ -86,18 +83,18 @@ class Calls:
         try:
             while len(said) < len(members):
                 answer = await self.fabric.receive(have, among=members)
-                why, lost, *_ = answer.numbers(2)
+                why = answer.numbers(1)[0]
                 if answer.sender in said:
                     raise answer.bad("an answer to nothing")
                 if why != HAVE:
-                    return Refusal(answer.sender, why, lost)
+                    return Refusal(answer.sender, why)
                 said[answer.sender] = answer
             if (more := conclude(said)) is None:
                 return Refusal(self.fabric.rank, BUSY)
             word = (COMMIT, *more)
             return None
-        except PeerLost as error:
-            return Refusal(self.fabric.rank, LOST, error.peer)
+        except PeerLost:
+            return Refusal(self.fabric.rank, BUSY)
         finally:
             self.fabric.forget(have)
             for peer in members:
@@ -114,7 +111,7 @@ class Calls:
         merge = Merge(self.fabric, view, (EVERYBODY, view.members), number, tag)
         merge.caller = caller
         if self.away or (before is not None and (before.done or before.caller <= caller)):
-            self.fabric.post(caller, have, note=(AWAY if self.away else BUSY, -1))
+            self.fabric.post(caller, have, note=(AWAY if self.away else BUSY,))
             merge.forget()
             return
         if before is not None:
@@ -123,18 +120,18 @@ class Calls:
         self._tasks = [self.spawn(self._do(merge)), self.spawn(self._await_verdict(call, merge))]
 
     async def _do(self, merge: Merge) -> None:
-        why, lost, epoch = BUSY, -1, self.fabric.epoch(merge.caller)
+        why, epoch = BUSY, self.fabric.epoch(merge.caller)
         try:
             merge.result = await self._act(merge)
             merge.done, why = True, HAVE
-        except PeerLost as error:
-            why, lost = LOST, error.peer
+        except PeerLost:
+            pass  # the caller tries again with those who are there
         except NotNow:
             why = MOVING
         finally:
             if epoch == self.fabric.epoch(merge.caller):
                 have, _ = self._tags(merge.caller, merge.number)
-                self.fabric.post(merge.caller, have, note=(why, lost, *merge.says))
+                self.fabric.post(merge.caller, have, note=(why, *merge.says))
 
     async def _await_verdict(self, call: Message, merge: Merge) -> None:
         outcome = "dropped"

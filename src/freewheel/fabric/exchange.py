@@ -75,7 +75,6 @@ class Exchanges:
         self.served: Counter[int] = Counter()
         self.refused: set[int] = set()
         self.answer_s = 0.05  # how long a quick answer takes; learned from every answer
-        self.called_at = 0.0
         self.ended = False  # this worker's loop has: what it began now would come after the answer
         self.paused = False  # no exchange begins until this worker is free again, whoever calls
         self.took_s = 0.0  # from a call to the correction, a running mean; 0: there was none yet
@@ -97,10 +96,12 @@ class Exchanges:
         return await self._meeting(peer, (EXCHANGE, self.fabric.rank, self.serial), self._call)
 
     async def _call(self, peer: int, tag: Tag) -> None:
-        self.called_at = self._now()
+        loop = asyncio.get_running_loop()
+        called_s = loop.time()
+        self.patience = loop.call_later(8 * self.answer_s + 1e-3, self._send_away)
         self.fabric.post(peer, CALL, None, (self.serial,))
         answer = await self.fabric.receive(tag, peer)
-        self.answer_s = min(1.02 * self.answer_s, self._now() - self.called_at)
+        self.answer_s = min(1.02 * self.answer_s, loop.time() - called_s)
         self.calling = False
         if answer.note == BUSY:
             raise NotNow
@@ -114,7 +115,7 @@ class Exchanges:
             correction = await self.fabric.swap(peer, tag, mine, self.party.meet, lambda: None)
         self.party.met(peer, correction)
         self.fabric.post(peer, tag)
-        took_s = self._now() - self.called_at
+        took_s = loop.time() - called_s
         self.took_s += (took_s - self.took_s) * (0.1 if self.took_s else 1)
 
     def serve(self) -> Coroutine[Any, Any, None]:
@@ -124,15 +125,11 @@ class Exchanges:
     def _called(self, request: Message) -> None:
         peer, (serial,) = request.sender, request.numbers(1, 1)
         tag = (EXCHANGE, peer, serial)
-        waits = peer > self.fabric.rank and self._now() - self.called_at <= self._patience_s()
         if not self.paused and self.partner is None and self._turn(peer):
             self._accept(peer, tag)
-        elif not self.paused and self.calling and waits:
+        elif not self.paused and self.calling and peer > self.fabric.rank:
             self.waiting = deque(one for one in self.waiting if one[0] != peer)  # of each the last call
             self.waiting.append((peer, tag, self.fabric.epoch(peer)))
-            if self.patience is None:
-                loop = asyncio.get_running_loop()
-                self.patience = loop.call_later(self._patience_s(), self._send_away)
         else:
             self._refuse(peer, tag)
 
@@ -236,16 +233,10 @@ class Exchanges:
 
     def _send_away(self) -> None:
         """Let nobody wait any longer for the answer to our own call."""
-        self.patience = None
+        self.calling = False
         while self.waiting:
             peer, tag, _ = self.waiting.popleft()
             self._refuse(peer, tag)
-
-    def _patience_s(self) -> float:
-        return 8 * self.answer_s + 1e-3
-
-    def _now(self) -> float:
-        return asyncio.get_running_loop().time()
 
     def _release(self, tag: Tag) -> None:
         self.fabric.forget(tag)

@@ -48,7 +48,7 @@ class Record:
     @classmethod
     def of(cls, size: int, words: Sequence[Any]) -> Record:
         """The way back, in a run of this size; ValueError if it cannot be one."""
-        line, parents, heirs, counted = words
+        line, parents, heirs, counted = words[-4:]
         return cls(line, tuple(parents), ranks(heirs, size), pairs(counted))
 
 

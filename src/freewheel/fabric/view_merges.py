@@ -79,7 +79,7 @@ class Merges:
         finally:
             views.under_way = None
         if not merge.counts:
-            await views.installed()
+            await views.open.wait()
             merge.forget()
             counted = views.record.counted.get(merge.group, 0) >= number
             merge.counts = merge.done and views.whole and counted
@@ -90,7 +90,7 @@ class Merges:
         """Wait for a view; get the weights to begin it with, or hand them out."""
         views = self.views
         while True:
-            await views.installed()
+            await views.open.wait()
             if views.whole or await self._unless_over(
                 views.over, self._copy(views.source, views.coming.line)
             ):
@@ -132,20 +132,13 @@ class Merges:
     async def _unless_over(self, over: asyncio.Future[None], work: Coroutine[Any, Any, bool]) -> bool:
         """Whether the work was done before the view was over."""
         task = asyncio.ensure_future(work)
-        task.add_done_callback(_heard)
         try:
             await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)
             if task.done() and not isinstance(task.exception(), PeerLost):
                 return task.result()
             await asyncio.wait((over,))  # who has lost a peer waits for the view to end
-            task.cancel()
-            await asyncio.wait((task,))
             return False
         finally:
-            task.cancel()
-
-
-def _heard(task: asyncio.Task[bool]) -> None:
-    """A failure after the view was over is of no interest."""
-    if not task.cancelled():
-        task.exception()
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)

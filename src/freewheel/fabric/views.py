@@ -80,7 +80,7 @@ class Views:
         self.begun = True
         self.view = View(0, tuple(members))
         self.record = self.coming = Record(0, (), self.view.members, {})
-        self._open, self._woken = asyncio.Event(), asyncio.Event()
+        self.open, self._woken = asyncio.Event(), asyncio.Event()
         self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when the present view is over."""
         if newborn:
@@ -91,22 +91,18 @@ class Views:
             self._epochs = {peer: self.fabric.epoch(peer) for peer in members}
             reached = [peer for peer in members if self.fabric.reaches(peer)]
             self._reach.sees.update(dict.fromkeys(reached, range(self.fabric.world_size)))
-            self._open.set()
+            self.open.set()
             self._reach.told.update(dict.fromkeys(self.fabric.members, self._news()))
         self._calls.serve()
         self._spawn(hear(self.fabric, VIEW, self._listen))
         self._spawn(self._lead())
         self._spawn(self._watch())
 
-    async def installed(self) -> None:
-        """Wait for a view to go on in."""
-        await self._open.wait()
-
     async def changed(self) -> None:
         """Wait for the view after the present one."""
-        if self._open.is_set():
+        if self.open.is_set():
             await asyncio.shield(self.over)
-        await self._open.wait()
+        await self.open.wait()
 
     def leave(self, called: dict[int, int]) -> None:
         """Take part in no further view: this worker's loop has ended after so many merges of each group."""
@@ -182,7 +178,8 @@ class Views:
         """When all have stopped: who is on the main line, what has counted, who copies whom."""
         if set(self._due()) != set(said):
             return None  # others have come meanwhile
-        answers = {peer: answer.read((int, int, *RECORD), self._record) for peer, answer in said.items()}
+        read = partial(Record.of, self.fabric.world_size)
+        answers = {peer: answer.read((int, *RECORD), read) for peer, answer in said.items()}
         heirs = main_line(answers)
         counted: Counter[int] = Counter()
         for peer in heirs:
@@ -190,9 +187,6 @@ class Views:
         parents = sorted({answers[peer].line for peer in heirs})
         copies = [(peer, self._donor(peer, heirs)) for peer in sorted(said) if peer not in heirs]
         return pack(parents, list(heirs), sorted(counted.items()), copies)
-
-    def _record(self, words: Sequence[Any]) -> Record:
-        return Record.of(self.fabric.world_size, words[2:])
 
     # -- each member --
 
@@ -211,7 +205,7 @@ class Views:
 
     def _halt(self) -> None:
         """The present view is over."""
-        self._open.clear()
+        self.open.clear()
         if not self.over.done():
             self.over.set_result(None)
 
@@ -241,7 +235,7 @@ class Views:
             self.record = new
         self._wanted = False
         self.over = asyncio.get_running_loop().create_future()
-        self._open.set()
+        self.open.set()
         self.fabric.notice("view", None, str(self.view))
 
     # -- what is said --
