@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, Unpack
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from freewheel.planning.setting import Setting
 from freewheel.records.result import Result
 from freewheel.records.schema import typed
 from freewheel.runtime.worker.attach import Worker
-from freewheel.runtime.worker.settings import Settings
+from freewheel.runtime.worker.settings import Given, Settings
 from freewheel.sim.driver import Simulation
 from freewheel.sim.records import RecordedSimulation
 from freewheel.sim.scenario import Scenario
@@ -27,7 +27,7 @@ def attach(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
     strategy: str | Strategy = "adpsgd",
-    **settings: Any,
+    **settings: Unpack[Given],
 ) -> Worker:
     """Make a training loop one worker of a run; use it in a with-statement around the loop.
 

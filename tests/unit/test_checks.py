@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 import torch
 from torch import nn
 
 import freewheel as fw
+from freewheel.runtime.worker.settings import Given, Settings
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -96,3 +99,7 @@ def test_weights_that_are_not_finite_are_no_answer():
 def test_a_setting_that_is_none_is_named():
     with pytest.raises(fw.UnknownName, match=r"unknown setting of attach 'hearbeat_s'.*'heartbeat_s'"):
         fw.attach(*made(), hearbeat_s=1.0)
+
+
+def test_settings_are_named_alike_for_editors_and_in_the_run():
+    assert list(Given.__annotations__) == [field.name for field in fields(Settings)]

@@ -260,6 +260,7 @@ def test_the_table_has_all_figures_to_read() -> None:
         "stale mean": "1.50",
         "stale max": "3",
         "discrepancy": "1.23e-07",
+        "lr": "0.1",
         "loss": "0.000123",
         "accuracy": "91.0 %",
         "trace": "c0ffeec0ff",

@@ -102,6 +102,15 @@ def test_the_markdown_has_the_same_tables_as_the_page(tmp_path: Path, page_of: A
                 assert plain in in_page
 
 
+def test_a_report_plays_its_runs_and_does_without_where_there_is_nothing_to_play(page_of, tmp_path) -> None:
+    for strategy in ("allreduce", "adpsgd"):
+        fw.simulate(strategy, "quadratic", workers=2, steps=10, folder=tmp_path / strategy)
+    assert page_of(tmp_path / "allreduce", tmp_path / "adpsgd").tags.count("iframe") == 1
+    (tmp_path / "adpsgd" / "timeline-0.jsonl").unlink()
+    (tmp_path / "adpsgd" / "timeline-1.jsonl").unlink()
+    assert "iframe" not in page_of(tmp_path / "adpsgd").tags
+
+
 @pytest.mark.parametrize(
     ("strategy", "compute", "least"),
     [

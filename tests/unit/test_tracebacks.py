@@ -97,3 +97,20 @@ def test_what_goes_on_for_long_is_not_held(screen, monkeypatch):
     now += 3.0
     screen.output.tick()
     assert screen.lines[-1] == '1   File "train.py", line 3 in wait'
+
+
+def test_a_mistake_that_freewheel_explains_is_one_line(screen):
+    block = failed(0, "freewheel.errors.ConfigError: wire must be fp32 or bf16, not 'x'.")
+    inside = f'  File "{tracebacks.NOT_THE_SCRIPT[-1]}/api.py", line 3, in attach'
+    block[3:3] = [inside, "    raise ConfigError(text)"]
+    screen.mixed(block)
+    screen.output.end()
+    assert screen.lines == ["0 ConfigError: wire must be fp32 or bf16, not 'x'. (train.py, line 7)"]
+
+
+def test_one_that_has_a_cause_is_shown_whole(screen):
+    chain = ["", "The above exception was the direct cause of the following exception:", ""]
+    block = [*failed(0), *chain, *failed(0, "freewheel.errors.ConfigError: no.")]
+    screen.mixed(block)
+    screen.output.end()
+    assert screen.lines == of(0, block)

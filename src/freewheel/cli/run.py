@@ -13,6 +13,7 @@ import os
 import re
 import signal
 import sys
+import sysconfig
 import textwrap
 import time
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import typer
 
+import freewheel
 from freewheel.cli.options import argument, command_line, option
 from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.launch.processes import Output
@@ -28,6 +30,9 @@ from freewheel.runtime.launch.processes import Output
 # -- what workers print when they fail --
 BEGIN = ("Traceback (most recent call last):", '  File "')
 """The second is how Python says that a script cannot be read."""
+PREFIX = "freewheel.errors."
+FRAME = re.compile(r'  File "([^"]*)", line (\d+), in ')
+NOT_THE_SCRIPT = ("<", *map(sysconfig.get_path, ("stdlib", "purelib")), str(Path(freewheel.__file__).parent))
 HELD_S = 2.0
 """How long a traceback is held, unless its worker ends before: the worker may go on."""
 
@@ -65,12 +70,24 @@ class Tracebacks:
     def _let_go(self, rank: int) -> None:
         _, lines = self._held.pop(rank)
         kind = re.sub(r"\d+", "#", "\n".join(lines))  # ranks, ports and times differ
+        lines = explained(lines)
         if kind in self._seen:
             error = textwrap.shorten(lines[-1], 100, placeholder=" …")
             lines = [f"the same error as worker {self._seen[kind]}: {error}"]
         self._seen.setdefault(kind, rank)
         for line in lines:
             self._show(rank, line, True)
+
+
+def explained(lines: list[str]) -> list[str]:
+    """A mistake that Freewheel explains: its words, and where in the script it was made. Else all lines."""
+    said = next((at for at, line in enumerate(lines) if line.startswith(PREFIX)), None)
+    if said is None or lines.count(BEGIN[0]) > 1:  # its cause may say more
+        return lines
+    frames = [frame for frame in map(FRAME.match, lines[:said]) if frame]
+    script = [frame for frame in frames if not frame[1].startswith(NOT_THE_SCRIPT)]
+    where = "".join(f" ({frame[1]}, line {frame[2]})" for frame in script[-1:])
+    return [lines[said].removeprefix(PREFIX) + where, *lines[said + 1 :]]
 
 
 # -- the commands --

@@ -192,6 +192,7 @@ def _columns(runs: Sequence[Shown]) -> tuple[Group, Group, Group, Group]:
         of("kB/step", lambda r: r.bytes_per_step / 1e3, number, min),
     ]
     learned = [
+        of("lr", lambda r: r.settings.get("lr"), short),
         of("stale mean", lambda r: r.staleness_mean),
         of("stale max", lambda r: r.staleness_max),
         of("discrepancy", lambda r: None if r.loss is None else r.discrepancy_max),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -12,6 +10,13 @@ def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
     """A 3×3 convolution with He's weights; BatchNorm follows, so there is no bias."""
     layer = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
     nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
+    return layer
+
+
+def classifier(inputs: int, classes: int) -> nn.Linear:
+    """The last layer. No ReLU follows, so it keeps torch's smaller first weights."""
+    layer = nn.Linear(inputs, classes)
+    nn.init.zeros_(layer.bias)
     return layer
 
 
@@ -47,7 +52,7 @@ def resnet20(classes: int = 10) -> nn.Module:
         for _ in range(3):
             layers.append(BasicBlock(inputs, outputs, stride=1 if inputs == outputs else 2))
             inputs = outputs
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(64, classes)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), classifier(64, classes)]
     return nn.Sequential(*layers)
 
 
@@ -60,8 +65,33 @@ def vgg(classes: int = 10) -> nn.Module:
             layers += [convolution(inputs, outputs), nn.BatchNorm2d(outputs), nn.ReLU()]
             inputs = outputs
         layers.append(nn.MaxPool2d(2))
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(inputs, classes)]
+    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), classifier(inputs, classes)]
     return nn.Sequential(*layers)
+
+
+class TransformerBlock(nn.Module):
+    """Attention to what came before, then a small net for each character; each normalises first."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape: windows × characters × width."""
+        windows, length, width = x.shape
+        parts = self.queries_keys_values(self.attention_norm(x))
+        parts = parts.view(windows, length, 3, self.heads, width // self.heads)
+        queries, keys, values = parts.permute(2, 0, 3, 1, 4).unbind(0)
+        seen = F.scaled_dot_product_attention(queries, keys, values, is_causal=True)
+        x = x + self.attention_out(seen.transpose(1, 2).reshape(windows, length, width))
+        out: Tensor = x + self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return out
 
 
 class GPT(nn.Module):
@@ -71,26 +101,18 @@ class GPT(nn.Module):
         super().__init__()
         self.characters = nn.Embedding(characters, width)
         self.positions = nn.Embedding(context, width)
-        options: dict[str, Any] = {"activation": "gelu", "batch_first": True, "norm_first": True}
-        self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(width, heads, 4 * width, 0.0, **options) for _ in range(layers)
-        )
+        self.blocks = nn.Sequential(*(TransformerBlock(width, heads) for _ in range(layers)))
         self.norm = nn.LayerNorm(width)
         self.guess = nn.Linear(width, characters, bias=False)
         self.guess.weight = self.characters.weight
         for name, parameter in self.named_parameters():  # GPT-2's first weights
             if parameter.dim() == 2:  # what is added to the sum of all layers starts smaller
-                added = "out_proj" in name or "linear2" in name
-                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if added else 0.02)
+                nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if "_out" in name else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def forward(self, characters: Tensor) -> Tensor:
         """For each place in windows × characters, how likely each next character is (logits)."""
-        length = characters.shape[1]
-        x = self.characters(characters) + self.positions.weight[:length]
-        later = nn.Transformer.generate_square_subsequent_mask(length, x.device, x.dtype)
-        for block in self.blocks:
-            x = block(x, later, is_causal=True)
-        guesses: Tensor = self.guess(self.norm(x))
+        x = self.characters(characters) + self.positions.weight[: characters.shape[1]]
+        guesses: Tensor = self.guess(self.norm(self.blocks(x)))
         return guesses

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -14,9 +14,24 @@ WIRES = {"fp32": None, "bf16": torch.bfloat16}
 """What vectors are rounded to on their way."""
 
 
+class Given(TypedDict, total=False):
+    """The settings as a user gives them: so editors and type checkers know the names."""
+
+    wire: Literal["fp32", "bf16"]
+    bind: str | None
+    tls: str | Path | None
+    folder: str | Path | None
+    tensorboard: str | Path | None
+    resume: str | Path | None
+    seed: int
+    join_timeout_s: float
+    heartbeat_s: float
+    leave_s: float | None
+
+
 @dataclass(frozen=True)
 class Settings:
-    """With what holds where nothing is given; `fw.attach` says what each means."""
+    """The same with what holds where nothing is given; `fw.attach` says what each means."""
 
     wire: Literal["fp32", "bf16"] = "fp32"
     bind: str | None = None

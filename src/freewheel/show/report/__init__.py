@@ -15,6 +15,7 @@ from freewheel.errors import ConfigError
 from freewheel.records.files import write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
+from freewheel.show import replay
 from freewheel.show.figures import charts
 from freewheel.show.figures.common import Figure, page, tools
 from freewheel.show.figures.graph import graph
@@ -115,11 +116,23 @@ def html(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: s
         _prose(lead(shown)),
         f'<pre class="command"><code>{escape(command)}</code></pre>',
         f'<section class="see">{_section(see)}</section>',
+        _replay([run for run in runs if run is not None]),
         _section(table),
         places("Over time and side by side", shown, figures),
         *map(_section, rest),
     ]
     return document(title, "\n".join(body), figures)
+
+
+def _replay(runs: Sequence[Run]) -> str:
+    """A frame that plays the runs, of many the baseline and the fastest; nothing without timelines."""
+    chosen = replay.two(runs) if len(runs) > 2 else runs
+    try:
+        played = replay.html(chosen, replay.title_of(chosen)) if chosen else ""
+    except ConfigError:
+        return ""
+    frame = f'<iframe title="Replay" loading="lazy" srcdoc="{escape(played)}"></iframe>'
+    return f"<section><h2>Replay</h2>{frame}</section>" if played else ""
 
 
 def document(title: str, body: str, figures: dict[str, Figure]) -> str:
