@@ -45,7 +45,7 @@ class Party:
         self._tasks.add(task)
         return task
 
-    async def snapshot(self) -> Tensor:
+    async def snapshot_soon(self) -> Tensor:
         """The vector itself."""
         return self.vector
 

@@ -71,6 +71,8 @@ def _decoded(files: bytes, ends: Array) -> Array:
 def _of_folder(path: Path) -> Iterator[tuple[Array, Array]]:
     """Pickled dicts with rows of 3072 bytes: red, then green, then blue."""
     for names in (BATCHES, ["test_batch"]):
+        if missing := [name for name in names if not (path / name).is_file()]:
+            raise ValueError(f"it has no {', '.join(missing)}")
         files = [io.BytesIO((path / name).read_bytes()) for name in names]
         batches = [_OnlyArrays(file, encoding="bytes").load() for file in files]
         images = np.concatenate([batch[b"data"] for batch in batches])

@@ -10,6 +10,8 @@
   // -- figures: only those that can be seen are drawn, one in each frame --
 
   const boxes = new Map();
+  const empty = (name) => name.startsWith("loss-") ? "No worker has reported a loss: worker.record(loss=…) does."
+    : name === "faults" ? "Nothing has happened: nobody died, came or was cut off." : "Nothing to show yet.";
   const onScreen = new IntersectionObserver((changes) => {
     for (const { target, isIntersecting } of changes) {
       const one = boxes.get(target.id.slice(4));
@@ -44,7 +46,7 @@
     const some = figure.data.some((trace) => trace.x.length);
     one.title.textContent = figure.title;
     one.said.textContent = figure.said;
-    one.none.textContent = "Nothing to show yet.";
+    one.none.textContent = empty(one.box.id.slice(4));
     [one.place.hidden, one.none.hidden] = [!some, some];
     if (!one.place.style.height) one.place.style.height = figure.height + "px";
     if (some || !one.drawn) return;
