@@ -109,3 +109,9 @@ def test_weights_in_another_order_than_their_shape_are_not_batched(caplog):
     alone = run("adpsgd", ChannelsLast(net="cnn"), workers=2, steps=3)
     torch.testing.assert_close(replicas(together), replicas(alone))
     assert "cannot be batched" in caplog.text
+
+
+def test_a_plain_step_is_that_of_torchs_sgd():
+    ours = fw.simulate("none", workers=1, steps=20)
+    theirs = fw.simulate("none", workers=1, steps=20, weight_decay=1e-40)  # too little to change a number
+    assert ours.loss == theirs.loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import gc
+import inspect
 import random
 from typing import Any
 
@@ -57,6 +58,8 @@ class School:
             blocks.append(dataclasses.replace(block, parameters=[whole]))
         weights = [one for block in blocks for one in block.parameters]
         optimizer = optimizer_of(self.scenario, self.task, self.strategy, weights)
+        for group in optimizer.param_groups:
+            group["foreach"] = False  # torch need not find out in every step
         return optimizer, Moments(optimizer, Replica(blocks))
 
 
@@ -68,6 +71,12 @@ class Study:
         self.model = copy.deepcopy(school.model)
         self.replica = Replica.of(self.model)
         self.optimizer, self.moments = school.optimizer(self.replica)
+        self._step = inspect.unwrap(type(self.optimizer).step)
+        """Without torch's hooks."""
+        group = self.optimizer.param_groups[0]
+        self._plain = type(self.optimizer) is torch.optim.SGD and not (
+            group["momentum"] or group["weight_decay"]
+        )
         self.quasi_global: QuasiGlobal | None = None
         if school.strategy.quasi_global:
             self.quasi_global = QuasiGlobal(self.optimizer)
@@ -86,11 +95,16 @@ class Study:
 
     def step(self, lr: float) -> None:
         """The optimizer's step."""
+        if self._plain:  # torch's takes longer than a small model's gradient
+            for block in self.replica.blocks:
+                block.weights.add_(block.gradient, alpha=-lr)
+            return
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self.quasi_global is not None:
             self.quasi_global.begin()
-        self.optimizer.step()
+        with torch.no_grad():
+            self._step(self.optimizer)
 
     def boundary(self) -> None:
         """Take in what is pending; let momentum follow the way the weights go, if it does."""
