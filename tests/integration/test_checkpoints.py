@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -528,6 +529,18 @@ def test_else_each_goes_on_from_its_own(tmp_path, strategy):
             if strategy == "none":  # in others a correction may have come by now
                 assert torch.equal(one["began"][name], tensor), name
     assert 30 <= sum(one["steps"] for one in got) <= 42  # 36, but for what only one of them knew of
+
+
+def test_as_many_workers_need_only_their_own_files(tmp_path):
+    folders = [tmp_path / "0", tmp_path / "1"]
+    team(folders[0], last=8, strategy="allreduce")
+    shutil.copytree(*folders)
+    for rank, folder in enumerate(folders):
+        for path in folder.glob(f"step-*/worker-{1 - rank}*"):
+            path.unlink()
+    settings = {"strategy": "allreduce", "noise": False, "resume": True}
+    got = together(2, lambda place: train(folders[place.rank], place=place, **settings))
+    assert [min(one["losses"]) for one in got] == [EVERY + 1] * 2
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler")

@@ -64,11 +64,14 @@ def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | None)
             if me.rank == 0:
                 log.warning("there is no checkpoint in %s yet: training begins anew", home)
             return None
-        finished = None
+        finished, sets = None, plan["sets"]
         by_place = {(one.set, one.rank): one for one in found}
         try:
-            chosen = [by_place[name, rank] for rank, name in enumerate(plan["sets"]) if name is not None]
-            step, origin, state = _read(chosen, me)
+            if len(sets) == me.world_size:  # others' shards may be on other hosts
+                mine = by_place[sets[me.rank], me.rank]
+                step, origin, state = mine.step, mine.origin, shards.load(mine)
+            else:
+                step, origin, state = _mean([by_place[name, rank] for rank, name in enumerate(sets)], me)
             finished = [one["ledger"] for one in state["loaders"]]
         except Damaged as error:
             damaged[error.shard.path] = str(error)
@@ -168,11 +171,8 @@ def _other(was: Manifest, now: Manifest) -> str | None:
 # -- reading --
 
 
-def _read(chosen: Sequence[Manifest], me: Manifest) -> Resumed:
-    """This worker's shard; with another number of workers the mean of all, and its own where it has one."""
-    if len(chosen) == me.world_size:
-        mine = chosen[me.rank]
-        return mine.step, mine.origin, shards.load(mine)
+def _mean(chosen: Sequence[Manifest], me: Manifest) -> Resumed:
+    """With another number of workers: the mean of all, and what is this worker's own where it has one."""
     own: dict[str, Any] = {}
     absent: list[dict[str, Any]] = []
     weights, buffers = TensorMean(), TensorMean(buffers=True)
