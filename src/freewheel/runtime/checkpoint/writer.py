@@ -6,7 +6,6 @@ What goes wrong here costs a checkpoint, with one warning, and never the run.
 from __future__ import annotations
 
 import collections
-import contextlib
 import dataclasses
 import logging
 import threading
@@ -83,9 +82,11 @@ class Writer:
                 )
         self._counts["failed" if self._fails else "done"] += 1
         self._notice("checkpoint", manifest.rank, said)
-        with contextlib.suppress(OSError):  # what cannot be removed stays
+        try:
             shards.tidy(self.home, [manifest.rank], manifest.set)
             self._retire()
+        except OSError as error:  # what cannot be removed stays
+            log.warning("older checkpoints in %s cannot be cleared away: %s", self.home, error)
 
     def _ranks(self) -> range:
         """Whose shards this worker cleans up: its own, and those of workers that a larger run had."""
