@@ -75,19 +75,24 @@ for _group, _commands in GROUPS.items():
 def load(name: str) -> Any:
     """Import a command."""
     if name == "bench":
-        return typer.main.get_command(_benchmarks())
+        benchmarks = typer.main.get_command(_benchmarks())
+        _interruptible()
+        return benchmarks
     where = next(commands[name][0] for commands in GROUPS.values() if name in commands)
     module, _, function = where.partition(":")
     command = getattr(importlib.import_module(f"freewheel.cli.{module}"), function)
-    if (
-        signal.getsignal(signal.SIGINT) is not signal.SIG_IGN
-    ):  # until here it ended the process (freewheel_start)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    _interruptible()
     arrange(command)
     alone = typer.Typer(add_completion=False, **LOOKS)
     how = {"allow_interspersed_args": name not in BEFORE_A_SCRIPT}
     alone.command(name, context_settings=how)(command)
     return typer.main.get_command(alone)
+
+
+def _interruptible() -> None:
+    """Let Ctrl-C interrupt a command, which cleans up: until here it ended the process (freewheel_start)."""
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _benchmarks() -> typer.Typer:
