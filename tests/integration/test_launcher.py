@@ -20,6 +20,7 @@ from freewheel.cli.main import main
 from freewheel.cli.run import prefixed
 from freewheel.errors import ConfigError
 from freewheel.records.run import Run, find_runs
+from freewheel.runtime.launch import processes
 from freewheel.runtime.launch.launcher import Captured, launch
 from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.hosts import host_store, reach_store
@@ -158,7 +159,7 @@ os.write(1, b"the end")
             assert lines == wanted + ([] if error else ["the end"])
 
 
-def test_of_a_progress_bar_the_newest_state_is_shown(script):
+def test_of_a_progress_bar_the_newest_state_is_shown(script, monkeypatch):
     bar = """
 for percent in range(0, 101, 10):
     os.write(1, f"\\r{percent:3d}% done".encode())
@@ -168,6 +169,12 @@ os.write(1, b"windows\\r\\n\\nmore\\r100%\\r      \\r")
     output = Captured()
     assert launch(script(bar), 1, output=output) == 0
     assert list(output.lines[0]) == ["100% done", "windows", "", "100%"]
+    monkeypatch.setattr(processes, "PROGRESS_S", -1.0)
+    output = Captured()
+    slow = "import time\n"
+    slow += "for percent in range(3):\n    os.write(1, f'\\r{percent}%'.encode())\n    time.sleep(0.2)\n"
+    assert launch(script(slow), 1, output=output) == 0
+    assert list(output.lines[0]) == ["0%", "1%", "2%"]  # before it ends, too
 
 
 def test_output_that_is_no_text_does_no_harm(script):

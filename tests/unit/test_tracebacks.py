@@ -51,6 +51,12 @@ def test_the_same_error_is_shown_once_and_in_one_piece(screen):
     ]  # fmt: skip
 
 
+def test_what_is_said_after_an_error_is_not_taken_for_it(screen):
+    screen.mixed(*([*failed(rank), "a warning at exit"] for rank in (0, 1)))
+    screen.output.end()
+    assert screen.lines[-1] == "1 the same error as worker 0: ValueError: shape 3"
+
+
 def test_a_worker_that_fails_again_and_again_says_so_in_a_line(screen):
     for _ in range(2):
         screen.mixed(failed(0))

@@ -72,11 +72,17 @@ class Tracebacks:
         kind = re.sub(r"\d+", "#", "\n".join(lines))  # ranks, ports and times differ
         lines = explained(lines)
         if kind in self._seen:
-            error = textwrap.shorten(lines[-1], 100, placeholder=" …")
+            error = textwrap.shorten(_error(lines), 100, placeholder=" …")
             lines = [f"the same error as worker {self._seen[kind]}: {error}"]
         self._seen.setdefault(kind, rank)
         for line in lines:
             self._show(rank, line, True)
+
+
+def _error(lines: list[str]) -> str:
+    """The line that names the error: the first after the frames of the last traceback."""
+    begin = max((at for at, line in enumerate(lines) if line.startswith(BEGIN)), default=-1)
+    return next((line for line in lines[begin + 1 :] if line[:1] not in ("", " ")), lines[-1])
 
 
 def explained(lines: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import IO
@@ -19,6 +20,8 @@ Output = Callable[[int | None, str, bool], None]
 """Takes one whole line: whose it is (a rank; None: the launcher's), the text, whether it came on stderr."""
 
 LONGEST_LINE = 1 << 20
+PROGRESS_S = 5.0
+"""How often a line that is written over and does not end, as a progress bar, is shown."""
 Tell = Callable[[str], None]
 """Takes a line: a process group, after a plus or a minus."""
 
@@ -110,7 +113,7 @@ class _Pipe:
         self, stream: IO[bytes], show: Callable[[str], None], selector: selectors.BaseSelector
     ) -> None:
         self._stream, self._show, self._selector = stream, show, selector
-        self._rest = b""
+        self._rest, self._shown_at_s = b"", time.monotonic()
         os.set_blocking(stream.fileno(), False)
         selector.register(stream, selectors.EVENT_READ, self)
 
@@ -123,6 +126,10 @@ class _Pipe:
         except BlockingIOError:
             return None
         *lines, rest = (self._rest + data).split(b"\n")
+        before, _, after = rest.rpartition(b"\r")
+        if before.strip() and time.monotonic() > self._shown_at_s + PROGRESS_S:
+            self._shown_at_s, rest = time.monotonic(), after
+            lines.append(before)
         if len(rest) > LONGEST_LINE:
             lines.append(rest)
             rest = b""
