@@ -178,6 +178,7 @@ def test_the_first_help_screen_is_short_and_the_whole_one_complete(command):
         (["--strategy", "sasgd:interval=0"], "interval T must be at least 1"),
         (["--strategy", "nodelay:tau=3"], "tau must be even"),
         (["--fault", "crash"], "cannot read the fault 'crash'"),
+        (["--json", "t", "--trace", "t"], "must be different files"),
         (["--strategy", "adpsgd,none", "--trace", "t"], "--trace takes the events of one strategy"),
         (["--trace", "t.perfetto.json", "--workers", "65"], "Perfetto's format is for at most 64"),
         (["--json", "/"], "it is a folder"),

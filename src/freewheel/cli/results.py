@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from freewheel.cli.options import command_line
+from freewheel.errors import ConfigError
 from freewheel.records.files import check_writable, write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
@@ -49,10 +50,13 @@ class Outputs:
     force: bool = setting(False, "Overwrite records in --folder.", rare=True)
     wide: bool = setting(False, "Print all figures, not the six that matter most.")
 
-    def check(self) -> None:
-        """Refuse files that cannot be written, before anything is run."""
-        for path in (self.json, self.report):
+    def check(self, *others: Path | None) -> None:
+        """Refuse files that cannot be written, or are one and the same, before anything is run."""
+        paths = [path for path in (self.json, self.report, *others) if path is not None]
+        for path in paths:
             check_writable(path)
+        if len({path.resolve() for path in paths}) < len(paths):
+            raise ConfigError(f"{' and '.join(map(str, paths))} must be different files.")
 
     def show(self, console: Console, results: Sequence[Result]) -> None:
         """Print a table of six columns, or all there is."""

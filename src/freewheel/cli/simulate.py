@@ -14,7 +14,7 @@ import typer
 from freewheel.cli.options import command_line, option, ranks_and_numbers, takes
 from freewheel.cli.results import Outputs, bar, output
 from freewheel.errors import ConfigError, RunStopped, at_least
-from freewheel.records.files import check_unused, check_writable, open_whole, write_whole
+from freewheel.records.files import check_unused, open_whole, write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.show.rates import trouble
@@ -93,8 +93,7 @@ def simulate(
     if perfetto and asked.workers > MOST_TIMELINES:
         raise ConfigError(f"Perfetto's format is for at most {MOST_TIMELINES} workers; give a FILE.jsonl.")
     out = Outputs(**outputs)
-    out.check()
-    check_writable(trace)
+    out.check(trace)
     results: list[Result] = []
     runs: list[Run | None] = []
     stopped: list[str] = []
