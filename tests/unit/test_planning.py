@@ -258,6 +258,7 @@ def test_a_plan_is_plain_data_under_documented_keys():
         ({"workers_per_node": 3}, "cannot be split into machines of 3"),
         ({"model_mb": 900, "memory_gb": 1}, "needs at least 1.8 GB"),
         ({"model_mb": 400, "memory_gb": 1}, "no strategy fits into 1 GB"),
+        ({"model_mb": 400, "memory_gb": 1}, "400 MB needs at least 1.6 GB"),
     ],
 )
 def test_an_impossible_plan_is_refused(settings, message):

@@ -17,7 +17,7 @@ from freewheel.cli.options import argument, command_line, option, takes
 from freewheel.cli.results import bar, output
 from freewheel.cli.run import python
 from freewheel.errors import ConfigError, at_least
-from freewheel.numbers import short, speed
+from freewheel.numbers import share, short, speed
 from freewheel.planning.setting import Setting
 from freewheel.records.files import check_writable, write_whole
 
@@ -96,7 +96,9 @@ def plan(
             made = planner.make(setting, chosen, steps=steps, progress=progress)
     console = output()
     if measured:
-        _say(console, "Measured: {steps} steps alone on {device}.".format(**measured))
+        size, step = f"{short(measured['model_mb'])} MB", f"{short(measured['compute_ms'])} ms a step"
+        how = f"{step}, varying by {share(measured['jitter'], 0)}, {size} of weights"
+        _say(console, f"Measured: {measured['steps']} steps alone on {measured['device']}: {how}.")
     for host, link in links.items():
         out, back = speed(link.mbit_out), speed(link.mbit_in)
         _say(console, f"Link to {host}: {out} out, {back} in, {short(link.latency_ms)} ms.")

@@ -134,7 +134,7 @@ def candidates(asked: Sequence[str], setting: Setting) -> tuple[list[str], dict[
         return specs, left_out
     if not left_out:
         raise ConfigError("name at least one strategy that communicates.")
-    least = needed_gb(strategies.resolve(CEILING), setting)
+    least = min(needed_gb(strategies.resolve(spec), setting) for spec in left_out)
     raise ConfigError(
         f"no strategy fits into {setting.memory_gb or 0:g} GB on each worker: a model of "
         f"{setting.model_mb:g} MB needs at least {least:g} GB. Freewheel does not split a model."

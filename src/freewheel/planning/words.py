@@ -22,6 +22,8 @@ def setting_in_words(setting: Setting) -> str:
     links = f"links of {speed(setting.link_mbit)} and {short(setting.latency_ms)} ms"
     where = "on one machine" if setting.alone else f"on {setting.nodes} machines, {links}"
     slow = [f"worker {rank} {short(factor)} times slower" for rank, factor in setting.slow.items()]
+    slow += [f"worker {rank}'s link {short(one)} times slower" for rank, one in setting.slow_link.items()]
+    slow += [f"steps vary by {share(setting.jitter, 0)}"] if setting.jitter else []
     model = f"a model of {short(setting.model_mb)} MB, {short(setting.compute_ms)} ms a gradient"
     return ", ".join([f"{setting.workers} workers {where}", model, *slow]) + "."
 
