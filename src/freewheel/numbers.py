@@ -33,10 +33,16 @@ def number(value: float | None) -> str:
 
 
 def column(values: Sequence[float | None], digits: int = 2) -> list[str]:
-    """A column of numbers with the same decimals, so many that the greatest has a few digits."""
+    """A column of numbers with as many decimals as the greatest needs; what is not 0 does not read 0."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     after = max(0, digits + 1 - len(f"{max(map(abs, known), default=0.0):.0f}"))
-    return [f"{value:,.{after}f}" if value in known else UNKNOWN for value in values]
+
+    def cell(value: float | None) -> str:
+        if value is None or not math.isfinite(value):
+            return UNKNOWN
+        return f"{value:.1e}" if 0 < abs(value) < 0.5 * 10**-after else f"{value:,.{after}f}"
+
+    return list(map(cell, values))
 
 
 def share(value: float | None, digits: int = 1) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from freewheel.numbers import share, short, speed
+from freewheel.numbers import column, share, short, speed
 
 
 @pytest.mark.parametrize(
@@ -39,3 +39,8 @@ def test_no_share_is_more_than_the_whole():
         "100.0 %",
         "100.0 %",
     ]
+
+
+def test_in_a_column_nothing_reads_as_zero_that_is_not():
+    assert column([0.0, 0.04, 512.0]) == ["0", "4.0e-02", "512"]
+    assert column([1e-5, None], 4) == ["1.0e-05", "–"]

@@ -97,6 +97,7 @@ def test_the_story_is_told_from_the_runs(runs):
         ({"DDP": None, "AD-PSGD": 1.1}, "AD-PSGD {} first, after 1.10 s; never: DDP."),
         ({"DDP": 1.0, "AD-PSGD": 2.0}, "DDP {} first, after 1 s."),
         ({"DDP": None, "AD-PSGD": None}, "No run {}."),
+        ({"AD-PSGD": 0.0, "DDP": 0.0}, "AD-PSGD {} first, after 0 s."),
         ({"AD-PSGD": 120.0}, "AD-PSGD {} after 120 s."),
     ],
 )  # fmt: skip

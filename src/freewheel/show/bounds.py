@@ -55,7 +55,7 @@ def bounds(result: Result) -> list[Bound]:
         "largest discrepancy": ("", result.discrepancy_max),
         "largest staleness": ("steps", result.staleness_max),
         "mean gradient delay": ("updates", result.staleness_mean),
-        "time per step": ("ms", 1e3 * result.virtual_s * result.workers / result.worker_steps),
+        "time per step": ("ms", 1e3 * result.virtual_s * result.workers / max(1, result.worker_steps)),
         "idle share": ("", result.idle_share),
         "worker-steps per second": ("per s", result.steps_per_s),
     }

@@ -64,7 +64,7 @@ def versus(results: Sequence[Result]) -> list[Versus]:
     least = target if target is not None and of == "accuracy" else math.inf
     reached = [next((at for at, _, value in curve if value >= least), None) for curve in curves]
     over = None if base is None else results[base].strategy
-    base_s = None if base is None else reached[base] or curves[base][-1][0]
+    base_s = None if base is None else curves[base][-1][0] if reached[base] is None else reached[base]
     rows = []
     for curve, target_s in zip(curves, reached, strict=True):
         speedup = base_s / target_s if base_s and target_s else None
@@ -100,7 +100,7 @@ def race(names: Sequence[str], results: Sequence[Result]) -> str:
     first, first_s = min(reached.items(), key=lambda one: one[1])
     said = f"{names[first]} reaches {what} {'first, ' * (len(names) > 1)}after {number(first_s)} s"
     base = baseline_of(results)
-    if base is not None and base in reached and base != first:
+    if base is not None and base in reached and base != first and first_s:
         base_s = reached[base]
         said += f", {number(base_s / first_s)} times sooner than {names[base]} ({number(base_s)} s)"
     late = [name for place, name in enumerate(names) if place not in reached]
