@@ -6,6 +6,7 @@ import contextlib
 import os
 import shlex
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -51,6 +52,7 @@ def watch(
     run, note = _begun(folder or Path("runs"), 0.0 if once else wait_s)
     console = output()
     show = partial(screen, run, note=note, ascii_only=console.options.ascii_only)
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leave the screen
     try:
         if console.is_terminal and not once and not _over(run):
             with Live(console=console, screen=True, auto_refresh=False, redirect_stderr=False) as live:
@@ -60,6 +62,7 @@ def watch(
         elif not once:
             _tell(run, note)
     finally:  # after Ctrl-C, too; a file is as wide as somebody says
+        signal.signal(signal.SIGTERM, before)
         width = (
             console.width if console.is_terminal else shutil.get_terminal_size((console.width, 24)).columns
         )
