@@ -44,26 +44,30 @@ def train_all(
         if run.poll():
             progress(number, sum(int(life["steps"] + life["resumed_at"]) for life in run.lives))
 
+    output = Captured(folder)
     code = launch(
         [sys.executable, "-m", "freewheel.training.process", *map(str, homes)],
         jobs[0].workers,
-        output=Captured(folder),
+        output=output,
         options=Options(folder=str(folder), tensorboard=tensorboard, typed=typed),
         tick=tick,
         events=lambda: homes[newest()],
     )
     if code in (130, 143):
         raise KeyboardInterrupt
-    return [outcome(job, home) for job, home in zip(jobs, homes, strict=True)]
+    return [outcome(job, home, output) for job, home in zip(jobs, homes, strict=True)]
 
 
-def outcome(job: Job, home: Path) -> Result | RunStopped:
+def outcome(job: Job, home: Path, output: Captured) -> Result | RunStopped:
     """The figures of a run, the same that `freewheel report` reads; or why there are none."""
     try:
         failed = [json.loads((home / f"outcome-{rank}.json").read_text()) for rank in range(job.workers)]
         if not any(failed):
             return result_of(Run(home))
         why = next(filter(None, failed))
-    except (OSError, ValueError) as error:  # a worker was lost; a full disk
+    except FileNotFoundError:  # a worker was lost
+        lasts = [line for rank in range(job.workers) for line in list(output.lines[rank])[-1:]]
+        why = next((line for line in lasts if "Error" in line), "a worker ended without a word.")
+    except (OSError, ValueError) as error:  # a full disk
         why = f"it has no result ({first_line(error)})."
     return RunStopped(f"{job.strategy}: {why} The logs of its workers are in {home.parent}.")
