@@ -167,9 +167,9 @@ def thin(path: Path) -> int:
         keep, before, of = True, b"", None
         for line in old:
             if before and (keep or of != life(line)):
-                new.write(before.decode())
+                new.write(before.decode(errors="replace"))
             keep, before, of = not keep, line, life(line)
-        new.write(before.decode())
+        new.write(before.decode(errors="replace"))
     return path.stat().st_size
 
 

@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 from freewheel.data.batches import Batch, Key
 from freewheel.data.leases import LeaseQueue
-from freewheel.data.ledger import Ledger
+from freewheel.data.ledger import BEHIND, Ledger
 from freewheel.data.order import Sampled, Seeded, check_batch_size, number
 from freewheel.data.spans import Spans, size, union
 from freewheel.errors import ConfigError
@@ -59,7 +59,7 @@ class LeaseSampler(Sampler[list[int]]):
         self.epoch = 0
         self.drawn: deque[Batch] = deque()
         """Batches that DataLoader has been given and the loop has not finished."""
-        self._order: Callable[[int], Any] = functools.lru_cache(maxsize=2)(source.draw)
+        self._order: Callable[[int], Any] = functools.lru_cache(maxsize=BEHIND)(source.draw)
         self.order_sum = functools.lru_cache(maxsize=2)(lambda epoch: source.sum(self._order(epoch)))
         # Where all step together: how many batches this worker has finished of a pass, of how many parts (0:
         # they are not alike); of which pass; in which one a state was loaded; whether it has had any batch.
