@@ -57,6 +57,14 @@ def test_a_dying_worker_starts_nothing_new():
 
 
 @pytest.mark.parametrize("spec", ["nodelay_free", "nodelay_free:tau=4"])
+def test_two_that_come_and_have_never_reached_each_other_do_not_stop_the_merges(spec):
+    faults = ["crash:1@0.1", "crash:2@0.1", "cut:1-2@0.2", "restart:1@0.3", "restart:2@0.4"]
+    simulation = faulty(spec, *faults, workers=4, steps=200)
+    done = {rank: worker.counters.merges["done"] for rank, worker in simulation.workers.items()}
+    assert min(done[0], done[1], done[3]) > 120, done
+
+
+@pytest.mark.parametrize("spec", ["nodelay_free", "nodelay_free:tau=4"])
 def test_two_that_cannot_reach_each_other_do_not_stop_the_merges(spec):
     simulation = faulty(spec, "cut:1-2@0.1", workers=4, steps=300, silent_s=0.05)
     assert simulation.workers[0].node.counters.merges["done"] > 150

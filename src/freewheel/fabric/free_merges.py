@@ -80,11 +80,12 @@ class FreeMerges:
             self._news.set()
 
     async def _watch(self) -> None:
-        self._reach.told.update(dict.fromkeys(self.fabric.members, self.fabric.members))
+        if len(self.fabric.members) == self.fabric.world_size:  # nobody has to be told
+            self._reach.told.update(dict.fromkeys(self.fabric.members, self.fabric.members))
         while True:
+            self._reach.tell(self.fabric.members[0], self.fabric.members)
             await self.fabric.changed()
             self._news.set()
-            self._reach.tell(self.fabric.members[0], self.fabric.members)
 
     # -- as the worker of lowest rank --
 
