@@ -12,6 +12,9 @@ import pytest
 import torch
 
 import freewheel as fw
+from freewheel.fabric import reach
+from freewheel.fabric.base import Fabric, Message
+from freewheel.fabric.calls import BUSY, Calls
 from freewheel.fabric.lineage import Record, main_line
 from freewheel.fabric.views import Views
 from freewheel.sim.clock import VirtualLoop
@@ -293,3 +296,36 @@ def test_who_comes_back_halts_nobody_before_it_has_begun():
     task = loop.create_task(work())
     loop.run_until_idle()
     task.result()
+
+
+def test_of_two_calls_of_one_moment_each_is_answered():
+    """The second one ends the first, whose task has not begun."""
+    loop = VirtualLoop()
+    wire = Wire(loop, Network(Links(), 3), Trace(None), 3, 4.0)
+
+    async def work() -> None:
+        ends = [wire.attach(rank) for rank in range(3)]
+        Calls(ends[2], asyncio.ensure_future, ("call",), lambda merge: asyncio.sleep(1), print).serve()
+        await asyncio.sleep(1)
+        for caller in (1, 0):
+            ends[2].deliver(Message(caller, ("call",), None, (7, caller, 2)))
+        answer = await ends[1].receive(("call", "have", 1, 7), 2)
+        assert answer.note == (BUSY,)
+
+    task = loop.create_task(work())
+    loop.run_until_idle()
+    task.result()
+
+
+def test_on_the_real_clock_too_two_that_are_apart_are_looked_at_again(monkeypatch):
+    monkeypatch.setattr(reach, "GRACE_S", 0.01)
+
+    async def work() -> None:
+        who, looked = (0, 1, 2), asyncio.Event()
+        knows = reach.Reach(Fabric(0), ("see",))
+        knows.sees[1] = (0, 1)
+        assert knows.choose(who, who, looked.set) == who
+        await asyncio.wait_for(looked.wait(), 5)
+        assert knows.choose(who, who, looked.set) == (0, 1)
+
+    asyncio.run(work())

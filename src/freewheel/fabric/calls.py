@@ -116,6 +116,8 @@ class Calls:
             return
         if before is not None:
             self._end(before, "dropped")
+            # Its task says so, too, but not where it has not begun.
+            self.fabric.post(before.caller, self._tags(before.caller, before.number)[0], note=(BUSY,))
         self._under_way = merge
         self._tasks = [self.spawn(self._do(merge)), self.spawn(self._await_verdict(call, merge))]
 

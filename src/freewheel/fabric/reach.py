@@ -37,14 +37,15 @@ class Reach:
         moment, and `look` is called after it.
         """
         chosen, loop = list(among), asyncio.get_running_loop()
+        now_s = loop.time()
         apart = {
             (min(p, q), max(p, q)) for p in chosen for q in set(chosen).difference(self.sees.get(p, among))
         }
-        self._apart_since = {pair: self._apart_since.get(pair, loop.time()) for pair in apart}
+        self._apart_since = {pair: self._apart_since.get(pair, now_s) for pair in apart}
         for pair, since_s in self._apart_since.items():
-            if set(pair) <= set(together) and loop.time() < since_s + GRACE_S:
+            if set(pair) <= set(together) and now_s < since_s + GRACE_S:
                 apart.discard(pair)
-                if since_s == loop.time():
+                if since_s == now_s:
                     loop.call_later(GRACE_S, look)
         while apart:
             count = Counter(peer for pair in apart for peer in pair if peer != self.fabric.rank)
