@@ -7,6 +7,7 @@ import fcntl
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -54,6 +55,17 @@ def test_the_window_of_a_process_that_has_ended_is_not_called_a_fault_of_its():
     child.wait()
     with pytest.raises(ProcessLookupError, match="its process has ended"):
         HostWindow.open(child.pid, SIZE, 3)
+
+
+def test_nor_is_one_that_has_ended_and_that_its_parent_has_not_looked_after(monkeypatch):
+    """What it had open is root's then."""
+
+    def readlink(path: Path) -> Path:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(windows.Path, "readlink", readlink)
+    with pytest.raises(ProcessLookupError, match="its process has ended"):
+        HostWindow.open(os.getpid(), SIZE, 3)
 
 
 def test_nobody_can_shrink_a_window_under_a_reader(monkeypatch):

@@ -83,7 +83,7 @@ class HostWindow(mmap.mmap):
         path = Path(f"/proc/{pid}/fd/{fd}")
         try:
             name = path.readlink().name
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):  # who was let in and has ended: its files are root's
             raise ProcessLookupError("it is gone, or its process has ended") from None
         if name != f"memfd:{NAME} (deleted)":
             raise OSError(f"{path} is not a window")
