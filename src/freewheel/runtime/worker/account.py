@@ -131,7 +131,6 @@ class Account:
         strategy, inventory, said = self._strategy, self._agent.inventory, dict(self.about)
         name, target = said.pop("name", None), said.pop("target", None)
         group = inventory.optimizer.param_groups[0]
-        said |= {"optimizer": optimizers.name(inventory.optimizer), "wire": settings.wire}
         return run_json(
             freewheel=self._agent.me.version,
             torch=torch.__version__,
