@@ -254,6 +254,8 @@ def test_a_plan_is_plain_data_under_documented_keys():
         ({"link_mbit": -1}, "the link bandwidth in Mbit/s must be above 0"),
         ({"jitter": -0.1}, "the jitter is a share of the step time, as 0.1; it must not be -0.1"),
         ({"jitter": 10}, "it must not be 10"),
+        ({"latency_ms": -1}, "the latency must be 0 or more and finite, not -1"),
+        ({"message_ms": -1}, "the message's own time must be 0 or more and finite, not -1"),
         ({"sensitivity": 0}, "sensitivity must be above 0"),
         ({"workers_per_node": 3}, "cannot be split into machines of 3"),
         ({"model_mb": 900, "memory_gb": 1}, "needs at least 1.8 GB"),

@@ -59,6 +59,10 @@ class Setting:
             raise ConfigError(
                 f"the jitter is a share of the step time, as 0.1; it must not be {self.jitter:g}."
             )
+        zero = ("latency", self.latency_ms), ("message's own time", self.message_ms), ("memory", self.memory_gb)
+        for what, value in zero:
+            if value is not None and not 0 <= value < math.inf:
+                raise ConfigError(f"the {what} must be 0 or more and finite, not {value:g}.")
         if not 0 < self.sensitivity < math.inf:
             raise ConfigError(f"the sensitivity must be above 0, not {self.sensitivity:g}.")
         if self.workers > self.workers_per_node and self.workers % self.workers_per_node:
