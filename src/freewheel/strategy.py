@@ -101,8 +101,8 @@ class Strategy:
     """Whether a subclass has an `after_step` of its own that an inherited `stops` knows nothing of."""
 
     def __init_subclass__(cls) -> None:
-        if "stops" in vars(cls) or "after_step" in vars(cls):
-            cls.always_stops = "stops" not in vars(cls)
+        has = next(vars(one) for one in cls.__mro__ if {"stops", "after_step"} & vars(one).keys())
+        cls.always_stops = "stops" not in has
 
     def rate_share(self, workers: int) -> float:
         """The part of the learning rate each of so many workers steps with.
