@@ -73,8 +73,28 @@ def test_a_subclass_with_a_part_of_its_own_in_every_step_is_always_called(kind):
         def stops(self, node):
             return False
 
+    class Mixed:
+        async def after_step(self, node):
+            """The same for several strategies."""
+
     assert Own.always_stops
     assert not Rare.always_stops
+    assert type("Both", (Mixed, kind), {}).always_stops
+
+
+def test_a_timeout_of_the_strategys_own_ends_the_step():
+    class Own(fw.AllReduce):
+        async def after_step(self, node):
+            raise TimeoutError("nobody has answered")
+
+    def work(place):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        with fw.Worker(model, optimizer, Own(), Settings(join_timeout_s=30.0), place):
+            optimizer.step()
+
+    with pytest.raises(TimeoutError, match="nobody has answered"):
+        together(1, work)
 
 
 @pytest.mark.parametrize("kind", [fw.SASGD, fw.Downpour, fw.EASGD, fw.HierarchicalSASGD])

@@ -287,6 +287,8 @@ class Steps:
                 try:
                     return work.result(timeout=1.0)
                 except concurrent.futures.TimeoutError:
+                    if work.done():
+                        return work.result()  # which may be a timeout of its own
                     ended = agent.call(agent.waits_for_finished())
                 waited_s = waited_s + 1.0 if ended is not None else 0.0
                 if waited_s >= GRACE_S and strategy.waits_for in ("all", "neighbours", "group"):
