@@ -59,7 +59,11 @@ class Setting:
             raise ConfigError(
                 f"the jitter is a share of the step time, as 0.1; it must not be {self.jitter:g}."
             )
-        zero = ("latency", self.latency_ms), ("message's own time", self.message_ms), ("memory", self.memory_gb)
+        zero = (
+            ("latency", self.latency_ms),
+            ("message's own time", self.message_ms),
+            ("memory", self.memory_gb),
+        )
         for what, value in zero:
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(f"the {what} must be 0 or more and finite, not {value:g}.")

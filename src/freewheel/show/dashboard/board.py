@@ -208,8 +208,9 @@ def _headline(one: Shown) -> Document:
         "loss": short(_finite(_evaluated(run, "loss"))),
         "accuracy": share(_finite(_evaluated(run, "accuracy"))),
         "steps": f"{run.total('steps'):,.0f}",
-        "samples": f"{run.total('samples'):,.0f}",
     }
+    if samples := run.total("samples"):  # not every loop counts them
+        told["tiles"]["samples"] = f"{samples:,.0f}"
     return told
 
 

@@ -11,7 +11,8 @@
 
   const boxes = new Map();
   const empty = (name) => name.startsWith("loss-") ? "No worker has reported a loss: worker.record(loss=…) does."
-    : name === "faults" ? "Nothing has happened: nobody died, came or was cut off." : "Nothing to show yet.";
+    : name === "faults" ? "Nothing has happened: nobody died, came or was cut off."
+    : name === "blocked" ? "Nobody has waited." : "Nothing to show yet.";
   const onScreen = new IntersectionObserver((changes) => {
     for (const { target, isIntersecting } of changes) {
       const one = boxes.get(target.id.slice(4));

@@ -130,7 +130,8 @@ def _scale(most: float) -> Figure:
     """A trace without points that carries the scale of the colours."""
     parts, ends = len(DISTANCES), [most - DECADES, most]
     steps = [[at / parts, colour] for place, colour in enumerate(DISTANCES) for at in (place, place + 1)]
-    bar = {"title": {"text": "distance"}, "orientation": "h", "y": 0, "thickness": 8, "len": 0.6}
+    title = {"text": "distance", "side": "top"}
+    bar = {"title": title, "orientation": "h", "y": 0, "yanchor": "top", "thickness": 8, "len": 0.6}
     bar |= {"tickvals": ends, "ticktext": [short(10**end, 2) for end in ends]}
     marker = {"color": ends[:1], "colorscale": steps, "cmin": ends[0], "cmax": most, "showscale": True}
     return scatter("markers", [(None, None)], hoverinfo="skip", marker=marker | {"colorbar": bar})
