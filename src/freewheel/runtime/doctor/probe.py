@@ -84,8 +84,8 @@ def gather(
         raise ConfigError(f"Freewheel runs on Linux, not on {platform.system()}: use a Linux host, or WSL.")
     needed = map(Requirement, importlib.metadata.requires("freewheel") or ())
     memory = _said("/proc/meminfo", r"^MemAvailable:\s+(\d+) kB")
-    folder = folder.absolute()
-    nearest = next(one for one in (folder, *folder.parents) if one.exists())
+    home = folder.absolute()
+    nearest = next(one for one in (home, *home.parents) if one.exists())
     cuda = _cuda()
     return Facts(
         python=platform.python_version(),
