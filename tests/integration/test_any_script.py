@@ -131,6 +131,23 @@ def test_of_many_frozen_layers_each_is_looked_at_in_its_turn(which):
         train()
 
 
+@pytest.mark.parametrize("which", [0, 39])
+def test_a_frozen_layer_that_the_optimizer_holds_is_seen_at_once(which):
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)), nn.Linear(4, 2))
+    model[:40].requires_grad_(False)
+    optimizer = torch.optim.SGD([*model.parameters(), torch.zeros(1)], lr=0.1)  # a frozen guest trains nothing
+
+    def train():
+        with make(ALONE, model, optimizer):
+            step(model, optimizer)
+            model[which].requires_grad_(True)
+            step(model, optimizer)
+            raise AssertionError("it is noticed at the first step")
+
+    with pytest.raises(fw.RunStopped, match=rf"{which}\.weight was frozen"):
+        train()
+
+
 @pytest.mark.parametrize("early", [False, True])
 def test_a_parameter_put_in_the_place_of_another_is_refused_by_name(early):
     model = net()

@@ -59,7 +59,7 @@ def check(model: Any, given: Any) -> torch.optim.Optimizer:
         raise ConfigError(
             "the optimizer trains none of the model's parameters; make it of model.parameters()."
         )
-    for other in others:
+    for other in (one for one in others if theirs[one].requires_grad):
         raise ConfigError(
             f"the optimizer trains a parameter of shape {tuple(theirs[other].shape)} that is not the model's "
             "and would not be merged. Attach all that is trained: nn.ModuleList([model, other])."

@@ -52,6 +52,8 @@ class Inventory:
         self._stood, self._warned = self._first._version, False
         self._enrolled = 0
         """How many parameters the optimizer had when they were last looked at."""
+        self._held: list[nn.Parameter] = []
+        """Those of them that were frozen: one that wakes up is trained at once."""
 
     def still(self) -> dict[str, Tensor]:
         """What stands still: parameters that were frozen, and buffers."""
@@ -92,15 +94,17 @@ class Inventory:
         held = sum(len(group["params"]) for group in self.optimizer.param_groups)
         if held != self._enrolled:
             self._enrolled = held
-            for one in parameters(self.optimizer):
+            travels = set(map(id, self.trained.values()))
+            self._held = [one for one in parameters(self.optimizer) if id(one) not in travels]
+            for one in filter(REQUIRES, self._held):
                 if id(one) not in self.names:
                     raise RunStopped(
                         f"the optimizer trains a parameter of shape {tuple(one.shape)} that the model "
                         "did not have when it was attached: it is not merged. Make it whole before attach."
                     )
-        for one in filter(REQUIRES, next(self._next_frozen)):
+        for one in filter(REQUIRES, (*next(self._next_frozen), *self._held)):
             raise RunStopped(
-                f"the parameter {self.names[id(one)]} was frozen when the model was attached and requires "
+                f"the parameter {self.names.get(id(one), '?')} was frozen when the model was attached and requires "
                 "gradients now: it is not merged. Let it require them at attach, and freeze it in the "
                 "with-block."
             )
