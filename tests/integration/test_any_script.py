@@ -135,7 +135,8 @@ def test_of_many_frozen_layers_each_is_looked_at_in_its_turn(which):
 def test_a_frozen_layer_that_the_optimizer_holds_is_seen_at_once(which):
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(40)), nn.Linear(4, 2))
     model[:40].requires_grad_(False)
-    optimizer = torch.optim.SGD([*model.parameters(), torch.zeros(1)], lr=0.1)  # a frozen guest trains nothing
+    guest = torch.zeros(1)  # frozen: it trains nothing
+    optimizer = torch.optim.SGD([*model.parameters(), guest], lr=0.1)
 
     def train():
         with make(ALONE, model, optimizer):
