@@ -105,8 +105,8 @@ class Inventory:
         for one in filter(REQUIRES, (*next(self._next_frozen), *self._held)):
             raise RunStopped(
                 f"the parameter {self.names.get(id(one), '?')} was frozen when the model was attached and "
-                "requires gradients now: it is not merged. Let it require them at attach, and freeze it in the "
-                "with-block."
+                "requires gradients now: it is not merged. Let it require them at attach, and freeze it in "
+                "the with-block."
             )
 
     def stands(self) -> None:
