@@ -323,7 +323,7 @@ def no_manifest(path: Path) -> None:
 
 def newer(path: Path) -> None:
     manifest = path.parent / "worker-0.json"
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 2, "version": "9.9"}))
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "format": 3, "version": "9.9"}))
 
 
 def elsewhere(path: Path) -> None:
@@ -338,7 +338,7 @@ def elsewhere(path: Path) -> None:
         (noise, r"worker-0-\w+\.pt was changed after it was written: its SHA-256 is another"),
         (gone, r"worker-0-\w+\.pt is missing"),
         (no_manifest, r"worker-0\.json: it is not a manifest of Freewheel"),
-        (newer, r"worker-0\.json: it was written by a newer Freewheel \(9\.9\)"),
+        (newer, r"worker-0\.json: it was written by another Freewheel \(9\.9\)"),
         (elsewhere, r"worker-0\.json: it is not a manifest of Freewheel"),
     ],
 )

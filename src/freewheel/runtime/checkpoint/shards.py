@@ -25,7 +25,7 @@ import torch
 
 from freewheel.errors import first_line
 
-FORMAT = 1
+FORMAT = 2
 TEMPORARY = ".tmp"
 TRIES = 10
 PARTS = {"weights", "buffers", "optimizer", "random", "loaders", "strategy", "extra"}
@@ -197,8 +197,8 @@ def _read(path: Path) -> Manifest | str:
     """A manifest, or what is wrong with it."""
     try:
         given = json.loads(path.read_bytes())
-        if given["format"] > FORMAT:
-            return f"it was written by a newer Freewheel ({given['version']})"
+        if given["format"] != FORMAT:
+            return f"it was written by another Freewheel ({given['version']})"
         one = Manifest(**given, path=path)
         numbers = (one.rank, one.world_size, one.step, one.size)
         good = all(type(number) is int and number >= 0 for number in numbers) and one.rank < one.world_size
