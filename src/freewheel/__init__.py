@@ -1,9 +1,7 @@
 """Freewheel: train one model on many workers of which none has to wait for another."""
 
-import ast
 import importlib
 import importlib.util
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,21 +48,40 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 HOMES = {
-    one.asname: str(part.module)
-    for part in ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
-    if isinstance(part, ast.ImportFrom)
-    for one in part.names
-    if one.asname
-}
-"""Where each name above is: it is imported when it is used, for torch takes seconds and not all need it."""
+    "api": ("attach", "plan", "simulate"),
+    "batchnorm": ("recalibrate",),
+    "errors": (
+        "ConfigError", "Deadlock", "Diverged", "FreewheelError", "PeerLost", "RunStopped", "UnknownName",
+        "WorkerLost",
+    ),
+    "node": ("Node",),
+    "planning.plan": ("Plan",),
+    "records.result": ("Result",),
+    "replica": ("Replica",),
+    "runtime.worker.attach": ("Worker",),
+    "sim.compute": ("Compute",),
+    "sim.faults": ("Fault",),
+    "sim.links": ("Links",),
+    "sim.scenario": ("Scenario",),
+    "strategy": ("Strategy",),
+    "task": ("Task",),
+    "topology": ("Topology",),
+}  # fmt: skip
+"""Where each name is: it is imported when it is used, for torch takes seconds and not all need it."""
 
 
 def __getattr__(name: str) -> Any:
-    """A name from where it is, or a module of this package."""
+    """A name from where it is, a module of this package, or the class of a strategy: fw.ADPSGD."""
     if name == "__all__":
-        return list(HOMES)
-    if name in HOMES:
-        return getattr(importlib.import_module(HOMES[name]), name)
-    if not name.startswith("_") and importlib.util.find_spec(f"freewheel.{name}") is not None:
-        return importlib.import_module(f"freewheel.{name}")
+        strategies = [one.__name__ for one in __getattr__("strategies").ALL.values()]
+        return [*(one for names in HOMES.values() for one in names), *strategies]
+    for home, names in HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"freewheel.{home}"), name)
+    if not name.startswith("_"):
+        if importlib.util.find_spec(f"freewheel.{name}") is not None:
+            return importlib.import_module(f"freewheel.{name}")
+        for strategy in __getattr__("strategies").ALL.values():
+            if strategy.__name__ == name:
+                return strategy
     raise AttributeError(f"module 'freewheel' has no attribute {name!r}")
