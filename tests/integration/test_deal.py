@@ -268,6 +268,27 @@ def test_too_little_data_is_named():
     together(3, work)
 
 
+@pytest.mark.parametrize("over", [False, True])
+def test_only_a_pass_under_way_begins_anew_in_other_batches(over, caplog):
+    def work(place):
+        net = model()
+        made, optimizer = worker(place, net, "allreduce")
+        with made as me:
+            loader = me.loader(list(range(8)), batch_size=4)
+            for _ in loader:
+                step(net, optimizer)
+                if not over:
+                    state = loader.state_dict()
+            state = loader.state_dict() if over else state
+            after = me.loader(list(range(8)), batch_size=2)
+            after.load_state_dict(state)
+            return after.epoch
+
+    (epoch,) = together(1, work)
+    assert epoch == over
+    assert ("begins anew" in caplog.text) != over
+
+
 def test_another_dataset_s_state_is_refused():
     def work(place):
         made, _ = worker(place, model())

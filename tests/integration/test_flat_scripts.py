@@ -175,11 +175,13 @@ def test_one_that_never_says_anything_is_not_waited_for_when_its_loop_has_ended(
 
 def test_two_that_wait_for_each_other_in_a_mean_and_in_a_merge_come_to_an_end(monkeypatch, caplog):
     monkeypatch.setattr(means, "STUCK_S", 0.2)
+    all_there = threading.Barrier(3)
 
     def work(place):
         net = Net()
         made, optimizer = worker(place, net, "sasgd:interval=1")
         with contextlib.suppress(KeyError), made as me:
+            all_there.wait(60)
             if place.rank == 2:
                 raise KeyError
             found = []

@@ -164,8 +164,8 @@ class Loader(BaseLoader):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there: the next iteration begins with the batch after it.
 
-        With another seed or sampler, or in parts for another number of workers or in other batches, the pass
-        begins anew.
+        With another seed or sampler, or in parts for another number of workers or in other batches, a pass
+        under way begins anew.
         """
         mine = self._identity()
         if state.get("length") != mine["length"]:
@@ -176,15 +176,17 @@ class Loader(BaseLoader):
         mine["order of its sampler"] = state["order"]
         theirs = {**state, "order of its sampler": self.leases.order_sum(state["epoch"])}
         other = [name for name, value in mine.items() if theirs.get(name) != value]
+        over = state["begun"] and not state["under_way"]
         if other:
-            log.warning(
-                "pass %d begins anew: the checkpoint was taken with another %s", state["epoch"], other[0]
-            )
-            self.set_epoch(state["epoch"])
+            if not over:
+                log.warning(
+                    "pass %d begins anew: the checkpoint was taken with another %s", state["epoch"], other[0]
+                )
+            self.set_epoch(state["epoch"] + over)
             return
         self.leases.load(state)
         self.epoch, self.begun, self.given = state["epoch"], False, state["given"]
-        if state["begun"] and not state["under_way"]:  # that pass is over
+        if over:
             self.set_epoch(state["epoch"] + 1)
 
     def _identity(self) -> dict[str, Any]:

@@ -51,7 +51,10 @@ class Worker(Life):
 
         def agent() -> Agent:
             if self._agents is not None and not self._agents.alive:
-                raise RunStopped("this worker's with-block has ended, and its loaders with it.")
+                raise RunStopped(
+                    "this worker's with-block has ended, and its loaders with it. Read data after it with a "
+                    "torch DataLoader of its own."
+                )
             return self._agent
 
         def stopped() -> bool:  # a loader asks before each batch
