@@ -11,6 +11,7 @@ import pytest
 
 import freewheel as fw
 import made
+from freewheel.cli.show import replay
 from freewheel.errors import ConfigError
 from freewheel.records import journal
 from freewheel.records.counters import Timeline
@@ -178,3 +179,13 @@ def test_a_timeline_does_not_grow_without_end(tmp_path, monkeypatch):
         line for line in (tmp_path / "events-0.jsonl").read_text().splitlines() if "takes too much" in line
     ]
     assert len(told) == 1
+
+
+def test_a_run_that_never_trained_is_named_and_left_out(runs, tmp_path, capsys):
+    shutil.copytree(runs, tmp_path / "runs")
+    made.append(
+        tmp_path / "runs" / "dead" / "events-launcher.jsonl", made.event(1.0, "restarted", 0, "launcher")
+    )
+    replay([tmp_path / "runs"], tmp_path / "page.html", None)
+    assert "left out" in capsys.readouterr().err
+    assert (tmp_path / "page.html").exists()

@@ -183,7 +183,7 @@ def replay(
     """Write a page that plays runs: who computes, who waits, who meets whom, and what they have learned."""
     out = perfetto or out
     check_writable(out)
-    runs = [Run(one) for one in all_runs(folders)]
+    _, runs = _read(all_runs(folders))
     if perfetto is not None:
         write_whole(out, replays.as_perfetto(runs))
         print(f"Trace, open it at ui.perfetto.dev: {out.resolve()}")
