@@ -6,9 +6,11 @@ r"""Accuracy at equal samples and time to a target, for strategies, sizes, speed
     python benchmarks/convergence.py table rows.jsonl --picture convergence.svg
 
 `run` adds one line of JSON for each cell and leaves out the cells that are there, so it can be stopped and
-started again. All cells see the same number of samples. The rate is that of one worker times their number, up
-to 8 of them, and times the square root of what is beyond; AdamW's is times the square root of up to 8.
+started again. All cells see the same number of samples, unless `--steps-of-each` is given. The rate is that of
+one worker times their number, up to 8 of them, and times the square root of what is beyond; AdamW's is times the
+square root of up to 8.
 `--batch-of-all` divides one batch among the workers: all sizes then have the rate and the steps of 8 workers.
+`--steps-of-each` gives every worker as many steps, with the task's batch: twice the workers, twice the samples.
 The task `small` is CIFAR-10 at 16×16 pixels with three convolutions: a CPU computes a cell in ten seconds.
 `--jobs` cells are computed at the same time. `--by loss` measures by the loss and not by the accuracy.
 """
@@ -96,7 +98,7 @@ def compute(row: Row, given: argparse.Namespace) -> Row:
     like = workers  # whose rate and steps
     if given.batch_of_all:
         like, given.loaded.batch_size = 8, given.batch_of_all // workers
-    steps = round(given.worker_steps / like)
+    steps = given.steps_of_each or round(given.worker_steps / like)
     adam = given.optimizer == "adamw"
     lr = given.lr * (math.sqrt(min(like, 8)) if adam else min(like, 8) * math.sqrt(max(1.0, like / 8)))
     slow = {workers - 1: row["slow"]} if row["slow"] > 1 else {}
@@ -267,6 +269,7 @@ def main() -> None:
     computing.add_argument("--slow", default="1,5")
     computing.add_argument("--seeds", default="0,1,2")
     computing.add_argument("--worker-steps", type=int, default=7840, help="in all: 20 epochs of 392 batches")
+    computing.add_argument("--steps-of-each", type=int, default=0, help="instead of --worker-steps")
     computing.add_argument("--batch-of-all", type=int, default=0, help="of all workers together")
     computing.add_argument("--lr", type=float, default=0.05, help="for one worker")
     computing.add_argument("--by", choices=["accuracy", "loss"], default="accuracy")

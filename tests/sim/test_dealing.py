@@ -413,6 +413,15 @@ def test_what_a_lost_worker_leaves_of_its_part_is_dealt_to_the_others(victim):
     assert sum(crew.used[0, batch] for batch in range(200)) >= 200
 
 
+@pytest.mark.parametrize("moment", [0.2, 0.25, 0.3, 0.34])
+def test_what_is_lost_while_others_use_their_last_lease_is_dealt_before_the_last_pass_is_over(moment):
+    crew = Crew(3, 100, passes=1, parts=True)
+    crew.at(moment, crew.crash, 0)
+    crew.run()
+    crew.check()
+    assert set(crew.used) == {(0, place) for place in range(100)}
+
+
 def test_a_worker_that_joins_gets_a_part_of_the_next_pass():
     crew = Crew(4, 200, passes=4, parts=True)
     crew.at(0.1, crew.crash, 3)

@@ -77,6 +77,8 @@ class LeaseQueue:
         self.ready: deque[Batch] = deque()
         self._said = GIVEN
         """What the dealer has said: OVER, nothing more comes in this pass; WAIT, for what others hold."""
+        self._among: tuple[int, ...] = ()
+        """Who was there when it was asked: what somebody holds who is lost later comes all the same."""
         self.rate = Rate()
         self.finish, self.progress = self.data.finish, self.data.progress
         self._few = 0
@@ -105,6 +107,8 @@ class LeaseQueue:
 
     async def fill(self, patient: bool) -> None:
         """Wait for a batch; `patient`: once all before it are finished, also for what others hold."""
+        if self._said == OVER and self._among != self.dealing.fabric.members:
+            self._said = GIVEN
         while not self.ready and (self._said == GIVEN or (self._said == WAIT and patient)):
             if self._said == WAIT:
                 await asyncio.sleep(RETRY_S)
@@ -124,7 +128,7 @@ class LeaseQueue:
         return batch
 
     async def _ask(self) -> None:
-        pause_s = SOON_S
+        pause_s, self._among = SOON_S, self.dealing.fabric.members
         while (answer := await self._say(wants=True)) == SOON:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RARELY_S)
