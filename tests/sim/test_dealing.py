@@ -38,6 +38,7 @@ class Crew:
         sizes: dict[int, int] | None = None,
         late: dict[int, float] | None = None,
         drop: bool = False,
+        leaves: dict[int, int] | None = None,
     ) -> None:
         self.loop = VirtualLoop()
         links = fw.Links(latency_ms=0.5)
@@ -45,6 +46,8 @@ class Crew:
         self.wire.silence_s = silence_s
         self.batches, self.passes, self.slow, self.parts = batches, passes, slow or {}, parts
         self.sizes, self.late, self.drop = sizes or {}, late or {}, drop
+        self.leaves = leaves or {}
+        """After how many batches of its first pass a worker leaves; it stays within reach."""
         self.random = random.Random(seed)
         self.used: Counter[tuple[int, int]] = Counter()
         self.by: Counter[tuple[int, int]] = Counter()
@@ -87,6 +90,11 @@ class Crew:
                 self.by[rank, number] += 1
                 self.short += batch.stop - batch.place < leases.size
                 leases.finish(batch)
+                if self.by[rank, 0] == self.leaves.get(rank):
+                    await self.dealings[rank].give_back()
+                    self.dealings[rank].part()
+                    self.ended[rank] = self.loop.time()
+                    return
             await leases.settle()
         self.ended[rank] = self.loop.time()
 
@@ -420,6 +428,14 @@ def test_what_is_lost_while_others_use_their_last_lease_is_dealt_before_the_last
     crew.run()
     crew.check()
     assert set(crew.used) == {(0, place) for place in range(100)}
+
+
+@pytest.mark.parametrize(("leaver", "batches"), [(0, 5), (1, 5), (0, 32), (1, 32)])
+def test_what_a_worker_that_leaves_leaves_of_its_part_is_dealt_while_it_is_within_reach(leaver, batches):
+    crew = Crew(3, 99, passes=1, parts=True, leaves={leaver: batches}, slow={2: 1.3}).run()
+    crew.check()
+    assert crew.by[leaver, 0] == batches
+    assert crew.used == dict.fromkeys(((0, place) for place in range(99)), 1)
 
 
 def test_a_worker_that_joins_gets_a_part_of_the_next_pass():

@@ -227,13 +227,14 @@ class DatasetLedger:
         return start, start + (count if count <= batch else count // batch * batch)
 
     def _part(self, peer: int, question: Question, most: int, number: int, free: Spans) -> Span | None:
-        """The same of its part, which goes round from pass to pass.
+        """The same of its part, which goes round from pass to pass; then of what those left who have left it.
 
         Parts follow from the members alone: a run in which nobody is lost is the same every time.
         """
         key, members = self.key, self._fabric.members
-        turn = (members.index(peer) + number) % len(members)
-        span = first(common(free, [key.part(turn, len(members))]), 0)
+        parts = {one: key.part((k + number) % len(members), len(members)) for k, one in enumerate(members)}
+        left = [parts[one] for one in members if number == question.number < self.shares.askers[one].number]
+        span = first(common(free, [parts[peer]]), 0) or first(common(free, union(left)), 0)
         if span is None:
             return None
         batches = max(1, int(self.shares.aim(peer, len(members))) // question.size)

@@ -77,8 +77,8 @@ class LeaseQueue:
         self.ready: deque[Batch] = deque()
         self._said = GIVEN
         """What the dealer has said: OVER, nothing more comes in this pass; WAIT, for what others hold."""
-        self._among: tuple[int, ...] = ()
-        """Who was there when it was asked: what somebody holds who is lost later comes all the same."""
+        self._early = False
+        """Whether it was asked before all was used: who is lost or leaves meanwhile leaves its part to others."""
         self.rate = Rate()
         self.finish, self.progress = self.data.finish, self.data.progress
         self._few = 0
@@ -107,7 +107,7 @@ class LeaseQueue:
 
     async def fill(self, patient: bool) -> None:
         """Wait for a batch; `patient`: once all before it are finished, also for what others hold."""
-        if self._said == OVER and self._among != self.dealing.fabric.members:
+        if self._said == OVER and self._early:
             self._said = GIVEN
         while not self.ready and (self._said == GIVEN or (self._said == WAIT and patient)):
             if self._said == WAIT:
@@ -128,7 +128,7 @@ class LeaseQueue:
         return batch
 
     async def _ask(self) -> None:
-        pause_s, self._among = SOON_S, self.dealing.fabric.members
+        pause_s, self._early = SOON_S, self._question.parts and bool(self.ready)
         while (answer := await self._say(wants=True)) == SOON:
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RARELY_S)
