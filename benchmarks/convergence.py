@@ -6,13 +6,13 @@ r"""Accuracy at equal samples and time to a target, for strategies, sizes, speed
     python benchmarks/convergence.py table rows.jsonl --picture convergence.svg
 
 `run` adds one line of JSON for each cell and leaves out the cells that are there, so it can be stopped and
-started again. All cells see the same number of samples, unless `--steps-of-each` is given. The rate is that of
-one worker times their number, up to 8 of them, and times the square root of what is beyond; AdamW's is times the
-square root of up to 8.
-`--batch-of-all` divides one batch among the workers: all sizes then have the rate and the steps of 8 workers.
-`--steps-of-each` gives every worker as many steps, with the task's batch: twice the workers, twice the samples.
-The task `small` is CIFAR-10 at 16×16 pixels with three convolutions: a CPU computes a cell in ten seconds.
-`--jobs` cells are computed at the same time. `--by loss` measures by the loss and not by the accuracy.
+started again. All cells see the same number of samples, unless `--steps-of-each` is given. The rate is that
+of one worker times their number, up to 8 of them, and times the square root of what is beyond; AdamW's is
+times the square root of up to 8. `--batch-of-all` divides one batch among the workers: all sizes then have
+the rate and the steps of 8 workers. `--steps-of-each` gives every worker as many steps, with the task's
+batch: twice the workers, twice the samples. The task `small` is CIFAR-10 at 16×16 pixels with three
+convolutions: a CPU computes a cell in ten seconds. `--jobs` cells are computed at the same time. `--by loss`
+measures by the loss and not by the accuracy.
 """
 
 from __future__ import annotations

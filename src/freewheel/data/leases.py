@@ -78,7 +78,7 @@ class LeaseQueue:
         self._said = GIVEN
         """What the dealer has said: OVER, nothing more comes in this pass; WAIT, for what others hold."""
         self._early = False
-        """Whether it was asked before all was used: who is lost or leaves meanwhile leaves its part to others."""
+        """Whether it was asked before all was used: who leaves or is lost later leaves its part to others."""
         self.rate = Rate()
         self.finish, self.progress = self.data.finish, self.data.progress
         self._few = 0
