@@ -27,6 +27,7 @@ import sys
 import time
 from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -45,9 +46,13 @@ Row = dict[str, Any]
 
 @dataclass
 class Small(tasks.Cifar10):
-    """CIFAR-10 at 16×16 pixels, 4,000 of its test images, and a net of 15,000 weights."""
+    """CIFAR-10 at 16×16 pixels, 4,000 of its test images, and a net of 15,000 weights.
+
+    Settings: those of cifar10, and norm (batch or group: statistics of a batch, or of each image alone).
+    """
 
     augment: bool = False
+    norm: str = "batch"
 
     def prepare(self, workers: int, seed: int) -> None:
         """Read the images and make them smaller, unless that was done."""
@@ -58,18 +63,17 @@ class Small(tasks.Cifar10):
 
     def model(self) -> nn.Module:
         """Three convolutions."""
-        layers = [layer for sizes in ((3, 16, 1), (16, 32, 2), (32, 32, 1)) for layer in convolution(*sizes)]
+        norms = {"batch": nn.BatchNorm2d, "group": partial(nn.GroupNorm, 4)}
+        layers: list[nn.Module] = []
+        for inputs, outputs, stride in ((3, 16, 1), (16, 32, 2), (32, 32, 1)):
+            layers.append(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False))
+            layers += [norms[self.norm](outputs), nn.ReLU()]
         return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
 
 
 def halved(images: Tensor) -> Tensor:
     """Images of half the width and height."""
     return F.avg_pool2d(images.float(), 2).round().to(torch.uint8)
-
-
-def convolution(inputs: int, outputs: int, stride: int) -> tuple[nn.Module, ...]:
-    """Of 3×3 pixels."""
-    return nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False), nn.BatchNorm2d(outputs), nn.ReLU()
 
 
 def cells(given: argparse.Namespace) -> list[Row]:
