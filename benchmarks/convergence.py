@@ -37,6 +37,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from freewheel import names, tasks
+from freewheel.show.shown import COLOURS, hues
 
 ROUNDS = ("allreduce", "adpsgd", "nodelay_free", "sasgd:interval=8", "asgd", "dasgd", "nodelay")
 LESS, MORE = 0.005, 0.01
@@ -214,24 +215,21 @@ def table(given: argparse.Namespace) -> None:
         Path(given.picture).write_text(picture(groups))
 
 
-COLOURS = ("#6b7280", "#2563eb", "#0891b2", "#16a34a", "#d97706", "#dc2626", "#9333ea")
-
-
 def picture(groups: dict[tuple[str, float], dict[tuple[str, int], list[Row]]]) -> str:
     """Accuracy over the number of workers, a panel for each task and speed."""
     panels, names = [], list(dict.fromkeys(name for found in groups.values() for name, _ in found))
+    colours = [COLOURS[hue % len(COLOURS)] for hue in hues(names)]
     width, height = 300, 220
     for number, ((task, slow), found) in enumerate(groups.items()):
         sizes = sorted({workers for _, workers in found})
         means = {place: mean(score(row) for row in rows) for place, rows in found.items() if rows}
         low, high = math.floor(min(means.values())) - 1, math.ceil(max(means.values())) + 1
-        low = max(low, high - 25)
 
         def x(size: int, sizes: list[int] = sizes) -> float:
             return 45 + (width - 75) * sizes.index(size) / max(1, len(sizes) - 1)
 
         def y(value: float, low: float = low, high: float = high) -> float:
-            return 30 + (height - 60) * (high - max(value, low)) / (high - low)
+            return 30 + (height - 60) * (high - value) / (high - low)
 
         marks = [f'<text x="{width / 2}" y="16" text-anchor="middle" font-weight="600">{task}, '
                  f"{'equal speeds' if slow <= 1 else f'one {slow:g}× slower'}</text>"]  # fmt: skip
@@ -239,7 +237,7 @@ def picture(groups: dict[tuple[str, float], dict[tuple[str, int], list[Row]]]) -
             marks.append(f'<line x1="40" x2="{width - 20}" y1="{y(value)}" y2="{y(value)}" stroke="#8884"/>')
             marks.append(f'<text x="36" y="{y(value) + 4}" text-anchor="end">{value}</text>')
         marks += [f'<text x="{x(s)}" y="{height - 12}" text-anchor="middle">{s}</text>' for s in sizes]
-        for colour, name in zip(COLOURS, names, strict=False):
+        for colour, name in zip(colours, names, strict=True):
             points = [(x(size), y(means[name, size])) for size in sizes if (name, size) in means]
             path = " ".join(f"{px:.1f},{py:.1f}" for px, py in points)
             marks.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>')
@@ -247,7 +245,7 @@ def picture(groups: dict[tuple[str, float], dict[tuple[str, int], list[Row]]]) -
         across, down = number % 2 * width, number // 2 * height
         panels.append(f'<g transform="translate({across},{down})">{"".join(marks)}</g>')
     bottom = height * ((len(groups) + 1) // 2)
-    for number, (colour, name) in enumerate(zip(COLOURS, names, strict=False)):
+    for number, (colour, name) in enumerate(zip(colours, names, strict=True)):
         at, down = 20 + number % 3 * 200, bottom + 18 + number // 3 * 18
         panels.append(f'<circle cx="{at}" cy="{down - 4}" r="4" fill="{colour}"/>')
         panels.append(f'<text x="{at + 9}" y="{down}">{name}</text>')
