@@ -30,8 +30,8 @@ from typing import IO, Any, NamedTuple, Self
 
 from freewheel.errors import RunStopped
 from freewheel.fabric import secret
+from freewheel.runtime.membership.hosts import STORE_S, reach
 from freewheel.runtime.membership.place import LAUNCHED
-from freewheel.runtime.membership.store_client import STORE_S, reach
 from freewheel_bench.forked import Forked, import_before
 
 START_S = 120.0  # importing torch in several processes on a busy machine takes its time

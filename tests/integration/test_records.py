@@ -18,7 +18,7 @@ import freewheel as fw
 from crew import outcomes, together, worker
 from freewheel.records.run import Run
 from freewheel.runtime.launch.launcher import Captured, launch
-from freewheel.runtime.membership import registrar
+from freewheel.runtime.membership import rendezvous
 from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.worker import account, records
@@ -177,7 +177,7 @@ def test_checkpoints_and_what_is_resumed_are_events_and_waiting_has_a_cause(tmp_
 
 
 def test_a_store_that_goes_and_comes_back_is_an_event(monkeypatch):
-    monkeypatch.setattr(registrar, "REGISTER_S", 0.001)
+    monkeypatch.setattr(rendezvous, "REGISTER_S", 0.001)
     there, events = iter([True, False, False, True]), records.Events()
 
     class Store:
@@ -202,7 +202,7 @@ def test_a_store_that_goes_and_comes_back_is_an_event(monkeypatch):
 
     asyncio.run(
         asyncio.wait_for(
-            registrar.stay_registered(Store(), Fabric(), events, lambda absent: None), DEADLINE_S
+            rendezvous.stay_registered(Store(), Fabric(), events, lambda absent: None), DEADLINE_S
         )
     )
     assert [what for _, what, *_ in events.take()] == ["store lost", "store back"]

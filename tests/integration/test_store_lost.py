@@ -22,11 +22,11 @@ import forked
 from crew import Launcher
 from freewheel.errors import ConfigError, WorkerLost
 from freewheel.fabric.secret import Forged
-from freewheel.runtime.membership import registrar, rendezvous
+from freewheel.runtime.membership import rendezvous
 from freewheel.runtime.membership.generation import STARTS, Outlived
+from freewheel.runtime.membership.hosts import left_behind, reach
 from freewheel.runtime.membership.place import LAUNCHED, Place
 from freewheel.runtime.membership.rendezvous import OPTIONS, Options, Rendezvous
-from freewheel.runtime.membership.store_client import left_behind, reach
 from freewheel.strategies import resolve
 
 pytestmark = pytest.mark.integration
@@ -210,7 +210,7 @@ def test_who_says_something_and_then_leaves_is_heard(launcher, monkeypatch):
     absent = one.absent
 
     def meanwhile(peer: int) -> str | None:  # between looking for the word and looking for who is to say it
-        other.say("word", "a damaged shard")
+        other._store.set("word", "a damaged shard")
         other.leave("it could not go on")
         return absent(peer)
 
@@ -227,7 +227,7 @@ def handles() -> int:
 
 def test_looking_at_the_store_again_and_again_leaves_no_connection_and_no_thread(launcher, monkeypatch):
     """The garbage collector is off: what is let go must be gone at once. The store is in this process."""
-    monkeypatch.setattr(registrar, "REGISTER_S", 0.002)
+    monkeypatch.setattr(rendezvous, "REGISTER_S", 0.002)
     looks, counted = [0, 0, 0], threading.Barrier(4)
     register = Rendezvous.register
 
@@ -304,7 +304,7 @@ def test_what_a_stranger_writes_into_the_store_is_not_used(launcher, caplog):
     assert one.absent(1) is None
     assert one.coming({0: 1, 1: 1}) == []
     two.register({1: 1}, members=(1,))
-    assert one.look_up(1) == ("127.0.0.1", 1001), "whose place it was has taken it back"
+    assert one.look_up(1) == ("127.0.0.1", 1001, 1), "whose place it was has taken it back"
     assert "is not sealed with this worker's secret" in caplog.text
     options = json.loads(launcher.options)
     for changed in ({"tls": None}, {"bind": "0.0.0.0"}, {"folder": "/elsewhere"}):
@@ -415,11 +415,11 @@ def hosted() -> Iterator[Stoppable]:
 @pytest.fixture
 def stoppable(hosted, monkeypatch) -> Iterator[Stoppable]:
     monkeypatch.setattr(rendezvous, "STORE_S", 0.5)
-    monkeypatch.setattr(registrar, "REGISTER_S", 0.1)
+    monkeypatch.setattr(rendezvous, "REGISTER_S", 0.1)
     hosted.tests += 1
     yield hosted
     hosted.go_on()
-    wait_until(lambda: not left_behind())  # torch says much of stores that are killed while one waits
+    wait_until(lambda: not left_behind)  # torch says much of stores that are killed while one waits
     crew.forget(*hosted.places())
 
 
@@ -465,15 +465,15 @@ def test_a_store_that_hangs_is_not_asked_again_and_again(stoppable):
     one.publish("127.0.0.1", 1, 1)
     one.hurry()
     stoppable.stop()
-    before = len(left_behind())
+    before = len(left_behind)
     for missed in range(1, 4):
         assert one.register({0: 1}, members=(0,)) == {}
         assert one.there == (missed < 2), "one miss is none"
-    assert len(left_behind()) == before + 1
+    assert len(left_behind) == before + 1
     assert one.coming({0: 1}) == []
     one.leave("the test is over")
     stoppable.go_on()
-    wait_until(lambda: len(left_behind()) <= before)
+    wait_until(lambda: len(left_behind) <= before)
     one.register({0: 1}, members=(0,))
     assert one.there
 

@@ -142,7 +142,7 @@ def main() -> None:
 def _complain(message: str) -> NoReturn:
     if message:  # a command without arguments has shown its help
         print(f"freewheel: {message}", file=sys.stderr, flush=True)
-    store = sys.modules.get("freewheel.runtime.membership.store_client")
-    if store is not None and store.left_behind():
+    store = sys.modules.get("freewheel.runtime.membership.hosts")
+    if store is not None and store.left_behind:
         os._exit(2)  # one that is answered while Python shuts down would abort it
     sys.exit(2)

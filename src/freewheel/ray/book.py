@@ -20,12 +20,11 @@ from freewheel.errors import ConfigError, first_line
 from freewheel.runtime.membership import place
 from freewheel.runtime.membership.entries import Entries
 from freewheel.runtime.membership.generation import STARTS
-from freewheel.runtime.membership.store_client import STORE, calls
+from freewheel.runtime.membership.hosts import STORE, calls
 
 # -- the cluster --
 ANSWER_S = 5.0
-FREED_S = 3.0
-"""How long after its use a resource may be counted as taken."""
+FREED_S = 3.0  # how long after its use a resource may be counted as taken
 
 
 def connect(address: str | None) -> None:
@@ -61,10 +60,9 @@ def _fits(has: dict[str, float], needs: dict[str, float]) -> int:
 
 # -- the book --
 NAMESPACE = "freewheel"
+# How long the book may take to come back before a worker that starts gives up, and is started again.
 BOOK_S = 30.0
-"""How long the book may take to come back before a worker that starts gives up, and is started again."""
-Piece = tuple[str, int, bytes]
-"""Of a worker's records: a file, where in it, and what it has from there on."""
+Piece = tuple[str, int, bytes]  # of a worker's records: a file, where in it, and what it has from there on
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
@@ -75,10 +73,8 @@ class Book:
         self.store = HashStore()
         self.store.set_timeout(timedelta(milliseconds=1))  # what is not there is not waited for
         self.lives: dict[int, int] = {}
-        self.ends: dict[tuple[int, str], int] = {}
-        """How long each worker's files are here."""
-        self.pieces: list[tuple[int, Piece]] = []
-        """Records, and the life each is of."""
+        self.ends: dict[tuple[int, str], int] = {}  # how long each worker's files are here
+        self.pieces: list[tuple[int, Piece]] = []  # records, and the life each is of
 
     def ask(self, call: str, *words: Any) -> Any:
         """What is asked, of the store or of the book."""
@@ -105,10 +101,7 @@ class Book:
 
 
 class Line:
-    """The book's calls, each of which ends in time; OSError where it does not answer.
-
-    For workers it is where they meet (runtime/membership/place.py).
-    """
+    """The book's calls, which end in time, or with OSError; it is the workers' `Meeting` (place.py)."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name, self._timeout_s = name, timeout_s

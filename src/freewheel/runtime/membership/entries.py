@@ -17,8 +17,7 @@ from typing import Protocol
 
 from freewheel.fabric.secret import Forged, derive, seal, unseal
 
-OPTIONS = "freewheel/options"
-"""What a launcher tells all workers of a run."""
+OPTIONS = "freewheel/options"  # what a launcher tells all workers of a run
 
 log = logging.getLogger("freewheel")
 
@@ -31,14 +30,11 @@ class Options:
     folder: str | Path | None = None
     bind: str | None = None
     tls: str | Path | None = None
-    typed: str | None = None
-    """The command line, for the records."""
+    typed: str | None = None  # the command line, for the records
     console: bool = False
     tensorboard: str | Path | None = None
-    workers: int = 0
-    """How many workers the run begins with; 0: as many as the environment says."""
-    most: int = 0
-    """How many it may have at once; 0: no more than it begins with."""
+    workers: int = 0  # how many the run begins with; 0: as many as the environment says
+    most: int = 0  # how many it may have at once; 0: no more than it begins with
 
     @classmethod
     def read(cls, text: str) -> Options:

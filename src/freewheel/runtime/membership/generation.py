@@ -21,8 +21,7 @@ from freewheel.errors import RunStopped, WorkerLost
 from freewheel.runtime.membership.entries import Entries
 from freewheel.strategy import Strategy
 
-STARTS = "freewheel/starts"
-"""How often the launcher has started each worker that died; 0: it does not any more."""
+STARTS = "freewheel/starts"  # how often the launcher has started each worker that died; 0: not any more
 NEWEST = "beginning"
 GIVEN_UP = "it has ended, and its launcher does not start it again"
 
@@ -88,15 +87,11 @@ class Beginning:
 
 @dataclass(frozen=True)
 class Entry:
-    """How a worker comes into a run.
-
-    `late`: the others train already. `back`: an earlier life of this rank was in the same beginning, so that
-    the others do not call this one.
-    """
+    """How a worker comes into a run."""
 
     beginning: Beginning
-    late: bool
-    back: bool
+    late: bool  # the others train already
+    back: bool  # an earlier life of this rank was in the same beginning: the others do not call this one
 
 
 class Beginnings:
@@ -110,23 +105,22 @@ class Beginnings:
         number, ranks, why = json.loads(self._run.read(NEWEST) or "[0, null, null]")
         return Beginning(number, tuple(ranks), why) if number else Beginning(0, tuple(range(self._workers)))
 
+    def started(self, rank: int) -> int | None:
+        """How often a launcher has started a worker that died; 0: not again; None: it has said nothing."""
+        return self._base.number(f"{STARTS}/{rank}")
+
     def store(self, beginning: Beginning) -> Entries:
         """Where a beginning has its names."""
         return self._run.under(str(beginning.number)) if beginning.number else self._run
 
-    def count_life(self, rank: int, least: int) -> int:
-        """A new life of a rank, from 1 on.
-
-        Those that ended before they came this far count, too: who starts workers has counted them.
-        """
-        counted = max(started(self._base, rank) or 0, least)
-        life = self._run.add(f"life/{rank}", 1)
-        return life if counted <= life else self._run.add(f"life/{rank}", counted - life)
-
     def enter(self, rank: int, life: int, strategy: Strategy) -> Entry:
         """Come into the newest beginning, or into the next one where nobody of it is left."""
         while why := self.lost(now := self.newest(), strategy):
-            self._begin_again(now, why)
+            ranks = tuple(rank for rank in range(self._workers) if self.started(rank) != 0)
+            if not ranks:
+                raise RunStopped(f"{why}, and none of those it began with is started again. Start a new run.")
+            # Of several who do so at once the first one counts.
+            self._run.compare_set(NEWEST, now.text, Beginning(now.number + 1, ranks, why).text)
         store = self.store(now)
         missing = [peer for peer in range(self._workers) if strategy.needs(peer) and peer not in now.ranks]
         if missing:
@@ -147,7 +141,7 @@ class Beginnings:
             here = store.number(f"here/{rank}")
             if here is not None:
                 last = self._run.number(f"life/{rank}")
-                found[rank] = (last is None or here >= last) and not given_up(self._base, rank)
+                found[rank] = (last is None or here >= last) and self.started(rank) != 0
         return found
 
     def lost(self, beginning: Beginning, strategy: Strategy) -> str:
@@ -162,13 +156,6 @@ class Beginnings:
             return f"worker {needed[0]} was lost, without which {strategy.name} cannot go on"
         return ""
 
-    def _begin_again(self, now: Beginning, why: str) -> None:
-        """Let the next beginning be; of several who do so at once the first one counts."""
-        ranks = [rank for rank in range(self._workers) if not given_up(self._base, rank)]
-        if not ranks:
-            raise RunStopped(f"{why}, and none of those it began with is started again. Start a new run.")
-        self._run.compare_set(NEWEST, now.text, Beginning(now.number + 1, tuple(ranks), why).text)
-
     def restore(self, mine: Beginning, lives: Mapping[int, int]) -> None:
         """Tell a store that was started anew which beginning it is, and the last life of each rank."""
         for rank, life in lives.items():
@@ -177,13 +164,3 @@ class Beginnings:
                 known = self._run.compare_set(f"life/{rank}", known, str(life))
         while (newest := self.newest()).number < mine.number:
             self._run.compare_set(NEWEST, newest.text, mine.text)
-
-
-def started(base: Entries, rank: int) -> int | None:
-    """How often a launcher has started a worker that died; 0: not again; None: it has said nothing."""
-    return base.number(f"{STARTS}/{rank}")
-
-
-def given_up(base: Entries, rank: int) -> bool:
-    """Whether a launcher has said that it does not start this worker again."""
-    return started(base, rank) == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import os
+import socket
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -12,21 +13,16 @@ from freewheel.errors import ConfigError
 from freewheel.fabric import secret
 from freewheel.runtime.membership.entries import Store
 
-LAUNCHED = "FREEWHEEL_LAUNCHED"
-"""Set by our launcher, for its workers: the address of its store. Who starts others with another store in
-this environment does not launch them."""
-KEYS = "FREEWHEEL_TLS"
-"""Set by our launcher too: where the run's keys are. A worker that has it never speaks without them."""
-
-
-STORE = "FREEWHEEL_STORE"
-"""HOST:PORT of a store that `freewheel store` holds, where neither a launcher nor worker 0 does."""
+# Set by our launcher, for its workers: the address of its store (who starts others with another store in this
+# environment does not launch them), and where the run's keys are, without which such a worker never speaks.
+LAUNCHED, KEYS = "FREEWHEEL_LAUNCHED", "FREEWHEEL_TLS"
+STORE = "FREEWHEEL_STORE"  # HOST:PORT of a store that `freewheel store` holds: no launcher, nor worker 0 does
+# Which of several runs that meet in one store this is; and the address to listen on, as attach's `bind`.
 RUN, BIND = "FREEWHEEL_RUN", "FREEWHEEL_BIND"
-"""Which of several runs that meet in one store this is; and the address to listen on, as attach's `bind`."""
+# What Slurm and an Indexed Job of Kubernetes call RANK and WORLD_SIZE.
 SCHEDULERS = (("SLURM_PROCID", "SLURM_NTASKS"), ("JOB_COMPLETION_INDEX", "WORLD_SIZE"))
-"""What Slurm and an Indexed Job of Kubernetes call RANK and WORLD_SIZE."""
+# Set for workers whose script another library would start processes in, if it saw that there are several.
 HIDES = "FREEWHEEL_HIDE_RANKS"
-"""Set for workers whose script another library would start processes in, if it saw that there are several."""
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
@@ -49,23 +45,19 @@ class Place:
     local_world_size: int = 1
     host: str = "127.0.0.1"
     port: int = 0
-    hosted: bool = False
-    """Whether a launcher holds the store."""
+    hosted: bool = False  # whether a launcher holds the store
+    # torchrun starts all workers anew after a failure; what an earlier attempt left does not count. In a
+    # store that several runs use, the run's name.
     attempt: str = "0"
-    """torchrun starts all workers anew after a failure; what an earlier attempt left does not count. In a
-    store that several runs use, the run's name."""
-    launched: bool = False
-    """Whether the launcher is ours: the store then has the run's options before it has workers."""
+    launched: bool = False  # by our launcher: the store then has the run's options before it has workers
+    # The run's (fabric/secret.py); empty: nobody has given one, and who reaches the store is believed.
     secret: bytes = field(default=b"", repr=False)
-    """The run's (fabric/secret.py); empty: nobody has given one, and who reaches the store is believed."""
+    # Keys, the address to listen on and where to write records, where who started this worker knows them.
     tls: str | None = None
     bind: str | None = None
     folder: str | None = None
-    """Keys, the address to listen on and where to write records, where who started this worker knows them."""
-    life: int = 0
-    """How often this worker was started, where who starts it counts."""
-    meeting: Meeting | None = None
-    """Where the others are found; None: a TCPStore at `host` and `port`."""
+    life: int = 0  # how often this worker was started, where who starts it counts
+    meeting: Meeting | None = None  # where the others are found; None: a TCPStore at `host` and `port`
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Place:
@@ -74,7 +66,14 @@ class Place:
         """
         if _given is not None and environment is os.environ:
             return _given
-        environment = _in_our_words(shown(environment))
+        environment = dict(shown(environment))
+        for rank_name, size_name in SCHEDULERS:
+            given = environment.get(size_name, "1")
+            if "RANK" not in environment and rank_name in environment and given != "1":
+                environment.update(RANK=environment[rank_name], WORLD_SIZE=given)
+        if environment.get(STORE):
+            host, store_port = parse_address(environment[STORE], STORE)
+            environment.update(MASTER_ADDR=host, MASTER_PORT=str(store_port))
         known = {"RANK", "WORLD_SIZE"} & environment.keys()
         if not known and not any(environment.get(name) for name in (STORE, "JOB_COMPLETION_INDEX")):
             return cls()
@@ -133,6 +132,13 @@ def is_loopback(address: str) -> bool:
         return address == "localhost"
 
 
+def address_for(host: str) -> str:
+    """The address of this machine from which a host is reached."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
 def hide(environment: MutableMapping[str, str]) -> None:
     """Give the ranks names that only Freewheel reads."""
     for name in RANKS:
@@ -158,19 +164,6 @@ def _whole(environment: Mapping[str, str], name: str) -> int:
     if not text.isdecimal():
         raise ConfigError(f"{name}={text!r} in the environment is not a whole number.")
     return int(text)
-
-
-def _in_our_words(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """What schedulers and `freewheel store` say, as torch says it."""
-    words = dict(environment)
-    for rank, world_size in SCHEDULERS:
-        given = environment.get(world_size, "1")
-        if "RANK" not in words and rank in words and given != "1":
-            words.update(RANK=words[rank], WORLD_SIZE=given)
-    if words.get(STORE):
-        host, port = parse_address(words[STORE], STORE)
-        words.update(MASTER_ADDR=host, MASTER_PORT=str(port))
-    return words
 
 
 def parse_address(text: str, name: str = "master", default: int | None = None) -> tuple[str, int]:

@@ -7,6 +7,7 @@ goes, training goes on, and when it comes back, empty, the workers enter themsel
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hashlib
 import json
@@ -23,41 +24,28 @@ from typing import Any
 from torch import nn
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from freewheel.errors import ConfigError, WorkerLost, first_line
+from freewheel.errors import ConfigError, PeerLost, WorkerLost, first_line
 from freewheel.fabric.secret import Forged, derive
+from freewheel.fabric.tcp import TcpFabric
 from freewheel.runtime.membership.entries import OPTIONS, Entries, Options
-from freewheel.runtime.membership.generation import (
-    GIVEN_UP,
-    Beginning,
-    Beginnings,
-    Entry,
-    Orphaned,
-    TooLate,
-    given_up,
-    started,
-)
+from freewheel.runtime.membership.generation import GIVEN_UP, Beginning, Beginnings, Entry, Orphaned, TooLate
+from freewheel.runtime.membership.hosts import STORE_S, BoundedStore, reach, within
 from freewheel.runtime.membership.place import Place
-from freewheel.runtime.membership.store_client import STORE_S, BoundedStore, reach, within
 from freewheel.runtime.worker.checks import first_difference, other_settings, signature
+from freewheel.runtime.worker.records import Events
 from freewheel.strategy import Strategy
 
 POLL_S = 0.05
-REGISTER_S = 1.0
-"""Between two looks whether the store still knows this worker."""
-SAY_S = 10.0
-"""How long others are waited for before it is said."""
-LISTENS_S = 1.0
-"""How long a process that is there may take to accept a connection."""
-MISSES = 2
-"""A store that did not answer so often one after the other is lost."""
-REFUSED = "it was refused: "
-"""How it begins what a worker that was not let in leaves for the others."""
+REGISTER_S = 1.0  # between two looks whether the store still knows this worker
+SAY_S = 10.0  # how long others are waited for before it is said
+LISTENS_S = 1.0  # how long a process that is there may take to accept a connection
+MISSES = 2  # a store that did not answer so often one after the other is lost
+REFUSED = "it was refused: "  # how it begins what a worker that was not let in leaves for the others
 
 log = logging.getLogger("freewheel")
 
-
+# The store of each place in this process, and how often it was used: a script may attach several times.
 _stores: dict[Place, tuple[BoundedStore, int]] = {}
-"""The store of each place in this process, and how often it was used: a script may attach several times."""
 
 
 class Rendezvous:
@@ -69,17 +57,13 @@ class Rendezvous:
         _stores[place] = self._line, self._used + 1
         self._line.timeout_s = timeout_s
         self._prefix = f"freewheel/{place.attempt}/{self._used}"
-        # Entries of the store, of this run alone, and of the beginning this worker is in.
-        self._base = self._of_run = Entries(self._line, place.secret)
-        self._store = self._base.under(self._prefix)
+        self._base = Entries(self._line, place.secret)
+        self._store = self._base.under(self._prefix)  # where its beginning has its names
         self._beginning, self._late = Beginning(0, ()), False
         self._options = self._model = self._address = ""
         self._name = OPTIONS
-        self.there = True
-        """Whether the store has answered when it was last asked."""
-        self._missed = 0
-        self._probes: dict[int, socket.socket] = {}
-        """Connections with the ports of workers that are out of reach."""
+        self.there, self._missed = True, 0  # whether the store has answered when it was last asked
+        self._probes: dict[int, socket.socket] = {}  # connections with ports of workers that are out of reach
 
     def hurry(self) -> None:
         """From now on nobody waits long for the store."""
@@ -101,9 +85,9 @@ class Rendezvous:
             options = Options(str(json.loads(self._options)["run"]))
         workers = options.workers or self.place.world_size
         self.most = max(options.most, options.workers, self.place.world_size)
-        self._of_run = self._base.of_run(options.run)
-        self._beginnings = Beginnings(self._of_run, self._prefix, workers, self.most)
-        self._store = self._of_run.under(self._prefix)
+        of_run = self._base.of_run(options.run)
+        self._beginnings = Beginnings(of_run, self._prefix, workers, self.most)
+        self._store = of_run.under(self._prefix)
         # What is said in a process's second use of a run does not belong to its first.
         # Whoever has not the secret cannot know this number, which is the key of all connections.
         run = derive(self.place.secret, "run", options.run, str(self._used)).hex()
@@ -122,7 +106,11 @@ class Rendezvous:
 
     def incarnation(self) -> int:
         """Which life of this rank this is, from 1 on."""
-        return self._beginnings.count_life(self.place.rank, self.place.life)
+        key = f"life/{self.place.rank}"
+        # Those that ended before they came this far count, too: who starts workers has counted them.
+        counted = max(self._beginnings.started(self.place.rank) or 0, self.place.life)
+        life = self._store.add(key, 1)
+        return life if counted <= life else self._store.add(key, counted - life)
 
     def enter(self, life: int, strategy: Strategy) -> Entry:
         """Come into the run; into its next beginning where all who could be copied are lost."""
@@ -204,11 +192,22 @@ class Rendezvous:
         found: dict[int, tuple[str, int]] = {}
         try:
             self._line.renew()
-            self._register(lives)
-            for rank in set(range(self.most)).difference(members):
-                host, port, life = self._listed(rank) or ("", 0, -1)
-                if life >= lives.get(rank, 0) and not self._store.read(f"absent/{rank}"):
-                    found[rank] = host, port
+            store, rank = self._store, self.place.rank
+            if store.read(f"address/{rank}") is None:
+                # One that comes back must not be taken for an earlier life than anybody has seen.
+                self._beginnings.restore(self._beginning, lives)
+                store.compare_set("model", "", self._model)
+                self.begin(lives.get(rank, 1))
+                store.set(f"address/{rank}", self._address)
+                options = self._base if self.place.launched else self._base.under(self._prefix)
+                options.compare_set(self._name, "", self._options)
+                options.compare_set(OPTIONS, "", self._options)  # last: who finds it finds the rest
+                text = "the rendezvous at %s was started anew; entered this worker again"
+                log.warning(text, self.place.where)
+            for peer in set(range(self.most)).difference(members):
+                host, port, life = self.look_up(peer) or ("", 0, -1)
+                if life >= lives.get(peer, 0) and not store.read(f"absent/{peer}"):
+                    found[peer] = host, port
             self.there, self._missed = True, 0
         except (Forged, OSError, RuntimeError) as error:
             if isinstance(error, Forged) and not self._missed:  # somebody else writes there: nobody can join
@@ -217,30 +216,10 @@ class Rendezvous:
             self.there = self._missed < MISSES
         return found
 
-    def _register(self, lives: Mapping[int, int]) -> None:
-        place, store = self.place, self._store
-        if store.read(f"address/{place.rank}") is not None:
-            return
-        # One that comes back must not be taken for an earlier life than anybody has seen.
-        self._beginnings.restore(self._beginning, lives)
-        store.compare_set("model", "", self._model)
-        self.begin(lives.get(place.rank, 1))
-        store.set(f"address/{place.rank}", self._address)
-        options = self._base if place.launched else self._base.under(self._prefix)
-        options.compare_set(self._name, "", self._options)
-        options.compare_set(OPTIONS, "", self._options)  # last: who finds it finds the rest
-        log.warning("the rendezvous at %s was started anew; entered this worker again", place.where)
-
-    def _listed(self, peer: int) -> tuple[str, int, int] | None:
-        if (text := self._store.read(f"address/{peer}")) is None:
-            return None
-        host, port, life = json.loads(text)
-        return str(host), int(port), int(life)
-
-    def look_up(self, peer: int) -> tuple[str, int] | None:
-        """Where a peer listens; None: not known yet."""
-        listed = self._listed(peer)
-        return listed and listed[:2]
+    def look_up(self, peer: int) -> tuple[str, int, int] | None:
+        """Where a peer listens, and in which life; None: not known yet."""
+        text = self._store.read(f"address/{peer}")
+        return tuple(json.loads(text)) if text is not None else None
 
     def listens(self, peer: int) -> bool:
         """Whether a peer's process takes connections: the system answers for one that is stopped, too."""
@@ -250,7 +229,7 @@ class Rendezvous:
                     if not self._probes[peer].recv(1):
                         self._probes.pop(peer).close()
             elif (where := self.look_up(peer)) is not None:
-                self._probes[peer] = socket.create_connection(where, timeout=LISTENS_S)
+                self._probes[peer] = socket.create_connection(where[:2], timeout=LISTENS_S)
                 self._probes[peer].setblocking(False)
             return peer in self._probes
         if peer in self._probes:  # it was reset
@@ -262,7 +241,7 @@ class Rendezvous:
         if self.there:
             with contextlib.suppress(RuntimeError, OSError):
                 ranks = range(self.most)
-                return [rank for rank in ranks if (started(self._of_run, rank) or 0) > lives.get(rank, 0)]
+                return [rank for rank in ranks if (self._beginnings.started(rank) or 0) > lives.get(rank, 0)]
             self.there = False  # without a store nobody can come
         return []
 
@@ -295,17 +274,13 @@ class Rendezvous:
         """Why a peer is not coming, if it or its launcher said so."""
         if self._beginnings.newest() != self._beginning:
             raise Orphaned("the others have begun again")
-        if given_up(self._of_run, peer):
+        if self._beginnings.started(peer) == 0:
             return GIVEN_UP
         return self._store.read(f"absent/{peer}") or None
 
     def first(self, key: str, text: str) -> str:
         """Say this unless somebody has said something under this name; what was said first."""
         return self._store.compare_set(key, "", text)
-
-    def say(self, key: str, text: str) -> None:
-        """Leave a word for the others."""
-        self._store.set(key, text)
 
     def hear(self, key: str, peer: int) -> str:
         """Wait for a word of another worker; WorkerLost: it is not coming."""
@@ -325,10 +300,10 @@ class Rendezvous:
     def agree(self, key: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
         """Say something; of what all say who begin, the first one makes a decision, and all hear it."""
         ranks = self._beginning.ranks
-        self.say(f"{key}/{self.place.rank}", json.dumps(mine))
+        self._store.set(f"{key}/{self.place.rank}", json.dumps(mine))
         if self.place.rank == ranks[0]:
             said = [json.loads(self.hear(f"{key}/{rank}", rank)) for rank in ranks]
-            self.say(key, json.dumps(decide(said)))
+            self._store.set(key, json.dumps(decide(said)))
         return json.loads(self.hear(key, ranks[0]))
 
 
@@ -358,6 +333,32 @@ class Waiting:
                 ", ".join(map(str, peers)),
                 self._timeout_s,
             )
+
+
+async def stay_registered(
+    rendezvous: Rendezvous, fabric: TcpFabric, events: Events, lack: Callable[[Mapping[int, str]], None]
+) -> None:
+    """Look after this worker's entry until it leaves; `lack` is told who was not let into the run."""
+    rendezvous.hurry()  # and ask in threads: where a network is cut, the store hangs
+    there, where = True, rendezvous.place.where
+    while True:
+        await asyncio.sleep(REGISTER_S)
+        if events.muted:
+            return
+        before, members = there, fabric.members
+        missed = await asyncio.to_thread(rendezvous.register, dict(fabric.lives), members)
+        for peer, address in missed.items():  # they came while this one could not be found
+            with contextlib.suppress(PeerLost):
+                if peer not in fabric.members:
+                    await fabric.connect(peer, *address)
+        if there := rendezvous.there:
+            lack(await asyncio.to_thread(rendezvous.refused, fabric.members))
+        if there != before:
+            what = "answers again" if there else "does not answer; training goes on, nobody can join"
+            text = f"the rendezvous at {where} {what}"
+            events.note("store back" if there else "store lost", rendezvous.place.rank, text)
+            if not there:
+                log.warning("%s", text)
 
 
 def launched_options(place: Place) -> Options | None:
@@ -419,10 +420,3 @@ def _connect(place: Place, timeout_s: float) -> BoundedStore:
                     f"({first_line(error)}). Check MASTER_ADDR and MASTER_PORT, and worker 0."
                 ) from None
             time.sleep(POLL_S)
-
-
-def address_for(host: str) -> str:
-    """The address of this machine from which a host is reached."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # sends nothing
-        return str(probe.getsockname()[0])

@@ -95,7 +95,7 @@ async def _call(agent: Agent, rendezvous: Rendezvous, peers: Iterable[int]) -> N
         known = await asyncio.to_thread(rendezvous.look_up, peer)
         try:
             if known is not None:
-                await agent.fabric.connect(peer, *known)
+                await agent.fabric.connect(peer, *known[:2])
         except PeerLost as error:
             refused = "refused this worker" in error.why and "called already" not in error.why
             if refused or OTHER_KEYS in error.why:

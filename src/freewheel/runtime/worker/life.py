@@ -21,9 +21,8 @@ from freewheel.fabric.tcp import FINISHED, LEFT
 from freewheel.runtime.checkpoint.taker import Checkpoints
 from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.generation import Beginning, Entry, Orphaned, TooLate
-from freewheel.runtime.membership.place import Place
-from freewheel.runtime.membership.registrar import stay_registered
-from freewheel.runtime.membership.rendezvous import Rendezvous, address_for, launched_options, patiently
+from freewheel.runtime.membership.place import Place, address_for
+from freewheel.runtime.membership.rendezvous import Rendezvous, launched_options, patiently, stay_registered
 from freewheel.runtime.worker import checks, guards, joining
 from freewheel.runtime.worker.account import Account
 from freewheel.runtime.worker.agent import Agent
