@@ -50,11 +50,11 @@ def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
     looked at, since membership is what is proven. Mind that a caller learns that it was refused only when it
     first reads: that is how TLS 1.3 goes.
     """
-    cure = "`freewheel keys DIR` makes a new set."
+    given, cure = repr(str(folder)), "`freewheel keys DIR` makes a new set."
     ca, certificate, key = (folder / name for name in FILES)
     missing = [path.name for path in (ca, certificate, key) if not path.is_file()]
     if missing:
-        raise ConfigError(f"{str(folder)!r} is not a set of keys: {' and '.join(missing)} missing. {cure}")
+        raise ConfigError(f"{given} is not a set of keys: {' and '.join(missing)} missing. {cure}")
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:
         for context in (server, client):
@@ -64,25 +64,19 @@ def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
             context.load_verify_locations(ca)
             context.load_cert_chain(certificate, key, password="")  # never ask the terminal for one
         server.num_tickets = 0  # every connection proves its membership anew
-        _shake_hands(server, client)
+        # Let the two ends meet in memory: shows at once whether key, certificate, authority and dates fit.
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        calling = client.wrap_bio(to_client, to_server)
+        called = server.wrap_bio(to_server, to_client, server_side=True)
+        for end in (calling, called, calling, called):
+            with suppress(ssl.SSLWantReadError):
+                end.do_handshake()
     except ssl.SSLCertVerificationError as error:
-        raise ConfigError(
-            f"the keys in {str(folder)!r} are not valid: {error.verify_message}. {cure}"
-        ) from None
+        raise ConfigError(f"the keys in {given} are not valid: {error.verify_message}. {cure}") from None
     except OSError as error:  # an SSLError is one
         why = getattr(error, "reason", None) or error.strerror or error
-        raise ConfigError(f"cannot use the keys in {str(folder)!r}: {why}. {cure}") from None
+        raise ConfigError(f"cannot use the keys in {given}: {why}. {cure}") from None
     return server, client
-
-
-def _shake_hands(server: ssl.SSLContext, client: ssl.SSLContext) -> None:
-    """Let the two ends meet in memory: shows at once whether key, certificate, authority and dates fit."""
-    to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
-    calling = client.wrap_bio(to_client, to_server)
-    called = server.wrap_bio(to_server, to_client, server_side=True)
-    for end in (calling, called, calling, called):
-        with suppress(ssl.SSLWantReadError):
-            end.do_handshake()
 
 
 def _new_set(days: int) -> tuple[datetime, tuple[bytes, bytes, bytes]]:
@@ -94,21 +88,20 @@ def _new_set(days: int) -> tuple[datetime, tuple[bytes, bytes, bytes]]:
     except ImportError:
         raise ConfigError("making keys needs a package more: pip install 'freewheel[tls]'") from None
 
-    now = datetime.now(UTC)
+    now, run = datetime.now(UTC), secrets.token_hex(4)
     until = now + timedelta(days=days)
-    run = secrets.token_hex(4)
+    authority, worker = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
 
-    def certificate(
-        subject: str, key: ec.EllipticCurvePrivateKey, authority: ec.EllipticCurvePrivateKey, ca: bool
-    ) -> x509.CertificateBuilder:
-        names = (
+    def certificate(subject: str, key: ec.EllipticCurvePrivateKey) -> x509.CertificateBuilder:
+        ca = key is authority
+        by, of = (
             x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, f"freewheel {what} {run}")])
             for what in ("authority", subject)
         )
         issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(authority.public_key())
         usage = x509.KeyUsage(not ca, False, False, False, False, ca, ca, False, False)
         return (
-            x509.CertificateBuilder(next(names), next(names))
+            x509.CertificateBuilder(by, of)
             .public_key(key.public_key())
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - timedelta(minutes=5))  # clocks of other hosts may be behind
@@ -119,10 +112,9 @@ def _new_set(days: int) -> tuple[datetime, tuple[bytes, bytes, bytes]]:
             .add_extension(issuer, critical=False)
         )
 
-    authority, worker = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
     both = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
-    ca = certificate("authority", authority, authority, ca=True).sign(authority, hashes.SHA256())
-    member = certificate("worker", worker, authority, ca=False).add_extension(both, critical=False)
+    ca = certificate("authority", authority).sign(authority, hashes.SHA256())
+    member = certificate("worker", worker).add_extension(both, critical=False)
     pem = serialization.Encoding.PEM
     return until, (
         ca.public_bytes(pem),

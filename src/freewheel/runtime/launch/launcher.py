@@ -31,13 +31,11 @@ from freewheel.runtime.membership.hosts import claim, host_store, listen, reach_
 from freewheel.runtime.membership.place import HIDES, KEYS, LAUNCHED, hide
 from freewheel.runtime.worker.leaving import patience
 
-Address = tuple[str, int]
 LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
 TELL_AGAIN_S = 2.0  # between two tries to tell the store who died
 GRACE_S = 1.4  # between passing on Ctrl-C and killing; after SIGTERM workers have time to leave first
 CONSOLE = Options(console=True)
-SECRET = "secret"
-"""The file in the run's folder from which others who join take the secret; gone when the run has ended."""
+SECRET = "secret"  # the file in the run's folder that others who join read; gone when the run has ended
 
 
 class Captured:
@@ -89,11 +87,12 @@ def launch(
     base = Entries(store, known)
     base.set(OPTIONS, options.text)
     home = _made(options.folder)
-    environment = _environment(workers, workers, (host, port), known, options.tls, env)
-    threads, folder = environment["OMP_NUM_THREADS"], str(options.folder or "")
+    told = _told(workers, workers, f"{host}:{port}", known, options.tls, env or {})
+    threads, folder = told["OMP_NUM_THREADS"], str(options.folder or "")
     output(None, f"workers: {workers}, OMP_NUM_THREADS: {threads}, records: {folder or 'none'}", True)
     with contextlib.ExitStack() as ends:  # what is opened here is closed, whatever happens, last things first
-        run = _Run(ends, output, restarts, base.of_run(options.run), events or home)
+        store_of_run = base.of_run(options.run)
+        run = _Run(ends, output, restarts, store_of_run, events or home, command, range(workers), told)
         if folder:
             output(None, f"Watch: freewheel watch {shlex.quote(folder)}", True)
         if most > workers:
@@ -105,7 +104,6 @@ def launch(
                 how = f"--secret {shlex.quote(str(path))}"
             join = f"freewheel join {host}:{port} {how} -- {shlex.join(command[1:])}"
             output(None, f"up to {most} workers: others come with {join}", True)
-        run.start(command, range(workers), environment)
         return run.until_ended(tick)
 
 
@@ -127,7 +125,7 @@ def join(
     """
     _check(workers, restarts, here)
     store, host, port = reach_store(master, wait_s, lambda text: output(None, text, True))
-    base, at = Entries(store, secret), (host, port)
+    base = Entries(store, secret)
     given = Options.read(base.get(OPTIONS))
     here, entries = here.whole(), base.of_run(given.run)
     folder, bind, tls = here.folder or given.folder, here.bind or given.bind, here.tls or given.tls
@@ -139,48 +137,39 @@ def join(
             base.set(f"{OPTIONS}/worker/{rank}", options.text)
         who = f"worker{'s' * (workers > 1)} {', '.join(map(str, ranks))}"
         output(None, f"joining {master} as {who}, running: {shlex.join(command)}", True)
-        run = _Run(ends, output, restarts, entries, home, store.renew)
-        run.start(command, ranks, _environment(given.most, workers, at, secret, options.tls))
+        told = _told(given.most, workers, f"{host}:{port}", secret, options.tls, {})
+        run = _Run(ends, output, restarts, entries, home, command, ranks, told, store.renew)
         return run.until_ended(tick)
 
 
 def known_secret(secret: Path | None, tls: str | Path | None) -> bytes | None:
     """What a launcher was given: a file, here or by the environment, or keys; None: nothing."""
-    named = os.environ.get(secrets.SECRET_FILE)
-    if secret is not None or named:
-        return secrets.read(secret or Path(str(named)))
+    if named := secret or os.environ.get(secrets.SECRET_FILE):
+        return secrets.read(Path(named))
     return secrets.of_keys(Path(tls)) if tls is not None else None
 
 
-def _environment(
-    world_size: int,
-    here: int,
-    at: Address,
-    secret: bytes,
-    tls: str | Path | None,
-    more: Mapping[str, str] | None = None,
+def _told(
+    world_size: int, here: int, at: str, secret: bytes, tls: str | Path | None, more: Mapping[str, str]
 ) -> dict[str, str]:
-    """What all workers of this host are told."""
+    """The environment of all workers of this host."""
     fair = max(1, len(os.sched_getaffinity(0)) // here)  # more threads than cores slow everybody down
-    host, port = at
-    return {"OMP_NUM_THREADS": str(fair), **os.environ, **(more or {})} | {
+    host, _, port = at.rpartition(":")
+    return {"OMP_NUM_THREADS": str(fair), **os.environ, **more} | {
         "WORLD_SIZE": str(world_size),
         "LOCAL_WORLD_SIZE": str(here),
         "MASTER_ADDR": host,
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": port,
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # a store listens there already
         "PYTHONUNBUFFERED": "1",
-        LAUNCHED: f"{host}:{port}",
+        LAUNCHED: at,
         secrets.SECRET: secret.hex(),
         KEYS: str(tls or ""),
     }
 
 
 class _Run:
-    """The workers of this host from their start to the last one's end; with the stack all of them end.
-
-    What it notices goes into the records of the folder that ``events`` names.
-    """
+    """The workers of this host from their start to the last one's end; with the stack all of them end."""
 
     def __init__(
         self,
@@ -188,41 +177,39 @@ class _Run:
         output: Output,
         restarts: int,
         store: Entries,
-        events: Callable[[], Path] | None,
+        events: Callable[[], Path] | None,  # the folder in whose records is what it notices
+        command: Sequence[str],
+        ranks: Sequence[int],
+        told: Mapping[str, str],
         renew: Callable[[], None] = lambda: None,
     ) -> None:
-        self._ends, self._output, self._restarts = ends, output, restarts
-        self._store, self._renew, self._events = store, renew, events
+        self._output, self._restarts, self._store = output, restarts, store
+        self._renew, self._events, self._workers = renew, events, len(ranks)
         self._running: list[Process] = []
         self._failure = 0
-        self._untold: dict[int, int] = {}
-        """What the store has not been told yet of workers that died."""
+        self._untold: dict[int, int] = {}  # what the store has not been told yet of workers that died
         self._tell_at_s = 0.0
         if events is not None:  # who watches from the first second on sees a run that is starting
             journal = Journal(events(), "launcher")
             journal.begin()
             ends.callback(journal.close)
+        self._caught = ends.enter_context(ending_signals())
+        tell = ends.enter_context(keeper())
+        self._selector = ends.enter_context(selectors.DefaultSelector())
+        for local, rank in enumerate(ranks):
+            store.delete_key(f"{STARTS}/{rank}")  # who had this place before may have been given up
+            own = {**told, "RANK": str(rank), "LOCAL_RANK": str(local)}
+            if own.get(HIDES):
+                hide(own)
+            process = Process(rank, command, own, output, tell, self._selector)
+            ends.callback(process.kill)  # if it has not ended before
+            self._running.append(process)
+        for process in self._running:
+            process.start()
 
     def _note(self, what: str, rank: int, life: int, text: str) -> None:
         if self._events is not None:
             Journal(self._events(), "launcher").event(time.time(), what, rank, life, text)
-
-    def start(self, command: Sequence[str], ranks: Sequence[int], environment: Mapping[str, str]) -> None:
-        """Start the processes; they are killed with the stack, if they have not ended before."""
-        self._workers = len(ranks)
-        self._caught = self._ends.enter_context(ending_signals())
-        tell = self._ends.enter_context(keeper())
-        self._selector = self._ends.enter_context(selectors.DefaultSelector())
-        for local, rank in enumerate(ranks):
-            self._store.delete_key(f"{STARTS}/{rank}")  # who had this place before may have been given up
-            own = {**environment, "RANK": str(rank), "LOCAL_RANK": str(local)}
-            if own.get(HIDES):
-                hide(own)
-            process = Process(rank, command, own, self._output, tell, self._selector)
-            self._ends.callback(process.kill)
-            self._running.append(process)
-        for process in self._running:
-            process.start()
 
     def until_ended(self, tick: Callable[[], None] | None) -> int:
         """Show what they say, restart those that die, pass on signals, until none is left; the exit code."""

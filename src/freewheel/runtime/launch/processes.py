@@ -11,19 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import FrameType
 from typing import IO
 
 from freewheel.errors import ConfigError
 
+# Takes one whole line: whose it is (a rank; None: the launcher's), the text, whether it came on stderr.
 Output = Callable[[int | None, str, bool], None]
-"""Takes one whole line: whose it is (a rank; None: the launcher's), the text, whether it came on stderr."""
-
+Tell = Callable[[str], None]  # takes a line: a process group, after a plus or a minus
 LONGEST_LINE = 1 << 20
-PROGRESS_S = 5.0
-"""How often a line that is written over and does not end, as a progress bar, is shown."""
-Tell = Callable[[str], None]
-"""Takes a line: a process group, after a plus or a minus."""
+PROGRESS_S = 5.0  # how often a line that is written over and does not end, as a progress bar, is shown
 
 
 class Process:
@@ -109,13 +105,11 @@ class Process:
 class _Pipe:
     """Cuts what a process writes into whole lines; of one that is written over, it shows the newest state."""
 
-    def __init__(
-        self, stream: IO[bytes], show: Callable[[str], None], selector: selectors.BaseSelector
-    ) -> None:
-        self._stream, self._show, self._selector = stream, show, selector
+    def __init__(self, pipe: IO[bytes], say: Callable[[str], None], selector: selectors.BaseSelector) -> None:
+        self._stream, self._show, self._selector = pipe, say, selector
         self._rest, self._shown_at_s = b"", time.monotonic()
-        os.set_blocking(stream.fileno(), False)
-        selector.register(stream, selectors.EVENT_READ, self)
+        os.set_blocking(pipe.fileno(), False)
+        selector.register(pipe, selectors.EVENT_READ, self)
 
     def read(self) -> bytes | None:
         """Take what is there and show its whole lines: b"" at the end, None when there is nothing now."""
@@ -150,7 +144,6 @@ class _Pipe:
             self._say(rest)
 
     def close(self) -> None:
-        """Let go of the pipe."""
         if not self._stream.closed:
             self._selector.unregister(self._stream)
             self._stream.close()
@@ -195,14 +188,11 @@ def keeper() -> Iterator[Tell]:
 def ending_signals() -> Iterator[list[int]]:
     """Collect SIGINT and SIGTERM instead of dying of them (where the main thread asks)."""
     caught: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        caught.append(number)
-
     if threading.current_thread() is not threading.main_thread():
         yield caught
         return
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    ending = (signal.SIGINT, signal.SIGTERM)
+    before = {one: signal.signal(one, lambda number, _: caught.append(number)) for one in ending}
     try:
         yield caught
     finally:
