@@ -84,7 +84,7 @@ def test_strangers_get_nothing_and_others_are_served(greeting):
 async def asked(port, sent, wanted):
     """What the server answers to a question of somebody who has proved to be a member."""
     with socket.create_connection(("127.0.0.1", port)) as sock:
-        async with bandwidth._met(sock, None, DEADLINE_S, caller=True) as transport:
+        async with bandwidth._met(sock, None, DEADLINE_S, calls=True) as transport:
             await transport.write(bandwidth.ASK.pack(sent, wanted))
             await transport.read(memoryview(bytearray(1)))
 

@@ -13,7 +13,7 @@ from freewheel.errors import ConfigError
 from freewheel.runtime.doctor import probe as looking
 from freewheel.runtime.doctor.bandwidth import LinkFigure
 from freewheel.runtime.doctor.probe import LOOPBACK, Cuda, Facts, gather
-from freewheel.runtime.doctor.rules import diagnose, fits
+from freewheel.runtime.doctor.rules import diagnose
 
 GOOD = LinkFigure(latency_ms=0.2, mbit_out=9400.0, mbit_in=9300.0, clock_skew_ms=3.0)
 AWAY = {"bind": "10.0.0.1", "links": {"10.0.0.2:29600": GOOD}}
@@ -123,7 +123,7 @@ def test_a_link_says_how_long_the_model_takes():
     ],
 )
 def test_versions_are_compared_by_their_numbers(version, bounds, expected):
-    assert fits(version, bounds) is expected
+    assert found(torch=version, torch_range=bounds)["torch"].state == ("ok" if expected else "problem")
 
 
 # -- looking at a real host --
@@ -131,7 +131,7 @@ def test_versions_are_compared_by_their_numbers(version, bounds, expected):
 
 def test_what_is_found_on_this_host_makes_sense(tmp_path):
     seen = gather([], folder=tmp_path / "new" / "runs", mb=0.5)
-    assert fits(seen.torch, seen.torch_range)
+    assert found(torch=seen.torch, torch_range=seen.torch_range)["torch"].state == "ok"
     assert seen.torch_range
     assert 1 <= seen.cores <= len(os.sched_getaffinity(0))
     assert seen.bind_problem is seen.window_problem is seen.sharing_problem is seen.folder_problem is None

@@ -20,21 +20,18 @@ from pathlib import Path
 from freewheel.errors import ConfigError
 from freewheel.fabric import secret
 from freewheel.fabric.frames import BadFrame
-from freewheel.fabric.handshake import BROKEN, DIAL_S, prove
+from freewheel.fabric.handshake import BROKEN, DIAL_S, prove, take
 from freewheel.fabric.transport import Transport, dial, open_transport
 from freewheel.runtime.launch.keys import contexts
 from freewheel.runtime.membership.hosts import listen
 
 PORT = 29600
-GREETING_S, VISIT_S = 5.0, 60.0
-"""How long a visitor may take to prove that it is a member, and to measure."""
-MEASURE_S = 30.0
-"""How long a visitor waits for its turn and its figures."""
+GREETING_S, VISIT_S = 5.0, 60.0  # how long a visitor may take to prove that it is a member, and to measure
+MEASURE_S = 30.0  # how long a visitor waits for its turn and its figures
 PINGS = 21
 FIRST = 1 << 16  # bytes of the first transfer; each next one has four times as many
 LONG_ENOUGH_S = 0.5  # a transfer that took so long has measured the link
-MOST_MB, MEGABYTES = 1024, 64.0
-"""How much a transfer may be at most, and unless somebody says otherwise."""
+MOST_MB, MEGABYTES = 1024, 64.0  # how much a transfer may be at most, and unless somebody says otherwise
 PIECE = memoryview(bytes(1 << 20))
 ASK, CLOCK = struct.Struct("!QQ"), struct.Struct("!d")
 
@@ -43,12 +40,10 @@ ASK, CLOCK = struct.Struct("!QQ"), struct.Struct("!d")
 class LinkFigure:
     """What was measured between this host and another."""
 
-    latency_ms: float
-    """One way."""
+    latency_ms: float  # one way
     mbit_out: float
     mbit_in: float
-    clock_skew_ms: float
-    """How far that host's clock is ahead of ours, known to about the latency."""
+    clock_skew_ms: float  # how far that host's clock is ahead of ours, known to about the latency
 
 
 @contextlib.asynccontextmanager
@@ -73,7 +68,7 @@ async def _serve(listener: socket.socket, tls: Path | None, say: Callable[[str],
     while True:
         visitor, _ = await asyncio.get_running_loop().sock_accept(listener)
         with contextlib.suppress(*BROKEN):  # it leaves, or is no member
-            async with _met(visitor, tls, GREETING_S, caller=False) as transport:
+            async with _met(visitor, tls, GREETING_S, calls=False) as transport:
                 say("another host measures its link to this one")
                 async with asyncio.timeout(VISIT_S):
                     while True:
@@ -81,12 +76,10 @@ async def _serve(listener: socket.socket, tls: Path | None, say: Callable[[str],
 
 
 async def _answer(transport: Transport) -> None:
-    asked = bytearray(ASK.size)
-    await transport.read(memoryview(asked))
-    sent, wanted = ASK.unpack(asked)
+    sent, wanted = ASK.unpack(await take(transport, ASK.size))
     if max(sent, wanted) > MOST_MB * 10**6:
         raise BadFrame("it asks for more than is offered")
-    await _take(transport, sent)
+    await _drop(transport, sent)
     await transport.write(CLOCK.pack(time.time()))
     await _give(transport, wanted)
 
@@ -104,8 +97,15 @@ async def measuring(host: str, port: int, mb: float, tls: Path | None = None) ->
     try:
         async with asyncio.timeout(DIAL_S):
             sock = await dial(host, port)
-        async with asyncio.timeout(MEASURE_S), _met(sock, tls, MEASURE_S, caller=True) as transport:
-            return await _figure(transport, round(mb * 10**6))
+        async with asyncio.timeout(MEASURE_S), _met(sock, tls, MEASURE_S, calls=True) as transport:
+            most, trips = round(mb * 10**6), [await _timed(transport) for _ in range(PINGS)]
+            shortest_s, skew_s = min(trips)  # the shortest trip left the least room for error
+            return LinkFigure(
+                latency_ms=1000 * statistics.median(trip_s for trip_s, _ in trips) / 2,
+                mbit_out=await _grow(lambda size: _timed(transport, sent=size), most, shortest_s),
+                mbit_in=await _grow(lambda size: _timed(transport, wanted=size), most, shortest_s),
+                clock_skew_ms=1000 * skew_s,
+            )
     except BROKEN as error:
         why = "it took too long" if isinstance(error, TimeoutError) else error
         raise ConfigError(
@@ -115,30 +115,17 @@ async def measuring(host: str, port: int, mb: float, tls: Path | None = None) ->
 
 
 @contextlib.asynccontextmanager
-async def _met(
-    sock: socket.socket, tls: Path | None, within_s: float, caller: bool
-) -> AsyncIterator[Transport]:
+async def _met(sock: socket.socket, tls: Path | None, most_s: float, calls: bool) -> AsyncIterator[Transport]:
     """A connection whose two ends have proved that they hold the same keys, or none."""
     opened: Transport | socket.socket = sock
     try:
-        async with asyncio.timeout(within_s):
-            context = contexts(tls)[caller] if tls else None
-            opened = transport = await open_transport(sock, context, server=not caller)
-            await prove(transport, secret.derive(secret.of_keys(tls) if tls else b"", "doctor"), caller)
+        async with asyncio.timeout(most_s):
+            context = contexts(tls)[calls] if tls else None
+            opened = transport = await open_transport(sock, context, server=not calls)
+            await prove(transport, secret.derive(secret.of_keys(tls) if tls else b"", "doctor"), calls)
         yield transport
     finally:
         opened.close()
-
-
-async def _figure(transport: Transport, most: int) -> LinkFigure:
-    trips = [await _timed(transport) for _ in range(PINGS)]
-    shortest_s, skew_s = min(trips)  # the shortest trip left the least room for error
-    return LinkFigure(
-        latency_ms=1000 * statistics.median(trip_s for trip_s, _ in trips) / 2,
-        mbit_out=await _grow(lambda size: _timed(transport, sent=size), most, shortest_s),
-        mbit_in=await _grow(lambda size: _timed(transport, wanted=size), most, shortest_s),
-        clock_skew_ms=1000 * skew_s,
-    )
 
 
 async def _timed(transport: Transport, sent: int = 0, wanted: int = 0) -> tuple[float, float]:
@@ -146,11 +133,10 @@ async def _timed(transport: Transport, sent: int = 0, wanted: int = 0) -> tuple[
     now_s, begun_s = time.time(), time.perf_counter()
     await transport.write(ASK.pack(sent, wanted))
     await _give(transport, sent)
-    clock = bytearray(CLOCK.size)
-    await transport.read(memoryview(clock))
-    await _take(transport, wanted)
+    (clock_s,) = CLOCK.unpack(await take(transport, CLOCK.size))
+    await _drop(transport, wanted)
     took_s = time.perf_counter() - begun_s
-    return took_s, CLOCK.unpack(clock)[0] - now_s - took_s / 2
+    return took_s, clock_s - now_s - took_s / 2
 
 
 async def _grow(transfer: Callable[[int], Awaitable[tuple[float, float]]], most: int, trip_s: float) -> float:
@@ -168,7 +154,7 @@ async def _give(transport: Transport, size: int) -> None:
         await transport.write(PIECE[: size - at])
 
 
-async def _take(transport: Transport, size: int) -> None:
+async def _drop(transport: Transport, size: int) -> None:
     into = memoryview(bytearray(len(PIECE)))
     for at in range(0, size, len(into)):
         await transport.read(into[: size - at])

@@ -27,6 +27,7 @@ from freewheel.runtime.membership.hosts import listen
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 DRIVER = Path("/proc/driver/nvidia/version")
 SHARED = Path("/dev/shm")
+FIREWALLD = Path("/run/firewalld")
 LOOPBACK = "loopback"
 
 
@@ -34,12 +35,10 @@ LOOPBACK = "loopback"
 class Cuda:
     """What torch says of CUDA, and the system of a driver."""
 
-    built: str | None = None
-    """The version of CUDA this torch was built for; None: built without."""
+    built: str | None = None  # the version of CUDA this torch was built for; None: built without
     driver: bool = False
     devices: tuple[str, ...] = ()
-    problem: str | None = None
-    """Why what is there cannot be used, in torch's words."""
+    problem: str | None = None  # why what is there cannot be used, in torch's words
 
 
 @dataclass(frozen=True)
@@ -59,15 +58,14 @@ class Facts:
     firewalls: tuple[str, ...] = ()
     open_files: int = 1 << 20
     window_problem: str | None = None
-    sharing_problem: str | None = None
-    """Why a window of the host or of the first GPU cannot be opened by a peer."""
+    sharing_problem: str | None = None  # why a peer cannot open a window of the host or of the first GPU
     shared_free_mb: float = 16_000.0
     memory_free_mb: float = 16_000.0
     folder: str = "runs"
     folder_problem: str | None = None
     disk_free_mb: float = 100_000.0
+    # By host, what was measured, or why it could not be.
     links: Mapping[str, LinkFigure | str] = field(default_factory=dict)
-    """By host, what was measured, or why it could not be."""
 
 
 def gather(
@@ -86,20 +84,24 @@ def gather(
     memory = _said("/proc/meminfo", r"^MemAvailable:\s+(\d+) kB")
     home = folder.absolute()
     nearest = next(one for one in (home, *home.parents) if one.exists())
-    cuda = _cuda()
+    cuda, files = _cuda(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    # Those of the scheduler, or fewer where a container may use only so much of them.
+    cores, limit = len(os.sched_getaffinity(0)), _said(QUOTA, r"\A(\d+) (\d+)")
+    # What can be seen without being root; nothing found does not mean that there is none.
+    firewalls = {"ufw": _said("/etc/ufw/ufw.conf", "^ENABLED=yes"), "firewalld": FIREWALLD.exists()}
     return Facts(
         python=platform.python_version(),
         torch=torch.__version__,
         torch_range=next(str(one.specifier) for one in needed if one.name == "torch"),
-        cores=_cores(),
+        cores=max(1, min(cores, int(limit[1]) // int(limit[2]))) if limit else cores,
         omp=os.environ.get("OMP_NUM_THREADS"),
         cuda=cuda,
         bind=bind,
         bind_problem=_problem(lambda: listen(bind, 0, "bind").close()),
         port=port,
         port_problem=None if port is None else _problem(lambda: listen(bind, port, "bind").close()),
-        firewalls=_firewalls(),
-        open_files=_open_files(),
+        firewalls=tuple(name for name, on in firewalls.items() if on),
+        open_files=1 << 30 if files == resource.RLIM_INFINITY else files,
         window_problem=_problem(lambda: HostWindow.make(mmap.PAGESIZE)),
         sharing_problem=_problem(lambda: _share(bool(cuda.devices))),
         shared_free_mb=shutil.disk_usage(SHARED).free / 1e6 if SHARED.is_dir() else 0.0,
@@ -113,9 +115,7 @@ def gather(
 
 
 def _links(hosts: list[tuple[str, int]], mb: float, tls: Path | None) -> dict[str, LinkFigure | str]:
-    if not hosts:
-        return {LOOPBACK: asyncio.run(loopback(mb, tls))}
-    found: dict[str, LinkFigure | str] = {}
+    found: dict[str, LinkFigure | str] = {} if hosts else {LOOPBACK: asyncio.run(loopback(mb, tls))}
     for host, port in hosts:
         try:
             found[f"{host}:{port}"] = asyncio.run(measuring(host, port, mb, tls))
@@ -125,15 +125,14 @@ def _links(hosts: list[tuple[str, int]], mb: float, tls: Path | None) -> dict[st
 
 
 def _cuda() -> Cuda:
-    built, driver = torch.version.cuda, DRIVER.exists()
-    devices: list[str] = []
+    built, devices, problem = torch.version.cuda, list[str](), None
     try:
         for index in range(torch.cuda.device_count() if built else 0):
             torch.ones(8, device=f"cuda:{index}").sum().item()
             devices.append(torch.cuda.get_device_name(index))
     except (RuntimeError, AssertionError) as error:  # torch raises both
-        return Cuda(built, driver, tuple(devices), first_line(error, 300))
-    return Cuda(built, driver, tuple(devices))
+        problem = first_line(error, 300)
+    return Cuda(built, DRIVER.exists(), tuple(devices), problem)
 
 
 def _problem(of: Callable[[], object], where: str = "") -> str | None:
@@ -151,24 +150,6 @@ def _said(path: str | Path, pattern: str) -> re.Match[str] | None:
         return re.search(pattern, Path(path).read_text(), flags=re.M | re.I)
     except OSError:
         return None
-
-
-def _cores() -> int:
-    """Those of the scheduler, or fewer where a container may use only so much of them."""
-    cores, limit = len(os.sched_getaffinity(0)), _said(QUOTA, r"\A(\d+) (\d+)")
-    return max(1, min(cores, int(limit[1]) // int(limit[2]))) if limit else cores
-
-
-def _open_files() -> int:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return 1 << 30 if soft == resource.RLIM_INFINITY else soft
-
-
-def _firewalls() -> tuple[str, ...]:
-    """What can be seen without being root; nothing found does not mean that there is none."""
-    ufw = _said("/etc/ufw/ufw.conf", "^ENABLED=yes")
-    seen = {"ufw": ufw, "firewalld": Path("/run/firewalld").exists()}
-    return tuple(name for name, on in seen.items() if on)
 
 
 def _share(cuda: bool) -> None:

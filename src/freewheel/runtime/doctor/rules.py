@@ -24,7 +24,7 @@ SMALL_SHARED_MB = 512.0
 NO_DEVICES = "No CUDA GPUs are available"  # as torch says it
 VECTORS = 4  # of the model's size, beside the optimizer's: weights, gradients, two windows
 
-ADVICE = {
+ADVICE = {  # what to do
     "torch": "Install a version that Freewheel is tested with: pip install 'torch{range}'",
     "no CUDA": "There is a driver. Install a build of torch with CUDA; pytorch.org has the command.",
     "no device": "There is a driver. Is CUDA_VISIBLE_DEVICES right? In a container: is --gpus all given?",
@@ -52,7 +52,6 @@ ADVICE = {
     "disk": "Records may take {records}, checkpoints more. A full disk costs those, never training. Make "
     "room, or give --folder another place.",
 }
-"""What to do."""
 
 
 @dataclass(frozen=True)
@@ -71,11 +70,6 @@ def diagnose(facts: Facts, workers: int, model_mb: float | None = None, tls: boo
     return [*_software(facts, workers), *_network(facts), *links, *_room(facts, workers, model_mb or 0.0)]
 
 
-def fits(version: str, bounds: str) -> bool:
-    """Whether a version lies in a range such as ``>=2.8,<2.14``."""
-    return SpecifierSet(bounds).contains(version, prereleases=True)
-
-
 def _judged(what: str, value: str, *rules: tuple[object, State, str], **numbers: object) -> Finding:
     """Of the rules (whether it applies, how bad that is, the advice) the first that applies counts."""
     for applies, state, advice in rules:
@@ -86,8 +80,8 @@ def _judged(what: str, value: str, *rules: tuple[object, State, str], **numbers:
 
 def _software(f: Facts, workers: int) -> Iterator[Finding]:
     yield Finding("python", f.python)
-    old = not fits(f.torch, f.torch_range)
-    yield _judged("torch", f.torch, (old, "problem", "torch"), range=f.torch_range)
+    fits = SpecifierSet(f.torch_range).contains(f.torch, prereleases=True)
+    yield _judged("torch", f.torch, (not fits, "problem", "torch"), range=f.torch_range)
     cuda, trouble = f.cuda, f.cuda.driver and (f.cuda.problem or (not f.cuda.devices and NO_DEVICES))
     found = f"{cuda.built}: {', '.join(cuda.devices)}" if cuda.devices else "none: training runs on the CPU"
     yield _judged(
