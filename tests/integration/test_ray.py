@@ -21,8 +21,7 @@ import freewheel as fw
 ray = pytest.importorskip("ray", reason="the extra `ray` is not installed")
 import freewheel.ray  # noqa: E402
 from freewheel.ray.book import NAMESPACE, Line  # noqa: E402
-from freewheel.ray.records import Collector, unsent  # noqa: E402
-from freewheel.ray.run import FIRST  # noqa: E402
+from freewheel.ray.run import FIRST, Collector, unsent  # noqa: E402
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(240)]
 

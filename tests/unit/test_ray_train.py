@@ -9,8 +9,9 @@ import pytest
 
 pytest.importorskip("ray", reason="the extra `ray` is not installed")
 pytest.importorskip("pandas", reason="the extra `ray-train` is not installed")
+from freewheel.errors import WorkerLost
 from freewheel.ray import train
-from freewheel.ray.run import alike
+from freewheel.ray.run import Driver
 from freewheel.runtime.worker.leaving import Left
 
 
@@ -48,5 +49,15 @@ def test_a_report_that_ray_drops_is_made_again():
 
 
 def test_scripts_raise_alike_only_where_all_raise_the_same():
-    assert alike([(0, "x"), (1, "x"), (0, "x")]) == {0, 1}
-    assert alike([(0, "x"), (1, "y")]) == set()
+    driver = object.__new__(Driver)
+    driver.restarts, driver.actors = 1, {0: None, 1: None}
+    driver.entries = SimpleNamespace(check=lambda key: False)  # nobody trains
+
+    def again(*raised):
+        driver.raised = []
+        return [driver._again(rank, why, ValueError(why)) for rank, why in raised]
+
+    assert again((0, "x"), (0, "x")) == [True, False]
+    assert again((0, "x"), (1, "y"), (0, "x")) == [True, True, False]
+    with pytest.raises(WorkerLost, match="alike before they began: x"):
+        again((0, "x"), (0, "x"), (1, "x"))

@@ -11,8 +11,7 @@ from typing import Any
 
 from freewheel.errors import ConfigError, NotInstalled
 
-VERSIONS = ">=2.57,<2.61"
-"""Of Ray, that this was written for."""
+VERSIONS = ">=2.57,<2.61"  # of Ray, that this was written for
 
 try:
     import ray as _ray

@@ -22,9 +22,6 @@ from ray.data.dataset import MaterializedDataset
 
 from freewheel.errors import ConfigError
 
-KEPT = 3
-"""How many blocks stay at hand."""
-
 
 class Rows:
     """The rows of a materialized dataset; a batch is a dict of tensors, as of `iter_torch_batches`."""
@@ -48,9 +45,9 @@ class Rows:
                     self.refs.append(ref)
                     self.lengths.append(about.num_rows)
         self.starts = [0, *itertools.accumulate(self.lengths)]
-        self.ahead: Callable[[], list[int]] = list
-        """Which rows are wanted next."""
-        self._fetch = functools.lru_cache(KEPT)(lambda block: ray.get(self.refs[block]))
+        self.ahead: Callable[[], list[int]] = list  # which rows are wanted next
+        # So many blocks stay at hand.
+        self._fetch = functools.lru_cache(3)(lambda block: ray.get(self.refs[block]))
 
     def __len__(self) -> int:
         return self.starts[-1]

@@ -1,14 +1,23 @@
-"""The driver of a run on Ray: it makes the actors, collects records and answers, and ends all of it."""
+"""A run on Ray: its driver makes the actors, collects records and answers, and ends all of it.
+
+Each worker is an actor: Ray starts it again, on the same node or another, and it copies a living worker.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import runpy
 import secrets
+import signal
+import sys
+import tempfile
+import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,19 +26,19 @@ import ray
 
 from freewheel.errors import ConfigError, WorkerLost, at_least, first_line
 from freewheel.fabric import secret
-from freewheel.ray.book import NAMESPACE, Line, connect, open_book, room
-from freewheel.ray.records import Collector
-from freewheel.ray.worker import Worker
+from freewheel.ray.book import BOOK_S, NAMESPACE, Line, Piece, connect, open_book, room, take_place
 from freewheel.records.journal import Journal
 from freewheel.runtime.membership.entries import OPTIONS, Entries, Options
-from freewheel.runtime.membership.generation import STARTS
+from freewheel.runtime.membership.generation import STARTS, Outlived, TooLate
+from freewheel.runtime.worker.leaving import Left
 
-FIRST = "freewheel/0/0/begun"
-"""What lies in the book once a worker trains."""
+Target = Callable[[], Any] | list[str]  # a function, or a script and its words
+FIRST = "freewheel/0/0/begun"  # what lies in the book once a worker trains
 POLL_S = 0.5
-BOOK_S = 5.0
+DRIVER_S = 5.0  # how long the driver waits for the book
+SEND_S = 1.0
+# How long others are waited for when one has ended: all who train end together; who starts now is late.
 COMING_S = 10.0
-"""How long others are waited for when one has ended: all who train end together; who starts now is late."""
 
 log = logging.getLogger("freewheel")
 
@@ -77,20 +86,17 @@ def run(
 class Driver:
     """What owns a run."""
 
-    def __init__(
-        self, name: str, target: Callable[[], Any] | list[str], restarts: int, folder: Path | None
-    ) -> None:
+    def __init__(self, name: str, target: Target, restarts: int, folder: Path | None) -> None:
         self.name, self.target, self.restarts = name, target, restarts
         self.number, self.secret = secrets.token_hex(16), secret.make()
-        self.line = Line(f"{name}-book", BOOK_S)
+        self.line = Line(f"{name}-book", DRIVER_S)
         self.entries = Entries(self.line, self.secret)
         self.actors: dict[int, Any] = {}
         self.left: dict[Any, int] = {}
+        # Make those who come after those the run begins with, lest they take the room of one of these.
         self.later: list[Callable[[], None]] = []
-        """Make those who come after those the run begins with, lest they take the room of one of these."""
         self.lives: dict[int, int] = {}
-        self.raised: list[tuple[int, str]] = []
-        """Whose scripts have raised, and what."""
+        self.raised: list[tuple[int, str]] = []  # whose scripts have raised, and what
         self.answers: dict[int, Any] = {}
         self.failed: dict[int, str] = {}
         try:
@@ -163,10 +169,12 @@ class Driver:
         if why not in {one for _, one in self.raised}:
             log.error("worker %d:\n%s", rank, error)
         self.raised.append((rank, why))
-        with contextlib.suppress(OSError):
-            if alike(self.raised) == self.actors.keys() and not self.entries.check(FIRST):
-                raise WorkerLost(f"all workers failed alike before they began: {why}")
-        return [one for one, _ in self.raised].count(rank) <= self.restarts
+        ranks = [one for one, _ in self.raised]
+        if set(ranks) == self.actors.keys() and {one for _, one in self.raised} == {why}:
+            with contextlib.suppress(OSError):
+                if not self.entries.check(FIRST):
+                    raise WorkerLost(f"all workers failed alike before they began: {why}")
+        return ranks.count(rank) <= self.restarts
 
     def _look(self) -> None:
         """Take what workers say of themselves, and their records."""
@@ -198,6 +206,126 @@ class Driver:
             self.journal.close()
 
 
-def alike(raised: list[tuple[int, str]]) -> set[int]:
-    """Which workers' scripts have raised, where all of them raised the same."""
-    return {rank for rank, _ in raised} if len({why for _, why in raised}) == 1 else set()
+class Collector:
+    """Writes what workers send into one folder, in the driver: each life's part behind those before it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._begins: dict[str, tuple[int, int]] = {}  # of each file the newest life, where its part begins
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def write(self, life: int, piece: Piece) -> None:
+        """Let a life's part of a file have this at its end."""
+        name, at, data = piece
+        path = self._folder / Path(name).name
+        path.touch()
+        size = path.stat().st_size
+        newest, begin = self._begins.get(name, (0, 0))
+        if life > newest:
+            newest, begin = self._begins[name] = life, size if path.suffix == ".jsonl" else 0
+        if life == newest and begin + at == size:
+            with path.open("ab") as file:
+                file.write(data)
+        elif life == newest:
+            new = path.with_name(f".{name}.new")  # who reads it finds the old one or the new one
+            new.write_bytes(path.read_bytes()[: begin + at] + data)
+            new.replace(path)
+
+
+@ray.remote(max_restarts=-1, max_task_retries=-1)
+class Worker:
+    """One rank of a run. The secret comes as an argument: Ray keeps it where its other users cannot read."""
+
+    def __init__(self, book: str, run: str, rank: int, most: int, secret: bytes, records: bool) -> None:
+        self.rank, self.line = rank, Line(book, BOOK_S)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # Ray warns of its own use of itself
+            again = ray.get_runtime_context().was_current_actor_reconstructed
+        self.life = int(self.line.ask("started", rank, 2 if again else 1))
+        self.folder = Path(tempfile.mkdtemp(prefix="freewheel-")) if records else None
+        folder = str(self.folder) if self.folder else None
+        take_place(self.line, run, rank, most, secret, self.life, folder)
+        self.used = False
+
+    def __repr__(self) -> str:  # what Ray writes before each of its lines
+        return f"worker {self.rank}"
+
+    def run(self, target: Target, home: str) -> list[Any]:
+        """Run the script or the function; what it returned, or nothing where this worker has left its run.
+
+        Once in a process: asked again, it lets Ray start another and ask that.
+        """
+        if self.used:
+            os._exit(1)
+        self.used = True
+        with contextlib.suppress(ValueError):  # not in the main thread
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own handler leaves no time to leave
+        with contextlib.suppress(OSError):
+            os.chdir(home)
+        sends: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.folder is not None:
+            sends = sending(self.folder, self.rank, self.life, self.line)
+        try:
+            with sends:
+                if callable(target):
+                    return [target()]
+                run_script(target)
+                return [None]
+        except (Left, TooLate):  # the others have ended well
+            return []
+        except Outlived as error:  # what is said of this rank is the later life's to say
+            log.error("%s", error)
+            os._exit(1)
+        except (SystemExit, Exception) as error:
+            if isinstance(error, SystemExit) and not error.code:
+                return [None]
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+
+
+def run_script(words: list[str]) -> None:
+    """Run a script as `python` would."""
+    sys.argv = words
+    if words[0] == "-m":
+        sys.argv = words[1:]
+        sys.path.insert(0, os.getcwd())
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.path.insert(0, str(Path(words[0]).resolve().parent))
+        runpy.run_path(words[0], run_name="__main__")
+
+
+@contextlib.contextmanager
+def sending(folder: Path, rank: int, life: int, line: Line) -> Iterator[None]:
+    """Send a worker's folder to the book, beside what it does, and what is left when that is done.
+
+    What was given to a book that is lost nobody may have read: another book wants all of it once more.
+    """
+    sent, end = dict[str, bytes](), threading.Event()
+
+    def send() -> None:
+        with contextlib.suppress(OSError):
+            while not line.ask("tell", rank, life, list(unsent(folder, sent))):
+                sent.clear()  # another book
+
+    def run() -> None:
+        while not end.wait(SEND_S):
+            send()
+
+    thread = threading.Thread(target=run, name="freewheel-records", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        end.set()
+        thread.join()
+        send()
+
+
+def unsent(folder: Path, sent: dict[str, bytes]) -> Iterator[Piece]:
+    """What files have more than was sent; all of one that is written anew, as run.json is."""
+    for file in sorted(folder.glob("[!.]*")):
+        data, before = file.read_bytes(), sent.get(file.name, b"")
+        if data != before:
+            at = len(before) if file.suffix == ".jsonl" and data.startswith(before) else 0
+            sent[file.name] = data
+            yield file.name, at, data[at:]

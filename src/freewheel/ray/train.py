@@ -15,7 +15,6 @@ from typing import Any
 
 import ray
 import ray.train
-from ray.train import get_context
 from ray.train.backend import Backend, BackendConfig
 
 from freewheel.errors import ConfigError
@@ -24,28 +23,6 @@ from freewheel.ray.book import BOOK_S, Line, open_book, take_place
 from freewheel.runtime.membership.entries import OPTIONS, Entries, Options
 from freewheel.runtime.worker import checks
 from freewheel.runtime.worker.leaving import Left
-
-
-class FreewheelConfig(BackendConfig):  # type: ignore[misc]
-    """Give it to a `TorchTrainer` as `torch_config`; the train function calls `fw.attach`.
-
-    folder: where workers write records; all nodes must see it. Default: none are written.
-    """
-
-    backend = "freewheel"  # a TorchTrainer asks for it
-
-    def __init__(self, folder: str | Path | None = None) -> None:
-        self.folder = str(Path(folder).absolute()) if folder is not None else None
-
-    @property
-    def backend_cls(self) -> type[Backend]:
-        """What Ray Train's controller makes of it."""
-        return FreewheelBackend
-
-    @property
-    def train_func_context(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """What Ray Train runs the train function in."""
-        return leaving_well
 
 
 class FreewheelBackend(Backend):  # type: ignore[misc]
@@ -88,7 +65,7 @@ class FreewheelBackend(Backend):  # type: ignore[misc]
 
 def begin(name: str, run: str, shared: bytes, lives: dict[int, int], folder: str | None) -> None:
     """In a worker's process, before the train function: which worker of which run it is."""
-    context = get_context()
+    context = ray.train.get_context()
     rank = context.get_world_rank()
     take_place(Line(name, BOOK_S), run, rank, context.get_world_size(), shared, lives[rank], folder)
     with contextlib.suppress(ImportError, AttributeError):  # Ray's inside: without it nothing is noticed
@@ -137,3 +114,17 @@ def watch_reports(functions: Any, reported: Callable[[], int]) -> None:
 
     outside.watched = True  # type: ignore[attr-defined]
     functions.report = outside
+
+
+class FreewheelConfig(BackendConfig):  # type: ignore[misc]
+    """Give it to a `TorchTrainer` as `torch_config`; the train function calls `fw.attach`.
+
+    folder: where workers write records; all nodes must see it. Default: none are written.
+    """
+
+    backend = "freewheel"  # a TorchTrainer asks for it
+    backend_cls = FreewheelBackend
+    train_func_context = staticmethod(leaving_well)
+
+    def __init__(self, folder: str | Path | None = None) -> None:
+        self.folder = str(Path(folder).absolute()) if folder is not None else None
