@@ -29,9 +29,6 @@ except ModuleNotFoundError:
     raise NotInstalled("freewheel.lightning", "Lightning", "lightning") from None
 from lightning_utilities.core.rank_zero import rank_zero_only
 
-AHEAD = 1
-"""Lightning draws a batch before it trains on the last, to know which one ends an epoch."""
-
 
 class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc, name-defined]
     """Trains with other workers while `Trainer.fit` runs."""
@@ -74,13 +71,11 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
         if self._deals:
             self._deal(trainer, self._guest)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Who comes late learns from its first batch how far the others are."""
         self._catch_up(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
         """Count what all have done."""
         guest = self._inside
         self._catch_up(trainer, pl_module, after=True)
@@ -117,8 +112,6 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
         """Go on there."""
         self._position = state_dict["position"]
 
-    # -- --
-
     def _deal(self, trainer: Any, guest: Guest) -> None:
         """Put what is dealt to this worker in the place of the trainer's DataLoader."""
         fit = trainer.fit_loop
@@ -137,7 +130,7 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
             given,
             epochs=epochs,
             seed=int(os.environ.get("PL_GLOBAL_SEED", 0)),  # of seed_everything, the same on all
-            ahead=AHEAD if whole else 0,
+            ahead=int(whole),  # it draws a batch before it trains on the last, to know which ends an epoch
             per_step=trainer.accumulate_grad_batches,
             position=self._position,
         )

@@ -28,8 +28,7 @@ except ModuleNotFoundError:
     raise NotInstalled("freewheel.transformers", "Transformers with Accelerate", "transformers") from None
 
 log = logging.getLogger("freewheel")
-POSITION = "freewheel"
-"""Under which name a checkpoint's trainer_state.json has where all workers are in the data."""
+POSITION = "freewheel"  # under which a checkpoint's trainer_state.json has where all workers are in the data
 
 one_gpu()
 hide(os.environ)
@@ -120,8 +119,6 @@ class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
         self._leave(state, control, model)
         if self._place.rank == 0 and args.save_strategy.value != "no":
             save(model, Path(args.output_dir))
-
-    # -- --
 
     def _deal(self, guest: Guest, args: Any, state: Any, train_dataloader: Any) -> None:
         """Put what is dealt to this worker in the place of the Trainer's DataLoader."""
