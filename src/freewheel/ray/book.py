@@ -18,9 +18,8 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from freewheel.errors import ConfigError, first_line
 from freewheel.runtime.membership import place
-from freewheel.runtime.membership.entries import Entries
+from freewheel.runtime.membership.entries import CALLS, Asked, Entries
 from freewheel.runtime.membership.generation import STARTS
-from freewheel.runtime.membership.hosts import STORE, calls
 
 # -- the cluster --
 ANSWER_S = 5.0
@@ -78,7 +77,7 @@ class Book:
 
     def ask(self, call: str, *words: Any) -> Any:
         """What is asked, of the store or of the book."""
-        return getattr(self.store if call in STORE else self, call)(*words)
+        return getattr(self.store if call in CALLS else self, call)(*words)
 
     def started(self, rank: int, least: int) -> int:
         """A worker's process has started; its life, from 1 on, and at least so much."""
@@ -100,7 +99,7 @@ class Book:
         return self.lives, pieces
 
 
-class Line:
+class Line(Asked):
     """The book's calls, which end in time, or with OSError; it is the workers' `Meeting` (place.py)."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
@@ -124,8 +123,6 @@ class Line:
             return ray.get(self._book.ask.remote(call, *words), timeout=self._timeout_s)
         except (ray.exceptions.RayError, ValueError) as error:  # ValueError: no actor has this name
             raise ConnectionError(f"the book does not answer ({type(error).__name__})") from None
-
-    check, get, set, compare_set, delete_key = map(calls, STORE)
 
 
 def open_book(name: str) -> Any:

@@ -13,11 +13,14 @@ import logging
 import secrets
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
+
+from torch.distributed import Store as TorchStore  # type: ignore[attr-defined]
 
 from freewheel.fabric.secret import Forged, derive, seal, unseal
 
 OPTIONS = "freewheel/options"  # what a launcher tells all workers of a run
+CALLS = ("check", "get", "set", "compare_set", "delete_key")
 
 log = logging.getLogger("freewheel")
 
@@ -54,23 +57,17 @@ class Options:
         return replace(self, folder=folder, tls=tls, tensorboard=board)
 
 
-class Store(Protocol):
-    """What is needed of a TCPStore, or of one whose calls end."""
+def _call(name: str) -> Any:
+    return lambda self, *words: self.ask(name, *words)
 
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all of them are there."""
 
-    def get(self, key: str, /) -> bytes:
-        """What is there."""
+class Asked:
+    """A store that has one way for what is called of torch's, `ask`."""
 
-    def set(self, key: str, text: str, /) -> None:
-        """Write."""
+    check, get, set, compare_set, delete_key = map(_call, CALLS)
 
-    def compare_set(self, key: str, expected: str, text: str, /) -> bytes:
-        """Write where this is there; what is there then."""
 
-    def delete_key(self, key: str, /) -> object:
-        """Remove."""
+Store = TorchStore | Asked
 
 
 class Entries:

@@ -25,12 +25,11 @@ from torch.distributed import DistNetworkError, TCPStore  # type: ignore[attr-de
 
 from freewheel.errors import ConfigError, first_line
 from freewheel.fabric import transport
-from freewheel.runtime.membership.entries import OPTIONS, Entries, Store
+from freewheel.runtime.membership.entries import OPTIONS, Asked, Entries, Store
 from freewheel.runtime.membership.place import parse_address
 
 T = TypeVar("T")
 FREE = "free"  # what a place of the run says that a worker has had and has left
-STORE = ("check", "get", "set", "compare_set", "delete_key")
 STORE_S = 5.0  # how long a store may take to answer once training has begun
 LAST_S = 0.5
 HANGS_S = 60.0  # how long a store that hangs is left alone, unless it answers: each call leaves a thread
@@ -70,12 +69,7 @@ def _let_end() -> None:
     concurrent.futures.wait(list(left_behind), LAST_S)
 
 
-def calls(name: str) -> Any:
-    """A call of a store, by a class that has one way for all of them, `ask`."""
-    return lambda self, *words: self.ask(name, *words)
-
-
-class BoundedStore:
+class BoundedStore(Asked):
     """A store whose calls end within `timeout_s`; `at` is where to keep a plain connection beside it."""
 
     def __init__(self, make: Callable[[float], Store], at: tuple[str, int] | None, timeout_s: float) -> None:
@@ -84,8 +78,6 @@ class BoundedStore:
         self._hangs: concurrent.futures.Future[Any] | None = None
         self._until_s = 0.0
         self._open()
-
-    check, get, set, compare_set, delete_key = map(calls, STORE)
 
     def ask(self, call: str, *words: object) -> Any:
         """Call it."""
