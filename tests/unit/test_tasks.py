@@ -358,7 +358,7 @@ def test_evaluation_is_the_mean_over_all_test_images(npz, monkeypatch):
     torch.manual_seed(0)
     model = task.model().eval()
     loss, accuracy = task.evaluate(model)
-    monkeypatch.setattr("freewheel.tasks.cifar10.PART", 7)  # several unequal chunks
+    monkeypatch.setattr("freewheel.tasks.guessing.PART", 7)  # several unequal chunks
     assert task.evaluate(model) == pytest.approx((loss, accuracy))
     with torch.no_grad():
         outputs = model(task._numbers(task.test_images))

@@ -15,6 +15,3 @@ ALL: dict[str, type[Task]] = {"quadratic": Quadratic, "digits": Digits, "cifar10
 def resolve(spec: str | Task) -> Task:
     """A task from its name, ``name:setting=value``, or itself."""
     return spec if isinstance(spec, Task) else names.build("task", spec, ALL)
-
-
-__all__ = ["ALL", "Chars", "Cifar10", "Digits", "Quadratic", "Task", "resolve"]

@@ -9,18 +9,16 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
 
 from freewheel.errors import ConfigError, at_least, first_line
-from freewheel.task import Task
+from freewheel.tasks.guessing import Guessing
 from freewheel.tasks.nets import GPT
 
-EVALUATED = 16384
-"""How many characters are guessed in an evaluation, at most (and at least one window)."""
+EVALUATED = 16384  # how many characters are guessed in an evaluation, at most (and at least one window)
 
 
 @dataclass
-class Chars(Task):
+class Chars(Guessing):
     """A small GPT reads windows of a text and guesses each next character.
 
     The first nine tenths of the text are trained on (all workers draw windows from all of it), the last
@@ -46,63 +44,9 @@ class Chars(Task):
             raise ConfigError(
                 f"chars: a width of {self.width} does not divide into {self.heads} heads. Take others."
             )
-        self.device = torch.device("cpu")
 
     def prepare(self, workers: int, seed: int) -> None:
         """Read the text and number its characters."""
-        text = self._read()
-        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        alphabet, numbers = np.unique(codes, return_inverse=True)
-        self.alphabet = "".join(map(chr, alphabet))
-        whole = torch.from_numpy(numbers.astype(np.int64))
-        self.text, self.test_text = whole[: -(len(whole) // 10)], whole[-(len(whole) // 10) :]
-        self.to(self.device)
-
-    def to(self, device: torch.device) -> None:
-        """Move the text to a device: from now on batches are there, and models are evaluated there."""
-        self.device = device
-        if hasattr(self, "text"):
-            self.text, self.test_text = self.text.to(device), self.test_text.to(device)
-            self.window = torch.arange(self.context + 1, device=device)
-
-    def model(self) -> nn.Module:
-        """A GPT for the characters of this text."""
-        return GPT(len(self.alphabet), self.context, self.width, self.layers, self.heads)
-
-    def batch(self, worker: int, generator: torch.Generator) -> Any:
-        """Random windows. The generator is the CPU's, whatever the device."""
-        starts = len(self.text) - self.context
-        return self._windows(self.text, torch.randint(starts, (self.batch_size,), generator=generator))
-
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """Cross-entropy of all next characters, in nats."""
-        seen, following = batch
-        return F.cross_entropy(model(seen).flatten(0, 1), following.flatten())
-
-    def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
-        """Loss, and the share of next characters guessed right, on the last tenth of the text."""
-        return self._measure(model, self.test_text)
-
-    def score(self, model: nn.Module) -> float:
-        """Loss on fixed windows of what is trained on."""
-        return self._measure(model, self.text)[0]
-
-    @torch.no_grad()
-    def _measure(self, model: nn.Module, text: Tensor) -> tuple[float, float]:
-        # Windows that lie side by side, or further apart where the text is long.
-        fit = (len(text) - 1) // self.context
-        count = min(fit, max(1, EVALUATED // self.context))
-        seen, following = self._windows(text, torch.arange(count) * fit // count * self.context)
-        guesses = model(seen)
-        loss = F.cross_entropy(guesses.flatten(0, 1), following.flatten())
-        return loss.item(), (guesses.argmax(2) == following).float().mean().item()
-
-    def _windows(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """Windows from these places on, and for each of their characters the one that follows."""
-        windows = text[starts.to(self.device).unsqueeze(1) + self.window]
-        return windows[:, :-1], windows[:, 1:]
-
-    def _read(self) -> str:
         if not self.data:
             raise ConfigError(
                 "chars: no text given. Name a text file: --task chars:data=PATH, or --data PATH."
@@ -120,4 +64,38 @@ class Chars(Task):
                 f"chars: {path} has {len(text)} characters; a context of {self.context} needs at least "
                 f"{least} (a tenth is kept for evaluation). Give a longer text or a smaller context."
             )
-        return text
+        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
+        alphabet, numbers = np.unique(codes, return_inverse=True)
+        self.alphabet = "".join(map(chr, alphabet))
+        whole = torch.from_numpy(numbers.astype(np.int64))
+        self.text, self.test_text = whole[: -(len(whole) // 10)], whole[-(len(whole) // 10) :]
+        self.window = torch.arange(self.context + 1)
+        self.to(self.device)
+
+    def model(self) -> nn.Module:
+        """A GPT for the characters of this text."""
+        return GPT(len(self.alphabet), self.context, self.width, self.layers, self.heads)
+
+    def batch(self, worker: int, generator: torch.Generator) -> Any:
+        """Random windows. The generator is the CPU's, whatever the device."""
+        starts = len(self.text) - self.context
+        return self._windows(self.text, torch.randint(starts, (self.batch_size,), generator=generator))
+
+    def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
+        """Loss, and the share of next characters guessed right, on the last tenth of the text."""
+        return self._measure(model, *self._fixed(self.test_text))
+
+    def score(self, model: nn.Module) -> float:
+        """Loss on fixed windows of what is trained on."""
+        return self._measure(model, *self._fixed(self.text))[0]
+
+    def _fixed(self, text: Tensor) -> tuple[Tensor, Tensor]:
+        """Windows that lie side by side, or further apart where the text is long."""
+        fit = (len(text) - 1) // self.context
+        count = min(fit, max(1, EVALUATED // self.context))
+        return self._windows(text, torch.arange(count) * fit // count * self.context)
+
+    def _windows(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        """Windows from these places on, and for each of their characters the one that follows."""
+        windows = text[starts.to(self.device).unsqueeze(1) + self.window]
+        return windows[:, :-1], windows[:, 1:]

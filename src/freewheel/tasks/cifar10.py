@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from freewheel.errors import ConfigError, at_least, first_line
-from freewheel.task import Task
+from freewheel.tasks.guessing import PART, Guessing
 from freewheel.tasks.nets import resnet20, vgg
 
 SIDE, CLASSES = 32, 10
@@ -31,8 +31,7 @@ WANTED = (
 )
 
 Array = NDArray[Any]
-Split = tuple[Tensor, Tensor]
-"""Images (uint8, N×3×32×32) and labels (int64)."""
+Split = tuple[Tensor, Tensor]  # images (uint8, N×3×32×32) and labels (int64)
 
 
 def read(path: Path) -> tuple[Split, Split]:
@@ -47,8 +46,7 @@ def read(path: Path) -> tuple[Split, Split]:
 
 
 def _of_npz(path: Path) -> Iterator[tuple[Array, Array]]:
-    # Without pickles, so that a foreign file cannot run code.
-    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+    with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:  # a pickle could run code
         for part in ("train", "test"):
             if f"{part}_jpeg" in arrays:
                 images = _decoded(arrays[f"{part}_jpeg"].tobytes(), arrays[f"{part}_end"])
@@ -80,7 +78,11 @@ def _of_folder(path: Path) -> Iterator[tuple[Array, Array]]:
         yield images.reshape(len(images), 3, SIDE, SIDE), labels
 
 
-_RECONSTRUCT = np.empty(0).__reduce__()[0]
+ALLOWED = {
+    "numpy.core.multiarray._reconstruct": np.empty(0).__reduce__()[0],
+    "numpy.ndarray": np.ndarray,
+    "numpy.dtype": np.dtype,
+}
 
 
 class _OnlyArrays(pickle.Unpickler):
@@ -90,17 +92,12 @@ class _OnlyArrays(pickle.Unpickler):
     rebuild an array. All others are refused, so a file from a stranger cannot run code here.
     """
 
-    allowed = {  # noqa: RUF012
-        ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
-        ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,  # written by numpy 2
-        ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): np.dtype,
-    }
-
     def find_class(self, module_name: str, global_name: str) -> Any:
-        if (module_name, global_name) not in self.allowed:
-            raise pickle.UnpicklingError(f"it asks for {module_name}.{global_name}")
-        return self.allowed[module_name, global_name]
+        name = f"{module_name}.{global_name}"
+        known = name.replace("numpy._core.", "numpy.core.")  # as numpy 2 writes it
+        if known not in ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {name}")
+        return ALLOWED[known]
 
 
 def _checked(images: Array, labels: Array) -> Split:
@@ -114,18 +111,13 @@ def _checked(images: Array, labels: Array) -> Split:
 
 
 NETS = {"resnet20": resnet20, "vgg": vgg}
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
-"""Of the training images' red, green and blue, each from 0 to 1."""
-MARGIN = 4
-"""Pixels by which an image is shifted at most."""
-PART = 1000
-"""How many images are evaluated at once, and how many training images workers compare themselves by."""
-FEWEST = 10
-"""Images each worker has at least, where they are divided."""
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # red, green and blue, each from 0 to 1
+MARGIN = 4  # pixels by which an image is shifted at most
+FEWEST = 10  # images each worker has at least, where they are divided
 
 
 @dataclass
-class Cifar10(Task):
+class Cifar10(Guessing):
     """Tell airplanes, cars, birds, cats, deer, dogs, frogs, horses, ships and trucks apart.
 
     Training images are shifted by up to 4 pixels and half of them mirrored, as in He et al., CVPR 2016; all
@@ -147,7 +139,7 @@ class Cifar10(Task):
     def __post_init__(self) -> None:
         at_least("cifar10: batch_size", self.batch_size, 1)
         at_least("cifar10: dirichlet", self.dirichlet, 0)
-        self.device = torch.device("cpu")
+        self.mean, self.std = (255 * torch.tensor(of).view(3, 1, 1) for of in (MEAN, STD))
 
     def prepare(self, workers: int, seed: int) -> None:
         """Read the images, unless that was done."""
@@ -161,15 +153,6 @@ class Cifar10(Task):
             (self.images, self.labels), (self.test_images, self.test_labels) = train, test
         self.own = divided(self.labels, workers, self.dirichlet, seed) if self.dirichlet else None
         self.to(self.device)
-
-    def to(self, device: torch.device) -> None:
-        """Move the images to a device: from now on batches are there, and models are evaluated there."""
-        self.device = device
-        if hasattr(self, "images"):
-            self.images, self.labels = self.images.to(device), self.labels.to(device)
-            self.test_images, self.test_labels = self.test_images.to(device), self.test_labels.to(device)
-        self.mean = 255 * torch.tensor(MEAN, device=device).view(3, 1, 1)
-        self.std = 255 * torch.tensor(STD, device=device).view(3, 1, 1)
 
     def model(self) -> nn.Module:
         return NETS[self.net]()
@@ -197,26 +180,9 @@ class Cifar10(Task):
         shape = (len(draws), self.batch_size)
         return self._numbers(images).view(*shape, *images.shape[1:]), self.labels[at].view(shape)
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        images, labels = batch
-        return F.cross_entropy(model(images), labels)
-
-    def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
-        return self._measure(model, self.test_images, self.test_labels)
-
     def score(self, model: nn.Module) -> float:
         """Loss on the first training images, as they are."""
         return self._measure(model, self.images[:PART], self.labels[:PART])[0]
-
-    @torch.no_grad()
-    def _measure(self, model: nn.Module, images: Tensor, labels: Tensor) -> tuple[float, float]:
-        loss = torch.zeros((), device=self.device)
-        hits = torch.zeros((), dtype=torch.int64, device=self.device)
-        for some, theirs in zip(torch.split(images, PART), torch.split(labels, PART), strict=True):
-            outputs = model(self._numbers(some))
-            loss += F.cross_entropy(outputs, theirs, reduction="sum")
-            hits += (outputs.argmax(1) == theirs).sum()
-        return loss.item() / len(labels), hits.item() / len(labels)
 
     def _numbers(self, images: Tensor) -> Tensor:
         """Bytes become numbers around 0, with a spread of about 1 in each channel."""
@@ -225,14 +191,10 @@ class Cifar10(Task):
 
 def shift_and_mirror(images: Tensor, down: Tensor, right: Tensor, mirror: Tensor) -> Tensor:
     """Cut each image out of itself with a black margin, `down` and `right` from the corner; mirror some."""
-    count, channels, height, width = images.shape
-    steps = [torch.arange(n, device=images.device) for n in (count, channels, height, width)]
-    rows = steps[2] + down.unsqueeze(1)
-    columns = torch.where(mirror.unsqueeze(1) == 1, steps[3].flip(0), steps[3]) + right.unsqueeze(1)
-    wide = F.pad(images, (MARGIN,) * 4)
-    return wide[
-        steps[0].view(-1, 1, 1, 1), steps[1].view(-1, 1, 1), rows[:, None, :, None], columns[:, None, None]
-    ]
+    height, width = images.shape[2:]
+    windows = F.pad(images, (MARGIN,) * 4).unfold(2, height, 1).unfold(3, width, 1)
+    cut = windows[torch.arange(len(images), device=images.device), :, down, right]
+    return torch.where(mirror.view(-1, 1, 1, 1) == 1, cut.flip(3), cut)
 
 
 def divided(labels: Tensor, workers: int, alpha: float, seed: int) -> list[Tensor]:
@@ -243,9 +205,8 @@ def divided(labels: Tensor, workers: int, alpha: float, seed: int) -> list[Tenso
         owners = np.zeros(len(kinds), int)
         for kind, share in enumerate(shares):
             places = rng.permutation(np.flatnonzero(kinds == kind))
-            owners[places] = np.repeat(
-                range(workers), np.diff((share.cumsum() * len(places)).round(), prepend=0).astype(int)
-            )
+            counts = np.diff((share.cumsum() * len(places)).round(), prepend=0).astype(int)
+            owners[places] = np.repeat(range(workers), counts)
         if np.bincount(owners, minlength=workers).min() >= FEWEST:
             return [torch.from_numpy(np.flatnonzero(owners == rank)) for rank in range(workers)]
     raise ConfigError(

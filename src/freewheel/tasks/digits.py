@@ -6,17 +6,14 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812
+from torch import nn
 
 from freewheel.errors import at_least
 from freewheel.task import Task
+from freewheel.tasks.guessing import Guessing
 
 TEST_IMAGES = 360
-PART = 256
-"""How many training images workers compare themselves by."""
-
-
+COMMON = 256  # how many training images workers compare themselves by
 NETS = {
     "mlp": lambda: nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10)),
     "cnn": lambda: nn.Sequential(
@@ -32,7 +29,7 @@ NETS = {
 
 
 @dataclass
-class Digits(Task):
+class Digits(Guessing):
     """Tell ten digits apart; all workers draw from the same training images, unless they are kept apart.
 
     Settings: net (mlp or cnn), batch_size, apart (each worker has digits of its own: the images are dealt out
@@ -40,6 +37,7 @@ class Digits(Task):
     """
 
     lr: ClassVar[float] = 0.2
+    to = Task.to  # such small images stay on the CPU
 
     net: Literal["mlp", "cnn"] = "mlp"
     batch_size: int = 32
@@ -57,7 +55,7 @@ class Digits(Task):
         labels = torch.tensor(data.target)
         order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
         self.images, self.labels = images[order[TEST_IMAGES:]], labels[order[TEST_IMAGES:]]
-        self.common_images, self.common_labels = self.images[:PART], self.labels[:PART]
+        self.common_images, self.common_labels = self.images[:COMMON], self.labels[:COMMON]
         if self.apart:
             by_label = torch.argsort(self.labels, stable=True)
             self.images, self.labels = self.images[by_label], self.labels[by_label]
@@ -72,18 +70,6 @@ class Digits(Task):
         at = torch.randint(first, end, (self.batch_size,), generator=generator)
         return self.images[at], self.labels[at]
 
-    def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        images, labels = batch
-        return F.cross_entropy(model(images), labels)
-
-    @torch.no_grad()
-    def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
-        outputs = model(self.test_images)
-        loss = F.cross_entropy(outputs, self.test_labels)
-        hits = outputs.argmax(1) == self.test_labels
-        return loss.item(), hits.float().mean().item()
-
-    @torch.no_grad()
     def score(self, model: nn.Module) -> float:
         """Training loss on a fixed part of the images."""
-        return float(F.cross_entropy(model(self.common_images), self.common_labels))
+        return self._measure(model, self.common_images, self.common_labels)[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
@@ -13,11 +15,16 @@ def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
     return layer
 
 
-def classifier(inputs: int, classes: int) -> nn.Linear:
-    """The last layer. No ReLU follows, so it keeps torch's smaller first weights."""
-    layer = nn.Linear(inputs, classes)
+def normalised(inputs: int, outputs: int) -> list[nn.Module]:
+    """A convolution and what follows it."""
+    return [convolution(inputs, outputs), nn.BatchNorm2d(outputs), nn.ReLU()]
+
+
+def classifier(inputs: int) -> list[nn.Module]:
+    """The last layers. No ReLU follows, so the weights of the linear one stay torch's smaller first ones."""
+    layer = nn.Linear(inputs, 10)
     nn.init.zeros_(layer.bias)
-    return layer
+    return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), layer]
 
 
 class BasicBlock(nn.Module):
@@ -41,32 +48,23 @@ class BasicBlock(nn.Module):
         return F.relu(out + x)
 
 
-def resnet20(classes: int = 10) -> nn.Module:
+def resnet20() -> nn.Module:
     """ResNet-20 for 32×32 images: 6·3 + 2 = 20 layers with weights, 0.27 million of them.
 
     Reference: He, Zhang, Ren, Sun, "Deep Residual Learning for Image Recognition", CVPR 2016, section 4.2.
     """
-    layers: list[nn.Module] = [convolution(3, 16), nn.BatchNorm2d(16), nn.ReLU()]
-    inputs = 16
-    for outputs in (16, 32, 64):
-        for _ in range(3):
-            layers.append(BasicBlock(inputs, outputs, stride=1 if inputs == outputs else 2))
-            inputs = outputs
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), classifier(64, classes)]
-    return nn.Sequential(*layers)
+    layers = normalised(3, 16)
+    for inputs, outputs in itertools.pairwise([16] * 4 + [32] * 3 + [64] * 3):
+        layers.append(BasicBlock(inputs, outputs, stride=1 if inputs == outputs else 2))
+    return nn.Sequential(*layers, *classifier(64))
 
 
-def vgg(classes: int = 10) -> nn.Module:
+def vgg() -> nn.Module:
     """A small VGG with BatchNorm: three blocks of two convolutions, 1.15 million weights."""
     layers: list[nn.Module] = []
-    inputs = 3
-    for outputs in (64, 128, 256):
-        for _ in range(2):
-            layers += [convolution(inputs, outputs), nn.BatchNorm2d(outputs), nn.ReLU()]
-            inputs = outputs
-        layers.append(nn.MaxPool2d(2))
-    layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), classifier(inputs, classes)]
-    return nn.Sequential(*layers)
+    for inputs, outputs in ((3, 64), (64, 128), (128, 256)):
+        layers += [*normalised(inputs, outputs), *normalised(outputs, outputs), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, *classifier(256))
 
 
 class TransformerBlock(nn.Module):
