@@ -53,7 +53,7 @@ def test_the_same_error_is_shown_once_and_in_one_piece(screen):
 
 def test_what_is_said_after_an_error_is_not_taken_for_it(screen):
     screen.mixed(*([*failed(rank), "a warning at exit"] for rank in (0, 1)))
-    screen.output.end()
+    screen.output.tick(0.0)
     assert screen.lines[-1] == "1 the same error as worker 0: ValueError: shape 3"
 
 
@@ -77,14 +77,14 @@ def test_a_worker_that_goes_on_is_not_kept_silent(screen):
 
 def test_what_is_held_at_the_end_is_shown(screen):
     screen.mixed(failed(0)[:2])
-    screen.output.end()
+    screen.output.tick(0.0)
     assert screen.lines == of(0, failed(0)[:2])
 
 
 def test_a_script_that_cannot_be_read_is_shown_once(screen):
     block = ['  File "train.py", line 3', "    for x in:", "             ^", "SyntaxError: invalid syntax"]
     screen.mixed(block, block)
-    screen.output.end()
+    screen.output.tick(0.0)
     assert screen.lines == [*of(0, block), "1 the same error as worker 0: SyntaxError: invalid syntax"]
 
 
@@ -110,7 +110,7 @@ def test_a_mistake_that_freewheel_explains_is_one_line(screen):
     inside = f'  File "{tracebacks.NOT_THE_SCRIPT[-1]}/api.py", line 3, in attach'
     block[3:3] = [inside, "    raise ConfigError(text)"]
     screen.mixed(block)
-    screen.output.end()
+    screen.output.tick(0.0)
     assert screen.lines == ["0 ConfigError: wire must be fp32 or bf16, not 'x'. (train.py, line 7)"]
 
 
@@ -118,5 +118,5 @@ def test_one_that_has_a_cause_is_shown_whole(screen):
     chain = ["", "The above exception was the direct cause of the following exception:", ""]
     block = [*failed(0), *chain, *failed(0, "freewheel.errors.ConfigError: no.")]
     screen.mixed(block)
-    screen.output.end()
+    screen.output.tick(0.0)
     assert screen.lines == of(0, block)

@@ -7,15 +7,16 @@ import importlib.util
 import os
 import signal
 import sys
-from typing import Any, NoReturn
+from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 import freewheel
-from freewheel.cli.options import arrange
+from freewheel.cli.options import arrange, option
 from freewheel.errors import ConfigError, FreewheelError
 
+# By group and name: where a command is, and what it does in a line.
 GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     "Train": {
         "demo": ("train:demo", "Show in a minute what a slow worker costs"),
@@ -39,14 +40,12 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "chaos": ("simulate:chaos", "Check the laws under random faults"),
     },
     "Set up": {
-        "doctor": ("doctor:doctor", "Check this host, and the links to others"),
+        "doctor": ("tools:doctor", "Check this host, and the links to others"),
         "keys": ("tools:keys", "Make TLS keys for a run"),
         "store": ("tools:store", "Hold the rendezvous for torchrun or Slurm"),
     },
 }
-"""By group and name: where a command is, and what it does in a line."""
-BEFORE_A_SCRIPT = ("run", "plan")
-"""What follows the script of these commands is the script's own."""
+BEFORE_A_SCRIPT = ("run", "plan")  # what follows the script of these commands is the script's own
 LOOKS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": "rich"}
 
 
@@ -75,35 +74,24 @@ for _group, _commands in GROUPS.items():
 def load(name: str) -> Any:
     """Import a command."""
     if name == "bench":
-        benchmarks = typer.main.get_command(_benchmarks())
-        _interruptible()
-        return benchmarks
-    where = next(commands[name][0] for commands in GROUPS.values() if name in commands)
-    module, _, function = where.partition(":")
-    command = getattr(importlib.import_module(f"freewheel.cli.{module}"), function)
-    _interruptible()
-    arrange(command)
-    alone = typer.Typer(add_completion=False, **LOOKS)
-    how = {"allow_interspersed_args": name not in BEFORE_A_SCRIPT}
-    alone.command(name, context_settings=how)(command)
-    return typer.main.get_command(alone)
-
-
-def _interruptible() -> None:
-    """Let Ctrl-C interrupt a command, which cleans up: until here it ended the process (freewheel_start)."""
+        if importlib.util.find_spec("freewheel_bench") is None:
+            raise ConfigError(
+                "freewheel bench needs freewheel-bench, which is not installed here. Install it from "
+                "Freewheel's repository: pip install ./benchmarks."
+            )
+        from freewheel_bench.cli import app as alone
+    else:
+        where = next(commands[name][0] for commands in GROUPS.values() if name in commands)
+        module, _, function = where.partition(":")
+        command = getattr(importlib.import_module(f"freewheel.cli.{module}"), function)
+        arrange(command)
+        alone = typer.Typer(add_completion=False, **LOOKS)
+        how = {"allow_interspersed_args": name not in BEFORE_A_SCRIPT}
+        alone.command(name, context_settings=how)(command)
+    # Ctrl-C now interrupts the command, which cleans up: until here it ended the process (freewheel_start).
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-def _benchmarks() -> typer.Typer:
-    if importlib.util.find_spec("freewheel_bench") is None:
-        raise ConfigError(
-            "freewheel bench needs freewheel-bench, which is not installed here. Install it from "
-            "Freewheel's repository: pip install ./benchmarks."
-        )
-    from freewheel_bench.cli import app as benchmarks
-
-    return benchmarks
+    return typer.main.get_command(alone)
 
 
 def _version(wanted: bool) -> None:
@@ -114,9 +102,7 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def _root(
-    version: bool = typer.Option(
-        False, "--version", callback=_version, is_eager=True, help="Print the version."
-    ),
+    version: bool = option(False, "Print the version.", "--version", callback=_version, is_eager=True),
 ) -> None:
     pass
 
@@ -125,23 +111,20 @@ def main() -> None:
     """Run a command; a mistake of the user's is one line and exit code 2."""
     try:
         sys.exit(app(standalone_mode=False, prog_name="freewheel"))
-    except FreewheelError as error:
-        _complain(str(error))
     except BrokenPipeError:  # whoever read our output has gone, as head does
         os._exit(141)
     except KeyboardInterrupt:
         print("freewheel: interrupted", file=sys.stderr, flush=True)
         os._exit(130)  # taking torch apart would take longer than people wait
+    except FreewheelError as error:
+        said = str(error)
     except Exception as error:
         # The option parser's word on a wrong option; anything else is our bug and keeps its traceback.
         if not hasattr(error, "format_message"):
             raise
-        _complain(error.format_message())
-
-
-def _complain(message: str) -> NoReturn:
-    if message:  # a command without arguments has shown its help
-        print(f"freewheel: {message}", file=sys.stderr, flush=True)
+        said = error.format_message()
+    if said:  # a command without arguments has shown its help
+        print(f"freewheel: {said}", file=sys.stderr, flush=True)
     store = sys.modules.get("freewheel.runtime.membership.hosts")
     if store is not None and store.left_behind:
         os._exit(2)  # one that is answered while Python shuts down would abort it

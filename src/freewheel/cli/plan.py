@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
@@ -21,9 +20,6 @@ from freewheel.numbers import share, short, speed
 from freewheel.planning.setting import Setting
 from freewheel.records.files import check_writable, write_whole
 
-if TYPE_CHECKING:  # torch takes seconds, and help on the options needs none
-    from freewheel.planning.plan import Plan
-
 MEASURED = ("link_mbit", "latency_ms", "jitter")
 
 
@@ -31,13 +27,12 @@ MEASURED = ("link_mbit", "latency_ms", "jitter")
 def plan(
     machines: dict[str, Any],
     context: typer.Context,
-    workers: int | None = option(None, "How many workers; --scale says it, too.", show_default=False),
+    workers: int | None = option(None, "How many workers; --scale says it, too."),
     command: list[str] | None = argument(
         None,
         "The training script, after all options of plan: what follows it is the script's. Where "
         "that has options of the same names, write -- before SCRIPT.",
         metavar="[SCRIPT]",
-        show_default=False,
     ),
     measure: bool = option(
         False, "Run SCRIPT alone for a few steps to get model, time and jitter.", "--measure"
@@ -59,11 +54,12 @@ def plan(
 ) -> None:
     """Say which strategy to use: all of them in virtual time, ranked by what their steps are worth."""
     from freewheel.planning import plan as planner
+    from freewheel.planning import words
     from freewheel.planning.forecast import candidates
     from freewheel.planning.measure import measure_links, measure_script
 
-    _check_order(context, command or [])
-    sizes = _sizes(scale)
+    script = _script(context, command or [], measure, module)
+    sizes = None if scale is None else _sizes(scale)
     if (workers is None) == (sizes is None):
         raise ConfigError("give either --workers or --scale: how many workers are there to be?")
     at_least("--steps", steps, 2)
@@ -72,12 +68,10 @@ def plan(
     for path in (report, json_path):
         check_writable(path)
     chosen = [] if strategy == "all" else names.split(strategy)
+    machines |= {"workers": sizes[-1] if sizes else workers, "model_mb": model_mb, "compute_ms": compute_ms}
+    given = {key: value for key, value in machines.items() if value is not None}
     # Mistakes are found before minutes are spent on measuring; 1 stands for what is measured.
-    numbers = {"model_mb": model_mb, "compute_ms": compute_ms} | {key: machines.pop(key) for key in MEASURED}
-    known: dict[str, Any] = {key: value for key, value in numbers.items() if value is not None}
-    given = {"workers": sizes[-1] if sizes else workers, **machines}
-    candidates(chosen, Setting(**{"model_mb": 1.0, "compute_ms": 1.0, **given, **known}))
-    script = _script(command, measure, module)
+    candidates(chosen, Setting(**{"model_mb": 1.0, "compute_ms": 1.0} | given))
     for name, value in (("--model-mb", model_mb), ("--compute-ms", compute_ms)):
         if value is None and not measure:
             raise ConfigError(f"{name} is missing: give it, or let it be measured: --measure train.py.")
@@ -89,7 +83,7 @@ def plan(
         if links:  # the slowest stands for all
             found["link_mbit"] = min(min(one.mbit_out, one.mbit_in) for one in links.values())
             found["latency_ms"] = max(one.latency_ms for one in links.values())
-        setting = Setting(**{**given, **found, **known})
+        setting = Setting(**found | given)
         if sizes is not None:
             grown = planner.scale(setting, sizes, chosen, steps=steps, progress=progress)
         else:
@@ -104,57 +98,38 @@ def plan(
         _say(console, f"Link to {host}: {out} out, {back} in, {short(link.latency_ms)} ms.")
     result: dict[str, Any] = {"setting": asdict(setting)}
     if sizes is not None:
-        _show_growth(console, grown, setting, report)
+        _say(console, "Useful steps as a share of the ideal, by number of workers; none: all steps.", "")
+        console.print(words.growth(grown))
+        if report is not None:
+            heading = f"Freewheel: {short(setting.model_mb)} MB on {speed(setting.link_mbit)}"
+            write_whole(report, words.html(grown, heading, command_line()))
+            _say(console, "", f"Drawn: {report.resolve()}")
         result["scale"] = {str(size): [asdict(one) for one in found] for size, found in grown.items()}
     else:
-        _show(console, made, script or ["train.py"])
-        result = made.as_json() | {"run": made.run_line(script or ["train.py"])}
+        script = script or ["train.py"]
+        _say(console, words.setting_in_words(made.setting), "")
+        console.print(words.forecast_table(made.forecasts, words.SPEEDS), "")
+        console.print(words.forecast_table(made.forecasts, words.COSTS))
+        _say(console, "", *words.recommendation(made, script))
+        _say(console, "", "What would change it:", *words.what_would_change(made))
+        _say(console, *(f"Left out: {name} {why}." for name, why in made.left_out.items()))
+        result = made.as_json() | {"run": made.run_line(script)}
     if json_path is not None:
         timed = [{"host": host, **asdict(link)} for host, link in links.items()]
         write_whole(json_path, json.dumps(result | {"measured": measured or None, "links": timed}, indent=2))
 
 
-def _show(console: Console, made: Plan, script: Sequence[str]) -> None:
-    from freewheel.planning import words
-
-    _say(console, words.setting_in_words(made.setting), "")
-    console.print(words.forecast_table(made.forecasts, words.SPEEDS), "")
-    console.print(words.forecast_table(made.forecasts, words.COSTS))
-    _say(console, "", *words.recommendation(made, script))
-    _say(console, "", "What would change it:", *words.what_would_change(made))
-    _say(console, *(f"Left out: {name} {why}." for name, why in made.left_out.items()))
-
-
-def _show_growth(console: Console, grown: dict[int, Any], setting: Setting, report: Path | None) -> None:
-    from freewheel.planning import words
-
-    _say(console, "Useful steps as a share of the ideal, by number of workers; none: all steps.", "")
-    console.print(words.growth(grown))
-    if report is not None:
-        heading = f"Freewheel: {short(setting.model_mb)} MB on {speed(setting.link_mbit)}"
-        write_whole(report, words.html(grown, heading, command_line()))
-        _say(console, "", f"Drawn: {report.resolve()}")
-
-
 def _say(console: Console, *lines: str) -> None:
     for line in lines:
         # What is to be copied stays one line; the rest is folded between words.
-        console.print(line, highlight=False, markup=False, soft_wrap=line.startswith("    "))
+        console.print(line, markup=False, soft_wrap=line.startswith("    "))
 
 
-def _script(command: list[str] | None, measure: bool, module: bool) -> list[str]:
-    """The script as `freewheel run` takes it; it must be there if it is to be measured."""
-    if not command:
-        if measure:
-            raise ConfigError("--measure needs a script: freewheel plan --workers 4 --measure train.py.")
-        return []
-    if measure:
-        python(command, module)
-    return ["-m", *command] if module else command
+def _script(context: typer.Context, command: list[str], measure: bool, module: bool) -> list[str]:
+    """The script as `freewheel run` takes it; it must be there if it is to be measured.
 
-
-def _check_order(context: typer.Context, command: Sequence[str]) -> None:
-    """Refuse options of plan behind the script: they would go to the script, and nobody would notice."""
+    Options of plan behind it are refused: they would go to the script, and nobody would notice.
+    """
     own = {name for option in context.command.params for name in option.opts if name.startswith("-")}
     late = [word for word in command[1:] if word.partition("=")[0] in own]
     if late and sys.argv[-len(command) - 1] != "--":
@@ -162,11 +137,14 @@ def _check_order(context: typer.Context, command: Sequence[str]) -> None:
             f"{late[0]} stands behind the script {command[0]!r}, whose option it would be: put options of "
             f"plan before the script. If it is the script's own, write -- {command[0]}."
         )
+    if measure and not command:
+        raise ConfigError("--measure needs a script: freewheel plan --workers 4 --measure train.py.")
+    if measure:
+        python(command, module)
+    return ["-m", *command] if module and command else command
 
 
-def _sizes(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
+def _sizes(text: str) -> list[int]:
     sizes = names.split(text)
     if not sizes or not all(size.isdecimal() and int(size) >= 2 for size in sizes):
         raise ConfigError(

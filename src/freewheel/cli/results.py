@@ -24,9 +24,9 @@ from freewheel.show.tables import brief_table, versus, wide_tables
 
 def output() -> Console:
     """Standard output; what goes into a file or a pipe is as wide as it needs to be."""
-    console = Console()
+    console = Console(highlight=False)
     real = console.is_terminal and not console.is_dumb_terminal
-    return console if real else Console(width=240, force_terminal=False)
+    return console if real else Console(width=240, force_terminal=False, highlight=False)
 
 
 @contextlib.contextmanager
@@ -62,16 +62,25 @@ class Outputs:
         """Print a table of six columns, or all there is."""
         runs = ranked(results)
         for table in wide_tables(runs) if self.wide else [brief_table(runs)]:
-            console.print(table, highlight=False)
+            console.print(table)
 
-    def save(
-        self, console: Console, results: Sequence[Result], runs: Sequence[Run | None], title: str
+    def finish(
+        self,
+        title: str,
+        results: Sequence[Result],
+        runs: Sequence[Run | None],
+        folder: Path | None,
+        notes: Sequence[str] = (),
     ) -> None:
-        """Write the figures and a report; `runs` are the records of the results."""
+        """Print the results of runs and write figures and a report; `folder` is where their records are."""
+        console = output()
+        self.show(console, results)
+        for note in (*notes, *([] if folder is None else [f"Records: {folder.resolve()}"])):
+            console.print(note, soft_wrap=True)
         if self.json is not None:
             rows = [{"versus": vars(row)} for row in versus(results)] or [{}] * len(results)
             found = [{**result.as_json(), **row} for result, row in zip(results, rows, strict=True)]
             write_whole(self.json, json.dumps(found, indent=2) + "\n")
         if self.report is not None:
             write(self.report, results, runs, title=f"Freewheel: {title}", command=command_line())
-            console.print(f"Report: {self.report.resolve()}", highlight=False, soft_wrap=True)
+            console.print(f"Report: {self.report.resolve()}", soft_wrap=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import getpass
 import importlib.machinery
-import itertools
 import os
 import re
 import signal
@@ -17,7 +16,6 @@ import sysconfig
 import textwrap
 import time
 from collections.abc import Iterator
-from datetime import datetime
 from pathlib import Path
 
 import typer
@@ -28,13 +26,11 @@ from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.launch.processes import Output
 
 # -- what workers print when they fail --
-BEGIN = ("Traceback (most recent call last):", '  File "')
-"""The second is how Python says that a script cannot be read."""
+BEGIN = ("Traceback (most recent call last):", '  File "')  # the second: a script that cannot be read
 PREFIX = "freewheel.errors."
 FRAME = re.compile(r'  File "([^"]*)", line (\d+), in ')
 NOT_THE_SCRIPT = ("<", *map(sysconfig.get_path, ("stdlib", "purelib")), str(Path(freewheel.__file__).parent))
-HELD_S = 2.0
-"""How long a traceback is held, unless its worker ends before: the worker may go on."""
+HELD_S = 2.0  # how long a traceback is held, unless its worker ends before: the worker may go on
 
 
 class Tracebacks:
@@ -42,10 +38,8 @@ class Tracebacks:
 
     def __init__(self, show: Output) -> None:
         self._show = show
-        self._held: dict[int, tuple[float, list[str]]] = {}
-        """Since when, and the lines."""
-        self._seen: dict[str, int] = {}
-        """Whose each kind of traceback was that has been shown."""
+        self._held: dict[int, tuple[float, list[str]]] = {}  # since when, and the lines
+        self._seen: dict[str, int] = {}  # whose each kind of traceback was that has been shown
 
     def __call__(self, rank: int | None, text: str, error: bool) -> None:
         """Take one line."""
@@ -58,34 +52,26 @@ class Tracebacks:
         self._show(rank, text, error)
 
     def tick(self, held_s: float = HELD_S) -> None:
-        """Show what has been held for so long."""
+        """Show what has been held for so long; 0: all that is left."""
         for rank, (since_s, _) in list(self._held.items()):
             if time.monotonic() >= since_s + held_s:
                 self._let_go(rank)
 
-    def end(self) -> None:
-        """Show what is left."""
-        self.tick(0.0)
-
     def _let_go(self, rank: int) -> None:
         _, lines = self._held.pop(rank)
         kind = re.sub(r"\d+", "#", "\n".join(lines))  # ranks, ports and times differ
-        lines = explained(lines)
-        if kind in self._seen:
-            error = textwrap.shorten(_error(lines), 100, placeholder=" …")
+        lines = _explained(lines)
+        if kind in self._seen:  # named by the first line after the frames of the last traceback
+            begin = max((at for at, line in enumerate(lines) if line.startswith(BEGIN)), default=-1)
+            error = next((line for line in lines[begin + 1 :] if line[:1] not in ("", " ")), lines[-1])
+            error = textwrap.shorten(error, 100, placeholder=" …")
             lines = [f"the same error as worker {self._seen[kind]}: {error}"]
         self._seen.setdefault(kind, rank)
         for line in lines:
             self._show(rank, line, True)
 
 
-def _error(lines: list[str]) -> str:
-    """The line that names the error: the first after the frames of the last traceback."""
-    begin = max((at for at, line in enumerate(lines) if line.startswith(BEGIN)), default=-1)
-    return next((line for line in lines[begin + 1 :] if line[:1] not in ("", " ")), lines[-1])
-
-
-def explained(lines: list[str]) -> list[str]:
+def _explained(lines: list[str]) -> list[str]:
     """A mistake that Freewheel explains: its words, and where in the script it was made. Else all lines."""
     said = next((at for at, line in enumerate(lines) if line.startswith(PREFIX)), None)
     if said is None or lines.count(BEGIN[0]) > 1:  # its cause may say more
@@ -99,8 +85,6 @@ def explained(lines: list[str]) -> list[str]:
 # -- the commands --
 RAY_ALONE = ("address", "gpus", "cpus")
 NOT_RAY = ("bind", "tls", "secret", "master", "tensorboard", "hide_ranks")
-INTERRUPTED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
-
 MODULE = option(False, "SCRIPT is a module, as in python -m.", "-m")
 RESTARTS = option(0, "How often each worker that dies is started again.")
 
@@ -111,7 +95,7 @@ def run(
     workers: int = option(..., "How many workers on this host.", "-n", "--workers"),
     module: bool = MODULE,
     restarts: int = RESTARTS,
-    folder: Path | None = option(None, "Where records go; default: runs/DATE_TIME.", show_default=False),
+    folder: Path | None = option(None, "Where records go; default: runs/DATE_TIME."),
     tensorboard: Path | None = option(None, "Write the records here for TensorBoard, too (an extra)."),
     hide_ranks: bool = option(
         False, "Let the script not see RANK and the like: Accelerate starts DDP.", "--hide-ranks"
@@ -129,7 +113,11 @@ def run(
     cpus: float = option(1, "CPUs of each worker."),
 ) -> None:
     """Run a training script as several workers, on this host or on a Ray cluster."""
-    _check_options(context, ray)
+    for name in NOT_RAY if ray else RAY_ALONE:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            how = f"does nothing {'with' if ray else 'without'} --ray"
+            raise ConfigError(f"--{name.replace('_', '-')} {how}: leave one of them out.")
     program = python(command, module)
     at_least("workers", workers, 1)
     at_least("max", most, workers)
@@ -161,8 +149,7 @@ def run(
             master=master,
             env={HIDES: "1"} if hide_ranks else None,
         )
-    output.end()
-    _exit(code)
+    _exit(output, code)
 
 
 def join(
@@ -174,7 +161,7 @@ def join(
     secret: Path | None = option(
         None, "The file with the run's secret; default: that of the keys, or it is asked for."
     ),
-    folder: Path | None = option(None, "Where records go; default: the run's.", show_default=False),
+    folder: Path | None = option(None, "Where records go; default: the run's."),
     bind: str | None = option(None, "The address workers listen on; default: the run's."),
     tls: Path | None = option(None, "Keys of the run; default: where the run has them."),
     wait_s: float = option(60.0, "How long to wait for the run."),
@@ -196,8 +183,7 @@ def join(
         restarts=restarts,
         wait_s=wait_s,
     )
-    output.end()
-    _exit(code)
+    _exit(output, code)
 
 
 def python(command: list[str], module: bool) -> list[str]:
@@ -228,16 +214,6 @@ def prefixed(rank: int | None, text: str, error: bool) -> None:
     stream.flush()
 
 
-def _check_options(context: typer.Context, ray: bool) -> None:
-    for name in NOT_RAY if ray else RAY_ALONE:
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            option = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"{option} does nothing {'with' if ray else 'without'} --ray: leave one of them out."
-            )
-
-
 def _ask() -> bytes:
     """The secret, typed by somebody who sees nothing of it."""
     from freewheel.fabric.secret import of_text
@@ -250,8 +226,9 @@ def _ask() -> bytes:
     return of_text(getpass.getpass("The run's secret: "), "what was typed")
 
 
-def _exit(code: int) -> None:
-    if code in INTERRUPTED:
+def _exit(output: Tracebacks, code: int) -> None:
+    output.tick(0.0)
+    if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
         # All workers are gone; taking torch apart in an orderly way lasts longer than Ctrl-C may.
         sys.stdout.flush()
         os._exit(code)
@@ -259,30 +236,28 @@ def _exit(code: int) -> None:
 
 
 @contextlib.contextmanager
-def _records(folder: Path | None) -> Iterator[Path]:
+def _records(named: Path | None) -> Iterator[Path]:
     """Where records go: a folder that was named, or a new one, of which nothing is left if no run was."""
-    new = folder or new_folder()
+    folder = named or _new_folder()
     try:
-        yield new
+        yield folder
     except ConfigError:
-        if folder is None:
+        if named is None:
             with contextlib.suppress(OSError):
-                new.rmdir()
-                new.parent.rmdir()
+                folder.rmdir()
+                folder.parent.rmdir()
         raise
 
 
-def new_folder() -> Path:
+def _new_folder(number: int = 1) -> Path:
     """A name nobody has: two runs of the same second get two folders."""
-    for number in itertools.count(1):
-        folder = Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}{f'_{number}' if number > 1 else ''}"
-        try:
-            folder.mkdir(parents=True)
-            return folder
-        except FileExistsError:
-            continue
-        except OSError as error:
-            raise ConfigError(
-                f"cannot make {str(folder)!r}: {error.strerror}. Give --folder one that can be written to."
-            ) from None
-    raise AssertionError
+    folder = Path("runs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}{f'_{number}' if number > 1 else ''}"
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        return _new_folder(number + 1)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot make {str(folder)!r}: {error.strerror}. Give --folder one that can be written to."
+        ) from None
+    return folder

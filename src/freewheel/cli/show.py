@@ -18,7 +18,7 @@ from pathlib import Path
 from rich.console import Console, Group
 from rich.live import Live
 
-from freewheel.cli.options import RUNS, argument, option
+from freewheel.cli.options import argument, option
 from freewheel.cli.results import output
 from freewheel.errors import ConfigError, at_least
 from freewheel.numbers import count
@@ -33,23 +33,20 @@ from freewheel.show.rates import result_of
 from freewheel.show.terminal import event_line, plain_line, screen
 
 REFRESH_S, PLAIN_S = 0.5, 1.0
-STALLED_S = 60.0
-"""A run goes on no longer in which nobody has written for so long."""
+STALLED_S = 60.0  # a run goes on no longer in which nobody has written for so long
+RUNS = argument(..., "Folders of runs, or folders with runs in them.", metavar="RUN...")
 
 
 def watch(
-    folder: Path | None = argument(
-        None,
-        "The folder of a run, or of several; default: the newest in runs.",
-        metavar="[RUN]",
-        show_default=False,
+    folder: Path = argument(
+        Path("runs"), "The folder of a run, or of several; default: the newest in runs.", metavar="[RUN]"
     ),
     once: bool = option(False, "Print how it stands now, and end.", "--once"),
     wait_s: float = option(300.0, "How long to wait for a run that is starting."),
 ) -> None:
     """Watch a run: who trains, how fast, how far apart they are, and what happens to them."""
     at_least("wait-s", wait_s, 0)
-    run, note = _begun(folder or Path("runs"), 0.0 if once else wait_s)
+    run, note = _begun(folder, 0.0 if once else wait_s)
     console = output()
     show = partial(screen, run, note=note, ascii_only=console.options.ascii_only)
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # leave the screen
@@ -59,13 +56,21 @@ def watch(
                 live.update(Group(*show(*console.size)), refresh=True)
                 for _ in _news(run, REFRESH_S):
                     live.update(Group(*show(*console.size)), refresh=True)
-        elif not once:
-            _tell(run, note)
+        elif not once:  # a line a second, and each event when it comes
+            if note:
+                print(note, flush=True)
+            told = {id(event) for event in run.events[:-5]}  # an event may come late, before others
+            for _ in _news(run, PLAIN_S):
+                for event in run.events:
+                    if id(event) not in told:
+                        print(event_line(run, event).plain, flush=True)
+                        told.add(id(event))
+                print(plain_line(run), flush=True)
     finally:  # after Ctrl-C, too; a file is as wide as somebody says
         signal.signal(signal.SIGTERM, before)
-        width = (
-            console.width if console.is_terminal else shutil.get_terminal_size((console.width, 24)).columns
-        )
+        width = console.width
+        if not console.is_terminal:
+            width = shutil.get_terminal_size((width, 24)).columns
         for line in show(width):
             console.print(line, soft_wrap=True)
     if _over(run) and any(run.state(rank) not in ("finished", "dead") for rank in run.ranks):
@@ -106,23 +111,7 @@ def _news(run: Run, every_s: float) -> Iterator[bool]:
         yield run.poll()
 
 
-def _tell(run: Run, note: str) -> None:
-    """A line a second, and each event when it comes."""
-    if note:
-        print(note, flush=True)
-    told = {id(event) for event in run.events[:-5]}  # an event may come late, before others
-    for _ in _news(run, PLAIN_S):
-        for event in run.events:
-            if id(event) not in told:
-                print(event_line(run, event).plain, flush=True)
-                told.add(id(event))
-        print(plain_line(run), flush=True)
-
-
 # -- on pages --
-PAGE = Path("report.html")
-
-
 def report(
     folders: list[Path] = RUNS,
     out: Path | None = option(
@@ -131,12 +120,14 @@ def report(
     as_markdown: bool = option(False, "Tables and words for a README or an issue, no figures.", "--markdown"),
 ) -> None:
     """Write one page on what runs measured, or markdown: figures, workers, events, settings, theory."""
-    path = out if out is not None or as_markdown else PAGE
+    path = out if out is not None or as_markdown else Path("report.html")
     check_writable(path)
     with Console(stderr=True).status("drawing"):
         results, runs = _read(all_runs(folders))
-        made = reports.markdown if as_markdown else reports.html
-        text = made(results, runs, title=f"Freewheel: {replays.title_of(runs)}", command=_commands(runs))
+        said = [run.about.get("command", "") for run in runs]  # once for all runs of one command
+        typed = dict.fromkeys(shlex.join(one) if isinstance(one, list) else str(one) for one in said)
+        words = {"title": f"Freewheel: {replays.title_of(runs)}", "command": "\n".join(filter(None, typed))}
+        text = (reports.markdown if as_markdown else reports.html)(results, runs, **words)
     if path is None:
         sys.stdout.write(text)
         return
@@ -168,13 +159,6 @@ def _warn(said: str) -> None:
     print(f"freewheel: {said}", file=sys.stderr)
 
 
-def _commands(runs: Sequence[Run]) -> str:
-    """What was typed, once for all runs of one command."""
-    said = [run.about.get("command", "") for run in runs]
-    lines = [shlex.join(one) if isinstance(one, list) else str(one) for one in said]
-    return "\n".join(dict.fromkeys(line for line in lines if line))
-
-
 def replay(
     folders: list[Path] = RUNS,
     out: Path = option(Path("replay.html"), "Where to write.", "--output", "-o"),
@@ -198,12 +182,9 @@ def replay(
 
 def dashboard(
     folder: Path = argument(
-        Path("runs"),
-        "The folder of a run, or one with runs in it; default: runs.",
-        metavar="[RUN]",
-        show_default=False,
+        Path("runs"), "The folder of a run, or one with runs in it; default: runs.", metavar="[RUN]"
     ),
-    port: int | None = option(None, f"Which port; default: {PORT}, or a free one.", show_default=False),
+    port: int | None = option(None, f"Which port; default: {PORT}, or a free one."),
     browser: bool = option(True, "Open the page in a browser."),
 ) -> None:
     """Show runs on a page of this machine, live or ended, and compare them; Ctrl-C ends it."""

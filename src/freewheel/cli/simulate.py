@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -24,11 +24,7 @@ from freewheel.sim.faults import Fault
 from freewheel.sim.links import Links
 from freewheel.sim.scenario import Scenario
 
-if TYPE_CHECKING:
-    from freewheel.sim import chaos as laws
-
-PERFETTO = ".perfetto.json"
-"""A trace of this name is in Perfetto's format."""
+PERFETTO = ".perfetto.json"  # a trace of this name is in Perfetto's format
 
 
 @takes(Scenario, Links, Outputs)
@@ -97,27 +93,25 @@ def simulate(
     results: list[Result] = []
     runs: list[Run | None] = []
     stopped: list[str] = []
-    with contextlib.ExitStack() as open_until_done:
+    with contextlib.ExitStack() as until_done:
         # A report shows what happened on the way, too: it needs records, kept or not. So does Perfetto.
-        passing = Path(open_until_done.enter_context(tempfile.TemporaryDirectory())) / "records"
+        passing = Path(until_done.enter_context(tempfile.TemporaryDirectory())) / "records"
         records = folder or (passing if out.report or perfetto else None)
-        several = len(chosen) > 1
-        homes = [
-            records / f"{number}-{one.name}" if records and several else records
-            for number, one in enumerate(chosen)
-        ]
+        homes = [records for _ in chosen]
+        if records is not None and len(chosen) > 1:
+            homes = [records / f"{number}-{one.name}" for number, one in enumerate(chosen)]
         if folder is not None:
             check_unused([folder, *filter(None, homes)], out.force)
-        file = open_until_done.enter_context(open_whole(trace)) if trace and not perfetto else None
-        show = open_until_done.enter_context(bar())
+        file = until_done.enter_context(open_whole(trace)) if trace and not perfetto else None
+        show = until_done.enter_context(bar())
+        how: dict[str, Any] = {"trace_file": file, "name": task, "command": command_line()}
         for number, (one, home) in enumerate(zip(chosen, homes, strict=True)):
 
             def progress(steps: int, total: int, at: int = number, name: str = one.name) -> None:
                 show(name, (at + steps / total) / len(chosen))
 
-            how: dict[str, Any] = {"progress": progress, "trace_file": file, "folder": home, "name": task}
             try:
-                results.append(api.simulate(one, problem, asked, command=command_line(), **how))
+                results.append(api.simulate(one, problem, asked, progress=progress, folder=home, **how))
             except RunStopped as error:
                 if not keep_going:
                     raise
@@ -126,15 +120,9 @@ def simulate(
                 runs += [recorded(home)] if home is not None else []
         if perfetto and results:
             write_whole(perfetto, as_perfetto([run for run in runs if run is not None]))
-    console = output()
     if results:
-        out.show(console, results)
-        for result in results:
-            if said := _trouble(result):
-                console.print(f"{result.strategy}: {said}", highlight=False, soft_wrap=True)
-        out.save(console, results, runs, f"{task} on {asked.workers} workers")
-    if folder is not None:
-        console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
+        notes = [f"{one.strategy}: {said}" for one in results if (said := _trouble(one))]
+        out.finish(f"{task} on {asked.workers} workers", results, runs, folder, notes)
     if stopped:
         raise RunStopped("; ".join(stopped))
 
@@ -150,8 +138,7 @@ def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[s
             own[int(rank)] = Compute.parse(model, ms=ms)
         else:
             raise ConfigError(f"cannot read --compute {text!r}: write MODEL or RANK=MODEL.")
-    pauses = [(rank, *numbers) for rank, numbers in ranks_and_numbers("--pause", pause, 2)]
-    factors = {rank: factor for rank, (factor,) in ranks_and_numbers("--slow", slow, 1)}
+    pauses, factors = ranks_and_numbers("--pause", pause, 2), dict(ranks_and_numbers("--slow", slow, 1))
     return Compute.parse(common, ms=ms, slow=factors, pauses=pauses, of=own)
 
 
@@ -191,29 +178,24 @@ def chaos(
         for outcome in pool.imap_unordered(_one, work):
             outcomes.append(outcome)
             show("runs", len(outcomes) / len(work))
-    _show(outcomes, workers)
-    if any(outcome.broken for outcome in outcomes):
-        raise typer.Exit(1)
-
-
-def _one(work: tuple[str, int, int]) -> laws.Outcome:
-    from freewheel import strategies, tasks
-    from freewheel.sim import chaos as laws
-
-    name, seed, workers = work
-    return laws.run(strategies.resolve(name), name, tasks.resolve("quadratic"), seed, workers)
-
-
-def _show(outcomes: list[laws.Outcome], workers: int) -> None:
     rows = []
     for name in dict.fromkeys(outcome.strategy for outcome in outcomes):
         mine = [outcome for outcome in outcomes if outcome.strategy == name]
         faults = sum(outcome.faults.total() for outcome in mine)
-        violations = sum(bool(outcome.broken) for outcome in mine)
-        rows.append([name, *map(str, (len(mine), faults, violations))])
+        rows.append([name, *map(str, (len(mine), faults, sum(bool(one.broken) for one in mine)))])
     console = output()
     console.print(printed(["strategy", "runs", "faults", "violations"], rows))
     for outcome in sorted(outcomes, key=lambda one: one.seed):
         for broken in outcome.broken:
             again = f"--strategy {outcome.strategy} --first {outcome.seed} --seeds 1 --workers {workers}"
-            console.print(f"{broken}\n  again: freewheel chaos {again}", highlight=False, soft_wrap=True)
+            console.print(f"{broken}\n  again: freewheel chaos {again}", soft_wrap=True)
+    if any(outcome.broken for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def _one(work: tuple[str, int, int]) -> Any:
+    from freewheel import strategies, tasks
+    from freewheel.sim import chaos as laws
+
+    name, seed, workers = work
+    return laws.run(strategies.resolve(name), name, tasks.resolve("quadratic"), seed, workers)

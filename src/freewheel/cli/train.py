@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import shlex
 import sys
+import time
 from dataclasses import replace
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,7 @@ def train(
     folder: Path | None = FOLDER,
     tensorboard: Path | None = BOARD,
     checkpoint: Path | None = option(None, "Write checkpoints to this folder."),
-    every: int | None = option(None, "Steps between two; default: 100.", show_default=False, rare=True),
+    every: int | None = option(None, "Steps between two; default: 100.", rare=True),
     resume: bool = option(False, "Go on from the checkpoint, if there is one.", "--resume", rare=True),
 ) -> None:
     """Train a built-in task with real processes on this machine."""
@@ -52,8 +52,7 @@ def train(
         job["checkpoint"] = str(checkpoint.resolve())
     if every is not None:
         job["every"] = every
-    one = Job(strategy=chosen[0], resume=resume, **_checked(job, data))
-    _train([one], Outputs(**outputs), folder, tensorboard)
+    _train(chosen, job | {"resume": resume}, Outputs(**outputs), data, folder, tensorboard)
 
 
 @takes(Job, Outputs, steps=None)
@@ -68,41 +67,40 @@ def compare(
     tensorboard: Path | None = BOARD,
 ) -> None:
     """Train the same task with several strategies, one after the other, and print one table."""
-    job = _checked(job, data)
-    jobs = [Job(strategy=one, **job) for one in _chosen(strategy)]
-    _train(jobs, Outputs(**outputs), folder, tensorboard)
+    _train(_chosen(strategy), job, Outputs(**outputs), data, folder, tensorboard)
 
 
-def _checked(job: dict[str, Any], data: Path | None) -> dict[str, Any]:
-    """The settings of a job: with one budget, and the data in its task's."""
+def _train(
+    strategies: list[str],
+    job: dict[str, Any],
+    outputs: Outputs,
+    data: Path | None,
+    folder: Path | None,
+    tensorboard: Path | None,
+) -> None:
     if job["steps"] is None:
         del job["steps"]
     elif job["seconds"] is not None:
         raise ConfigError("--steps and --seconds are two budgets: give one of them.")
-    if data is None:
-        return job
-    if not data.exists():
-        raise ConfigError(f"--data {str(data)!r}: there is no such file or folder.")
-    return job | {"task": f"{job['task']}:data={data.resolve()}"}
-
-
-def _train(jobs: list[Job], outputs: Outputs, folder: Path | None, board: Path | None) -> None:
+    if data is not None:
+        if not data.exists():
+            raise ConfigError(f"--data {str(data)!r}: there is no such file or folder.")
+        job["task"] += f":data={data.resolve()}"
+    jobs = [Job(strategy=one, **job) for one in strategies]
     outputs.check()
-    folder = folder or Path("runs") / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
-    check_unused([folder, *(folder / name(number, one) for number, one in enumerate(jobs))], outputs.force)
+    folder = folder or Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
+    homes = [folder / name(number, one) for number, one in enumerate(jobs)]
+    check_unused([folder, *homes], outputs.force)
     results, runs, stopped = [], [], []
-    for number, outcome in enumerate(run_all(jobs, folder.resolve(), board)):
+    for home, outcome in zip(homes, run_all(jobs, folder.resolve(), tensorboard), strict=True):
         if isinstance(outcome, RunStopped):
             stopped.append(str(outcome))
         else:
             results.append(outcome)
-            runs.append(recorded(folder / name(number, jobs[number])))
+            runs.append(recorded(home))
     if results:
-        console = output()
-        outputs.show(console, results)
-        console.print(f"Records: {folder.resolve()}", highlight=False, soft_wrap=True)
         title = f"{jobs[0].task.partition(':')[0]} on {jobs[0].workers} workers"
-        outputs.save(console, results, runs, title)
+        outputs.finish(title, results, runs, folder)
     if stopped:
         raise RunStopped(" ".join(stopped))
 
@@ -150,20 +148,20 @@ def demo(
     homes = [folder / name(number, one) for number, one in enumerate(jobs)]
     check_unused([folder, *homes], force=True)
     console = output()
-    console.print(f"{TITLE}. {', '.join(map(_label, STRATEGIES))}: {seconds:g} s each.", highlight=False)
+    console.print(f"{TITLE}. {', '.join(map(_label, STRATEGIES))}: {seconds:g} s each.")
     results = []
     for outcome in run_all(jobs, folder.resolve(), None):
         if isinstance(outcome, RunStopped):
             raise outcome
         results.append(outcome)
     runs = [replace(one, label=_label(one.label)) for one in ranked(results)]
-    console.print("", brief_table(runs), "", *findings(runs), "", sep="\n", highlight=False)
+    console.print("", brief_table(runs), "", *findings(runs), "", sep="\n")
     report, replay = folder / "report.html", folder / "replay.html"
     words = {"title": f"Freewheel: {TITLE}", "command": command_line()}
     write(report, results, [recorded(home) for home in homes], **words)
     write_whole(replay, html([Run(home) for home in homes[:2]], TITLE))
-    for what, path in (("Report, all figures", report), ("Replay, open it in a browser", replay)):
-        console.print(f"{what}: {path.resolve()}", highlight=False, soft_wrap=True)
+    console.print(f"Report, all figures: {report.resolve()}", soft_wrap=True)
+    console.print(f"Replay, open it in a browser: {replay.resolve()}", soft_wrap=True)
 
 
 def _label(strategy: str) -> str:

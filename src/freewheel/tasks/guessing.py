@@ -39,7 +39,7 @@ class Guessing(Task):
     def _measure(self, model: nn.Module, data: Tensor, classes: Tensor) -> tuple[float, float]:
         """The mean loss, and the share that is guessed right."""
         loss, hits = torch.zeros(2, device=self.device)
-        for some, theirs in zip(data.split(PART), classes.split(PART), strict=True):
+        for some, theirs in zip(torch.split(data, PART), torch.split(classes, PART), strict=True):
             guesses = model(self._numbers(some))
             loss += F.cross_entropy(guesses.flatten(0, -2), theirs.flatten()) * (len(some) / len(data))
             hits += (guesses.argmax(-1) == theirs).sum()
