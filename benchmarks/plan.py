@@ -29,8 +29,7 @@ from freewheel.errors import RunStopped
 from freewheel.planning import plan
 from freewheel.planning.forecast import Forecast, forecast
 from freewheel.planning.setting import Setting
-from freewheel.training.job import Job
-from freewheel.training.jobs import train_all
+from freewheel.training.job import Job, train_all
 from freewheel_bench.contestants import ALONE
 from freewheel_bench.namespaces import Network, check_possible
 from freewheel_bench.rates import Load, run_contestant

@@ -22,8 +22,7 @@ from freewheel.show.tables import versus
 from freewheel.show.terminal import clock_time
 from freewheel.training import process
 from freewheel.training.budget import Budget
-from freewheel.training.job import Job, name
-from freewheel.training.jobs import train_all
+from freewheel.training.job import Job, name, train_all
 
 pytestmark = pytest.mark.integration
 

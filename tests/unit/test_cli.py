@@ -283,7 +283,7 @@ def test_train_says_what_is_wrong_with_checkpoints(arguments, message, tmp_path)
 
 
 def test_train_tells_its_workers_of_checkpoints(tmp_path):
-    with mock.patch("freewheel.training.jobs.train_all", side_effect=KeyboardInterrupt) as train_all:
+    with mock.patch("freewheel.cli.train.train_all", side_effect=KeyboardInterrupt) as train_all:
         freewheel("train", "--checkpoint", "saved", "--every", "7", "--resume", cwd=tmp_path)
     (job,) = train_all.call_args.args[0]
     assert (job.checkpoint, job.every, job.resume) == (str(tmp_path / "saved"), 7, True)

@@ -21,7 +21,7 @@ from freewheel.show.report import recorded, write
 from freewheel.show.report.words import findings
 from freewheel.show.shown import ranked
 from freewheel.show.tables import brief_table
-from freewheel.training.job import DDP, Job, name
+from freewheel.training.job import DDP, Job, name, train_all
 
 SIDE_BY_SIDE = "ddp,allreduce,sasgd,nodelay,nodelay_free,adpsgd,dasgd,asgd,easgd"
 
@@ -118,8 +118,6 @@ def _chosen(spec: str) -> list[str]:
 
 def run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Result | RunStopped]:
     """Run jobs one after the other, with a bar."""
-    from freewheel.training.jobs import train_all
-
     print(f"Watch: freewheel watch {shlex.quote(str(folder))}", file=sys.stderr, flush=True)
     steps = None if jobs[0].seconds else jobs[0].workers * jobs[0].steps
     with bar() as show:

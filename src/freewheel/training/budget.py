@@ -18,8 +18,7 @@ from freewheel.training.job import Job
 
 HANDFUL_S = 0.1
 Groups: TypeAlias = Callable[[], tuple[Sequence[int], bool]]
-Part: TypeAlias = tuple[int, float, float]
-"""How many steps, where in the budget they begin, and how much of it each takes."""
+Part: TypeAlias = tuple[int, float, float]  # how many steps, where they begin, how much of it each takes
 
 
 class Budget:

@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ def parallel(model: nn.Module, **group: Any) -> Iterator[nn.Module]:
     torch.distributed.destroy_process_group()
 
 
-class DdpBooks:
+class DdpBooks(contextlib.AbstractContextManager["DdpBooks"]):
     """What one worker writes down during its loop, which reports every step."""
 
     def __init__(self, job: Job, folder: Path, rank: int, step_s: float, model: nn.Module) -> None:
@@ -68,7 +68,7 @@ class DdpBooks:
 
     def about(self, lr: float, optimizer: torch.optim.Optimizer) -> None:
         """Let run.json be written."""
-        job, options = self._job, launched_options(Place.read())
+        job = self._job
         settings = {
             "strategy": {},
             "scenario": {"optimizer": type(optimizer).__name__, **job.scenario()},
@@ -84,7 +84,7 @@ class DdpBooks:
                 torch=torch.__version__,
                 clock="wall",
                 name=job.task,
-                command=(options.typed if options is not None else None) or typed(),
+                command=getattr(launched_options(Place.read()), "typed", None) or typed(),
                 strategy=DDP,
                 workers=job.workers,
                 seed=job.seed,
@@ -92,9 +92,6 @@ class DdpBooks:
                 target=job.target,
             )
         )
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, _: Any, error: BaseException | None, __: Any) -> None:
         self._ended_s = time.perf_counter()

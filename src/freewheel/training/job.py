@@ -1,23 +1,27 @@
-"""One training run on real processes: what it is asked to do."""
+"""Jobs, runs of built-in tasks on real processes: what is asked, and what came of several in a row."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from freewheel.errors import ConfigError, at_least
+from freewheel.errors import ConfigError, RunStopped, at_least, first_line
+from freewheel.records.result import Result
+from freewheel.records.run import Run
 from freewheel.settings import Training, setting
+from freewheel.show.rates import result_of
 
 if TYPE_CHECKING:  # torch takes seconds, and help on the options needs none
     from freewheel.schedule import Schedule
 
-DDP = "ddp"
-"""PyTorch's DistributedDataParallel on gloo: not a strategy of ours, but what they are compared with."""
+DDP = "ddp"  # PyTorch's DistributedDataParallel on gloo: no strategy, but what they are compared with
 
 
 @dataclass(frozen=True)
@@ -33,12 +37,9 @@ class Job(Training):
         0.0, "A step takes at least this long, by sleeping: a machine for every worker.", rare=True
     )
     wire: str = setting("fp32", "What vectors travel as: fp32 or bf16.", rare=True)
-    checkpoint: str | None = None
-    """Where checkpoints go."""
-    every: int = 100
-    """Steps of a worker between two of them."""
-    resume: bool = False
-    """Whether to go on from the one that is there."""
+    checkpoint: str | None = None  # where checkpoints go
+    every: int = 100  # steps of a worker between two of them
+    resume: bool = False  # whether to go on from the one that is there
 
     def __post_init__(self) -> None:
         if self.seconds is not None and not 0 < self.seconds < math.inf:
@@ -98,3 +99,63 @@ class Job(Training):
 def name(number: int, job: Job) -> str:
     """The folder of a job among others."""
     return f"{number}-{job.strategy.replace(':', '-').replace('/', '-')}"
+
+
+def train_all(
+    jobs: Sequence[Job],
+    folder: Path,
+    progress: Callable[[int, int], None] = lambda number, done: None,
+    tensorboard: Path | None = None,
+    typed: str | None = None,
+) -> list[Result | RunStopped]:
+    """Run jobs one after the other in one set of processes; progress hears which one, and its worker-steps.
+
+    A job that fails leaves its reason in the place of its result; the next one is run all the same.
+    """
+    from freewheel.runtime.launch.launcher import Captured, launch
+    from freewheel.runtime.membership.entries import Options
+
+    homes = [folder / name(number, job) for number, job in enumerate(jobs)]
+    for job, home in zip(jobs, homes, strict=True):
+        home.mkdir(parents=True, exist_ok=True)
+        for old in home.glob("*.json*"):
+            old.unlink()
+        job.save(home / "job.json")
+    runs = [Run(home) for home in homes]
+
+    def newest() -> int:
+        begun = (number for number, home in enumerate(homes) if (home / "worker-0.jsonl").exists())
+        return max(begun, default=0)
+
+    def tick() -> None:
+        run = runs[number := newest()]
+        if run.poll():
+            progress(number, sum(int(life["steps"] + life["resumed_at"]) for life in run.lives))
+
+    output = Captured(folder)
+    code = launch(
+        [sys.executable, "-m", "freewheel.training.process", *map(str, homes)],
+        jobs[0].workers,
+        output=output,
+        options=Options(folder=str(folder), tensorboard=tensorboard, typed=typed),
+        tick=tick,
+        events=lambda: homes[newest()],
+    )
+    if code in (130, 143):
+        raise KeyboardInterrupt
+    return [_outcome(job, home, output.lines) for job, home in zip(jobs, homes, strict=True)]
+
+
+def _outcome(job: Job, home: Path, lines: Mapping[int | None, Sequence[str]]) -> Result | RunStopped:
+    """The figures of a run, the same that `freewheel report` reads; or why there are none."""
+    try:
+        failed = [json.loads((home / f"outcome-{rank}.json").read_text()) for rank in range(job.workers)]
+        if not any(failed):
+            return result_of(Run(home))
+        why = next(filter(None, failed))
+    except FileNotFoundError:  # a worker was lost
+        lasts = [line for rank in range(job.workers) for line in list(lines[rank])[-1:]]
+        why = next((line for line in lasts if "Error" in line), "a worker ended without a word.")
+    except (OSError, ValueError) as error:  # a full disk
+        why = f"it has no result ({first_line(error)})."
+    return RunStopped(f"{job.strategy}: {why} The logs of its workers are in {home.parent}.")

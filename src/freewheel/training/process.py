@@ -34,8 +34,8 @@ from freewheel.training.budget import Budget
 from freewheel.training.ddp import DdpBooks, parallel
 from freewheel.training.job import DDP, Job
 
-Part = tuple[int, Tensor | None, dict[str, Tensor], int]
-"""A rank, its vector, buffers and steps."""
+Part = tuple[int, Tensor | None, dict[str, Tensor], int]  # a rank, its vector, buffers and steps
+WARM_UP = 5
 
 
 class Samples:
@@ -47,8 +47,8 @@ class Samples:
     def __init__(self, job: Job, active: bool, journal: Journal, lockstep: bool) -> None:
         self.job, self.active, self.next = job, active, 0
         self.journal, self._lockstep = journal, lockstep
+        # When, after how many steps of all workers, its weights. BatchNorm is measured anew.
         self.kept: list[tuple[float, int, Tensor]] = []
-        """When, after how many steps of all workers, its weights. BatchNorm is measured anew."""
         self.pending: Any = None
 
     def due(self, share: float) -> bool:
@@ -59,23 +59,21 @@ class Samples:
         return True
 
     def keep(self, parts: list[Part], replicas: list[Part]) -> None:
-        """Remember the mean of the workers' parts, and how far their replicas are apart."""
-        vectors = [part.cpu() for _, part, _, _ in parts if part is not None]
-        mean = functools.reduce(torch.add, vectors) / len(vectors)
-        now, made = time.time(), sum(steps for *_, steps in parts)
-        self.kept.append((now, made, mean))
-        self.journal.evaluation(now, worker_steps=made, **self._apart(replicas))
+        """Remember the mean of the workers' parts, and how far their replicas are apart.
 
-    def _apart(self, replicas: list[Part]) -> dict[str, float]:
-        """Distances; where all step together, of those that had made as many steps when they were asked."""
+        Where all step together, those are compared that had made as many steps when they were asked.
+        """
+        vectors = [part.cpu() for _, part, _, _ in parts if part is not None]
+        now, made = time.time(), sum(steps for *_, steps in parts)
+        self.kept.append((now, made, functools.reduce(torch.add, vectors) / len(vectors)))
         if self._lockstep:
             ((common, _),) = Counter(steps for *_, steps in replicas).most_common(1)
             replicas = [one for one in replicas if one[-1] == common]
         vectors = [vector.float() for _, vector, _, _ in replicas if vector is not None]
-        if len(vectors) < min(2, self.job.workers):
-            return {}
-        discrepancy, consensus = spread(vectors)
-        return {"discrepancy": discrepancy, "consensus": consensus}
+        apart = {}
+        if len(vectors) >= min(2, self.job.workers):
+            apart = dict(zip(("discrepancy", "consensus"), spread(vectors), strict=True))
+        self.journal.evaluation(now, worker_steps=made, **apart)
 
     def ask(self, worker: Worker) -> None:
         """Collect the parts beside training."""
@@ -101,9 +99,6 @@ class Samples:
         task.recalibrate(model.eval(), self.job.workers, self.job.seed)
         loss, accuracy = task.evaluate(model)
         self.journal.evaluation(at, worker_steps=steps, loss=loss, accuracy=accuracy)
-
-
-WARM_UP = 5
 
 
 def main(folders: list[Path]) -> None:
@@ -146,8 +141,8 @@ class Loop:
         self.lr: float = self.optimizer.param_groups[0]["lr"]
         self.tempo = Tempo(self.model)
         own_s = self.tempo.measure(self._compute, WARM_UP)
+        # What a step takes without communication.
         self.step_s = max(own_s, job.compute_ms / 1e3) * job.slow.get(rank, 1.0)
-        """What a step takes without communication."""
         self.tempo.take(self.step_s, own_s)
         self.optimizer.zero_grad()
         lockstep = self.strategy is None or self.strategy.lockstep()
@@ -171,16 +166,26 @@ class Loop:
             self.optimizer.param_groups[0]["lr"] = self.lr * rates.factor(share * rates.steps)
             if self.samples.due(share):
                 sample(step)
-            report(self._gradients(module, step))
+            self.tempo.begin()
+            loss = self._backward(module)
+            self.tempo.rest()
+            if step % 20 == 0 and not math.isfinite(loss.item()):
+                raise Diverged(
+                    f"{self.job.strategy} diverged: worker {self.rank} got a loss of {loss.item():g} in its "
+                    f"step {step}. Lower the learning rate."
+                )
+            report(loss)
             self.optimizer.step()
         self.tempo.end()
-        if next(self.model.parameters()).is_cuda:
-            torch.cuda.synchronize()
+        self._wait()
         return time.time()
 
     def _compute(self) -> None:
         """What a step computes, by itself and to its end."""
         self._backward(self.model)
+        self._wait()
+
+    def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
@@ -188,17 +193,6 @@ class Loop:
         loss = self.task.loss(model, self.task.batch(self.rank, self.generator))
         self.optimizer.zero_grad()
         loss.backward()  # type: ignore[no-untyped-call]
-        return loss
-
-    def _gradients(self, model: nn.Module, step: int) -> Tensor:
-        self.tempo.begin()
-        loss = self._backward(model)
-        self.tempo.rest()
-        if step % 20 == 0 and not math.isfinite(loss.item()):
-            raise Diverged(
-                f"{self.job.strategy} diverged: worker {self.rank} got a loss of {loss.item():g} in its step "
-                f"{step}. Lower the learning rate."
-            )
         return loss.detach()
 
 
