@@ -13,8 +13,7 @@ import typer
 from rich.table import Table
 
 from freewheel import names, strategies
-from freewheel.cli.options import arrange, option, takes
-from freewheel.cli.results import bar, output
+from freewheel.cli.options import arrange, bar, option, output, takes
 from freewheel.errors import ConfigError, RunStopped, UnknownName, at_least
 from freewheel.numbers import share, short
 from freewheel.records.files import check_writable, write_whole

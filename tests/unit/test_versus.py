@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 import freewheel as fw
-from freewheel.cli.results import Outputs
+from freewheel.cli.train import Outputs
 from freewheel.records.result import Sample
 from freewheel.show.tables import versus
 

@@ -1,7 +1,8 @@
-"""Options of the command line: most are made from the settings of dataclasses (settings.py)."""
+"""What commands share: options, most made from dataclasses' settings (settings.py), and the terminal."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import inspect
 import operator
@@ -14,6 +15,8 @@ from functools import partial
 from typing import Any
 
 import typer
+from rich.console import Console
+from rich.progress import Progress
 from typer.models import OptionInfo
 
 from freewheel.errors import ConfigError
@@ -140,3 +143,23 @@ def ranks_and_numbers(option: str, texts: list[str] | None, numbers: int) -> lis
     if twice and numbers == 1:
         raise ConfigError(f"{option} is given twice for worker {min(twice)}; give it once.")
     return read
+
+
+# -- what is printed --
+def output() -> Console:
+    """Standard output; what goes into a file or a pipe is as wide as it needs to be."""
+    console = Console(highlight=False)
+    real = console.is_terminal and not console.is_dumb_terminal
+    return console if real else Console(width=240, force_terminal=False, highlight=False)
+
+
+@contextlib.contextmanager
+def bar() -> Iterator[Callable[[str, float], None]]:
+    """A bar that is told what goes on, and which share of all is done.
+
+    On stderr, so that a table sent into a file stays a table; none where that is no terminal.
+    """
+    errors = Console(stderr=True)
+    with Progress(console=errors, transient=True, disable=not errors.is_terminal) as shown:
+        task = shown.add_task("starting", total=1.0)
+        yield lambda what, share: shown.update(task, description=what, completed=share)

@@ -12,18 +12,15 @@ import typer
 from rich.console import Console
 
 from freewheel import names
-from freewheel.cli.options import argument, command_line, option, takes
-from freewheel.cli.results import bar, output
+from freewheel.cli.options import argument, bar, command_line, option, output, takes
 from freewheel.cli.run import python
 from freewheel.errors import ConfigError, at_least
 from freewheel.numbers import share, short, speed
 from freewheel.planning.setting import Setting
 from freewheel.records.files import check_writable, write_whole
 
-MEASURED = ("link_mbit", "latency_ms", "jitter")
 
-
-@takes(Setting, **dict.fromkeys(MEASURED))
+@takes(Setting, link_mbit=None, latency_ms=None, jitter=None)
 def plan(
     machines: dict[str, Any],
     context: typer.Context,

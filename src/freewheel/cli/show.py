@@ -18,8 +18,7 @@ from pathlib import Path
 from rich.console import Console, Group
 from rich.live import Live
 
-from freewheel.cli.options import argument, option
-from freewheel.cli.results import output
+from freewheel.cli.options import argument, option, output
 from freewheel.errors import ConfigError, at_least
 from freewheel.numbers import count
 from freewheel.records.files import check_writable, write_whole

@@ -11,8 +11,8 @@ from typing import Any
 
 import typer
 
-from freewheel.cli.options import command_line, option, ranks_and_numbers, takes
-from freewheel.cli.results import Outputs, bar, output
+from freewheel.cli.options import bar, command_line, option, output, ranks_and_numbers, takes
+from freewheel.cli.train import Outputs
 from freewheel.errors import ConfigError, RunStopped, at_least
 from freewheel.records.files import check_unused, open_whole, write_whole
 from freewheel.records.result import Result
@@ -90,9 +90,7 @@ def simulate(
         raise ConfigError(f"Perfetto's format is for at most {MOST_TIMELINES} workers; give a FILE.jsonl.")
     out = Outputs(**outputs)
     out.check(trace)
-    results: list[Result] = []
-    runs: list[Run | None] = []
-    stopped: list[str] = []
+    outcomes: list[tuple[Result | RunStopped, Run | None]] = []
     with contextlib.ExitStack() as until_done:
         # A report shows what happened on the way, too: it needs records, kept or not. So does Perfetto.
         passing = Path(until_done.enter_context(tempfile.TemporaryDirectory())) / "records"
@@ -111,20 +109,21 @@ def simulate(
                 show(name, (at + steps / total) / len(chosen))
 
             try:
-                results.append(api.simulate(one, problem, asked, progress=progress, folder=home, **how))
+                result = api.simulate(one, problem, asked, progress=progress, folder=home, **how)
+                outcomes.append((result, recorded(home) if home is not None else None))
             except RunStopped as error:
                 if not keep_going:
                     raise
-                stopped.append(str(error))
-            else:
-                runs += [recorded(home)] if home is not None else []
-        if perfetto and results:
-            write_whole(perfetto, as_perfetto([run for run in runs if run is not None]))
-    if results:
-        notes = [f"{one.strategy}: {said}" for one in results if (said := _trouble(one))]
-        out.finish(f"{task} on {asked.workers} workers", results, runs, folder, notes)
-    if stopped:
-        raise RunStopped("; ".join(stopped))
+                outcomes.append((error, None))
+        if perfetto and isinstance(outcomes[0][0], Result):
+            write_whole(perfetto, as_perfetto([run for _, run in outcomes if run is not None]))
+    notes = []
+    for result in (one for one, _ in outcomes if isinstance(one, Result)):
+        late = [fault for fault in result.settings["scenario"]["faults"] if fault["at_s"] > result.virtual_s]
+        never = f"{len(late)} faults never happened, the run ended at {result.virtual_s:.3f} s"
+        if said := [*trouble(result.by_worker), *([never] if late else [])]:  # what faults cost
+            notes.append(f"{result.strategy}: {', '.join(said)}")
+    out.finish(f"{task} on {asked.workers} workers", outcomes, folder, notes)
 
 
 def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[str] | None) -> Compute:
@@ -140,13 +139,6 @@ def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[s
             raise ConfigError(f"cannot read --compute {text!r}: write MODEL or RANK=MODEL.")
     pauses, factors = ranks_and_numbers("--pause", pause, 2), dict(ranks_and_numbers("--slow", slow, 1))
     return Compute.parse(common, ms=ms, slow=factors, pauses=pauses, of=own)
-
-
-def _trouble(result: Result) -> str:
-    """What faults cost, in words; nothing where there were none."""
-    late = [fault for fault in result.settings["scenario"]["faults"] if fault["at_s"] > result.virtual_s]
-    never = f"{len(late)} faults never happened, the run ended at {result.virtual_s:.3f} s"
-    return ", ".join([*trouble(result.by_worker), *([never] if late else [])])
 
 
 # -- chaos: random faults, and the laws that must hold whatever happens --

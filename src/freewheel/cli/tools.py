@@ -8,6 +8,7 @@ import json
 import signal
 from collections import Counter
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from freewheel.cli.options import argument, option
-from freewheel.cli.results import output
+from freewheel.cli.options import argument, option, output
 from freewheel.errors import ConfigError, at_least
 from freewheel.numbers import count
 
@@ -90,9 +90,7 @@ def doctor(
 async def _serve(bind: str, port: int, tls: Path | None) -> None:
     from freewheel.runtime.doctor import bandwidth
 
-    def say(text: str) -> None:
-        print(f"freewheel: {text}", flush=True)
-
+    say = partial(print, "freewheel:", flush=True)
     async with bandwidth.serving(bind, port, tls, say) as found:
         keys = f" --tls {tls}" if tls else ""
         say(f"on the other host (which must reach this address): freewheel doctor {bind}:{found}{keys}")

@@ -2,42 +2,103 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
 import sys
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from freewheel.cli.options import command_line, option, takes
-from freewheel.cli.results import Outputs, bar, output
+from rich.console import Console
+
+from freewheel.cli.options import bar, command_line, option, output, takes
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.records.files import check_unused, write_whole
+from freewheel.records.files import check_unused, check_writable, write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
+from freewheel.settings import setting
 from freewheel.show.replay import LABELS, html
 from freewheel.show.report import recorded, write
 from freewheel.show.report.words import findings
 from freewheel.show.shown import ranked
-from freewheel.show.tables import brief_table
+from freewheel.show.tables import brief_table, versus, wide_tables
 from freewheel.training.job import DDP, Job, name, train_all
 
 SIDE_BY_SIDE = "ddp,allreduce,sasgd,nodelay,nodelay_free,adpsgd,dasgd,asgd,easgd"
-
 DATA = option(None, "The task's data: cifar10's file or folder, chars' text.")
-FOLDER = option(None, "Where records and logs go; default: runs/DATE_TIME.")
-BOARD = option(None, "Write the records here for TensorBoard, too (an extra).", "--tensorboard", rare=True)
 
 
-@takes(Job, Outputs, steps=None)
+@dataclass(frozen=True)
+class Outputs:
+    """What is made of results."""
+
+    json: Path | None = setting(None, "Write the figures here.", rare=True)
+    report: Path | None = setting(None, "Write an HTML report here.")
+    force: bool = setting(False, "Overwrite records in --folder.", rare=True)
+    wide: bool = setting(False, "Print all figures, not the six that matter most.")
+
+    def check(self, *others: Path | None) -> None:
+        """Refuse files that cannot be written, or are one and the same, before anything is run."""
+        paths = [path for path in (self.json, self.report, *others) if path is not None]
+        for path in paths:
+            check_writable(path)
+        if len({path.resolve() for path in paths}) < len(paths):
+            raise ConfigError(f"{' and '.join(map(str, paths))} must be different files.")
+
+    def show(self, console: Console, results: Sequence[Result]) -> None:
+        """Print a table of six columns, or all there is."""
+        runs = ranked(results)
+        for table in wide_tables(runs) if self.wide else [brief_table(runs)]:
+            console.print(table)
+
+    def finish(
+        self,
+        title: str,
+        outcomes: Sequence[tuple[Result | RunStopped, Run | None]],
+        folder: Path | None,
+        notes: Sequence[str] = (),
+    ) -> None:
+        """Print what came of runs, write figures and a report; raise what stopped some.
+
+        With each outcome are its records, where there are any; `folder` has those of all.
+        """
+        results = [one for one, _ in outcomes if isinstance(one, Result)]
+        if results:
+            console = output()
+            self.show(console, results)
+            for note in (*notes, *([] if folder is None else [f"Records: {folder.resolve()}"])):
+                console.print(note, soft_wrap=True)
+            if self.json is not None:
+                rows = [{"versus": vars(row)} for row in versus(results)] or [{}] * len(results)
+                found = [{**result.as_json(), **row} for result, row in zip(results, rows, strict=True)]
+                write_whole(self.json, json.dumps(found, indent=2) + "\n")
+            if self.report is not None:
+                runs = [run for one, run in outcomes if isinstance(one, Result)]
+                write(self.report, results, runs, title=f"Freewheel: {title}", command=command_line())
+                console.print(f"Report: {self.report.resolve()}", soft_wrap=True)
+        if stopped := [str(one) for one, _ in outcomes if isinstance(one, RunStopped)]:
+            raise RunStopped(" ".join(stopped))
+
+
+@dataclass(frozen=True)
+class Kept(Outputs):
+    """The same, and what is written on the way."""
+
+    folder: Path | None = setting(None, "Where records and logs go; default: runs/DATE_TIME.")
+    tensorboard: Path | None = setting(
+        None, "Write the records here for TensorBoard, too (an extra).", rare=True
+    )
+
+
+@takes(Job, Kept, steps=None)
 def train(
     job: dict[str, Any],
-    outputs: dict[str, Any],
+    kept: dict[str, Any],
     strategy: str = option("adpsgd", "One strategy, with settings: adpsgd:topology=ring.", metavar="NAME"),
     data: Path | None = DATA,
-    folder: Path | None = FOLDER,
-    tensorboard: Path | None = BOARD,
     checkpoint: Path | None = option(None, "Write checkpoints to this folder."),
     every: int | None = option(None, "Steps between two; default: 100.", rare=True),
     resume: bool = option(False, "Go on from the checkpoint, if there is one.", "--resume", rare=True),
@@ -52,32 +113,23 @@ def train(
         job["checkpoint"] = str(checkpoint.resolve())
     if every is not None:
         job["every"] = every
-    _train(chosen, job | {"resume": resume}, Outputs(**outputs), data, folder, tensorboard)
+    _train(chosen, job | {"resume": resume}, data, Kept(**kept))
 
 
-@takes(Job, Outputs, steps=None)
+@takes(Job, Kept, steps=None)
 def compare(
     job: dict[str, Any],
-    outputs: dict[str, Any],
+    kept: dict[str, Any],
     strategy: str = option(
         SIDE_BY_SIDE, "Several, separated by commas; all; ddp is PyTorch's own DistributedDataParallel."
     ),
     data: Path | None = DATA,
-    folder: Path | None = FOLDER,
-    tensorboard: Path | None = BOARD,
 ) -> None:
     """Train the same task with several strategies, one after the other, and print one table."""
-    _train(_chosen(strategy), job, Outputs(**outputs), data, folder, tensorboard)
+    _train(_chosen(strategy), job, data, Kept(**kept))
 
 
-def _train(
-    strategies: list[str],
-    job: dict[str, Any],
-    outputs: Outputs,
-    data: Path | None,
-    folder: Path | None,
-    tensorboard: Path | None,
-) -> None:
+def _train(strategies: list[str], job: dict[str, Any], data: Path | None, kept: Kept) -> None:
     if job["steps"] is None:
         del job["steps"]
     elif job["seconds"] is not None:
@@ -87,22 +139,13 @@ def _train(
             raise ConfigError(f"--data {str(data)!r}: there is no such file or folder.")
         job["task"] += f":data={data.resolve()}"
     jobs = [Job(strategy=one, **job) for one in strategies]
-    outputs.check()
-    folder = folder or Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
+    kept.check()
+    folder = kept.folder or Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S")
     homes = [folder / name(number, one) for number, one in enumerate(jobs)]
-    check_unused([folder, *homes], outputs.force)
-    results, runs, stopped = [], [], []
-    for home, outcome in zip(homes, run_all(jobs, folder.resolve(), tensorboard), strict=True):
-        if isinstance(outcome, RunStopped):
-            stopped.append(str(outcome))
-        else:
-            results.append(outcome)
-            runs.append(recorded(home))
-    if results:
-        title = f"{jobs[0].task.partition(':')[0]} on {jobs[0].workers} workers"
-        outputs.finish(title, results, runs, folder)
-    if stopped:
-        raise RunStopped(" ".join(stopped))
+    check_unused([folder, *homes], kept.force)
+    found = run_all(jobs, folder.resolve(), kept.tensorboard)
+    outcomes = [(one, recorded(home)) for one, home in zip(found, homes, strict=True)]
+    kept.finish(f"{jobs[0].task.partition(':')[0]} on {jobs[0].workers} workers", outcomes, folder)
 
 
 def _chosen(spec: str) -> list[str]:
@@ -146,13 +189,13 @@ def demo(
     homes = [folder / name(number, one) for number, one in enumerate(jobs)]
     check_unused([folder, *homes], force=True)
     console = output()
-    console.print(f"{TITLE}. {', '.join(map(_label, STRATEGIES))}: {seconds:g} s each.")
+    console.print(f"{TITLE}. {', '.join(LABELS.get(one, one) for one in STRATEGIES)}: {seconds:g} s each.")
     results = []
     for outcome in run_all(jobs, folder.resolve(), None):
         if isinstance(outcome, RunStopped):
             raise outcome
         results.append(outcome)
-    runs = [replace(one, label=_label(one.label)) for one in ranked(results)]
+    runs = [replace(one, label=LABELS.get(one.label, one.label)) for one in ranked(results)]
     console.print("", brief_table(runs), "", *findings(runs), "", sep="\n")
     report, replay = folder / "report.html", folder / "replay.html"
     words = {"title": f"Freewheel: {TITLE}", "command": command_line()}
@@ -160,7 +203,3 @@ def demo(
     write_whole(replay, html([Run(home) for home in homes[:2]], TITLE))
     console.print(f"Report, all figures: {report.resolve()}", soft_wrap=True)
     console.print(f"Replay, open it in a browser: {replay.resolve()}", soft_wrap=True)
-
-
-def _label(strategy: str) -> str:
-    return LABELS.get(strategy, strategy)
