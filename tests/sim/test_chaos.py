@@ -8,7 +8,7 @@ import random
 import pytest
 
 from freewheel import strategies, tasks
-from freewheel.cli.simulate import STRATEGIES
+from freewheel.cli.tools import STRATEGIES
 from freewheel.data.ledger import Ledger
 from freewheel.fabric.merges import Merge
 from freewheel.names import split

@@ -34,10 +34,10 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Decide": {
         "plan": ("plan:plan", "Say which strategy suits your machines"),
-        "simulate": ("simulate:simulate", "Train in virtual time, with faults and slow links"),
+        "simulate": ("train:simulate", "Train in virtual time, with faults and slow links"),
         "strategies": ("tools:list_strategies", "List the strategies, or explain one"),
         "bench": ("", "Measure Freewheel beside DDP and gloo here"),
-        "chaos": ("simulate:chaos", "Check the laws under random faults"),
+        "chaos": ("tools:chaos", "Check the laws under random faults"),
     },
     "Set up": {
         "doctor": ("tools:doctor", "Check this host, and the links to others"),

@@ -1,10 +1,12 @@
-"""Commands that are one call and a few words: ``doctor``, ``export``, ``keys``, ``store``, ``strategies``."""
+"""Commands of a few words each: ``chaos``, ``doctor``, ``export``, ``keys``, ``store`` and ``strategies``."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 import json
+import multiprocessing
+import os
 import signal
 from collections import Counter
 from dataclasses import asdict
@@ -17,9 +19,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from freewheel.cli.options import argument, option, output
+from freewheel.cli.options import argument, bar, option, output
 from freewheel.errors import ConfigError, at_least
 from freewheel.numbers import count
+from freewheel.show.tables import printed
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 WIDTH = 80  # of what the doctor finds, at most
@@ -158,3 +161,55 @@ def list_strategies(
     explained = "\nfreewheel strategies NAME explains one. Settings: NAME:key=value:key=value."
     known = f"Topologies: {', '.join(topology.NAMES)}. Tasks: {', '.join(tasks.ALL)}."
     console.print(f"{explained}\n{known}")
+
+
+# -- chaos: random faults, and the laws that must hold whatever happens --
+STRATEGIES = (
+    "adpsgd,adpsgd:topology=ring,nodelay_free,nodelay_free:tau=6,dasgd:interval=4,allreduce,sasgd:interval=4,"
+    "nodelay:tau=8,dpsgd,leader:interval=4,grouping,hierarchical_sasgd"
+)
+
+
+def chaos(
+    seeds: int = option(100, "How many runs; the strategies take turns."),
+    first: int = option(0, "The first seed: --first 17 --seeds 1 repeats run 17."),
+    strategy: str = option(STRATEGIES, "One or several, separated by commas.", show_default=False),
+    workers: int = option(8, "How many workers."),
+) -> None:
+    """Let random faults strike simulated runs, and check the laws; a failure is named with its seed."""
+    from freewheel import names, strategies
+    from freewheel.sim import chaos as laws
+
+    at_least("--seeds", seeds, 1)
+    at_least("--first", first, 0)
+    at_least("--workers", workers, 4)
+    for one in strategies.resolve_all(strategy):
+        one.check(workers)
+    chosen = laws.chosen(names.split(strategy), range(first, first + seeds))
+    work = [(name, seed, workers) for name, seed in chosen]
+    outcomes: list[laws.Outcome] = []
+    with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool, bar() as show:
+        for outcome in pool.imap_unordered(_one, work):
+            outcomes.append(outcome)
+            show("runs", len(outcomes) / len(work))
+    rows = []
+    for name in dict.fromkeys(outcome.strategy for outcome in outcomes):
+        mine = [outcome for outcome in outcomes if outcome.strategy == name]
+        faults = sum(outcome.faults.total() for outcome in mine)
+        rows.append([name, *map(str, (len(mine), faults, sum(bool(one.broken) for one in mine)))])
+    console = output()
+    console.print(printed(["strategy", "runs", "faults", "violations"], rows))
+    for outcome in sorted(outcomes, key=lambda one: one.seed):
+        for broken in outcome.broken:
+            again = f"--strategy {outcome.strategy} --first {outcome.seed} --seeds 1 --workers {workers}"
+            console.print(f"{broken}\n  again: freewheel chaos {again}", soft_wrap=True)
+    if any(outcome.broken for outcome in outcomes):
+        raise typer.Exit(1)
+
+
+def _one(work: tuple[str, int, int]) -> Any:
+    from freewheel import strategies, tasks
+    from freewheel.sim import chaos as laws
+
+    name, seed, workers = work
+    return laws.run(strategies.resolve(name), name, tasks.resolve("quadratic"), seed, workers)

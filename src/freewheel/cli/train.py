@@ -1,11 +1,13 @@
-"""``freewheel train``, ``compare`` and ``demo``: built-in tasks on real processes."""
+"""``freewheel train``, ``compare``, ``simulate`` and ``demo``: tasks on real processes or in virtual time."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,20 +16,26 @@ from typing import Any
 
 from rich.console import Console
 
-from freewheel.cli.options import bar, command_line, option, output, takes
+from freewheel.cli.options import bar, command_line, option, output, ranks_and_numbers, takes
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.records.files import check_unused, check_writable, write_whole
+from freewheel.records.files import check_unused, check_writable, open_whole, write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.settings import setting
-from freewheel.show.replay import LABELS, html
+from freewheel.show.rates import trouble
+from freewheel.show.replay import LABELS, as_perfetto, html
 from freewheel.show.report import recorded, write
 from freewheel.show.report.words import findings
 from freewheel.show.shown import ranked
 from freewheel.show.tables import brief_table, versus, wide_tables
+from freewheel.sim.compute import Compute
+from freewheel.sim.faults import Fault
+from freewheel.sim.links import Links
+from freewheel.sim.scenario import Scenario
 from freewheel.training.job import DDP, Job, name, train_all
 
 SIDE_BY_SIDE = "ddp,allreduce,sasgd,nodelay,nodelay_free,adpsgd,dasgd,asgd,easgd"
+PERFETTO = ".perfetto.json"  # a trace of this name is in Perfetto's format
 DATA = option(None, "The task's data: cifar10's file or folder, chars' text.")
 
 
@@ -170,6 +178,119 @@ def run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Res
             show(jobs[number].strategy, (number + part) / len(jobs))
 
         return train_all(jobs, folder, tell, tensorboard, command_line())
+
+
+# -- in virtual time --
+@takes(Scenario, Links, Outputs)
+def simulate(
+    scenario: dict[str, Any],
+    links: dict[str, Any],
+    outputs: dict[str, Any],
+    strategy: str = option("adpsgd", "One or several, with settings: sasgd:interval=8,adpsgd; or all."),
+    task: str = option("digits", "digits, digits:net=cnn, quadratic, cifar10 or chars."),
+    compute_ms: float = option(10.0, "Mean time of a gradient."),
+    compute: list[str] | None = option(
+        None,
+        "constant, uniform:0.3, exponential, lognormal:0.3 or trace:FILE (ms per step); "
+        "RANK=MODEL for one worker; repeatable.",
+        rare=True,
+    ),
+    slow: list[str] | None = option(None, "RANK:FACTOR, this worker computes slower; repeatable."),
+    pause: list[str] | None = option(None, "RANK:AT_S:FOR_S, this worker stops for a while.", rare=True),
+    fault: list[str] | None = option(
+        None,
+        "crash:3@0.5, restart:3@1, leave:3@0.5, cut:3@0.5, cut:3-5@0.5, heal:3@2, slow:3x9@0.5, "
+        "throttle:3x9@0.5.",
+    ),
+    topology: str | None = option(None, "ring, torus:rows=4, … for the strategies that have one.", rare=True),
+    trace: Path | None = option(
+        None,
+        "Write every event here, as JSON lines; with a name in .perfetto.json for ui.perfetto.dev.",
+        rare=True,
+    ),
+    folder: Path | None = option(
+        None, "Write records here, as a real run does; one folder for each of several strategies."
+    ),
+    keep_going: bool = option(
+        False, "When a strategy cannot go on (a crash), show the others.", "--keep-going", rare=True
+    ),
+) -> None:
+    """Train a task with one or several strategies in virtual time and compare them."""
+    from freewheel import api, strategies, tasks
+    from freewheel.sim.records import MOST_TIMELINES
+
+    asked = Scenario(
+        compute=_compute(compute or [], compute_ms, slow, pause),
+        links=Links(**links),
+        faults=[Fault.parse(text) for text in fault or []],
+        **scenario,
+    )
+    chosen = strategies.resolve_all(strategy)
+    if topology is not None:
+        having = [one for one in chosen if hasattr(one, "topology")]
+        if not having:
+            raise ConfigError("--topology: none of the chosen strategies has one; adpsgd and dpsgd do.")
+        for one in having:
+            one.topology = topology
+    problem = tasks.resolve(task)
+    for one in chosen:
+        one.check(asked.workers)
+    if trace is not None and len(chosen) > 1:
+        raise ConfigError("--trace takes the events of one strategy; give only one.")
+    perfetto = trace if trace is not None and trace.name.endswith(PERFETTO) else None
+    if perfetto and asked.workers > MOST_TIMELINES:
+        raise ConfigError(f"Perfetto's format is for at most {MOST_TIMELINES} workers; give a FILE.jsonl.")
+    out = Outputs(**outputs)
+    out.check(trace)
+    outcomes: list[tuple[Result | RunStopped, Run | None]] = []
+    with contextlib.ExitStack() as until_done:
+        # A report shows what happened on the way, too: it needs records, kept or not. So does Perfetto.
+        passing = Path(until_done.enter_context(tempfile.TemporaryDirectory())) / "records"
+        records = folder or (passing if out.report or perfetto else None)
+        homes = [records for _ in chosen]
+        if records is not None and len(chosen) > 1:
+            homes = [records / f"{number}-{one.name}" for number, one in enumerate(chosen)]
+        if folder is not None:
+            check_unused([folder, *filter(None, homes)], out.force)
+        file = until_done.enter_context(open_whole(trace)) if trace and not perfetto else None
+        show = until_done.enter_context(bar())
+        how: dict[str, Any] = {"trace_file": file, "name": task, "command": command_line()}
+        for number, (one, home) in enumerate(zip(chosen, homes, strict=True)):
+
+            def progress(steps: int, total: int, at: int = number, name: str = one.name) -> None:
+                show(name, (at + steps / total) / len(chosen))
+
+            try:
+                result = api.simulate(one, problem, asked, progress=progress, folder=home, **how)
+                outcomes.append((result, recorded(home) if home is not None else None))
+            except RunStopped as error:
+                if not keep_going:
+                    raise
+                outcomes.append((error, None))
+        if perfetto and isinstance(outcomes[0][0], Result):
+            write_whole(perfetto, as_perfetto([run for _, run in outcomes if run is not None]))
+    notes = []
+    for result in (one for one, _ in outcomes if isinstance(one, Result)):
+        late = [fault for fault in result.settings["scenario"]["faults"] if fault["at_s"] > result.virtual_s]
+        never = f"{len(late)} faults never happened, the run ended at {result.virtual_s:.3f} s"
+        if said := [*trouble(result.by_worker), *([never] if late else [])]:  # what faults cost
+            notes.append(f"{result.strategy}: {', '.join(said)}")
+    out.finish(f"{task} on {asked.workers} workers", outcomes, folder, notes)
+
+
+def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[str] | None) -> Compute:
+    """The compute times of all workers, from a model for all and models for single ones."""
+    common, own = "constant", {}
+    for text in models:
+        rank, sign, model = text.partition("=")
+        if not sign:
+            common = text
+        elif rank.isdecimal():
+            own[int(rank)] = Compute.parse(model, ms=ms)
+        else:
+            raise ConfigError(f"cannot read --compute {text!r}: write MODEL or RANK=MODEL.")
+    pauses, factors = ranks_and_numbers("--pause", pause, 2), dict(ranks_and_numbers("--slow", slow, 1))
+    return Compute.parse(common, ms=ms, slow=factors, pauses=pauses, of=own)
 
 
 # -- the demo: one minute that shows what a slow worker costs, with DDP and without waiting --

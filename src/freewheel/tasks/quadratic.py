@@ -60,7 +60,6 @@ class Quadratic(Task):
         if self.alike:
             self.a = self.a[:1].expand(n, d, d).contiguous()
         self.optima = 3.0 + self.spread * torch.randn(n, d, **random)  # type: ignore[call-overload]
-        self.lipschitz = 1.0
         mean_a = self.a.mean(0)
         self.optimum = torch.linalg.solve(mean_a, (self.a @ self.optima.unsqueeze(-1)).mean(0).squeeze(-1))
         self.lowest = self.value(self.optimum)
