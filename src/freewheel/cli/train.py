@@ -115,13 +115,8 @@ def train(
     chosen = _chosen(strategy)
     if len(chosen) != 1:
         raise ConfigError(f"train takes one strategy, not {strategy!r}; `freewheel compare` takes several.")
-    if every is not None and checkpoint is None:
-        raise ConfigError("--every is about checkpoints: give --checkpoint PATH, where they are to go.")
-    if checkpoint is not None:
-        job["checkpoint"] = str(checkpoint.resolve())
-    if every is not None:
-        job["every"] = every
-    _train(chosen, job | {"resume": resume}, data, Kept(**kept))
+    job["checkpoint"] = None if checkpoint is None else str(checkpoint.resolve())
+    _train(chosen, job | {"every": every, "resume": resume}, data, Kept(**kept))
 
 
 @takes(Job, Kept, steps=None)

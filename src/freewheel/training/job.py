@@ -38,7 +38,7 @@ class Job(Training):
     )
     wire: str = setting("fp32", "What vectors travel as: fp32 or bf16.", rare=True)
     checkpoint: str | None = None  # where checkpoints go
-    every: int = 100  # steps of a worker between two of them
+    every: int | None = None  # steps of a worker between two of them; None: 100
     resume: bool = False  # whether to go on from the one that is there
 
     def __post_init__(self) -> None:
@@ -47,6 +47,8 @@ class Job(Training):
         super().__post_init__()
         at_least("evaluations", self.evaluations, 1)
         at_least("every", self.every, 1)
+        if self.every is not None and self.checkpoint is None:
+            raise ConfigError("--every is about checkpoints: give --checkpoint PATH, where they are to go.")
         if self.resume and self.checkpoint is None:
             raise ConfigError("--resume goes on from a checkpoint: give --checkpoint PATH, where it is.")
         if self.checkpoint is not None and self.strategy == DDP:
@@ -92,8 +94,7 @@ class Job(Training):
     def load(cls, path: Path) -> Job:
         """Read it again."""
         given = json.loads(path.read_text())
-        given["slow"] = {int(rank): factor for rank, factor in given["slow"].items()}
-        return cls(**given)
+        return cls(**given | {"slow": {int(rank): factor for rank, factor in given["slow"].items()}})
 
 
 def name(number: int, job: Job) -> str:

@@ -210,7 +210,7 @@ def attached(loop: Loop) -> tuple[float, nn.Module]:
                 state_dict=lambda: {"generator": loop.generator.get_state()},
                 load_state_dict=lambda state: loop.generator.set_state(state["generator"]),
             )
-            worker.checkpoint(job.checkpoint, every=job.every, extra={"draws": draws})
+            worker.checkpoint(job.checkpoint, every=job.every or 100, extra={"draws": draws})
         if job.resume:
             loop.budget.go_on(loop.rank, worker.metrics()["resumed_at"])
         strategy, group = worker._agent.strategy, None
