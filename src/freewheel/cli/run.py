@@ -129,8 +129,7 @@ def run(
         connect(address)
         with _records(folder) as place:
             print(f"Watch: freewheel watch {place}", flush=True)
-            words = program[1:]
-            run_on_ray(words, workers, most, restarts=restarts, folder=place, cpus=cpus, gpus=gpus)
+            run_on_ray(program[1:], workers, most, restarts=restarts, folder=place, cpus=cpus, gpus=gpus)
         return
     from freewheel.runtime.launch.launcher import launch
     from freewheel.runtime.membership.entries import Options
@@ -167,16 +166,24 @@ def join(
     wait_s: float = option(60.0, "How long to wait for the run."),
 ) -> None:
     """Add workers to a run that goes on; it must have been started with --max."""
+    from freewheel.fabric.secret import of_text
     from freewheel.runtime.launch.launcher import join as add_workers
     from freewheel.runtime.launch.launcher import known_secret
     from freewheel.runtime.membership.entries import Options
 
     program, output = python(command, module), Tracebacks(prefixed)
+    known = known_secret(secret, tls)
+    if not known and not sys.stdin.isatty():
+        raise ConfigError(
+            "a run lets in who has its secret: give --secret the file whose name it printed, or the run's "
+            "keys by --tls."
+        )
+    known = known or of_text(getpass.getpass("The run's secret: "), "what was typed")
     code = add_workers(
         at,
         program,
         workers,
-        secret=known_secret(secret, tls) or _ask(),
+        secret=known,
         output=output,
         tick=output.tick,
         here=Options(folder=folder, bind=bind, tls=tls),
@@ -212,18 +219,6 @@ def prefixed(rank: int | None, text: str, error: bool) -> None:
     encoding = stream.encoding or "utf-8"
     stream.write(f"{label} {text}\n".encode(encoding, "backslashreplace").decode(encoding))
     stream.flush()
-
-
-def _ask() -> bytes:
-    """The secret, typed by somebody who sees nothing of it."""
-    from freewheel.fabric.secret import of_text
-
-    if not sys.stdin.isatty():
-        raise ConfigError(
-            "a run lets in who has its secret: give --secret the file whose name it printed, or the run's "
-            "keys by --tls."
-        )
-    return of_text(getpass.getpass("The run's secret: "), "what was typed")
 
 
 def _exit(output: Tracebacks, code: int) -> None:
