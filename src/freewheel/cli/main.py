@@ -45,7 +45,6 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
         "store": ("tools:store", "Hold the rendezvous for torchrun or Slurm"),
     },
 }
-BEFORE_A_SCRIPT = ("run", "plan")  # what follows the script of these commands is the script's own
 LOOKS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": "rich"}
 
 
@@ -86,7 +85,7 @@ def load(name: str) -> Any:
         command = getattr(importlib.import_module(f"freewheel.cli.{module}"), function)
         arrange(command)
         alone = typer.Typer(add_completion=False, **LOOKS)
-        how = {"allow_interspersed_args": name not in BEFORE_A_SCRIPT}
+        how = {"allow_interspersed_args": name not in ("run", "plan")}  # behind a script all is the script's
         alone.command(name, context_settings=how)(command)
     # Ctrl-C now interrupts the command, which cleans up: until here it ended the process (freewheel_start).
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:

@@ -25,7 +25,6 @@ from freewheel.numbers import count
 from freewheel.show.tables import printed
 
 COLOURS = {"ok": "green", "warning": "yellow", "problem": "bold red"}
-WIDTH = 80  # of what the doctor finds, at most
 
 
 def doctor(
@@ -84,7 +83,7 @@ def doctor(
         if finding.advice:
             table.add_row("", "", Text(finding.advice, "italic"))
     console = Console()
-    console.print(table, width=min(console.width, WIDTH), highlight=False, markup=False)
+    console.print(table, width=min(console.width, 80), highlight=False, markup=False)
     ready = "Not ready" if code else "Ready to run"
     print(f"\n{ready}: {count(states['problem'], 'problem')}, {count(states['warning'], 'warning')}.")
     raise typer.Exit(code)

@@ -35,7 +35,6 @@ from freewheel.sim.scenario import Scenario
 from freewheel.training.job import DDP, Job, name, train_all
 
 SIDE_BY_SIDE = "ddp,allreduce,sasgd,nodelay,nodelay_free,adpsgd,dasgd,asgd,easgd"
-PERFETTO = ".perfetto.json"  # a trace of this name is in Perfetto's format
 DATA = option(None, "The task's data: cifar10's file or folder, chars' text.")
 
 
@@ -232,7 +231,7 @@ def simulate(
         one.check(asked.workers)
     if trace is not None and len(chosen) > 1:
         raise ConfigError("--trace takes the events of one strategy; give only one.")
-    perfetto = trace if trace is not None and trace.name.endswith(PERFETTO) else None
+    perfetto = trace if trace is not None and trace.name.endswith(".perfetto.json") else None
     if perfetto and asked.workers > MOST_TIMELINES:
         raise ConfigError(f"Perfetto's format is for at most {MOST_TIMELINES} workers; give a FILE.jsonl.")
     out = Outputs(**outputs)

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -64,10 +63,9 @@ class Chars(Guessing):
                 f"chars: {path} has {len(text)} characters; a context of {self.context} needs at least "
                 f"{least} (a tenth is kept for evaluation). Give a longer text or a smaller context."
             )
-        codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-        alphabet, numbers = np.unique(codes, return_inverse=True)
-        self.alphabet = "".join(map(chr, alphabet))
-        whole = torch.from_numpy(numbers.astype(np.int64))
+        codes = torch.frombuffer(bytearray(text, "utf-32-le"), dtype=torch.int32)
+        alphabet, whole = torch.unique(codes, return_inverse=True)
+        self.alphabet = "".join(map(chr, alphabet.tolist()))
         self.text, self.test_text = whole[: -(len(whole) // 10)], whole[-(len(whole) // 10) :]
         self.window = torch.arange(self.context + 1)
         self.to(self.device)
