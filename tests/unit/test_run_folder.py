@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 
+import numpy as np
 import pytest
 
 import made
@@ -14,6 +15,7 @@ from freewheel.records import run as run_module
 from freewheel.records import track as track_module
 from freewheel.records.files import fresh
 from freewheel.records.run import LINES, Run, find_runs
+from freewheel.records.schema import LEVELS, SUMS
 from freewheel.records.track import POINTS, Tail, Track
 from freewheel.show.rates import rate, rates
 
@@ -102,9 +104,9 @@ def test_of_many_workers_fewer_points_each_are_read(tmp_path):
     for rank in range(40):
         made.append(tmp_path / f"worker-{rank}.jsonl", *lines)
     run = Run(tmp_path)
-    read = sum(len(track.points["time"]) for track in run.workers.values())
+    read = sum(len(track.array("time")) for track in run.workers.values())
     assert LINES < read < 2 * LINES
-    assert {track.points["time"][-1] for track in run.workers.values()} == {1000.0 + 0.5 * 1499}
+    assert {track.array("time")[-1] for track in run.workers.values()} == {1000.0 + 0.5 * 1499}
 
 
 def test_only_what_is_new_is_read(tmp_path):
@@ -113,7 +115,7 @@ def test_only_what_is_new_is_read(tmp_path):
     assert not run.poll()
     made.append(folder / "worker-1.jsonl", made.sample(1, 4, 2))
     assert run.poll()
-    assert len(run.workers[1].points["time"]) == 5
+    assert len(run.workers[1].array("time")) == 5
     assert not run.poll()
 
 
@@ -121,7 +123,7 @@ def test_a_restarted_worker_counts_on(tmp_path):
     made.append(tmp_path / "worker-0.jsonl", made.sample(0, 10))
     made.append(tmp_path / "worker-0.jsonl", made.sample(0, 1, life=2, time=1010.0))
     track = Run(tmp_path).workers[0]
-    assert track.points["steps"] == [100, 110]
+    assert list(track.array("steps")) == [100, 110]
     assert track.value("bytes_out") == 110 * 4_000_000
 
 
@@ -227,18 +229,18 @@ def test_points_are_bounded_and_the_last_ones_are_kept(tmp_path):
     track = run.workers[0]
     for number in range(4, 5000):
         track.add(made.sample(0, number, 1))
-    times = track.points["time"]
+    times = list(track.array("time"))
     assert len(times) <= 2 * POINTS
     assert times[-1] == 1000.0 + 0.5 * 4999
     assert times == sorted(times)
-    assert {len(column) for column in track.points.values()} == {len(times)}
+    assert {len(track.array(name)) for name in ("time", *SUMS, *LEVELS)} == {len(times)}
 
 
 def test_what_is_long_past_stays_drawn_while_a_run_is_looked_at_for_a_day():
     track = Track(0)
     for number in range(0, 2 * 24 * 3600, 4):
         track.add(made.sample(0, number, 1))
-    times = track.points["time"]
+    times = list(track.array("time"))
     gaps = [after - before for before, after in itertools.pairwise(times)]
     assert len(times) <= 2 * POINTS
     assert times[0] == 1000.0
@@ -264,7 +266,7 @@ def test_a_life_on_a_host_whose_clock_is_behind_counts(tmp_path):
     made.append(path, *behind)
     track = Run(tmp_path).workers[0]
     assert (track.life, track.value("steps")) == (2, 300)
-    assert track.points["time"] == sorted(track.points["time"])
+    assert list(track.array("time")) == sorted(track.array("time"))
     assert rate(track, "steps") is not None
 
 
@@ -285,7 +287,7 @@ def test_a_thinned_file_replaces_what_was_known(tmp_path):
     made.append(tmp_path / "part", *(made.sample(0, number, 1) for number in range(0, 12, 2)))
     os.replace(tmp_path / "part", folder / "worker-0.jsonl")
     assert run.poll()
-    assert len(run.workers[0].points["time"]) == 6
+    assert len(run.workers[0].array("time")) == 6
 
 
 def test_a_fresh_folder_has_no_records_of_an_earlier_run_and_all_else(tmp_path):
@@ -309,7 +311,8 @@ def test_another_run_in_the_same_folder_is_read_anew(tmp_path, force):
     assert run.about["strategy"] == "allreduce"
     assert len(run.events) == len(again.events)
     assert run.evaluations == again.evaluations
-    assert run.workers[0].points == again.workers[0].points
+    for name in ("time", *SUMS, *LEVELS):
+        np.testing.assert_equal(run.workers[0].array(name), again.workers[0].array(name))
 
 
 def test_a_run_that_is_starting_has_nothing_to_say_yet(tmp_path):
@@ -353,7 +356,7 @@ def test_a_run_json_that_is_none_is_named_in_words(tmp_path, text):
 def test_a_last_line_that_nobody_ends_is_counted(tmp_path):
     folder = made.run(tmp_path / "r")
     path = folder / "worker-0.jsonl"
-    whole = len(Run(folder).workers[0].points["time"])
+    whole = len(Run(folder).workers[0].array("time"))
     with path.open("a") as file:
         file.write('{"time": 1')
     os.utime(path)
@@ -362,7 +365,7 @@ def test_a_last_line_that_nobody_ends_is_counted(tmp_path):
     for one in folder.glob("*.jsonl"):
         os.utime(one, (1000.0, 1000.0))
     run = Run(folder)
-    assert (run.broken, len(run.workers[0].points["time"])) == (1, whole)
+    assert (run.broken, len(run.workers[0].array("time"))) == (1, whole)
 
 
 def test_what_is_no_file_is_not_waited_for(tmp_path):
@@ -417,7 +420,7 @@ def test_a_broken_line_costs_itself_and_no_other(tmp_path):
     assert run.poll()
     assert run.broken == 3
     assert run.workers[0].latest == good[2]
-    assert run.workers[0].points["time"] == [1000.5, 1001.5]
+    assert list(run.workers[0].array("time")) == [1000.5, 1001.5]
 
 
 def cuts(folder, *pairs):

@@ -7,10 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST = 20_000
-"""What is kept until it is written: more than a worker does between two samples."""
-UNITS = 10_000
-"""Of a second."""
+MOST = 60_000  # what is kept until it is written: more than a worker does between two samples
+UNITS = 10_000  # of a second
 
 
 class Timeline:
@@ -24,54 +22,44 @@ class Timeline:
 
     def __init__(self, now: Callable[[], float], life: int) -> None:
         self._now, self._life = now, life
-        self._gradients: deque[tuple[float, float]] = deque(maxlen=MOST)
-        self._exchanges: deque[tuple[float, float, int]] = deque(maxlen=MOST)
-        self._merges: deque[tuple[float, float, Sequence[int]]] = deque(maxlen=MOST)
+        self._done: deque[tuple[str, float, float, Any]] = deque(maxlen=MOST)
 
     def gradient(self, seconds: float, ago_s: float = 0.0) -> None:
         """A gradient is there, for so long, after so many seconds of computing."""
         end_s = self._now() - ago_s
-        self._gradients.append((end_s - seconds, end_s))
+        self._done.append(("gradients", end_s - seconds, end_s, None))
 
     def exchange(self, peer: int, took_s: float) -> None:
         """An exchange with a peer is complete."""
-        self._exchanges.append((self._now(), took_s, peer))
+        self._done.append(("exchanges", self._now(), took_s, peer))
 
     def merge(self, peers: Sequence[int], took_s: float) -> None:
         """A merge with some peers is complete."""
-        self._merges.append((self._now(), took_s, peers))
+        self._done.append(("merges", self._now(), took_s, peers))
 
     def take(self) -> dict[str, Any] | None:
         """All of it, as a line; None: there is nothing."""
-        gradients, exchanges = _taken(self._gradients), _taken(self._exchanges)
-        merges = _taken(self._merges)
-        from_s = min((one[0] for one in (*gradients, *exchanges, *merges)), default=None)
-        if from_s is None:
+        done = [self._done.popleft() for _ in range(len(self._done))]
+        if not done:
             return None
-
-        def units(seconds: float, since_s: float = 0.0) -> int:
-            return round((seconds - since_s) * UNITS)
-
-        return {
-            "life": self._life,
-            "from": round(from_s, 4),
-            "gradients": [units(end_s, from_s) for pair in gradients for end_s in pair],
-            "exchanges": [
-                k for at_s, took_s, peer in exchanges for k in (units(at_s, from_s), units(took_s), peer)
-            ],
-            "merges": [[units(at_s, from_s), units(took_s), list(peers)] for at_s, took_s, peers in merges],
-        }
+        from_s = min(at_s for _, at_s, *_ in done)
+        found: dict[str, list[Any]] = {"gradients": [], "exchanges": [], "merges": []}
+        for what, at_s, other_s, whom in done:
+            at = round((at_s - from_s) * UNITS)
+            if what == "gradients":
+                found[what] += [at, round((other_s - from_s) * UNITS)]
+            elif what == "exchanges":
+                found[what] += [at, round(other_s * UNITS), whom]
+            else:
+                found[what].append([at, round(other_s * UNITS), list(whom)])
+        return {"life": self._life, "from": round(from_s, 4), **found}
 
 
-def _taken(kept: deque[Any]) -> list[Any]:
-    return [kept.popleft() for _ in range(len(kept))]
-
-
+# Why training may wait: for a strategy that waits, for the loader, for a checkpoint to be copied.
 CAUSES = ("peers", "data", "checkpoint")
-"""Why training may wait: for a strategy that waits, for the loader, for a checkpoint to be copied."""
+# What a worker says as it counts it.
 TOLD = ("discrepancy", "discrepancy_max", "staleness_max", "bytes_out", "bytes_in", "messages_out",
         "messages_dropped", "samples", "samples_again", "gradient_norm_max")  # fmt: skip
-"""What a worker says as it counts it."""
 
 
 @dataclass(slots=True)
@@ -87,32 +75,24 @@ class Counters:
     messages_dropped: int = 0
     exchanges: dict[str, int] = field(default_factory=lambda: {"done": 0, "busy": 0, "half": 0, "failed": 0})
     merges: dict[str, int] = field(default_factory=lambda: {"done": 0, "dropped": 0, "half": 0})
+    # Of every peer met: exchanges done with it, how far it was at the last one.
     peers: dict[int, tuple[int, float | None]] = field(default_factory=dict)
-    """Of every peer met: exchanges done with it, how far it was at the last one."""
+    # The same of merges, by all peers of a merge: adding to each of them would be dear with many workers.
     merged: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """The same of merges, by all peers of a merge: adding to each of them would be dear with many workers."""
     staleness_sum: float = 0.0
     staleness_count: int = 0
     staleness_max: float = 0.0
-    staleness_classes: list[int] = field(default_factory=lambda: [0] * 64)
-    """How many were 0, 1, 2 to 3, 4 to 7, 8 to 15, …"""
+    staleness_classes: list[int] = field(default_factory=lambda: [0] * 64)  # of 0, 1, 2 to 3, 4 to 7, …
+    # How far the last peer met was; after a merge, how far the mean was: where that was asked for.
     discrepancy: float | None = None
-    """How far the last peer met was; after a merge, how far the mean was: where that was asked for."""
-    discrepancy_max: float = 0.0
-    """The largest distance to a peer, or to the mean at a merge, of those that were measured."""
-    measure: bool = False
-    """Whether somebody wants to know how far the others are at the next exchange or merge."""
-    measure_always: bool = False
-    """The same for all of them: in virtual time it costs nothing."""
+    discrepancy_max: float = 0.0  # the largest of those
+    measure: bool = False  # whether somebody wants to know that at the next exchange or merge
+    measure_always: bool = False  # the same for all of them: in virtual time it costs nothing
     gradient_norm_max: float = 0.0
-    samples: int = 0
-    """Dealt by leases and finished."""
-    samples_again: int = 0
-    """Of these, dealt before; and doubles this worker found as a dealer. See data/dealing.py."""
-    waiting: tuple[str, float] | None = None
-    """What training waits for now, and since when."""
-    timeline: Timeline | None = None
-    """Where single gradients, exchanges and merges are written down, if anywhere."""
+    samples: int = 0  # dealt by leases and finished
+    samples_again: int = 0  # of these, dealt before; and doubles found as a dealer: see data/dealing.py
+    waiting: tuple[str, float] | None = None  # what training waits for now, and since when
+    timeline: Timeline | None = None  # of single gradients, exchanges and merges, where it is kept
 
     def wait(self, cause: str, now_s: float) -> None:
         """Training begins to wait."""

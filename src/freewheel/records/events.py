@@ -10,12 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-TOGETHER_S = 5.0
-"""What several workers notice within this time is one event."""
-LATELY = 256
-"""So many events back a cut may belong to one that is known."""
-
-Key = tuple[str, int | None, int | str | None]
+TOGETHER_S = 5.0  # what several workers notice within this time is one event
+LATELY = 256  # so many events back a cut may belong to one that is known
 
 
 @dataclass
@@ -29,10 +25,8 @@ class Event:
     life: int | None = None
     by: list[int | str] = field(default_factory=list)
     peer: int | None = None
-    last_s: float = 0.0
-    """The last time that somebody noticed it, by a clock that may be another's than that of `time`."""
-    links: set[tuple[int, int]] = field(default_factory=set)
-    """Of a cut that workers noticed: whom who has lost."""
+    last_s: float = 0.0  # when somebody last noticed it, by a clock that may be another's than that of `time`
+    links: set[tuple[int, int]] = field(default_factory=set)  # of a cut: whom which worker has lost
 
     @property
     def link(self) -> str:
@@ -65,20 +59,16 @@ class Event:
         (link,) = other.links
         if self.what != "cut" or not self.near(other) or link in self.links:
             return False
-        if any(isinstance(by, str) for by in self.by):  # the simulator knows what was cut
-            if not {self.rank, self.peer} - {None} <= set(link):
-                return False
-            self.join(other)
-            return True
-        common = set(link).intersection(*self.links)
-        if not common:
+        sure = any(isinstance(by, str) for by in self.by)  # the simulator knows what was cut
+        common = {self.rank, self.peer} - {None} if sure else set(link).intersection(*self.links)
+        if not common or not common <= set(link):
             return False
         self.join(other)
-        if len(common) == 1:
+        if not sure and len(common) == 1:
             (rank,) = common
             self.life = self.life if rank == self.rank else None
             self.rank, self.peer = rank, None
-        else:
+        elif not sure:
             self.rank, self.peer = sorted(common)
         return True
 
@@ -88,8 +78,8 @@ class Events:
 
     def __init__(self) -> None:
         self.all: list[Event] = []
-        self._last: dict[Key, Event] = {}
-        """The last event of each kind, of each life of a worker; of all workers: of each text."""
+        # The last event of each kind, of each life of a worker; of all workers: of each text.
+        self._last: dict[tuple[str, int | None, int | str | None], Event] = {}
 
     def sort(self) -> None:
         """Put them in order; of one moment, first what the launcher or the simulator has done."""

@@ -19,14 +19,11 @@ from freewheel.errors import ConfigError
 from freewheel.records.files import open_whole, write_whole
 from freewheel.records.schema import MEASURED
 
-THIN_BYTES = 24_000_000
-"""When a worker's samples are thinned."""
+THIN_BYTES = 24_000_000  # when a worker's samples are thinned
+# What events and evaluations of one writer may take: so much at once, and so much for each second.
 BESIDES_BYTES, BESIDES_BYTES_PER_S = 1_000_000, 2_000
-"""What events and evaluations of one writer may take: so much at once, and so much for each second."""
-TIMELINE_BYTES = 8_000_000
-"""What a worker's timeline may take: half an hour of 5 ms steps."""
-TAIL = 1 << 17
-"""More than a sample takes."""
+TIMELINE_BYTES = 8_000_000  # what a worker's timeline may take: half an hour of 5 ms steps
+TAIL = 1 << 17  # more than a sample takes
 
 log = logging.getLogger("freewheel")
 
@@ -36,8 +33,8 @@ class Journal:
 
     def __init__(self, folder: Path, by: int | str) -> None:
         self.folder, self.by = folder, by
+        # Of each file that may not grow without end: when it began, and its size.
         self._besides: dict[str, tuple[float, int]] = {}
-        """Of each file that may not grow without end: when it began, and its size."""
         self._full: set[str] = set()
         self._thin_at: dict[str, int] = {}
         self._warned = False
@@ -121,7 +118,7 @@ class Journal:
     ) -> None:
         """Write a line, unless lines of this kind have taken too much already."""
         began_s, written = self._besides.setdefault(name, (now_s, 0))
-        if written > most + per_s * (now_s - began_s):
+        if written > most + per_s * (now_s - began_s) and line.get("what") != "thinned":
             if name not in self._full:
                 self._full.add(name)
                 self._thinned(now_s, f"{name} takes too much: lines are left out from here on")
@@ -132,10 +129,7 @@ class Journal:
             append(self.folder / name, data)
 
     def _thinned(self, time_s: float, text: str) -> None:
-        rank = self.by if isinstance(self.by, int) else None
-        event = {"time": time_s, "what": "thinned", "rank": rank, "life": None, "by": self.by}
-        with self._going_on():
-            append(self.folder / f"events-{self.by}.jsonl", _json({**event, "text": text}).encode())
+        self.event(time_s, "thinned", self.by if isinstance(self.by, int) else None, None, text)
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:

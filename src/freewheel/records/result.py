@@ -6,8 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-Lives = Iterable[Mapping[str, Any]]
-"""The last sample of each life of each worker; see `schema.WorkerSample`."""
+Lives = Iterable[Mapping[str, Any]]  # the last sample of each life of each worker; see `schema.WorkerSample`
 
 
 @dataclass(frozen=True)
@@ -18,10 +17,8 @@ class Sample:
     worker_steps: int
     loss: float | None
     accuracy: float | None
-    discrepancy: float
-    """The largest ‖x_i - x_j‖."""
-    consensus: float
-    """mean_i ‖x_i - mean‖², AD-PSGD's M_k."""
+    discrepancy: float  # the largest ‖x_i - x_j‖
+    consensus: float  # mean_i ‖x_i - mean‖², AD-PSGD's M_k
 
 
 @dataclass(frozen=True)
@@ -70,9 +67,9 @@ class Result:
         return {key: getattr(self, key) for key in JSON_KEYS}
 
 
+# What a file of results holds of each run.
 JSON_KEYS = tuple(one.name for one in fields(Result) if one.name not in ("curve", "by_worker", "settings"))
 JSON_KEYS += ("clock",)
-"""What a file of results holds of each run."""
 
 
 def result(
@@ -132,6 +129,5 @@ def staleness_mean(lives: Lives) -> float | None:
         mean, counts = life.get("staleness_mean"), life.get("staleness_counts") or {}
         if mean is not None:  # a life that does not say how often it noted has noted every step
             told.append((sum(counts.values()) if counts or not mean else life["steps"], mean))
-    return (
-        sum(noted * mean for noted, mean in told) / (sum(noted for noted, _ in told) or 1) if told else None
-    )
+    noted = sum(many for many, _ in told) or 1
+    return sum(many * mean for many, mean in told) / noted if told else None

@@ -9,8 +9,7 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +18,9 @@ from freewheel.records.events import TOGETHER_S, Events
 from freewheel.records.schema import Evaluation, read_run_json
 from freewheel.records.track import POINTS, Line, Tail, Track
 
-LINES = 3072
-"""Lines of all workers that are read of what was written before: a run of many workers opens as fast."""
-SILENT_S = 5.0
-"""A worker that has written nothing for so long is called silent."""
+LINES = 3072  # of all workers, read of what was written before: a run of many workers opens as fast
+SILENT_S = 5.0  # a worker that has written nothing for so long is called silent
+STARTING_S = 120.0  # a run in which nobody has written for so long never began
 DEATHS = ("died", "failed")
 COMINGS = ("joined", "restarted")
 
@@ -32,10 +30,9 @@ class Run:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        # When anything last came in while we were reading, on our own clock; 0: all was there before.
         self._heard_s = 0.0
-        """When anything last came in while we were reading, on our own clock; 0: all was there before."""
-        self._stamp: tuple[int, ...] | None = None
-        """Of the run.json that was read."""
+        self._stamp: tuple[int, ...] | None = None  # of the run.json that was read
         self._start()
         self._read(0.0)
         if self._wrong and not (self.workers or self.events or self.evaluations):
@@ -47,17 +44,15 @@ class Run:
     # -- reading --
 
     def _start(self) -> None:
-        self.about: dict[str, Any] = {}
-        """What run.json says; empty while the run is starting."""
+        self.about: dict[str, Any] = {}  # what run.json says; empty while the run is starting
         self.workers: dict[int, Track] = {}
         self.evaluations: list[Evaluation] = []
+        # What was last measured, by when and after how many steps.
         self._moments: dict[tuple[float, int | None], Evaluation] = {}
-        """What was last measured, by when and after how many steps."""
         self._tails: dict[str, Tail] = {}
         self._happened = Events()
         self.events = self._happened.all
-        self._wrong = ""
-        """What was wrong with the last line that was JSON and no record."""
+        self._wrong = ""  # what was wrong with the last line that was JSON and no record
 
     def poll(self) -> bool:
         """Read what has been written since the last call; whether there was anything."""
@@ -74,8 +69,7 @@ class Run:
             if kind not in ("worker", "events", "evaluations"):
                 continue
             tail = self._tails.setdefault(path.name, Tail(path, most if kind == "worker" else None))
-            lines = tail.read()
-            if not lines:
+            if not (lines := tail.read()):
                 continue
             news, self._heard_s = True, heard_s
             if kind == "events":
@@ -84,9 +78,9 @@ class Run:
             if kind == "worker" and tail.anew and who.isdecimal():
                 self.workers.pop(int(who), None)  # a thinned file took the place of the old one
             for line in lines:
-                self._take(tail, line, partial(self._sampled, who) if kind == "worker" else self._evaluated)
+                self._take(tail, line, kind, who)
         for line, tail in sorted(events, key=lambda one: _when(one[0])):
-            self._take(tail, line, self._happened.add)
+            self._take(tail, line, "events")
         self._happened.sort()
         self.evaluations.sort(key=lambda one: one.time)
         return news
@@ -106,26 +100,25 @@ class Run:
         self.about, self._stamp = about, found
         return True
 
-    def _take(self, tail: Tail, line: Line, add: Callable[[Line], None]) -> None:
+    def _take(self, tail: Tail, line: Line, kind: str, who: str = "") -> None:
         """Take a line in; one that is no record is counted, and the next one may be whole."""
         try:
-            add(line)
+            if kind == "events":
+                self._happened.add(line)
+            elif kind == "worker":
+                track = self.workers.get(int(who)) or Track(int(who))
+                track.add(line)
+                track.heard_s = self._heard_s
+                self.workers[track.rank] = track
+            else:
+                new = Evaluation.read(line)
+                known = self._moments.get((new.time, new.worker_steps))
+                if known is None or not known.join(new):
+                    self._moments[new.time, new.worker_steps] = new
+                    self.evaluations.append(new)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             tail.broken += 1
             self._wrong = f"{str(tail.path)!r} is not what a run writes ({type(error).__name__}: {error})"
-
-    def _evaluated(self, line: Line) -> None:
-        new = Evaluation.read(line)
-        known = self._moments.get((new.time, new.worker_steps))
-        if known is None or not known.join(new):
-            self._moments[new.time, new.worker_steps] = new
-            self.evaluations.append(new)
-
-    def _sampled(self, who: str, line: Line) -> None:
-        track = self.workers.get(int(who)) or Track(int(who))
-        track.add(line)
-        track.heard_s = self._heard_s
-        self.workers[track.rank] = track
 
     # -- what it says --
 
@@ -223,9 +216,6 @@ def _when(line: dict[str, Any]) -> float:
 
 
 # -- which run a folder means --
-STARTING_S = 120.0
-"""A run in which nobody has written for so long never began."""
-NUMBERED = re.compile(r"\d+-")
 
 
 class Choice(NamedTuple):
@@ -253,7 +243,9 @@ def find_run(folder: Path) -> Choice:
             awake.append(run)
     if newest is None:
         raise ConfigError(broken[0])
-    shown, *others = sorted(awake, key=lambda run: _began_s(run.folder), reverse=True) or [newest]
+    # run.json is written once, when training begins.
+    began_s = {run: _changed_s(run.folder / "run.json") or _changed_s(run.folder) for run in awake}
+    shown, *others = sorted(awake, key=began_s.__getitem__, reverse=True) or [newest]
     return Choice(shown, [one.folder for one in others], broken)
 
 
@@ -262,7 +254,13 @@ def find_runs(folder: Path) -> list[Path]:
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise ConfigError(f"{str(folder)!r} {what}. {_known(folder)}")
-    found = _below(folder)
+
+    def is_run(path: Path) -> bool:
+        names = ("run.json", "worker-*.jsonl", "events-*.jsonl")
+        return path.is_dir() and any(next(path.glob(name), None) is not None for name in names)
+
+    levels = (folder.glob(level) for level in ("*", "*/*"))
+    found = [folder] if is_run(folder) else sorted(path for one in levels for path in one if is_run(path))
     if not found:
         raise ConfigError(
             f"{str(folder)!r} is no run: it has neither run.json nor records in it. {_known(folder)}"
@@ -280,24 +278,12 @@ def all_runs(folders: Sequence[Path]) -> list[Path]:
 
 def compared(folder: Path, runs: Sequence[Path]) -> bool:
     """Whether these runs belong together: `compare` and `simulate` number those of one command."""
-    return len(runs) > 1 and all(run.parent == folder and NUMBERED.match(run.name) for run in runs)
+    return len(runs) > 1 and all(run.parent == folder and re.match(r"\d+-", run.name) for run in runs)
 
 
 def written_s(run: Path) -> float:
     """When anything in a folder was last written."""
     return max((_changed_s(path) for path in run.glob("*") if path.is_file()), default=0.0)
-
-
-def _below(folder: Path) -> list[Path]:
-    """The folder if it is a run, else the runs up to two folders below it."""
-
-    def is_run(path: Path) -> bool:
-        names = ("run.json", "worker-*.jsonl", "events-*.jsonl")
-        return path.is_dir() and any(next(path.glob(name), None) is not None for name in names)
-
-    if is_run(folder):
-        return [folder]
-    return sorted(path for level in ("*", "*/*") for path in folder.glob(level) if is_run(path))
 
 
 def _known(folder: Path) -> str:
@@ -308,13 +294,8 @@ def _known(folder: Path) -> str:
     return "Give a folder that `freewheel run`, `train`, `compare` or `simulate --folder` has written."
 
 
-def _began_s(run: Path) -> float:
-    """When it began, as well as the files tell: run.json is written once, when training begins."""
-    return _changed_s(run / "run.json") or _changed_s(run)
-
-
 def _changed_s(path: Path) -> float:
-    """When it was last written; 0: it is not there, or not any more, as a file that took another's place."""
+    """When it was last written; 0: it is not there, or not any more: another file took its place."""
     try:
         return path.stat().st_mtime
     except OSError:

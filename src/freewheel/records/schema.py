@@ -20,15 +20,9 @@ from freewheel.errors import ConfigError, at_least
 from freewheel.records.counters import CAUSES, Counters
 
 FORMAT = 1
-KINDS = {
-    "strategy": str,
-    "workers": int,
-    "seed": int,
-    "settings": dict,
-    "started": int | float,
-    "target": int | float | None,
-}
-"""What a reader needs of it."""
+# What a reader needs of run.json.
+KINDS = {"strategy": str, "workers": int, "seed": int, "settings": dict, "started": int | float,
+         "target": int | float | None}  # fmt: skip
 
 
 def run_json(**said: Any) -> dict[str, Any]:
@@ -74,9 +68,7 @@ def read_run_json(folder: Path) -> dict[str, Any]:
 
 
 Number = float | None
-WorkerSample = dict[str, Any]
-"""A line of worker-R.jsonl."""
-
+WorkerSample = dict[str, Any]  # a line of worker-R.jsonl
 SUMS = ("steps", "elapsed_s", "compute_s", *(f"{cause}_s" for cause in CAUSES), "exchanges", "merges",
         "bytes_out", "bytes_in", "samples")  # fmt: skip
 LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members", "life")
@@ -136,8 +128,7 @@ class Evaluation:
     discrepancy: Number = None
     consensus: Number = None
     discrepancy_max: Number = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    """What else was measured, by a name that the script has given it."""
+    metrics: dict[str, float] = field(default_factory=dict)  # what else, by a name the script has given it
 
     @classmethod
     def read(cls, line: Mapping[str, Any]) -> Evaluation:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -11,10 +12,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from freewheel.records.schema import LEVELS, SUMS, began_s, columns
+from freewheel.records.schema import SUMS, began_s, columns
 
-ENDING = 48_000
-"""Bytes at the end of a long file that are always read."""
+ENDING = 48_000  # bytes at the end of a long file that are always read
 
 Line = dict[str, Any]
 
@@ -29,14 +29,10 @@ class Tail:
     def __init__(self, path: Path, most: int | None = None) -> None:
         self.path, self._most = path, most
         self._at, self._inode = 0, -1
-        self.anew = False
-        """Whether the last reading began at the first line: the file is new, or took another's place."""
-        self.broken = 0
-        """Whole lines that were no JSON objects; they are left out."""
-        self.half = False
-        """Whether the last line is not whole."""
-        self.written_s = 0.0
-        """When the file was last written to, in seconds since 1970."""
+        self.anew = False  # whether the last reading began at the first line: a new file, or one in its place
+        self.broken = 0  # whole lines that were no JSON objects; they are left out
+        self.half = False  # whether the last line is not whole
+        self.written_s = 0.0  # when the file was last written to, in seconds since 1970
 
     def read(self) -> list[Line]:
         """What has been added since the last call; only whole lines."""
@@ -83,21 +79,16 @@ class Tail:
     def _parsed(self, text: bytes) -> list[Line]:
         found: list[Line] = []
         for line in filter(bytes.strip, text.split(b"\n")):
-            try:
-                one = json.loads(line)
-            except ValueError:
-                one = None
-            if isinstance(one, dict):
-                found.append(one)
-            else:
-                self.broken += 1
+            with contextlib.suppress(ValueError):
+                if isinstance(one := json.loads(line), dict):
+                    found.append(one)
+                    continue
+            self.broken += 1
         return found
 
 
-POINTS = 256
-"""Points of a worker that are read of what was written before; at most twice as many are kept."""
-RECENT = 32
-"""The last samples of a worker that are kept whole."""
+POINTS = 256  # of a worker, read of what was written before; at most twice as many are kept
+RECENT = 32  # the last samples of a worker, which are kept whole
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
@@ -109,14 +100,10 @@ class Track:
         self.rank, self.life = rank, 0
         self.latest: Line = {}
         self.recent: deque[Line] = deque(maxlen=RECENT)
-        self._ended: list[Line] = []
-        """The last samples of earlier lives."""
-        self.began_s: float | None = None
-        """When its first life began to train; None: it joins."""
-        self.ended_s = 0.0
-        """When it made its last step, as far as is known; 0: it joins."""
-        self.heard_s = 0.0
-        """When a sample last came in while we were reading, on our own clock."""
+        self._ended: list[Line] = []  # the last samples of earlier lives
+        self.began_s: float | None = None  # when its first life began to train; None: it joins
+        self.ended_s = 0.0  # when it made its last step, as far as is known; 0: it joins
+        self.heard_s = 0.0  # when a sample last came in while we were reading, on our own clock
         self._before = dict.fromkeys(SUMS, 0.0)
         self._rows: list[dict[str, Any]] = []
         self._arrays: dict[str, Floats] = {}
@@ -156,11 +143,6 @@ class Track:
         width_s = 2.0 ** math.ceil(math.log2(span_s / POINTS)) if span_s > 0 else 1.0
         first = {(row["time"] - begin_s) // width_s: row for row in reversed(self._rows[:-RECENT])}
         self._rows = [*reversed(first.values()), *self._rows[-RECENT:]]
-
-    @property
-    def points(self) -> dict[str, list[float | None]]:
-        """All numbers over time, by column."""
-        return {name: [row[name] for row in self._rows] for name in ("time", *SUMS, *LEVELS)}
 
     @property
     def lives(self) -> list[Line]:
