@@ -16,7 +16,7 @@ from freewheel.records.run import Run
 from freewheel.runtime.membership.hosts import host_store
 from freewheel.show import rows as watched
 from freewheel.show.dashboard import Board
-from freewheel.show.figures.graph import edges
+from freewheel.show.figures import edges
 from freewheel.show.rates import result_of
 from freewheel.show.tables import versus
 from freewheel.show.terminal import clock_time

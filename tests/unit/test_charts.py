@@ -10,8 +10,8 @@ import pytest
 
 import made
 from freewheel.records.run import Run
-from freewheel.show.figures import charts
-from freewheel.show.figures.graph import Edge, edges, graph
+from freewheel.show import figures as charts
+from freewheel.show.figures import Edge, edges, graph
 from freewheel.show.rates import blocked, series, staleness
 from freewheel.show.shown import DISTANCES, shown
 from freewheel.show.terminal import header

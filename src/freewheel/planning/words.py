@@ -11,7 +11,7 @@ from freewheel.numbers import UNKNOWN, share, short, speed
 from freewheel.planning.forecast import CEILING, Forecast, of
 from freewheel.planning.plan import TIE, Plan
 from freewheel.planning.setting import Setting
-from freewheel.show.figures.common import Figure, axis, figure, line
+from freewheel.show.figures import Figure, axis, figure, line
 from freewheel.show.report import document, places
 from freewheel.show.shown import Shown, hues
 from freewheel.show.tables import printed

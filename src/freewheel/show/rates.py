@@ -17,11 +17,10 @@ from freewheel.records.result import Lives, Result, Sample, result
 from freewheel.records.run import Run
 from freewheel.records.track import Floats, Track
 
-LATELY_S = 5.0
-"""The last seconds, of which rates of a live run are."""
-
-
-# -- of one worker --
+LATELY_S = 5.0  # the last seconds, of which rates of a live run are
+MOMENTS = 240  # of a series
+RATE_OVER = 4  # a rate is taken over so many intervals between moments, and over ten samples at least
+FEW = 3  # steps that are too few to say how long one takes
 
 
 def grown(track: Track, name: str, times_s: Sequence[float] | Floats) -> Floats:
@@ -41,9 +40,6 @@ def rate(track: Track, name: str = "steps", over_s: float = LATELY_S) -> float |
 def every_s(told: Sequence[float] | Floats) -> float:
     """How often a worker writes, as its last samples show."""
     return float(np.median(np.diff(told[-10:]))) if len(told) > 1 else 0.0
-
-
-# -- of all workers --
 
 
 def blocked(tracks: Iterable[Track]) -> dict[str, float]:
@@ -69,11 +65,9 @@ def standing(run: Run) -> str:
 
 def rates(run: Run) -> tuple[float | None, float | None]:
     """Steps of all workers in a second, and which share of the ideal of all of them that is."""
-    steps, took_s = run.total("steps"), run.ended_s - run.began_s
-    if not steps or took_s <= 0:
-        return None, None
-    ideal = ideal_per_s(run)
-    return steps / took_s, min(1.0, steps / took_s / ideal) if ideal else None
+    took_s, ideal = run.ended_s - run.began_s, ideal_per_s(run)
+    rate = run.total("steps") / took_s if took_s > 0 else 0.0
+    return rate or None, min(1.0, rate / ideal) if rate and ideal else None
 
 
 def ideal_per_s(run: Run) -> float:
@@ -110,14 +104,6 @@ def trouble(lives: Lives) -> list[str]:
     return [f"{what}: {many:,}" for what, many in counts.items() if many]
 
 
-def reached_s(run: Run) -> float | None:
-    """After how long the accuracy first reached the target; None: not yet, or there is none."""
-    target = run.about.get("target")
-    reached = (one.time for one in run.evaluations if target and (one.accuracy or 0.0) >= target)
-    first = next(reached, None)
-    return None if first is None else max(0.0, first - run.began_s)
-
-
 def mean(values: Iterable[float | None]) -> float | None:
     """The mean of what is known."""
     known = [value for value in values if value is not None]
@@ -128,9 +114,6 @@ def summed(values: Iterable[float | None]) -> float | None:
     """The sum of what is known."""
     known = [value for value in values if value is not None]
     return math.fsum(known) if known else None
-
-
-# -- all figures --
 
 
 def result_of(run: Run) -> Result:
@@ -156,18 +139,11 @@ def _result(run: Run, about: dict[str, Any], lives: list[dict[str, Any]]) -> Res
     last = {life["rank"]: life["loss"] for life in lives if life.get("loss") is not None}
     # What a dead worker said last is of another time.
     losses = {rank: of for rank, of in last.items() if run.state(rank) not in ("dead", "silent")} or last
-    curve = [
-        Sample(
-            max(0.0, one.time - run.began_s),
-            one.worker_steps or 0,
-            one.loss,
-            one.accuracy,
-            one.discrepancy or 0.0,
-            one.consensus or 0.0,
-        )
-        for one in run.evaluations
-    ]
-    apart = (max(one.discrepancy or 0.0, one.discrepancy_max or 0.0) for one in run.evaluations)
+    curve = []
+    for one in run.evaluations:
+        at_s, apart = max(0.0, one.time - run.began_s), (one.discrepancy or 0.0, one.consensus or 0.0)
+        curve.append(Sample(at_s, one.worker_steps or 0, one.loss, one.accuracy, *apart))
+    most = (max(one.discrepancy or 0.0, one.discrepancy_max or 0.0) for one in run.evaluations)
     return result(
         lives,
         curve,
@@ -176,25 +152,16 @@ def _result(run: Run, about: dict[str, Any], lives: list[dict[str, Any]]) -> Res
         strategy=about["strategy"].partition(":")[0],
         workers=about["workers"],
         seed=about["seed"],
-        apart=max(apart, default=0.0),
+        apart=max(most, default=0.0),
         loss=mean(losses.values()),
         target=about.get("target"),
         settings={**({"clock": "wall"} if about["clock"] == "wall" else {}), **about["settings"]},
     )
 
 
-# -- over time: all workers together, at most a few hundred points --
-MOMENTS = 240
-"""The moments of a series."""
-RATE_OVER = 4
-"""A rate is taken over so many intervals between moments, and over ten samples at least."""
-FEW = 3
-"""Steps that are too few to say how long one takes."""
-
-
 @dataclass(frozen=True)
 class Series:
-    """All workers of a run together; nan: not known. `time_s` counts from the beginning of the run."""
+    """All workers of a run together, over time; nan: not known. `time_s` counts from its beginning."""
 
     time_s: Floats
     steps: Floats
@@ -202,12 +169,9 @@ class Series:
     loss: Floats
     loss_least: Floats
     loss_most: Floats
-    distance: Floats
-    """To the last peer met, the mean of all workers."""
-    rate: Floats
-    """Steps of all workers in a second."""
-    ideal: Floats
-    """The same if those who are there did nothing but compute."""
+    distance: Floats  # to the last peer met, the mean of all workers
+    rate: Floats  # steps of all workers in a second
+    ideal: Floats  # the same if those who are there did nothing but compute
 
 
 def series(run: Run) -> Series:

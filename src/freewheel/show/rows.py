@@ -18,14 +18,11 @@ from freewheel.numbers import UNKNOWN, column, share
 from freewheel.records.counters import CAUSES
 from freewheel.records.result import staleness_mean
 from freewheel.records.run import Run
-from freewheel.records.track import Floats, Track
 from freewheel.show import rates
 from freewheel.show.rates import elapsed_s, rate
 
-SLOW_S = 30.0
-"""Of a worker that makes fewer than one step a second the rate is taken over this time."""
-DRAWN_S = 60.0
-"""How much of a live run is drawn."""
+SLOW_S = 30.0  # of a worker that makes fewer than one step a second the rate is taken over this time
+DRAWN_S = 60.0  # how much of a live run is drawn
 GOING = ("joining", "training")
 
 
@@ -44,13 +41,10 @@ class Row:
     merges: float = 0.0
     mb_per_s: float | None = None
     loss: float | None = None
-    windows: str = ""
-    """How its vectors travel, and to how many peers: device 3, or host 2 · stream 1."""
-    node: str = ""
-    """The machine it is on."""
+    windows: str = ""  # how its vectors travel, and to how many peers: device 3, or host 2 · stream 1
+    node: str = ""  # the machine it is on
     restarts: int = 0
-    speed: float = 0.0
-    """Steps per second of this life, which says for longer than a moment who is slow."""
+    speed: float = 0.0  # steps per second of this life, which says for longer than a moment who is slow
 
 
 def rows(run: Run) -> list[Row]:
@@ -96,6 +90,8 @@ def _row(run: Run, rank: int, live: bool) -> Row:
 def total(run: Run, all_rows: Sequence[Row]) -> Row:
     """Sums; of shares and loss the mean, of staleness that of all exchanges; of discrepancies the largest."""
     states = Counter(row.state for row in all_rows)
+    names = ("steps", "exchanges", "merges", "restarts")
+    sums: dict[str, Any] = {name: sum(getattr(row, name) for row in all_rows) for name in names}
     per_s = rates.summed(row.steps_per_s for row in all_rows)
     sent = rates.summed(row.mb_per_s for row in all_rows)
     waited = rates.mean(row.blocked_share for row in all_rows)
@@ -106,16 +102,13 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
     return Row(
         None,
         f"{states['training' if run.live else 'finished']} of {len(all_rows)}",
-        steps=sum(row.steps for row in all_rows),
         steps_per_s=per_s,
         blocked_share=waited,
         staleness=staleness_mean(run.lives),
         discrepancy=max((row.discrepancy for row in all_rows if row.discrepancy is not None), default=None),
-        exchanges=sum(row.exchanges for row in all_rows),
-        merges=sum(row.merges for row in all_rows),
         mb_per_s=sent,
         loss=rates.mean(row.loss for row in present),
-        restarts=sum(row.restarts for row in all_rows),
+        **sums,
     )
 
 
@@ -136,6 +129,7 @@ def _counts(values: list[float]) -> list[str]:
     return [f"{value:,.0f}" if any(values) else UNKNOWN for value in values]
 
 
+# The table of workers: which field of a row, and what is written of all its values.
 COLUMNS: dict[str, tuple[str, Callable[[list[Any]], list[str]]]] = {
     "rank": ("rank", lambda ranks: ["all" if one is None else str(one) for one in ranks]),
     "state": ("state", _words),
@@ -153,17 +147,16 @@ COLUMNS: dict[str, tuple[str, Callable[[list[Any]], list[str]]]] = {
     "loss": ("loss", lambda values: column(values, 4)),
     "windows": ("windows", _words),
 }
-"""The table of workers: which field of a row, and what is written of all its values."""
 
 
 def columns(shown: Sequence[Row]) -> list[Column]:
     """The table of workers, whose last row is that of all; columns with nothing to tell are left out."""
     found = []
     for key, (name, text) in COLUMNS.items():
-        values = [getattr(row, name) for row in shown]
-        found.append(Column(key, text(values), values))
-    always = ("state", "steps/s", "waiting")
-    return [one for one in found if one.key in always or any(cell != UNKNOWN for cell in one.cells)]
+        cells = text(values := [getattr(row, name) for row in shown])
+        if key in ("state", "steps/s", "waiting") or any(cell != UNKNOWN for cell in cells):
+            found.append(Column(key, cells, values))
+    return found
 
 
 def printable(text: object) -> str:
@@ -186,14 +179,10 @@ def history(run: Run, cells: int) -> dict[int | None, list[float | None]]:
     if end_s <= begin_s:
         return {}
     edges = np.linspace(begin_s, end_s, cells + 1)
-    drawn: dict[int | None, list[float | None]] = {
-        rank: _parts(track, edges) for rank, track in run.workers.items()
-    }
+    drawn: dict[int | None, list[float | None]] = {}
+    for rank, track in run.workers.items():
+        inside = np.clip(edges, *track.array("time")[[0, -1]])
+        parts = zip(np.diff(rates.grown(track, "steps", inside)), np.diff(inside), strict=True)
+        drawn[rank] = [float(made / took_s) if took_s > 0 else None for made, took_s in parts]
     drawn[None] = [rates.summed(column) for column in zip(*drawn.values(), strict=True)]
     return drawn
-
-
-def _parts(track: Track, edges: Floats) -> list[float | None]:
-    inside = np.clip(edges, *track.array("time")[[0, -1]])
-    made, took_s = np.diff(rates.grown(track, "steps", inside)), np.diff(inside)
-    return [float(m / t) if t > 0 else None for m, t in zip(made, took_s, strict=True)]

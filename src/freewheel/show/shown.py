@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,8 +59,7 @@ EVENTS = {
     "slowed": Kind("became slower", "triangle-down", ODD),
     "thinned": Kind("has thinned records", "cross-thin-open", PLAIN),
 }
-GRAVE = ("died", "failed", "cut", "left", "joined", "restarted")
-"""Those that are marked in figures over time."""
+GRAVE = ("died", "failed", "cut", "left", "joined", "restarted")  # those marked in figures over time
 STATES = {
     "joining": "#9b6bd6",
     "training": "#3b82f6",
@@ -68,10 +67,8 @@ STATES = {
     "silent": "#b08a10",
     "dead": "#d9480f",
 }
-
-
+# Runs that differ in more settings than this are called by their folders: nobody reads a name so long.
 NAMED = 3
-"""Runs that differ in more settings than this are called by their folders: nobody reads a name so long."""
 
 
 @dataclass(eq=False)
@@ -80,12 +77,10 @@ class Shown:
 
     label: str
     place: int
-    hue: int
-    """Which of the colours it has; beyond them, dashes."""
+    hue: int  # which of the colours it has; beyond them, dashes
     records: Run | None = None
     summary: Result | None = None
-    unit_s: float = 1.0
-    """What the axis of time counts in."""
+    unit_s: float = 1.0  # what the axis of time counts in
 
     @property
     def run(self) -> Run:
@@ -98,6 +93,11 @@ class Shown:
         """Its figures, where it has made a step."""
         assert self.summary is not None, f"{self.label} has no result"
         return self.summary
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What was run."""
+        return self.run.about if self.summary is None else vars(self.summary)
 
     @property
     def clock(self) -> str:
@@ -142,7 +142,8 @@ class Shown:
 def shown(runs: Sequence[Run]) -> list[Shown]:
     """Runs that may not have begun yet, on one axis of time."""
     names = [str(run.about.get("strategy") or run.folder.name) for run in runs]
-    return timed(_named(names, [run.about for run in runs], runs, [None] * len(runs)))
+    each = zip(names, range(len(names)), hues(names), runs, strict=True)
+    return timed(_named([Shown(*one) for one in each]))
 
 
 def hues(strategies: Sequence[str]) -> list[int]:
@@ -168,42 +169,32 @@ def timed(found: list[Shown]) -> list[Shown]:
 def ranked(results: Sequence[Result], runs: Sequence[Run | None] = ()) -> list[Shown]:
     """Results under names that tell them apart, with their records where those are given."""
     names = [result.strategy for result in results]
-    return _named(names, [vars(one) for one in results], list(runs) or [None] * len(results), results)
+    records = list(runs) or [None] * len(results)
+    each = zip(names, range(len(names)), hues(names), records, results, strict=True)
+    return _named([Shown(*one) for one in each])
 
 
-def _named(
-    names: Sequence[str],
-    about: Sequence[dict[str, Any]],
-    runs: Sequence[Run | None],
-    results: Sequence[Result | None],
-) -> list[Shown]:
-    """With colours and names: twins get the settings they differ in, their folder's name, or a number."""
-    labels = list(names)
-    for places in _twins(labels):
-        settings = [about[place].get("settings") or {} for place in places]
-        flat = [
-            flatten(
-                {**one.get("strategy", {}), **one.get("scenario", {}), "workers": about[place].get("workers")}
-            )
-            for place, one in zip(places, settings, strict=True)
-        ]
+def _named(found: list[Shown]) -> list[Shown]:
+    """With names apart: twins get the settings they differ in, their folder's name, or a number."""
+    for twins in _twins(found):
+        each = [(one.about.get("settings") or {}, one.about.get("workers")) for one in twins]
+        flat = [flatten({**of.get("strategy", {}), **of.get("scenario", {}), "workers": n}) for of, n in each]
         keys = differing(flat)
-        for place, own in zip(places, flat, strict=True):
-            labels[place] += "".join(
-                f":{key}={own[key]}" for key in keys if key in own and len(keys) <= NAMED
-            )
-    for places in _twins(labels):
-        folders = [run.folder.resolve().name if (run := runs[place]) else "" for place in places]
-        for number, (place, name) in enumerate(zip(places, folders, strict=True), start=1):
-            labels[place] += f" ({name if len(set(folders)) == len(places) else number})"
-    each = zip(labels, range(len(names)), hues(names), runs, results, strict=True)
-    return [Shown(*one) for one in each]
+        for one, own in zip(twins, flat, strict=True):
+            one.label += "".join(f":{key}={own[key]}" for key in keys if key in own and len(keys) <= NAMED)
+    for twins in _twins(found):
+        folders = [one.records.folder.resolve().name if one.records else "" for one in twins]
+        for number, (one, name) in enumerate(zip(twins, folders, strict=True), start=1):
+            one.label += f" ({name if len(set(folders)) == len(twins) else number})"
+    return found
 
 
-def _twins(labels: Sequence[str]) -> list[list[int]]:
-    """The places of each label that is there more than once."""
-    several = [label for label, count in Counter(labels).items() if count > 1]
-    return [[place for place, other in enumerate(labels) if other == label] for label in several]
+def _twins(found: list[Shown]) -> list[list[Shown]]:
+    """Those whose label is there more than once."""
+    alike = defaultdict[str, list[Shown]](list)
+    for one in found:
+        alike[one.label].append(one)
+    return [twins for twins in alike.values() if len(twins) > 1]
 
 
 def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:

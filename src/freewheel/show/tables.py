@@ -14,38 +14,28 @@ from freewheel.numbers import UNKNOWN, number, share, short
 from freewheel.records.result import Result
 from freewheel.show.shown import Shown
 
-BASELINES = ("ddp", "allreduce")
-"""What others are faster than: the first of these that is there."""
-SHORT_OF = 0.005
-"""Without a target that somebody chose: half a point less than the baseline's last accuracy."""
-ALIKE = 1.05
-"""Who went on for no more than this has had the same budget: a step begun in time is finished."""
+BASELINES = ("ddp", "allreduce")  # what others are faster than: the first of these that is there
+SHORT_OF = 0.005  # without a target that somebody chose: half a point less than the baseline's last accuracy
+ALIKE = 1.05  # who went on for no more than this has had the same budget: a step begun in time is finished
 
 
 @dataclass(frozen=True)
 class Versus:
     """A run beside the others; None: not measured, or never reached."""
 
-    of: str
-    """What was measured: accuracy, or loss where there is none."""
-    steps: float
-    """What the run with the fewest steps has made: with batches of one size, as many samples."""
-    s: float
-    """When the first run had ended."""
+    of: str  # what was measured: accuracy, or loss where there is none
+    steps: float  # of the run with the fewest: with batches of one size, as many samples
+    s: float  # when the first run had ended
     target: float | None
-    over: str | None
-    """The baseline."""
+    over: str | None  # the baseline
     equal_samples: float | None
     equal_time: float | None
     target_s: float | None
-    speedup: float | None
-    """How many times as fast as the baseline it reached the target."""
-    at_least: bool
-    """The baseline never did: this many times, or more."""
+    speedup: float | None  # how many times as fast as the baseline it reached the target
+    at_least: bool  # the baseline never did: this many times, or more
 
 
-Point = tuple[float, float, float]
-"""A time, the steps of all workers until then, and what was measured."""
+Point = tuple[float, float, float]  # a time, the steps of all workers until then, and what was measured
 
 
 def versus(results: Sequence[Result]) -> list[Versus]:
@@ -123,19 +113,14 @@ def _at(points: Sequence[Point], axis: int, moment: float) -> float | None:
     return float(np.interp(moment, [point[axis] for point in points], [point[2] for point in points]))
 
 
-# -- tables --
-
-
 @dataclass(frozen=True)
 class Column:
     """A cell for each row, as text."""
 
     head: str
     cells: Sequence[str]
-    words: bool = True
-    """Numbers stand on the right."""
-    best: frozenset[int] = frozenset()
-    """The rows with the best figure."""
+    words: bool = True  # numbers stand on the right
+    best: frozenset[int] = frozenset()  # the rows with the best figure
 
 
 @dataclass(frozen=True)
@@ -245,14 +230,8 @@ def wide_tables(runs: Sequence[Shown]) -> list[rich.table.Table]:
 def brief_table(runs: Sequence[Shown]) -> rich.table.Table:
     """How fast, how much of the time is lost, and what was learned: when, and how well."""
     columns = {one.head: one for group in _columns(runs) for one in group}
-    wanted = (
-        "strategy",
-        "steps/s",
-        "idle",
-        "s to ",
-        "speed-up",
-        "accuracy" if "accuracy" in columns else "loss",
-    )
+    learned = "accuracy" if "accuracy" in columns else "loss"
+    wanted = ("strategy", "steps/s", "idle", "s to ", "speed-up", learned)
     return _printed([one for head, one in columns.items() if head.startswith(wanted) and " at " not in head])
 
 

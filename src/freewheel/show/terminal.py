@@ -10,30 +10,20 @@ from rich.text import Text
 from freewheel.numbers import UNKNOWN, column, count, share, short
 from freewheel.records.events import Event
 from freewheel.records.run import Run
-from freewheel.show.rates import elapsed_s, reached_s, standing, trouble
-from freewheel.show.rows import (
-    GOING,
-    Column,
-    columns,
-    history,
-    most_telling,
-    printable,
-    rows,
-    total,
-)
+from freewheel.show.rates import elapsed_s, standing, trouble
+from freewheel.show.rows import GOING, Column, columns, history, most_telling, printable, rows, total
 from freewheel.show.shown import EVENTS
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = str.maketrans(BLOCKS + "·–…×", "_.,-=+*#|-~x")
-SPARK = (6, 24)
-"""The least and the greatest width of what is drawn."""
+SPARK = (6, 24)  # the least and the greatest width of what is drawn
 GAP = "  "
+# What a line for a log says of all workers.
 SUMMED = ("steps", "steps/s", "waiting", "stale", "exch.", "merges", "MB/s", "loss")
-"""What a line for a log says of all workers."""
 STYLES = {"training": "green", "joining": "cyan", "finished": "blue", "dead": "bold red", "silent": "yellow"}
+# Which columns go first where the terminal is narrow; `60 s` and `run` are drawn.
 DROPPED = ("steps", "exch.", "merges", "restarts", "MB/s", "node", "stale", "60 s", "run", "discrep.",
            "waiting", "loss", "state")  # fmt: skip
-"""Which columns go first where the terminal is narrow; `60 s` and `run` are drawn."""
 
 
 def screen(
@@ -68,37 +58,24 @@ def _table(run: Run, width: int, room: int) -> list[Text]:
     found.insert(1 + [one.key for one in found].index("steps/s"), drawn)
     for drop in ("", *DROPPED):
         found = [one for one in found if one.key != drop]
-        free = width - sum(_width(one) + len(GAP) for one in found) + len(GAP)
+        free = width + len(GAP) - sum(max(map(len, (one.key, *one.cells))) + len(GAP) for one in found)
         if free >= 0:
             break
-    drawn.cells = _drawn(run, [row.rank for row in shown], min(SPARK[1], SPARK[0] + max(0, free)))
-    lines = [_line(found, None, "bold")]
-    for number, row in enumerate(shown):
-        line = _line(found, number, "" if row.state in (*GOING, "finished") else "dim")
-        at = line.plain.find(row.state)
+    past = history(run, min(SPARK[1], SPARK[0] + max(0, free)))
+    speeds = [past.get(row.rank, []) for row in shown]
+    top = max(map(_peak, speeds), default=0.0)  # of all workers: who is slow is low
+    drawn.cells = [*(spark(one, top) for one in speeds), spark(past.get(None, []))]
+    cells = [[one.key, *one.cells] for one in found]
+    sides = [str.ljust if one.key in ("state", "node", "60 s", "run") else str.rjust for one in found]
+    wide = [[side(one, max(map(len, of))) for one in of] for side, of in zip(sides, cells, strict=True)]
+    head, *texts, whole = [GAP.join(line).rstrip() for line in zip(*wide, strict=True)]
+    lines = [Text(head, style="bold")]
+    for row, text in zip(shown, texts, strict=True):
+        line = Text(text, style="" if row.state in (*GOING, "finished") else "dim")
+        at = text.find(row.state)
         line.stylize(STYLES.get(row.state, ""), at, at + len(row.state))
         lines.append(line)
-    return [*lines, *rest, _line(found, len(shown), "bold")]
-
-
-def _width(one: Column) -> int:
-    return max(map(len, (one.key, *one.cells)))
-
-
-def _line(found: list[Column], number: int | None, style: str) -> Text:
-    cells = []
-    for one in found:
-        cell = one.key if number is None else one.cells[number]
-        left = one.key in ("state", "node", "60 s", "run")
-        cells.append(cell.ljust(_width(one)) if left else cell.rjust(_width(one)))
-    return Text(GAP.join(cells).rstrip(), style=style)
-
-
-def _drawn(run: Run, ranks: list[int | None], cells: int) -> list[str]:
-    """Steps per second over time, all workers on one scale: who is slow is low."""
-    drawn = history(run, cells)
-    top = max((_peak(drawn.get(rank, [])) for rank in ranks), default=0.0)
-    return [*(spark(drawn.get(rank, []), top) for rank in ranks), spark(drawn.get(None, []))]
+    return [*lines, *rest, Text(whole, style="bold")]
 
 
 def _peak(values: Sequence[float | None]) -> float:
@@ -149,8 +126,9 @@ def _figures(run: Run) -> list[str]:
     if progress := max((track.value("progress") or 0.0 for track in run.workers.values()), default=0.0):
         found.append(f"{progress:.2f} passes")
     if (target := run.about.get("target")) is not None:
-        after_s = reached_s(run)
-        found.append(f"target {share(target)}" + (f" after {short(after_s)} s" if after_s else ""))
+        reached = (one.time - run.began_s for one in run.evaluations if (one.accuracy or 0.0) >= target > 0)
+        after_s = next(reached, 0.0)
+        found.append(f"target {share(target)}" + (f" after {short(after_s)} s" if after_s > 0 else ""))
     broken = [f"lines that cannot be read: {run.broken:,}"] if run.broken else []
     return [*found, *trouble(run.lives), *broken]
 

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from freewheel.errors import ConfigError
 from freewheel.show.dashboard.board import Board
-from freewheel.show.figures.common import tools
+from freewheel.show.figures import tools
 
 PORT = 8765
 HOST = "127.0.0.1"

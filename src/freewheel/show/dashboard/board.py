@@ -22,7 +22,7 @@ from freewheel.numbers import count, share, short
 from freewheel.records.run import DEATHS, SILENT_S, Run, compared, find_runs, written_s
 from freewheel.records.schema import read_run_json
 from freewheel.show import rates
-from freewheel.show.figures import charts
+from freewheel.show.figures import figures
 from freewheel.show.rows import Row, columns, total
 from freewheel.show.shown import COLOURS, Shown, flatten, shown
 from freewheel.show.tables import unlike
@@ -145,7 +145,7 @@ class Board:
                 for (number, _), one in zip(good, runs, strict=True)
             ],
             "picked": [entry.number for entry in entries],
-            "figures": charts.figures(begun) if begun else {},
+            "figures": figures(begun) if begun else {},
             "workers": _workers(begun),
             "about": [
                 {"label": one.label, "rows": [[*row] for row in flatten(one.run.about).items()]}

@@ -1,1 +1,468 @@
-"""Figures of runs, the same in a report and on the dashboard."""
+"""Figures of runs as plotly reads them, the same in a report and on the dashboard; and pages to stand on."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from html import escape
+from importlib import resources
+from typing import Any, NamedTuple
+
+from freewheel.numbers import share, short
+from freewheel.records.run import DEATHS, Run
+from freewheel.records.track import Floats
+from freewheel.show.rates import LATELY_S, blocked, every_s, staleness, step_times_s
+from freewheel.show.rows import Row, rows
+from freewheel.show.shown import CAUSES, DASHES, DISTANCES, EVENTS, FAINT, GRAVE, GREY, STATES, Kind, Shown
+
+Figure = dict[str, Any]
+UNITS = {1.0: "s", 60.0: "min", 3600.0: "h"}  # what an axis of time may count in
+LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}
+MOST_MARKS = 100  # more lines than this would hide the curves
+MOST_METRICS = 24  # of what a script has named itself so many are drawn
+DECADES = 2.0  # from the largest distance down to a hundredth of it edges have colours of their own
+MAX_EDGES, EDGES_EACH = 256, 2  # more edges than this are thinned out: so many of each worker are left
+
+
+def figure(title: str, said: str, height: int, data: list[Figure], **layout: Any) -> Figure:
+    """A figure; `said`: what it shows, in a sentence."""
+    return {"title": title, "said": said, "height": height, "data": data, "layout": layout}
+
+
+def tools() -> str:
+    """The script of the buttons that a figure has on every page."""
+    return resources.files(__package__).joinpath("tools.js").read_text(encoding="utf-8")
+
+
+def page(package: str, data: Any, title: str, **parts: str) -> str:
+    """A page that needs no other file: a package's template with its style and script, data and parts."""
+    for name, file in (("css", "page.css"), ("script", "page.js"), ("html", "page.html")):
+        parts[name] = resources.files(package).joinpath(file).read_text(encoding="utf-8")
+    # Inside a script the browser escapes nothing, so no "<" may stand there.
+    inside = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    parts |= {"title": escape(title), "data": inside}
+    return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], parts["html"])
+
+
+def axis(title: str, form: str = ",~r", **rest: Any) -> Figure:
+    """An axis of numbers from zero on."""
+    return {"title": {"text": title}, "rangemode": "tozero", "tickformat": form, **rest}
+
+
+def time_axis(runs: Sequence[Shown], **rest: Any) -> Figure:
+    """An axis of time, in the unit of the runs."""
+    virtual = "virtual " if all(one.clock == "virtual" for one in runs) else ""
+    return axis(f"time, {virtual}{UNITS[runs[0].unit_s]}", **rest)
+
+
+def log_axis(title: str, data: Sequence[Figure]) -> Figure:
+    """A logarithmic axis of what is drawn, with ticks that can be read."""
+    drawn = [value for trace in data for value in trace["y"] if value is not None and value > 0]
+    # Without a format of ours plotly labels the ticks inside a decade with a bare digit.
+    few = {"dtick": "D2"} if drawn and max(drawn) < 1000 * min(drawn) else {}
+    return {"title": {"text": title}, "type": "log", "tickformat": ".2~g", **few}
+
+
+def rounded(value: float | None) -> float | None:
+    """Five digits are more than a figure can show; what is not finite is a gap."""
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+
+
+def scatter(mode: str, points: Collection[tuple[Any, Any]], **rest: Any) -> Figure:
+    """Lines, markers or text at points, of no run; (None, None): a gap."""
+    return {"type": "scatter", "mode": mode, "x": [x for x, _ in points], "y": [y for _, y in points], **rest}
+
+
+Numbers = Floats | Iterable[float | None]
+
+
+def line(one: Shown, hover: str, x: Numbers, y: Numbers, **rest: Any) -> Figure:
+    """A curve of a run, in its colour; `hover` says what a point is."""
+    look = {"color": one.colour, "dash": DASHES[one.style], "width": 2} | rest.pop("line", {})
+    numbers = {"x": list(map(rounded, x)), "y": list(map(rounded, y))}
+    return {"type": "scatter", "mode": "lines", "line": look, **_of(one, hover), **numbers, **rest}
+
+
+def bars(one: Shown, hover: str, **rest: Any) -> Figure:
+    """Bars of a run, in its colour."""
+    return {"type": "bar", "marker": {"color": one.colour}, **_of(one, hover), **rest}
+
+
+def _of(one: Shown, hover: str) -> Figure:
+    # Plotly reads a little HTML in its texts, so what comes from a run is escaped.
+    label = escape(one.label)
+    said = f"<b>{label}</b><br>{hover}<extra></extra>"
+    return {"name": label, "hovertemplate": said, "legendgroup": str(one.place)}
+
+
+def faint(colour: str, share: float = 0.18) -> str:
+    """A colour that lets what is behind it through."""
+    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return f"rgba({red}, {green}, {blue}, {share})"
+
+
+# -- all figures --
+
+
+def figures(runs: Sequence[Shown]) -> dict[str, Figure]:
+    """All figures of some runs, by name."""
+    own = dict.fromkeys(name for one in runs for each in one.run.evaluations for name in each.metrics)
+    learned = ("loss", "accuracy", *list(own)[:MOST_METRICS])
+    return {
+        "graph": graph(runs[0].run, runs[0].label if len(runs) > 1 else ""),
+        **{f"{what}-{over}": curves(runs, what, over) for what in learned for over in ("time", "samples")},
+        "throughput": throughput(runs),
+        "blocked": blocked_shares(runs),
+        "staleness": staleness_counts(runs),
+        "consensus": consensus(runs),
+        "faults": faults(runs),
+    }
+
+
+# -- what happened --
+
+
+def faults(runs: Sequence[Shown]) -> Figure:
+    """Who died, came, left and was cut off, when; a row for each worker, or for each run."""
+    alone = len(runs) == 1
+    found = defaultdict[str, list[tuple[float | None, str, str]]](list)
+    for one in runs:
+        for event in one.run.events:
+            row = ("all" if event.rank is None else f"worker {event.rank}") if alone else escape(one.label)
+            said = escape(f"{event.link or event.text or event.what}, noticed by {event.noticed_by()}")
+            found[event.what].append((rounded(one.at(event.time)), row, said))
+    data = []
+    if alone and (away := _away(runs[0])):
+        data.append(scatter("lines", away, name="away", hoverinfo="skip", line={"color": FAINT, "width": 7}))
+    for what, points in found.items():
+        _, symbol, colour = EVENTS.get(what, Kind("", "circle", GREY))
+        texts = {"name": escape(what), "text": [said for *_, said in points]}
+        look = {"symbol": symbol, "color": colour, "size": 10, "line": {"width": 2, "color": colour}}
+        data.append(scatter("markers", [point[:2] for point in points], **texts, marker=look))
+    said = "What workers, the launcher or the simulator noticed. Grey: a worker was away."
+    axes = {"xaxis": time_axis(runs), "yaxis": {"type": "category", "categoryorder": "category descending"}}
+    return figure("Faults and other events", said, 320, data, **axes, showlegend=True, legend=LEGEND)
+
+
+def _away(one: Shown) -> list[tuple[float | None, str | None]]:
+    """From when to when which worker was away; to the end where it did not come back."""
+    died: dict[int | None, float] = {}
+    spans = []
+    for event in one.run.events:
+        if event.what in DEATHS:
+            died.setdefault(event.rank, event.time)
+        elif event.what in ("joined", "resumed") and event.rank in died:
+            spans.append((event.rank, died.pop(event.rank), event.time))
+    spans += [(rank, since, one.run.last_s) for rank, since in died.items()]
+    found: list[tuple[float | None, str | None]] = []
+    for rank, since, until in spans:
+        row = f"worker {rank}"
+        found += [(rounded(one.at(since)), row), (rounded(one.at(until)), row), (None, None)]
+    return found
+
+
+def event_marks(runs: Sequence[Shown]) -> list[Figure]:
+    """A thin line at every death, departure and return, for figures over time; of several runs in colours."""
+    marks = [
+        (rounded(one.at(event.time)), EVENTS[event.what].colour if len(runs) == 1 else one.colour)
+        for one in runs
+        for event in one.run.events
+        if event.what in GRAVE and event.rank is not None
+    ]
+    common = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below", "opacity": 0.45}
+    return [
+        common | {"x0": at, "x1": at, "line": {"width": 1, "dash": "dot", "color": colour}}
+        for at, colour in marks[:MOST_MARKS]
+    ]
+
+
+# -- what was learned --
+
+
+def curves(runs: Sequence[Shown], what: str, over: str) -> Figure:
+    """Loss, accuracy or what a script has named itself, over time or over samples."""
+    if over == "samples" and not all(one.series.samples[-1] > 0 for one in runs):
+        over = "worker-steps"
+    unit = UNITS[runs[0].unit_s] if over == "time" else over
+    hover = f"%{{x:,.4~r}} {unit}<br>{what} %{{y:{'.1%' if what == 'accuracy' else '.4~g'}}}"
+    data: list[Figure] = []
+    for one in runs:
+        trained = _training_loss(one, over, hover, len(runs) == 1) if what == "loss" else []
+        points = []
+        for each in one.run.evaluations:
+            where = {"time": one.at(each.time), "samples": each.samples, "worker-steps": each.worker_steps}
+            if where[over] is not None and (value := each.told().get(what)) is not None:
+                points.append((where[over], value))
+        data += trained
+        if points:
+            mode = "markers" if trained else "lines+markers"
+            data.append(line(one, f"{hover} of the answer", *zip(*points, strict=True), mode=mode))
+    said, yaxis = f"Measured: worker.record({what}=…).", {"title": {"text": what}, "tickformat": ",~r"}
+    shapes = event_marks(runs) if over == "time" else []
+    if what == "loss":
+        said = "Line: mean of the workers’ training losses; dots: measured of the answer."
+        yaxis = log_axis("loss", data)
+    elif what == "accuracy":
+        yaxis["tickformat"] = ".0%"
+        targets = {at for one in runs if isinstance(at := one.run.about.get("target"), int | float)}
+        dotted = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "line": {"color": GREY, "dash": "dot"}}
+        shapes += [dotted | {"y0": at, "y1": at, "label": {"text": short(100 * at) + " %"}} for at in targets]
+    xaxis = time_axis(runs) if over == "time" else axis(f"{over} of all workers", ",~s")
+    title = f"{what[0].upper()}{what[1:]} over {over}"
+    return figure(title, said, 320, data, xaxis=xaxis, yaxis=yaxis, shapes=shapes)
+
+
+def _training_loss(one: Shown, over: str, hover: str, alone: bool) -> list[Figure]:
+    told = one.series
+    if not any(math.isfinite(value) for value in told.loss):
+        return []
+    # Evaluations count from the first step of all, before a checkpoint that was resumed.
+    before = sum(track.lives[0].get("resumed_at") or 0 for track in one.run.workers.values())
+    x = {"time": told.time_s / one.unit_s, "samples": told.samples, "worker-steps": told.steps + before}[over]
+    band = []
+    if alone and len(one.run.workers) > 1:
+        edge = {"line": {"width": 0}, "hoverinfo": "skip", "hovertemplate": None}
+        fill = {"fill": "tonexty", "fillcolor": faint(one.colour)}
+        band = [line(one, "", x, told.loss_least, **edge), line(one, "", x, told.loss_most, **edge, **fill)]
+    return [*band, line(one, f"{hover}, mean of the workers", x, told.loss)]
+
+
+# -- how fast, and what held it up --
+
+
+def speed(runs: Sequence[Shown]) -> Figure:
+    """Worker-steps per second, the fastest run on top, the ideal behind each."""
+    order = sorted(runs, key=lambda run: run.result.steps_per_s)
+    data = []
+    for run in order:
+        rate, ideal = run.result.steps_per_s, run.result.ideal_share
+        place = {"orientation": "h", "y": [escape(run.label)]}
+        pale = {"marker": {"color": FAINT}, "x": [rate / ideal if ideal else 0.0]}
+        data.append(bars(run, "ideal %{x:,.4~r} steps/s", **place, **pale))
+        hover = f"%{{x:,.4~r}} steps/s, {share(ideal)} of the ideal"
+        data.append(bars(run, hover, **place, x=[rate], text=[short(rate)]))
+    said = "The pale bar is the ideal Σ 1/t_i: every worker computes and none waits."
+    axes = {"xaxis": axis("worker-steps per second"), "yaxis": {"type": "category"}}
+    return figure("Speed against the ideal", said, 90 + 27 * len(runs), data, **axes, barmode="overlay")
+
+
+def throughput(runs: Sequence[Shown]) -> Figure:
+    """Steps of all workers in a second, and as many as they would make if nobody were ever blocked."""
+    data = []
+    for one in runs:
+        if not any(math.isfinite(value) for value in one.series.rate):
+            continue
+        x = one.series.time_s / one.unit_s
+        hover = f"%{{x:,.4~r}} {UNITS[one.unit_s]}<br>%{{y:,.4~r}} worker-steps/s"
+        dotted = {"color": faint(one.colour, 0.7), "dash": "dot", "width": 1.5}
+        data.append(line(one, f"{hover} ideal", x, one.series.ideal, line=dotted))
+        data.append(line(one, hover, x, one.series.rate))
+    said = "Steps of all workers in a second. Dotted: if those there did nothing but compute."
+    times_s = step_times_s(runs[0].run.lives).values()
+    if len(runs) == 1 and times_s:
+        said += f" AllReduce here: at most {short(len(times_s) / max(times_s))} steps/s."
+    axes = {"xaxis": time_axis(runs), "yaxis": axis("worker-steps/s"), "shapes": event_marks(runs)}
+    return figure("Throughput", said, 430, data, **axes)
+
+
+def blocked_shares(runs: Sequence[Shown]) -> Figure:
+    """The share of its time each worker was blocked, by cause; with several runs, of all workers together."""
+    whose = {escape(one.label): list(one.run.workers.values()) for one in runs}
+    if len(runs) == 1:
+        whose = {f"worker {rank}": [track] for rank, track in sorted(runs[0].run.workers.items())}
+    shares = [blocked(tracks) for tracks in whose.values()]
+    data = [
+        {
+            "type": "bar",
+            "name": words,
+            "x": list(whose),
+            "y": [rounded(share[cause]) for share in shares],
+            "marker": {"color": colour},
+            "hovertemplate": f"<b>%{{x}}</b><br>%{{y:.1%}} of its time {words}<extra></extra>",
+        }
+        for cause, (words, colour) in CAUSES.items()
+        if any(share[cause] > 0 for share in shares)
+    ]
+    said = "Shares of the workers’ time. The rest is computing, and Freewheel’s own work."
+    axes = {"xaxis": {"type": "category"}, "yaxis": axis("share of time", ".1%"), "barmode": "stack"}
+    return figure("Waiting, by cause", said, 280, data, **axes, showlegend=True, legend=LEGEND)
+
+
+# -- how far behind, how far apart --
+
+
+def staleness_counts(runs: Sequence[Shown]) -> Figure:
+    """How stale what was merged was: shares of all, in classes that double."""
+    counts = [staleness(one.run) for one in runs]
+    classes = sorted({least for count in counts for least in count})
+    names = [str(least) if least < 2 else f"{least}–{2 * least - 1}" for least in classes]
+    data = []
+    for one, count in zip(runs, counts, strict=True):
+        if total := sum(count.values()):
+            y = [rounded(count.get(least, 0) / total) for least in classes]
+            data.append(bars(one, "staleness %{x}<br>%{y:.1%} of all", x=names, y=y))
+    measures = {one.setting("staleness") for one in runs} - {""}
+    said = f"Counted: {measures.pop() if len(measures) == 1 else 'in each strategy’s own measure'}."
+    axes = {"xaxis": {"title": {"text": "staleness"}, "type": "category"}, "yaxis": axis("share", ".0%")}
+    return figure("Staleness", said, 280, data, **axes)
+
+
+def consensus(runs: Sequence[Shown]) -> Figure:
+    """How far apart the replicas are; of several runs the first of three measures that is known."""
+    data = []
+    for one in runs:
+        hover = f"%{{x:,.4~r}} {UNITS[one.unit_s]}<br>%{{y:.3~g}}"
+        told, met = one.run.evaluations, one.series
+        times = [one.at(each.time) for each in told]
+        measured: list[tuple[str, Any, Any]] = [
+            ("dot", times, [math.sqrt(max(0.0, each.consensus or 0.0)) for each in told]),
+            ("dash", times, [each.discrepancy or 0.0 for each in told]),
+            ("solid", met.time_s / one.unit_s, met.distance),
+        ]
+        found = [(dash, x, y) for dash, x, values in measured if any(y := _positive(values))]
+        for dash, x, y in found if len(runs) == 1 else found[:1]:
+            data.append(line(one, hover, x, y, line={"dash": dash}, mode="lines+markers", marker={"size": 3}))
+    said = (
+        "Dotted: root mean square from the mean. Dashed: the two most different replicas. Solid: to the last "
+        "peer met, mean of the workers."
+    )
+    axes = {"xaxis": time_axis(runs), "yaxis": log_axis("distance of weights", data)}
+    return figure("Consensus distance", said, 280, data, **axes)
+
+
+def _positive(values: Sequence[float]) -> list[float | None]:
+    """For a logarithmic axis: a distance of zero, and what rounding leaves of one, are gaps."""
+    least = 1e-4 * max((value for value in values if math.isfinite(value)), default=0.0)
+    return [value if value > least else None for value in values]
+
+
+# -- who met whom --
+
+
+class Edge(NamedTuple):
+    """What two workers did with each other in the last seconds."""
+
+    one: int
+    other: int
+    count: int
+    distance: float | None
+
+
+def edges(run: Run) -> tuple[list[Edge], float]:
+    """Who exchanged or merged with whom in the last seconds of a run, and in how many seconds that was.
+
+    Where nobody did, which is so where merges are rare, in all of the run.
+    """
+    tracks = [track for track in run.workers.values() if track.latest]
+    often_s = max((every_s([sample["time"] for sample in track.recent]) for track in tracks), default=0.0)
+    end = max((track.latest["time"] for track in tracks), default=0.0)
+    # A simulation may be over in a second, and writes as many samples in it.
+    for over_s in (min(LATELY_S, 10 * often_s) or LATELY_S, math.inf):
+        if found := _met(run, end - over_s):
+            return found, min(over_s, end - run.began_s)
+    return [], 0.0
+
+
+def _met(run: Run, since: float) -> list[Edge]:
+    found: dict[tuple[int, int], Edge] = {}
+    for rank, track in run.workers.items():
+        told = [(one["time"], one["peers"]) for one in track.recent if isinstance(one.get("peers"), dict)]
+        if not told or told[-1][0] < since - 1e-9:
+            continue
+        earlier = next((peers for time, peers in reversed(told) if time <= since + 1e-9), {})
+        for name, (times, distance) in told[-1][1].items():
+            new = times - earlier.get(name, (0, None))[0]
+            one, other = sorted((rank, int(name)))
+            known = found.get((one, other), Edge(one, other, 0, None))
+            if new > 0:  # both sides count it; the one that has written last knows more
+                far = known.distance if distance is None else distance
+                found[one, other] = Edge(one, other, max(new, known.count), far)
+    return sorted(found.values())
+
+
+def graph(run: Run, label: str = "") -> Figure:
+    """Workers on a circle, an edge for every two that exchanged or merged in the last seconds."""
+    met, span_s = edges(run)
+    found = _few(met)
+    known = {row.rank: row for row in rows(run)}
+    ranks = sorted({*run.workers, *(rank for edge in found for rank in (edge.one, edge.other))})
+    turn = 2 * math.pi / max(1, len(ranks))
+    places = {
+        rank: (round(math.sin(at * turn), 4), round(math.cos(at * turn), 4)) for at, rank in enumerate(ranks)
+    }
+    workers = [known.get(rank, Row(rank, "joining")) for rank in ranks]
+    title = f"Who met in the last {short(max(span_s, 0.01), 2)} s" if found else "Workers"
+    said = "An edge for every two that exchanged or merged; colour: how far apart they were."
+    if len(found) < len(met):
+        said = f"{len(met):,} pairs exchanged or merged; of each worker the {EDGES_EACH} farthest are drawn."
+    data = [*_edges(run, found, places), _nodes(workers, places)] if ranks else []
+    bare = {"visible": False, "range": [-1.34, 1.34], "fixedrange": True, "constrain": "domain"}
+    title += f" of {label}" if label else ""
+    return figure(title, said, 430, data, xaxis=bare, yaxis={**bare, "scaleanchor": "x"})
+
+
+def _few(met: list[Edge]) -> list[Edge]:
+    """All edges, or where those would only blacken the circle the farthest of each worker."""
+    if len(met) <= MAX_EDGES:
+        return met
+    own = defaultdict[int, list[Edge]](list)
+    for edge in sorted(met, key=lambda edge: -(edge.distance or 0.0)):
+        own[edge.one].append(edge)
+        own[edge.other].append(edge)
+    return sorted({edge for farthest in own.values() for edge in farthest[:EDGES_EACH]})
+
+
+def _edges(run: Run, found: list[Edge], places: dict[int, tuple[float, float]]) -> list[Figure]:
+    """One trace for every shade, which draws faster than one for every edge; and the scale of colours.
+
+    The scale ends at the largest distance of the whole run: a colour means the same from first to last.
+    """
+    known = [edge.distance for edge in found if edge.distance]
+    largest = [life.get("discrepancy_max") or 0.0 for life in run.lives]
+    most = math.log10(max([*known, *largest], default=0) or 1)
+    shades = defaultdict[str, list[Edge]](list)
+    for edge in found:
+        height = (math.log10(edge.distance) - most) / DECADES + 1 if edge.distance else -1.0
+        shade = min(len(DISTANCES) - 1, max(0, math.floor(height * len(DISTANCES))))
+        shades[DISTANCES[shade] if edge.distance else GREY].append(edge)
+    data = []
+    for colour, some in shades.items():
+        ends = [at for edge in some for at in (places[edge.one], places[edge.other], (None, None))]
+        data.append(scatter("lines", ends, hoverinfo="skip", line={"color": colour}, opacity=0.8))
+    if not known:
+        return data
+    # A trace without points carries the scale of the colours.
+    parts, ends = len(DISTANCES), [most - DECADES, most]
+    steps = [[at / parts, colour] for place, colour in enumerate(DISTANCES) for at in (place, place + 1)]
+    title = {"text": "distance", "side": "top"}
+    bar = {"title": title, "orientation": "h", "y": 0, "yanchor": "top", "thickness": 8, "len": 0.6}
+    bar |= {"tickvals": ends, "ticktext": [short(10**end, 2) for end in ends]}
+    marker = {"color": ends[:1], "colorscale": steps, "cmin": ends[0], "cmax": most, "showscale": True}
+    return [*data, scatter("markers", [(None, None)], hoverinfo="skip", marker=marker | {"colorbar": bar})]
+
+
+def _nodes(workers: list[Row], places: dict[int, tuple[float, float]]) -> Figure:
+    """Each worker, and how fast it steps beside it: who is slow can be seen."""
+    said = [
+        f"<b>worker {row.rank}</b>, {escape(row.state)}<br>{short(row.steps_per_s)} steps/s<br>"
+        f"waiting {share(row.blocked_share)}<br>loss {short(row.loss, 4)}"
+        for row in workers
+    ]
+    return scatter(
+        "markers+text",
+        places.values(),
+        text=[f"<b>{row.rank}</b> {short(row.steps_per_s)}/s" for row in workers],
+        textposition="top center",
+        textfont={"size": 11},
+        customdata=said,
+        hovertemplate="%{customdata}<extra></extra>",
+        marker={
+            "size": 18,
+            "opacity": 1,
+            "color": [STATES.get(row.state, STATES["training"]) for row in workers],
+            "symbol": ["square" if row.state == "dead" else "circle" for row in workers],
+        },
+    )

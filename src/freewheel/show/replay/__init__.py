@@ -14,7 +14,7 @@ from freewheel.numbers import count, share
 from freewheel.records.counters import UNITS
 from freewheel.records.run import Run
 from freewheel.records.track import Tail
-from freewheel.show.figures.common import page
+from freewheel.show.figures import page
 from freewheel.show.rates import result_of
 from freewheel.show.shown import EVENTS, shown
 from freewheel.show.tables import BASELINES, goal, race

@@ -15,10 +15,9 @@ from freewheel.errors import ConfigError
 from freewheel.records.files import write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
+from freewheel.show import figures as charts
 from freewheel.show import replay
-from freewheel.show.figures import charts
-from freewheel.show.figures.common import Figure, page, tools
-from freewheel.show.figures.graph import graph
+from freewheel.show.figures import Figure, graph, page, tools
 from freewheel.show.report.words import (
     events_table,
     findings,
