@@ -284,7 +284,7 @@ def test_a_run_without_a_simulated_scenario_has_rows_about_weights_only() -> Non
 
 
 @pytest.mark.parametrize(
-    "strategy", ["allreduce", "sasgd:interval=5", "nodelay:tau=4", "adpsgd", "asgd", "none"]
+    "strategy", ["allreduce", "sasgd:interval=5", "nodelay:tau=4", "adpsgd", "asgd", "dasgd", "none"]
 )
 @pytest.mark.parametrize("slow", [{}, {0: 3.0}], ids=["equal", "slow"])
 def test_simulated_runs_keep_to_their_bounds(strategy: str, slow: dict[int, float]) -> None:

@@ -16,14 +16,11 @@ from freewheel.records.result import Result
 from freewheel.show.rates import step_times_s
 
 PAPER = "Talyansky et al., ICLR 2019 submission"
-ABOUT = 0.15
-"""How far from its value, in parts of it, a figure may lie that a theory gives as "about"."""
-LOCKSTEP = ("all", "neighbours")
-"""Values of waits_for under which all workers make the same number of steps."""
+ABOUT = 0.15  # how far from its value, in parts of it, a figure may lie that a theory gives as "about"
+LOCKSTEP = ("all", "neighbours")  # values of waits_for under which all workers make as many steps
 
 Kind = Literal["at most", "about"]
-Law = tuple[str, Kind, float, str]
-"""What is bounded, how, by how much, and where from."""
+Law = tuple[str, Kind, float, str]  # what is bounded, how, by how much, and where from
 
 
 @dataclass(frozen=True)
@@ -59,25 +56,20 @@ def bounds(result: Result) -> list[Bound]:
         "idle share": ("", result.idle_share),
         "worker-steps per second": ("per s", result.steps_per_s),
     }
-    laws = [*_staleness(result), *(_real(result) if result.clock == "wall" else _simulated(result))]
     rows = []
-    for what, kind, bound, source in laws:
+    for what, kind, bound, source in _laws(result, result.settings.get("strategy", {})):
         unit, measured = figures[what]
         rows.append(Bound(what, measured, bound, unit, source, kind if bound else "at most"))
     return rows
 
 
-def _strategy(result: Result) -> dict[str, Any]:
-    found: dict[str, Any] = result.settings.get("strategy", {})
-    return found
-
-
-def _staleness(result: Result) -> Iterator[Law]:
-    tau = _strategy(result).get("tau")
-    if result.strategy in ("nodelay", "nodelay_free") and tau is not None:
-        yield "largest staleness", "at most", tau, f"τ: {PAPER}"
+def _laws(result: Result, own: dict[str, Any]) -> Iterator[Law]:
+    """`own`: the strategy's settings."""
+    if result.strategy in ("nodelay", "nodelay_free") and own.get("tau") is not None:
+        yield "largest staleness", "at most", own["tau"], f"τ: {PAPER}"
     if result.strategy == "allreduce":
         yield "largest staleness", "at most", 0.0, "no gradient is late: synchronous SGD"
+    yield from _real(result) if result.clock == "wall" else _simulated(result, own)
 
 
 def _real(result: Result) -> Iterator[Law]:
@@ -87,23 +79,21 @@ def _real(result: Result) -> Iterator[Law]:
         return  # somebody came, went or fell behind
     times_s = list(step_times_s(workers).values())
     if times_s and lockstep:
-        slowest = result.workers / max(times_s)
         source = "n / max t_i, t_i as measured: all wait for the slowest"
-        yield "worker-steps per second", "at most", slowest, source
+        yield "worker-steps per second", "at most", result.workers / max(times_s), source
     elif times_s:
         ideal = sum(1 / t for t in times_s)
         yield "worker-steps per second", "at most", ideal, "Σ 1/t_i, t_i as measured: none ever waits"
 
 
-def _simulated(result: Result) -> Iterator[Law]:
+def _simulated(result: Result, own: dict[str, Any]) -> Iterator[Law]:
     """Of virtual time, where a step takes exactly what it was told to."""
-    yield from _weights(result)
-    scenario = result.scenario
-    n, waits_for, tau = result.workers, result.settings.get("waits_for"), _strategy(result).get("tau")
-    compute = scenario.get("compute", {})
-    if scenario.get("faults") or compute.get("pauses"):
+    yield from _weights(result, own)
+    n, waits_for = result.workers, result.settings.get("waits_for")
+    compute = result.scenario.get("compute", {})
+    if result.scenario.get("faults") or compute.get("pauses"):
         return
-    free = waits_for == "nobody" and tau is None
+    free = waits_for == "nobody" and own.get("tau") is None
     if free:
         yield "idle share", "at most", 0.0, "nobody waits"
     # A worker's delays add up to the updates of others before its last one; those after it are few.
@@ -114,7 +104,7 @@ def _simulated(result: Result) -> Iterator[Law]:
         return
     slow = {int(rank): factor for rank, factor in compute.get("slow", {}).items()}
     times_s = [compute["ms"] / 1e3 * slow.get(rank, 1.0) for rank in range(n)]
-    yield from _merging(result, times_s)
+    yield from _merging(result, own, times_s)
     # The gradients under way at the end are at most one step per worker.
     if free and result.worker_steps >= 10 * n:
         yield "worker-steps per second", "about", sum(1 / t for t in times_s), "Σ 1/t_i, where nobody waits"
@@ -123,9 +113,9 @@ def _simulated(result: Result) -> Iterator[Law]:
         yield "worker-steps per second", "at most", n / max(times_s), source
 
 
-def _weights(result: Result) -> Iterator[Law]:
+def _weights(result: Result, own: dict[str, Any]) -> Iterator[Law]:
     """How far replicas get from each other: each by own steps, as large as the largest gradient."""
-    own, settings = _strategy(result), result.settings
+    settings = result.settings
     norm = max((worker.get("gradient_norm_max", 0.0) for worker in result.by_worker), default=0.0)
     # With momentum or AdamW an update is no longer the learning rate times one gradient.
     plain = settings.get("momentum") == 0 and result.scenario.get("optimizer", "sgd") == "sgd"
@@ -134,7 +124,7 @@ def _weights(result: Result) -> Iterator[Law]:
     if result.strategy == "allreduce" and all(one.worker_steps % result.workers == 0 for one in result.curve):
         yield "largest discrepancy", "at most", 0.0, "equal after equal steps: synchronous SGD"
         return
-    interval = own.get("interval", 0) if own.get("scale") is None else 0
+    interval = (own.get("interval") or 0) if own.get("scale") is None else 0
     apart = {
         "allreduce": (0.5, "equal after equal steps: synchronous SGD"),  # between two workers' steps
         "nodelay": (own.get("tau") or 0, f"2·L·τ·η: {PAPER}"),
@@ -147,9 +137,9 @@ def _weights(result: Result) -> Iterator[Law]:
         yield "largest discrepancy", "at most", 2 * settings["lr"] * steps * norm, source
 
 
-def _merging(result: Result, times_s: list[float]) -> Iterator[Law]:
+def _merging(result: Result, own: dict[str, Any], times_s: list[float]) -> Iterator[Law]:
     """What merges of all workers cost, where all links are equal and nothing else is sent."""
-    links, own, n = result.scenario.get("links", {}), _strategy(result), result.workers
+    links, n = result.scenario.get("links", {}), result.workers
     unequal = any(factor != 1 for factor in links.get("slow", {}).values())
     if not links or unequal or links["backbone_mbit"] is not None or links["workers_per_node"] > 1:
         return

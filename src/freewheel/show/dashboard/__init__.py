@@ -14,7 +14,7 @@ import secrets
 import socketserver
 import sys
 import traceback
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from importlib import resources
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -25,9 +25,7 @@ from freewheel.show.figures import tools
 
 PORT = 8765
 HOST = "127.0.0.1"
-IDLE_S = 30.0
-"""A connection that says nothing for so long is closed."""
-
+IDLE_S = 30.0  # a connection that says nothing for so long is closed
 HEADERS = {
     # Plotly writes styles into the page, so these are allowed there; scripts are ours alone.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; "
@@ -39,16 +37,24 @@ HEADERS = {
 }
 
 
-class Dashboard(ThreadingHTTPServer):
-    """Serves a board; `address` has the token in it."""
+class Dashboard(socketserver.ThreadingTCPServer):
+    """Serves a board; `address` has the token in it. HTTPServer would ask the name service who we are."""
 
-    daemon_threads = True
-    block_on_close = False
+    daemon_threads = allow_reuse_address = True
 
     def __init__(self, board: Board, port: int | None = None) -> None:
         self.board = board
         self.token = secrets.token_urlsafe(24)
-        self.files = _files()
+        # Everything that is served but the data: name, kind, contents.
+        here, report = resources.files(__package__), resources.files("freewheel.show.report")
+        css = report.joinpath("page.css").read_bytes() + here.joinpath("page.css").read_bytes()
+        script = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
+        self.files = {
+            "": ("text/html", here.joinpath("page.html").read_bytes()),
+            "page.css": ("text/css", css),
+            "page.js": ("text/javascript", tools().encode() + here.joinpath("page.js").read_bytes()),
+            "plotly.js": ("text/javascript", bare(script)),
+        }
         if port is not None and not 0 <= port <= 65535:
             raise ConfigError(f"--port must be between 0 and 65535, got {port}.")
         try:
@@ -60,11 +66,7 @@ class Dashboard(ThreadingHTTPServer):
                     "one."
                 ) from None
             super().__init__((HOST, 0), _Handler)  # somebody has the usual one: any other does
-
-    def server_bind(self) -> None:
-        """Bind; the server's own way would ask the name service who we are."""
-        socketserver.TCPServer.server_bind(self)
-        self.server_name, self.server_port = HOST, int(self.server_address[1])
+        self.server_port = int(self.server_address[1])
 
     @property
     def address(self) -> str:
@@ -75,19 +77,6 @@ class Dashboard(ThreadingHTTPServer):
         """A browser that goes away in the middle is no error."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
-
-
-def _files() -> dict[str, tuple[str, bytes]]:
-    """Everything that is served but the data: name, kind, contents."""
-    here, report = resources.files(__package__), resources.files("freewheel.show.report")
-    css = report.joinpath("page.css").read_bytes() + here.joinpath("page.css").read_bytes()
-    script = resources.files("plotly").joinpath("package_data", "plotly.min.js").read_bytes()
-    return {
-        "": ("text/html", here.joinpath("page.html").read_bytes()),
-        "page.css": ("text/css", css),
-        "page.js": ("text/javascript", tools().encode() + here.joinpath("page.js").read_bytes()),
-        "plotly.js": ("text/javascript", bare(script)),
-    }
 
 
 def bare(script: bytes) -> bytes:
@@ -136,7 +125,13 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _data(self, query: str) -> None:
         try:
-            told = self.server.board.answer(*_asked(query))
+            asked = parse_qs(query, max_num_fields=4)
+            numbers = [int(number) for number in asked.get("runs", [""])[0].split(",") if number]
+            since = int(asked["since"][0]) if "since" in asked else None
+        except ValueError:
+            return self._refuse(400, "runs and since must be numbers, as in data?runs=0,2&since=17.")
+        try:
+            told = self.server.board.answer(numbers, since)
             text = json.dumps(told, separators=(",", ":"), allow_nan=False)
         except ConfigError as error:
             return self._refuse(400, str(error))
@@ -172,14 +167,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None:
         """Nothing: requests have the token in them."""
-
-
-def _asked(query: str) -> tuple[list[int], int | None]:
-    """Which runs, and which version the page has."""
-    try:
-        asked = parse_qs(query, max_num_fields=4)
-        numbers = [int(number) for number in asked.get("runs", [""])[0].split(",") if number]
-        since = int(asked["since"][0]) if "since" in asked else None
-    except ValueError:
-        raise ConfigError("runs and since must be numbers, as in data?runs=0,2&since=17.") from None
-    return numbers, since

@@ -5,6 +5,7 @@ All of it is one document of JSON. A page that has the last version of it is tol
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -28,8 +29,7 @@ from freewheel.show.shown import COLOURS, Shown, flatten, shown
 from freewheel.show.tables import unlike
 from freewheel.show.terminal import clock_time
 
-SCAN_S = 2.0
-"""How often the folder is looked through for new runs."""
+SCAN_S = 2.0  # how often the folder is looked through for new runs
 MAX_RUNS_COMPARED = len(COLOURS)
 
 Document = dict[str, Any]
@@ -90,7 +90,10 @@ class Board:
         Of none: the newest; where all are of one command, all, or a list of more than can be told apart.
         """
         with self._lock:
-            self._scan()
+            if time.monotonic() - self._scanned_s >= SCAN_S:
+                self._scanned_s = time.monotonic()
+                with contextlib.suppress(ConfigError):  # all are gone, and each entry says so itself
+                    self._enter(find_runs(self._folder))
             entries = self._picked(numbers)
             for entry in entries:
                 entry.poll()
@@ -98,17 +101,6 @@ class Board:
         digest = hashlib.sha256(json.dumps(document).encode()).digest()
         version = int.from_bytes(digest[:6], "big")  # as much as a number in a page can hold
         return {"version": version, "document": None if since == version else document}
-
-    # -- which runs --
-
-    def _scan(self) -> None:
-        if time.monotonic() - self._scanned_s < SCAN_S:
-            return
-        self._scanned_s = time.monotonic()
-        try:
-            self._enter(find_runs(self._folder))
-        except ConfigError:
-            return  # all of them are gone, and each entry says so itself
 
     def _enter(self, folders: Sequence[Path]) -> None:
         for folder in folders:
@@ -123,15 +115,11 @@ class Board:
         if not numbers:
             return [max(entries, key=lambda entry: (entry.started_s(), entry.number))]
         wanted = list(dict.fromkeys(numbers))
-        if len(wanted) > MAX_RUNS_COMPARED:
-            raise ConfigError(
-                f"{len(wanted)} runs were picked; at most {MAX_RUNS_COMPARED} can be told apart."
-            )
+        if (many := len(wanted)) > MAX_RUNS_COMPARED:
+            raise ConfigError(f"{many} runs were picked; at most {MAX_RUNS_COMPARED} can be told apart.")
         if not all(0 <= number < len(entries) for number in wanted):
             raise ConfigError(f"there is no run {max(wanted)}; there are {len(entries)}, counted from 0.")
         return [entries[number] for number in wanted]
-
-    # -- what to show --
 
     def _document(self, entries: list[Entry]) -> Document:
         good = [(entry.number, entry.run) for entry in entries if entry.run is not None]

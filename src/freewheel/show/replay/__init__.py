@@ -20,10 +20,10 @@ from freewheel.show.shown import EVENTS, shown
 from freewheel.show.tables import BASELINES, goal, race
 
 MARKS = {"died": "died", "failed": "died", "left": "left", "cut": "cut", "slowed": "slowed"}
-ONCE_S = 1.0
-"""What is told of a worker again within this time is the same thing."""
-UNFINISHED = 1.5
-"""A worker that ends so many of its longest gradients after the last one was in the middle of one."""
+LABELS = {"ddp": "DDP", "allreduce": "AllReduce", "adpsgd": "AD-PSGD"}  # what strategies are called
+MOST = 4  # runs on one page
+ONCE_S = 1.0  # what is told of a worker again within this time is the same thing
+UNFINISHED = 1.5  # who ends so many of its longest gradients after the last one was in the middle of one
 
 
 class Played:
@@ -35,23 +35,24 @@ class Played:
     def __init__(self, run: Run) -> None:
         self._run, self.ranks = run, run.ranks
         self._place = {rank: at for at, rank in enumerate(run.ranks)}
+        # Of each worker: when each gradient began and ended.
         self.spans: list[list[float]] = [[] for _ in run.ranks]
-        """Of each worker: when each gradient began and ended."""
+        # Exchanges and merges: begin, length, and the places of all who took part.
         self.meetings: list[list[Any]] = []
-        """Exchanges and merges: begin, length, and the places of all who took part."""
         self._read()
         if not any(self.spans):
             raise ConfigError(
                 f"{str(run.folder)!r} has no timeline: an earlier version wrote it, or it has too many "
                 "workers. Run it again."
             )
-        self.seconds = max(max(lane[-1] for lane in self.spans if lane), 1e-3)
-        """When the last gradient was there."""
-        self.lives = [self._lives(rank) for rank in run.ranks]
-        self.marks = self._marks()
-        """When, to whom, what, and that in words."""
+        self.seconds = max(max(lane[-1] for lane in self.spans if lane), 1e-3)  # when the last one was there
+        self.lives: list[list[list[float]]] = [[] for _ in run.ranks]  # when each was there
+        for life in run.lives:
+            born_s, lived_s = life["began"] - run.began_s, life.get("elapsed_s") or 0.0
+            self.lives[self._place[life["rank"]]].append([round(born_s, 4), round(born_s + lived_s, 4)])
+        self.marks = self._marks()  # when, to whom, what, and that in words
+        # Gradients that nobody has: place of the worker, begin, and when it died or the run ended.
         self.cut = list(self._cut())
-        """Gradients that nobody has: place of the worker, begin, and when it died or the run ended."""
         self.gone = [at for rank, at in self._place.items() if run.state(rank) in ("dead", "silent")]
         self.accuracy, self.loss = self._measured("accuracy"), self._measured("loss")
 
@@ -64,24 +65,18 @@ class Played:
         for rank, own in zip(self.ranks, self.spans, strict=True):
             for line in Tail(self._run.folder / f"timeline-{rank}.jsonl").read():
                 from_s, numbers = line["from"] - self._run.began_s, line["exchanges"]
-                own += [_short(from_s + at / UNITS) for at in line["gradients"]]
+                own += [round(from_s + at / UNITS, 4) for at in line["gradients"]]
                 pairs = [[*numbers[k : k + 2], numbers[k + 2 : k + 3]] for k in range(0, len(numbers), 3)]
                 for at, took, peers in (*pairs, *line["merges"]):
                     members = [self._place[one] for one in (rank, *sorted(peers)) if one in self._place]
                     if all(rank < peer for peer in peers):
-                        self.meetings.append([_short(from_s + (at - took) / UNITS), took / UNITS, members])
+                        self.meetings.append([round(from_s + (at - took) / UNITS, 4), took / UNITS, members])
             own.sort()
         self.meetings.sort(key=lambda one: float(one[0]))
 
     def _measured(self, what: str) -> list[list[float]]:
         found = [(one.time, getattr(one, what)) for one in self._run.evaluations]
-        return [[_short(time_s - self._run.began_s), value] for time_s, value in found if value is not None]
-
-    def _lives(self, rank: int) -> list[list[float]]:
-        """When a worker was there, by its lives."""
-        track = self._run.workers.get(rank)
-        begins = [(life["began"] - self._run.began_s, life) for life in track.lives] if track else []
-        return [[_short(at_s), _short(at_s + (life.get("elapsed_s") or 0.0))] for at_s, life in begins]
+        return [[round(at_s - self._run.began_s, 4), value] for at_s, value in found if value is not None]
 
     def _marks(self) -> list[list[Any]]:
         """What happened to workers, each thing once, and when one came later than the first."""
@@ -93,7 +88,7 @@ class Played:
         ]
         for event in self._run.events:
             at, what = self._place.get(event.rank if event.rank is not None else -1), MARKS.get(event.what)
-            time_s = _short(max(0.0, event.time - self._run.began_s))
+            time_s = round(max(0.0, event.time - self._run.began_s), 4)
             known = any(one[1:3] == [at, what] and abs(time_s - one[0]) <= ONCE_S for one in found)
             if at is not None and what is not None and not known:
                 words = event.link or f"worker {event.rank} {EVENTS[event.what].words}"
@@ -113,13 +108,6 @@ class Played:
 
 def _pairs(lane: list[float]) -> list[tuple[float, float]]:
     return list(zip(lane[::2], lane[1::2], strict=True))
-
-
-def _short(number: float) -> float:
-    return round(number, 4)
-
-
-# -- a trace --
 
 
 def as_perfetto(runs: Sequence[Run]) -> str:
@@ -161,15 +149,6 @@ def _trace(run: Played, pid: int, label: str) -> Iterator[dict[str, Any]]:
             yield event("C", measure, at_s, 0, {measure: value})
 
 
-# -- a page --
-
-
-LABELS = {"ddp": "DDP", "allreduce": "AllReduce", "adpsgd": "AD-PSGD"}
-"""What strategies are called."""
-MOST = 4
-"""Runs on one page."""
-
-
 def html(runs: Sequence[Run], title: str) -> str:
     """The whole page, which needs nothing else."""
     all_played = [Played(run) for run in runs]
@@ -178,14 +157,13 @@ def html(runs: Sequence[Run], title: str) -> str:
     labels = [LABELS.get(one.label, one.label) for one in named]
     shares = [f"{label} {share(one.idle_share, 0)}" for one, label in zip(results, labels, strict=True)]
     waiting = f"Time spent waiting: {', '.join(shares)}."
-    target, _ = goal(results)
     longest_s = max(one.seconds for one in all_played)
     data = {
         "title": title,
         "story": race(labels, results) or waiting,
         "about": f"{waiting} {'Simulated, in virtual time.' if simulated else 'Real processes.'}",
         "measure": "accuracy" if all(one.accuracy for one in all_played) else "loss",
-        "target": target,
+        "target": goal(results)[0],
         # All is seen within half a minute, about.
         "speed": next((speed for speed in (0.1, 0.25, 0.5, 1, 2, 5, 10) if longest_s / speed <= 30), 25),
         "runs": [

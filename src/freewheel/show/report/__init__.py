@@ -18,20 +18,12 @@ from freewheel.records.run import Run
 from freewheel.show import figures as charts
 from freewheel.show import replay
 from freewheel.show.figures import Figure, graph, page, tools
-from freewheel.show.report.words import (
-    events_table,
-    findings,
-    lead,
-    settings_table,
-    theory_table,
-    workers_table,
-)
+from freewheel.show.report import words
 from freewheel.show.rows import printable
 from freewheel.show.shown import SVG_DASHES, Shown, ranked, timed
 from freewheel.show.tables import Table, results_table, unlike
 
-MAX_GRAPHS = 6
-"""With more runs than this their graphs are left out: one would not find them among each other."""
+MAX_GRAPHS = 6  # with more runs than this their graphs are left out: one would not find them
 NOTE = (
     "Coloured or bold: the best of a column. The ideal is of all workers for the whole time. Discrepancy is "
     "the largest distance between two replicas. Staleness is counted in each strategy’s own measure."
@@ -50,16 +42,16 @@ class Section:
 
 def content(runs: Sequence[Shown]) -> list[Section]:
     """All sections; the first two stand above the figures."""
-    theory, compared = theory_table(runs)
+    theory, compared = words.theory_table(runs)
     several = len(runs) > 1
-    happened = [table for table in map(events_table, runs) if table.rows]
+    happened = [table for table in map(words.events_table, runs) if table.rows]
     sections = [
-        Section("What you see", findings(runs)),
+        Section("What you see", words.findings(runs)),
         Section("Figures of all runs", [NOTE], [results_table(runs)]),
         Section("What happened", [], happened, several),
-        Section("Workers", [], [workers_table(run) for run in runs], several),
+        Section("Workers", [], [words.workers_table(run) for run in runs], several),
         Section("Measured against theory", [theory], [compared] if compared.rows else []),
-        Section("Settings and records", [], [settings_table(runs)], several),
+        Section("Settings and records", [], [words.settings_table(runs)], several),
     ]
     return [one for one in sections if one.said or one.tables]
 
@@ -68,7 +60,7 @@ def markdown(results: Sequence[Result], runs: Sequence[Run | None] = (), *, titl
     """The report without figures, for a README or an issue."""
     shown = ranked(results, runs)
     fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", command)), default=0))
-    parts = [f"# {plain(title)}", *map(plain, lead(shown)), f"{fence}\n{command}\n{fence}"]
+    parts = [f"# {plain(title)}", *map(plain, words.lead(shown)), f"{fence}\n{command}\n{fence}"]
     for section in content(shown):
         parts += [f"## {plain(section.title)}", *map(plain, section.said)]
         for one in section.tables:
@@ -96,9 +88,6 @@ def plain(said: str) -> str:
     return re.sub(r"(?<!\w)_|_(?!\w)|^(?=[#+-])", lambda found: f"\\{found.group()}", said)
 
 
-# -- as a page --
-
-
 def write(
     path: Path, results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: str, command: str
 ) -> None:
@@ -112,7 +101,7 @@ def html(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: s
     figures = _figures(shown)
     see, table, *rest = content(shown)
     body = [
-        _prose(lead(shown)),
+        _prose(words.lead(shown)),
         f'<pre class="command"><code>{escape(command)}</code></pre>',
         f'<section class="see">{_section(see)}</section>',
         _replay([run for run in runs if run is not None]),
@@ -191,7 +180,9 @@ def places(title: str, runs: Sequence[Shown], figures: dict[str, Figure]) -> str
     )
     chips = "".join(
         f'<button type="button" data-run="{run.place}" aria-pressed="true">'
-        f"{_swatch(run)}{escape(run.label)}</button>"
+        '<svg width="26" height="8" aria-hidden="true"><line x1="1" y1="4" x2="25" y2="4" stroke-width="3" '
+        f'stroke="{run.colour}" stroke-dasharray="{SVG_DASHES[run.style]}"/></svg>'
+        f"{escape(run.label)}</button>"
         for run in (runs if len(runs) > 1 else ())
     )
     hint = "Click: hide or show in all figures. Double-click: only this one, or all again."
@@ -199,13 +190,6 @@ def places(title: str, runs: Sequence[Shown], figures: dict[str, Figure]) -> str
         f'<section><h2>{title}</h2><div class="legend" title="{hint}">{chips}</div>'
         f'<div class="figures">{boxes}</div></section>'
         "<noscript><p>The figures need JavaScript; the tables do not.</p></noscript>"
-    )
-
-
-def _swatch(run: Shown) -> str:
-    return (
-        '<svg width="26" height="8" aria-hidden="true"><line x1="1" y1="4" x2="25" y2="4" stroke-width="3" '
-        f'stroke="{run.colour}" stroke-dasharray="{SVG_DASHES[run.style]}"/></svg>'
     )
 
 

@@ -14,18 +14,15 @@ from freewheel.show.rates import standing
 from freewheel.show.shown import EVENTS, GRAVE, Shown, differing, flatten
 from freewheel.show.tables import Column, Table, baseline_of, filled, race, unlike
 
-TOLD = 8
-"""The most things of one run that are told in words."""
-DIFFER = 6
-"""So many settings in which runs differ are named."""
+TOLD = 8  # the most things of one run that are told in words
+DIFFER = 6  # so many settings in which runs differ are named
 
 
 def lead(runs: Sequence[Shown]) -> list[str]:
     """What was run, in what the runs differ, and which of them go on."""
     one = runs[0].result
-    each = [
-        flatten({"workers": run.result.workers, **run.result.settings.get("scenario", {})}) for run in runs
-    ]
+    results = [run.result for run in runs]
+    each = [flatten({"workers": of.workers, **of.settings.get("scenario", {})}) for of in results]
     if differ := differing(each):
         said = [f"The runs differ in {', '.join(differ[:DIFFER])}; all settings are below."]
     else:
@@ -38,10 +35,8 @@ def lead(runs: Sequence[Shown]) -> list[str]:
 
 def findings(runs: Sequence[Shown]) -> list[str]:
     """The main result in a few sentences; then what happened, a paragraph for each run."""
-    told = [
-        f"{run.label}: {words}" for run in runs if run.records is not None and (words := happened(run.run))
-    ]
-    return [unlike(runs) or _ranking(runs), *told]
+    told = [(run.label, happened(run.run)) for run in runs if run.records is not None]
+    return [unlike(runs) or _ranking(runs), *(f"{label}: {words}" for label, words in told if words)]
 
 
 def _ranking(runs: Sequence[Shown]) -> str:
@@ -52,10 +47,10 @@ def _ranking(runs: Sequence[Shown]) -> str:
     if (base := baseline_of(results)) is not None and runs[base] not in chosen:
         chosen.append(runs[base])
     said += [
-        f"{run.label} makes {number(one.steps_per_s)} worker-steps per second, {share(one.ideal_share)} "
-        f"of the ideal; its workers are idle for {share(one.idle_share)} of the time."
+        f"{run.label} makes {number(run.result.steps_per_s)} worker-steps per second, "
+        f"{share(run.result.ideal_share)} of the ideal; its workers are idle for "
+        f"{share(run.result.idle_share)} of the time."
         for run in chosen
-        for one in [run.result]
     ]
     return " ".join(filter(None, said))
 
@@ -71,9 +66,6 @@ def happened(run: Run) -> str:
             told[f"{what[0].upper()}{what[1:]} at {short(max(0.0, event.time - run.began_s))} s."] = None
     more = [f"{len(told) - TOLD} more events are below."] if len(told) > TOLD else []
     return " ".join([*list(told)[:TOLD], *more])
-
-
-# -- tables --
 
 
 def workers_table(run: Shown) -> Table:
