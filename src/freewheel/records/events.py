@@ -60,7 +60,8 @@ class Event:
         if self.what != "cut" or not self.near(other) or link in self.links:
             return False
         sure = any(isinstance(by, str) for by in self.by)  # the simulator knows what was cut
-        common = {self.rank, self.peer} - {None} if sure else set(link).intersection(*self.links)
+        ends = {one for one in (self.rank, self.peer) if one is not None}
+        common = ends if sure else set(link).intersection(*self.links)
         if not common or not common <= set(link):
             return False
         self.join(other)

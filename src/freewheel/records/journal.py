@@ -21,7 +21,7 @@ from freewheel.records.schema import MEASURED
 
 THIN_BYTES = 24_000_000  # when a worker's samples are thinned
 # What events and evaluations of one writer may take: so much at once, and so much for each second.
-BESIDES_BYTES, BESIDES_BYTES_PER_S = 1_000_000, 2_000
+BESIDES = (1_000_000, 2_000)
 TIMELINE_BYTES = 8_000_000  # what a worker's timeline may take: half an hour of 5 ms steps
 TAIL = 1 << 17  # more than a sample takes
 
@@ -68,22 +68,15 @@ class Journal:
     def timeline(self, rank: int, line: Mapping[str, Any] | None) -> None:
         """What a worker did, one by one; a run that does very much is written down up to a size."""
         if line is not None:
-            self._put(f"timeline-{rank}.jsonl", line, line["from"], TIMELINE_BYTES, 0)
+            self._put(f"timeline-{rank}.jsonl", line, line["from"], (TIMELINE_BYTES, 0))
 
     def event(
-        self,
-        time_s: float,
-        what: str,
-        rank: int | None,
-        life: int | None,
-        text: str,
-        by: int | str | None = None,
-        peer: int | None = None,
+        self, time_s: float, what: str, rank: int | None, life: int | None, text: str, **own: int | str | None
     ) -> None:
-        """Something happened to a worker, or to its link to a peer."""
-        by = self.by if by is None else by
-        event = {"time": time_s, "what": what, "rank": rank, "life": life, "by": by, "text": text}
-        self._put(f"events-{by}.jsonl", event | ({} if peer is None else {"peer": peer}), time_s)
+        """Something happened to a worker, or to its link to a `peer`; `by` somebody else's word."""
+        event = {"time": time_s, "what": what, "rank": rank, "life": life, "by": self.by, "text": text}
+        event |= {name: value for name, value in own.items() if value is not None}
+        self._put(f"events-{event['by']}.jsonl", event, time_s)
 
     def evaluation(self, time_s: float, **measured: float | None) -> None:
         """What was measured of the answer."""
@@ -109,15 +102,10 @@ class Journal:
     # -- how --
 
     def _put(
-        self,
-        name: str,
-        line: Mapping[str, Any],
-        now_s: float,
-        most: int = BESIDES_BYTES,
-        per_s: int = BESIDES_BYTES_PER_S,
+        self, name: str, line: Mapping[str, Any], now_s: float, allowed: tuple[int, int] = BESIDES
     ) -> None:
         """Write a line, unless lines of this kind have taken too much already."""
-        began_s, written = self._besides.setdefault(name, (now_s, 0))
+        (most, per_s), (began_s, written) = allowed, self._besides.setdefault(name, (now_s, 0))
         if written > most + per_s * (now_s - began_s) and line.get("what") != "thinned":
             if name not in self._full:
                 self._full.add(name)

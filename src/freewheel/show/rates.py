@@ -186,7 +186,14 @@ def series(run: Run) -> Series:
     names = ("steps", "elapsed_s", "compute_s")
     steps, _, computed_s = now = [sums(name, clock) for name in names]
     made, lived_s, busy_s = (of - sums(name, clock - over_s) for name, of in zip(names, now, strict=True))
-    levels = [_levels(track, clock, width_s) for track in tracks]
+    levels = []
+    for track in tracks:  # a worker lives until a sample of its life is late
+        told = track.array("time")
+        place = np.searchsorted(told, clock, side="right") - 1
+        last = np.append(np.diff(track.array("life")) > 0, True)
+        lives = (place >= 0) & ~(last[place] & (clock > told[place] + max(width_s, every_s(told))))
+        known = (track.array(name)[place] for name in ("loss", "discrepancy"))
+        levels.append((lives, *(np.where(lives, values, np.nan) for values in known)))
     there, loss, distance = (np.array(of) for of in zip(*levels, strict=True))
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # a moment at which no worker knows is nan
@@ -205,13 +212,3 @@ def series(run: Run) -> Series:
             rate=np.where(ideal > 0, rate, np.nan),
             ideal=np.where(ideal > 0, ideal, np.nan),
         )
-
-
-def _levels(track: Track, clock: Floats, width_s: float) -> tuple[Any, ...]:
-    """Whether a worker lives, as it does until a sample of its life is late; its loss and distance."""
-    told = track.array("time")
-    place = np.searchsorted(told, clock, side="right") - 1
-    last = np.append(np.diff(track.array("life")) > 0, True)
-    there = (place >= 0) & ~(last[place] & (clock > told[place] + max(width_s, every_s(told))))
-    loss, distance = (np.where(there, track.array(name)[place], np.nan) for name in ("loss", "discrepancy"))
-    return there, loss, distance

@@ -148,12 +148,10 @@ def shown(runs: Sequence[Run]) -> list[Shown]:
 
 def hues(strategies: Sequence[str]) -> list[int]:
     """A colour for each run: its strategy's own, unless an earlier run has it."""
-    given: dict[int, int] = {}
-    for place, name in enumerate(strategies):
-        if name in OWN and OWN[name] not in given.values():
-            given[place] = OWN[name]
+    first = {OWN[name]: place for place, name in reversed([*enumerate(strategies)]) if name in OWN}
+    given = {place: hue for hue, place in first.items()}
     others = [*range(3, len(COLOURS)), *OWN.values(), *range(len(COLOURS), len(COLOURS) + len(strategies))]
-    free = (hue for hue in dict.fromkeys(others) if hue not in given.values())
+    free = (hue for hue in dict.fromkeys(others) if hue not in first)
     return [given[place] if place in given else next(free) for place in range(len(strategies))]
 
 

@@ -7,9 +7,10 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any
 
 from freewheel.numbers import share, short
 from freewheel.records.run import DEATHS, Run
@@ -102,9 +103,6 @@ def faint(colour: str, share: float = 0.18) -> str:
     """A colour that lets what is behind it through."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, {share})"
-
-
-# -- all figures --
 
 
 def figures(runs: Sequence[Shown]) -> dict[str, Figure]:
@@ -322,7 +320,12 @@ def consensus(runs: Sequence[Shown]) -> Figure:
             ("dash", times, [each.discrepancy or 0.0 for each in told]),
             ("solid", met.time_s / one.unit_s, met.distance),
         ]
-        found = [(dash, x, y) for dash, x, values in measured if any(y := _positive(values))]
+        found = []
+        for dash, x, values in measured:
+            # For a logarithmic axis: a distance of zero, and what rounding leaves of one, are gaps.
+            least = 1e-4 * max((value for value in values if math.isfinite(value)), default=0.0)
+            if any(y := [value if value > least else None for value in values]):
+                found.append((dash, x, y))
         for dash, x, y in found if len(runs) == 1 else found[:1]:
             data.append(line(one, hover, x, y, line={"dash": dash}, mode="lines+markers", marker={"size": 3}))
     said = (
@@ -333,16 +336,8 @@ def consensus(runs: Sequence[Shown]) -> Figure:
     return figure("Consensus distance", said, 280, data, **axes)
 
 
-def _positive(values: Sequence[float]) -> list[float | None]:
-    """For a logarithmic axis: a distance of zero, and what rounding leaves of one, are gaps."""
-    least = 1e-4 * max((value for value in values if math.isfinite(value)), default=0.0)
-    return [value if value > least else None for value in values]
-
-
-# -- who met whom --
-
-
-class Edge(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Edge:
     """What two workers did with each other in the last seconds."""
 
     one: int
@@ -372,9 +367,9 @@ def _met(run: Run, since: float) -> list[Edge]:
         told = [(one["time"], one["peers"]) for one in track.recent if isinstance(one.get("peers"), dict)]
         if not told or told[-1][0] < since - 1e-9:
             continue
-        earlier = next((peers for time, peers in reversed(told) if time <= since + 1e-9), {})
+        earlier = [peers for time, peers in told if time <= since + 1e-9] or [{}]
         for name, (times, distance) in told[-1][1].items():
-            new = times - earlier.get(name, (0, None))[0]
+            new = times - earlier[-1].get(name, (0, None))[0]
             one, other = sorted((rank, int(name)))
             known = found.get((one, other), Edge(one, other, 0, None))
             if new > 0:  # both sides count it; the one that has written last knows more
@@ -435,12 +430,12 @@ def _edges(run: Run, found: list[Edge], places: dict[int, tuple[float, float]]) 
     if not known:
         return data
     # A trace without points carries the scale of the colours.
-    parts, ends = len(DISTANCES), [most - DECADES, most]
+    parts, scale = len(DISTANCES), [most - DECADES, most]
     steps = [[at / parts, colour] for place, colour in enumerate(DISTANCES) for at in (place, place + 1)]
     title = {"text": "distance", "side": "top"}
     bar = {"title": title, "orientation": "h", "y": 0, "yanchor": "top", "thickness": 8, "len": 0.6}
-    bar |= {"tickvals": ends, "ticktext": [short(10**end, 2) for end in ends]}
-    marker = {"color": ends[:1], "colorscale": steps, "cmin": ends[0], "cmax": most, "showscale": True}
+    bar |= {"tickvals": scale, "ticktext": [short(10**end, 2) for end in scale]}
+    marker = {"color": scale[:1], "colorscale": steps, "cmin": scale[0], "cmax": most, "showscale": True}
     return [*data, scatter("markers", [(None, None)], hoverinfo="skip", marker=marker | {"colorbar": bar})]
 
 
