@@ -138,7 +138,7 @@ class Run:
         if self.clock == "virtual":
             return 0.0
         begun = [track.began_s for track in self.workers.values() if track.began_s is not None]
-        firsts = [float(track.array("time")[0]) for track in self.workers.values() if track.latest]
+        firsts = [float(track.array("time")[0]) for track in self.workers.values()]
         return min(begun or firsts, default=0.0)
 
     @property
@@ -149,7 +149,7 @@ class Run:
     @property
     def last_s(self) -> float:
         """When anything was last written, on the run's clock."""
-        lasts = [track.latest["time"] for track in self.workers.values() if track.latest]
+        lasts = [track.latest["time"] for track in self.workers.values()]
         # A fault of a simulation may lie behind its end.
         events = [] if lasts and self.clock == "virtual" else [event.time for event in self.events]
         return max([*lasts, *events], default=0.0)

@@ -94,7 +94,7 @@ Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
 
 
 class Track:
-    """One worker: numbers over time, of which sums run over all its lives, and the last samples."""
+    """One worker with a sample or more: numbers over time, of which sums run over all its lives."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.life = rank, 0
@@ -147,8 +147,7 @@ class Track:
     @property
     def lives(self) -> list[Line]:
         """The last sample of every life, the present one's too, and when that life `began`."""
-        lasts = [*self._ended, self.latest] if self.latest else []
-        return [{**last, "began": began_s(last)} for last in lasts]
+        return [{**last, "began": began_s(last)} for last in (*self._ended, self.latest)]
 
     def array(self, name: str) -> Floats:
         """A column as an array; nan: not known."""

@@ -177,7 +177,7 @@ class Series:
 def series(run: Run) -> Series:
     """The series of a run in which a worker has written something, as far as it has come."""
     clock, width_s = np.linspace(run.began_s, run.ended_s, MOMENTS, retstep=True)
-    tracks = [track for track in run.workers.values() if track.latest]
+    tracks = run.workers.values()
     over_s = max(RATE_OVER * width_s, *(10 * every_s(track.array("time")) for track in tracks))
 
     def sums(name: str, times_s: Floats) -> Floats:

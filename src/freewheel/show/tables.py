@@ -130,11 +130,6 @@ class Table:
     name: str
     columns: Sequence[Column]
 
-    @property
-    def rows(self) -> list[tuple[str, ...]]:
-        """The cells of each row."""
-        return list(zip(*(one.cells for one in self.columns), strict=True))
-
 
 def column(
     head: str,
@@ -154,10 +149,7 @@ def filled(columns: Iterable[Column]) -> list[Column]:
     return [one for one in columns if any(cell != UNKNOWN for cell in one.cells)]
 
 
-Group = list[Column]
-
-
-def _columns(runs: Sequence[Shown]) -> tuple[Group, Group, Group, Group]:
+def _columns(runs: Sequence[Shown]) -> tuple[list[Column], ...]:
     """What is run; how fast it is, what that is worth beside the others, and how well it learned."""
     results = [run.result for run in runs]
 
@@ -188,9 +180,9 @@ def _columns(runs: Sequence[Shown]) -> tuple[Group, Group, Group, Group]:
     return run, fast, filled(_beside(results)), filled(learned)
 
 
-def _beside(results: Sequence[Result]) -> Group:
+def _beside(results: Sequence[Result]) -> list[Column]:
     """What they learned with equally many samples and in equal time, and when they reached the target."""
-    found, (target, after_s), rows = Group(), goal(results), versus(results)
+    found, (target, after_s), rows = list[Column](), goal(results), versus(results)
     if rows:
         how: Any = (share, max) if rows[0].of == "accuracy" else (number, min)
         found.append(column(f"{rows[0].of} at equal\xa0samples", [row.equal_samples for row in rows], *how))

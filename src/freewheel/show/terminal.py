@@ -32,7 +32,11 @@ def screen(
     """The run now, in at most so many columns and lines."""
     room = height or 10_000
     gap = [Text()] if room >= 18 else []
-    events = _events(run, max(1, min(20, room // 4)))
+    most = max(1, min(20, room // 4))
+    skipped = max(0, len(run.events) - most)
+    events = [event_line(run, event) for event in run.events[skipped:]]
+    if skipped and most > 2:
+        events[0] = Text(f"… {skipped + 1} earlier events", style="dim")
     above = [*header(run, width), *([Text(note, style="dim")] if note else []), *gap]
     below = [*gap, *events] if events else []
     lines = [*above, *_table(run, width, max(1, room - len(above) - len(below) - 2)), *below][:height]
@@ -133,15 +137,6 @@ def _figures(run: Run) -> list[str]:
     return [*found, *trouble(run.lives), *broken]
 
 
-def _events(run: Run, most: int) -> list[Text]:
-    """The last events, the latest last."""
-    skipped = max(0, len(run.events) - most)
-    lines = [event_line(run, event) for event in run.events[skipped:]]
-    if skipped and most > 2:
-        lines[0] = Text(f"… {skipped + 1} earlier events", style="dim")
-    return lines
-
-
 def event_line(run: Run, event: Event) -> Text:
     """When, what, and who noticed."""
     when, said = clock_time(run, max(0.0, event.time - run.began_s)), printable(event.text)
@@ -159,10 +154,6 @@ def plain_line(run: Run) -> str:
     everyone = rows(run)
     states = Counter(one.state for one in everyone)
     sums = columns([*everyone, total(run, everyone)])
-    return GAP.join(
-        [
-            clock_time(run, elapsed_s(run)),
-            ", ".join(f"{number} {state}" for state, number in states.most_common()),
-            *(f"{one.key} {one.cells[-1]}" for one in sums if one.key in SUMMED and one.cells[-1] != UNKNOWN),
-        ]
-    )
+    said = ", ".join(f"{number} {state}" for state, number in states.most_common())
+    told = [f"{one.key} {one.cells[-1]}" for one in sums if one.key in SUMMED and one.cells[-1] != UNKNOWN]
+    return GAP.join([clock_time(run, elapsed_s(run)), said, *told])

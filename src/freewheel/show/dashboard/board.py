@@ -135,10 +135,7 @@ class Board:
             "picked": [entry.number for entry in entries],
             "figures": figures(begun) if begun else {},
             "workers": _workers(begun),
-            "about": [
-                {"label": one.label, "rows": [[*row] for row in flatten(one.run.about).items()]}
-                for one in runs
-            ],
+            "about": [{"label": one.label, "rows": [*flatten(one.run.about).items()]} for one in runs],
         }
 
 
@@ -150,8 +147,7 @@ def _listed(entry: Entry) -> Document:
         about = entry.run.about if entry.run is not None else read_run_json(entry.folder)
     except FreewheelError as error:
         return {**listed, "error": str(error)}
-    lately = time.time() - written_s(entry.folder) < SILENT_S
-    live = entry.run.live if entry.run is not None else lately
+    live = entry.run.live if entry.run else time.time() - written_s(entry.folder) < SILENT_S
     return {**listed, "live": live, **{key: about.get(key) for key in ("strategy", "workers", "started")}}
 
 
@@ -180,10 +176,15 @@ def _headline(one: Shown) -> Document:
     }
     if not run.workers:
         return told
-    rate, ideal = _now(one) if run.live else rates.rates(run)
+    rate, ideal = rates.rates(run)
+    if run.live:  # at present, and which share that is of what the living could make
+        known = np.isfinite(one.series.rate)
+        now = [float(of[known][-1]) for of in (one.series.rate, one.series.ideal) if known.any()]
+        rate, ideal = (now[0], min(1.0, now[0] / now[1])) if now else (None, None)
     # A worker that failed and then was missed died once.
     deaths = {(event.rank, event.life) for event in run.events if event.what in DEATHS}
     faults = len(deaths) + sum(event.what in ("cut", "half", "store lost") for event in run.events)
+    latest = run.evaluations[::-1]
     told["tiles"] = {
         "wall clock" if run.clock == "wall" else "virtual time": clock_time(run, rates.elapsed_s(run)),
         "workers": whole.state,
@@ -193,8 +194,8 @@ def _headline(one: Shown) -> Document:
         "waiting": share(sum(rates.blocked(run.workers.values()).values())),
         "mean staleness": short(_finite(whole.staleness)),
         "training loss": short(_finite(whole.loss)),
-        "loss": short(_finite(_evaluated(run, "loss"))),
-        "accuracy": share(_finite(_evaluated(run, "accuracy"))),
+        "loss": short(_finite(next((one.loss for one in latest if one.loss is not None), None))),
+        "accuracy": share(_finite(next((one.accuracy for one in latest if one.accuracy is not None), None))),
         "steps": f"{run.total('steps'):,.0f}",
     }
     if samples := run.total("samples"):  # not every loop counts them
@@ -221,20 +222,6 @@ def _workers(runs: Sequence[Shown]) -> Document:
         "said": "discrep.: distance to the last peer met. steps/s, waiting and bytes: "
         + ("of workers that train, over the last 5 s." if live else "over all the time of the worker."),
     }
-
-
-def _evaluated(run: Run, what: str) -> float | None:
-    values = (getattr(one, what) for one in reversed(run.evaluations))
-    return next((value for value in values if value is not None), None)
-
-
-def _now(one: Shown) -> tuple[float | None, float | None]:
-    """Steps of all workers in a second at present, and which share that is of what the living could make."""
-    known = np.flatnonzero(np.isfinite(one.series.rate))
-    if not len(known):
-        return None, None
-    rate, ideal = float(one.series.rate[known[-1]]), float(one.series.ideal[known[-1]])
-    return rate, min(1.0, rate / ideal) if ideal else None
 
 
 def _finite(value: float | None) -> float | None:

@@ -120,9 +120,6 @@ def figures(runs: Sequence[Shown]) -> dict[str, Figure]:
     }
 
 
-# -- what happened --
-
-
 def faults(runs: Sequence[Shown]) -> Figure:
     """Who died, came, left and was cut off, when; a row for each worker, or for each run."""
     alone = len(runs) == 1
@@ -164,20 +161,14 @@ def _away(one: Shown) -> list[tuple[float | None, str | None]]:
 
 def event_marks(runs: Sequence[Shown]) -> list[Figure]:
     """A thin line at every death, departure and return, for figures over time; of several runs in colours."""
-    marks = [
-        (rounded(one.at(event.time)), EVENTS[event.what].colour if len(runs) == 1 else one.colour)
-        for one in runs
-        for event in one.run.events
-        if event.what in GRAVE and event.rank is not None
-    ]
     common = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below", "opacity": 0.45}
-    return [
-        common | {"x0": at, "x1": at, "line": {"width": 1, "dash": "dot", "color": colour}}
-        for at, colour in marks[:MOST_MARKS]
-    ]
-
-
-# -- what was learned --
+    marks = []
+    for one in runs:
+        own = one.colour if len(runs) > 1 else ""
+        for event in (each for each in one.run.events if each.what in GRAVE and each.rank is not None):
+            at, colour = rounded(one.at(event.time)), own or EVENTS[event.what].colour
+            marks.append(common | {"x0": at, "x1": at, "line": {"width": 1, "dash": "dot", "color": colour}})
+    return marks[:MOST_MARKS]
 
 
 def curves(runs: Sequence[Shown], what: str, over: str) -> Figure:
@@ -228,9 +219,6 @@ def _training_loss(one: Shown, over: str, hover: str, alone: bool) -> list[Figur
     return [*band, line(one, f"{hover}, mean of the workers", x, told.loss)]
 
 
-# -- how fast, and what held it up --
-
-
 def speed(runs: Sequence[Shown]) -> Figure:
     """Worker-steps per second, the fastest run on top, the ideal behind each."""
     order = sorted(runs, key=lambda run: run.result.steps_per_s)
@@ -272,24 +260,15 @@ def blocked_shares(runs: Sequence[Shown]) -> Figure:
     if len(runs) == 1:
         whose = {f"worker {rank}": [track] for rank, track in sorted(runs[0].run.workers.items())}
     shares = [blocked(tracks) for tracks in whose.values()]
-    data = [
-        {
-            "type": "bar",
-            "name": words,
-            "x": list(whose),
-            "y": [rounded(share[cause]) for share in shares],
-            "marker": {"color": colour},
-            "hovertemplate": f"<b>%{{x}}</b><br>%{{y:.1%}} of its time {words}<extra></extra>",
-        }
-        for cause, (words, colour) in CAUSES.items()
-        if any(share[cause] > 0 for share in shares)
-    ]
+    data = []
+    for cause, (words, colour) in CAUSES.items():
+        if any(y := [rounded(share[cause]) for share in shares]):
+            hover = f"<b>%{{x}}</b><br>%{{y:.1%}} of its time {words}<extra></extra>"
+            look = {"marker": {"color": colour}, "hovertemplate": hover}
+            data.append({"type": "bar", "name": words, "x": list(whose), "y": y, **look})
     said = "Shares of the workers’ time. The rest is computing, and Freewheel’s own work."
     axes = {"xaxis": {"type": "category"}, "yaxis": axis("share of time", ".1%"), "barmode": "stack"}
     return figure("Waiting, by cause", said, 280, data, **axes, showlegend=True, legend=LEGEND)
-
-
-# -- how far behind, how far apart --
 
 
 def staleness_counts(runs: Sequence[Shown]) -> Figure:
@@ -351,7 +330,7 @@ def edges(run: Run) -> tuple[list[Edge], float]:
 
     Where nobody did, which is so where merges are rare, in all of the run.
     """
-    tracks = [track for track in run.workers.values() if track.latest]
+    tracks = run.workers.values()
     often_s = max((every_s([sample["time"] for sample in track.recent]) for track in tracks), default=0.0)
     end = max((track.latest["time"] for track in tracks), default=0.0)
     # A simulation may be over in a second, and writes as many samples in it.

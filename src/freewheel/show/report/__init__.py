@@ -44,13 +44,13 @@ def content(runs: Sequence[Shown]) -> list[Section]:
     """All sections; the first two stand above the figures."""
     theory, compared = words.theory_table(runs)
     several = len(runs) > 1
-    happened = [table for table in map(words.events_table, runs) if table.rows]
+    happened = [table for table in map(words.events_table, runs) if table.columns[0].cells]
     sections = [
         Section("What you see", words.findings(runs)),
         Section("Figures of all runs", [NOTE], [results_table(runs)]),
         Section("What happened", [], happened, several),
         Section("Workers", [], [words.workers_table(run) for run in runs], several),
-        Section("Measured against theory", [theory], [compared] if compared.rows else []),
+        Section("Measured against theory", [theory], [compared] if compared.columns[0].cells else []),
         Section("Settings and records", [], [words.settings_table(runs)], several),
     ]
     return [one for one in sections if one.said or one.tables]
@@ -166,7 +166,7 @@ def _table(table: Table) -> str:
     heads = "".join(cell("th", at, one.head) for at, one in enumerate(table.columns))
     rows = "".join(
         f"<tr>{''.join(cell('td' if at else 'th', at, text, row) for at, text in enumerate(cells))}</tr>"
-        for row, cells in enumerate(table.rows)
+        for row, cells in enumerate(zip(*(one.cells for one in table.columns), strict=True))
     )
     return f'<div class="scroll" tabindex="0"><table><tr>{heads}</tr>{rows}</table></div>'
 

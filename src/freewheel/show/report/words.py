@@ -36,11 +36,10 @@ def lead(runs: Sequence[Shown]) -> list[str]:
 def findings(runs: Sequence[Shown]) -> list[str]:
     """The main result in a few sentences; then what happened, a paragraph for each run."""
     told = [(run.label, happened(run.run)) for run in runs if run.records is not None]
-    return [unlike(runs) or _ranking(runs), *(f"{label}: {words}" for label, words in told if words)]
-
-
-def _ranking(runs: Sequence[Shown]) -> str:
-    """Who reaches the target how much sooner; how fast the fastest run and the baseline are."""
+    happenings = [f"{label}: {words}" for label, words in told if words]
+    if why := unlike(runs):
+        return [why, *happenings]
+    # Who reaches the target how much sooner; how fast the fastest run and the baseline are.
     results = [run.result for run in runs]
     said = [race([run.label for run in runs], results)]
     chosen = [max(runs, key=lambda run: run.result.steps_per_s)]
@@ -52,7 +51,7 @@ def _ranking(runs: Sequence[Shown]) -> str:
         f"{share(run.result.idle_share)} of the time."
         for run in chosen
     ]
-    return " ".join(filter(None, said))
+    return [" ".join(filter(None, said)), *happenings]
 
 
 def happened(run: Run) -> str:
@@ -135,17 +134,15 @@ def theory_table(runs: Sequence[Shown]) -> tuple[str, Table]:
 
 def settings_table(runs: Sequence[Shown]) -> Table:
     """The settings of all runs, a column for each, and what their records say of them."""
-    each = [(run.label, _settings(run)) for run in runs]
+    each = []
+    for run in runs:
+        result, about = run.result, run.run.about if run.records is not None else {}
+        found = {"workers": result.workers, "seed": result.seed, **about, "settings": result.settings}
+        if run.records is not None:
+            started = datetime.fromtimestamp(about.get("started", 0.0), UTC)
+            found |= {"started": f"{started:%Y-%m-%d %H:%M} UTC", "state": standing(run.run)}
+            found["folder"] = run.run.folder.resolve().name
+        each.append((run.label, flatten(found | {"trace sha256": result.trace_sha256 or UNKNOWN})))
     keys = list(dict.fromkeys(key for _, one in each for key in one))
     columns = [Column(label, [one.get(key, UNKNOWN) for key in keys]) for label, one in each]
     return Table("settings", [Column("setting", keys), *columns])
-
-
-def _settings(run: Shown) -> dict[str, str]:
-    result, about = run.result, run.run.about if run.records is not None else {}
-    found = {"workers": result.workers, "seed": result.seed, **about, "settings": result.settings}
-    if run.records is not None:
-        started = datetime.fromtimestamp(about.get("started", 0.0), UTC)
-        found |= {"started": f"{started:%Y-%m-%d %H:%M} UTC", "state": standing(run.run)}
-        found["folder"] = run.run.folder.resolve().name
-    return flatten(found | {"trace sha256": result.trace_sha256 or UNKNOWN})
