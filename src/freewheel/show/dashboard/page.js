@@ -27,20 +27,20 @@
     }
     later();
   });
-  const boxed = (name, data = {}) => {
+  const boxed = (name, own = {}) => {
+    const over = name.match(/-(time|samples)$/)?.[1];
     const [title, said, place, none] = [make("b"), make("span"), make("div", { className: "plot" }),
       make("p", { className: "none", hidden: true })];
     const box = make("figure", { id: "box-" + name }, make("figcaption", {}, title, said), place, none);
-    Object.assign(box.dataset, data);
-    if (data.over) box.hidden = !document.querySelector(`.switch [data-over=${data.over}][aria-pressed=true]`);
-    boxes.set(name, { box, title, said, place, none, seen: false, due: true, drawn: false, at: 0 });
+    Object.assign(box.dataset, over ? { over } : {}, own);
+    if (over) box.hidden = !document.querySelector(`.switch [data-over=${over}][aria-pressed=true]`);
+    boxes.set(name, { box, title, said, place, none, seen: false, due: true, drawn: false });
     onScreen.observe(box);
     sized.observe(place);
     return box;
   };
-  const over = (name) => name.endsWith("-time") ? { over: "time" } : name.endsWith("-samples") ? { over: "samples" } : {};
   for (const row of document.querySelectorAll("[data-figures]")) {
-    row.append(...row.dataset.figures.split(" ").map((name) => boxed(name, over(name))));
+    row.append(...row.dataset.figures.split(" ").map((name) => boxed(name)));
   }
   // A figure's words and its room are there at once, so that nothing moves when it is drawn.
   const caption = (one, figure) => {
@@ -93,25 +93,23 @@
     for (const one of boxes.values()) one.due = true;
     later();
   };
-  let framed = false, drawings = 0;
+  let framed = false;
   const frame = () => {
     framed = false;
     if (!document_) return;
     if (!window.Plotly) { start(); return; }
-    // The one that has waited longest first: on a busy machine all get their turn.
-    const due = [...boxes].filter(([name, one]) =>
-      one.due && one.seen && !one.box.hidden && document_.figures[name]).sort(([, a], [, b]) => a.at - b.at);
-    if (!due.length) return;
-    const [name, one] = due[0];
-    draw(name);
-    one.at = ++drawings;
-    if (due.length > 1) later();
+    const due = [...boxes].find(([name, one]) => one.due && one.seen && !one.box.hidden && document_.figures[name]);
+    if (!due) return;
+    draw(due[0]);
+    boxes.delete(due[0]);  // to the end of the row: on a busy machine all get their turn
+    boxes.set(...due);
+    later();
   };
   const later = () => { if (!framed) { framed = true; requestAnimationFrame(frame); } };
   // What a script has named itself stands beside loss and accuracy; it goes where the next run has none.
   const others = (names) => {
     for (const name of names.filter((each) => !boxes.has(each))) {
-      byId("learned").append(boxed(name, { ...over(name), own: "own" }));
+      byId("learned").append(boxed(name, { own: "own" }));
     }
     for (const [name, { box }] of [...boxes]) {
       if (!box.dataset.own || names.includes(name)) continue;
