@@ -75,16 +75,12 @@ class Event:
 
 
 class Events:
-    """All events of a run, in order of time once `sort` was called."""
+    """All events of a run."""
 
     def __init__(self) -> None:
         self.all: list[Event] = []
         # The last event of each kind, of each life of a worker; of all workers: of each text.
         self._last: dict[tuple[str, int | None, int | str | None], Event] = {}
-
-    def sort(self) -> None:
-        """Put them in order; of one moment, first what the launcher or the simulator has done."""
-        self.all.sort(key=lambda event: (event.time, all(isinstance(one, int) for one in event.by)))
 
     def add(self, line: dict[str, Any]) -> None:
         """Take in what somebody noticed; raises KeyError, TypeError or ValueError where it is no event."""

@@ -63,7 +63,7 @@ class Run:
         paths = sorted(self.folder.glob("*.jsonl"))
         workers = sum(path.name.startswith("worker-") for path in paths)
         most = max(POINTS // 8, min(POINTS, LINES // max(1, workers)))
-        events: list[tuple[Line, Tail]] = []
+        events: list[tuple[float, Line, Tail]] = []
         for path in paths:
             kind, _, who = path.stem.partition("-")
             if kind not in ("worker", "events", "evaluations"):
@@ -73,15 +73,18 @@ class Run:
                 continue
             news, self._heard_s = True, heard_s
             if kind == "events":
-                events += [(line, tail) for line in lines]
+                for line in lines:
+                    at_s = line.get("time")
+                    events.append((at_s if isinstance(at_s, int | float) else 0.0, line, tail))
                 continue
             if kind == "worker" and tail.anew and who.isdecimal():
                 self.workers.pop(int(who), None)  # a thinned file took the place of the old one
             for line in lines:
                 self._take(tail, line, kind, who)
-        for line, tail in sorted(events, key=lambda one: _when(one[0])):
+        for _, line, tail in sorted(events, key=lambda one: one[0]):
             self._take(tail, line, "events")
-        self._happened.sort()
+        # Of one moment, first what the launcher or the simulator has done.
+        self.events.sort(key=lambda event: (event.time, all(isinstance(one, int) for one in event.by)))
         self.evaluations.sort(key=lambda one: one.time)
         return news
 
@@ -208,11 +211,6 @@ class Run:
     def total(self, name: str) -> float:
         """A sum of all workers over all their lives; `schema.SUMS` names them."""
         return sum(track.value(name) or 0.0 for track in self.workers.values())
-
-
-def _when(line: dict[str, Any]) -> float:
-    found = line.get("time")
-    return found if isinstance(found, int | float) else 0.0
 
 
 # -- which run a folder means --

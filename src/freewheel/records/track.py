@@ -131,18 +131,13 @@ class Track:
         self.recent.append(sample)
         self._rows.append(row)
         if len(self._rows) > 2 * POINTS:
-            self._thin()
-
-    def _thin(self) -> None:
-        """Keep the last points, and of those before the first in each of equal parts of the time.
-
-        Dropping every second one again and again would leave next to nothing of what is long past.
-        """
-        begin_s = self._rows[0]["time"]
-        span_s = self._rows[-RECENT]["time"] - begin_s
-        width_s = 2.0 ** math.ceil(math.log2(span_s / POINTS)) if span_s > 0 else 1.0
-        first = {(row["time"] - begin_s) // width_s: row for row in reversed(self._rows[:-RECENT])}
-        self._rows = [*reversed(first.values()), *self._rows[-RECENT:]]
+            # The last points stay, and of those before the first in each of equal parts of the time. Dropping
+            # every second one again and again would leave next to nothing of what is long past.
+            begin_s = self._rows[0]["time"]
+            span_s = self._rows[-RECENT]["time"] - begin_s
+            width_s = 2.0 ** math.ceil(math.log2(span_s / POINTS)) if span_s > 0 else 1.0
+            first = {(row["time"] - begin_s) // width_s: row for row in reversed(self._rows[:-RECENT])}
+            self._rows = [*reversed(first.values()), *self._rows[-RECENT:]]
 
     @property
     def lives(self) -> list[Line]:

@@ -24,6 +24,7 @@ from freewheel.show.rates import elapsed_s, rate
 SLOW_S = 30.0  # of a worker that makes fewer than one step a second the rate is taken over this time
 DRAWN_S = 60.0  # how much of a live run is drawn
 GOING = ("joining", "training")
+COUNTED = ("steps", "exchanges", "merges")
 
 
 @dataclass(frozen=True)
@@ -67,31 +68,29 @@ def _row(run: Run, rank: int, live: bool) -> Row:
         for name in ("steps", "bytes_out", *(f"{cause}_s" for cause in CAUSES))
     }
     waited = rates.summed(now[f"{cause}_s"] for cause in CAUSES)
+    counted: dict[str, Any] = {name: track.value(name) or 0.0 for name in COUNTED}
     windows = Counter(map(str, (latest.get("windows") or {}).values()))
     return Row(
         rank,
         state,
-        steps=track.value("steps") or 0.0,
         steps_per_s=now["steps"],
         blocked_share=None if waited is None else min(1.0, waited),
         staleness=latest.get("staleness_mean"),
         discrepancy=latest.get("discrepancy"),
-        exchanges=track.value("exchanges") or 0.0,
-        merges=track.value("merges") or 0.0,
         mb_per_s=None if now["bytes_out"] is None else now["bytes_out"] / 1e6,
         loss=latest.get("loss"),
         windows=" · ".join(f"{kind} {count}" for kind, count in sorted(windows.items())),
         node=str(latest.get("node") or ""),
         restarts=max(0, track.life - 1),
         speed=latest.get("steps_per_s") or 0.0,
+        **counted,
     )
 
 
 def total(run: Run, all_rows: Sequence[Row]) -> Row:
     """Sums; of shares and loss the mean, of staleness that of all exchanges; of discrepancies the largest."""
     states = Counter(row.state for row in all_rows)
-    names = ("steps", "exchanges", "merges", "restarts")
-    sums: dict[str, Any] = {name: sum(getattr(row, name) for row in all_rows) for name in names}
+    counted: dict[str, Any] = {name: sum(getattr(row, name) for row in all_rows) for name in COUNTED}
     per_s = rates.summed(row.steps_per_s for row in all_rows)
     sent = rates.summed(row.mb_per_s for row in all_rows)
     waited = rates.mean(row.blocked_share for row in all_rows)
@@ -108,7 +107,8 @@ def total(run: Run, all_rows: Sequence[Row]) -> Row:
         discrepancy=max((row.discrepancy for row in all_rows if row.discrepancy is not None), default=None),
         mb_per_s=sent,
         loss=rates.mean(row.loss for row in present),
-        **sums,
+        restarts=sum(row.restarts for row in all_rows),
+        **counted,
     )
 
 

@@ -105,7 +105,7 @@ def clock_time(run: Run, seconds: float) -> str:
 
 
 def header(run: Run, width: int) -> list[Text]:
-    """Two lines: what is run and for how long; how far it is."""
+    """Two lines: what is run and for how long; how far it is, the most important first."""
     names = (run.about.get("name") or run.folder.name, run.about.get("strategy", ""))
     begin = " · ".join([*filter(None, map(printable, names)), count(len(run.ranks), "worker")])
     status, clock = standing(run), "wall clock"
@@ -115,11 +115,6 @@ def header(run: Run, width: int) -> list[Text]:
     room = min(width, 80) - len(end) - len(GAP)
     first = Text(begin, style="bold")
     first.truncate(max(0, room), overflow="ellipsis", pad=True)
-    return [Text.assemble(first, GAP, end), Text(" · ".join(_figures(run)))]
-
-
-def _figures(run: Run) -> list[str]:
-    """How far the run is, the most important first."""
     found = [f"{run.total('steps'):,.0f} steps"]
     measured = [one for one in run.evaluations if one.accuracy is not None or one.loss is not None]
     accuracies = [one.accuracy for one in measured if one.accuracy is not None]
@@ -134,7 +129,8 @@ def _figures(run: Run) -> list[str]:
         after_s = next(reached, 0.0)
         found.append(f"target {share(target)}" + (f" after {short(after_s)} s" if after_s > 0 else ""))
     broken = [f"lines that cannot be read: {run.broken:,}"] if run.broken else []
-    return [*found, *trouble(run.lives), *broken]
+    said = " · ".join([*found, *trouble(run.lives), *broken])
+    return [Text.assemble(first, GAP, end), Text(said)]
 
 
 def event_line(run: Run, event: Event) -> Text:

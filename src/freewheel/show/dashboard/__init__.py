@@ -91,6 +91,7 @@ def bare(script: bytes) -> bytes:
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    server_version, sys_version = "freewheel", ""  # nobody needs to know more
     timeout = IDLE_S
     server: Dashboard
 
@@ -160,10 +161,6 @@ class _Handler(BaseHTTPRequestHandler):
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """The server's own complaints about requests that are none."""
         self._refuse(code, message or explain or "this is no request")
-
-    def version_string(self) -> str:
-        """Nobody needs to know more."""
-        return "freewheel"
 
     def log_message(self, *_: Any) -> None:
         """Nothing: requests have the token in them."""

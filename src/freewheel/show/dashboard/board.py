@@ -23,7 +23,7 @@ from freewheel.numbers import count, share, short
 from freewheel.records.run import DEATHS, SILENT_S, Run, compared, find_runs, written_s
 from freewheel.records.schema import read_run_json
 from freewheel.show import rates
-from freewheel.show.figures import figures
+from freewheel.show.figures import figures, rounded
 from freewheel.show.rows import Row, columns, total
 from freewheel.show.shown import COLOURS, Shown, flatten, shown
 from freewheel.show.tables import unlike
@@ -184,18 +184,19 @@ def _headline(one: Shown) -> Document:
     # A worker that failed and then was missed died once.
     deaths = {(event.rank, event.life) for event in run.events if event.what in DEATHS}
     faults = len(deaths) + sum(event.what in ("cut", "half", "store lost") for event in run.events)
-    latest = run.evaluations[::-1]
+    losses = (one.loss for one in reversed(run.evaluations) if one.loss is not None)
+    accuracies = (one.accuracy for one in reversed(run.evaluations) if one.accuracy is not None)
     told["tiles"] = {
         "wall clock" if run.clock == "wall" else "virtual time": clock_time(run, rates.elapsed_s(run)),
         "workers": whole.state,
         "faults": f"{faults:,}",
-        "worker-steps/s": short(_finite(rate)),
+        "worker-steps/s": short(rounded(rate, 6)),
         "of ideal": share(ideal),
         "waiting": share(sum(rates.blocked(run.workers.values()).values())),
-        "mean staleness": short(_finite(whole.staleness)),
-        "training loss": short(_finite(whole.loss)),
-        "loss": short(_finite(next((one.loss for one in latest if one.loss is not None), None))),
-        "accuracy": share(_finite(next((one.accuracy for one in latest if one.accuracy is not None), None))),
+        "mean staleness": short(rounded(whole.staleness, 6)),
+        "training loss": short(rounded(whole.loss, 6)),
+        "loss": short(rounded(next(losses, None), 6)),
+        "accuracy": share(rounded(next(accuracies, None), 6)),
         "steps": f"{run.total('steps'):,.0f}",
     }
     if samples := run.total("samples"):  # not every loop counts them
@@ -215,14 +216,10 @@ def _workers(runs: Sequence[Shown]) -> Document:
                 "run": place,
                 "state": row.state,
                 "cells": [one.cells[at] for one in found],
-                "values": [_finite(v) if isinstance(v := one.values[at], float) else v for one in found],
+                "values": [rounded(v, 6) if isinstance(v := one.values[at], float) else v for one in found],
             }
             for at, (place, row) in enumerate(all_rows)
         ],
         "said": "discrep.: distance to the last peer met. steps/s, waiting and bytes: "
         + ("of workers that train, over the last 5 s." if live else "over all the time of the worker."),
     }
-
-
-def _finite(value: float | None) -> float | None:
-    return None if value is None or not math.isfinite(value) else float(f"{value:.6g}")

@@ -67,9 +67,9 @@ def log_axis(title: str, data: Sequence[Figure]) -> Figure:
     return {"title": {"text": title}, "type": "log", "tickformat": ".2~g", **few}
 
 
-def rounded(value: float | None) -> float | None:
+def rounded(value: float | None, digits: int = 5) -> float | None:
     """Five digits are more than a figure can show; what is not finite is a gap."""
-    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")
+    return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
 
 
 def scatter(mode: str, points: Collection[tuple[Any, Any]], **rest: Any) -> Figure:

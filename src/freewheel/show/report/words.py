@@ -82,9 +82,6 @@ def _life(run: Shown, life: dict[str, Any]) -> dict[str, str]:
     def part(value: float | None) -> float | None:
         return value / alive_s if alive_s and value else None
 
-    def done(what: str) -> str:
-        return number((life.get(what) or {}).get("done") or None)
-
     return {
         "worker": f"{UNKNOWN if rank is None else rank}{f', life {which}' if which > 1 else ''}",
         "state": state,
@@ -95,8 +92,7 @@ def _life(run: Shown, life: dict[str, Any]) -> dict[str, str]:
         "staleness mean": number(life.get("staleness_mean")),
         "staleness max": number(life.get("staleness_max")),
         "discrepancy max": number(life.get("discrepancy_max") or None),
-        "exchanges": done("exchanges"),
-        "merges": done("merges"),
+        **{what: number((life.get(what) or {}).get("done") or None) for what in ("exchanges", "merges")},
         "MB out": number(life.get("bytes_out", 0) / 1e6),
         "last loss": number(life.get("loss")),
     }
