@@ -207,4 +207,4 @@ def test_what_one_worker_takes_back_of_its_evaluations_is_its_own(tmp_path):
     for by in (0, 1):
         Journal(tmp_path, by).evaluation(1000.0 + by, loss=1.0 + by)
     assert [len(lines(tmp_path / f"evaluations-{by}.jsonl")) for by in (0, 1)] == [1, 1]
-    assert [one.loss for one in Run(tmp_path).evaluations] == [1.0, 2.0]
+    assert [one["loss"] for one in Run(tmp_path).evaluations] == [1.0, 2.0]

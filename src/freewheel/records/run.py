@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from freewheel.errors import ConfigError
 from freewheel.records.events import TOGETHER_S, Events
-from freewheel.records.schema import Evaluation, read_run_json
+from freewheel.records.schema import evaluation, read_run_json
 from freewheel.records.track import POINTS, Line, Tail, Track
 
 LINES = 3072  # of all workers, read of what was written before: a run of many workers opens as fast
@@ -46,9 +46,9 @@ class Run:
     def _start(self) -> None:
         self.about: dict[str, Any] = {}  # what run.json says; empty while the run is starting
         self.workers: dict[int, Track] = {}
-        self.evaluations: list[Evaluation] = []
+        self.evaluations: list[dict[str, float]] = []
         # What was last measured, by when and after how many steps.
-        self._moments: dict[tuple[float, int | None], Evaluation] = {}
+        self._moments: dict[tuple[float, float | None], dict[str, float]] = {}
         self._tails: dict[str, Tail] = {}
         self._happened = Events()
         self.events = self._happened.all
@@ -85,7 +85,7 @@ class Run:
             self._take(tail, line, "events")
         # Of one moment, first what the launcher or the simulator has done.
         self.events.sort(key=lambda event: (event.time, all(isinstance(one, int) for one in event.by)))
-        self.evaluations.sort(key=lambda one: one.time)
+        self.evaluations.sort(key=lambda one: one["time"])
         return news
 
     def _read_about(self) -> bool:
@@ -114,10 +114,13 @@ class Run:
                 track.heard_s = self._heard_s
                 self.workers[track.rank] = track
             else:
-                new = Evaluation.read(line)
-                known = self._moments.get((new.time, new.worker_steps))
-                if known is None or not known.join(new):
-                    self._moments[new.time, new.worker_steps] = new
+                new = evaluation(line)
+                moment = (new["time"], new.get("worker_steps"))
+                known = self._moments.get(moment)
+                if known is not None and known.keys() & new.keys() <= {"time", "worker_steps", "samples"}:
+                    known |= new  # another measured something else of this moment
+                else:
+                    self._moments[moment] = new
                     self.evaluations.append(new)
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             tail.broken += 1

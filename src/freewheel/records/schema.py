@@ -12,7 +12,6 @@ import shlex
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -116,43 +115,14 @@ def began_s(line: Mapping[str, Any]) -> float:
     return line["time"] - (line.get("elapsed_s") or 0.0) if began is None else began
 
 
-@dataclass
-class Evaluation:
-    """What was measured of the answer at one moment; a line of evaluations-*.jsonl."""
-
-    time: float
-    worker_steps: int | None = None
-    samples: Number = None
-    loss: Number = None
-    accuracy: Number = None
-    discrepancy: Number = None
-    consensus: Number = None
-    discrepancy_max: Number = None
-    metrics: dict[str, float] = field(default_factory=dict)  # what else, by a name the script has given it
-
-    @classmethod
-    def read(cls, line: Mapping[str, Any]) -> Evaluation:
-        """The evaluation in a line; raises TypeError where there is none."""
-        told = {name: value for name, value in line.items() if value is not None}
-        known = {name: told.pop(name) for name in MEASURED if name in told}
-        if not all(isinstance(value, int | float) for value in known.values()):
-            raise TypeError("what was measured must be numbers")
-        others = {name: value for name, value in told.items() if name.isidentifier()}
-        numbers = {name: float(value) for name, value in others.items() if isinstance(value, int | float)}
-        return cls(**known, metrics=numbers)
-
-    def told(self) -> dict[str, Any]:
-        """All that was measured, by name."""
-        flat = {**vars(self), **self.metrics}
-        return {name: value for name, value in flat.items() if value is not None and name != "metrics"}
-
-    def join(self, other: Evaluation) -> bool:
-        """Take in what another line says of the same moment; False where both measured the same thing."""
-        if not self.told().keys() & other.told().keys() <= {"time", "worker_steps", "samples"}:
-            return False
-        known = {name: value for name, value in vars(other).items() if value is not None}
-        vars(self).update(known | {"metrics": self.metrics | other.metrics})
-        return True
+# What of an evaluation has a name of ours; any other number is a metric that the script has named itself.
+MEASURED = ("time", "worker_steps", "samples", "loss", "accuracy", "discrepancy", "consensus",
+            "discrepancy_max")  # fmt: skip
 
 
-MEASURED = tuple(one.name for one in fields(Evaluation) if one.name != "metrics")
+def evaluation(line: Mapping[str, Any]) -> dict[str, float]:
+    """What was measured of the answer at one moment, by name; TypeError or KeyError: the line is none."""
+    told = {name: value for name, value in line.items() if value is not None and name.isidentifier()}
+    if not all(isinstance(told.get(name, 0.0), int | float) for name in MEASURED):
+        raise TypeError("what was measured must be numbers")
+    return {"time": told["time"], **{k: v for k, v in told.items() if isinstance(v, int | float)}}

@@ -141,9 +141,10 @@ def _result(run: Run, about: dict[str, Any], lives: list[dict[str, Any]]) -> Res
     losses = {rank: of for rank, of in last.items() if run.state(rank) not in ("dead", "silent")} or last
     curve = []
     for one in run.evaluations:
-        at_s, apart = max(0.0, one.time - run.began_s), (one.discrepancy or 0.0, one.consensus or 0.0)
-        curve.append(Sample(at_s, one.worker_steps or 0, one.loss, one.accuracy, *apart))
-    most = (max(one.discrepancy or 0.0, one.discrepancy_max or 0.0) for one in run.evaluations)
+        at_s, steps = max(0.0, one["time"] - run.began_s), int(one.get("worker_steps", 0))
+        apart = (one.get(name, 0.0) for name in ("discrepancy", "consensus"))
+        curve.append(Sample(at_s, steps, one.get("loss"), one.get("accuracy"), *apart))
+    most = (max(one.get("discrepancy", 0.0), one.get("discrepancy_max", 0.0)) for one in run.evaluations)
     return result(
         lives,
         curve,

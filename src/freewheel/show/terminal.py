@@ -116,17 +116,17 @@ def header(run: Run, width: int) -> list[Text]:
     first = Text(begin, style="bold")
     first.truncate(max(0, room), overflow="ellipsis", pad=True)
     found = [f"{run.total('steps'):,.0f} steps"]
-    measured = [one for one in run.evaluations if one.accuracy is not None or one.loss is not None]
-    accuracies = [one.accuracy for one in measured if one.accuracy is not None]
+    measured = [one for one in run.evaluations if one.keys() & {"accuracy", "loss"}]
+    accuracies = [one["accuracy"] for one in measured if "accuracy" in one]
     if accuracies:
         found.append(f"accuracy {share(accuracies[-1])}, best {share(max(accuracies))}")
-    if measured and measured[-1].loss is not None:
-        found.append(f"evaluated loss {column([measured[-1].loss], 4)[0]}")
+    if measured and "loss" in measured[-1]:
+        found.append(f"evaluated loss {column([measured[-1]['loss']], 4)[0]}")
     if progress := max((track.value("progress") or 0.0 for track in run.workers.values()), default=0.0):
         found.append(f"{progress:.2f} passes")
     if (target := run.about.get("target")) is not None:
-        reached = (one.time - run.began_s for one in run.evaluations if (one.accuracy or 0.0) >= target > 0)
-        after_s = next(reached, 0.0)
+        reached = (one["time"] for one in measured if one.get("accuracy", 0.0) >= target > 0)
+        after_s = next(reached, run.began_s) - run.began_s
         found.append(f"target {share(target)}" + (f" after {short(after_s)} s" if after_s > 0 else ""))
     broken = [f"lines that cannot be read: {run.broken:,}"] if run.broken else []
     said = " · ".join([*found, *trouble(run.lives), *broken])

@@ -184,8 +184,7 @@ def _headline(one: Shown) -> Document:
     # A worker that failed and then was missed died once.
     deaths = {(event.rank, event.life) for event in run.events if event.what in DEATHS}
     faults = len(deaths) + sum(event.what in ("cut", "half", "store lost") for event in run.events)
-    losses = (one.loss for one in reversed(run.evaluations) if one.loss is not None)
-    accuracies = (one.accuracy for one in reversed(run.evaluations) if one.accuracy is not None)
+    latest = {name: value for one in run.evaluations for name, value in one.items()}
     told["tiles"] = {
         "wall clock" if run.clock == "wall" else "virtual time": clock_time(run, rates.elapsed_s(run)),
         "workers": whole.state,
@@ -195,8 +194,8 @@ def _headline(one: Shown) -> Document:
         "waiting": share(sum(rates.blocked(run.workers.values()).values())),
         "mean staleness": short(rounded(whole.staleness, 6)),
         "training loss": short(rounded(whole.loss, 6)),
-        "loss": short(rounded(next(losses, None), 6)),
-        "accuracy": share(rounded(next(accuracies, None), 6)),
+        "loss": short(rounded(latest.get("loss"), 6)),
+        "accuracy": share(rounded(latest.get("accuracy"), 6)),
         "steps": f"{run.total('steps'):,.0f}",
     }
     if samples := run.total("samples"):  # not every loop counts them

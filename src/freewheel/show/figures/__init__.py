@@ -14,6 +14,7 @@ from typing import Any
 
 from freewheel.numbers import share, short
 from freewheel.records.run import DEATHS, Run
+from freewheel.records.schema import MEASURED
 from freewheel.records.track import Floats
 from freewheel.show.rates import LATELY_S, blocked, every_s, staleness, step_times_s
 from freewheel.show.rows import Row, rows
@@ -107,8 +108,8 @@ def faint(colour: str, share: float = 0.18) -> str:
 
 def figures(runs: Sequence[Shown]) -> dict[str, Figure]:
     """All figures of some runs, by name."""
-    own = dict.fromkeys(name for one in runs for each in one.run.evaluations for name in each.metrics)
-    learned = ("loss", "accuracy", *list(own)[:MOST_METRICS])
+    told = dict.fromkeys(name for one in runs for each in one.run.evaluations for name in each)
+    learned = ("loss", "accuracy", *[name for name in told if name not in MEASURED][:MOST_METRICS])
     return {
         "graph": graph(runs[0].run, runs[0].label if len(runs) > 1 else ""),
         **{f"{what}-{over}": curves(runs, what, over) for what in learned for over in ("time", "samples")},
@@ -182,9 +183,9 @@ def curves(runs: Sequence[Shown], what: str, over: str) -> Figure:
         trained = _training_loss(one, over, hover, len(runs) == 1) if what == "loss" else []
         points = []
         for each in one.run.evaluations:
-            where = {"time": one.at(each.time), "samples": each.samples, "worker-steps": each.worker_steps}
-            if where[over] is not None and (value := each.told().get(what)) is not None:
-                points.append((where[over], value))
+            at = one.at(each["time"]) if over == "time" else each.get(over.replace("-", "_"))
+            if at is not None and what in each:
+                points.append((at, each[what]))
         data += trained
         if points:
             mode = "markers" if trained else "lines+markers"
@@ -293,10 +294,10 @@ def consensus(runs: Sequence[Shown]) -> Figure:
     for one in runs:
         hover = f"%{{x:,.4~r}} {UNITS[one.unit_s]}<br>%{{y:.3~g}}"
         told, met = one.run.evaluations, one.series
-        times = [one.at(each.time) for each in told]
+        times = [one.at(each["time"]) for each in told]
         measured: list[tuple[str, Any, Any]] = [
-            ("dot", times, [math.sqrt(max(0.0, each.consensus or 0.0)) for each in told]),
-            ("dash", times, [each.discrepancy or 0.0 for each in told]),
+            ("dot", times, [math.sqrt(max(0.0, each.get("consensus", 0.0))) for each in told]),
+            ("dash", times, [each.get("discrepancy", 0.0) for each in told]),
             ("solid", met.time_s / one.unit_s, met.distance),
         ]
         found = []

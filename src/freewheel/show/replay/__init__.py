@@ -75,8 +75,8 @@ class Played:
         self.meetings.sort(key=lambda one: float(one[0]))
 
     def _measured(self, what: str) -> list[list[float]]:
-        found = [(one.time, getattr(one, what)) for one in self._run.evaluations]
-        return [[round(at_s - self._run.began_s, 4), value] for at_s, value in found if value is not None]
+        found = [one for one in self._run.evaluations if what in one]
+        return [[round(one["time"] - self._run.began_s, 4), one[what]] for one in found]
 
     def _marks(self) -> list[list[Any]]:
         """What happened to workers, each thing once, and when one came later than the first."""
