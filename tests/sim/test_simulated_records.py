@@ -11,7 +11,7 @@ import pytest
 import freewheel as fw
 from freewheel.records.run import Run
 from freewheel.show.rates import result_of
-from freewheel.show.report.words import happened
+from freewheel.show.report import happened
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -24,8 +24,7 @@ from freewheel.records.run import Run
 from freewheel.settings import setting
 from freewheel.show.rates import trouble
 from freewheel.show.replay import LABELS, as_perfetto, html
-from freewheel.show.report import recorded, write
-from freewheel.show.report.words import findings
+from freewheel.show.report import findings, recorded, write
 from freewheel.show.shown import ranked
 from freewheel.show.tables import brief_table, versus, wide_tables
 from freewheel.sim.compute import Compute

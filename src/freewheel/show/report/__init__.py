@@ -1,6 +1,7 @@
 """A report: what runs measured, as one HTML file that needs no network and no other file, or as markdown.
 
-Its sections are sentences and tables (`words.py`); a page and markdown show the same ones.
+Its sections are sentences (who was fastest, who reached the target, who died) and tables; a page and markdown
+show the same ones.
 """
 
 from __future__ import annotations
@@ -8,26 +9,33 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from freewheel.errors import ConfigError
+from freewheel.numbers import UNKNOWN, count, number, share, short
+from freewheel.records.counters import CAUSES
 from freewheel.records.files import write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.show import figures as charts
 from freewheel.show import replay
+from freewheel.show.bounds import bounds
 from freewheel.show.figures import Figure, graph, page, tools
-from freewheel.show.report import words
+from freewheel.show.rates import standing
 from freewheel.show.rows import printable
-from freewheel.show.shown import SVG_DASHES, Shown, ranked, timed
-from freewheel.show.tables import Table, results_table, unlike
+from freewheel.show.shown import EVENTS, GRAVE, SVG_DASHES, Shown, differing, flatten, ranked, timed
+from freewheel.show.tables import Column, Table, baseline_of, filled, race, results_table, unlike
 
 MAX_GRAPHS = 6  # with more runs than this their graphs are left out: one would not find them
 NOTE = (
     "Coloured or bold: the best of a column. The ideal is of all workers for the whole time. Discrepancy is "
     "the largest distance between two replicas. Staleness is counted in each strategy’s own measure."
 )
+TOLD = 8  # the most things of one run that are told in words
+DIFFER = 6  # so many settings in which runs differ are named
 
 
 @dataclass(frozen=True)
@@ -42,16 +50,16 @@ class Section:
 
 def content(runs: Sequence[Shown]) -> list[Section]:
     """All sections; the first two stand above the figures."""
-    theory, compared = words.theory_table(runs)
+    theory, compared = theory_table(runs)
     several = len(runs) > 1
-    happened = [table for table in map(words.events_table, runs) if table.columns[0].cells]
+    happened = [table for table in map(events_table, runs) if table.columns[0].cells]
     sections = [
-        Section("What you see", words.findings(runs)),
+        Section("What you see", findings(runs)),
         Section("Figures of all runs", [NOTE], [results_table(runs)]),
         Section("What happened", [], happened, several),
-        Section("Workers", [], [words.workers_table(run) for run in runs], several),
+        Section("Workers", [], [workers_table(run) for run in runs], several),
         Section("Measured against theory", [theory], [compared] if compared.columns[0].cells else []),
-        Section("Settings and records", [], [words.settings_table(runs)], several),
+        Section("Settings and records", [], [settings_table(runs)], several),
     ]
     return [one for one in sections if one.said or one.tables]
 
@@ -60,7 +68,7 @@ def markdown(results: Sequence[Result], runs: Sequence[Run | None] = (), *, titl
     """The report without figures, for a README or an issue."""
     shown = ranked(results, runs)
     fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", command)), default=0))
-    parts = [f"# {plain(title)}", *map(plain, words.lead(shown)), f"{fence}\n{command}\n{fence}"]
+    parts = [f"# {plain(title)}", *map(plain, lead(shown)), f"{fence}\n{command}\n{fence}"]
     for section in content(shown):
         parts += [f"## {plain(section.title)}", *map(plain, section.said)]
         for one in section.tables:
@@ -101,7 +109,7 @@ def html(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: s
     figures = _figures(shown)
     see, table, *rest = content(shown)
     body = [
-        _prose(words.lead(shown)),
+        _prose(lead(shown)),
         f'<pre class="command"><code>{escape(command)}</code></pre>',
         f'<section class="see">{_section(see)}</section>',
         _replay([run for run in runs if run is not None]),
@@ -200,3 +208,132 @@ def recorded(folder: Path) -> Run | None:
     except ConfigError:
         return None
     return run if run.about and run.workers else None
+
+
+# -- sentences and tables --
+
+
+def lead(runs: Sequence[Shown]) -> list[str]:
+    """What was run, in what the runs differ, and which of them go on."""
+    one = runs[0].result
+    results = [run.result for run in runs]
+    each = [flatten({"workers": of.workers, **of.settings.get("scenario", {})}) for of in results]
+    if differ := differing(each):
+        said = [f"The runs differ in {', '.join(differ[:DIFFER])}; all settings are below."]
+    else:
+        steps = count(one.worker_steps, "step")
+        said = [f"{count(one.workers, 'worker')}, {steps} in all, seed {one.seed}; all settings are below."]
+    if live := [run.label for run in runs if run.records is not None and run.run.live]:
+        said.append(f"Still running, as of {datetime.now(UTC):%Y-%m-%d %H:%M:%S} UTC: {', '.join(live)}.")
+    return said
+
+
+def findings(runs: Sequence[Shown]) -> list[str]:
+    """The main result in a few sentences; then what happened, a paragraph for each run."""
+    told = [(run.label, happened(run.run)) for run in runs if run.records is not None]
+    happenings = [f"{label}: {words}" for label, words in told if words]
+    if why := unlike(runs):
+        return [why, *happenings]
+    # Who reaches the target how much sooner; how fast the fastest run and the baseline are.
+    results = [run.result for run in runs]
+    said = [race([run.label for run in runs], results)]
+    chosen = [max(runs, key=lambda run: run.result.steps_per_s)]
+    if (base := baseline_of(results)) is not None and runs[base] not in chosen:
+        chosen.append(runs[base])
+    said += [
+        f"{run.label} makes {number(run.result.steps_per_s)} worker-steps per second, "
+        f"{share(run.result.ideal_share)} of the ideal; its workers are idle for "
+        f"{share(run.result.idle_share)} of the time."
+        for run in chosen
+    ]
+    return [" ".join(filter(None, said)), *happenings]
+
+
+def happened(run: Run) -> str:
+    """Who died, came and left, and when, a sentence for each; nothing where nobody did."""
+    told: dict[str, None] = {}
+    for event in run.events:
+        what = event.link
+        if not what and event.rank is not None and event.what in (*GRAVE, "resumed"):
+            what = f"worker {event.rank} {EVENTS[event.what].words}"
+        if what:
+            told[f"{what[0].upper()}{what[1:]} at {short(max(0.0, event.time - run.began_s))} s."] = None
+    more = [f"{len(told) - TOLD} more events are below."] if len(told) > TOLD else []
+    return " ".join([*list(told)[:TOLD], *more])
+
+
+def workers_table(run: Shown) -> Table:
+    """One row for every life of every worker."""
+    rows = [_life(run, life) for life in sorted(run.result.by_worker, key=lambda life: life.get("rank", 0))]
+    columns = [Column(head, [row[head] for row in rows], head in ("worker", "state")) for head in rows[0]]
+    return Table(run.label, filled(columns))
+
+
+def _life(run: Shown, life: dict[str, Any]) -> dict[str, str]:
+    alive_s, rank, which = life.get("elapsed_s"), life.get("rank"), life.get("life", 1)
+    track = run.run.workers.get(rank) if run.records is not None and rank is not None else None
+    state = UNKNOWN if track is None else run.run.state(track.rank) if which == track.life else "dead"
+
+    def part(value: float | None) -> float | None:
+        return value / alive_s if alive_s and value else None
+
+    return {
+        "worker": f"{UNKNOWN if rank is None else rank}{f', life {which}' if which > 1 else ''}",
+        "state": state,
+        "steps": number(life.get("steps")),
+        "steps/s": number(part(life.get("steps"))),
+        "computing": share(part(life.get("compute_s"))),
+        **{f"waiting for {cause}": share(part((life.get("blocked_s") or {}).get(cause))) for cause in CAUSES},
+        "staleness mean": number(life.get("staleness_mean")),
+        "staleness max": number(life.get("staleness_max")),
+        "discrepancy max": number(life.get("discrepancy_max") or None),
+        **{what: number((life.get(what) or {}).get("done") or None) for what in ("exchanges", "merges")},
+        "MB out": number(life.get("bytes_out", 0) / 1e6),
+        "last loss": number(life.get("loss")),
+    }
+
+
+def events_table(run: Shown) -> Table:
+    """What happened in a run, in order."""
+    events = run.run.events if run.records is not None else []
+    columns = {
+        "at, s": [f"{max(0.0, event.time - run.began_s):,.2f}" for event in events],
+        "what": [event.what for event in events],
+        "worker": [", ".join(str(one) for one in (e.rank, e.peer) if one is not None) for e in events],
+        "noticed by": [event.noticed_by() for event in events],
+        "details": [event.text for event in events],
+    }
+    return Table(run.label, [Column(head, cells) for head, cells in columns.items()])
+
+
+def theory_table(runs: Sequence[Shown]) -> tuple[str, Table]:
+    """What was measured against what the papers say: how many hold, and a row for each."""
+    found = [(run, bound) for run in runs for bound in bounds(run.result)]
+    columns = {
+        "strategy": [run.label for run, _ in found],
+        "what": [bound.name for _, bound in found],
+        "measured": [f"{number(bound.measured)} {bound.unit}".rstrip() for _, bound in found],
+        "theory": [f"{bound.kind} {number(bound.bound)} {bound.unit}".rstrip() for _, bound in found],
+        "measured / theory": [number(bound.share) for _, bound in found],
+        "holds": ["✓ yes" if bound.holds else "✗ no" for _, bound in found],
+        "source": [bound.source for _, bound in found],
+    }
+    words = ("strategy", "what", "holds", "source")
+    said = f"{sum(bound.holds for _, bound in found)} of {len(found)} bounds hold; “about” means within 15 %."
+    return said, Table("theory", [Column(head, cells, head in words) for head, cells in columns.items()])
+
+
+def settings_table(runs: Sequence[Shown]) -> Table:
+    """The settings of all runs, a column for each, and what their records say of them."""
+    each = []
+    for run in runs:
+        result, about = run.result, run.run.about if run.records is not None else {}
+        found = {"workers": result.workers, "seed": result.seed, **about, "settings": result.settings}
+        if run.records is not None:
+            started = datetime.fromtimestamp(about.get("started", 0.0), UTC)
+            found |= {"started": f"{started:%Y-%m-%d %H:%M} UTC", "state": standing(run.run)}
+            found["folder"] = run.run.folder.resolve().name
+        each.append((run.label, flatten(found | {"trace sha256": result.trace_sha256 or UNKNOWN})))
+    keys = list(dict.fromkeys(key for _, one in each for key in one))
+    columns = [Column(label, [one.get(key, UNKNOWN) for key in keys]) for label, one in each]
+    return Table("settings", [Column("setting", keys), *columns])
