@@ -80,7 +80,6 @@ class Counters:
     # The same of merges, by all peers of a merge: adding to each of them would be dear with many workers.
     merged: dict[tuple[int, ...], int] = field(default_factory=dict)
     staleness_sum: float = 0.0
-    staleness_count: int = 0
     staleness_max: float = 0.0
     staleness_classes: list[int] = field(default_factory=lambda: [0] * 64)  # of 0, 1, 2 to 3, 4 to 7, …
     # How far the last peer met was; after a merge, how far the mean was: where that was asked for.
@@ -145,7 +144,7 @@ class Counters:
 
     def figures(self) -> dict[str, Any]:
         """What a worker says of itself, as plain data."""
-        stale = self.staleness_count
+        stale = sum(self.staleness_classes)
         return {
             "exchanges": dict(self.exchanges),
             "merges": dict(self.merges),
@@ -158,7 +157,6 @@ class Counters:
     def stale(self, value: float) -> None:
         """Record the staleness of one step, in the strategy's own measure."""
         self.staleness_sum += value
-        self.staleness_count += 1
         self.staleness_classes[int(value).bit_length()] += 1
         if value > self.staleness_max:
             self.staleness_max = value

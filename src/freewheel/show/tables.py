@@ -42,11 +42,12 @@ def versus(results: Sequence[Result]) -> list[Versus]:
     """All runs beside each other; none where there are not several, or nothing was learned."""
     if len(results) < 2 or len({result.clock for result in results}) > 1:
         return []
-    measured = {of: [_points(result, of) for result in results] for of in ("accuracy", "loss")}
-    of = next((of for of, curves in measured.items() if min(map(len, curves)) > 1), None)
-    if of is None:
+    for of in ("accuracy", "loss"):
+        curves = [_points(result, of) for result in results]
+        if min(map(len, curves)) > 1:
+            break
+    else:
         return []
-    curves = measured[of]
     s, steps = min(curve[-1][0] for curve in curves), min(curve[-1][1] for curve in curves)
     base, target = baseline_of(results), next((one.target for one in results if one.target is not None), None)
     if target is None and base is not None and of == "accuracy":

@@ -21,7 +21,7 @@ from urllib.parse import parse_qs, urlsplit
 
 from freewheel.errors import ConfigError
 from freewheel.show.dashboard.board import Board
-from freewheel.show.figures import tools
+from freewheel.show.figures import TOOLS
 
 PORT = 8765
 HOST = "127.0.0.1"
@@ -52,7 +52,7 @@ class Dashboard(socketserver.ThreadingTCPServer):
         self.files = {
             "": ("text/html", here.joinpath("page.html").read_bytes()),
             "page.css": ("text/css", css),
-            "page.js": ("text/javascript", tools().encode() + here.joinpath("page.js").read_bytes()),
+            "page.js": ("text/javascript", TOOLS.read_bytes() + here.joinpath("page.js").read_bytes()),
             "plotly.js": ("text/javascript", bare(script)),
         }
         if port is not None and not 0 <= port <= 65535:

@@ -21,6 +21,7 @@ from freewheel.show.rows import Row, rows
 from freewheel.show.shown import CAUSES, DASHES, DISTANCES, EVENTS, FAINT, GRAVE, GREY, STATES, Kind, Shown
 
 Figure = dict[str, Any]
+TOOLS = resources.files(__package__).joinpath("tools.js")  # the buttons that a figure has on every page
 UNITS = {1.0: "s", 60.0: "min", 3600.0: "h"}  # what an axis of time may count in
 LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}
 MOST_MARKS = 100  # more lines than this would hide the curves
@@ -34,18 +35,13 @@ def figure(title: str, said: str, height: int, data: list[Figure], **layout: Any
     return {"title": title, "said": said, "height": height, "data": data, "layout": layout}
 
 
-def tools() -> str:
-    """The script of the buttons that a figure has on every page."""
-    return resources.files(__package__).joinpath("tools.js").read_text(encoding="utf-8")
-
-
 def page(package: str, data: Any, title: str, **parts: str) -> str:
     """A page that needs no other file: a package's template with its style and script, data and parts."""
     for name, file in (("css", "page.css"), ("script", "page.js"), ("html", "page.html")):
         parts[name] = resources.files(package).joinpath(file).read_text(encoding="utf-8")
     # Inside a script the browser escapes nothing, so no "<" may stand there.
     inside = json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    parts |= {"title": escape(title), "data": inside}
+    parts |= {"title": escape(title), "data": inside, "tools": TOOLS.read_text(encoding="utf-8")}
     return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], parts["html"])
 
 

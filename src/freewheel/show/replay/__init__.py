@@ -29,17 +29,26 @@ UNFINISHED = 1.5  # who ends so many of its longest gradients after the last one
 class Played:
     """One run as a page plays it: seconds since it began, one lane for each worker.
 
-    Refuses a run without timelines. What has no underscore is what the page gets.
+    Refuses a run without timelines. The page gets all attributes.
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self.ranks = run, run.ranks
-        self._place = {rank: at for at, rank in enumerate(run.ranks)}
+        self.ranks, place = run.ranks, {rank: at for at, rank in enumerate(run.ranks)}
         # Of each worker: when each gradient began and ended.
         self.spans: list[list[float]] = [[] for _ in run.ranks]
-        # Exchanges and merges: begin, length, and the places of all who took part.
+        # Exchanges and merges: begin, length, and the places of all who took part; the lowest rank tells.
         self.meetings: list[list[Any]] = []
-        self._read()
+        for rank, own in zip(self.ranks, self.spans, strict=True):
+            for line in Tail(run.folder / f"timeline-{rank}.jsonl").read():
+                from_s, numbers = line["from"] - run.began_s, line["exchanges"]
+                own += [round(from_s + at / UNITS, 4) for at in line["gradients"]]
+                pairs = [[*numbers[k : k + 2], numbers[k + 2 : k + 3]] for k in range(0, len(numbers), 3)]
+                for at, took, peers in (*pairs, *line["merges"]):
+                    members = [place[one] for one in (rank, *sorted(peers)) if one in place]
+                    if all(rank < peer for peer in peers):
+                        self.meetings.append([round(from_s + (at - took) / UNITS, 4), took / UNITS, members])
+            own.sort()
+        self.meetings.sort(key=lambda one: float(one[0]))
         if not any(self.spans):
             raise ConfigError(
                 f"{str(run.folder)!r} has no timeline: an earlier version wrote it, or it has too many "
@@ -49,36 +58,17 @@ class Played:
         self.lives: list[list[list[float]]] = [[] for _ in run.ranks]  # when each was there
         for life in run.lives:
             born_s, lived_s = life["began"] - run.began_s, life.get("elapsed_s") or 0.0
-            self.lives[self._place[life["rank"]]].append([round(born_s, 4), round(born_s + lived_s, 4)])
-        self.marks = self._marks()  # when, to whom, what, and that in words
+            self.lives[place[life["rank"]]].append([round(born_s, 4), round(born_s + lived_s, 4)])
+        self.marks = self._marks(run, place)  # when, to whom, what, and that in words
         # Gradients that nobody has: place of the worker, begin, and when it died or the run ended.
         self.cut = list(self._cut())
-        self.gone = [at for rank, at in self._place.items() if run.state(rank) in ("dead", "silent")]
-        self.accuracy, self.loss = self._measured("accuracy"), self._measured("loss")
+        self.gone = [at for rank, at in place.items() if run.state(rank) in ("dead", "silent")]
+        self.accuracy, self.loss = (
+            [[round(one["time"] - run.began_s, 4), one[what]] for one in run.evaluations if what in one]
+            for what in ("accuracy", "loss")
+        )
 
-    def as_json(self) -> dict[str, Any]:
-        """For the page."""
-        return {name: value for name, value in vars(self).items() if not name.startswith("_")}
-
-    def _read(self) -> None:
-        """Take gradients and meetings from the timelines; of all who met, the lowest rank tells."""
-        for rank, own in zip(self.ranks, self.spans, strict=True):
-            for line in Tail(self._run.folder / f"timeline-{rank}.jsonl").read():
-                from_s, numbers = line["from"] - self._run.began_s, line["exchanges"]
-                own += [round(from_s + at / UNITS, 4) for at in line["gradients"]]
-                pairs = [[*numbers[k : k + 2], numbers[k + 2 : k + 3]] for k in range(0, len(numbers), 3)]
-                for at, took, peers in (*pairs, *line["merges"]):
-                    members = [self._place[one] for one in (rank, *sorted(peers)) if one in self._place]
-                    if all(rank < peer for peer in peers):
-                        self.meetings.append([round(from_s + (at - took) / UNITS, 4), took / UNITS, members])
-            own.sort()
-        self.meetings.sort(key=lambda one: float(one[0]))
-
-    def _measured(self, what: str) -> list[list[float]]:
-        found = [one for one in self._run.evaluations if what in one]
-        return [[round(one["time"] - self._run.began_s, 4), one[what]] for one in found]
-
-    def _marks(self) -> list[list[Any]]:
+    def _marks(self, run: Run, place: dict[int, int]) -> list[list[Any]]:
         """What happened to workers, each thing once, and when one came later than the first."""
         found: list[list[Any]] = [
             [begin_s, at, "joined", f"worker {self.ranks[at]} {'came back' if number else 'joined'}"]
@@ -86,9 +76,9 @@ class Played:
             for number, (begin_s, _) in enumerate(lives)
             if number or begin_s > ONCE_S
         ]
-        for event in self._run.events:
-            at, what = self._place.get(event.rank if event.rank is not None else -1), MARKS.get(event.what)
-            time_s = round(max(0.0, event.time - self._run.began_s), 4)
+        for event in run.events:
+            at, what = place.get(event.rank if event.rank is not None else -1), MARKS.get(event.what)
+            time_s = round(max(0.0, event.time - run.began_s), 4)
             known = any(one[1:3] == [at, what] and abs(time_s - one[0]) <= ONCE_S for one in found)
             if at is not None and what is not None and not known:
                 words = event.link or f"worker {event.rank} {EVENTS[event.what].words}"
@@ -167,7 +157,7 @@ def html(runs: Sequence[Run], title: str) -> str:
         # All is seen within half a minute, about.
         "speed": next((speed for speed in (0.1, 0.25, 0.5, 1, 2, 5, 10) if longest_s / speed <= 30), 25),
         "runs": [
-            {**one.as_json(), "colour": run.colour, "label": label}
+            {**vars(one), "colour": run.colour, "label": label}
             for one, run, label in zip(all_played, named, labels, strict=True)
         ],
     }

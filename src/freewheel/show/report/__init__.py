@@ -23,7 +23,7 @@ from freewheel.records.run import Run
 from freewheel.show import figures as charts
 from freewheel.show import replay
 from freewheel.show.bounds import bounds
-from freewheel.show.figures import Figure, graph, page, tools
+from freewheel.show.figures import Figure, graph, page
 from freewheel.show.rates import standing
 from freewheel.show.rows import printable
 from freewheel.show.shown import EVENTS, GRAVE, SVG_DASHES, Shown, differing, flatten, ranked, timed
@@ -137,7 +137,7 @@ def document(title: str, body: str, figures: dict[str, Figure]) -> str:
     from plotly.offline import get_plotlyjs
 
     drawn = {name: {key: figure[key] for key in ("data", "layout")} for name, figure in figures.items()}
-    return page(__package__, drawn, title, body=body, plotly=get_plotlyjs(), tools=tools())
+    return page(__package__, drawn, title, body=body, plotly=get_plotlyjs())
 
 
 def _figures(runs: Sequence[Shown]) -> dict[str, Figure]:
