@@ -220,11 +220,11 @@ class Run:
 
 
 class Choice(NamedTuple):
-    """The run to show, others that are live or starting, and what is wrong with those left out."""
+    """The run to show, and what else there is."""
 
     run: Run
-    others: list[Path]
-    broken: list[str]
+    others: list[Path]  # that are live or starting
+    broken: list[str]  # what is wrong with those left out
 
 
 def find_run(folder: Path) -> Choice:

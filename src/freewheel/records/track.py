@@ -36,13 +36,11 @@ class Tail:
 
     def read(self) -> list[Line]:
         """What has been added since the last call; only whole lines."""
-        try:
-            if not self.path.is_file():  # opening a pipe would wait
-                return []
-            with self.path.open("rb") as file:
-                return self._read(file)
-        except OSError:
-            return []
+        with contextlib.suppress(OSError):
+            if self.path.is_file():  # opening a pipe would wait
+                with self.path.open("rb") as file:
+                    return self._read(file)
+        return []
 
     def _read(self, file: BinaryIO) -> list[Line]:
         status = os.fstat(file.fileno())

@@ -135,8 +135,7 @@ class Shown:
 
     def setting(self, name: str) -> str:
         """One of the settings in words; nothing where the run does not say."""
-        settings = self.run.about.get("settings")
-        return str(settings.get(name) or "") if isinstance(settings, dict) else ""
+        return str((self.about.get("settings") or {}).get(name) or "")
 
 
 def shown(runs: Sequence[Run]) -> list[Shown]:

@@ -166,16 +166,15 @@ def _note(entry: Entry) -> str:
 def _headline(one: Shown) -> Document:
     """What a run is, how it stands, and its first figures by name."""
     run, whole = one.run, total(one.run, one.rows)
-    told: Document = {
+    told = {
         "name": str(run.about.get("name") or run.folder.name),
         "strategy": str(run.about.get("strategy") or ""),
         "waits_for": one.setting("waits_for"),
         "clock": run.clock,
         "state": rates.standing(run),
-        "tiles": {},
     }
     if not run.workers:
-        return told
+        return {**told, "tiles": {}}
     rate, ideal = rates.rates(run)
     if run.live:  # at present, and which share that is of what the living could make
         known = np.isfinite(one.series.rate)
@@ -185,7 +184,7 @@ def _headline(one: Shown) -> Document:
     deaths = {(event.rank, event.life) for event in run.events if event.what in DEATHS}
     faults = len(deaths) + sum(event.what in ("cut", "half", "store lost") for event in run.events)
     latest = {name: value for one in run.evaluations for name, value in one.items()}
-    told["tiles"] = {
+    tiles = {
         "wall clock" if run.clock == "wall" else "virtual time": clock_time(run, rates.elapsed_s(run)),
         "workers": whole.state,
         "faults": f"{faults:,}",
@@ -199,8 +198,8 @@ def _headline(one: Shown) -> Document:
         "steps": f"{run.total('steps'):,.0f}",
     }
     if samples := run.total("samples"):  # not every loop counts them
-        told["tiles"]["samples"] = f"{samples:,.0f}"
-    return told
+        tiles["samples"] = f"{samples:,.0f}"
+    return {**told, "tiles": tiles}
 
 
 def _workers(runs: Sequence[Shown]) -> Document:
