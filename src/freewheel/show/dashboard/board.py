@@ -11,6 +11,7 @@ import json
 import math
 import threading
 import time
+from collections import ChainMap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -183,7 +184,7 @@ def _headline(one: Shown) -> Document:
     # A worker that failed and then was missed died once.
     deaths = {(event.rank, event.life) for event in run.events if event.what in DEATHS}
     faults = len(deaths) + sum(event.what in ("cut", "half", "store lost") for event in run.events)
-    latest = {name: value for one in run.evaluations for name, value in one.items()}
+    latest = ChainMap(*reversed(run.evaluations))
     tiles = {
         "wall clock" if run.clock == "wall" else "virtual time": clock_time(run, rates.elapsed_s(run)),
         "workers": whole.state,
