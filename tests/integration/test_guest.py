@@ -12,8 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
 from crew import next_life, places, together, worker
+from freewheel.data.batches import size
 from freewheel.data.ledger import Ledger
-from freewheel.data.spans import size
 from freewheel.fabric.notes import whole
 from freewheel.runtime.loading.sampler import LeaseSampler
 from freewheel.runtime.worker.guest import Guest

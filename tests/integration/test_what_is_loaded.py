@@ -366,7 +366,7 @@ def test_a_pass_goes_on_with_another_batch_size():
 
 
 def test_what_a_tensor_dataset_holds_is_known_without_reading_it():
-    from freewheel.data.sameness import fingerprint
+    from freewheel.data.order import fingerprint
 
     def data(seed: int) -> TensorDataset:
         return TensorDataset(torch.randn(500, 3, generator=seeded(seed)), torch.arange(500))

@@ -1,10 +1,57 @@
-"""Which data, and how its order is cut into batches."""
+"""Places of an order: sets of them as spans, which data they are of, and how they are cut into batches."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import NamedTuple, TypeAlias
 
-from freewheel.data.spans import Span
+Span: TypeAlias = tuple[int, int]  # half-open
+Spans: TypeAlias = list[Span]  # sorted; they neither overlap nor touch
+
+
+def union(*sets: Iterable[Span]) -> Spans:
+    """What is in any of them. The parts may come in any order and overlap."""
+    joined: Spans = []
+    for start, stop in sorted(span for spans in sets for span in spans):
+        if joined and start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(stop, joined[-1][1]))
+        elif start < stop:
+            joined.append((start, stop))
+    return joined
+
+
+def minus(spans: Spans, less: Spans) -> Spans:
+    """What is in the first and not in the second."""
+    kept: Spans = []
+    at = 0
+    for start, stop in spans:
+        while at < len(less) and less[at][0] < stop:
+            if less[at][0] > start:
+                kept.append((start, less[at][0]))
+            start = max(start, less[at][1])
+            if start >= stop:  # it may reach into the next one
+                break
+            at += 1
+        if start < stop:
+            kept.append((start, stop))
+    return kept
+
+
+def common(spans: Spans, others: Spans) -> Spans:
+    """What is in both."""
+    return minus(spans, minus(spans, others))
+
+
+def size(spans: Spans) -> int:
+    """How many places they hold."""
+    return sum(stop - start for start, stop in spans)
+
+
+def first(spans: Spans, start: int, least: int = 1) -> Span | None:
+    """The first span from `start` on, or from the beginning; one that holds `least` rather than a shorter."""
+    behind = [(max(a, start), b) for a, b in spans if b > start]
+    found = behind + [(a, min(b, start)) for a, b in spans if a < start]
+    return next((span for span in found if span[1] - span[0] >= least), found[0] if found else None)
 
 
 class Key(NamedTuple):
@@ -50,5 +97,4 @@ class Lease(NamedTuple):
     again: bool
 
 
-class Batch(Lease):
-    """A part of a lease that is used in one step."""
+Batch: TypeAlias = Lease  # a part of one that is used in one step

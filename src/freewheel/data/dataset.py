@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from functools import partial
 from typing import NamedTuple
 
-from freewheel.data.batches import Batch, Key, Lease
+from freewheel.data.batches import Batch, Key, Lease, Span, Spans, common, first, minus, size, union
 from freewheel.data.ledger import Ledger, Owner
 from freewheel.data.shares import Shares
-from freewheel.data.spans import Span, Spans, common, first, minus, size, union
 from freewheel.fabric.base import Fabric
 from freewheel.records.counters import Counters
 
@@ -49,22 +49,18 @@ class DatasetLedger:
 
     def __init__(self, key: Key, by: int, me: Owner, fabric: Fabric, counters: Counters) -> None:
         self.key, self.ledger, self.shares = key, Ledger(key.length), Shares()
-        self.news = Ledger(key.length)
-        """What was finished and no dealer has confirmed yet."""
+        self.news = Ledger(key.length)  # what was finished and no dealer has confirmed yet
         self.by = by  # the lowest rank that has named these data
         self.in_use = False  # whether this worker uses them, or has only heard of them
-        self.finished = 0
-        """Samples that this worker has finished, or left out, and entered into the ledger."""
+        self.finished = 0  # samples that this worker has finished, or left out, and entered into the ledger
+        # What it has itself finished in each pass, in earlier runs too: what a checkpoint keeps.
         self.own: dict[int, Spans] = {}
-        """What this worker itself has finished in each pass, in earlier runs too: what a checkpoint keeps."""
+        # Of the passes by a sampler: what its order sums up to, and who said so.
         self.orders: dict[int, tuple[int, int]] = {}
-        """Of the passes by a sampler: what its order sums up to, and who said so."""
-        self.heard: dict[int, int] = {}
-        """Who has told all it knows, each with the epoch in which it did."""
+        self.heard: dict[int, int] = {}  # who has told all it knows, each with the epoch in which it did
         self.mute: set[int] = set()  # who was asked for it and did not answer in time
         self.lives: dict[int, int] = {}
-        self.counted: dict[int, int] = {}
-        """Of each pass, how many samples that were finished twice have been counted."""
+        self.counted: dict[int, int] = {}  # of each pass, how many doubles have been counted
         self._prints: dict[int, int] = {}  # what each worker's samples sum up to, where that can be said
         self._me, self._fabric, self._counters = me, fabric, counters
         self._done: deque[Batch] = deque()
@@ -98,8 +94,7 @@ class DatasetLedger:
                 ledger.finish(me, number, start, stop)
                 news.finish(me, number, start, stop)
                 news.passes[number].counts[me] = ledger.passes[number].counts[me]
-        for number in [q for q in self.own if q < ledger.floor]:
-            del self.own[number]
+        self.own = {q: spans for q, spans in self.own.items() if q >= ledger.floor}
         self.look()
 
     def look(self) -> None:
@@ -118,10 +113,10 @@ class DatasetLedger:
             mine = one.held.get(self._me, [])
             if lease is not None and q == lease.number:
                 mine = union(mine, [(lease.place, lease.stop)])
-            known = theirs.passes.get(q)
-            if known is not None:
+            one.held = {self._me: mine}
+            if (known := theirs.passes.get(q)) is not None:
                 self.counted[q] = max(known.excess(), self.counted.get(q, 0))
-            one.held = {**(known.held if known is not None else {}), self._me: mine}
+                one.held = {**known.held, **one.held}
 
     # -- what others say --
 
@@ -146,19 +141,11 @@ class DatasetLedger:
         peer, life = owner
         return owner == self._me or (self.hears(peer) and self.lives.get(peer) == life)
 
-    def release_lost(self) -> None:
-        """What lost workers held may be dealt again."""
-        for owner in sorted({owner for one in self.ledger.passes.values() for owner in one.held}):
-            if not self._alive(owner):
-                self.ledger.lose(owner)
-
     def count_doubles(self) -> None:
         """Count samples that turn out to have been finished twice, as after a cut."""
         excess = {q: max(one.excess(), self.counted.get(q, 0)) for q, one in self.ledger.passes.items()}
         self._counters.samples_again += sum(many - self.counted.get(q, 0) for q, many in excess.items())
         self.counted = excess
-
-    # -- dealing --
 
     def tell(self, owner: Owner, news: Ledger) -> None:
         """Somebody says what it has finished, and what it holds: this and nothing else."""
@@ -169,47 +156,51 @@ class DatasetLedger:
         self.ledger.hold(owner, news.held_by(owner))
         self.look()
 
+    # -- dealing --
+
     def lease(self, owner: Owner, question: Question, now_s: float) -> Lease | int:
-        """Deal; or say why not."""
-        ledger, shares, peer = self.ledger, self.shares, owner[0]
+        """Deal, also what lost workers held; or say why not."""
+        ledger, shares, peer, number = self.ledger, self.shares, owner[0], question.number
+        for holder in sorted({holder for one in ledger.passes.values() for holder in one.held}):
+            if not self._alive(holder):
+                ledger.lose(holder)
+        self.count_doubles()
         if not self._alike(peer, question):
             return DIFFERS
-        shares.heard(peer, question.number, question.wants, question.rate / 1e6, question.size, now_s)
+        rate = question.rate / 1e6
+        shares.heard(peer, number, question.wants, rate, question.size, now_s)
         lease, most = None, question.size
         if question.wants:
             cut = self._part
             if not question.parts:
                 cut = self._anywhere
-                most = shares.grant(ledger, peer, question.number, self._fabric.members, now_s)
-            lease = ledger.deal(
-                owner, question.number, lambda q, free: cut(peer, question, most, q, free), question.since
-            )
-            shares.dealt(peer, sum(map(size, ledger.held_by(owner).values())), now_s)
-        if lease is None and not most and ledger.free(question.number):
+                most = shares.grant(ledger, peer, number, self._fabric.members, now_s)
+            lease = ledger.deal(owner, number, partial(cut, peer, question, most), question.since)
+            if rate:
+                shares.askers[peer].due_s = now_s + sum(map(size, ledger.held_by(owner).values())) / rate
+        if lease is None and not most and ledger.free(number):
             return SOON
         # Where all step together, nobody can finish what it holds while this one waits.
-        waits = question.last and not question.parts and ledger.held(question.number, owner)
+        waits = question.last and not question.parts and ledger.held(number, owner)
         ledger.tidy()
         return lease or (WAIT if waits else OVER)
 
     def _alike(self, peer: int, question: Question) -> bool:
         """Whether a worker's order is that of the others; a word of warning if its samples are not."""
         if question.content and peer not in self._prints:
-            for other, content in self._prints.items():
-                if content != question.content:
-                    log.warning(
-                        "worker %d has other samples than worker %d, though as many: a sample of a pass is "
-                        "then not the same for all. Make the data alike, with files in one order",
-                        peer,
-                        other,
-                    )
-                    break
+            other = next((one for one, said in self._prints.items() if said != question.content), None)
+            if other is not None:
+                log.warning(
+                    "worker %d has other samples than worker %d, though as many: a sample of a pass is then "
+                    "not the same for all. Make the data alike, with files in one order",
+                    peer,
+                    other,
+                )
             self._prints[peer] = question.content
         known, _ = self.orders.get(question.number, (question.order, peer))
         if question.wants:
             self.orders.setdefault(question.number, (question.order, peer))
-        for old in [q for q in self.orders if q < self.ledger.floor]:
-            del self.orders[old]
+        self.orders = {q: order for q, order in self.orders.items() if q >= self.ledger.floor}
         return known == question.order
 
     def _anywhere(self, peer: int, question: Question, most: int, number: int, free: Spans) -> Span | None:

@@ -23,28 +23,20 @@ from typing import Any, TypeAlias
 from freewheel.data.batches import Key, Lease
 from freewheel.data.dataset import DIFFERS, GIVEN, REFUSED, DatasetLedger, Question
 from freewheel.data.ledger import Ledger, Owner
-from freewheel.data.sameness import difference
+from freewheel.data.order import differs
 from freewheel.errors import ConfigError, PeerLost
 from freewheel.fabric.base import RUNTIME, Fabric, Message, Note, Spawn, Tag, hear
 from freewheel.fabric.notes import read, whole
 from freewheel.records.counters import Counters
 
-ASK: Tag = (RUNTIME, "deal", "ask")
-"""I have finished this, hold this, and want this: deal."""
-TELL: Tag = (RUNTIME, "deal", "tell")
-"""Tell me all you know."""
-NOTE: Tag = (RUNTIME, "deal", "note")
-"""Somebody has finished this and holds this: for the deputy, and for all where a worker leaves."""
-HEAR_S = 2.0
-"""How long a dealer waits for a worker to tell what it knows."""
-ANSWER_S = 3.0
-"""How long a worker waits for a dealer that is within reach and does not answer."""
-RETRY_S = 0.05
-"""After which a worker that was told to wait, or to ask another, asks again."""
-MOST_DATASETS = 64
-"""How many data sets are kept that others have named and this worker does not use (yet)."""
-REFUSALS = 3
-"""After so many refusals a worker no longer believes that it will reach the dealer it is told to ask."""
+ASK: Tag = (RUNTIME, "deal", "ask")  # I have finished this, hold this, and want this: deal
+TELL: Tag = (RUNTIME, "deal", "tell")  # tell me all you know
+NOTE: Tag = (RUNTIME, "deal", "note")  # somebody has finished this and holds this: for the deputy, or for all
+HEAR_S = 2.0  # how long a dealer waits for a worker to tell what it knows
+ANSWER_S = 3.0  # how long a worker waits for a dealer that is within reach and does not answer
+RETRY_S = 0.05  # after which a worker that was told to wait, or to ask another, asks again
+MOST_DATASETS = 64  # that others have named, and this worker does not use (yet)
+REFUSALS = 3  # after so many a worker no longer believes that it will reach the dealer it is told to ask
 
 KEY = (int,) * len(Key._fields)
 """How the data are named in each of these messages, after the number of the question."""
@@ -61,10 +53,9 @@ class Dealing:
     def __init__(self, fabric: Fabric, life: int, counters: Counters, spawn: Spawn) -> None:
         self.fabric, self.counters, self.spawn = fabric, counters, spawn
         self.me: Owner = (fabric.rank, life)
-        self.datasets: dict[int, DatasetLedger] = {}
-        """By the mark of their keys."""
+        self.datasets: dict[int, DatasetLedger] = {}  # by the mark of their keys
+        # Give back what this worker holds, of each set of data that it uses.
         self.settling: list[Callable[[], Awaitable[None]]] = []
-        """Give back what this worker holds, of each set of data that it uses."""
         self._dealing = asyncio.Lock()
         for tag, act in ((ASK, self._answer), (TELL, self._tell), (NOTE, self._note)):
             spawn(hear(fabric, tag, partial(self._served, act)))
@@ -73,14 +64,14 @@ class Dealing:
     def use(self, key: Key) -> DatasetLedger:
         """What this worker knows of data that it uses; ConfigError if others have other data there."""
         data = self._known(key, self.me[0])
-        if data is None:
-            raise self._differs(key, self.datasets[key.mark])
+        if data.key != key:
+            raise differs(self.me[0], key, data.by, data.key)
         data.in_use = True
         self.datasets.setdefault(key.mark, data)  # it may have been forgotten in this very moment
         return data
 
-    def _known(self, key: Key, by: int) -> DatasetLedger | None:
-        """What is known of these data, nothing at first; None: somebody of lower rank has others there."""
+    def _known(self, key: Key, by: int) -> DatasetLedger:
+        """What is known of these data, nothing at first; or of others that one of lower rank has there."""
         if key.mark not in self.datasets and by != self.me[0]:
             foreign = [mark for mark, one in list(self.datasets.items()) if not one.in_use]
             for mark in foreign[: len(foreign) - MOST_DATASETS + 1]:  # who uses it tells it again
@@ -89,15 +80,13 @@ class Dealing:
         known = self.datasets.setdefault(key.mark, made)  # in one go: two threads come here
         if known.key != key and by < known.by:
             known = self.datasets[key.mark] = made
-        if known.key != key:
-            return None
-        known.by = min(known.by, by)
+        if known.key == key:
+            known.by = min(known.by, by)
         return known
 
-    def _differs(self, mine: Key, known: DatasetLedger, number: int | None = None) -> ConfigError:
-        """Others have other data; or, of a pass with this number, another order."""
-        other = known.by if number is None else known.orders[number][1]
-        return ConfigError(difference(self.me[0], mine, other, known.key))
+    def now_s(self) -> float:
+        """The time of the loop that the fabric lives in."""
+        return asyncio.get_running_loop().time()
 
     # -- leaving --
 
@@ -111,27 +100,26 @@ class Dealing:
         for data in self.datasets.values():
             data.collect()
             data.ledger.hold(self.me, {})
+            told = data.ledger.holding(self.me, data.ledger)  # and not what others hold
             for peer in self.fabric.others:
-                self.fabric.post(peer, NOTE, note=(0, *data.key, *self.me, *data.ledger.encode()))
+                self.fabric.post(peer, NOTE, note=(0, *data.key, *self.me, *told.encode()))
 
     # -- asking --
 
     async def ask(self, data: DatasetLedger, question: Question) -> Lease | int:
         """Tell the dealer what is finished, and get a lease or the reason why there is none."""
-        silent: set[int] = set()
-        refusals = 0
+        silent, refusals = set[int](), 0
         while True:
             if (known := self.datasets[data.key.mark]) is not data:
-                raise self._differs(data.key, known)
+                raise differs(self.me[0], data.key, known.by, known.key)
             dealer = next((peer for peer in self.fabric.members if peer not in silent), self.me[0])
-            insists = bool(silent) or refusals >= REFUSALS
-            question = question._replace(insists=insists)
+            question = question._replace(insists=bool(silent) or refusals >= REFUSALS)
             if dealer == self.me[0]:
                 answer = await self._deal(data, self.me, question, data.news)
                 if answer == DIFFERS:
-                    raise self._differs(data.key, data, question.number)
+                    raise differs(dealer, data.key, data.orders[question.number][1], data.key)
                 if answer != REFUSED:
-                    if not insists:
+                    if not question.insists:
                         data.news = Ledger(data.key.length)
                     return answer
                 continue
@@ -140,9 +128,9 @@ class Dealing:
                 answer = await self._ask(data, dealer, question)
             except PeerLost:
                 continue
+            except ConfigError:
+                raise
             except (TimeoutError, ValueError) as error:
-                if isinstance(error, ConfigError):
-                    raise
                 log.warning("worker %d does not deal as it should: %s", dealer, error or "no answer")
                 silent.add(dealer)
                 continue
@@ -155,15 +143,14 @@ class Dealing:
         sent, data.news = data.news, Ledger(data.key.length)
         confirmed = False
         try:
-            held = sent.holding(self.me, data.ledger)
-            note = (*data.key, *question, *held.encode(held=True))
+            note = (*data.key, *question, *sent.holding(self.me, data.ledger).encode())
             told = await self._told(dealer, ASK, note, ANSWER_S)
-            kind, number, start, stop, again = read((int,) * 5, told)
+            kind, *given = read((int,) * 5, told)
             if kind == REFUSED:
                 return REFUSED
             if kind == DIFFERS:  # the dealer says whose, and what they are
-                raise ConfigError(difference(self.me[0], data.key, number, Key(*read(KEY, told))))
-            lease = Lease(number, start, stop, bool(again)) if kind == GIVEN else None
+                raise differs(self.me[0], data.key, given[0], Key(*read(KEY, told)))
+            lease = Lease(*given) if kind == GIVEN else None
             data.confirm(Ledger.decode(data.key.length, told), lease)
             confirmed = True
         finally:
@@ -194,13 +181,11 @@ class Dealing:
                 data.tell(owner, news)
                 if self.fabric.members[0] != self.me[0]:
                     data.news.merge(news)  # the dealer has to hear of it
-            data.release_lost()
-            data.count_doubles()
-            answer = data.lease(owner, question, asyncio.get_running_loop().time())
+            answer = data.lease(owner, question, self.now_s())
             deputy = next((one for one in self.fabric.others if one != peer), None)
             if deputy is not None and (isinstance(answer, Lease) or news.passes):
                 held = news.holding(owner, data.ledger)
-                self.fabric.post(deputy, NOTE, note=(0, *data.key, *owner, *held.encode(held=True)))
+                self.fabric.post(deputy, NOTE, note=(0, *data.key, *owner, *held.encode()))
             return answer
 
     async def _hear_all(self, data: DatasetLedger) -> None:
@@ -208,28 +193,31 @@ class Dealing:
         asked = [peer for peer in self.fabric.others if not data.hears(peer)]
         epochs = {peer: self.fabric.epoch(peer) for peer in asked}
         told: dict[int, Ledger] = {}
-        for peer, (life, theirs) in (await self._hear(data.key, asked)).items():
+        for peer, said in (await self._hear(data.ledger, data.key, asked)).items():
             data.heard[peer] = epochs[peer]
-            try:
-                data.ledger.merge(theirs or Ledger(data.key.length))
-            except ValueError:  # more than workers make
-                theirs = None
-            if theirs is None:
+            if said is None:
                 data.mute.add(peer)
             else:
-                told[peer], data.lives[peer] = theirs, life
+                data.lives[peer], told[peer] = said
         data.learn_from_all(told)
 
-    async def _hear(self, key: Key, peers: Sequence[int]) -> dict[int, tuple[int, Ledger | None]]:
-        """In which life each that is not lost is, and what it tells of these data; None: nothing in time."""
-        found: dict[int, tuple[int, Ledger | None]] = {}
+    async def _hear(
+        self, ledger: Ledger, key: Key, peers: Sequence[int]
+    ) -> dict[int, tuple[int, Ledger] | None]:
+        """Let a ledger learn what others tell of these data; in which life each is, and what it told.
+
+        None: nothing in time, or more than workers make. Who is lost is left out.
+        """
+        found: dict[int, tuple[int, Ledger] | None] = {}
 
         async def hear_one(peer: int) -> None:
             try:
                 told = await self._told(peer, TELL, key, HEAR_S)
-                found[peer] = read(int, told), Ledger.decode(key.length, told)
+                life, theirs = read(int, told), Ledger.decode(key.length, told)
+                ledger.merge(theirs)
+                found[peer] = life, theirs
             except (TimeoutError, ValueError):
-                found[peer] = 0, None
+                found[peer] = None
             except PeerLost:
                 pass
 
@@ -241,9 +229,7 @@ class Dealing:
         found = Ledger(data.key.length)
         data.collect()
         found.merge(data.ledger)
-        for _, theirs in (await self._hear(data.key, self.fabric.others)).values():
-            if theirs is not None:
-                found.merge(theirs)
+        await self._hear(found, data.key, self.fabric.others)
         return found
 
     # -- services --
@@ -274,29 +260,29 @@ class Dealing:
         news = Ledger.decode(key.length, told)
         if not question.size or (question.parts and not key.grid):
             raise ValueError("there is nothing to deal")
-        if (data := self._known(key, peer)) is None:
-            other = self.datasets[key.mark]
-            return (DIFFERS, other.by, 0, 0, 0, *other.key)
+        data, who = self._known(key, peer), (peer, question.life)
+        if data.key != key:
+            return (DIFFERS, data.by, 0, 0, 0, *data.key)
         answer: Lease | int = REFUSED
         if question.insists or self.fabric.members[0] == self.me[0]:
-            answer = await self._deal(data, (peer, question.life), question, news)
+            answer = await self._deal(data, who, question, news)
         if answer == DIFFERS:
             return (DIFFERS, data.orders[question.number][1], 0, 0, 0, *data.key)
         given = (GIVEN, *answer) if isinstance(answer, Lease) else (answer, 0, 0, 0, 0)
-        return (*given, *data.ledger.encode(held=True))
+        return (*given, *data.ledger.encode())
 
     async def _tell(self, peer: int, key: Key, _: Iterator[int]) -> Note:
         """A new dealer asks what this worker knows."""
-        known = Ledger(key.length)  # of other data it knows nothing
-        if (data := self._known(key, peer)) is not None:
+        data, known = self._known(key, peer), Ledger(key.length)  # of other data it knows nothing
+        if data.key == key:
             data.heard.clear()
             data.collect()
             known = data.ledger
-        return (self.me[1], *known.encode(held=True))
+        return (self.me[1], *known.encode())
 
     async def _note(self, peer: int, key: Key, told: Iterator[int]) -> None:
         """Remember what somebody has finished and holds: be the deputy."""
         owner, theirs = read((int, int), told), Ledger.decode(key.length, told)
-        if (data := self._known(key, peer)) is not None:
+        if (data := self._known(key, peer)).key == key:
             data.ledger.merge(theirs)
             data.ledger.hold(owner, theirs.held_by(owner))

@@ -6,49 +6,17 @@ import asyncio
 import contextlib
 from collections import deque
 
-from freewheel.data.batches import Batch, Key, Lease
+from freewheel.data.batches import Batch, Key, Lease, union
 from freewheel.data.dataset import GIVEN, OVER, SOON, WAIT, Question
 from freewheel.data.dealing import RETRY_S, Dealing
 from freewheel.data.shares import LEASE_S
-from freewheel.data.spans import union
 from freewheel.errors import PeerLost
 
-SOON_S, RARELY_S = 0.002, 0.05
-"""After which one asks again that is to wait for the others' turn: at first, and at most."""
+SOON_S, RARELY_S = 0.002, 0.05  # after which one asks again whose turn it is not: at first, and at most
+# A worker's batches last for so many times the silence after which a dealer counts as lost: that is noticed
+# late, and the next dealer has to ask around.
 STOCK = 1.75
-"""A worker's batches last for so many times the silence after which a dealer counts as lost: that is noticed
-late, and the next dealer has to ask around."""
-RATE_S = 0.2
-"""Over how long at least a worker's rate is measured."""
-
-
-class Rate:
-    """How fast a worker is: samples a second, but for the time in which it waits for batches."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-        self._since_s: float | None = None  # from when on it works; None: it waits, or is between two passes
-        self._worked_s, self._counted = 0.0, 0
-
-    def pause(self, now_s: float) -> None:
-        """Training waits for batches, or a pass has ended."""
-        since_s, self._since_s = self._since_s, None
-        if since_s is not None:
-            self._worked_s += now_s - since_s
-
-    def go_on(self, now_s: float) -> None:
-        """Training has a batch."""
-        self._since_s = now_s
-
-    def measure(self, finished: int, now_s: float) -> float:
-        """By what has been finished so far; but for the first steps it takes a while."""
-        since_s = self._since_s
-        worked_s = self._worked_s + (now_s - since_s if since_s is not None else 0.0)
-        if finished > self._counted and worked_s > (RATE_S if self.now else 0.0):
-            self.now = (finished - self._counted) / worked_s
-            self._worked_s -= worked_s
-            self._counted = finished
-        return self.now
+RATE_S = 0.2  # over how long at least a worker's rate is measured, but for the first steps
 
 
 class LeaseQueue:
@@ -69,21 +37,19 @@ class LeaseQueue:
         content: int = 0,
     ) -> None:
         self.dealing, self.data = dealing, dealing.use(key)
-        self.size, self.drop, self.number = size, drop, 0
-        life = dealing.me[1]
-        self._question = Question(life, 0, 0, True, False, False, parts, size, 0, content, rate=0)
-        self.since = 0
-        """What is left over of earlier passes is not wanted: this worker has broken one off."""
-        self.ready: deque[Batch] = deque()
-        self._said = GIVEN
-        """What the dealer has said: OVER, nothing more comes in this pass; WAIT, for what others hold."""
-        self._early = False
-        """Whether it was asked before all was used: who leaves or is lost later leaves its part to others."""
-        self.rate = Rate()
         self.finish, self.progress = self.data.finish, self.data.progress
-        self._few = 0
-        """When so few are left, it is time to ask for more."""
+        self.size, self.drop, self.number = size, drop, 0
+        self._question = Question(dealing.me[1], 0, 0, True, False, False, parts, size, 0, content, rate=0)
+        self.since = 0  # what is left over of earlier passes is not wanted: this worker has broken one off
+        self.ready: deque[Batch] = deque()
+        self._said = GIVEN  # by the dealer: OVER, nothing more comes in this pass; WAIT, for what others hold
+        # Whether it was asked before all was used: who leaves or is lost later leaves its part to others.
+        self._early = False
+        self._few = 0  # when so few are left, it is time to ask for more
         self._asking: asyncio.Task[None] | None = None
+        self._rate = 0.0  # samples a second, but for the time in which training waits for batches
+        self._since_s: float | None = None  # from when on it works; None: it waits, or is between two passes
+        self._worked_s, self._counted = 0.0, 0  # since the rate was measured, and what was finished by then
         dealing.settling.append(self.settle)
 
     def begin(self, number: int, last: bool = False, order: int = 0) -> None:
@@ -107,19 +73,23 @@ class LeaseQueue:
 
     async def fill(self, patient: bool) -> None:
         """Wait for a batch; `patient`: once all before it are finished, also for what others hold."""
+        self._pause()
         if self._said == OVER and self._early:
             self._said = GIVEN
         while not self.ready and (self._said == GIVEN or (self._said == WAIT and patient)):
             if self._said == WAIT:
                 await asyncio.sleep(RETRY_S)
             await self.refill()
+        self._since_s = self.dealing.now_s()
+
+    def _pause(self) -> None:
+        since_s, self._since_s = self._since_s, None
+        if since_s is not None:
+            self._worked_s += self.dealing.now_s() - since_s
 
     async def draw(self) -> Batch | None:
         """The next batch, once all before it are finished; None: the pass is over."""
-        clock = asyncio.get_running_loop().time
-        self.rate.pause(clock())
         await self.fill(patient=True)
-        self.rate.go_on(clock())
         if not self.ready:
             return None
         batch = self.ready.popleft()
@@ -134,9 +104,14 @@ class LeaseQueue:
             pause_s = min(2 * pause_s, RARELY_S)
         self.data.look()
         if isinstance(answer, Lease):
-            number, start, stop, again = answer
-            cut = [Batch(number, *span, again) for span in self.data.key.cut(start, stop, self.size)]
-            self._few = self._enough(len(cut))
+            spans = self.data.key.cut(answer.place, answer.stop, self.size)
+            cut = [answer._replace(place=start, stop=stop) for start, stop in spans]
+            # A whole lease says that there is plenty: then batches are to last until a dealer that falls
+            # silent is replaced. Towards the end of a pass leases shrink, and what others are kept from.
+            rate, plenty = self._rate / self.size, 0
+            if len(cut) >= int(rate * LEASE_S):
+                plenty = int(rate * STOCK * self.dealing.fabric.silence_s)
+            self._few = max(len(cut) // 2, plenty)
             short = [one for one in cut if self.drop and one.stop - one.place < self.size]
             self.data.drop(short)
             self.ready.extend(one for one in cut if one not in short)
@@ -144,20 +119,15 @@ class LeaseQueue:
         else:
             self._said = WAIT if answer == WAIT else OVER
 
-    def _enough(self, leased: int) -> int:
-        """How many batches to hold at least, after a lease of so many.
-
-        A whole lease says that there is plenty: then they are to last until a dealer that falls silent is
-        replaced. Towards the end of a pass leases shrink, and so does what a worker keeps others from.
-        """
-        rate = self.rate.now / self.size
-        plenty = int(rate * STOCK * self.dealing.fabric.silence_s) if leased >= int(rate * LEASE_S) else 0
-        return max(leased // 2, plenty)
-
     async def _say(self, wants: bool) -> Lease | int:
         self.data.collect()
-        rate = self.rate.measure(self.data.finished, asyncio.get_running_loop().time())
-        question = self._question._replace(since=self.since, wants=wants, rate=int(rate * 1e6))
+        working_s = self.dealing.now_s() - self._since_s if self._since_s is not None else 0.0
+        worked_s, finished = self._worked_s + working_s, self.data.finished - self._counted
+        if finished and worked_s > (RATE_S if self._rate else 0.0):
+            self._rate = finished / worked_s
+            self._worked_s -= worked_s
+            self._counted += finished
+        question = self._question._replace(since=self.since, wants=wants, rate=int(self._rate * 1e6))
         return await self.dealing.ask(self.data, question)
 
     async def settle(self, left: bool = False, doubtful: Batch | None = None) -> None:
@@ -178,5 +148,5 @@ class LeaseQueue:
             ledger.leave(self.number)
             if doubtful is not None and (one := ledger.open(doubtful.number)) is not None:
                 one.lost = union(one.lost, [(doubtful.place, doubtful.stop)])
-        self.rate.pause(asyncio.get_running_loop().time())
+        self._pause()
         await self._say(wants=False)

@@ -3,38 +3,24 @@
 State without input or output. A pass is numbered, the places of its order are numbered, and every worker has
 a ledger of what it knows. Places are counted in samples, so workers whose batches differ share one ledger.
 What ledgers say of finished samples only grows, so two are merged by union, in any order and any number of
-times:
-
-    finished    samples somebody has finished
-    counts      how many each worker has finished, in each of its lives
-    lost        samples dealt to a worker that was lost before anybody heard that it had finished them
-    left        whether a worker has broken the pass off, so that it may never be completed
-
-More counted than finished are samples finished twice (`excess`). Who holds what is only the dealer's to say,
-and its holders': it is not merged.
+times. Who holds what is only the dealer's to say, and its holders': it is not merged.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from freewheel.data.batches import Lease
-from freewheel.data.spans import Span, Spans, common, minus, size, union
+from freewheel.data.batches import Lease, Span, Spans, common, minus, size, union
 from freewheel.fabric.notes import pack, read
 
-Owner: TypeAlias = tuple[int, int]
-"""A worker's rank, and which life of it."""
-BEHIND = 3
-"""A pass is closed when another is so many ahead: until then a worker that was cut off may bring news."""
-MOST_SPANS = 2048
-"""How many finished spans are told of one pass; shorter ones beyond are dealt again rather than told."""
-MOST_NUMBERS = 24000
-"""How long a ledger may be as numbers, so that it fits into a message; the oldest passes are left out."""
-MOST_ENTRIES = 1 << 17
-"""How many passes, spans and owners a ledger takes in from others: far more than workers make, some 20 MB."""
+Owner: TypeAlias = tuple[int, int]  # a worker's rank, and which life of it
+BEHIND = 3  # a pass is closed when another is so many ahead: till then one that was cut off may bring news
+MOST_SPANS = 2048  # told of one pass; shorter ones beyond are dealt again rather than told
+MOST_NUMBERS = 24000  # in a ledger, so that it fits into a message; the oldest passes are left out
+MOST_ENTRIES = 1 << 17  # passes, spans and owners taken in: far more than workers make, some 20 MB
 LEDGER = (int, int, [(int, int, [(int, int)], [(int, int)], [(int, int, int)], [(int, int, int, int)])])
 """As numbers: floor, past; of a pass its number, whether it was left, finished, lost, counts, who holds."""
 
@@ -43,20 +29,15 @@ LEDGER = (int, int, [(int, int, [(int, int)], [(int, int)], [(int, int, int)], [
 class Pass:
     """One pass over the data."""
 
-    finished: Spans = field(default_factory=list)
-    lost: Spans = field(default_factory=list)
-    counts: dict[Owner, int] = field(default_factory=dict)
+    finished: Spans = field(default_factory=list)  # by anybody
+    lost: Spans = field(default_factory=list)  # dealt to workers that were lost before they told
+    counts: dict[Owner, int] = field(default_factory=dict)  # how many each has finished, in each of its lives
     held: dict[Owner, Spans] = field(default_factory=dict)
-    left: bool = False
+    left: bool = False  # whether a worker has broken it off, so that it may never be completed
 
     def excess(self) -> int:
-        """How many samples are known to have been finished more than once."""
+        """How many samples are known to have been finished twice: more are counted than finished."""
         return sum(self.counts.values()) - size(self.finished)
-
-    def entries(self) -> int:
-        """How much memory it takes, in spans and owners."""
-        held = sum(map(len, self.held.values()))
-        return 1 + len(self.finished) + len(self.lost) + len(self.counts) + len(self.held) + held
 
     def had(self) -> Counter[int]:
         """How many samples each worker has finished or holds, by rank, as far as is known."""
@@ -73,30 +54,25 @@ class Ledger:
 
     def __init__(self, length: int) -> None:
         self.length = length
-        self.floor = 0
-        """Passes below this one are closed."""
-        self.past = 0
-        """How many samples were finished in them."""
+        self.floor = self.past = 0  # passes below are closed; how many samples were finished in them
         self.passes: dict[int, Pass] = {}
 
     def entries(self) -> int:
         """How much memory it takes: passes, spans and owners."""
-        return sum(one.entries() for one in self.passes.values())
+        parts = [(one.finished, one.lost, one.counts, one.held) for one in self.passes.values()]
+        held = [spans for *_, held in parts for spans in held.values()]
+        return len(parts) + sum(map(len, held)) + sum(len(some) for each in parts for some in each)
 
     # -- dealing --
 
     def open(self, number: int) -> Pass | None:
         """A pass, begun if need be; None if it is closed."""
-        if number < self.floor:
-            return None
-        return self.passes.setdefault(number, Pass())
+        return self.passes.setdefault(number, Pass()) if number >= self.floor else None
 
     def free(self, number: int) -> Spans:
         """What is left to deal in a pass."""
-        one = self.passes.get(number)
-        if number < self.floor:
-            return []
-        return minus([(0, self.length)], union(one.finished, *one.held.values()) if one else [])
+        one = self.open(number)
+        return [] if one is None else minus([(0, self.length)], union(one.finished, *one.held.values()))
 
     def deal(
         self, owner: Owner, number: int, cut: Callable[[int, Spans], Span | None], since: int = 0
@@ -107,11 +83,8 @@ class Ledger:
         comes last: a worker that was only cut off may come back meanwhile and say that it has finished it.
         """
         self.open(number)
-        for q in sorted(self.passes):
-            one = self.passes[q]
-            if not since <= q <= number:
-                continue
-            free = self.free(q)
+        for q in sorted(q for q in self.passes if since <= q <= number):
+            one, free = self.passes[q], self.free(q)
             fresh, before = minus(free, one.lost), common(free, one.lost)
             for again in (True, False) if q < number else (False, True):
                 span = cut(q, before if again else fresh)
@@ -126,34 +99,26 @@ class Ledger:
 
     def held(self, number: int, but: Owner) -> bool:
         """Whether anybody else holds samples of this pass or an earlier one."""
-        return any(
-            spans and owner != but
-            for q, one in self.passes.items()
-            if q <= number
-            for owner, spans in one.held.items()
-        )
+        holders = (one.held.items() for q, one in self.passes.items() if q <= number)
+        return any(spans and owner != but for held in holders for owner, spans in held)
 
     # -- what is heard --
 
     def finish(self, owner: Owner, number: int, start: int, stop: int) -> None:
         """A worker has finished samples it held."""
-        one = self.open(number)
-        if one is None:
-            return
-        done = [(start, stop)]
-        one.finished = union(one.finished, done)
-        one.counts[owner] = one.counts.get(owner, 0) + stop - start
-        one.held[owner] = minus(one.held.get(owner, []), done)
+        if (one := self.open(number)) is not None:
+            done = [(start, stop)]
+            one.finished = union(one.finished, done)
+            one.counts[owner] = one.counts.get(owner, 0) + stop - start
+            one.held[owner] = minus(one.held.get(owner, []), done)
 
     def hold(self, owner: Owner, held: dict[int, Spans]) -> None:
         """A worker says what it holds: this and nothing else."""
         for number in {*self.passes, *held}:
-            if (one := self.open(number)) is None:
-                continue
-            if spans := minus(union(held.get(number, [])), one.finished):
-                one.held[owner] = spans
-            else:
+            if (one := self.open(number)) is not None:
                 one.held.pop(owner, None)
+                if spans := minus(union(held.get(number, [])), one.finished):
+                    one.held[owner] = spans
 
     def lose(self, owner: Owner) -> None:
         """A worker is lost: what it held may be dealt again."""
@@ -171,11 +136,9 @@ class Ledger:
             raise ValueError(f"more than {MOST_ENTRIES} passes, spans and owners")
         if theirs.floor > self.floor:
             self.floor, self.past = theirs.floor, theirs.past
-            for number in [q for q in self.passes if q < self.floor]:
-                del self.passes[number]
+            self.passes = {q: one for q, one in self.passes.items() if q >= self.floor}
         for number, other in theirs.passes.items():
-            one = self.open(number)
-            if one is None:
+            if (one := self.open(number)) is None:
                 continue
             one.finished = union(one.finished, other.finished)
             one.lost = minus(union(one.lost, other.lost), one.finished)
@@ -203,17 +166,15 @@ class Ledger:
 
     def tidy(self) -> None:
         """Close passes that are long over, or were broken off or never begun."""
-        while self.passes and (over := max(self.passes) - BEHIND + 1) > self.floor:
-            one = self.passes.get(self.floor)
-            if one is None:  # all in one go: somebody may say that it is in any pass
-                begun = min(over, *(q for q in self.passes if q > self.floor))
-                self.past += self.length * (begun - self.floor)
-                self.floor = begun
-                continue
+        over = max(self.floor, max(self.passes, default=0) - BEHIND + 1)
+        for q in sorted({over, *(q for q in self.passes if q < over)}):
+            self.past += self.length * (q - self.floor)  # in one go: somebody may say that it is in any pass
+            self.floor = q
+            one = self.passes.get(q, Pass())
             done = size(one.finished)
-            if not one.left and (done < self.length or any(one.held.values())):
+            if q == over or (not one.left and (done < self.length or any(one.held.values()))):
                 return
-            del self.passes[self.floor]
+            del self.passes[q]
             self.past += done
             self.floor += 1
 
@@ -225,24 +186,20 @@ class Ledger:
 
     # -- as numbers --
 
-    def encode(self, held: bool = False) -> list[float]:
-        """All of it as numbers, with who holds what if asked to."""
+    def encode(self) -> list[float]:
+        """All of it as numbers, with who holds what."""
         told: list[tuple[float, ...]] = []
         left = MOST_NUMBERS
-        for number in sorted(self.passes, reverse=True):
-            row = self._encode(number, held)
+        for number, one in sorted(self.passes.items(), reverse=True):
+            spans = [sorted(some, key=lambda span: span[0] - span[1]) for some in (one.finished, one.lost)]
+            counts = [(*who, count) for who, count in one.counts.items()]
+            holds = [(*who, *span) for who, some in one.held.items() for span in some]
+            rows: tuple[list[Any], ...] = (*spans, counts, holds)
+            row = pack(number, one.left, *(some[:MOST_SPANS] for some in rows))
             if (left := left - len(row)) < 0:
                 break
             told.insert(0, row)
         return [self.floor, self.past, *pack(told)]
-
-    def _encode(self, number: int, held: bool) -> tuple[float, ...]:
-        one = self.passes[number]
-        spans = [sorted(spans, key=lambda span: span[0] - span[1]) for spans in (one.finished, one.lost)]
-        counts = [(*who, count) for who, count in one.counts.items()]
-        holds = [(*who, *span) for who, spans in one.held.items() for span in spans if held]
-        rows: list[Sequence[tuple[int, ...]]] = [*spans, counts, holds]
-        return pack(number, one.left, *(some[:MOST_SPANS] for some in rows))
 
     @classmethod
     def decode(cls, length: int, numbers: Iterator[int]) -> Ledger:

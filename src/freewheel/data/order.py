@@ -1,19 +1,25 @@
-"""The order of the samples in a pass, the same on all workers: by the seed, or by a sampler of the user's."""
+"""The order of the samples in a pass, the same on all workers: by the seed, or by a sampler of the user's.
+
+And whether it is the same: what a data set sums up to, and what to say of two that differ.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import random
+import zlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler
+from torch.utils.data import DistributedSampler, TensorDataset
 
-from freewheel.data.sameness import summed
+from freewheel.data.batches import Key
 from freewheel.errors import ConfigError, at_least
+
+KINDS = ("in order", "shuffled", "by a sampler", "shuffled by blocks")
+LOOKS = 64  # how many samples are looked at, spread evenly: reading all could take as long as training
 
 
 def check_batch_size(batch_size: Any) -> None:
@@ -63,10 +69,6 @@ class Seeded:
         inside = [torch.randperm(self.blocks[one], generator=generator) + starts[one] for one in blocks]
         return torch.cat([torch.arange(0), *inside])
 
-    def sum(self, drawn: Any) -> int:
-        """What all workers must have in common, beside the seed: the blocks."""
-        return summed(self.blocks) if self.blocks is not None else 0
-
 
 class Sampled:
     """Samples, or whole batches, as a sampler gives them: all workers let it draw from the same seeds."""
@@ -90,43 +92,33 @@ class Sampled:
             ) from None
 
     def draw(self, epoch: int) -> Sequence[Any]:
-        """The order of a pass."""
+        """The order of a pass. All it may draw from follows from a seed; the script's own numbers stay."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
-        with drawing(self.sampler, number(f"sampler/{self.seed}/{epoch}")):
-            drawn = [list(one) if self.batched else int(one) for one in self.sampler]
+        seed = number(f"sampler/{self.seed}/{epoch}")
+        for one in _generators(self.sampler, 3):
+            if isinstance(one, torch.Generator):
+                one.manual_seed(seed)
+            elif isinstance(one, random.Random):
+                one.seed(seed)
+            else:
+                one.bit_generator.state = type(one.bit_generator)(seed).state
+        with torch.random.fork_rng(devices=[]):
+            python, numpy = random.getstate(), np.random.get_state()
+            random.seed(seed)
+            np.random.seed(seed % 2**32)
+            torch.default_generator.manual_seed(seed)
+            try:
+                drawn = [list(one) if self.batched else int(one) for one in self.sampler]
+            finally:
+                random.setstate(python)
+                np.random.set_state(numpy)
         if len(drawn) != self.length:
             raise ConfigError(
                 f"pass {epoch} of {type(self.sampler).__name__} has {len(drawn)} draws, and its len is "
                 f"{self.length}. Let both be the same in every pass."
             )
         return drawn
-
-    def sum(self, drawn: Sequence[Any]) -> int:
-        """What all workers must have in common."""
-        return summed(drawn)
-
-
-@contextlib.contextmanager
-def drawing(sampler: Any, seed: int) -> Iterator[None]:
-    """Let all that a sampler may draw from follow from a seed; the script's own random numbers stay."""
-    for one in _generators(sampler, 3):
-        if isinstance(one, torch.Generator):
-            one.manual_seed(seed)
-        elif isinstance(one, random.Random):
-            one.seed(seed)
-        else:
-            one.bit_generator.state = type(one.bit_generator)(seed).state
-    with torch.random.fork_rng(devices=[]):
-        python, numpy = random.getstate(), np.random.get_state()
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
-        torch.default_generator.manual_seed(seed)
-        try:
-            yield
-        finally:
-            random.setstate(python)
-            np.random.set_state(numpy)
 
 
 def _generators(sampler: Any, deep: int) -> Iterator[Any]:
@@ -136,3 +128,46 @@ def _generators(sampler: Any, deep: int) -> Iterator[Any]:
             yield one
         elif deep and "sampler" in type(one).__name__.lower():
             yield from _generators(one, deep - 1)
+
+
+def fingerprint(dataset: Any) -> int:
+    """What samples sum up to that can be looked at without loading any; 0: there are none such.
+
+    Reading a data set of a user's own could draw random numbers, or take long.
+    """
+    parts = dataset.tensors if isinstance(dataset, TensorDataset) else [dataset]
+    if not all(isinstance(one, torch.Tensor | list | tuple | range | str | bytes) for one in parts):
+        return 0
+    return summed([_plain(one[k]) for one in parts for k in range(0, len(one), max(1, len(one) // LOOKS))])
+
+
+def _plain(value: Any) -> Any:
+    """Of a tensor its numbers, wherever it lies, or their sum."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return str(value.dtype), tuple(value.shape), zlib.crc32(raw.numpy().data)
+
+
+def summed(values: Sequence[Any]) -> int:
+    """A number that plain values have in common with equal ones; 0: they are not plain."""
+    text = repr(values)
+    return 0 if " at 0x" in text else zlib.crc32(text.encode()) or 1
+
+
+def differs(rank: int, mine: Key, other: int, theirs: Key) -> ConfigError:
+    """What to tell the user of a worker whose data are not those of another."""
+    one, two = (
+        f"{key.length} samples, {KINDS[key.kind % 4]} with seed {key.seed}"
+        + (f", in {key.grid} batches" if key.grid else "")
+        for key in (mine, theirs)
+    )
+    if one == two:
+        return ConfigError(
+            f"worker {rank}'s loader gives another order than worker {other}'s. Let a sampler draw from its "
+            "generator or from global random numbers; materialize a Ray dataset once."
+        )
+    return ConfigError(
+        f"worker {rank}'s loader has {one}; worker {other}'s has {two}. Give all the same; one worker's data "
+        "need torch's DataLoader."
+    )

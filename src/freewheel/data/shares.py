@@ -14,38 +14,27 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from freewheel.data.batches import size
 from freewheel.data.ledger import Ledger
-from freewheel.data.spans import size
 
-LEASE_S = 1.0
-"""How long a lease should last."""
-FIRST = 4
-"""Batches in the first lease of a worker whose rate nobody knows yet."""
-ASKERS = 16
-"""How many workers may ask in that time; where there are more, leases last longer."""
-BRIEF_S = 0.02
-"""What is done in this time need not be dealt in several leases."""
-FASTEST = 200.0
-"""Steps a second beyond which a worker's speed does not count: they are shorter than asking for them."""
-SOON_S = 0.05
-"""Who should ask within this time is waited for."""
-LATE_S, FIRST_S = 0.25, 1.0
-"""And for so long beyond it, the second where its rate is not known yet; then no more, until it has asked."""
+LEASE_S = 1.0  # how long a lease should last
+FIRST = 4  # batches in the first lease of a worker whose rate nobody knows yet
+ASKERS = 16  # how many workers may ask in that time; where there are more, leases last longer
+BRIEF_S = 0.02  # what is done in this time need not be dealt in several leases
+FASTEST = 200.0  # steps a second beyond which a speed does not count: they are shorter than asking for them
+SOON_S = 0.05  # who should ask within this time is waited for
+LATE_S, FIRST_S = 0.25, 1.0  # and so long beyond it (FIRST_S: of unknown rate); then not until it has asked
 
 
 @dataclass(slots=True)
 class Asker:
     """What a worker last said of itself; at first it has said nothing."""
 
-    rate: float = 0.0
-    """Samples a second; 0: not known."""
+    rate: float = 0.0  # samples a second; 0: not known
     batch: int = 0
-    number: int = -1
-    """The pass it is in."""
-    due_s: float = 0.0
-    """When it should ask again, by its rate and what it holds."""
-    absent: bool = False
-    """Whether it was waited for in vain."""
+    number: int = -1  # the pass it is in
+    due_s: float = 0.0  # when it should ask again, by its rate and what it holds
+    absent: bool = False  # whether it was waited for in vain
 
 
 class Shares:
@@ -53,8 +42,7 @@ class Shares:
 
     def __init__(self) -> None:
         self.askers: defaultdict[int, Asker] = defaultdict(Asker)
-        self._newest, self._began_s = -1, 0.0
-        """The last pass of which somebody asked for samples, and when that was first."""
+        self._newest, self._began_s = -1, 0.0  # the last pass of which somebody asked for samples, since when
 
     def heard(self, rank: int, number: int, wants: bool, rate: float, batch: int, now_s: float) -> None:
         """A worker asks, or says that a pass has ended for it."""
@@ -63,15 +51,15 @@ class Shares:
         if wants and number > self._newest:
             self._newest, self._began_s = number, now_s
 
-    def dealt(self, rank: int, held: int, now_s: float) -> None:
-        """A worker now holds so many samples."""
-        asker = self.askers[rank]
-        asker.due_s = now_s + (held / asker.rate if asker.rate else 0.0)
-
     def grant(self, ledger: Ledger, rank: int, number: int, members: Sequence[int], now_s: float) -> int:
         """How many samples a worker gets of a pass; 0: it is to ask again soon."""
         rate, batch = self.askers[rank].rate, self.askers[rank].batch
-        parts = self._parts(members)
+        # By speed; one of unknown rate is as fast as the others.
+        askers = {one: self.askers[one] for one in members}
+        known = {one: min(asker.rate, FASTEST * asker.batch) for one, asker in askers.items() if asker.rate}
+        usual = sum(known.values()) / len(known) if known else 1.0
+        total = sum(known.values()) + usual * (len(members) - len(known))
+        parts = {one: known.get(one, usual) / total for one in members}
         free, one = size(ledger.free(number)), ledger.open(number)
         share = free * parts[rank]
         most = min(self.aim(rank, len(members)), max(share / 2, min(share, rate * BRIEF_S)))
@@ -79,11 +67,9 @@ class Shares:
             return max(batch, int(most))
         had = one.had()
         left = {peer: ledger.length * part - had[peer] for peer, part in parts.items()}
-        room = free - sum(
-            self._kept(peer, number, left[peer], not had[peer], batch, now_s)
-            for peer in members
-            if peer != rank
-        )
+        others = {peer: many for peer, many in left.items() if peer != rank}
+        kept = (self._kept(peer, number, many, not had[peer], batch, now_s) for peer, many in others.items())
+        room = free - sum(kept)
         if left[rank] >= batch or not had[rank]:  # two who are within their shares never wait for each other,
             room = max(room, int(left[rank]), batch)  # nor two whose shares are less than a batch
         return max(batch, int(min(most, room))) if room >= min(batch, free) else 0
@@ -92,14 +78,6 @@ class Shares:
         """How many samples last a while."""
         asker = self.askers[rank]
         return asker.rate * LEASE_S * max(1.0, workers / ASKERS) or FIRST * asker.batch
-
-    def _parts(self, members: Sequence[int]) -> dict[int, float]:
-        """Each worker's part of a pass, by its speed; one of unknown rate is as fast as the others."""
-        askers = {one: self.askers[one] for one in members}
-        known = {one: min(asker.rate, FASTEST * asker.batch) for one, asker in askers.items() if asker.rate}
-        usual = sum(known.values()) / len(known) if known else 1.0
-        total = sum(known.values()) + usual * (len(members) - len(known))
-        return {one: known.get(one, usual) / total for one in members}
 
     def _kept(self, peer: int, number: int, left: float, first: bool, batch: int, now_s: float) -> int:
         """How many samples are kept for a worker that is about to ask for them; one batch for its first."""

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from freewheel.data.order import Sampled, Seeded, number
-from freewheel.data.sameness import fingerprint
+from freewheel.data.order import Sampled, Seeded, fingerprint, number
 from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.loading.base import END, SHOWN, BaseLoader, Side
 from freewheel.runtime.loading.sampler import LeaseSampler

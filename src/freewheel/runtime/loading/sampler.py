@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -12,11 +11,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import Sampler
 
-from freewheel.data.batches import Batch, Key
+from freewheel.data.batches import Batch, Key, Spans, size, union
 from freewheel.data.leases import LeaseQueue
 from freewheel.data.ledger import BEHIND, Ledger
-from freewheel.data.order import Sampled, Seeded, check_batch_size, number
-from freewheel.data.spans import Spans, size, union
+from freewheel.data.order import Sampled, Seeded, check_batch_size, number, summed
 from freewheel.errors import ConfigError
 from freewheel.fabric.notes import whole
 from freewheel.runtime.loading.base import Side
@@ -60,12 +58,17 @@ class LeaseSampler(Sampler[list[int]]):
         self.drawn: deque[Batch] = deque()
         """Batches that DataLoader has been given and the loop has not finished."""
         self._order: Callable[[int], Any] = functools.lru_cache(maxsize=BEHIND)(source.draw)
-        self.order_sum = functools.lru_cache(maxsize=2)(lambda epoch: source.sum(self._order(epoch)))
+        self.order_sum = functools.lru_cache(maxsize=2)(self._order_sum)
         # Where all step together: how many batches this worker has finished of a pass, of how many parts (0:
         # they are not alike); of which pass; in which one a state was loaded; whether it has had any batch.
         self._made = self._parts = 0
         self._part_of = self._loaded = -1
         self._used = False
+
+    def _order_sum(self, epoch: int) -> int:
+        """What all workers must have in common, beside the seed: the blocks, or what the sampler draws."""
+        common = self.source.blocks if isinstance(self.source, Seeded) else self._order(epoch)
+        return summed(common) if common is not None else 0
 
     def _count(self) -> int:
         length, world_size, batched = self.length, self.side.world_size, self.source.batched
@@ -151,9 +154,7 @@ class LeaseSampler(Sampler[list[int]]):
         return self._filled(patient=True) and not self.agent.stopped
 
     def _filled(self, patient: bool) -> bool:
-        self.queue.rate.pause(time.monotonic())
         self.agent.wait(self.queue.fill(patient), lambda: self.agent.stopped)
-        self.queue.rate.go_on(time.monotonic())
         return bool(self.queue.ready)
 
     def end(self, left: bool, in_hand: bool) -> None:
