@@ -20,8 +20,8 @@ from torch import nn
 import crew
 import forked
 import freewheel as fw
+from freewheel.runtime.checkpoint.shards import Writer
 from freewheel.runtime.checkpoint.taker import Checkpoints
-from freewheel.runtime.checkpoint.writer import Writer
 from freewheel.runtime.launch.launcher import Captured, launch
 from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.place import Place

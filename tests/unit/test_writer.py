@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from freewheel.runtime.checkpoint import shards
-from freewheel.runtime.checkpoint.shards import Manifest
-from freewheel.runtime.checkpoint.writer import Writer
+from freewheel.runtime.checkpoint.shards import Manifest, Writer
 
 DEADLINE_S = 60.0
 STATE = {name: {"part": torch.zeros(4096)} for name in shards.PARTS}  # a shard is far larger than a manifest

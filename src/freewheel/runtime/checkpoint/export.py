@@ -16,8 +16,7 @@ from freewheel.runtime.checkpoint import shards
 from freewheel.runtime.checkpoint.shards import Damaged, Manifest
 from freewheel.runtime.worker.buffers import TensorMean
 
-CENTRE = "centre"
-"""The vector that a strategy with a server keeps: its model, which is the answer."""
+CENTRE = "centre"  # the vector that a strategy with a server keeps: its model, which is the answer
 
 
 def export(folder: Path, out: Path, step: int | None = None, force: bool = False) -> str:

@@ -27,15 +27,13 @@ from freewheel.runtime.worker.checks import first_difference
 from freewheel.runtime.worker.inventory import Inventory
 from freewheel.runtime.worker.optimizers import members
 
-TOGETHER = ("all", "neighbours", "group")
-"""Whose steps, in the words of `Strategy.waits_for`, are numbered alike on several workers."""
-FOREIGN = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
-"""Endings of checkpoints that other programs write."""
+TOGETHER = ("all", "neighbours", "group")  # words of `Strategy.waits_for`: whose steps are numbered alike
+FOREIGN = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # endings of other programs' checkpoints
 
 log = logging.getLogger("freewheel")
 
+# What a worker begins with: step, origin, a shard's parts (None where it has no such part of its own).
 Resumed: TypeAlias = tuple[int, str, dict[str, Any]]
-"""What a worker begins with: step, origin, a shard's parts (None where it has no such part of its own)."""
 
 
 class Offer(NamedTuple):
@@ -121,8 +119,13 @@ def _plan(
             {one.set: one for one in some if one[:3] == (newest[0].origin, size, rank)}
             for rank, some in enumerate(there)
         ]
-        chosen = _choose(theirs, waits_for)
-        if chosen is None:
+        common = set.intersection(*map(set, theirs)) if waits_for in TOGETHER else ()
+        if common:
+            last = max(common, key=lambda name: max(sets[name].time for sets in theirs))
+            chosen = [sets[last] for sets in theirs]
+        elif all(theirs) and waits_for not in ("all", "neighbours"):  # groups may have no set in common
+            chosen = [max(sets.values(), key=lambda one: one.time) for sets in theirs]
+        else:
             missing = [rank for rank, sets in enumerate(theirs) if not sets]
             what = f"shard of worker {missing[0]} of {size}" if missing else "set that all have written"
             wrong.append(f"{home} has no {what}.")
@@ -140,25 +143,10 @@ def _plan(
     }
 
 
-def _choose(theirs: Sequence[dict[str, Offer]], waits_for: str) -> list[Offer] | None:
-    """A shard of each rank: of the newest set that all have, or each one's own newest."""
-    common = set.intersection(*map(set, theirs)) if waits_for in TOGETHER else ()
-    if common:
-        newest = max(common, key=lambda name: max(sets[name].time for sets in theirs))
-        return [sets[newest] for sets in theirs]
-    # Groups are at different steps, and may have no set in common.
-    if waits_for in ("all", "neighbours") or not all(theirs):
-        return None
-    return [max(sets.values(), key=lambda one: one.time) for sets in theirs]
-
-
 def _other(was: Manifest, now: Manifest) -> str | None:
     """Why a shard of this kind is not for this run."""
-    for what, then, here in (
-        ("strategy", was.strategy, now.strategy),
-        ("optimizer", was.optimizer, now.optimizer),
-    ):
-        if then != here:
+    for what in ("strategy", "optimizer"):
+        if (then := getattr(was, what)) != (here := getattr(now, what)):
             return f"its {what} is {then}, not {here}. Take {then}, or begin anew."
     if was.model != now.model:
         why = first_difference(was.model, now.model, "in the checkpoint")

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: a folder for each set, and in it a shard and a manifest for each worker.
+"""Checkpoints on disk: a folder for each set, a shard and a manifest for each worker, who writes in a thread.
 
     PATH/step-00000100-3f2a9c01/worker-0-5d41402abc4b.pt     what worker 0 had after step 100, by torch.save
     PATH/step-00000100-3f2a9c01/worker-0.json                its manifest: of which run and model, its digest
@@ -10,11 +10,15 @@ before is untouched until then.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
+import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from io import BufferedRandom
@@ -23,13 +27,15 @@ from typing import Any
 
 import torch
 
-from freewheel.errors import first_line
+from freewheel.errors import ConfigError, first_line
+from freewheel.fabric.base import Notice
 
 FORMAT = 2
 TEMPORARY = ".tmp"
 TRIES = 10
-PARTS = {"weights", "buffers", "optimizer", "random", "loaders", "strategy", "extra"}
-"""What a shard holds, by name."""
+PARTS = {"weights", "buffers", "optimizer", "random", "loaders", "strategy", "extra"}  # what a shard holds
+
+log = logging.getLogger("freewheel")
 
 
 class Damaged(Exception):
@@ -113,17 +119,17 @@ def write(home: Path, manifest: Manifest, state: dict[str, Any]) -> None:
     _flush_folder(home)
 
 
-def tidy(home: Path, ranks: Iterable[int], sets: str = "step-*") -> None:
+def tidy(home: Path, ranks: Iterable[int]) -> None:
     """Remove what these workers have written that no manifest names: they failed, or wrote it again."""
     for rank in ranks:
-        left = _each(home, f"worker-{rank}{TEMPORARY}", sets)
-        for path in _each(home, f"worker-{rank}-*.pt", sets):
+        left = _each(home, f"worker-{rank}{TEMPORARY}")
+        for path in _each(home, f"worker-{rank}-*.pt"):
             manifest = _read(path.parent / f"worker-{rank}.json")
             if isinstance(manifest, str) or manifest.file != path.name:
                 left.append(path)
         for path in left:
             path.unlink(missing_ok=True)
-    for folder in home.glob(sets):
+    for folder in home.glob("step-*"):
         with contextlib.suppress(OSError):
             folder.rmdir()  # if it is empty
 
@@ -167,10 +173,10 @@ def load(shard: Manifest) -> dict[str, Any]:
     return state
 
 
-def _each(home: Path, pattern: str, sets: str = "step-*") -> list[Path]:
-    """The files of some sets; a worker may clear one away meanwhile."""
+def _each(home: Path, pattern: str) -> list[Path]:
+    """The files of all sets; a worker may clear one away meanwhile."""
     found: list[Path] = []
-    for folder in home.glob(sets):
+    for folder in home.glob("step-*"):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found += folder.glob(pattern)
     return found
@@ -209,3 +215,83 @@ def _read(path: Path) -> Manifest | str:
     except (ValueError, TypeError, KeyError, AttributeError):
         good = False
     return one if good else "it is not a manifest of Freewheel"
+
+
+class Writer:
+    """Writes a worker's shards one at a time, in a thread of its own, and removes those that are old.
+
+    What goes wrong here costs a checkpoint, with one warning, and never the run.
+    """
+
+    def __init__(self, home: Path, manifest: Manifest, counts: dict[str, int], notice: Notice) -> None:
+        self.home, self.keep = home, 1
+        self._manifest, self._counts, self._notice = manifest, counts, notice
+        self._thread: threading.Thread | None = None
+        self._fails = False
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"checkpoints cannot be written to {home}: {error.strerror or error}. Give a folder."
+            ) from None
+        found, _ = find(home)
+        if manifest.rank == 0 and any(one.origin != manifest.origin for one in found):
+            log.warning("%s holds checkpoints of another training, too: they stay", home)
+        # Whose shards it cleans up: its own, and those of workers that a larger run had.
+        most = max([manifest.world_size, *(one.world_size for one in found)])
+        self._ranks = range(manifest.rank, most, manifest.world_size)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a shard is being written."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def begin(self, step: int, state: dict[str, Any]) -> None:
+        """Write a shard beside training; it must not change until that is done."""
+        manifest = dataclasses.replace(self._manifest, step=step, time=time.time())
+        self._thread = threading.Thread(
+            target=self._run, args=(manifest, state), name="freewheel-checkpoint", daemon=True
+        )
+        self._thread.start()
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the shard that is being written."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+        if self.busy:
+            log.warning("the last checkpoint is not written after %g s: %s", timeout_s, self.home)
+
+    def _run(self, manifest: Manifest, state: dict[str, Any]) -> None:
+        before = self._fails
+        try:
+            tidy(self.home, self._ranks)
+            write(self.home, manifest, state)
+            self._fails, said = False, f"of step {manifest.step}"
+            if before:
+                log.warning("checkpoints are written again: that of step %d is safe", manifest.step)
+        except Exception as error:
+            why = getattr(error, "strerror", None) or error
+            self._fails, said = True, f"none of step {manifest.step}: {why}"
+            if not before:
+                text = "no checkpoint of step %d: %s (%s). The last good one stays, training goes on"
+                log.warning(text, manifest.step, why, self.home)
+        self._counts["failed" if self._fails else "done"] += 1
+        self._notice("checkpoint", manifest.rank, said)
+        try:
+            tidy(self.home, self._ranks)
+            self._retire()
+        except OSError as error:  # what cannot be removed stays
+            log.warning("older checkpoints in %s cannot be cleared away: %s", self.home, error)
+
+    def _retire(self) -> None:
+        """Remove what is older than the last few, but not the newest set that is whole."""
+        found = [one for one in find(self.home)[0] if one.origin == self._manifest.origin]
+        mine = sorted(one.time for one in found if one.rank == self._manifest.rank)
+        if len(mine) <= self.keep:
+            return
+        count = collections.Counter(one.set for one in found)
+        whole = {one.time: one.set for one in found if count[one.set] == one.world_size}
+        newest = whole.get(max(whole, default=0.0))
+        for one in found:
+            if one.rank in self._ranks and one.time < mine[-self.keep] and one.set != newest:
+                one.delete()

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.checkpoint.resume import restore, resume
-from freewheel.runtime.checkpoint.shards import Manifest
-from freewheel.runtime.checkpoint.writer import Writer
+from freewheel.runtime.checkpoint.shards import Manifest, Writer
 from freewheel.runtime.membership.generation import Beginning
 from freewheel.runtime.membership.rendezvous import Rendezvous
 from freewheel.runtime.worker import optimizers
@@ -33,8 +32,7 @@ from freewheel.runtime.worker.checks import signature
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 MAPPINGS = (dict, collections.OrderedDict, collections.Counter)
-CLOSE_S = 600.0
-"""How long the end of a run waits for a checkpoint that is being written."""
+CLOSE_S = 600.0  # how long the end of a run waits for a checkpoint that is being written
 
 log = logging.getLogger("freewheel")
 
@@ -118,17 +116,7 @@ class Checkpoints:
                 f"checkpoints of this run go to {self._writer.home}; {path} is a second place. Give one path."
             )
         self._writer.keep = keep
-        if extra is not None:
-            self._claim(extra)
-        if every is not None:
-            self._every = every
-        else:
-            self._due = self._must = True
-            if not self._fed:
-                self.take()
-
-    def _claim(self, extra: Mapping[str, Any]) -> None:
-        for name, one in extra.items():
+        for name, one in (extra or {}).items():
             if not (hasattr(one, "state_dict") and hasattr(one, "load_state_dict")):
                 raise ConfigError(
                     f"checkpoint: extra has {name!r}, a {type(one).__name__} without state_dict and "
@@ -142,7 +130,14 @@ class Checkpoints:
                     f"{name} cannot be resumed: its load_state_dict says {error!r}. Make it as it was made "
                     "when the checkpoint was taken, or leave it out of extra."
                 ) from error
-        self._extra = dict(extra)
+        if extra is not None:
+            self._extra = dict(extra)
+        if every is not None:
+            self._every = every
+        else:
+            self._due = self._must = True
+            if not self._fed:
+                self.take()
 
     # -- from the loop --
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import time
 from collections.abc import Callable
@@ -15,20 +16,9 @@ from freewheel.records.counters import Counters
 from freewheel.runtime.worker.agent import Agent
 
 T = TypeVar("T")
-SHOWN = (
-    "dataset",
-    "collate_fn",
-    "num_workers",
-    "pin_memory",
-    "pin_memory_device",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-)
-"""What torch's DataLoader has and scripts look at: as the user has given it."""
+OWN = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"}
+# What else torch's DataLoader has and scripts look at: as the user has given it.
+SHOWN = [name for name in inspect.signature(DataLoader).parameters if name not in OWN]
 END = object()
 
 log = logging.getLogger("freewheel")
@@ -58,17 +48,14 @@ class BaseLoader:
     """
 
     batches: DataLoader[Any]
-    epoch: int
     epochs: int | None
     _counters: Counters
 
     def __init__(self, side: Side) -> None:
         self.side = side
         self.begun = self.under_way = False
-        self.left = False
-        """Whether the last pass was broken off."""
-        self.given = 0
-        """How many batches of the pass the loop has been given."""
+        self.left = False  # whether the last pass was broken off
+        self.epoch = self.given = 0  # `given`: how many batches of the pass the loop has been given
 
     def __getattr__(self, name: str) -> Any:
         """What else torch's DataLoader shows."""

@@ -57,13 +57,12 @@ class Loader(BaseLoader):
             )
         at_least("epochs", epochs, 1)
         super().__init__(side)
-        self.epoch = 0
         length, batched = count(dataset), batch_sampler is not None
         source: Seeded | Sampled = Seeded(length, shuffle, seed, blocks)
         if batched or sampler is not None:
             source = Sampled(batch_sampler if batched else sampler, seed, batched)
         size, drops = (1, False) if batched else (batch_size, drop_last)
-        self.leases = LeaseSampler(side, source, size, drops, epochs, fingerprint(dataset))
+        self.leases = LeaseSampler(side, source, size, drops, fingerprint(dataset))
         if batched and source.length > self.leases.dealt:
             log.warning(
                 "all workers step together, and %d batches cannot be divided among %d: the last %d of each "
@@ -79,8 +78,7 @@ class Loader(BaseLoader):
         options["generator"] = options.get("generator") or self.random
         self.batches = DataLoader(dataset, batch_sampler=self.leases, **options)
         self.sampler = sampler if sampler is not None else self.batches.sampler
-        self.in_hand = False
-        """Whether the loop has a batch that does not count as finished."""
+        self.in_hand = False  # whether the loop has a batch that does not count as finished
 
     def __len__(self) -> int:
         return len(self.leases)
@@ -113,7 +111,7 @@ class Loader(BaseLoader):
         if self.begun:
             self.given = 0
         self.epoch += self.begun
-        leases.begin(self.epoch)
+        leases.begin(self.epoch, last=self.epochs is not None and self.epoch >= self.epochs - 1)
         self.begun = self.under_way = True
         if self.random is not None:  # DataLoader seeds its processes from it
             self.random.manual_seed(number(f"processes/{leases.source.seed}/{self.epoch}/{self.side.rank}"))
@@ -176,17 +174,12 @@ class Loader(BaseLoader):
         theirs = {**state, "order of its sampler": self.leases.order_sum(state["epoch"])}
         other = [name for name, value in mine.items() if theirs.get(name) != value]
         over = state["begun"] and not state["under_way"]
-        if other:
-            if not over:
-                log.warning(
-                    "pass %d begins anew: the checkpoint was taken with another %s", state["epoch"], other[0]
-                )
-            self.set_epoch(state["epoch"] + over)
-            return
-        self.leases.load(state)
-        self.epoch, self.begun, self.given = state["epoch"], False, state["given"]
-        if over:
-            self.set_epoch(state["epoch"] + 1)
+        self.set_epoch(state["epoch"] + over)
+        if not other:
+            self.leases.load(state)
+            self.given = 0 if over else state["given"]
+        elif not over:
+            log.warning("pass %d begins anew: the checkpoint was taken with another %s", self.epoch, other[0])
 
     def _identity(self) -> dict[str, Any]:
         """What must be the same for a state to mean the same; where all step together, the batches too."""

@@ -21,8 +21,7 @@ from freewheel.runtime.loading.base import Side
 from freewheel.runtime.worker.agent import Agent
 
 log = logging.getLogger("freewheel")
-EARLIER = 0
-"""As which life of a worker that counts which it did in earlier runs."""
+EARLIER = 0  # as which life of a worker that counts which it did in earlier runs
 
 
 class LeaseSampler(Sampler[list[int]]):
@@ -38,25 +37,17 @@ class LeaseSampler(Sampler[list[int]]):
     """
 
     def __init__(
-        self,
-        side: Side,
-        source: Seeded | Sampled,
-        batch_size: int,
-        drop_last: bool = False,
-        epochs: int | None = None,
-        content: int = 0,
+        self, side: Side, source: Seeded | Sampled, batch_size: int, drop_last: bool = False, content: int = 0
     ) -> None:
         check_batch_size(batch_size)
         self.side, self.source, self.content, self.length = side, source, content, source.length
-        self.batch_size, self.drop_last, self.epochs = batch_size, drop_last, epochs
-        self.count = self._count()
-        """Batches of all workers in a pass."""
+        self.batch_size, self.drop_last = batch_size, drop_last
+        self.count = self._count()  # batches of all workers in a pass
         equal = side.parts and (drop_last or source.batched)
+        # Of how many samples a pass is over; of a batch sampler: batches.
         self.dealt = self.count * batch_size if equal else self.length
-        """Of how many samples a pass is over; of a batch sampler: batches."""
         self.epoch = 0
-        self.drawn: deque[Batch] = deque()
-        """Batches that DataLoader has been given and the loop has not finished."""
+        self.drawn: deque[Batch] = deque()  # DataLoader has been given them, the loop has not finished them
         self._order: Callable[[int], Any] = functools.lru_cache(maxsize=BEHIND)(source.draw)
         self.order_sum = functools.lru_cache(maxsize=2)(self._order_sum)
         # Where all step together: how many batches this worker has finished of a pass, of how many parts (0:
@@ -117,10 +108,9 @@ class LeaseSampler(Sampler[list[int]]):
 
     # -- a pass --
 
-    def begin(self, epoch: int) -> None:
-        """Begin a pass."""
+    def begin(self, epoch: int, last: bool) -> None:
+        """Begin a pass, maybe the last one."""
         self.epoch = epoch
-        last = self.epochs is not None and epoch >= self.epochs - 1
         self.queue.begin(epoch, last, order=self.order_sum(epoch))
         if not self.side.parts:
             return

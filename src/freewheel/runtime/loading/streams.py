@@ -38,6 +38,8 @@ class Every(IterableDataset[Any]):
 class StreamLoader(BaseLoader):
     """Passes over a stream. A dataset that has `set_epoch` is told which one begins."""
 
+    step = 1.0  # which part of a pass one step of every worker is; as if it were a whole one
+
     def __init__(
         self,
         dataset: Any,
@@ -68,7 +70,7 @@ class StreamLoader(BaseLoader):
         kept = dataset if self._every == 1 else Every(dataset, rank, world_size, rest=not side.parts)
         self.dataset, self.batch_size, self.drop_last, self.epochs = dataset, batch_size, drop_last, epochs
         self.batches = DataLoader(kept, batch_size, drop_last=drop_last, **options)
-        self.epoch = self._skip = self.samples = 0
+        self.samples = 0
 
     def __len__(self) -> int:
         each = -(-len(self.dataset) // self._every)  # TypeError as torch's, where a stream has no length
@@ -79,16 +81,6 @@ class StreamLoader(BaseLoader):
         """Passes that this worker has made: how long one is nobody knows before it is over."""
         return float(self.epoch + (self.begun and not self.under_way))
 
-    @property
-    def step(self) -> float:
-        """Which part of a pass one step of every worker is; as if it were a whole one."""
-        return 1.0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be this one."""
-        super().set_epoch(epoch)
-        self._skip = 0
-
     def goes_on(self, first: Any) -> bool:
         """Whether this is another one's next pass."""
         return self.begun and isinstance(first, StreamLoader) and first.dataset is self.dataset
@@ -96,20 +88,24 @@ class StreamLoader(BaseLoader):
     def __iter__(self) -> Iterator[Any]:
         if self.side.stopped():
             return
+        skip, self.given = 0 if self.begun else self.given, 0  # used before the checkpoint
         self.epoch += self.begun
         self.begun = self.under_way = True
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(self.epoch)
         self._counters = self.side.agent().counters
-        skip, self.given, self._skip = self._skip, 0, 0
         batches, self.left = iter(self.batches), True
         try:
             while (batch := self._timed(next, batches, END)) is not END:
                 self.given += 1
-                if self.given <= skip:  # used before the checkpoint
+                if self.given <= skip:
                     continue
                 yield batch
-                count = min(self.batch_size, _samples(batch, self.batch_size))
+                # The last one may be short.
+                parts = [
+                    one for one in pytree.tree_leaves(batch) if isinstance(one, torch.Tensor) and one.ndim
+                ]
+                count = min(self.batch_size, len(parts[0]) if parts else self.batch_size)
                 self._counters.samples += count
                 self.samples += count
                 if self.side.stopped():
@@ -126,11 +122,5 @@ class StreamLoader(BaseLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there: what was given before is read again and left out."""
-        self.epoch, self.begun = state["epoch"] + (state["begun"] and not state["under_way"]), False
-        self._skip = state["given"] if state["under_way"] else 0
-
-
-def _samples(batch: Any, usual: int) -> int:
-    """How many samples a batch has: the last one may be short."""
-    leaves = pytree.tree_leaves(batch)
-    return next((len(one) for one in leaves if isinstance(one, torch.Tensor) and one.ndim), usual)
+        self.set_epoch(state["epoch"] + (state["begun"] and not state["under_way"]))
+        self.given = state["given"] if state["under_way"] else 0
