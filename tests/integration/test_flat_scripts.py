@@ -13,7 +13,7 @@ from torch import nn
 import forked
 import freewheel as fw
 from crew import outcomes, together, worker
-from freewheel.runtime.checkpoint.export import export
+from freewheel.runtime.checkpoint.resume import export
 from freewheel.runtime.worker import means
 
 pytestmark = pytest.mark.integration

@@ -132,8 +132,8 @@ def test_what_others_say_while_a_checkpoint_is_taken_is_in_all_of_it_or_in_nothi
     """The steps of a position and its samples are of one moment."""
     known, heard = LeaseSampler.finished, []
 
-    def then_news(leases, ledger, used):
-        encoded = known(leases, ledger, used)
+    def then_news(leases, *given):
+        encoded = known(leases, *given)
         leases.agent.loop.call_soon(_news, leases)
         return encoded
 

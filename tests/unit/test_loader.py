@@ -15,8 +15,7 @@ import crew
 import freewheel as fw
 from freewheel.data.batches import Key
 from freewheel.data.order import Seeded, order
-from freewheel.runtime.loading.base import Side
-from freewheel.runtime.loading.sampler import LeaseSampler
+from freewheel.runtime.loading.sampler import LeaseSampler, Side
 
 sizes = {"length": st.integers(1, 200), "batch_size": st.integers(1, 20), "workers": st.integers(1, 9)}
 

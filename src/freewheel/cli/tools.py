@@ -106,9 +106,9 @@ def export(
     force: bool = option(False, "Write over a file that is there.", "--force"),
 ) -> None:
     """Turn a checkpoint folder into one state_dict: the mean of all workers, for model.load_state_dict."""
-    from freewheel.runtime.checkpoint import export
+    from freewheel.runtime.checkpoint import resume
 
-    print(export.export(folder, out, step, force))
+    print(resume.export(folder, out, step, force))
 
 
 def keys(

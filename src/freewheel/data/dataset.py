@@ -161,17 +161,16 @@ class DatasetLedger:
     def lease(self, owner: Owner, question: Question, now_s: float) -> Lease | int:
         """Deal, also what lost workers held; or say why not."""
         ledger, shares, peer, number = self.ledger, self.shares, owner[0], question.number
-        for holder in sorted({holder for one in ledger.passes.values() for holder in one.held}):
-            if not self._alive(holder):
-                ledger.lose(holder)
+        lost = {who for one in ledger.passes.values() for who in one.held if not self._alive(who)}
+        for one in ledger.passes.values() if lost else ():
+            one.lost = minus(union(one.lost, *(one.held.pop(who, []) for who in lost)), one.finished)
         self.count_doubles()
         if not self._alike(peer, question):
             return DIFFERS
         rate = question.rate / 1e6
         shares.heard(peer, number, question.wants, rate, question.size, now_s)
-        lease, most = None, question.size
+        lease, most, cut = None, question.size, self._part
         if question.wants:
-            cut = self._part
             if not question.parts:
                 cut = self._anywhere
                 most = shares.grant(ledger, peer, number, self._fabric.members, now_s)
@@ -215,7 +214,7 @@ class DatasetLedger:
             return None
         start, stop = span
         count = min(stop - start, max(most, batch))
-        return start, start + (count if count <= batch else count // batch * batch)
+        return start, start + (count // batch * batch or count)
 
     def _part(self, peer: int, question: Question, most: int, number: int, free: Spans) -> Span | None:
         """The same of its part, which goes round from pass to pass; then of what those left who have left it.

@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, TypeAlias
 
 from freewheel.data.batches import Key, Lease
 from freewheel.data.dataset import DIFFERS, GIVEN, REFUSED, DatasetLedger, Question
@@ -38,11 +37,7 @@ RETRY_S = 0.05  # after which a worker that was told to wait, or to ask another,
 MOST_DATASETS = 64  # that others have named, and this worker does not use (yet)
 REFUSALS = 3  # after so many a worker no longer believes that it will reach the dealer it is told to ask
 
-KEY = (int,) * len(Key._fields)
-"""How the data are named in each of these messages, after the number of the question."""
-QUESTION = (int,) * len(Question._fields)
-Service: TypeAlias = Callable[[int, Key, Iterator[int]], Coroutine[Any, Any, Note | None]]
-"""Takes what another says of some data; the answer, if it is to have one."""
+KEY = (int,) * len(Key._fields)  # names the data in each of these messages, after the question's number
 
 log = logging.getLogger("freewheel")
 
@@ -234,7 +229,8 @@ class Dealing:
 
     # -- services --
 
-    async def _served(self, act: Service, message: Message) -> None:
+    async def _served(self, act: Callable[..., Awaitable[Note | None]], message: Message) -> None:
+        """Let a service take what another says of some data; send the answer, if it is to have one."""
         try:
             told = whole(message.note)
             number, *key = read((int, *KEY), told)
@@ -256,16 +252,16 @@ class Dealing:
 
     async def _answer(self, peer: int, key: Key, told: Iterator[int]) -> Note:
         """Somebody asks this worker to deal."""
-        question = Question._make(read(QUESTION, told))
+        question = Question._make(read((int,) * len(Question._fields), told))
         news = Ledger.decode(key.length, told)
         if not question.size or (question.parts and not key.grid):
             raise ValueError("there is nothing to deal")
-        data, who = self._known(key, peer), (peer, question.life)
+        data = self._known(key, peer)
         if data.key != key:
             return (DIFFERS, data.by, 0, 0, 0, *data.key)
         answer: Lease | int = REFUSED
         if question.insists or self.fabric.members[0] == self.me[0]:
-            answer = await self._deal(data, who, question, news)
+            answer = await self._deal(data, (peer, question.life), question, news)
         if answer == DIFFERS:
             return (DIFFERS, data.orders[question.number][1], 0, 0, 0, *data.key)
         given = (GIVEN, *answer) if isinstance(answer, Lease) else (answer, 0, 0, 0, 0)

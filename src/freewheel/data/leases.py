@@ -23,23 +23,16 @@ class LeaseQueue:
     """The batches this worker holds of one set of data.
 
     `parts`: each worker is to keep to a part of its own. `drop`: batches that are short are left out.
-    `content` is what this worker's samples sum up to; 0: that cannot be said. `ready` and `finish` may be
-    used from another thread; coroutines belong to the fabric's.
+    `ready` and `finish` may be used from another thread; coroutines belong to the fabric's.
     """
 
     def __init__(
-        self,
-        dealing: Dealing,
-        key: Key,
-        size: int = 1,
-        parts: bool = False,
-        drop: bool = False,
-        content: int = 0,
+        self, dealing: Dealing, key: Key, size: int = 1, parts: bool = False, drop: bool = False
     ) -> None:
         self.dealing, self.data = dealing, dealing.use(key)
         self.finish, self.progress = self.data.finish, self.data.progress
         self.size, self.drop, self.number = size, drop, 0
-        self._question = Question(dealing.me[1], 0, 0, True, False, False, parts, size, 0, content, rate=0)
+        self._question = Question(dealing.me[1], 0, 0, True, False, False, parts, size, 0, 0, rate=0)
         self.since = 0  # what is left over of earlier passes is not wanted: this worker has broken one off
         self.ready: deque[Batch] = deque()
         self._said = GIVEN  # by the dealer: OVER, nothing more comes in this pass; WAIT, for what others hold
@@ -52,10 +45,13 @@ class LeaseQueue:
         self._worked_s, self._counted = 0.0, 0  # since the rate was measured, and what was finished by then
         dealing.settling.append(self.settle)
 
-    def begin(self, number: int, last: bool = False, order: int = 0) -> None:
-        """Begin a pass; `last`: wait for what others hold before it is over. `order`: what a sampler's is."""
+    def begin(self, number: int, last: bool = False, order: int = 0, content: int = 0) -> None:
+        """Begin a pass; `last`: wait for what others hold before it is over.
+
+        `order` and `content` are what the order, where a sampler makes it, and the samples sum up to.
+        """
         self.number = number
-        self._question = self._question._replace(number=number, last=last, order=order)
+        self._question = self._question._replace(number=number, last=last, order=order, content=content)
         self._said = GIVEN
 
     def due(self) -> bool:

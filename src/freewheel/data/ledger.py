@@ -120,11 +120,6 @@ class Ledger:
                 if spans := minus(union(held.get(number, [])), one.finished):
                     one.held[owner] = spans
 
-    def lose(self, owner: Owner) -> None:
-        """A worker is lost: what it held may be dealt again."""
-        for one in self.passes.values():
-            one.lost = minus(union(one.lost, one.held.pop(owner, [])), one.finished)
-
     def leave(self, number: int) -> None:
         """A pass was broken off: it need not be kept until it is complete."""
         if (one := self.open(number)) is not None:

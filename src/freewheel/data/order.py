@@ -33,17 +33,12 @@ def order(length: int, shuffle: bool, seed: int, epoch: int) -> torch.Tensor:
     """The order of a pass, the same on all workers."""
     if not shuffle:
         return torch.arange(length)
-    return torch.randperm(length, generator=seeded(f"order/{seed}/{epoch}"))
+    return torch.randperm(length, generator=torch.Generator().manual_seed(number(f"order/{seed}/{epoch}")))
 
 
 def number(name: str) -> int:
     """A seed by name, the same in every process."""
     return random.Random(name).getrandbits(62)
-
-
-def seeded(name: str) -> torch.Generator:
-    """A random generator seeded by name."""
-    return torch.Generator().manual_seed(number(name))
 
 
 class Seeded:
@@ -63,7 +58,7 @@ class Seeded:
         """The order of a pass."""
         if self.blocks is None:
             return order(self.length, self.shuffle, self.seed, epoch)
-        generator = seeded(f"blocks/{self.seed}/{epoch}")
+        generator = torch.Generator().manual_seed(number(f"blocks/{self.seed}/{epoch}"))
         starts = [0, *itertools.accumulate(self.blocks)]
         blocks = torch.randperm(len(self.blocks), generator=generator).tolist()
         inside = [torch.randperm(self.blocks[one], generator=generator) + starts[one] for one in blocks]

@@ -5,20 +5,26 @@ newest one. With another number of workers all begin with the mean of the old on
 
 Every worker says which shards it sees, worker 0 chooses, all read what it chose. If somebody finds a shard
 damaged, it says so, and they choose again without it.
+
+A folder of shards makes one state_dict, too: the answer the workers would have given.
 """
 
 from __future__ import annotations
 
 import itertools
 import logging
+import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
+from torch import Tensor
 
 from freewheel.errors import ConfigError
+from freewheel.records.files import check_writable
+from freewheel.replica import view
 from freewheel.runtime.checkpoint import shards
 from freewheel.runtime.checkpoint.shards import Damaged, Manifest
 from freewheel.runtime.membership.rendezvous import Rendezvous
@@ -28,6 +34,7 @@ from freewheel.runtime.worker.inventory import Inventory
 from freewheel.runtime.worker.optimizers import members
 
 TOGETHER = ("all", "neighbours", "group")  # words of `Strategy.waits_for`: whose steps are numbered alike
+CENTRE = "centre"  # the vector that a strategy with a server keeps: its model, which is the answer
 FOREIGN = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # endings of other programs' checkpoints
 
 log = logging.getLogger("freewheel")
@@ -212,3 +219,51 @@ def restore(state: dict[str, Any], inventory: Inventory) -> None:
         raise ConfigError(
             f"the optimizer's state cannot be resumed: {error}. Make the optimizer as it was made then."
         ) from error
+
+
+# -- one model --
+
+
+def export(folder: Path, out: Path, step: int | None = None, force: bool = False) -> str:
+    """Write the mean of the workers' weights and buffers, or the server's model, to a file; say so in words.
+
+    Of each worker's last shard of the newest training in a folder; of a step alone, where one is given.
+    """
+    if out.exists() and not force:
+        raise ConfigError(f"{out} is there already: give another file, or --force.")
+    check_writable(out)
+    found, wrong = shards.find(folder) if folder.is_dir() else ([], [f"{folder} is no folder."])
+    found = sorted((one for one in found if step in (None, one.step)), key=lambda one: one.time)
+    if not found:
+        why = " ".join(wrong) or f"it has no checkpoint{'' if step is None else f' of step {step}'}."
+        raise ConfigError(f"nothing in {folder} can be exported: {why} Give the folder of worker.checkpoint.")
+    origin, workers = found[-1].origin, found[-1].world_size
+    last = {one.rank: one for one in found if (one.origin, one.world_size) == (origin, workers)}
+    if missing := set(range(workers)).difference(last):
+        raise ConfigError(
+            f"{folder} has no shard of worker {min(missing)} of {workers}: copy all workers' files into one "
+            "folder first."
+        )
+    weights, buffers = TensorMean(), TensorMean(buffers=True)
+    centre: Tensor | None = None
+    for _, shard in sorted(last.items()):
+        try:
+            state = shards.load(shard)
+        except Damaged as error:
+            raise ConfigError(f"{error} Give --step of another checkpoint.") from None
+        centre = state["strategy"].get(CENTRE) if centre is None else centre
+        weights.add(state["weights"])
+        buffers.add(state["buffers"])
+    mean, at = weights.result(), 0
+    if centre is not None:
+        for name, tensor in mean.items():
+            mean[name] = view(centre, at, tensor).to(tensor.dtype)
+            at += tensor.numel()
+    merged = buffers.result() | mean
+    names = last[0].names or {name: name for name in merged}
+    model = {key: merged[name].clone() for key, name in names.items() if name in merged}
+    temporary = out.with_name(f"{out.name}.tmp")
+    torch.save(model, temporary)
+    os.replace(temporary, out)
+    steps = " and ".join(map(str, sorted({one.step for one in last.values()})))
+    return f"Wrote {out}: {len(model)} tensors; workers: {len(last)}, at step {steps}."

@@ -254,9 +254,8 @@ def copied(value: Any, kept: Any, where: str) -> Any:
         return value.to("cpu", copy=True)
     if type(value) in MAPPINGS:
         old = kept if isinstance(kept, dict) else {}
-        return type(value)(
-            {key: copied(one, old.get(key), f"{where}[{key!r}]") for key, one in value.items()}
-        )
+        parts = {key: copied(one, old.get(key), f"{where}[{key!r}]") for key, one in value.items()}
+        return type(value)(parts)
     if type(value) in (list, tuple):
         last = kept if isinstance(kept, list | tuple) and len(kept) == len(value) else [None] * len(value)
         return type(value)(copied(one, last[k], f"{where}[{k}]") for k, one in enumerate(value))
@@ -274,12 +273,9 @@ def random_state() -> dict[str, Any]:
     """Where Python's, NumPy's and torch's global random numbers are."""
     numpy: Any = np.random.get_state()
     kind, keys, *rest = numpy
-    state = {
-        "python": random.getstate(),
-        "torch": torch.get_rng_state(),
-        "numpy": (kind, keys.tolist(), *rest),
-    }
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    numpy = kind, keys.tolist(), *rest
+    state = {"python": random.getstate(), "torch": torch.get_rng_state(), "numpy": numpy}
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 

@@ -2,25 +2,88 @@
 
 All workers have the same order, from the seed and the number of the pass, of which pieces are dealt to them
 as they need them (data/dealing.py); each cuts its pieces into batches of its own size.
+
+Streams come one sample after the other and cannot be dealt: nobody can ask for a place in them. Every worker
+reads the stream and keeps, of each n samples that follow each other, one, by rank. So each is used once, as
+long as the stream is the same on all workers and nobody is lost. What a lost worker had left is not seen, and
+fast workers get no more than slow ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
+import itertools
 import logging
-from collections.abc import Iterator, Sequence
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from freewheel.data.order import Sampled, Seeded, fingerprint, number
+from freewheel.data.order import Sampled, Seeded, check_batch_size, fingerprint, number
 from freewheel.errors import ConfigError, at_least
-from freewheel.runtime.loading.base import END, SHOWN, BaseLoader, Side
-from freewheel.runtime.loading.sampler import LeaseSampler
-from freewheel.runtime.loading.streams import StreamLoader
+from freewheel.records.counters import Counters
+from freewheel.runtime.loading.sampler import LeaseSampler, Side
+
+T = TypeVar("T")
+OWN = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"}
+# What else torch's DataLoader has and scripts look at: as the user has given it.
+SHOWN = [name for name in inspect.signature(DataLoader).parameters if name not in OWN]
+END = object()
 
 log = logging.getLogger("freewheel")
+
+
+class BaseLoader:
+    """Passes over data, by torch's DataLoader; iterate again for the next pass.
+
+    `epoch` is the number of the pass under way, or of the first one; each new iteration adds one to it.
+    """
+
+    batches: DataLoader[Any]
+    _counters: Counters
+
+    def __init__(self, side: Side, drop_last: bool, epochs: int | None) -> None:
+        at_least("epochs", epochs, 1)
+        self.side, self.drop_last, self.epochs = side, drop_last, epochs
+        self.begun = self.under_way = False
+        self.left = False  # whether the last pass was broken off
+        self.epoch = self.given = 0  # `given`: how many batches of the pass the loop has been given
+
+    def __getattr__(self, name: str) -> Any:
+        """What else torch's DataLoader shows."""
+        if name in SHOWN and "batches" in self.__dict__:
+            return getattr(self.batches, name)
+        raise AttributeError(f"a worker's loader has no attribute {name!r}")
+
+    def say_lacking(self) -> None:
+        """Say so if one pass was made, to its end, where more were announced."""
+        if self.begun and not self.left and self.epoch == 0 and (self.epochs or 0) > 1:
+            log.warning(
+                "worker %d: the loop made 1 of the loader's %d epochs: one `for` over it is one epoch. "
+                "Put it into a loop over epochs",
+                self.side.rank,
+                self.epochs,
+            )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next pass be this one."""
+        at_least("epoch", epoch, 0)
+        self.epoch, self.begun, self.given = epoch, False, 0
+
+    def _where(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "begun": self.begun, "under_way": self.under_way, "given": self.given}
+
+    def _timed(self, act: Callable[..., T], *given: Any) -> T:
+        """Do it; how long the loop waits for it is counted. Every step comes here."""
+        self._counters.wait("data", time.perf_counter())
+        try:
+            return act(*given)
+        finally:
+            self._counters.go_on(time.perf_counter())
 
 
 class Loader(BaseLoader):
@@ -55,8 +118,7 @@ class Loader(BaseLoader):
                 "the loader has to know which batch the loop has finished and takes no in_order=False. "
                 "Leave it out."
             )
-        at_least("epochs", epochs, 1)
-        super().__init__(side)
+        super().__init__(side, drop_last, epochs)
         length, batched = count(dataset), batch_sampler is not None
         source: Seeded | Sampled = Seeded(length, shuffle, seed, blocks)
         if batched or sampler is not None:
@@ -72,7 +134,6 @@ class Loader(BaseLoader):
                 source.length - self.leases.dealt,
             )
         self.batch_size = None if batched else batch_size
-        self.drop_last, self.epochs = drop_last, epochs
         self.batch_sampler = batch_sampler if batched else self.leases
         self.random = None if options.get("generator") is not None else torch.Generator()
         options["generator"] = options.get("generator") or self.random
@@ -193,6 +254,99 @@ class Loader(BaseLoader):
             "shuffle or sampler": source.kind,
             "seed": source.seed,
         }
+
+
+class Every(IterableDataset[Any]):
+    """Of each `count` samples that follow each other the one at `place`; of the last few only if `rest`."""
+
+    def __init__(self, stream: Any, place: int, count: int, rest: bool) -> None:
+        self.stream, self.place, self.count, self.rest = stream, place, count, rest
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.rest:
+            return itertools.islice(self.stream, self.place, None, self.count)
+        return (group[self.place] for group in zip(*[iter(self.stream)] * self.count, strict=False))
+
+
+class StreamLoader(BaseLoader):
+    """Passes over a stream. A dataset that has `set_epoch` is told which one begins."""
+
+    step = 1.0  # which part of a pass one step of every worker is; as if it were a whole one
+
+    def __init__(
+        self, dataset: Any, batch_size: int, side: Side, *, sharded: bool = False, **options: Any
+    ) -> None:
+        check_batch_size(batch_size)
+        super().__init__(side, options.setdefault("drop_last", False), options.pop("epochs", None))
+        rank, world_size = side.rank, side.world_size
+        if rank >= world_size and not sharded:
+            raise ConfigError(
+                f"worker {rank} has joined, and a stream is split among the {world_size} workers that began. "
+                "Give sharded=True and a stream of its own, or a dataset with a length."
+            )
+        if world_size > 1 and not sharded and rank == 0:
+            log.warning(
+                "a stream cannot be dealt: each of %d workers keeps one of as many samples. What a lost one "
+                "had left is not seen. If streams differ by worker, give sharded=True",
+                world_size,
+            )
+        self._every = 1 if sharded else world_size
+        kept = dataset if self._every == 1 else Every(dataset, rank, world_size, rest=not side.parts)
+        self.dataset, self.batch_size, self.samples = dataset, batch_size, 0
+        self.batches = DataLoader(kept, batch_size, **options)
+
+    def __len__(self) -> int:
+        each = -(-len(self.dataset) // self._every)  # TypeError as torch's, where a stream has no length
+        return each // self.batch_size if self.drop_last else -(-each // self.batch_size)
+
+    @property
+    def progress(self) -> float:
+        """Passes that this worker has made: how long one is nobody knows before it is over."""
+        return float(self.epoch + (self.begun and not self.under_way))
+
+    def goes_on(self, first: Any) -> bool:
+        """Whether this is another one's next pass."""
+        return self.begun and isinstance(first, StreamLoader) and first.dataset is self.dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.side.stopped():
+            return
+        skip, self.given = 0 if self.begun else self.given, 0  # so many were used before the checkpoint
+        self.epoch += self.begun
+        self.begun = self.under_way = True
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self.epoch)
+        self._counters = self.side.agent().counters
+        batches, self.left = iter(self.batches), True
+        try:
+            while (batch := self._timed(next, batches, END)) is not END:
+                self.given += 1
+                if self.given <= skip:
+                    continue
+                yield batch
+                # The last one may be short.
+                parts = [
+                    one for one in pytree.tree_leaves(batch) if isinstance(one, torch.Tensor) and one.ndim
+                ]
+                count = min(self.batch_size, len(parts[0]) if parts else self.batch_size)
+                self._counters.samples += count
+                self.samples += count
+                if self.side.stopped():
+                    return
+            self.left = False
+        finally:
+            self.under_way = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pass is: how many batches of it were given. Nobody knows of the others' streams."""
+        return {**self._where(), "ledger": []}
+
+    own_state = state_dict
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on there: what was given before is read again and left out."""
+        self.set_epoch(state["epoch"] + (state["begun"] and not state["under_way"]))
+        self.given = state["given"] if state["under_way"] else 0
 
 
 def count(dataset: Any) -> int:

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -17,11 +18,27 @@ from freewheel.data.ledger import BEHIND, Ledger
 from freewheel.data.order import Sampled, Seeded, check_batch_size, number, summed
 from freewheel.errors import ConfigError
 from freewheel.fabric.notes import whole
-from freewheel.runtime.loading.base import Side
 from freewheel.runtime.worker.agent import Agent
 
 log = logging.getLogger("freewheel")
 EARLIER = 0  # as which life of a worker that counts which it did in earlier runs
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a loader knows of its worker.
+
+    `agent` gives the communication thread, or raises where there is none. `parts`: all workers step together,
+    so that all need as many batches each. `first`: it is the worker's first loader, of the data that are
+    trained on. `stopped` is asked before each batch: whether there is to be none.
+    """
+
+    agent: Callable[[], Agent]
+    rank: int = 0
+    world_size: int = 1
+    parts: bool = False
+    first: bool = False
+    stopped: Callable[[], bool] = lambda: False
 
 
 class LeaseSampler(Sampler[list[int]]):
@@ -99,8 +116,7 @@ class LeaseSampler(Sampler[list[int]]):
         mark = 0 if self.side.first else number(f"{alike}/{turn}") >> 14
         seed = source.seed if 0 <= source.seed < 1 << 48 else number(f"seed/{source.seed}") >> 14
         key = Key(self.dealt, mark, source.kind, seed, self.count if parts else 0)
-        drops = self.drop_last and not parts
-        return LeaseQueue(agent.dealing, key, self.batch_size, parts, drops, self.content)
+        return LeaseQueue(agent.dealing, key, self.batch_size, parts, self.drop_last and not parts)
 
     def __len__(self) -> int:
         """Batches of this worker in a pass, if all were equally fast."""
@@ -111,7 +127,7 @@ class LeaseSampler(Sampler[list[int]]):
     def begin(self, epoch: int, last: bool) -> None:
         """Begin a pass, maybe the last one."""
         self.epoch = epoch
-        self.queue.begin(epoch, last, order=self.order_sum(epoch))
+        self.queue.begin(epoch, last, self.order_sum(epoch), self.content)
         if not self.side.parts:
             return
         # Where all step together each makes as much of a pass as any other, if it makes the whole pass.
@@ -162,10 +178,7 @@ class LeaseSampler(Sampler[list[int]]):
 
     def next_samples(self) -> list[int]:
         """Those of the batch that is drawn next; nothing, where that is not known."""
-        try:
-            return self._samples(self.queue.ready[0])
-        except IndexError:
-            return []
+        return self._samples(self.queue.ready[0]) if self.queue.ready else []
 
     def _samples(self, batch: Batch) -> list[int]:
         order = self._order(batch.number)
@@ -187,21 +200,17 @@ class LeaseSampler(Sampler[list[int]]):
             if whole:
                 return self.finished(await self.agent.dealing.known(data), used)
             data.collect()
-            return data.ledger.account((self.side.rank, EARLIER), self._with_drawn(data.own, used))
+            return self.finished(data.ledger, used, data.own)
 
         ledger, order = self.agent.call(finished()), self.order_sum(epoch)
         return {"since": self.queue.since, "order": order, "ledger": [ledger], "whole": whole}
 
-    def finished(self, known: Ledger, used: int) -> list[float]:
-        """What a ledger knows to be finished, and so many of the batches that were drawn; whoever did it."""
-        finished = {q: one.finished for q, one in known.passes.items()}
-        return known.account((0, EARLIER), self._with_drawn(finished, used))
-
-    def _with_drawn(self, finished: Mapping[int, Spans], used: int) -> dict[int, Spans]:
-        found = dict(finished)
+    def finished(self, known: Ledger, used: int, own: Mapping[int, Spans] | None = None) -> list[float]:
+        """What a ledger knows to be finished, or only `own`; and so many of the batches that were drawn."""
+        found = {q: one.finished for q, one in known.passes.items()} if own is None else dict(own)
         for q, place, stop, _ in list(self.drawn)[:used]:
             found[q] = union(found.get(q, []), [(place, stop)])
-        return found
+        return known.account((0 if own is None else self.side.rank, EARLIER), found)
 
     def load(self, state: dict[str, Any]) -> None:
         """Go on there: what is finished there is finished here."""

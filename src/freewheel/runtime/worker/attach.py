@@ -20,8 +20,7 @@ from freewheel.runtime.worker.records import evaluation
 from freewheel.schedule import Schedule, Scheduler
 
 if TYPE_CHECKING:
-    from freewheel.runtime.loading.loader import Loader
-    from freewheel.runtime.loading.streams import StreamLoader
+    from freewheel.runtime.loading.loader import Loader, StreamLoader
 
 T = TypeVar("T")
 
@@ -44,8 +43,8 @@ class Worker(Life):
 
         `dataset` may be a DataLoader of torch's, whose options then count where none are given here.
         """
-        from freewheel.runtime.loading.base import Side
         from freewheel.runtime.loading.loader import make
+        from freewheel.runtime.loading.sampler import Side
 
         number, parts = len(self._checkpoints.loaders), self._strategy.merges()
 

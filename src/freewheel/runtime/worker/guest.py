@@ -18,8 +18,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from freewheel.errors import ConfigError
-from freewheel.runtime.loading.base import END, SHOWN
-from freewheel.runtime.loading.loader import Loader
+from freewheel.runtime.loading.loader import END, SHOWN, Loader
 from freewheel.runtime.membership.place import Place, local_rank
 from freewheel.runtime.worker.attach import Worker
 from freewheel.strategy import Strategy
