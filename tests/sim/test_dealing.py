@@ -271,15 +271,14 @@ def said(kind: str, k: int, key: Key) -> list[float]:
     ledger = Ledger(key.length)
     for number in range(k, k + 3):
         ledger.finish((k, k), number, 2 * (k % 10), 2 * (k % 10) + 1)
-    if kind != "back":
-        ledger.passes[k].held[1, k] = [(5, 7)]
+    ledger.passes[k].held[1, k] = [(5, 7)]
     if kind == "tell":
         return [k, *key]
     if kind in ("dealt", "back"):
-        return [0, *key, 1, k, *ledger.encode()]
+        return [0, *key, 1, k, *ledger.encode(held=kind == "dealt")]
     number = k if kind == "ask" else 10**9 - k
     flags = [k, number, 0, k % 2, 0, 1, 0, 1, 0, 0, 10**6]  # life, pass, since, wants, …, rate
-    return [10**6 + k, *key, *flags, *ledger.encode()]
+    return [10**6 + k, *key, *flags, *ledger.encode(held=True)]
 
 
 @pytest.mark.parametrize("kind", ["ask", "ask backwards", "tell", "dealt", "back"])
@@ -311,14 +310,13 @@ def test_a_member_that_names_data_and_passes_without_end_fills_no_memory(kind, s
 
 def test_a_ledger_always_fits_into_a_message():
     """The newest passes are told; of those that are left out others take what they have not heard of."""
+    ledger = Ledger(10**6)
+    for number in range(40):
+        for k in range(600):
+            ledger.finish((k, 1), number, 3 * k, 3 * k + 1)
+            ledger.passes[number].held[k, 1] = [(3 * k + 1, 3 * k + 2)]
     for held in (False, True):
-        ledger = Ledger(10**6)
-        for number in range(40):
-            for k in range(600):
-                ledger.finish((k, 1), number, 3 * k, 3 * k + 1)
-                if held:
-                    ledger.passes[number].held[k, 1] = [(3 * k + 1, 3 * k + 2)]
-        encoded = ledger.encode()
+        encoded = ledger.encode(held)
         assert len(encoded) < NOTES - 1000
         told = Ledger.decode(10**6, whole(encoded))
         assert 0 < len(told.passes) < 40

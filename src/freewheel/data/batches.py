@@ -55,18 +55,13 @@ def first(spans: Spans, start: int, least: int = 1) -> Span | None:
 
 
 class Key(NamedTuple):
-    """Which data, in which order: the same on all workers, whatever their batch sizes.
+    """Which data, in which order: the same on all workers, whatever their batch sizes."""
 
-    `length` counts samples, or batches of a batch sampler; `mark` says which loader of the script it is, for
-    all make them in the same order; `kind` is 0 in order, 1 shuffled, 2 by a sampler, 3 shuffled by blocks.
-    Where all step together, the order is cut into `grid` batches, equal but for one sample.
-    """
-
-    length: int
-    mark: int
-    kind: int = 0
+    length: int  # counts samples, or batches of a batch sampler
+    mark: int  # which loader of the script it is, for all make them in the same order
+    kind: int = 0  # 0 in order, 1 shuffled, 2 by a sampler, 3 shuffled by blocks
     seed: int = 0
-    grid: int = 0
+    grid: int = 0  # where all step together: into how many batches the order is cut, equal but for one sample
 
     def edge(self, batch: int) -> int:
         """Where a batch begins, of those that are equal."""
@@ -89,12 +84,12 @@ class Key(NamedTuple):
 
 
 class Lease(NamedTuple):
-    """Samples of one pass, dealt to one worker: places of its order; `again`: a lost one had them before."""
+    """Samples of one pass, dealt to one worker: places of its order."""
 
     number: int
     place: int
     stop: int
-    again: bool
+    again: bool  # whether a lost worker had them before
 
 
 Batch: TypeAlias = Lease  # a part of one that is used in one step

@@ -20,32 +20,23 @@ log = logging.getLogger("freewheel")
 
 
 class Question(NamedTuple):
-    """What a worker wants and what it says of itself: whole numbers.
-
-    It is in the pass `number`, takes what is left over of passes from `since` on, and no later pass will deal
-    what is left of the `last`. With `parts` every worker keeps to a part of its own, because all step
-    together. `size` is its batch size, `order` and `content` what the pass's order (where a sampler makes it)
-    and its samples sum up to, `rate` how many samples it finishes in a million seconds; 0: not known.
-    """
+    """What a worker wants and what it says of itself: whole numbers; 0: not known."""
 
     life: int
-    number: int
-    since: int
+    number: int  # the pass it is in
+    since: int  # it takes what is left over of passes from this one on
     wants: bool
-    last: bool
+    last: bool  # whether no later pass will deal what is left
     insists: bool
-    parts: bool
-    size: int
-    order: int
-    content: int
-    rate: int
+    parts: bool  # whether every worker keeps to a part of its own, because all step together
+    size: int  # of its batches
+    order: int  # what the pass's order sums up to, where a sampler makes it
+    content: int  # what its samples sum up to
+    rate: int  # how many samples it finishes in a million seconds
 
 
 class DatasetLedger:
-    """What a worker knows of one set of data, its own part in it and the others'.
-
-    `finish` and `progress` may be called from another thread; all else belongs to the fabric's.
-    """
+    """What a worker knows of one set of data, its own part in it and the others'; in the fabric's thread."""
 
     def __init__(self, key: Key, by: int, me: Owner, fabric: Fabric, counters: Counters) -> None:
         self.key, self.ledger, self.shares = key, Ledger(key.length), Shares()
@@ -70,7 +61,7 @@ class DatasetLedger:
     # -- this worker's own part --
 
     def finish(self, batch: Batch) -> None:
-        """A batch has been used."""
+        """A batch has been used. Any one thread may say so."""
         self._done.append(batch)
         self._used += batch.stop - batch.place
 
@@ -102,7 +93,7 @@ class DatasetLedger:
         self._made = (self.ledger.progress(), self.finished)
 
     def progress(self) -> float:
-        """Passes made by all workers together, as far as is known: what others do is heard with a lease."""
+        """Passes all made, as far as is known: what others do is heard with a lease. Any thread may ask."""
         made, collected = self._made
         return made + (self._used + self._left_out - collected) / self.key.length
 
@@ -203,10 +194,8 @@ class DatasetLedger:
         return known == question.order
 
     def _anywhere(self, peer: int, question: Question, most: int, number: int, free: Spans) -> Span | None:
-        """How much of what is left of a pass a worker is dealt, in whole batches of its own.
-
-        Each dealer begins at a place of its own, so that parts of a run that do not reach each other differ.
-        """
+        """How much of what is left of a pass a worker is dealt, in whole batches of its own."""
+        # Each dealer begins at a place of its own: parts of a run that do not reach each other are to differ.
         key, batch, here = self.key, question.size, number == question.number
         begin = self._me[0] * key.length // self._fabric.world_size // batch * batch
         span = first(free, begin if here else 0, batch) if most or not here else None
@@ -217,10 +206,8 @@ class DatasetLedger:
         return start, start + (count // batch * batch or count)
 
     def _part(self, peer: int, question: Question, most: int, number: int, free: Spans) -> Span | None:
-        """The same of its part, which goes round from pass to pass; then of what those left who have left it.
-
-        Parts follow from the members alone: a run in which nobody is lost is the same every time.
-        """
+        """The same of its part, which goes round from pass to pass; then of those whose workers left."""
+        # Parts follow from the members alone: a run in which nobody is lost is the same every time.
         key, members = self.key, self._fabric.members
         parts = {one: key.part((k + number) % len(members), len(members)) for k, one in enumerate(members)}
         left = [parts[one] for one in members if number == question.number < self.shares.askers[one].number]

@@ -95,9 +95,8 @@ class Dealing:
         for data in self.datasets.values():
             data.collect()
             data.ledger.hold(self.me, {})
-            told = data.ledger.holding(self.me, data.ledger)  # and not what others hold
             for peer in self.fabric.others:
-                self.fabric.post(peer, NOTE, note=(0, *data.key, *self.me, *told.encode()))
+                self.fabric.post(peer, NOTE, note=(0, *data.key, *self.me, *data.ledger.encode(held=False)))
 
     # -- asking --
 
@@ -199,11 +198,8 @@ class Dealing:
     async def _hear(
         self, ledger: Ledger, key: Key, peers: Sequence[int]
     ) -> dict[int, tuple[int, Ledger] | None]:
-        """Let a ledger learn what others tell of these data; in which life each is, and what it told.
-
-        None: nothing in time, or more than workers make. Who is lost is left out.
-        """
-        found: dict[int, tuple[int, Ledger] | None] = {}
+        """Let a ledger learn what others tell of these data; in which life each is, and what it told."""
+        found: dict[int, tuple[int, Ledger] | None] = {}  # None: not in time, or more than workers make
 
         async def hear_one(peer: int) -> None:
             try:
@@ -221,9 +217,8 @@ class Dealing:
 
     async def known(self, data: DatasetLedger) -> Ledger:
         """All that anybody within reach knows to be finished."""
-        found = Ledger(data.key.length)
         data.collect()
-        found.merge(data.ledger)
+        found = data.ledger.holding(self.me, data.ledger)
         await self._hear(found, data.key, self.fabric.others)
         return found
 

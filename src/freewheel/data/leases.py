@@ -20,18 +20,15 @@ RATE_S = 0.2  # over how long at least a worker's rate is measured, but for the 
 
 
 class LeaseQueue:
-    """The batches this worker holds of one set of data.
-
-    `parts`: each worker is to keep to a part of its own. `drop`: batches that are short are left out.
-    `ready` and `finish` may be used from another thread; coroutines belong to the fabric's.
-    """
+    """The batches this worker holds of one set of data; coroutines belong to the fabric's thread."""
 
     def __init__(
         self, dealing: Dealing, key: Key, size: int = 1, parts: bool = False, drop: bool = False
     ) -> None:
         self.dealing, self.data = dealing, dealing.use(key)
         self.finish, self.progress = self.data.finish, self.data.progress
-        self.size, self.drop, self.number = size, drop, 0
+        self.size, self.number = size, 0
+        self.drop = drop  # leave out batches that are short
         self._question = Question(dealing.me[1], 0, 0, True, False, False, parts, size, 0, 0, rate=0)
         self.since = 0  # what is left over of earlier passes is not wanted: this worker has broken one off
         self.ready: deque[Batch] = deque()
@@ -46,10 +43,7 @@ class LeaseQueue:
         dealing.settling.append(self.settle)
 
     def begin(self, number: int, last: bool = False, order: int = 0, content: int = 0) -> None:
-        """Begin a pass; `last`: wait for what others hold before it is over.
-
-        `order` and `content` are what the order, where a sampler makes it, and the samples sum up to.
-        """
+        """Begin a pass; `last`: wait for what others hold before it is over. See `Question`."""
         self.number = number
         self._question = self._question._replace(number=number, last=last, order=order, content=content)
         self._said = GIVEN

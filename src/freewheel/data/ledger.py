@@ -8,7 +8,6 @@ times. Who holds what is only the dealer's to say, and its holders': it is not m
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -38,15 +37,6 @@ class Pass:
     def excess(self) -> int:
         """How many samples are known to have been finished twice: more are counted than finished."""
         return sum(self.counts.values()) - size(self.finished)
-
-    def had(self) -> Counter[int]:
-        """How many samples each worker has finished or holds, by rank, as far as is known."""
-        had: Counter[int] = Counter()
-        for (rank, _), count in self.counts.items():
-            had[rank] += count
-        for (rank, _), spans in self.held.items():
-            had[rank] += size(spans)
-        return had
 
 
 class Ledger:
@@ -181,14 +171,14 @@ class Ledger:
 
     # -- as numbers --
 
-    def encode(self) -> list[float]:
-        """All of it as numbers, with who holds what."""
+    def encode(self, held: bool = True) -> list[float]:
+        """All of it as numbers, with who holds what if that is to be told."""
         told: list[tuple[float, ...]] = []
         left = MOST_NUMBERS
         for number, one in sorted(self.passes.items(), reverse=True):
             spans = [sorted(some, key=lambda span: span[0] - span[1]) for some in (one.finished, one.lost)]
             counts = [(*who, count) for who, count in one.counts.items()]
-            holds = [(*who, *span) for who, some in one.held.items() for span in some]
+            holds = [(*who, *span) for who, some in one.held.items() for span in some if held]
             rows: tuple[list[Any], ...] = (*spans, counts, holds)
             row = pack(number, one.left, *(some[:MOST_SPANS] for some in rows))
             if (left := left - len(row)) < 0:

@@ -1,7 +1,4 @@
-"""The order of the samples in a pass, the same on all workers: by the seed, or by a sampler of the user's.
-
-And whether it is the same: what a data set sums up to, and what to say of two that differ.
-"""
+"""The order of a pass, the same on all workers, by the seed or a sampler of the user's; and whether it is."""
 
 from __future__ import annotations
 
@@ -42,15 +39,13 @@ def number(name: str) -> int:
 
 
 class Seeded:
-    """Samples in order, or shuffled by the seed and the number of the pass.
-
-    Samples that lie in `blocks` of so many are shuffled block by block, so that few blocks are in use.
-    """
+    """Samples in order, or shuffled by the seed and the number of the pass."""
 
     batched = False
 
     def __init__(self, length: int, shuffle: bool, seed: int, blocks: Sequence[int] | None = None) -> None:
         self.length, self.shuffle, self.seed = length, shuffle, seed
+        # Samples that lie in blocks of so many are shuffled block by block, so that few blocks are in use.
         self.blocks = blocks if shuffle else None
         self.kind = int(shuffle) if self.blocks is None else 3
 
@@ -126,10 +121,8 @@ def _generators(sampler: Any, deep: int) -> Iterator[Any]:
 
 
 def fingerprint(dataset: Any) -> int:
-    """What samples sum up to that can be looked at without loading any; 0: there are none such.
-
-    Reading a data set of a user's own could draw random numbers, or take long.
-    """
+    """What samples sum up to that can be looked at without loading any; 0: there are none such."""
+    # Reading a data set of a user's own could draw random numbers, or take long.
     parts = dataset.tensors if isinstance(dataset, TensorDataset) else [dataset]
     if not all(isinstance(one, torch.Tensor | list | tuple | range | str | bytes) for one in parts):
         return 0

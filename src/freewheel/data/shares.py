@@ -10,7 +10,7 @@ for as long as they compute.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -65,7 +65,10 @@ class Shares:
         most = min(self.aim(rank, len(members)), max(share / 2, min(share, rate * BRIEF_S)))
         if one is None or not free:
             return max(batch, int(most))
-        had = one.had()
+        had = Counter[int]()  # what each has finished or holds, as far as is known
+        holds = [(who, size(spans)) for who, spans in one.held.items()]
+        for (peer, _), count in (*one.counts.items(), *holds):
+            had[peer] += count
         left = {peer: ledger.length * part - had[peer] for peer, part in parts.items()}
         others = {peer: many for peer, many in left.items() if peer != rank}
         kept = (self._kept(peer, number, many, not had[peer], batch, now_s) for peer, many in others.items())

@@ -48,31 +48,26 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is to be known of a shard without reading it.
+    """What is to be known of a shard without reading it."""
 
-    `version` is Freewheel's. `origin` is the run that began this training: one that resumes another has its
-    origin. `model` has name, shape and type of every trainable parameter; `names`, of every entry of the
-    model's state_dict, the first name of the parameter or buffer it is. `time` is in seconds since 1970;
-    `path` is where it was found, and is not written down.
-    """
-
-    version: str
+    version: str  # Freewheel's
     run: str
-    origin: str
+    origin: str  # the run that began this training: one that resumes another has its origin
     rank: int
     world_size: int
     strategy: str
     settings: dict[str, str]
     optimizer: str
-    model: list[list[Any]]
+    model: list[list[Any]]  # name, shape and type of every trainable parameter
+    # Of every entry of the model's state_dict, the first name of the parameter or buffer it is.
     names: dict[str, str] = dataclasses.field(default_factory=dict)
     step: int = 0
-    time: float = 0.0
+    time: float = 0.0  # in seconds since 1970
     file: str = ""
     size: int = 0
     sha256: str = ""
     format: int = FORMAT
-    path: Path = Path()
+    path: Path = Path()  # where it was found; it is not written down
 
     @property
     def set(self) -> str:
@@ -119,17 +114,17 @@ def write(home: Path, manifest: Manifest, state: dict[str, Any]) -> None:
     _flush_folder(home)
 
 
-def tidy(home: Path, ranks: Iterable[int]) -> None:
+def tidy(home: Path, ranks: Iterable[int], sets: str = "step-*") -> None:
     """Remove what these workers have written that no manifest names: they failed, or wrote it again."""
     for rank in ranks:
-        left = _each(home, f"worker-{rank}{TEMPORARY}")
-        for path in _each(home, f"worker-{rank}-*.pt"):
+        left = _each(home, f"worker-{rank}{TEMPORARY}", sets)
+        for path in _each(home, f"worker-{rank}-*.pt", sets):
             manifest = _read(path.parent / f"worker-{rank}.json")
             if isinstance(manifest, str) or manifest.file != path.name:
                 left.append(path)
         for path in left:
             path.unlink(missing_ok=True)
-    for folder in home.glob("step-*"):
+    for folder in home.glob(sets):
         with contextlib.suppress(OSError):
             folder.rmdir()  # if it is empty
 
@@ -173,10 +168,10 @@ def load(shard: Manifest) -> dict[str, Any]:
     return state
 
 
-def _each(home: Path, pattern: str) -> list[Path]:
-    """The files of all sets; a worker may clear one away meanwhile."""
+def _each(home: Path, pattern: str, sets: str = "step-*") -> list[Path]:
+    """The files of some sets; a worker may clear one away meanwhile."""
     found: list[Path] = []
-    for folder in home.glob("step-*"):
+    for folder in home.glob(sets):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             found += folder.glob(pattern)
     return found
@@ -240,6 +235,8 @@ class Writer:
         # Whose shards it cleans up: its own, and those of workers that a larger run had.
         most = max([manifest.world_size, *(one.world_size for one in found)])
         self._ranks = range(manifest.rank, most, manifest.world_size)
+        with contextlib.suppress(OSError):  # what cannot be removed stays
+            tidy(home, self._ranks)
 
     @property
     def busy(self) -> bool:
@@ -264,7 +261,6 @@ class Writer:
     def _run(self, manifest: Manifest, state: dict[str, Any]) -> None:
         before = self._fails
         try:
-            tidy(self.home, self._ranks)
             write(self.home, manifest, state)
             self._fails, said = False, f"of step {manifest.step}"
             if before:
@@ -278,7 +274,7 @@ class Writer:
         self._counts["failed" if self._fails else "done"] += 1
         self._notice("checkpoint", manifest.rank, said)
         try:
-            tidy(self.home, self._ranks)
+            tidy(self.home, [manifest.rank], manifest.set)
             self._retire()
         except OSError as error:  # what cannot be removed stays
             log.warning("older checkpoints in %s cannot be cleared away: %s", self.home, error)

@@ -38,10 +38,7 @@ log = logging.getLogger("freewheel")
 
 
 class BaseLoader:
-    """Passes over data, by torch's DataLoader; iterate again for the next pass.
-
-    `epoch` is the number of the pass under way, or of the first one; each new iteration adds one to it.
-    """
+    """Passes over data, by torch's DataLoader; iterate again for the next pass."""
 
     batches: DataLoader[Any]
     _counters: Counters
@@ -51,7 +48,8 @@ class BaseLoader:
         self.side, self.drop_last, self.epochs = side, drop_last, epochs
         self.begun = self.under_way = False
         self.left = False  # whether the last pass was broken off
-        self.epoch = self.given = 0  # `given`: how many batches of the pass the loop has been given
+        self.epoch = 0  # the pass under way, or the first one; each new iteration adds one
+        self.given = 0  # how many batches of the pass the loop has been given
 
     def __getattr__(self, name: str) -> Any:
         """What else torch's DataLoader shows."""
@@ -68,6 +66,13 @@ class BaseLoader:
                 self.side.rank,
                 self.epochs,
             )
+
+    def goes_on(self, first: BaseLoader) -> bool:
+        """Whether this is another one's next pass: in use, over as many samples, dealt in the same way."""
+        return self.begun and self._identity() == first._identity()
+
+    def _identity(self) -> dict[str, Any]:
+        return {"stream": id(self.dataset)}
 
     def set_epoch(self, epoch: int) -> None:
         """Let the next pass be this one."""
@@ -158,10 +163,6 @@ class Loader(BaseLoader):
     def samples(self) -> int:
         """Samples that all workers together have finished, as far as is known here."""
         return round(self.progress * self.leases.length)
-
-    def goes_on(self, first: Loader) -> bool:
-        """Whether this is another one's next pass: in use, over as many samples, dealt in the same way."""
-        return self.begun and self._identity() == first._identity()
 
     def __iter__(self) -> Iterator[Any]:
         if self.side.stopped():
@@ -304,10 +305,6 @@ class StreamLoader(BaseLoader):
         """Passes that this worker has made: how long one is nobody knows before it is over."""
         return float(self.epoch + (self.begun and not self.under_way))
 
-    def goes_on(self, first: Any) -> bool:
-        """Whether this is another one's next pass."""
-        return self.begun and isinstance(first, StreamLoader) and first.dataset is self.dataset
-
     def __iter__(self) -> Iterator[Any]:
         if self.side.stopped():
             return
@@ -351,15 +348,13 @@ class StreamLoader(BaseLoader):
 
 def count(dataset: Any) -> int:
     """How many samples a dataset has; refuses one that cannot be read by index."""
-    try:
-        if not hasattr(dataset, "__getitem__"):
-            raise TypeError
-        return len(dataset)
-    except TypeError:
-        raise ConfigError(
-            f"a {type(dataset).__name__} has no length and no samples by index, so it cannot be dealt. Give "
-            "a dataset with __len__ and __getitem__, or an IterableDataset."
-        ) from None
+    if hasattr(dataset, "__getitem__"):
+        with contextlib.suppress(TypeError):
+            return len(dataset)
+    raise ConfigError(
+        f"a {type(dataset).__name__} has no length and no samples by index, so it cannot be dealt. Give a "
+        "dataset with __len__ and __getitem__, or an IterableDataset."
+    )
 
 
 def make(given: Any, asked: dict[str, Any], side: Side) -> Loader | StreamLoader:

@@ -26,19 +26,14 @@ EARLIER = 0  # as which life of a worker that counts which it did in earlier run
 
 @dataclass(frozen=True)
 class Side:
-    """What a loader knows of its worker.
+    """What a loader knows of its worker."""
 
-    `agent` gives the communication thread, or raises where there is none. `parts`: all workers step together,
-    so that all need as many batches each. `first`: it is the worker's first loader, of the data that are
-    trained on. `stopped` is asked before each batch: whether there is to be none.
-    """
-
-    agent: Callable[[], Agent]
+    agent: Callable[[], Agent]  # the communication thread; raises where there is none
     rank: int = 0
     world_size: int = 1
-    parts: bool = False
-    first: bool = False
-    stopped: Callable[[], bool] = lambda: False
+    parts: bool = False  # all workers step together, so that all need as many batches each
+    first: bool = False  # it is the worker's first loader, of the data that are trained on
+    stopped: Callable[[], bool] = lambda: False  # is asked before each batch: whether there is to be none
 
 
 class LeaseSampler(Sampler[list[int]]):
@@ -59,10 +54,21 @@ class LeaseSampler(Sampler[list[int]]):
         check_batch_size(batch_size)
         self.side, self.source, self.content, self.length = side, source, content, source.length
         self.batch_size, self.drop_last = batch_size, drop_last
-        self.count = self._count()  # batches of all workers in a pass
-        equal = side.parts and (drop_last or source.batched)
-        # Of how many samples a pass is over; of a batch sampler: batches.
-        self.dealt = self.count * batch_size if equal else self.length
+        length, workers, turns = self.length, side.world_size, side.world_size if side.parts else 1
+        samples, equal = batch_size * turns, side.parts and (drop_last or source.batched)
+        # Batches of all workers in a pass; of how many samples it is over; of a batch sampler: batches.
+        self.count = (length // samples if drop_last or equal else -(-length // samples)) * turns
+        self.dealt = self.count * batch_size if equal else length
+        if self.count < workers or length < workers:
+            raise ConfigError(
+                f"{length} samples in batches of {batch_size} are less than a batch for each of {workers} "
+                "workers. Give more data, take a smaller batch_size or fewer workers."
+            )
+        if self.count > length:  # only with parts and a batch_size of 1
+            raise ConfigError(
+                f"{length} samples in batches of 1 are not the same number of batches for each of {workers} "
+                "workers. Take a batch_size of 2 or more, or drop_last=True."
+            )
         self.epoch = 0
         self.drawn: deque[Batch] = deque()  # DataLoader has been given them, the loop has not finished them
         self._order: Callable[[int], Any] = functools.lru_cache(maxsize=BEHIND)(source.draw)
@@ -77,24 +83,6 @@ class LeaseSampler(Sampler[list[int]]):
         """What all workers must have in common, beside the seed: the blocks, or what the sampler draws."""
         common = self.source.blocks if isinstance(self.source, Seeded) else self._order(epoch)
         return summed(common) if common is not None else 0
-
-    def _count(self) -> int:
-        length, world_size, batched = self.length, self.side.world_size, self.source.batched
-        turns = world_size if self.side.parts else 1
-        samples = self.batch_size * turns
-        drops = self.drop_last or (batched and self.side.parts)
-        batches = (length // samples if drops else -(-length // samples)) * turns
-        if batches < world_size or length < world_size:
-            raise ConfigError(
-                f"{length} samples in batches of {self.batch_size} are less than a batch for each of "
-                f"{world_size} workers. Give more data, take a smaller batch_size or fewer workers."
-            )
-        if batches > length:  # only with parts and a batch_size of 1
-            raise ConfigError(
-                f"{length} samples in batches of 1 are not the same number of batches for each of "
-                f"{world_size} workers. Take a batch_size of 2 or more, or drop_last=True."
-            )
-        return batches
 
     @functools.cached_property
     def agent(self) -> Agent:
