@@ -79,10 +79,6 @@ class Dealing:
             known.by = min(known.by, by)
         return known
 
-    def now_s(self) -> float:
-        """The time of the loop that the fabric lives in."""
-        return asyncio.get_running_loop().time()
-
     # -- leaving --
 
     async def give_back(self) -> None:
@@ -175,7 +171,7 @@ class Dealing:
                 data.tell(owner, news)
                 if self.fabric.members[0] != self.me[0]:
                     data.news.merge(news)  # the dealer has to hear of it
-            answer = data.lease(owner, question, self.now_s())
+            answer = data.lease(owner, question, asyncio.get_running_loop().time())
             deputy = next((one for one in self.fabric.others if one != peer), None)
             if deputy is not None and (isinstance(answer, Lease) or news.passes):
                 held = news.holding(owner, data.ledger)

@@ -70,12 +70,12 @@ class LeaseQueue:
             if self._said == WAIT:
                 await asyncio.sleep(RETRY_S)
             await self.refill()
-        self._since_s = self.dealing.now_s()
+        self._since_s = asyncio.get_running_loop().time()
 
     def _pause(self) -> None:
         since_s, self._since_s = self._since_s, None
         if since_s is not None:
-            self._worked_s += self.dealing.now_s() - since_s
+            self._worked_s += asyncio.get_running_loop().time() - since_s
 
     async def draw(self) -> Batch | None:
         """The next batch, once all before it are finished; None: the pass is over."""
@@ -111,7 +111,7 @@ class LeaseQueue:
 
     async def _say(self, wants: bool) -> Lease | int:
         self.data.collect()
-        working_s = self.dealing.now_s() - self._since_s if self._since_s is not None else 0.0
+        working_s = asyncio.get_running_loop().time() - self._since_s if self._since_s is not None else 0.0
         worked_s, finished = self._worked_s + working_s, self.data.finished - self._counted
         if finished and worked_s > (RATE_S if self._rate else 0.0):
             self._rate = finished / worked_s
@@ -121,10 +121,7 @@ class LeaseQueue:
         return await self.dealing.ask(self.data, question)
 
     async def settle(self, left: bool = False, doubtful: Batch | None = None) -> None:
-        """The pass has ended here: say what is finished and give back the rest.
-
-        `left`: it was broken off, with a `doubtful` batch in hand that may have been used.
-        """
+        """The pass has ended here, or was `left`, with a `doubtful` batch in hand that may have been used."""
         if self._asking is not None:
             with contextlib.suppress(PeerLost):
                 await asyncio.shield(self._asking)
@@ -139,4 +136,4 @@ class LeaseQueue:
             if doubtful is not None and (one := ledger.open(doubtful.number)) is not None:
                 one.lost = union(one.lost, [(doubtful.place, doubtful.stop)])
         self._pause()
-        await self._say(wants=False)
+        await self._say(wants=False)  # what is finished, and that the rest is anybody's

@@ -63,10 +63,9 @@ class Checkpoints:
     def begin(
         self, agent: Agent, path: str | Path | None, rendezvous: Rendezvous | None, beginning: Beginning
     ) -> dict[str, Tensor] | None:
-        """Take up what the workers agree to resume from a folder; return the strategy's vectors.
+        """Take up what the workers agree to resume from a folder, if anything; return the strategy's vectors.
 
-        None: there is nothing to resume. Loaders and extras take their states when they are made known.
-        In a beginning without some of the workers shards are numbered by those there are.
+        Loaders and extras take their states when they are made known.
         """
         self._agent, inventory, model, me = agent, agent.inventory, agent.inventory.model, agent.me
         known = {id(one): name for name, one in [*model.named_parameters(), *model.named_buffers()]}
@@ -75,7 +74,7 @@ class Checkpoints:
             version=me.version,
             run=run,
             origin=run,
-            rank=beginning.place(me.rank),
+            rank=beginning.place(me.rank),  # where some of the workers are missing, among those there are
             world_size=len(beginning.ranks),
             strategy=strategy.name,
             settings={name: str(value) for name, value in vars(strategy).items()},
@@ -190,11 +189,9 @@ class Checkpoints:
     def leave(self, within_s: float) -> None:
         """This worker leaves: count what is used, take what is due. The others matter more than a failure."""
         for number, loader in enumerate(self.loaders):
-            if getattr(loader, "in_hand", False):
-                if number in self._fed:
-                    loader.in_hand = False  # its step was not made: it is another's
-                else:
-                    loader.use()  # the loop still has it
+            if loader.in_hand and number not in self._fed:
+                loader.use()  # the loop still has it
+            loader.in_hand = False  # else its step was not made: it is another's
         try:
             if self._writer is not None:
                 self._writer.wait(within_s)

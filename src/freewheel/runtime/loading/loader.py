@@ -47,6 +47,7 @@ class BaseLoader:
         at_least("epochs", epochs, 1)
         self.side, self.drop_last, self.epochs = side, drop_last, epochs
         self.begun = self.under_way = False
+        self.in_hand = False  # whether the loop has a batch that does not count as finished
         self.left = False  # whether the last pass was broken off
         self.epoch = 0  # the pass under way, or the first one; each new iteration adds one
         self.given = 0  # how many batches of the pass the loop has been given
@@ -144,7 +145,6 @@ class Loader(BaseLoader):
         options["generator"] = options.get("generator") or self.random
         self.batches = DataLoader(dataset, batch_sampler=self.leases, **options)
         self.sampler = sampler if sampler is not None else self.batches.sampler
-        self.in_hand = False  # whether the loop has a batch that does not count as finished
 
     def __len__(self) -> int:
         return len(self.leases)

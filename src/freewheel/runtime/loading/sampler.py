@@ -176,17 +176,14 @@ class LeaseSampler(Sampler[list[int]]):
     # -- where it is --
 
     def state(self, epoch: int, used: int, whole: bool) -> dict[str, Any]:
-        """What this worker itself has finished, and so many of the batches it has drawn.
-
-        Not what it knows of the others: they may have finished it after their own last checkpoint. What they
-        say themselves is given to `load` as "others". `whole`: what all workers together have finished, as
-        far as those within reach know.
-        """
+        """What this worker, or all as far as is known, have finished, and so many batches it has drawn."""
 
         async def finished() -> list[float]:
             data = self.queue.data
             if whole:
                 return self.finished(await self.agent.dealing.known(data), used)
+            # Not what it knows of the others: they may have finished it after their own last checkpoint. What
+            # they say themselves is given to `load` as "others".
             data.collect()
             return self.finished(data.ledger, used, data.own)
 
