@@ -42,8 +42,7 @@ T = TypeVar("T")
 log = logging.getLogger("freewheel")
 
 STOP: Tag = (RUNTIME, "stop")
-COMING_S = 60.0
-"""How long a worker that was started again is waited for at the end of a run."""
+COMING_S = 60.0  # how long a worker that was started again is waited for at the end of a run
 GOODBYE_S = 0.5
 
 # A process that DataLoader forks has none of this one's threads: whoever destroys an inherited store or event

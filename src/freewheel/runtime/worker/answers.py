@@ -40,8 +40,7 @@ class Answers:
     def __init__(self, asking: Asking, node: NodeDriver, strategy: Strategy, inventory: Inventory) -> None:
         self._asking, self._fabric, self._node = asking, asking.fabric, node
         self._strategy, self._inventory, self._replica = strategy, inventory, inventory.replica
-        self.ready = False
-        """Whether this worker has weights that others may copy."""
+        self.ready = False  # whether this worker has weights that others may copy
         asking.serve(MODEL, 1, self._tell)
 
     async def _tell(self, what: int) -> Reply:

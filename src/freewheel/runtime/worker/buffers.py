@@ -43,8 +43,7 @@ class TensorMean:
     def __init__(self, buffers: bool = False) -> None:
         self._first: dict[str, Tensor] = {}
         self._count, self._buffers = 0, buffers
-        self._totals: dict[str, Tensor | None] = {}
-        """Of those that differ; None: there is no mean."""
+        self._totals: dict[str, Tensor | None] = {}  # of those that differ; None: there is no mean
 
     def add(self, part: Mapping[str, Tensor]) -> None:
         """One more."""

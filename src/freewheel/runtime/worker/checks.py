@@ -23,8 +23,7 @@ SPREAD = ("DistributedDataParallel", "FullyShardedDataParallel")
 TOO_MANY_STEPS = (
     "Of a worker's steps nobody knows the number: fast workers take more batches than len(loader) says. "
     'worker.scheduler("cosine") goes by what all workers have done.'
-)
-"""What a scheduler that ends at a step does not know."""
+)  # what a scheduler that ends at a step does not know
 
 attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 """The models of this process that are in a with-block."""

@@ -18,8 +18,7 @@ from freewheel.fabric import kernels
 from freewheel.replica import Block
 from freewheel.runtime.worker.live_replica import Correction, LiveReplica
 
-CLOSE = 0.1
-"""Which share of the weights lies before the early layer."""
+CLOSE = 0.1  # which share of the weights lies before the early layer
 
 
 class CudaReplica(LiveReplica):
@@ -28,14 +27,12 @@ class CudaReplica(LiveReplica):
     def __init__(self, model: nn.Module, blocks: list[Block]) -> None:
         super().__init__(model, blocks)
         self.side: torch.cuda.Stream = torch.cuda.Stream(device=self.device)  # type: ignore[no-untyped-call]
-        self._moved: torch.cuda.Event | None = None
-        """After the last boundary, in the training stream."""
+        self._moved: torch.cuda.Event | None = None  # after the last boundary, in the training stream
         self._read: torch.cuda.Event | None = None
         """After the last copy of the weights, in the side stream; the next step waits for it."""
         self._bad = torch.zeros(1, dtype=torch.int32, pin_memory=True)
         """Not 0 if the last copy has numbers that are not finite."""
-        self._near: torch.cuda.Event | None = None
-        """Near the end of the last backward pass."""
+        self._near: torch.cuda.Event | None = None  # near the end of the last backward pass
         self._hook: RemovableHandle | None = None
         self._kernels = kernels.for_device(self.device)
 

@@ -26,16 +26,12 @@ from freewheel.fabric.calls import Calls
 from freewheel.fabric.merges import Merge
 from freewheel.runtime.worker import tensor_codec
 
-Answer: TypeAlias = tuple[Tensor, dict[str, Tensor]]
-"""The mean weights, and the mean buffers."""
+Answer: TypeAlias = tuple[Tensor, dict[str, Tensor]]  # the mean weights, and the mean buffers
 END: Tag = (RUNTIME, "end")
 POLL_S = 0.05
-DRAIN_S = 10.0
-"""How long messages that are still under way are waited for."""
-GRACE_S = 3.0
-"""How long a leader waits for a worker that others reach and it does not."""
-TRY_S = 20.0
-"""How long a leader tries before it takes the mean of what it can get by itself."""
+DRAIN_S = 10.0  # how long messages that are still under way are waited for
+GRACE_S = 3.0  # how long a leader waits for a worker that others reach and it does not
+TRY_S = 20.0  # how long a leader tries before it takes the mean of what it can get by itself
 
 
 class Ending:

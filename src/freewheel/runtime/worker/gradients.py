@@ -39,8 +39,7 @@ class Gradients:
         self._make, self._reusable, self._name = make, reusable, name
         self._numbers = sum(one.numel() for one in self._parameters)
         self.size = self._numbers + len(self._parameters) + 1
-        self.loss = 0.0
-        """What the closure has said; the mean of all workers' once gradients were merged."""
+        self.loss = 0.0  # what the closure has said; the mean of all workers' once gradients were merged
         self._in_use: Tensor | None = None
         self._spare: deque[Tensor] = deque(maxlen=2)
         self._sparse: set[int] = set()  # those stay sparse, for optimizers that need them so

@@ -26,8 +26,7 @@ log = logging.getLogger("freewheel")
 
 watchers: list[Callable[[torch.optim.Optimizer], None]] = []
 """Who sees every optimizer of this process before it steps: those that `attach` was not given, too."""
-begun = False
-"""Whether any worker of this process has begun."""
+begun = False  # whether any worker of this process has begun
 _guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 

@@ -170,8 +170,7 @@ class Passes:
 
     def __init__(self, loader: Loader, given: Any, ahead: int, bounded: bool) -> None:
         self.loader, self.given, self.ahead, self.bounded = loader, given, ahead, bounded
-        self.early = 0
-        """Batches that count as finished and which the loop may not have used yet."""
+        self.early = 0  # batches that count as finished and which the loop may not have used yet
         self._drawn = 0
         self._pass: Iterator[Any] | None = None
         self._again: tuple[Any, ...] = ()  # was drawn and is to be given again

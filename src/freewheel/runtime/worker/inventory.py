@@ -24,8 +24,7 @@ from freewheel.runtime.worker.optimizers import parameters
 log = logging.getLogger("freewheel")
 REQUIRES = operator.attrgetter("requires_grad")
 MOVED, REPLACED = "lies in other memory than", "is not the one there was"
-LOOKS = 32
-"""How many of the frozen parameters are looked at in a step."""
+LOOKS = 32  # how many of the frozen parameters are looked at in a step
 
 
 class Inventory:
@@ -50,8 +49,7 @@ class Inventory:
         )
         self._first = self._slots[0][1]  # whoever overwrites weights overwrites this one, too
         self._stood, self._warned = self._first._version, False
-        self._enrolled = 0
-        """How many parameters the optimizer had when they were last looked at."""
+        self._enrolled = 0  # how many parameters the optimizer had when they were last looked at
         self._held: list[nn.Parameter] = []
         """Those of them that were frozen: one that wakes up is trained at once."""
 

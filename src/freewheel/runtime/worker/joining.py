@@ -20,8 +20,7 @@ from freewheel.runtime.worker import tensor_codec
 from freewheel.runtime.worker.agent import Agent
 
 START: Tag = (RUNTIME, "start")
-START_S = 1.0
-"""How long the first weights are waited for before they are asked for."""
+START_S = 1.0  # how long the first weights are waited for before they are asked for
 
 log = logging.getLogger("freewheel")
 

@@ -26,16 +26,13 @@ from freewheel.replica import Block, Replica
 from freewheel.runtime.worker.gradients import Gradients
 
 POLL_S = 5e-5
-TRIES = 20
-"""Snapshots torn by a boundary before the training thread is asked to make one."""
-SPARE_S = 1.0
-"""How long a vector that is being added is waited for, before there is a third one."""
+TRIES = 20  # snapshots torn by a boundary before the training thread is asked to make one
+SPARE_S = 1.0  # how long a vector that is being added is waited for, before there is a third one
 SOON_S = 0.1
 """How long one step may move the weights before an exchange is put off: it may be one that computes, too."""
 PATIENCE_S = 0.1
 """How long weights may be found moving before it is asked: a step with a closure computes while they move."""
-PIECE = 1 << 18
-"""Numbers that are copied, and then looked at while they are in the cache."""
+PIECE = 1 << 18  # numbers that are copied, and then looked at while they are in the cache
 
 
 @dataclass(slots=True)
@@ -59,8 +56,7 @@ class Order:
 class LiveReplica(Replica):
     """Flat weights of a model that is being trained."""
 
-    side: torch.cuda.Stream | None = None
-    """Where a device works for communication."""
+    side: torch.cuda.Stream | None = None  # where a device works for communication
 
     def __init__(self, model: nn.Module, blocks: list[Block]) -> None:
         super().__init__(blocks)
@@ -69,8 +65,7 @@ class LiveReplica(Replica):
         """The training thread waits after its step: corrections may be added at once. Set by the other."""
         self.make_vector: Callable[[int, torch.dtype], Tensor] = self.plain_vector
         """Makes memory for snapshots, which other workers may be able to see."""
-        self.reusable: Callable[[Tensor], bool] = lambda vector: True
-        """Whether a vector is such memory."""
+        self.reusable: Callable[[Tensor], bool] = lambda vector: True  # whether a vector is such memory
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._slot: deque[Correction] = deque()
         self._spare: deque[Tensor] = deque(maxlen=2)
@@ -79,8 +74,7 @@ class LiveReplica(Replica):
         self._standing: Order | None = None
         """What is left for the training thread to copy, where exchanges are put off again and again."""
         self._trained = [one for one in model.parameters() if one.requires_grad]
-        self.gradients = self.gradients_of(self._trained)
-        """Of the optimizer that steps."""
+        self.gradients = self.gradients_of(self._trained)  # of the optimizer that steps
 
     @property
     def device(self) -> torch.device:

@@ -23,13 +23,10 @@ from freewheel.runtime.worker import tensor_codec
 from freewheel.runtime.worker.asking import Asking, Reply
 
 MEAN = "mean"
-FEW = 64
-"""So many numbers travel as they are; more in the type of the weights."""
-NOTHING = -1
-"""Instead of a turn: who asks wants to know how often something was said, and not what."""
+FEW = 64  # so many numbers travel as they are; more in the type of the weights
+NOTHING = -1  # instead of a turn: who asks wants to know how often something was said, and not what
 POLL_S = 0.02
-WARN_S = 10.0
-"""After which it is said who is waited for."""
+WARN_S = 10.0  # after which it is said who is waited for
 STUCK_S = 3.0
 """How long two wait for each other, one for a mean and one for a merge, before the first does without."""
 

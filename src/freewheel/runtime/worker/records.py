@@ -27,10 +27,8 @@ from freewheel.records.schema import WorkerSample
 
 SAMPLE_S = 0.5
 CONSOLE_S = 5.0
-CLOSE_S = 5.0
-"""How long the end of a run waits for the last sample to be written."""
-MOST = 1000
-"""So many events are kept until they are written."""
+CLOSE_S = 5.0  # how long the end of a run waits for the last sample to be written
+MOST = 1000  # so many events are kept until they are written
 NO_SCALARS = ("time", "rank", "life", "began", "resumed_at", "last")
 
 log = logging.getLogger("freewheel")
@@ -40,13 +38,10 @@ class Events:
     """What this worker has noticed and nobody has written down yet. Any thread may `note`."""
 
     def __init__(self) -> None:
-        self.begun = False
-        """Whether training has begun: who was there before has not joined."""
+        self.begun = False  # whether training has begun: who was there before has not joined
         self.lives: Mapping[int, int] = {}
-        self.over = False
-        """Whether this worker leaves: who leaves with it has not died."""
-        self.muted = False
-        """Whether nothing is written any more: a later life of this worker writes."""
+        self.over = False  # whether this worker leaves: who leaves with it has not died
+        self.muted = False  # whether nothing is written any more: a later life of this worker writes
         self._noted: deque[tuple[float, str, int | None, int | None, str]] = deque(maxlen=MOST)
 
     def note(self, what: str, rank: int | None, text: str) -> None:
@@ -78,8 +73,7 @@ class Recorder:
         self._sample, self._events, self._journal = sample, events, journal
         self.timeline = Timeline(time.time, life) if journal is not None else None
         self._console, self._board, self._spoke_s = console, board, time.monotonic()
-        self._orders: deque[Callable[[], object]] = deque()
-        """What is to be written beside samples and events."""
+        self._orders: deque[Callable[[], object]] = deque()  # what is to be written beside samples and events
         self._failed = self._well = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="freewheel-records", daemon=True)

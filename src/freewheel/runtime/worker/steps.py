@@ -27,10 +27,8 @@ from freewheel.runtime.worker.gradients import Gradients
 from freewheel.runtime.worker.optimizers import members, parameters
 from freewheel.strategy import Strategy
 
-GRACE_S = 5.0
-"""How long a step may wait for a worker whose loop has ended."""
-LONG_ALONE = 100
-"""After so many steps of one optimizer without another something may be wrong."""
+GRACE_S = 5.0  # how long a step may wait for a worker whose loop has ended
+LONG_ALONE = 100  # after so many steps of one optimizer without another something may be wrong
 
 log = logging.getLogger("freewheel")
 
@@ -55,8 +53,7 @@ class Steps:
         self.first = agent.counters.steps
         self.made = dict.fromkeys(map(id, self._members), 0)  # how often each has stepped
         self._stepped: set[int] = set()  # since the last step was complete
-        self.stepping = False
-        """Whether an optimizer steps just now, and nothing may interrupt it."""
+        self.stepping = False  # whether an optimizer steps just now, and nothing may interrupt it
         self._work: concurrent.futures.Future[None] | None = None  # of the last step that waited
         self._harmless = weakref.WeakSet[torch.optim.Optimizer]()  # they train another model
         self._began_s, self._blocked_s = time.perf_counter(), 0.0

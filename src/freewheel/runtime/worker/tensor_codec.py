@@ -18,10 +18,8 @@ from freewheel.fabric.base import BYTES, BYTES_PIECE, Fabric, Tag
 
 TENSOR = "tensor"
 """The only key of what stands for a tensor in the text: its type, its shape, and where its bytes begin."""
-LENGTH = 8
-"""Bytes that say how long the text is."""
-ALIGNED = 16
-"""Where a tensor may begin."""
+LENGTH = 8  # bytes that say how long the text is
+ALIGNED = 16  # where a tensor may begin
 
 
 def pack(state: dict[Any, Any]) -> Tensor:
