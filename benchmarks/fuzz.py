@@ -45,10 +45,9 @@ from freewheel.fabric.windows import HOST, STREAM
 from freewheel.records.counters import Counters
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.worker import joining
-from freewheel.runtime.worker.agent import Agent
+from freewheel.runtime.worker.agent import Agent, Events
 from freewheel.runtime.worker.attach import Worker
 from freewheel.runtime.worker.inventory import Inventory
-from freewheel.runtime.worker.records import Events
 from freewheel.runtime.worker.settings import Settings
 from freewheel_bench.workers import free_port
 

@@ -21,7 +21,8 @@ from freewheel.records.journal import Journal
 from freewheel.records.schema import WorkerSample, run_json, typed, worker_sample
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.rendezvous import launched_options
-from freewheel.runtime.worker.records import Events, Recorder
+from freewheel.runtime.worker.agent import Events
+from freewheel.runtime.worker.records import Recorder
 from freewheel.training.job import DDP, Job
 
 

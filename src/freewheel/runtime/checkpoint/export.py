@@ -14,7 +14,7 @@ from freewheel.records.files import check_writable
 from freewheel.replica import view
 from freewheel.runtime.checkpoint import shards
 from freewheel.runtime.checkpoint.shards import Damaged, Manifest
-from freewheel.runtime.worker.buffers import TensorMean
+from freewheel.runtime.worker.inventory import TensorMean
 
 CENTRE = "centre"
 """The vector that a strategy with a server keeps: its model, which is the answer."""

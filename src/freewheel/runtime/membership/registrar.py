@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from freewheel.errors import PeerLost
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.runtime.membership.rendezvous import REGISTER_S, Rendezvous
-from freewheel.runtime.worker.records import Events
+from freewheel.runtime.worker.agent import Events
 
 log = logging.getLogger("freewheel")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import zlib
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
@@ -19,15 +20,13 @@ from freewheel.fabric.base import Tag
 from freewheel.node_driver import NodeDriver
 from freewheel.runtime.membership.rendezvous import POLL_S
 from freewheel.runtime.worker import tensor_codec
-from freewheel.runtime.worker.asking import Asking, Reply
-from freewheel.runtime.worker.buffers import agree, mean_buffers
 from freewheel.runtime.worker.ending import Answer
-from freewheel.runtime.worker.inventory import Inventory
+from freewheel.runtime.worker.inventory import Inventory, TensorMean
+from freewheel.runtime.worker.tensor_codec import Asking, Reply
 from freewheel.strategy import Strategy
 
 MODEL = "model"
-PART, OWN, COPY = range(3)
-"""What is asked for: a part in the answer, a worker's own weights, all that one that joins begins with."""
+PART, OWN, COPY = range(3)  # a part in the answer, a worker's own weights, all one that joins begins with
 NO_ANSWER = "no worker that holds the answer is left."
 TRIES = 5
 
@@ -81,32 +80,56 @@ class Answers:
             part = self._replica.plain_vector(self._replica.size, self._replica.dtype).zero_()
         shares = {peer: notes[peer][0] / parts for peer in members}
         weights = await self._fabric.reduce((*tag, "weights"), part, shares)
-        return weights, await agree(self._fabric, members, (*tag, "buffers"), self._inventory.buffers())
+        return weights, await self._mean_buffers(members, (*tag, "buffers"))
+
+    async def _mean_buffers(self, members: Sequence[int], tag: Tag) -> dict[str, Tensor]:
+        """The same buffers for all members, made by the first one where they differ."""
+        fabric, (first, *others), mine = self._fabric, members, self._inventory.buffers()
+        packed = tensor_codec.pack(mine)
+        digest = float(zlib.crc32(packed.numpy().data))
+        notes = await collectives.gather(fabric, members, (digest,), (*tag, "alike"))
+        if len(set(notes.values())) == 1:
+            return mine
+        if fabric.rank != first:
+            tensor_codec.post(fabric, first, tag, packed)
+            return await tensor_codec.receive(fabric, first, tag)
+        mean = TensorMean(buffers=True)
+        mean.add(mine)
+        for peer in others:
+            mean.add(await tensor_codec.receive(fabric, peer, tag))
+        found = mean.result()
+        packed = tensor_codec.pack(found)
+        for peer in others:
+            tensor_codec.post(fabric, peer, tag, packed)
+        return found
 
     async def consensus(self) -> Answer:
         """The mean of all workers, collected by this one; nobody's training waits."""
-        weights, parts, buffers = None, 0, dict[int, dict[str, Tensor]]()
-        async for rank, part, their_buffers, _ in self.parts():
+        weights, parts, buffers = None, 0, TensorMean(buffers=True)
+        async for _, part, their_buffers, _ in self.parts():
+            buffers.add(their_buffers)
             if part is not None:
                 part = part.to(self._replica.device)
                 weights = part if weights is None else weights.add_(part)
                 parts += 1
-            buffers[rank] = their_buffers
         if weights is None:
             raise WorkerLost(NO_ANSWER)
-        return weights.div_(parts), mean_buffers([buffers[rank] for rank in sorted(buffers)])
+        return weights.div_(parts), buffers.result()
 
     async def parts(
         self, own: bool = False
     ) -> AsyncIterator[tuple[int, Tensor | None, dict[str, Tensor], int]]:
         """Of every worker: rank, part in the answer (or its own weights), buffers, steps. Own the vectors."""
         fabric, what = self._fabric, OWN if own else PART
-        yield fabric.rank, await self._weights(what), self._inventory.buffers(), fabric.counters.steps
+        own_part = await self._weights(what), self._inventory.buffers(), fabric.counters.steps
         asked = {peer: asyncio.ensure_future(self._asking.ask(peer, MODEL, what)) for peer in fabric.others}
         try:
-            for peer, asking in asked.items():
+            for peer in fabric.members:
+                if peer == fabric.rank:
+                    yield fabric.rank, *own_part
+                    continue
                 try:
-                    part, buffers = await asking
+                    part, buffers = await asked[peer]
                     vector = None if part.vector is None else part.of(self._replica.size)
                     (steps,) = part.numbers(1, 1)
                 except PeerLost:

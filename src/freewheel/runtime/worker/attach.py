@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.runtime.worker import guards, optimizers
 from freewheel.runtime.worker.agent import Agent
-from freewheel.runtime.worker.buffers import set_buffers
 from freewheel.runtime.worker.leaving import Left
 from freewheel.runtime.worker.life import Life
 from freewheel.runtime.worker.means import flat, shaped
@@ -223,9 +222,7 @@ class Worker(Life):
             if not self._inside:
                 raise RunStopped("there is no consensus: call it in the with-block, or after it ended well.")
             answer = agent.call(agent.answers.consensus())
-        weights, buffers = answer
         clone = guards.without_guard(copy.deepcopy(self._inventory.model))
         clone.zero_grad(set_to_none=True)
-        self._inventory.fill(clone, weights)
-        set_buffers(clone, buffers)
+        self._inventory.fill(clone, *answer)
         return clone

@@ -111,7 +111,7 @@ async def start(
     A resumed run begins with the weights each worker has, and with the strategy's vectors as given.
     """
     strategy, node, fabric = agent.strategy, agent.node, agent.fabric
-    agent.listen()
+    node.listen()
     node.hold(joins=agent.late)
     if agent.late:
         assert rendezvous is not None

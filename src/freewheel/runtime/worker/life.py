@@ -25,11 +25,11 @@ from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.registrar import stay_registered
 from freewheel.runtime.membership.rendezvous import Rendezvous, address_for, launched_options, patiently
 from freewheel.runtime.worker import checks, guards, joining
-from freewheel.runtime.worker.account import Account
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.ending import Answer
 from freewheel.runtime.worker.inventory import Inventory
 from freewheel.runtime.worker.leaving import Leaving, Left, ends
+from freewheel.runtime.worker.records import Account
 from freewheel.runtime.worker.settings import Settings
 from freewheel.runtime.worker.steps import Steps
 from freewheel.strategy import Strategy

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from freewheel.data.order import number
 from freewheel.errors import ConfigError, PeerLost
 from freewheel.runtime.worker import tensor_codec
-from freewheel.runtime.worker.asking import Asking, Reply
+from freewheel.runtime.worker.tensor_codec import Asking, Reply
 
 MEAN = "mean"
 FEW = 64  # so many numbers travel as they are; more in the type of the weights

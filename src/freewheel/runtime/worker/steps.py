@@ -21,9 +21,9 @@ from torch import Tensor
 from freewheel.errors import ConfigError, PeerLost, RunStopped
 from freewheel.moments import QuasiGlobal
 from freewheel.runtime.checkpoint.taker import Checkpoints
-from freewheel.runtime.worker import firsts, guards
+from freewheel.runtime.worker import guards
 from freewheel.runtime.worker.agent import Agent, explained
-from freewheel.runtime.worker.gradients import Gradients
+from freewheel.runtime.worker.gradients import Gradients, summed
 from freewheel.runtime.worker.optimizers import members, parameters
 from freewheel.strategy import Strategy
 
@@ -172,7 +172,7 @@ class Steps:
         """Let it be noticed where two workers begin with the same samples."""
         if self._begins:
             self._begins = False
-            if found := firsts.summed(parameters(optimizer)):
+            if found := summed(parameters(optimizer)):
                 self._agent.begin(self._agent.firsts.tell(found))
 
     def _computed(self, seconds: float, blocked_s: float = 0.0) -> None:
