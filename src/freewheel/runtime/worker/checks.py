@@ -18,28 +18,18 @@ from freewheel.strategy import Strategy
 
 log = logging.getLogger("freewheel")
 
-SPREAD = ("DistributedDataParallel", "FullyShardedDataParallel")
-"""Wrappers that average or shard by themselves."""
-TOO_MANY_STEPS = (
-    "Of a worker's steps nobody knows the number: fast workers take more batches than len(loader) says. "
-    'worker.scheduler("cosine") goes by what all workers have done.'
-)  # what a scheduler that ends at a step does not know
+SPREAD = ("DistributedDataParallel", "FullyShardedDataParallel")  # they average or shard by themselves
 
-attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The models of this process that are in a with-block."""
+attached = weakref.WeakSet[nn.Module]()  # the models of this process that are in a with-block
 
 
-def wire(given: str, strategy: Strategy) -> None:
-    """Refuse to round what does not bear it."""
-    if given != "fp32" and not strategy.defines("meet"):
+def check(model: Any, given: Any, strategy: Strategy, wire: str) -> torch.optim.Optimizer:
+    """What was given as optimizers, as one; refuses what cannot be attached, or is spread over processes."""
+    if wire != "fp32" and not strategy.defines("meet"):
         raise ConfigError(
-            f"wire={given!r} is for strategies that swap snapshots, such as adpsgd. With {strategy.name} "
+            f"wire={wire!r} is for strategies that swap snapshots, such as adpsgd. With {strategy.name} "
             "small updates would be lost in the rounding; take fp32."
         )
-
-
-def check(model: Any, given: Any) -> torch.optim.Optimizer:
-    """What was given as optimizers, as one; refuses what cannot be attached, or is spread over processes."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"attach takes a torch.nn.Module first, not a {type(model).__name__}.")
     if found := [type(one).__name__ for one in model.modules() if type(one).__name__ in SPREAD]:
@@ -72,15 +62,6 @@ def check(model: Any, given: Any) -> torch.optim.Optimizer:
             ", ".join(without),
         )
     return optimizer
-
-
-def room(strategy: Strategy, shared: bool) -> None:
-    """Refuse a strategy that needs worker 0 where the room a lost worker leaves may go to one that waits."""
-    if shared and strategy.needs(0):
-        raise ConfigError(
-            f"{strategy.name} needs worker 0, whose room may go to a worker that waits for some. Leave --max "
-            "out, and ask for as many workers as there is room for."
-        )
 
 
 def signature(model: nn.Module) -> list[list[Any]]:

@@ -28,10 +28,8 @@ class CudaReplica(LiveReplica):
         super().__init__(model, blocks)
         self.side: torch.cuda.Stream = torch.cuda.Stream(device=self.device)  # type: ignore[no-untyped-call]
         self._moved: torch.cuda.Event | None = None  # after the last boundary, in the training stream
-        self._read: torch.cuda.Event | None = None
-        """After the last copy of the weights, in the side stream; the next step waits for it."""
-        self._bad = torch.zeros(1, dtype=torch.int32, pin_memory=True)
-        """Not 0 if the last copy has numbers that are not finite."""
+        self._read: torch.cuda.Event | None = None  # after the last copy, in the side stream; a step waits
+        self._bad = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # not 0: the last copy is not finite
         self._near: torch.cuda.Event | None = None  # near the end of the last backward pass
         self._hook: RemovableHandle | None = None
         self._kernels = kernels.for_device(self.device)

@@ -24,8 +24,7 @@ from freewheel.runtime.worker.optimizers import members
 
 log = logging.getLogger("freewheel")
 
-watchers: list[Callable[[torch.optim.Optimizer], None]] = []
-"""Who sees every optimizer of this process before it steps: those that `attach` was not given, too."""
+watchers: list[Callable[[torch.optim.Optimizer], None]] = []  # see every optimizer that steps in this process
 begun = False  # whether any worker of this process has begun
 _guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

@@ -120,12 +120,3 @@ class Leaving:
         self._timer = threading.Timer(after_s, wake)
         self._timer.daemon = True
         self._timer.start()
-
-
-def ends(error: BaseException) -> bool:
-    """Whether an exception of a worker that is to leave is the end of it, and no mistake of its own.
-
-    It is where a handler of the script's exits, and where the processes that load its data were told, too.
-    """
-    loads = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
-    return isinstance(error, SystemExit) or loads

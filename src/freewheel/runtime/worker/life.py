@@ -28,7 +28,7 @@ from freewheel.runtime.worker import checks, guards, joining
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.ending import Answer
 from freewheel.runtime.worker.inventory import Inventory
-from freewheel.runtime.worker.leaving import Leaving, Left, ends
+from freewheel.runtime.worker.leaving import Leaving, Left
 from freewheel.runtime.worker.records import Account
 from freewheel.runtime.worker.settings import Settings
 from freewheel.runtime.worker.steps import Steps
@@ -49,12 +49,12 @@ class Life:
         place: Place | None = None,
         version: str = "",
     ) -> None:
-        self._model, self._optimizer, self._strategy = model, checks.check(model, optimizer), strategy
-        given = [group.get("lr") for group in self._optimizer.param_groups]
-        self._rates = [lr.item() if isinstance(lr, Tensor) else lr for lr in given]
-        """As the script has set them: a checkpoint has those of its moment."""
         self._settings, self._version = settings or Settings(), version
-        checks.wire(self._settings.wire, strategy)
+        self._model, self._strategy = model, strategy
+        self._optimizer = checks.check(model, optimizer, strategy, self._settings.wire)
+        given = [group.get("lr") for group in self._optimizer.param_groups]
+        # As the script has set them: a checkpoint has those of its moment.
+        self._rates = [lr.item() if isinstance(lr, Tensor) else lr for lr in given]
         self._leaving = Leaving(self._settings.leave_s, lambda: self._steps.stepping, self._say_leaving)
         self._place = place or Place.read()
         self.rank, self.world_size = self._place.rank, self._place.world_size
@@ -102,7 +102,11 @@ class Life:
             self._store = Rendezvous(place, timeout_s)
             options, life = self._store.options(), self._store.incarnation()
             self.world_size = options.workers or place.world_size
-            checks.room(self._strategy, place.meeting is not None and options.most > self.world_size)
+            if place.meeting is not None and options.most > self.world_size and self._strategy.needs(0):
+                raise ConfigError(
+                    f"{self._strategy.name} needs worker 0, whose room may go to a worker that waits for "
+                    "some. Leave --max out, and ask for as many workers as there is room for."
+                )
         given = self._settings  # goes before what the launcher and the place say
         settings = replace(
             given,
@@ -186,11 +190,16 @@ class Life:
         failure, left = error, False
         try:
             exits = isinstance(error, SystemExit) and error.code in (None, 0)
+            # A handler of the script's exits there, or the processes that load its data were told, too.
+            told = isinstance(error, SystemExit) or str(error).startswith("DataLoader worker")
             if error is None:
                 self._end_well()
             elif isinstance(error, ValueError) and "number of total steps" in str(error):  # OneCycleLR
-                error.add_note(checks.TOO_MANY_STEPS)
-            elif left := exits or (leaving.asked and ends(error)):
+                error.add_note(
+                    "Of a worker's steps nobody knows the number: fast workers take more batches than "
+                    'len(loader) says. worker.scheduler("cosine") goes by what all workers have done.'
+                )
+            elif left := exits or (leaving.asked and told):
                 leaving.ask()
                 self._depart()
                 if exits or not isinstance(error, SystemExit):

@@ -28,10 +28,8 @@ from freewheel.runtime.worker.gradients import Gradients
 POLL_S = 5e-5
 TRIES = 20  # snapshots torn by a boundary before the training thread is asked to make one
 SPARE_S = 1.0  # how long a vector that is being added is waited for, before there is a third one
-SOON_S = 0.1
-"""How long one step may move the weights before an exchange is put off: it may be one that computes, too."""
-PATIENCE_S = 0.1
-"""How long weights may be found moving before it is asked: a step with a closure computes while they move."""
+SOON_S = 0.1  # how long one step may move the weights before an exchange is put off: some compute, too
+PATIENCE_S = 0.1  # how long weights may be found moving before it is asked: closures compute while they move
 PIECE = 1 << 18  # numbers that are copied, and then looked at while they are in the cache
 
 
@@ -61,18 +59,16 @@ class LiveReplica(Replica):
     def __init__(self, model: nn.Module, blocks: list[Block]) -> None:
         super().__init__(blocks)
         self.version = 0
-        self.parked = False
-        """The training thread waits after its step: corrections may be added at once. Set by the other."""
+        self.parked = False  # the training thread waits: the other one, which says so, may add corrections
+        # Makes memory for snapshots, which other workers may be able to see.
         self.make_vector: Callable[[int, torch.dtype], Tensor] = self.plain_vector
-        """Makes memory for snapshots, which other workers may be able to see."""
         self.reusable: Callable[[Tensor], bool] = lambda vector: True  # whether a vector is such memory
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._slot: deque[Correction] = deque()
         self._spare: deque[Tensor] = deque(maxlen=2)
         self._orders: deque[Order] = deque()
         self._changes = 0
-        self._standing: Order | None = None
-        """What is left for the training thread to copy, where exchanges are put off again and again."""
+        self._standing: Order | None = None  # for the training thread, where exchanges are put off
         self._trained = [one for one in model.parameters() if one.requires_grad]
         self.gradients = self.gradients_of(self._trained)  # of the optimizer that steps
 
@@ -209,17 +205,20 @@ class LiveReplica(Replica):
     def correct(self, vector: Tensor, own: bool = False) -> None:
         """Let a vector be added at the next boundary."""
         self._changes += 1  # odd while what is pending changes
-        self._correct(Correction(vector, own))
-        self._changes += 1
-
-    def _correct(self, correction: Correction) -> None:
+        correction = Correction(vector, own)
         with contextlib.suppress(IndexError):  # there is none, or the boundary was faster
-            correction = self._joined(self._slot.popleft(), correction)
+            before = self._slot.popleft()
+            if before.own:
+                before.vector.add_(vector)
+                if own:
+                    self.unused(vector)
+            correction = Correction(before.vector if before.own else before.vector + vector, True)
         if self.parked:
             self._add(correction)
         else:
             correction.ready = self._ready()
             self._slot.append(correction)
+        self._changes += 1
 
     def _ready(self) -> torch.cuda.Event | None:
         """After what has been computed so far."""
@@ -286,11 +285,3 @@ class LiveReplica(Replica):
                     copied.copy_(piece).add_(pending[start : start + piece.numel()])
                 total += copied.sum().item()
         self._finite = math.isfinite(total)  # a sum is finite only if all numbers are
-
-    def _joined(self, before: Correction, after: Correction) -> Correction:
-        if not before.own:
-            return Correction(before.vector + after.vector, True)
-        before.vector.add_(after.vector)
-        if after.own:
-            self.unused(after.vector)
-        return Correction(before.vector, True)

@@ -24,11 +24,9 @@ from freewheel.runtime.worker.tensor_codec import Asking, Reply
 
 MEAN = "mean"
 FEW = 64  # so many numbers travel as they are; more in the type of the weights
-NOTHING = -1  # instead of a turn: who asks wants to know how often something was said, and not what
 POLL_S = 0.02
 WARN_S = 10.0  # after which it is said who is waited for
-STUCK_S = 3.0
-"""How long two wait for each other, one for a mean and one for a merge, before the first does without."""
+STUCK_S = 3.0  # after which the one of two that waits for a mean does without the one that waits to merge
 
 log = logging.getLogger("freewheel")
 
@@ -45,10 +43,9 @@ class Means:
         begun: Callable[[], bool],
     ) -> None:
         self._asking, self._fabric, self._dtype = asking, asking.fabric, dtype
+        # Whose loop has ended; whom this worker merges with just now; whether it can say anything.
         self._ended, self._merging, self._begun = ended, merging, begun
-        """Whose loop has ended; whom this worker merges with just now; whether it can say anything."""
-        self._said: dict[int, tuple[int, list[Tensor]]] = {}
-        """By the number of a name: how often something was said, and the last two times what."""
+        self._said: dict[int, tuple[int, list[Tensor]]] = {}  # by name: how often, the last two times what
         asking.serve(MEAN, 2, self._answer)
 
     async def _answer(self, name: int, turn: int) -> Reply:
@@ -86,7 +83,7 @@ class Means:
         times = 0
         for peer in self._fabric.others:
             with contextlib.suppress(PeerLost):
-                message, _ = await self._asking.ask(peer, MEAN, key, NOTHING)
+                message, _ = await self._asking.ask(peer, MEAN, key, 0)
                 times = max(times, message.numbers(1)[0])
         return times
 

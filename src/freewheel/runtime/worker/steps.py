@@ -40,8 +40,7 @@ class Steps:
         self._agent, self._replica, self._optimizer = agent, agent.replica, agent.inventory.optimizer
         self._members = members(self._optimizer)
         self._gradients: dict[int, tuple[int, Gradients]] = {}  # with how many parameters it had then
-        self._rates: list[tuple[dict[str, Any], Any]] = []
-        """Groups of the optimizer with their rates, while it steps with a part of them."""
+        self._rates: list[tuple[dict[str, Any], Any]] = []  # of groups, while it steps with a part of them
         self._inventory, self._checkpoints = agent.inventory, checkpoints
         strategy = agent.strategy
         self._before = strategy.before_step if strategy.defines("before_step") else None
@@ -56,8 +55,8 @@ class Steps:
         self.stepping = False  # whether an optimizer steps just now, and nothing may interrupt it
         self._work: concurrent.futures.Future[None] | None = None  # of the last step that waited
         self._harmless = weakref.WeakSet[torch.optim.Optimizer]()  # they train another model
+        # When training began to compute, and how long it had waited for data and checkpoints by then:
         self._began_s, self._blocked_s = time.perf_counter(), 0.0
-        """When training began to compute, and how long it had waited for data and checkpoints by then."""
         self._computed_s = 0.0
         self._quasi_global = QuasiGlobal(self._optimizer) if strategy.quasi_global else None
         self._hooks = [one.register_step_pre_hook(self._before_step) for one in self._members]
@@ -135,12 +134,21 @@ class Steps:
             self.check_still()
             if not self._measured:
                 counters.stale(self._stale)
-        if self._before is not None:
-            self._choose_gradients(optimizer)
+        if self._before is not None:  # let the strategy see those of the optimizer that steps
+            if getattr(optimizer, "grad_scale", None) is not None:
+                raise ConfigError(
+                    f"{self._agent.strategy.name} would average gradients that are still scaled: a "
+                    f"{type(optimizer).__name__} with fused=True unscales them in its step. Leave fused out."
+                )
+            held = sum(len(group["params"]) for group in optimizer.param_groups)
+            if self._gradients.get(id(optimizer), (-1,))[0] != held:
+                self._gradients[id(optimizer)] = held, replica.gradients_of(parameters(optimizer))
+            replica.gradients = self._gradients[id(optimizer)][1]
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._compare_first(optimizer)
-            self._merge_gradients(0.0)
+            if self._before is not None:
+                self._wait(self._before)
         if (share := self._agent.node.rate_share) != 1:  # the updates of all workers add up
             self._rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
             for group, rate in self._rates:
@@ -156,18 +164,6 @@ class Steps:
             return args, {**kwargs, "closure": beside}
         return (args[0], beside, *args[2:]), kwargs
 
-    def _choose_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the strategy see those of the optimizer that steps."""
-        if getattr(optimizer, "grad_scale", None) is not None:
-            raise ConfigError(
-                f"{self._agent.strategy.name} would average gradients that are still scaled: a "
-                f"{type(optimizer).__name__} with fused=True unscales them in its step. Leave fused out."
-            )
-        held = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._gradients.get(id(optimizer), (-1,))[0] != held:
-            self._gradients[id(optimizer)] = held, self._replica.gradients_of(parameters(optimizer))
-        self._replica.gradients = self._gradients[id(optimizer)][1]
-
     def _compare_first(self, optimizer: torch.optim.Optimizer) -> None:
         """Let it be noticed where two workers begin with the same samples."""
         if self._begins:
@@ -181,14 +177,6 @@ class Steps:
         if counters.timeline is not None:
             counters.timeline.gradient(seconds - blocked_s)
         self._computed_s += seconds
-
-    def _merge_gradients(self, loss: float) -> float:
-        """Let the strategy do what it does before a step; the loss, which it may have averaged."""
-        if self._before is not None:
-            self._replica.gradients.loss = loss
-            self._wait(self._before)
-            return self._replica.gradients.loss
-        return loss
 
     def _beside(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose gradients are merged, and during which weights that have not moved stand still."""
@@ -205,8 +193,10 @@ class Steps:
             if self._before is not None:
                 replica.end_moving()  # others may need a copy before they can merge
                 value = loss.detach() if isinstance(loss, Tensor) else loss
-                mean = self._merge_gradients(0.0 if loss is None else float(value))
+                replica.gradients.loss = 0.0 if loss is None else float(value)
+                self._wait(self._before)
                 if loss is not None and len(self._agent.fabric.members) > 1:
+                    mean = replica.gradients.loss
                     loss = loss.new_tensor(mean) if isinstance(loss, Tensor) else mean
             replica.begin_moving()
             return loss
