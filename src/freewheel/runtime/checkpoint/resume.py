@@ -22,9 +22,8 @@ from freewheel.errors import ConfigError
 from freewheel.runtime.checkpoint import shards
 from freewheel.runtime.checkpoint.shards import Damaged, Manifest
 from freewheel.runtime.membership.rendezvous import Rendezvous
-from freewheel.runtime.worker.checks import first_difference
+from freewheel.runtime.worker.checks import first_difference, members
 from freewheel.runtime.worker.inventory import Inventory, TensorMean
-from freewheel.runtime.worker.optimizers import members
 
 TOGETHER = ("all", "neighbours", "group")
 """Whose steps, in the words of `Strategy.waits_for`, are numbered alike on several workers."""

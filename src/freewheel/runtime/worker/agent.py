@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from freewheel.data.dealing import Dealing
-from freewheel.errors import PeerLost, RunStopped, WorkerLost
+from freewheel.errors import PeerLost, WorkerLost
 from freewheel.fabric.base import RUNTIME, Note, Tag, hear
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import LEFT, TcpFabric
@@ -30,11 +30,10 @@ from freewheel.records.counters import Counters
 from freewheel.runtime.launch import keys
 from freewheel.runtime.membership.generation import Outlived
 from freewheel.runtime.membership.rendezvous import Rendezvous
-from freewheel.runtime.worker.answers import Answers
+from freewheel.runtime.worker.answers import Answers, Means
 from freewheel.runtime.worker.ending import Answer, Ending
 from freewheel.runtime.worker.gradients import Firsts
 from freewheel.runtime.worker.inventory import Inventory
-from freewheel.runtime.worker.means import Means
 from freewheel.runtime.worker.settings import WIRES, Settings
 from freewheel.runtime.worker.tensor_codec import Asking
 from freewheel.strategy import Strategy
@@ -133,11 +132,15 @@ class Agent:
         finally:
             asked.cancel()
 
-    def check(self) -> None:
-        """Raise what failed beside training."""
-        failure = self.failure
+    def check(self, failure: BaseException | None = None) -> None:
+        """Raise what failed, beside training unless given; what a lost worker means to those who need it."""
+        failure = failure or self.failure
         if isinstance(failure, PeerLost):
-            raise explained(self.strategy, failure) from failure
+            raise WorkerLost(
+                f"{self.strategy.name} stopped: it lost worker {failure.peer} ({failure.why}), which it "
+                "cannot do without: it held the server. Strategies without one go on, such as adpsgd or "
+                "allreduce."
+            ) from failure
         if failure is not None:
             raise failure
 
@@ -308,11 +311,3 @@ class Agent:
                 self._waited_for.add(peer)
                 return True
         return bool(rendezvous.coming(dict(fabric.lives)))
-
-
-def explained(strategy: Strategy, error: PeerLost) -> RunStopped:
-    """What the loss of a worker means to those who cannot do without it."""
-    return WorkerLost(
-        f"{strategy.name} stopped: it lost worker {error.peer} ({error.why}), which it cannot do "
-        "without: it held the server. Strategies without one go on, such as adpsgd or allreduce."
-    )

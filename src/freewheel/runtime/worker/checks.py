@@ -1,19 +1,23 @@
-"""Mistakes with a model or an optimizer that would otherwise be noticed late, or never."""
+"""A model and its optimizers, one or several that together make a step, and mistakes with them.
+
+They would otherwise be noticed late, or never.
+"""
 
 from __future__ import annotations
 
 import itertools
 import logging
 import weakref
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
 
 from freewheel.errors import ConfigError
 from freewheel.moments import momentum_of
-from freewheel.runtime.worker import optimizers
 from freewheel.strategy import Strategy
 
 log = logging.getLogger("freewheel")
@@ -37,12 +41,12 @@ def check(model: Any, given: Any, strategy: Strategy, wire: str) -> torch.optim.
             f"attach takes the model itself, not {found[0]} around it: give its .module, and leave the "
             "process group out. Freewheel does what it does."
         )
-    optimizer = optimizers.joined(given)
+    optimizer = joined(given)
     mine = dict(model.named_parameters())
     for name, parameter in mine.items():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(f"the parameter {name} has no shape yet: let the model compute once before.")
-    theirs = {id(one): one for one in optimizers.parameters(optimizer)}
+    theirs = {id(one): one for one in parameters(optimizer)}
     others = theirs.keys() - set(map(id, mine.values()))
     if len(others) == len(theirs):
         raise ConfigError(
@@ -91,7 +95,7 @@ def settings(strategy: Strategy, optimizer: torch.optim.Optimizer, seed: int) ->
     return {
         "strategy": strategy.name,
         **{name: text for name, text in given.items() if " at 0x" not in text},
-        "optimizer": optimizers.name(optimizer),
+        "optimizer": name_of(optimizer),
         "momentum": "yes" if momentum_of(optimizer) else "no",
         "seed": str(seed),
     }
@@ -104,3 +108,75 @@ def other_settings(theirs: dict[str, str], mine: dict[str, str], them: str) -> s
         names = ["strategy"]
     here, there = (" ".join(f"{name}={one.get(name)}" for name in names) for one in (mine, theirs))
     return f"{here}, {them} has {there}" if names else ""
+
+
+HOOKS = "_optimizer_step_pre_hooks"
+
+
+class SeveralOptimizers(Optimizer):
+    """Several optimizers as one: their groups, their states. Nobody steps it; they step themselves."""
+
+    def __init__(self, members: Sequence[Optimizer]) -> None:  # the base's would want parameters of its own
+        self.members = tuple(members)
+        self.defaults: dict[str, Any] = {}
+        self._opt_called = True  # else schedulers warn that it never stepped
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all, in order."""
+        return [group for one in self.members for group in one.param_groups]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """What each remembers of its parameters."""
+        return {parameter: kept for one in self.members for parameter, kept in one.state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all, in order."""
+        return {"optimizers": [one.state_dict() for one in self.members]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The way back."""
+        for one, state in zip(self.members, state_dict["optimizers"], strict=True):
+            one.load_state_dict(state)
+
+
+def joined(given: Any) -> Optimizer:
+    """What `attach` was given as one optimizer: itself where it is one; wrappers are taken off."""
+    found = [_unwrapped(one) for one in (given if isinstance(given, list | tuple) else [given])]
+    if not found:
+        raise ConfigError("attach takes an optimizer or a list of them second, not an empty list.")
+    if len({id(one) for one in found}) < len(found):
+        raise ConfigError("attach was given the same optimizer twice; name each one once.")
+    return found[0] if len(found) == 1 else SeveralOptimizers(found)
+
+
+def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Those that step."""
+    return optimizer.members if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
+
+
+def name_of(optimizer: Optimizer) -> str:
+    """What it is, for people."""
+    return "+".join(type(one).__name__ for one in members(optimizer))
+
+
+def parameters(optimizer: Optimizer) -> Iterable[torch.nn.Parameter]:
+    """What it trains."""
+    return (one for group in optimizer.param_groups for one in group["params"])
+
+
+def _unwrapped(given: Any) -> Optimizer:
+    """The optimizer whose steps count: a wrapper, as Accelerate and Lightning make them, has it inside."""
+    inner = getattr(given, "optimizer", None)
+    hooks = getattr(given, "__dict__", {}).get(HOOKS)
+    if isinstance(inner, Optimizer) and (hooks is None or hooks is vars(inner).get(HOOKS)):
+        return _unwrapped(inner)
+    if not isinstance(given, Optimizer):
+        raise ConfigError(f"attach takes a torch.optim optimizer second, not a {type(given).__name__}.")
+    if hooks is None:
+        raise ConfigError(
+            f"the steps of this {type(given).__name__} cannot be seen: it has no step hooks. Call "
+            "torch.optim.Optimizer.__init__ in its __init__, or attach the optimizer inside it."
+        )
+    return given

@@ -20,7 +20,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.runtime.worker.optimizers import members
+from freewheel.runtime.worker.checks import members
 
 log = logging.getLogger("freewheel")
 

@@ -11,7 +11,6 @@ alike stays as it is.
 from __future__ import annotations
 
 import itertools
-import logging
 import operator
 from collections.abc import Iterator, Mapping
 
@@ -19,12 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.replica import flatten
 from freewheel.runtime.worker import tensor_codec
-from freewheel.runtime.worker.live_replica import LiveReplica
-from freewheel.runtime.worker.optimizers import parameters
+from freewheel.runtime.worker.checks import parameters
+from freewheel.runtime.worker.live_replica import live_replica
 
-log = logging.getLogger("freewheel")
 REQUIRES = operator.attrgetter("requires_grad")
 MOVED, REPLACED = "lies in other memory than", "is not the one there was"
 LOOKS = 32  # how many of the frozen parameters are looked at in a step
@@ -50,8 +47,6 @@ class Inventory:
         self._next_frozen = itertools.cycle(
             frozen[at : at + LOOKS] for at in range(0, max(1, len(frozen)), LOOKS)
         )
-        self._first = self._slots[0][1]  # whoever overwrites weights overwrites this one, too
-        self._stood, self._warned = self._first._version, False
         self._enrolled = 0  # how many parameters the optimizer had when they were last looked at
         self._held: list[nn.Parameter] = []  # those that were frozen: one that wakes up is trained at once
 
@@ -107,19 +102,6 @@ class Inventory:
                 f"the parameter {self.names.get(id(one), '?')} was frozen when the model was attached and "
                 "requires gradients now: it is not merged. Let it require them at attach, and freeze it in "
                 "the with-block."
-            )
-
-    def stands(self) -> None:
-        """A step is complete: until the next one nobody moves the weights."""
-        self._stood = self._first._version
-
-    def check_still(self) -> None:
-        """Warn, once, if the script has moved them meanwhile: an exchange under way does not know of it."""
-        if not self._warned and self._first._version != self._stood:
-            self._warned = True
-            log.warning(
-                "weights were changed outside the optimizer's step, others may have averaged with either. "
-                "Small changes (clamping) do no harm; to restore or evaluate others take a copy of the model"
             )
 
     def check(self) -> None:
@@ -201,20 +183,6 @@ def alike(one: Tensor, other: Tensor) -> bool:
     """Whether two tensors are the same to the bit."""
     same = (one.dtype, one.shape) == (other.dtype, other.shape)
     return same and torch.equal(tensor_codec.raw(one), tensor_codec.raw(other))
-
-
-def live_replica(model: nn.Module) -> LiveReplica:
-    """The replica of a model, by where its parameters lie."""
-    blocks = flatten(model.named_parameters(), gradients=False)
-    devices = {block.weights.device for block in blocks}
-    if len(devices) > 1 and any(device.type == "cuda" for device in devices):
-        names = ", ".join(sorted(map(str, devices)))
-        raise ConfigError(f"the model's parameters lie on {names}; put all of them on one device.")
-    if blocks[0].weights.is_cuda:
-        from freewheel.runtime.worker.cuda_replica import CudaReplica
-
-        return CudaReplica(model, blocks)
-    return LiveReplica(model, blocks)
 
 
 def _kind(tensor: Tensor | None) -> str:

@@ -27,7 +27,7 @@ from freewheel.records.counters import Timeline
 from freewheel.records.journal import Journal
 from freewheel.records.schema import WorkerSample, run_json, typed, worker_sample
 from freewheel.runtime.checkpoint.taker import Checkpoints
-from freewheel.runtime.worker import optimizers
+from freewheel.runtime.worker import checks
 from freewheel.runtime.worker.agent import Agent, Events
 from freewheel.runtime.worker.settings import Settings
 from freewheel.strategy import Strategy
@@ -147,7 +147,7 @@ class Account:
     def _run_json(self, settings: Settings, workers: int, command: str | None) -> dict[str, Any]:
         strategy, inventory, said = self._strategy, self._agent.inventory, dict(self.about)
         name, target = said.pop("name", None), said.pop("target", None)
-        scenario = {"optimizer": optimizers.name(inventory.optimizer), "wire": settings.wire, **said}
+        scenario = {"optimizer": checks.name_of(inventory.optimizer), "wire": settings.wire, **said}
         group = inventory.optimizer.param_groups[0]
         return run_json(
             freewheel=self._agent.me.version,

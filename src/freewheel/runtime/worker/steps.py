@@ -22,9 +22,9 @@ from freewheel.errors import ConfigError, PeerLost, RunStopped
 from freewheel.moments import QuasiGlobal
 from freewheel.runtime.checkpoint.taker import Checkpoints
 from freewheel.runtime.worker import guards
-from freewheel.runtime.worker.agent import Agent, explained
+from freewheel.runtime.worker.agent import Agent
+from freewheel.runtime.worker.checks import members, parameters
 from freewheel.runtime.worker.gradients import Gradients, summed
-from freewheel.runtime.worker.optimizers import members, parameters
 from freewheel.strategy import Strategy
 
 GRACE_S = 5.0  # how long a step may wait for a worker whose loop has ended
@@ -49,7 +49,9 @@ class Steps:
         # A strategy with a staleness of its own records it; for the others the node's measure is taken.
         self._measured = type(strategy).staleness is not Strategy.staleness
         self._stale = agent.node.unmerged_steps
-        self.first = agent.counters.steps
+        self._first = next(iter(self._inventory.trained.values()))  # is overwritten by who overwrites any
+        self._stood, self._warned = self._first._version, False
+        self._begin = agent.counters.steps
         self.made = dict.fromkeys(map(id, self._members), 0)  # how often each has stepped
         self._stepped: set[int] = set()  # since the last step was complete
         self.stepping = False  # whether an optimizer steps just now, and nothing may interrupt it
@@ -64,7 +66,7 @@ class Steps:
         guards.watchers.append(self.refuse)
         several = agent.me.world_size > 1
         self._unguard = guards.guard(agent.inventory.model) if several else None
-        self._begins = several and not agent.late and not self.first  # first gradients are to be compared
+        self._begins = several and not agent.late and not self._begin  # first gradients are to be compared
 
     def end(self, within_s: float) -> bool:
         """Let the steps be the optimizers' own again; whether the strategy has done its part in the last."""
@@ -86,9 +88,13 @@ class Steps:
         return done
 
     def check_still(self) -> None:
-        """Warn if weights were changed between steps, where others may have averaged meanwhile."""
-        if self._unguard is not None:
-            self._inventory.check_still()
+        """Warn, once, if the script has moved weights between steps: exchanges do not know of it."""
+        if self._unguard is not None and not self._warned and self._first._version != self._stood:
+            self._warned = True
+            log.warning(
+                "weights were changed outside the optimizer's step, others may have averaged with either. "
+                "Small changes (clamping) do no harm; to restore or evaluate others take a copy of the model"
+            )
 
     def say_idle(self) -> None:
         """Say so if nothing was merged because an optimizer has not stepped, though there was data."""
@@ -226,7 +232,7 @@ class Steps:
         """All have stepped."""
         node, replica = self._agent.node, self._replica
         self._stepped.clear()
-        node.computed(self._computed_s, node.counters.steps - self.first + 1)
+        node.computed(self._computed_s, node.counters.steps - self._begin + 1)
         self._computed_s = 0.0
         node.counters.steps += 1
         self._checkpoints.used()
@@ -244,7 +250,7 @@ class Steps:
         if self._wakes and node.due():  # nobody else is woken: that costs both threads time
             with contextlib.suppress(RuntimeError):  # the loop is closed: this worker has left
                 self._agent.loop.call_soon_threadsafe(node.stepped)
-        self._inventory.stands()
+        self._stood = self._first._version
         self._stale = node.unmerged_steps
         self._checkpoints.stepped(node.counters.steps)
 
@@ -285,6 +291,6 @@ class Steps:
                         f"{ended} has ended. Give all workers the same number of steps."
                     )
         except PeerLost as error:
-            raise explained(strategy, error) from error
+            agent.check(error)
         finally:
             agent.counters.go_on(time.perf_counter())
