@@ -84,38 +84,32 @@ class Answers:
         return tensor_codec.pack(found)
 
     async def mean(self, members: Sequence[int], tag: Tag) -> Answer:
-        """The mean of these workers, who all take it now."""
-        part = await self._weights(PART)
-        notes = await collectives.gather(self._fabric, members, (float(part is not None),), (*tag, "parts"))
-        parts = sum(note[0] for note in notes.values())
+        """The mean of these workers, who all take it now; the first makes that of buffers, if they differ."""
+        fabric, (first, *others), part = self._fabric, members, await self._weights(PART)
+        buffers = self._inventory.buffers()
+        packed = tensor_codec.pack(buffers)
+        note = float(part is not None), float(zlib.crc32(packed.numpy().data))
+        notes = await collectives.gather(fabric, members, note, (*tag, "parts"))
+        parts = sum(has_part for has_part, _ in notes.values())
         if not parts:
             raise WorkerLost(NO_ANSWER)
         if part is None:
             part = self._replica.plain_vector(self._replica.size, self._replica.dtype).zero_()
         shares = {peer: notes[peer][0] / parts for peer in members}
-        weights = await self._fabric.reduce((*tag, "weights"), part, shares)
-        return weights, await self._mean_buffers(members, (*tag, "buffers"))
-
-    async def _mean_buffers(self, members: Sequence[int], tag: Tag) -> dict[str, Tensor]:
-        """The same buffers for all members, made by the first one where they differ."""
-        fabric, (first, *others), mine = self._fabric, members, self._inventory.buffers()
-        packed = tensor_codec.pack(mine)
-        digest = float(zlib.crc32(packed.numpy().data))
-        notes = await collectives.gather(fabric, members, (digest,), (*tag, "alike"))
-        if len(set(notes.values())) == 1:
-            return mine
+        weights, tag = await fabric.reduce((*tag, "weights"), part, shares), (*tag, "buffers")
+        if len({digest for _, digest in notes.values()}) == 1:
+            return weights, buffers
         if fabric.rank != first:
             tensor_codec.post(fabric, first, tag, packed)
-            return await tensor_codec.receive(fabric, first, tag)
+            return weights, await tensor_codec.receive(fabric, first, tag)
         mean = TensorMean(buffers=True)
-        mean.add(mine)
+        mean.add(buffers)
         for peer in others:
             mean.add(await tensor_codec.receive(fabric, peer, tag))
-        found = mean.result()
-        packed = tensor_codec.pack(found)
+        packed = tensor_codec.pack(mean.result())
         for peer in others:
             tensor_codec.post(fabric, peer, tag, packed)
-        return found
+        return weights, mean.result()
 
     async def consensus(self) -> Answer:
         """The mean of all workers, collected by this one; nobody's training waits."""
@@ -224,7 +218,10 @@ class Means:
         key = number(f"mean/{name}") >> 14
         times, kept = self._said.get(key, (0, []))
         if wait and not kept:  # one that was started again goes on where the others are
-            times = max(0, await self._turn(key) - 1)
+            for peer in self._fabric.others:
+                with contextlib.suppress(PeerLost):
+                    message, _ = await self._asking.ask(peer, MEAN, key, 0)
+                    times = max(times, message.numbers(1)[0] - 1)
         self._said[key] = times + 1, [*kept[-1:], value]
         total, count = value.clone(), 1
         for peer in self._fabric.others:
@@ -239,15 +236,6 @@ class Means:
                     )
                 total, count = total.add_(theirs), count + 1
         return total.div_(count)
-
-    async def _turn(self, key: int) -> int:
-        """How often the others have said something under a name."""
-        times = 0
-        for peer in self._fabric.others:
-            with contextlib.suppress(PeerLost):
-                message, _ = await self._asking.ask(peer, MEAN, key, 0)
-                times = max(times, message.numbers(1)[0])
-        return times
 
     async def _theirs(self, peer: int, name: str, key: int, turn: int) -> Tensor | None:
         """What a worker has said; None: nothing."""
