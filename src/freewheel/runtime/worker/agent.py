@@ -266,13 +266,10 @@ class Agent:
         members, fabric = self.ending.members or self.fabric.members, self.fabric
         gone = {peer for peer in fabric.lives if fabric.why_lost(peer) == LEFT}
         if absent := sorted({*fabric.lives, *self.lacking}.difference(members, gone)):
-            log.warning(
-                "worker %d: the answer is the mean of worker %s; it lacks worker %s: %s",
-                self.me.rank,
-                ", ".join(map(str, members)),
-                ", ".join(map(str, absent)),
-                self.lacking.get(absent[0]) or fabric.why_lost(absent[0]),
-            )
+            of, lacks = (", ".join(map(str, workers)) for workers in (members, absent))
+            why = self.lacking.get(absent[0]) or fabric.why_lost(absent[0])
+            text = "worker %d: the answer is the mean of worker %s; it lacks worker %s: %s"
+            log.warning(text, self.me.rank, of, lacks, why)
         return answer
 
     async def depart(self, within_s: float, settled: bool) -> str:

@@ -142,21 +142,22 @@ class Life:
         beginning, account = entry.beginning, self._account
         self._inventory = Inventory(self._model, self._optimizer)
         self._replica = self._inventory.replica
+        key, most = bytes.fromhex(beginning.run(options.run)), store.most if store is not None else 1
         gradients = self._strategy.defines("before_step")  # are averaged
+        longest = self._replica.gradients.size if gradients else self._replica.size
         me = Identity(
-            bytes.fromhex(beginning.run(options.run)),
+            key,
             self.rank,
-            store.most if store is not None else 1,
+            most,
             life,
             self._version,
             model,
-            longest=self._replica.gradients.size if gradients else self._replica.size,
+            longest,
             wire=settings.wire,
             place=windows.place(),
         )
-        agent = self._agents = Agent(
-            me, self._inventory, self._strategy, settings, account.score, account.events
-        )
+        agent = Agent(me, self._inventory, self._strategy, settings, account.score, account.events)
+        self._agents = agent
         try:
             account.open(agent, settings, options.console and self.rank == 0)
             if store is not None:
@@ -219,7 +220,6 @@ class Life:
             self._close(None if left else failure, LEFT if left else farewell(failure))
 
     def _close(self, failure: BaseException | None, why: str) -> None:
-        """Say goodbye, and write down what there is."""
         account = self._account
         try:
             account.close(failure)
@@ -273,7 +273,6 @@ class Life:
             raise left
 
     def _depart(self) -> None:
-        """Hand everything over."""
         self._account.ended()
         self._checkpoints.leave(self._leaving.left_s / 2)
         lacks = self._patiently(self._agent.depart(self._leaving.left_s, self._settled))

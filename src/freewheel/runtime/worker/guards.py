@@ -37,18 +37,13 @@ def _see(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 register_optimizer_step_pre_hook(_see)  # for good: other threads may be in the midst of the hooks
 
 
-def guard(model: nn.Module) -> Callable[[], None]:
-    """Let nobody load weights into a model that is attached; what is returned ends it."""
+def guard(model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Let nobody load weights into a model that is attached, until it is undone."""
     modules = [one for one in model.modules() if any(w.requires_grad for w in one.parameters(recurse=False))]
-    hooks = [one.register_load_state_dict_pre_hook(refuse) for one in modules]  # type: ignore[no-untyped-call]
     _guarded.update(modules)
-
-    def remove() -> None:
-        for one, hook in zip(modules, hooks, strict=True):
-            hook.remove()
-            _guarded.discard(one)
-
-    return remove
+    undo.callback(_guarded.difference_update, modules)
+    for one in modules:
+        undo.callback(one.register_load_state_dict_pre_hook(refuse).remove)  # type: ignore[no-untyped-call]
 
 
 def without_guard(model: nn.Module) -> nn.Module:
@@ -71,19 +66,17 @@ def refuse(module: nn.Module, *_: Any) -> None:
 
 def warn_outside(optimizer: torch.optim.Optimizer, rank: int | None) -> Callable[[], None]:
     """Say so once if an attached optimizer steps before its with-block; what is returned ends it."""
-
-    def end() -> None:
-        while hooks:
-            hooks.pop().remove()
+    undo = contextlib.ExitStack()
 
     def warn(stepping: torch.optim.Optimizer, *_: Any) -> None:
-        end()
+        undo.close()
         log.warning("%s steps outside of its with-block, where nothing is merged", type(stepping).__name__)
         if rank is not None:
             watch_end(rank, lambda _: not begun, "the script trained outside of `with fw.attach(…)`")
 
-    hooks = [one.register_step_post_hook(warn) for one in members(optimizer)]
-    return end
+    for one in members(optimizer):
+        undo.callback(one.register_step_post_hook(warn).remove)
+    return undo.close
 
 
 def watch_end(

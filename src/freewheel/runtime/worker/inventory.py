@@ -69,11 +69,11 @@ class Inventory:
         """The way back."""
         mine = self.fixed()
         for name in [*mine, *given]:
-            one, other = mine.get(name), given.get(name)
-            if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+            here, there = _kind(mine.get(name)), _kind(given.get(name))
+            if here != there:
                 raise ConfigError(
-                    f"the buffer or frozen parameter {name} is {_kind(one)} here and {_kind(other)} at the "
-                    "worker this one begins with. Build the same model on all workers."
+                    f"the buffer or frozen parameter {name} is {here} here and {there} at the worker this "
+                    "one begins with. Build the same model on all workers."
                 )
         for name, one in mine.items():
             if not alike(one, given[name]):

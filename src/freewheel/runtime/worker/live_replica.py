@@ -197,7 +197,6 @@ class LiveReplica(Replica):
         return into
 
     async def _copied(self, vector: Tensor) -> None:
-        """The copy is complete; look at it."""
         for parameter, piece in self.pieces(vector) if not self._finite else ():
             if not piece.isfinite().all():
                 raise Diverged(f"weights of {self._names.get(id(parameter), '?')} are not finite")

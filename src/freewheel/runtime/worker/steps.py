@@ -51,7 +51,7 @@ class Steps:
         self._stale = agent.node.unmerged_steps
         self._first = next(iter(self._inventory.trained.values()))  # is overwritten by who overwrites any
         self._stood, self._warned = self._first._version, False
-        self._begin = agent.counters.steps
+        self._began_at = agent.counters.steps
         self.made = dict.fromkeys(map(id, self._members), 0)  # how often each has stepped
         self._stepped: set[int] = set()  # since the last step was complete
         self.stepping = False  # whether an optimizer steps just now, and nothing may interrupt it
@@ -61,12 +61,16 @@ class Steps:
         self._began_s, self._blocked_s = time.perf_counter(), 0.0
         self._computed_s = 0.0
         self._quasi_global = QuasiGlobal(self._optimizer) if strategy.quasi_global else None
-        self._hooks = [one.register_step_pre_hook(self._before_step) for one in self._members]
-        self._hooks += [one.register_step_post_hook(self._after_step) for one in self._members]
+        self._undo = contextlib.ExitStack()
+        for one in self._members:
+            self._undo.callback(one.register_step_pre_hook(self._before_step).remove)
+            self._undo.callback(one.register_step_post_hook(self._after_step).remove)
         guards.watchers.append(self.refuse)
-        several = agent.me.world_size > 1
-        self._unguard = guards.guard(agent.inventory.model) if several else None
-        self._begins = several and not agent.late and not self._begin  # first gradients are to be compared
+        self._undo.callback(guards.watchers.remove, self.refuse)
+        self._several = agent.me.world_size > 1
+        if self._several:
+            guards.guard(agent.inventory.model, self._undo)
+        self._begins = self._several and not agent.late and not self._began_at  # to be compared
 
     def end(self, within_s: float) -> bool:
         """Let the steps be the optimizers' own again; whether the strategy has done its part in the last."""
@@ -77,11 +81,7 @@ class Steps:
             done = not self._work.cancelled() and self._work.exception() is None
             while self._replica.parked and self._agent.alive:
                 time.sleep(1e-3)
-        guards.watchers.remove(self.refuse)
-        for hook in self._hooks:
-            hook.remove()
-        if self._unguard is not None:
-            self._unguard()
+        self._undo.close()
         self._restore_rates()
         for _, one in self._gradients.values():
             one.let_go()
@@ -89,7 +89,7 @@ class Steps:
 
     def check_still(self) -> None:
         """Warn, once, if the script has moved weights between steps: exchanges do not know of it."""
-        if self._unguard is not None and not self._warned and self._first._version != self._stood:
+        if self._several and not self._warned and self._first._version != self._stood:
             self._warned = True
             log.warning(
                 "weights were changed outside the optimizer's step, others may have averaged with either. "
@@ -126,7 +126,6 @@ class Steps:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """An optimizer is about to step."""
         replica = self._replica
         replica.end_moving()  # the last step may have raised, and the communication thread may be waiting
         self._inventory.look()
@@ -210,7 +209,6 @@ class Steps:
         return compute
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """An optimizer has stepped."""
         self._restore_rates()
         if optimizer is self._members[0]:
             group = optimizer.param_groups[0]
@@ -229,10 +227,9 @@ class Steps:
         self.stepping = False
 
     def _complete(self) -> None:
-        """All have stepped."""
         node, replica = self._agent.node, self._replica
         self._stepped.clear()
-        node.computed(self._computed_s, node.counters.steps - self._begin + 1)
+        node.computed(self._computed_s, node.counters.steps - self._began_at + 1)
         self._computed_s = 0.0
         node.counters.steps += 1
         self._checkpoints.used()
@@ -263,7 +260,6 @@ class Steps:
             self._replica.parked = False  # in this thread: nothing is added once the other has gone on
 
     def _wait(self, act: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Let training wait for the strategy."""
         agent, strategy = self._agent, self._agent.strategy
         began_s = time.perf_counter()
         self._replica.catch_up()
