@@ -169,22 +169,18 @@ class Answers:
                 continue
             self._replica.load(theirs)
             self._inventory.set_fixed(fixed)
-            if "state" in rest:
-                self._take_state(peer, rest["state"])
+            if "state" in rest:  # at the rates of the script: the other's may be of any moment
+                optimizer = self._inventory.optimizer
+                rates = [group.get("lr") for group in optimizer.param_groups]
+                try:
+                    optimizer.load_state_dict(rest["state"])
+                    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                        if rate is not None:
+                            group["lr"] = rate
+                except Exception as error:  # it has another optimizer, or what it sent is no state
+                    log.warning("the optimizer begins without worker %d's state: %s", peer, error)
             return True
         return False
-
-    def _take_state(self, peer: int, state: dict[str, Any]) -> None:
-        """Go on with another's optimizer, at the rates of the script: the other's may be of any moment."""
-        optimizer = self._inventory.optimizer
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        try:
-            optimizer.load_state_dict(state)
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                if rate is not None:
-                    group["lr"] = rate
-        except Exception as error:  # it has another optimizer, or what it sent is no state
-            log.warning("the optimizer begins without worker %d's state: %s", peer, error)
 
 
 class Means:

@@ -18,7 +18,7 @@ import logging
 import math
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -38,16 +38,17 @@ class Gradients:
     def __init__(
         self,
         parameters: Iterable[nn.Parameter],
-        make: Callable[[int], Tensor],
+        dtype: torch.dtype,
+        make: Callable[[int, torch.dtype], Tensor],
         reusable: Callable[[Tensor], bool],
-        name: Callable[[nn.Parameter], str],
+        names: Mapping[int, str],
     ) -> None:
         self._parameters = list(parameters)
         starts = itertools.accumulate((one.numel() for one in self._parameters), initial=0)
         self._places = [
             (one.shape, strides(one), at) for one, at in zip(self._parameters, starts, strict=False)
         ]
-        self._make, self._reusable, self._name = make, reusable, name
+        self._dtype, self._make, self._reusable, self._names = dtype, make, reusable, names
         self._numbers = sum(one.numel() for one in self._parameters)
         self.size = self._numbers + len(self._parameters) + 1
         self.loss = 0.0  # what the closure has said; the mean of all workers' once gradients were merged
@@ -57,7 +58,7 @@ class Gradients:
 
     def take(self) -> Tensor:
         """All of them as one vector; where there is none, zeros. Diverged if a number is not finite."""
-        flat = self._spare.popleft() if self._spare else self._make(self.size)
+        flat = self._spare.popleft() if self._spare else self._make(self.size, self._dtype)
         into, given = list[Tensor](), list[Tensor]()
         for one, piece in self._pieces(flat):
             if one.grad is None:
@@ -77,7 +78,7 @@ class Gradients:
         if not math.isfinite(flat.sum().item()):
             for one, piece in self._pieces(flat):
                 if not piece.isfinite().all():
-                    raise Diverged(f"gradients of {self._name(one)} are not finite")
+                    raise Diverged(f"gradients of {self._names.get(id(one), '?')} are not finite")
             if not math.isfinite(self.loss):
                 raise Diverged("the closure's loss is not finite")
         return flat

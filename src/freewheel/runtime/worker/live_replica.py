@@ -261,12 +261,8 @@ class LiveReplica(Replica):
     def gradients_of(self, parameters: Iterable[nn.Parameter]) -> Gradients:
         """Those of some of the parameters: what one of several optimizers trains."""
         wanted = {id(one) for one in parameters}
-        return Gradients(
-            [one for one in self._trained if id(one) in wanted],
-            lambda size: self.make_vector(size, self.dtype),
-            lambda vector: self.reusable(vector),
-            lambda parameter: self._names.get(id(parameter), "?"),
-        )
+        mine = [one for one in self._trained if id(one) in wanted]
+        return Gradients(mine, self.dtype, self.make_vector, self.reusable, self._names)
 
     # -- both --
 

@@ -254,7 +254,17 @@ class Recorder:
         training = sample["state"] == "training"
         if self._console and training and time.monotonic() - self._spoke_s >= CONSOLE_S:
             self._spoke_s = time.monotonic()
-            sys.stderr.write(line(sample) + "\n")
+            parts = [
+                f"{sample['elapsed_s']:.0f} s",
+                f"step {sample['resumed_at'] + sample['steps']}",
+                f"{sample['steps_per_s']:.1f} steps/s",
+                f"waiting {share(sample['blocked_share'])}",
+                f"exchanges {sample['exchanges']['done'] + sample['merges']['done']}",
+                f"staleness {sample['staleness_mean']:.1f}",
+            ]
+            if sample["loss"] is not None and not math.isnan(sample["loss"]):
+                parts.append(f"loss {short(sample['loss'], 4)}")
+            sys.stderr.write("  ".join(parts) + "\n")
         for name, value in sample.items() if self._board is not None else ():
             if isinstance(value, int | float) and name not in NO_SCALARS:
                 self._board.add_scalar(f"freewheel/{name}", value, sample["resumed_at"] + sample["steps"])
@@ -289,18 +299,3 @@ def evaluation(measured: Mapping[str, Any]) -> dict[str, float]:
             raise ConfigError(f"record: accuracy must lie between 0 and 1, not {value:g}.")
         checked[name] = int(value) if name in ("samples", "worker_steps") and value.is_integer() else value
     return checked
-
-
-def line(sample: WorkerSample) -> str:
-    """A sample for people."""
-    parts = [
-        f"{sample['elapsed_s']:.0f} s",
-        f"step {sample['resumed_at'] + sample['steps']}",
-        f"{sample['steps_per_s']:.1f} steps/s",
-        f"waiting {share(sample['blocked_share'])}",
-        f"exchanges {sample['exchanges']['done'] + sample['merges']['done']}",
-        f"staleness {sample['staleness_mean']:.1f}",
-    ]
-    if sample["loss"] is not None and not math.isnan(sample["loss"]):
-        parts.append(f"loss {short(sample['loss'], 4)}")
-    return "  ".join(parts)

@@ -251,14 +251,6 @@ class Steps:
         self._stale = node.unmerged_steps
         self._checkpoints.stepped(node.counters.steps)
 
-    async def _parked(self, act: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Beside a step, while the training thread waits: corrections need not wait for the boundary."""
-        self._replica.parked = True
-        try:
-            await act(self._agent.node)
-        finally:
-            self._replica.parked = False  # in this thread: nothing is added once the other has gone on
-
     def _wait(self, act: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
         agent, strategy = self._agent, self._agent.strategy
         began_s = time.perf_counter()
@@ -267,8 +259,16 @@ class Steps:
         agent.counters.compute_s += drained_s
         self._computed_s += drained_s
         agent.counters.wait("peers", time.perf_counter())
+
+        async def parked() -> None:  # corrections need not wait for the boundary
+            self._replica.parked = True
+            try:
+                await act(agent.node)
+            finally:
+                self._replica.parked = False  # in this thread: nothing is added once the other has gone on
+
         stepping, self.stepping = self.stepping, True
-        work = self._work = agent.begin(self._parked(act))
+        work = self._work = agent.begin(parked())
         self.stepping = stepping
         waited_s = 0.0
         try:
