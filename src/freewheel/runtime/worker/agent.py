@@ -32,7 +32,6 @@ from freewheel.runtime.membership.generation import Outlived
 from freewheel.runtime.membership.rendezvous import Rendezvous
 from freewheel.runtime.worker.answers import Answers, Means
 from freewheel.runtime.worker.ending import Answer, Ending
-from freewheel.runtime.worker.gradients import Firsts
 from freewheel.runtime.worker.inventory import Inventory
 from freewheel.runtime.worker.settings import WIRES, Settings
 from freewheel.runtime.worker.tensor_codec import Asking
@@ -198,7 +197,6 @@ class Agent:
             lambda: node.merges_with,
             lambda: answers.ready or not self.late,
         )
-        self.firsts = Firsts(fabric, self.spawn)
         self.spawn(hear(fabric, STOP, lambda _: setattr(self, "stopped", True)))
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:

@@ -128,7 +128,7 @@ class Life:
             if time.monotonic() > end_s:
                 raise WorkerLost(f"worker {self.rank} found nobody to begin with in {timeout_s:g} s.")
         self._account.begin(settings, self.world_size, options.typed)
-        self._steps = Steps(self._agent, self._checkpoints)
+        self._steps = Steps(self._agent, self._checkpoints, self._store)
         self._inside = True
         self._leaving.watch()
 

@@ -13,6 +13,7 @@ the same batch, and practically never else: scripts that share the data out them
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
@@ -24,10 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.errors import Diverged
-from freewheel.fabric.base import RUNTIME, Fabric, Spawn, Tag, hear
+from freewheel.fabric.secret import Forged
 from freewheel.replica import strides
-
-FIRST: Tag = (RUNTIME, "first")
+from freewheel.runtime.membership.rendezvous import Rendezvous
 
 log = logging.getLogger("freewheel")
 
@@ -121,28 +121,14 @@ def summed(parameters: Iterable[nn.Parameter]) -> int:
     return zlib.crc32(repr(found).encode()) if any(found) and all(map(math.isfinite, found)) else 0
 
 
-class Firsts:
-    """What the workers' first gradients sum up to, at the one of lowest rank, which compares them."""
-
-    def __init__(self, fabric: Fabric, spawn: Spawn) -> None:
-        self._fabric, self._known, self._said = fabric, dict[int, int](), False
-        spawn(hear(fabric, FIRST, lambda message: self._note(message.sender, *message.numbers(1, 1))))
-
-    async def tell(self, mine: int) -> None:
-        """This worker's are known."""
-        root = self._fabric.members[0]
-        if root == self._fabric.rank:
-            self._note(root, mine)
-        else:
-            self._fabric.post(root, FIRST, note=(mine,))
-
-    def _note(self, rank: int, mine: int) -> None:
-        alike = next((one for one, known in self._known.items() if one != rank and known == mine), None)
-        self._known[rank] = mine
-        if alike is not None and not self._said:
-            self._said = True
+def compare(rendezvous: Rendezvous, mine: int) -> None:
+    """Say so, once, where the first gradients of another worker have summed up to the same."""
+    rank = str(rendezvous.place.rank)
+    with contextlib.suppress(RuntimeError, OSError, Forged):  # the store is gone, or has a stranger's word
+        other = rendezvous.first(f"gradients/{mine}", rank)
+        if other != rank and rendezvous.first("alike", rank) == rank:
             log.warning(
                 "workers %d and %d began with the same gradients, to the bit: they train on the same samples "
                 "in the same order. Let worker.loader share them out, or share them by worker.rank",
-                *sorted((alike, rank)),
+                *sorted(map(int, (other, rank))),
             )

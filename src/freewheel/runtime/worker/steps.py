@@ -7,6 +7,7 @@ after the step      strategies that must wait do it here; then the boundary adds
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import logging
@@ -21,10 +22,11 @@ from torch import Tensor
 from freewheel.errors import ConfigError, PeerLost, RunStopped
 from freewheel.moments import QuasiGlobal
 from freewheel.runtime.checkpoint.taker import Checkpoints
+from freewheel.runtime.membership.rendezvous import Rendezvous
 from freewheel.runtime.worker import guards
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.checks import members, parameters
-from freewheel.runtime.worker.gradients import Gradients, summed
+from freewheel.runtime.worker.gradients import Gradients, compare, summed
 from freewheel.strategy import Strategy
 
 GRACE_S = 5.0  # how long a step may wait for a worker whose loop has ended
@@ -36,7 +38,7 @@ log = logging.getLogger("freewheel")
 class Steps:
     """The hooks of optimizers, from `Steps(…)` to `end`; a step is complete when all have stepped."""
 
-    def __init__(self, agent: Agent, checkpoints: Checkpoints) -> None:
+    def __init__(self, agent: Agent, checkpoints: Checkpoints, store: Rendezvous | None) -> None:
         self._agent, self._replica, self._optimizer = agent, agent.replica, agent.inventory.optimizer
         self._members = members(self._optimizer)
         self._gradients: dict[int, tuple[int, Gradients]] = {}  # with how many parameters it had then
@@ -70,7 +72,8 @@ class Steps:
         self._several = agent.me.world_size > 1
         if self._several:
             guards.guard(agent.inventory.model, self._undo)
-        self._begins = self._several and not agent.late and not self._began_at  # to be compared
+        compares = self._several and not agent.late and not self._began_at
+        self._compares = store if compares else None  # until the first gradients are there
 
     def end(self, within_s: float) -> bool:
         """Let the steps be the optimizers' own again; whether the strategy has done its part in the last."""
@@ -171,10 +174,10 @@ class Steps:
 
     def _compare_first(self, optimizer: torch.optim.Optimizer) -> None:
         """Let it be noticed where two workers begin with the same samples."""
-        if self._begins:
-            self._begins = False
+        if self._compares is not None:
             if found := summed(parameters(optimizer)):
-                self._agent.begin(self._agent.firsts.tell(found))
+                self._agent.begin(asyncio.to_thread(compare, self._compares, found))
+            self._compares = None
 
     def _computed(self, seconds: float, blocked_s: float = 0.0) -> None:
         counters = self._agent.node.counters
