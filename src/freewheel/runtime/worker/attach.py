@@ -217,20 +217,17 @@ class Life:
             failure, left = late, left or isinstance(late, Left)
             raise
         finally:
-            self._close(None if left else failure, LEFT if left else farewell(failure))
-
-    def _close(self, failure: BaseException | None, why: str) -> None:
-        account = self._account
-        try:
-            account.close(failure)
-        finally:
-            if why != FINISHED and self._store is not None and not account.events.muted:
-                self._store.leave(why)  # some may not have joined yet
-            self._agent.close(why)
-            self._checkpoints.wait()
-            if account.recorder is not None:
-                account.recorder.write_rest()
-            self._leaving.unwatch()
+            why = LEFT if left else farewell(failure)
+            try:
+                account.close(None if left else failure)
+            finally:
+                if why != FINISHED and self._store is not None and not account.events.muted:
+                    self._store.leave(why)  # some may not have joined yet
+                self._agent.close(why)
+                self._checkpoints.wait()
+                if account.recorder is not None:
+                    account.recorder.write_rest()
+                leaving.unwatch()
 
     def _end_well(self) -> None:
         """The loop has ended: wait for the others, and take the mean."""
