@@ -29,7 +29,7 @@ from freewheel.runtime.membership.generation import Beginning, Entry, Orphaned, 
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.registrar import stay_registered
 from freewheel.runtime.membership.rendezvous import Rendezvous, address_for, launched_options, patiently
-from freewheel.runtime.worker import checks, guards, joining
+from freewheel.runtime.worker import checks, joining
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.answers import flat, shaped
 from freewheel.runtime.worker.ending import Answer
@@ -74,7 +74,7 @@ class Life:
         self._inside = self._settled = False
         self._agents: Agent | None = None
         watched = place is None and self.world_size > 1
-        self._outside = guards.warn_outside(self._optimizer, self.rank if watched else None)
+        self._outside = checks.warn_outside(self._optimizer, self.rank if watched else None)
 
     @property
     def _agent(self) -> Agent:
@@ -86,7 +86,7 @@ class Life:
         if self._agents is not None:
             raise RunStopped("this worker has had its with-block; call attach again for another one.")
         self._outside()
-        guards.begun = True
+        checks.begun = True
         if self._model in checks.attached:
             raise ConfigError("this model is attached already; leave its with-block first.")
         checks.attached.add(self._model)
@@ -461,7 +461,7 @@ class Worker(Life):
     def start(self) -> Self:
         """Begin, in a script that has no place for a with-block; `finish` ends it."""
         worker = self.__enter__()
-        guards.watch_end(self.rank, self._unfinished)
+        checks.watch_end(self.rank, self._unfinished)
         return worker
 
     def finish(self) -> nn.Module:
@@ -493,7 +493,7 @@ class Worker(Life):
             if not self._inside:
                 raise RunStopped("there is no consensus: call it in the with-block, or after it ended well.")
             answer = agent.call(agent.answers.consensus())
-        clone = guards.without_guard(copy.deepcopy(self._inventory.model))
+        clone = checks.without_guard(copy.deepcopy(self._inventory.model))
         clone.zero_grad(set_to_none=True)
         self._inventory.fill(clone, *answer)
         return clone

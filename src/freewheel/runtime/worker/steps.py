@@ -23,7 +23,7 @@ from freewheel.errors import ConfigError, PeerLost, RunStopped
 from freewheel.moments import QuasiGlobal
 from freewheel.runtime.checkpoint.taker import Checkpoints
 from freewheel.runtime.membership.rendezvous import Rendezvous
-from freewheel.runtime.worker import guards
+from freewheel.runtime.worker import checks
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.checks import members, parameters
 from freewheel.runtime.worker.gradients import Gradients, compare, summed
@@ -67,11 +67,11 @@ class Steps:
         for one in self._members:
             self._undo.callback(one.register_step_pre_hook(self._before_step).remove)
             self._undo.callback(one.register_step_post_hook(self._after_step).remove)
-        guards.watchers.append(self.refuse)
-        self._undo.callback(guards.watchers.remove, self.refuse)
+        checks.watchers.append(self.refuse)
+        self._undo.callback(checks.watchers.remove, self.refuse)
         self._several = agent.me.world_size > 1
         if self._several:
-            guards.guard(agent.inventory.model, self._undo)
+            checks.guard(agent.inventory.model, self._undo)
         compares = self._several and not agent.late and not self._began_at
         self._compares = store if compares else None  # until the first gradients are there
 
