@@ -36,7 +36,7 @@ class Inventory:
         self.replica = live_replica(self.model)
         self._all = dict(self.model.named_parameters())
         self.trained = {name: one for name, one in self._all.items() if one.requires_grad}
-        self.names = {id(one): name for name, one in self._all.items()}
+        self.names = self.replica.names
         self._slots = [
             (name, one, one.data_ptr(), self.model.get_submodule(owner)._parameters, last)
             for name, one in self.trained.items()

@@ -15,10 +15,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -27,14 +28,14 @@ from torch.utils.hooks import RemovableHandle
 
 from freewheel.errors import ConfigError, Diverged
 from freewheel.fabric import kernels
-from freewheel.replica import Block, Replica, flatten
-from freewheel.runtime.worker.gradients import Gradients
+from freewheel.replica import Block, Replica, flatten, strides
 
 POLL_S = 5e-5
 TRIES = 20  # snapshots torn by a boundary before the training thread is asked to make one
 SPARE_S = 1.0  # how long a vector that is being added is waited for, before there is a third one
 SOON_S = 0.1  # how long one step may move the weights before an exchange is put off: some compute, too
 PATIENCE_S = 0.1  # how long weights may be found moving before it is asked: closures compute while they move
+CLOSE = 0.1  # which share of the weights lies before the early layer
 PIECE = 1 << 18  # numbers that are copied, and then looked at while they are in the cache
 
 
@@ -56,6 +57,85 @@ class Order:
     changes: int = -1
 
 
+class Gradients:
+    """The gradients of one optimizer's parameters as one vector, for strategies that average gradients.
+
+        the gradients, parameter by parameter | for each parameter, whether it has one | the loss of a closure
+
+    A parameter that has no gradient on any worker keeps none, as in a loop of its own: zeros would let
+    momentum and weight decay move it. The loss is averaged too, since an optimizer that calls its closure
+    again and again (LBFGS) goes by it: all workers must take the same way.
+    """
+
+    def __init__(self, replica: LiveReplica, parameters: Iterable[nn.Parameter]) -> None:
+        wanted = {id(one) for one in parameters}
+        self._replica, self._parameters = replica, [one for one in replica.trained if id(one) in wanted]
+        starts = itertools.accumulate((one.numel() for one in self._parameters), initial=0)
+        self._places = [
+            (one.shape, strides(one), at) for one, at in zip(self._parameters, starts, strict=False)
+        ]
+        self._numbers = sum(one.numel() for one in self._parameters)
+        self.size = self._numbers + len(self._parameters) + 1
+        self.loss = 0.0  # what the closure has said; the mean of all workers' once gradients were merged
+        self._in_use: Tensor | None = None
+        self._spare: deque[Tensor] = deque(maxlen=2)
+        self._sparse: set[int] = set()  # those stay sparse, for optimizers that need them so
+
+    def take(self) -> Tensor:
+        """All of them as one vector; where there is none, zeros. Diverged if a number is not finite."""
+        replica = self._replica
+        flat = self._spare.popleft() if self._spare else replica.make_vector(self.size, replica.dtype)
+        into, given = list[Tensor](), list[Tensor]()
+        for one, piece in self._pieces(flat):
+            if one.grad is None:
+                piece.zero_()
+            elif one.grad.layout != torch.strided:
+                self._sparse.add(id(one))
+                # Added up first, as optimizers do: in another order the sum is another one.
+                added = one.grad.coalesce() if one.grad.layout == torch.sparse_coo else one.grad
+                piece.copy_(added.to_dense())
+            else:
+                into.append(piece)
+                given.append(one.grad)
+        if into:
+            torch._foreach_copy_(into, given)
+        marks = [float(one.grad is not None) for one in self._parameters]
+        flat[self._numbers :].copy_(torch.tensor([*marks, self.loss], dtype=torch.float64))
+        if not math.isfinite(flat.sum().item()):
+            for one, piece in self._pieces(flat):
+                if not piece.isfinite().all():
+                    raise Diverged(f"gradients of {replica.names.get(id(one), '?')} are not finite")
+            if not math.isfinite(self.loss):
+                raise Diverged("the closure's loss is not finite")
+        return flat
+
+    def put(self, vector: Tensor) -> None:
+        """Let the optimizer use these, where they are: the vector is in use until the next ones."""
+        *marks, self.loss = vector[self._numbers :].tolist()
+        for (one, piece), mark in zip(self._pieces(vector), marks, strict=True):
+            if not mark:
+                one.grad = None  # nobody has one
+            elif id(one) in self._sparse:
+                one.grad = piece.to_sparse(1).to(one.dtype)
+            else:
+                one.grad = piece.to(one.dtype)
+        if vector.is_cuda:  # what was converted is there before the optimizer goes on
+            torch.cuda.current_stream(vector.device).synchronize()
+        if self._in_use is not None and self._replica.reusable(self._in_use):
+            self._spare.append(self._in_use)
+        self._in_use = vector
+
+    def let_go(self) -> None:
+        """Keep no memory."""
+        self._in_use = None
+        self._spare.clear()
+
+    def _pieces(self, vector: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        begins = vector.storage_offset()
+        for one, (shape, stride, at) in zip(self._parameters, self._places, strict=True):
+            yield one, vector.as_strided(shape, stride, begins + at)
+
+
 class LiveReplica(Replica):
     """Flat weights of a model that is being trained."""
 
@@ -68,14 +148,14 @@ class LiveReplica(Replica):
         # Makes memory for snapshots, which other workers may be able to see.
         self.make_vector: Callable[[int, torch.dtype], Tensor] = self.plain_vector
         self.reusable: Callable[[Tensor], bool] = lambda vector: True  # whether a vector is such memory
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._slot: deque[Correction] = deque()
         self._spare: deque[Tensor] = deque(maxlen=2)
         self._orders: deque[Order] = deque()
         self._changes = 0
         self._standing: Order | None = None  # for the training thread, where exchanges are put off
-        self._trained = [one for one in model.parameters() if one.requires_grad]
-        self.gradients = self.gradients_of(self._trained)  # of the optimizer that steps
+        self.trained = [one for one in model.parameters() if one.requires_grad]
+        self.gradients = Gradients(self, self.trained)  # of the optimizer that steps
 
     @property
     def device(self) -> torch.device:
@@ -199,7 +279,7 @@ class LiveReplica(Replica):
     async def _copied(self, vector: Tensor) -> None:
         for parameter, piece in self.pieces(vector) if not self._finite else ():
             if not piece.isfinite().all():
-                raise Diverged(f"weights of {self._names.get(id(parameter), '?')} are not finite")
+                raise Diverged(f"weights of {self.names.get(id(parameter), '?')} are not finite")
 
     def still(self, into: Tensor) -> Tensor:
         """The same at once, while the training thread waits."""
@@ -258,12 +338,6 @@ class LiveReplica(Replica):
         """Let the optimizer use these gradients."""
         self.gradients.put(vector)
 
-    def gradients_of(self, parameters: Iterable[nn.Parameter]) -> Gradients:
-        """Those of some of the parameters: what one of several optimizers trains."""
-        wanted = {id(one) for one in parameters}
-        mine = [one for one in self._trained if id(one) in wanted]
-        return Gradients(mine, self.dtype, self.make_vector, self.reusable, self._names)
-
     # -- both --
 
     def _copy(self, into: Tensor) -> None:
@@ -285,9 +359,6 @@ class LiveReplica(Replica):
                     copied.copy_(piece).add_(pending[start : start + piece.numel()])
                 total += copied.sum().item()
         self._finite = math.isfinite(total)  # a sum is finite only if all numbers are
-
-
-CLOSE = 0.1  # which share of the weights lies before the early layer
 
 
 class CudaReplica(LiveReplica):

@@ -11,22 +11,25 @@ import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
 import time
 import weakref
-from collections.abc import Callable, Coroutine
+import zlib
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, PeerLost, RunStopped
+from freewheel.fabric.secret import Forged
 from freewheel.moments import QuasiGlobal
 from freewheel.runtime.checkpoint.taker import Checkpoints
 from freewheel.runtime.membership.rendezvous import Rendezvous
 from freewheel.runtime.worker import checks
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.checks import members, parameters
-from freewheel.runtime.worker.gradients import Gradients, compare, summed
+from freewheel.runtime.worker.live_replica import Gradients
 from freewheel.strategy import Strategy
 
 GRACE_S = 5.0  # how long a step may wait for a worker whose loop has ended
@@ -150,7 +153,7 @@ class Steps:
                 )
             held = sum(len(group["params"]) for group in optimizer.param_groups)
             if self._gradients.get(id(optimizer), (-1,))[0] != held:
-                self._gradients[id(optimizer)] = held, replica.gradients_of(parameters(optimizer))
+                self._gradients[id(optimizer)] = held, Gradients(replica, parameters(optimizer))
             replica.gradients = self._gradients[id(optimizer)][1]
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
@@ -293,3 +296,31 @@ class Steps:
             agent.check(error)
         finally:
             agent.counters.go_on(time.perf_counter())
+
+
+@torch.no_grad()
+def summed(parameters: Iterable[nn.Parameter]) -> int:
+    """What gradients sum up to; 0: there are none, or they say nothing."""
+    norms: list[Tensor] = []
+    for gradient in (one.grad for one in parameters if one.grad is not None):
+        numbers = gradient.coalesce().values() if gradient.is_sparse else gradient
+        norms.append(torch.linalg.vector_norm(numbers, dtype=torch.float64))
+    found = torch.stack(norms).tolist() if norms else []
+    return zlib.crc32(repr(found).encode()) if any(found) and all(map(math.isfinite, found)) else 0
+
+
+def compare(rendezvous: Rendezvous, mine: int) -> None:
+    """Say so, once, where the first gradients of another worker have summed up to the same.
+
+    All begin with the same weights. So the first gradients of two workers are the same, to the bit, where
+    both took the same batch, and practically never else: scripts that share data out are left alone.
+    """
+    rank = str(rendezvous.place.rank)
+    with contextlib.suppress(RuntimeError, OSError, Forged):  # the store is gone, or has a stranger's word
+        other = rendezvous.first(f"gradients/{mine}", rank)
+        if other != rank and rendezvous.first("alike", rank) == rank:
+            log.warning(
+                "workers %d and %d began with the same gradients, to the bit: they train on the same samples "
+                "in the same order. Let worker.loader share them out, or share them by worker.rank",
+                *sorted(map(int, (other, rank))),
+            )
