@@ -42,13 +42,12 @@ from freewheel.fabric.handshake import CHALLENGE, Identity, Line, prove
 from freewheel.fabric.secret import Seals
 from freewheel.fabric.tcp import TcpFabric
 from freewheel.fabric.windows import HOST, STREAM
-from freewheel.records.counters import Counters
+from freewheel.records.counters import Counters, Noticed
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.worker import joining
 from freewheel.runtime.worker.agent import Agent
 from freewheel.runtime.worker.attach import Worker
 from freewheel.runtime.worker.inventory import Inventory
-from freewheel.runtime.worker.records import Events
 from freewheel.runtime.worker.settings import Settings
 from freewheel_bench.workers import free_port
 
@@ -290,7 +289,7 @@ class Victim:
         self.replica = inventory.replica
         me = Identity(KEY, 0, WORLD, 1, "fuzz", "m", LONGEST)
         strategy = strategies.resolve(name)
-        self.agent = Agent(me, inventory, strategy, Settings(), lambda: 0.0, Events())
+        self.agent = Agent(me, inventory, strategy, Settings(), lambda: 0.0, Noticed())
         self.agent.call(joining.start(self.agent))
         self.fabric = self.agent.fabric
         self.fabric._most_unread = UNREAD_BYTES

@@ -16,8 +16,7 @@ from freewheel.errors import ConfigError, Diverged
 from freewheel.fabric import kernels, transfers
 from freewheel.fabric.windows import Cuda, Windows
 from freewheel.runtime.worker import live_replica as live
-from freewheel.runtime.worker.inventory import live_replica
-from freewheel.runtime.worker.live_replica import LiveReplica
+from freewheel.runtime.worker.live_replica import LiveReplica, live_replica
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -14,7 +14,7 @@ import forked
 import freewheel as fw
 from crew import outcomes, together, worker
 from freewheel.runtime.checkpoint.resume import export
-from freewheel.runtime.worker import means
+from freewheel.runtime.worker import answers
 
 pytestmark = pytest.mark.integration
 
@@ -174,7 +174,7 @@ def test_one_that_never_says_anything_is_not_waited_for_when_its_loop_has_ended(
 
 
 def test_two_that_wait_for_each_other_in_a_mean_and_in_a_merge_come_to_an_end(monkeypatch, caplog):
-    monkeypatch.setattr(means, "STUCK_S", 0.2)
+    monkeypatch.setattr(answers, "STUCK_S", 0.2)
     all_there = threading.Barrier(3)
 
     def work(place):

@@ -16,13 +16,14 @@ from torch import nn
 
 import freewheel as fw
 from crew import outcomes, together, worker
+from freewheel.records.counters import Noticed
 from freewheel.records.run import Run
 from freewheel.records.schema import MEASURED
 from freewheel.runtime.launch.launcher import Captured, launch
 from freewheel.runtime.membership import rendezvous
 from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.place import Place
-from freewheel.runtime.worker import account, records
+from freewheel.runtime.worker import records
 
 pytestmark = pytest.mark.integration
 
@@ -180,7 +181,7 @@ def test_checkpoints_and_what_is_resumed_are_events_and_waiting_has_a_cause(tmp_
 
 def test_a_store_that_goes_and_comes_back_is_an_event(monkeypatch):
     monkeypatch.setattr(rendezvous, "REGISTER_S", 0.001)
-    there, events = iter([True, False, False, True]), records.Events()
+    there, events = iter([True, False, False, True]), Noticed()
 
     class Store:
         place = Place(1, 2, host="10.0.0.1", port=29500)
@@ -207,7 +208,7 @@ def test_a_store_that_goes_and_comes_back_is_an_event(monkeypatch):
             rendezvous.stay_registered(Store(), Fabric(), events, lambda absent: None), DEADLINE_S
         )
     )
-    assert [what for _, what, *_ in events.take()] == ["store lost", "store back"]
+    assert [what for _, what, *_ in events.noted] == ["store lost", "store back"]
 
 
 def test_the_launcher_writes_who_ended_and_was_started_again(tmp_path):
@@ -242,7 +243,7 @@ def test_training_goes_on_with_one_warning(broken, tmp_path, quick, alone, monke
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     if broken == "tensorboard":
-        monkeypatch.setattr(account, "open_board", lambda *_: Raises())
+        monkeypatch.setattr(records, "open_board", lambda *_: Raises())
     if broken == "full disk":
         for name in ("worker-0.jsonl", "events-0.jsonl", "evaluations-0.jsonl"):
             (folder / name).symlink_to("/dev/full")

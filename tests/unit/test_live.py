@@ -16,8 +16,7 @@ from torch import nn
 
 from freewheel.errors import Diverged
 from freewheel.runtime.worker import live_replica as live
-from freewheel.runtime.worker.inventory import live_replica
-from freewheel.runtime.worker.live_replica import LiveReplica
+from freewheel.runtime.worker.live_replica import LiveReplica, live_replica
 
 DEADLINE_S = 60.0
 CORRECTION = float(2**14)

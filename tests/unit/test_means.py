@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from freewheel.fabric.base import Message
-from freewheel.runtime.worker.means import Means
+from freewheel.runtime.worker.answers import Means
 
 
 class Asked:

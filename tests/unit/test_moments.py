@@ -15,8 +15,8 @@ from crew import together
 from freewheel.errors import ConfigError
 from freewheel.moments import NU, Moments, QuasiGlobal, adam_rate
 from freewheel.replica import Replica
-from freewheel.runtime.worker.inventory import live_replica
-from freewheel.runtime.worker.optimizers import joined
+from freewheel.runtime.worker.checks import joined
+from freewheel.runtime.worker.live_replica import live_replica
 from freewheel.runtime.worker.settings import Settings
 from freewheel.strategies import resolve
 from freewheel.strategies.sasgd import mean_moments

@@ -1,13 +1,15 @@
-"""What one worker counts while it runs, and when it did what, one by one."""
+"""What one worker counts and notices while it runs, and when it did what, one by one."""
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 MOST = 60_000  # what is kept until it is written: more than a worker does between two samples
+MOST_EVENTS = 1000
 UNITS = 10_000  # of a second
 
 
@@ -160,3 +162,21 @@ class Counters:
         self.staleness_classes[int(value).bit_length()] += 1
         if value > self.staleness_max:
             self.staleness_max = value
+
+
+class Noticed:
+    """What a worker has noticed and nobody has written down yet. Any thread may `note`."""
+
+    def __init__(self) -> None:
+        self.begun = False  # whether training has begun: who was there before has not joined
+        self.lives: Mapping[int, int] = {}
+        self.over = False  # whether this worker leaves: who leaves with it has not died
+        self.muted = False  # whether nothing is written any more: a later life of this worker writes
+        self.noted: deque[tuple[float, str, int | None, int | None, str]] = deque(maxlen=MOST_EVENTS)
+
+    def note(self, what: str, rank: int | None, text: str) -> None:
+        """Something happened to a worker, or to all (None)."""
+        late = self.over and what not in ("failed", "checkpoint")
+        if not (late or what == "finished" or (what == "joined" and not self.begun)):
+            life = None if rank is None else self.lives.get(rank)
+            self.noted.append((time.time(), what, rank, life, text))

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from freewheel import __version__
-from freewheel.records.counters import CAUSES, Counters
+from freewheel.records.counters import CAUSES, Counters, Noticed
 from freewheel.records.journal import Journal
 from freewheel.records.schema import WorkerSample, run_json, typed, worker_sample
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.membership.rendezvous import launched_options
-from freewheel.runtime.worker.records import Events, Recorder
+from freewheel.runtime.worker.records import Recorder
 from freewheel.training.job import DDP, Job
 
 
@@ -52,7 +52,7 @@ class DdpBooks(contextlib.AbstractContextManager["DdpBooks"]):
         self._began, self._state = time.time(), "training"
         self._began_s = self._stepped_s = time.perf_counter()
         self._ended_s: float | None = None
-        self._recorder = Recorder(self._sample, Events(), Journal(folder, rank))
+        self._recorder = Recorder(self._sample, Noticed(), Journal(folder, rank))
 
     def report(self, loss: Tensor) -> None:
         """A step is made, with this loss."""

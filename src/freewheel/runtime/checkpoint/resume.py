@@ -28,10 +28,8 @@ from freewheel.replica import view
 from freewheel.runtime.checkpoint import shards
 from freewheel.runtime.checkpoint.shards import Damaged, Manifest
 from freewheel.runtime.membership.rendezvous import Rendezvous
-from freewheel.runtime.worker.buffers import TensorMean
-from freewheel.runtime.worker.checks import first_difference
-from freewheel.runtime.worker.inventory import Inventory
-from freewheel.runtime.worker.optimizers import members
+from freewheel.runtime.worker.checks import first_difference, members
+from freewheel.runtime.worker.inventory import Inventory, TensorMean
 
 TOGETHER = ("all", "neighbours", "group")  # words of `Strategy.waits_for`: whose steps are numbered alike
 CENTRE = "centre"  # the vector that a strategy with a server keeps: its model, which is the answer

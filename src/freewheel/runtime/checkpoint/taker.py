@@ -26,9 +26,8 @@ from freewheel.runtime.checkpoint.resume import restore, resume
 from freewheel.runtime.checkpoint.shards import Manifest, Writer
 from freewheel.runtime.membership.generation import Beginning
 from freewheel.runtime.membership.rendezvous import Rendezvous
-from freewheel.runtime.worker import optimizers
 from freewheel.runtime.worker.agent import Agent
-from freewheel.runtime.worker.checks import signature
+from freewheel.runtime.worker.checks import name_of, signature
 
 PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype)
 MAPPINGS = (dict, collections.OrderedDict, collections.Counter)
@@ -78,7 +77,7 @@ class Checkpoints:
             world_size=len(beginning.ranks),
             strategy=strategy.name,
             settings={name: str(value) for name, value in vars(strategy).items()},
-            optimizer=optimizers.name(inventory.optimizer),
+            optimizer=name_of(inventory.optimizer),
             model=signature(model),
             names={key: known[id(one)] for key, one in entries.items() if id(one) in known},
         )

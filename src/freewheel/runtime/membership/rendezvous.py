@@ -27,12 +27,12 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 from freewheel.errors import ConfigError, PeerLost, WorkerLost, first_line
 from freewheel.fabric.secret import Forged, derive
 from freewheel.fabric.tcp import TcpFabric
+from freewheel.records.counters import Noticed
 from freewheel.runtime.membership.entries import OPTIONS, Entries, Options
 from freewheel.runtime.membership.generation import GIVEN_UP, Beginning, Beginnings, Entry, Orphaned, TooLate
 from freewheel.runtime.membership.hosts import STORE_S, BoundedStore, reach, within
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.worker.checks import first_difference, other_settings, signature
-from freewheel.runtime.worker.records import Events
 from freewheel.strategy import Strategy
 
 POLL_S = 0.05
@@ -336,7 +336,7 @@ class Waiting:
 
 
 async def stay_registered(
-    rendezvous: Rendezvous, fabric: TcpFabric, events: Events, lack: Callable[[Mapping[int, str]], None]
+    rendezvous: Rendezvous, fabric: TcpFabric, events: Noticed, lack: Callable[[Mapping[int, str]], None]
 ) -> None:
     """Look after this worker's entry until it leaves; `lack` is told who was not let into the run."""
     rendezvous.hurry()  # and ask in threads: where a network is cut, the store hangs

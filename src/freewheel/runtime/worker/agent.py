@@ -18,32 +18,28 @@ import torch
 from torch import Tensor
 
 from freewheel.data.dealing import Dealing
-from freewheel.errors import PeerLost, RunStopped, WorkerLost
+from freewheel.errors import PeerLost, WorkerLost
 from freewheel.fabric.base import RUNTIME, Note, Tag, hear
 from freewheel.fabric.handshake import Identity
 from freewheel.fabric.tcp import LEFT, TcpFabric
 from freewheel.moments import Moments, momentum_of
 from freewheel.node_driver import NodeDriver
-from freewheel.records.counters import Counters
+from freewheel.records.counters import Counters, Noticed
 from freewheel.runtime.launch import keys
 from freewheel.runtime.membership.generation import Outlived
 from freewheel.runtime.membership.rendezvous import Rendezvous
-from freewheel.runtime.worker.answers import Answers
-from freewheel.runtime.worker.asking import Asking
+from freewheel.runtime.worker.answers import Answers, Means
 from freewheel.runtime.worker.ending import Answer, Ending
-from freewheel.runtime.worker.firsts import Firsts
 from freewheel.runtime.worker.inventory import Inventory
-from freewheel.runtime.worker.means import Means
-from freewheel.runtime.worker.records import Events
 from freewheel.runtime.worker.settings import WIRES, Settings
+from freewheel.runtime.worker.tensor_codec import Asking
 from freewheel.strategy import Strategy
 
 T = TypeVar("T")
 log = logging.getLogger("freewheel")
 
 STOP: Tag = (RUNTIME, "stop")
-COMING_S = 60.0
-"""How long a worker that was started again is waited for at the end of a run."""
+COMING_S = 60.0  # how long a worker that was started again is waited for at the end of a run
 GOODBYE_S = 0.5
 
 # A process that DataLoader forks has none of this one's threads: whoever destroys an inherited store or event
@@ -61,26 +57,25 @@ class Agent:
         strategy: Strategy,
         settings: Settings,
         score: Callable[[], float],
-        events: Events,
+        events: Noticed,
     ) -> None:
         self.me, self.strategy = me, strategy.copy()
         self.inventory, self.replica = inventory, inventory.replica
         self.failure: BaseException | None = None
         self.stopped = False  # whether a worker has asked all to
-        self.late = self.leaving = False
-        """Whether this worker comes into a run that goes on already; whether it is about to leave it."""
+        self.late = False  # whether this worker comes into a run that goes on already
+        self.leaving = False  # whether it is about to leave it
         self.first: tuple[int, ...] = (me.rank,)  # whom the run begins with
-        self.lacking: dict[int, str] = {}
-        """Who was to have a part in the run and was not let in, or has not come, and why."""
+        self.lacking: dict[int, str] = {}  # why some who were to have a part in the run have none
         tls = keys.contexts(Path(settings.tls)) if settings.tls else None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._waited_for = set[int]()  # silent workers of whom that was said
-        self.loaders: dict[str, int] = {}
-        """How many loaders of the same kind have been made: all workers make them in the same order."""
+        self.loaders: dict[str, int] = {}  # how many of a kind there are: all make them in the same order
         self.counters = Counters()
         self.events = events
-        self._runner, self._over = asyncio.Runner(loop_factory=asyncio.new_event_loop), asyncio.Event()
+        self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self.loop = self._runner.get_loop()
+        self._over: asyncio.Future[str] = self.loop.create_future()  # with what is said as goodbye
         self._thread = threading.Thread(target=self._run, name="freewheel", daemon=True)
         self._thread.start()
         self.call(self._make(settings, tls, score))
@@ -115,22 +110,22 @@ class Agent:
         finally:
             asked.cancel()
 
-    def check(self) -> None:
-        """Raise what failed beside training."""
-        failure = self.failure
+    def check(self, failure: BaseException | None = None) -> None:
+        """Raise what failed, beside training unless given; what a lost worker means to those who need it."""
+        failure = failure or self.failure
         if isinstance(failure, PeerLost):
-            raise explained(self.strategy, failure) from failure
+            raise WorkerLost(
+                f"{self.strategy.name} stopped: it lost worker {failure.peer} ({failure.why}), which it "
+                "cannot do without: it held the server. Strategies without one go on, such as adpsgd or "
+                "allreduce."
+            ) from failure
         if failure is not None:
             raise failure
 
     def close(self, why: str) -> None:
         """Say goodbye, end everything, end the thread."""
-        if not self._thread.is_alive():
-            return
-        try:
-            self.begin(self._close(why)).result(timeout=10.0)
-        finally:
-            self.loop.call_soon_threadsafe(self._over.set)
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self._over.set_result, why)
             self._thread.join(timeout=10.0)
             self.replica.let_go()
 
@@ -140,65 +135,48 @@ class Agent:
         if self.replica.side is not None:  # what strategies compute here runs beside training
             torch.cuda.set_stream(self.replica.side)
         with self._runner:
-            self._runner.run(self._over.wait())
+            self._runner.run(self._live())
 
-    async def _make(self, settings: Settings, tls: Any, score: Callable[[], float]) -> None:
-        replica = self.replica
-        self.fabric = TcpFabric(
-            self.me,
-            self.counters,
-            replica.dtype,
-            WIRES[settings.wire],
-            tls,
-            settings.heartbeat_s,
-            replica.side,
-        )
-        self.fabric.notice, self.events.lives = self.events.note, self.fabric.lives
-        self.fabric.outlived = self._outlived
-        windows = self.fabric.windows
-        if self.strategy.defines("background") and self.me.world_size > 1:
-            replica.keep_close()
-        replica.make_vector = windows.make
-        replica.reusable = lambda vector: windows.of(vector) is not None
-        self.node = NodeDriver(
-            self.fabric,
-            replica,
-            random.Random(f"node/{settings.seed}/{self.me.rank}/{self.me.incarnation}"),
-            self.spawn,
-            self.strategy,
-        )
-        optimizer = self.inventory.optimizer
-        self.node.judge, self.node.moments = score, Moments(optimizer, replica)
-        self.node.momentum = momentum_of(optimizer)
-        self.dealing = Dealing(self.fabric, self.me.incarnation, self.counters, self.spawn)
-
-    def listen(self) -> None:
-        """Hear the others, from the beginning of the run on."""
-        asking = Asking(self.fabric, self.spawn)
-        self.answers = Answers(asking, self.node, self.strategy, self.inventory)
-        self.ending = Ending(
-            self.fabric,
-            self.spawn,
-            self._under_way,
-            self.answers.mean,
-            self.replica.size,
-        )
-        self.means = Means(
-            asking,
-            self.replica.dtype,
-            self.ending.has_ended,
-            lambda: self.node.merges_with,
-            lambda: self.answers.ready or not self.late,
-        )
-        self.firsts = Firsts(self.fabric, self.spawn)
-        self.spawn(hear(self.fabric, STOP, lambda _: setattr(self, "stopped", True)))
-        self.node.listen()
-
-    async def _close(self, why: str) -> None:
+    async def _live(self) -> None:
+        why = await self._over
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.fabric.close(why)
+
+    async def _make(self, settings: Settings, tls: Any, score: Callable[[], float]) -> None:
+        me, replica, wire = self.me, self.replica, WIRES[settings.wire]
+        self.fabric = fabric = TcpFabric(
+            me, self.counters, replica.dtype, wire, tls, settings.heartbeat_s, replica.side
+        )
+        fabric.notice, self.events.lives = self.events.note, fabric.lives
+        fabric.outlived = self._outlived
+        windows = fabric.windows
+        if self.strategy.defines("background") and me.world_size > 1:
+            replica.keep_close()
+        replica.make_vector = windows.make
+        replica.reusable = lambda vector: windows.of(vector) is not None
+        draw = random.Random(f"node/{settings.seed}/{me.rank}/{me.incarnation}")
+        self.node = node = NodeDriver(fabric, replica, draw, self.spawn, self.strategy)
+        optimizer = self.inventory.optimizer
+        node.judge, node.moments = score, Moments(optimizer, replica)
+        node.momentum = momentum_of(optimizer)
+        self.dealing = Dealing(fabric, me.incarnation, self.counters, self.spawn)
+        asking = Asking(fabric, self.spawn)
+        self.answers = answers = Answers(asking, node, self.strategy, self.inventory)
+
+        def under_way() -> Note:
+            return float(fabric.quiet() and node.idle), *map(float, fabric.traffic())
+
+        self.ending = Ending(fabric, self.spawn, under_way, answers.mean, replica.size)
+        self.means = Means(
+            asking,
+            replica.dtype,
+            self.ending.has_ended,
+            lambda: node.merges_with,
+            lambda: answers.ready or not self.late,
+        )
+        self.spawn(hear(fabric, STOP, lambda _: setattr(self, "stopped", True)))
 
     def spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
         """Run a coroutine beside training; a failure of it stops training at its next step."""
@@ -265,13 +243,10 @@ class Agent:
         members, fabric = self.ending.members or self.fabric.members, self.fabric
         gone = {peer for peer in fabric.lives if fabric.why_lost(peer) == LEFT}
         if absent := sorted({*fabric.lives, *self.lacking}.difference(members, gone)):
-            log.warning(
-                "worker %d: the answer is the mean of worker %s; it lacks worker %s: %s",
-                self.me.rank,
-                ", ".join(map(str, members)),
-                ", ".join(map(str, absent)),
-                self.lacking.get(absent[0]) or fabric.why_lost(absent[0]),
-            )
+            of, lacks = (", ".join(map(str, workers)) for workers in (members, absent))
+            why = self.lacking.get(absent[0]) or fabric.why_lost(absent[0])
+            text = "worker %d: the answer is the mean of worker %s; it lacks worker %s: %s"
+            log.warning(text, self.me.rank, of, lacks, why)
         return answer
 
     async def depart(self, within_s: float, settled: bool) -> str:
@@ -310,14 +285,3 @@ class Agent:
                 self._waited_for.add(peer)
                 return True
         return bool(rendezvous.coming(dict(fabric.lives)))
-
-    def _under_way(self) -> Note:
-        return float(self.fabric.quiet() and self.node.idle), *map(float, self.fabric.traffic())
-
-
-def explained(strategy: Strategy, error: PeerLost) -> RunStopped:
-    """What the loss of a worker means to those who cannot do without it."""
-    return WorkerLost(
-        f"{strategy.name} stopped: it lost worker {error.peer} ({error.why}), which it cannot do "
-        "without: it held the server. Strategies without one go on, such as adpsgd or allreduce."
-    )

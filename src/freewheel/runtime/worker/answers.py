@@ -1,35 +1,48 @@
-"""What workers tell each other of their models beside training: parts of the answer, copies for who joins.
+"""What workers ask each other beside training: parts of the answer, copies for who joins, means of scripts.
 
 The worker that is asked goes on training. Weights travel as vectors do; all else as bytes, in its own type.
 The answer, the mean of all parts, is taken together at the end, or by one that asks the others.
+
+Of what scripts measure or keep (metrics, an average of weights of their own) each worker keeps what it last
+said under a name, and whoever wants the mean asks all others for theirs. So nobody's training waits; one that
+wants everybody's waits until all have said as much under that name.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+import math
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
+from freewheel.data.order import number
 from freewheel.errors import ConfigError, PeerLost, WorkerLost
 from freewheel.fabric import collectives
 from freewheel.fabric.base import Tag
 from freewheel.node_driver import NodeDriver
 from freewheel.runtime.membership.rendezvous import POLL_S
 from freewheel.runtime.worker import tensor_codec
-from freewheel.runtime.worker.asking import Asking, Reply
-from freewheel.runtime.worker.buffers import agree, mean_buffers
 from freewheel.runtime.worker.ending import Answer
-from freewheel.runtime.worker.inventory import Inventory
+from freewheel.runtime.worker.inventory import Inventory, TensorMean
+from freewheel.runtime.worker.tensor_codec import Asking, Reply
 from freewheel.strategy import Strategy
 
 MODEL = "model"
-PART, OWN, COPY = range(3)
-"""What is asked for: a part in the answer, a worker's own weights, all that one that joins begins with."""
+PART, OWN, COPY = range(3)  # a part in the answer, a worker's own weights, all one that joins begins with
 NO_ANSWER = "no worker that holds the answer is left."
 TRIES = 5
+MEAN = "mean"
+FEW = 64  # so many numbers travel as they are; more in the type of the weights
+AGAIN_S = 0.02  # between two questions for one mean
+WARN_S = 10.0  # after which it is said who is waited for
+STUCK_S = 3.0  # after which the one of two that waits for a mean does without the one that waits to merge
 
 log = logging.getLogger("freewheel")
 
@@ -40,8 +53,7 @@ class Answers:
     def __init__(self, asking: Asking, node: NodeDriver, strategy: Strategy, inventory: Inventory) -> None:
         self._asking, self._fabric, self._node = asking, asking.fabric, node
         self._strategy, self._inventory, self._replica = strategy, inventory, inventory.replica
-        self.ready = False
-        """Whether this worker has weights that others may copy."""
+        self.ready = False  # whether this worker has weights that others may copy
         asking.serve(MODEL, 1, self._tell)
 
     async def _tell(self, what: int) -> Reply:
@@ -72,42 +84,60 @@ class Answers:
         return tensor_codec.pack(found)
 
     async def mean(self, members: Sequence[int], tag: Tag) -> Answer:
-        """The mean of these workers, who all take it now."""
-        part = await self._weights(PART)
-        notes = await collectives.gather(self._fabric, members, (float(part is not None),), (*tag, "parts"))
-        parts = sum(note[0] for note in notes.values())
+        """The mean of these workers, who all take it now; the first makes that of buffers, if they differ."""
+        fabric, (first, *others), part = self._fabric, members, await self._weights(PART)
+        buffers = self._inventory.buffers()
+        packed = tensor_codec.pack(buffers)
+        note = float(part is not None), float(zlib.crc32(packed.numpy().data))
+        notes = await collectives.gather(fabric, members, note, (*tag, "parts"))
+        parts = sum(has_part for has_part, _ in notes.values())
         if not parts:
             raise WorkerLost(NO_ANSWER)
         if part is None:
             part = self._replica.plain_vector(self._replica.size, self._replica.dtype).zero_()
         shares = {peer: notes[peer][0] / parts for peer in members}
-        weights = await self._fabric.reduce((*tag, "weights"), part, shares)
-        return weights, await agree(self._fabric, members, (*tag, "buffers"), self._inventory.buffers())
+        weights, tag = await fabric.reduce((*tag, "weights"), part, shares), (*tag, "buffers")
+        if len({digest for _, digest in notes.values()}) == 1:
+            return weights, buffers
+        if fabric.rank != first:
+            tensor_codec.post(fabric, first, tag, packed)
+            return weights, await tensor_codec.receive(fabric, first, tag)
+        mean = TensorMean(buffers=True)
+        mean.add(buffers)
+        for peer in others:
+            mean.add(await tensor_codec.receive(fabric, peer, tag))
+        packed = tensor_codec.pack(mean.result())
+        for peer in others:
+            tensor_codec.post(fabric, peer, tag, packed)
+        return weights, mean.result()
 
     async def consensus(self) -> Answer:
         """The mean of all workers, collected by this one; nobody's training waits."""
-        weights, parts, buffers = None, 0, dict[int, dict[str, Tensor]]()
-        async for rank, part, their_buffers, _ in self.parts():
+        weights, parts, buffers = None, 0, TensorMean(buffers=True)
+        async for _, part, their_buffers, _ in self.parts():
+            buffers.add(their_buffers)
             if part is not None:
                 part = part.to(self._replica.device)
                 weights = part if weights is None else weights.add_(part)
                 parts += 1
-            buffers[rank] = their_buffers
         if weights is None:
             raise WorkerLost(NO_ANSWER)
-        return weights.div_(parts), mean_buffers([buffers[rank] for rank in sorted(buffers)])
+        return weights.div_(parts), buffers.result()
 
     async def parts(
         self, own: bool = False
     ) -> AsyncIterator[tuple[int, Tensor | None, dict[str, Tensor], int]]:
         """Of every worker: rank, part in the answer (or its own weights), buffers, steps. Own the vectors."""
         fabric, what = self._fabric, OWN if own else PART
-        yield fabric.rank, await self._weights(what), self._inventory.buffers(), fabric.counters.steps
+        own_part = await self._weights(what), self._inventory.buffers(), fabric.counters.steps
         asked = {peer: asyncio.ensure_future(self._asking.ask(peer, MODEL, what)) for peer in fabric.others}
         try:
-            for peer, asking in asked.items():
+            for peer in fabric.members:
+                if peer == fabric.rank:
+                    yield fabric.rank, *own_part
+                    continue
                 try:
-                    part, buffers = await asking
+                    part, buffers = await asked[peer]
                     vector = None if part.vector is None else part.of(self._replica.size)
                     (steps,) = part.numbers(1, 1)
                 except PeerLost:
@@ -139,19 +169,127 @@ class Answers:
                 continue
             self._replica.load(theirs)
             self._inventory.set_fixed(fixed)
-            if "state" in rest:
-                self._take_state(peer, rest["state"])
+            if "state" in rest:  # at the rates of the script: the other's may be of any moment
+                optimizer = self._inventory.optimizer
+                rates = [group.get("lr") for group in optimizer.param_groups]
+                try:
+                    optimizer.load_state_dict(rest["state"])
+                    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                        if rate is not None:
+                            group["lr"] = rate
+                except Exception as error:  # it has another optimizer, or what it sent is no state
+                    log.warning("the optimizer begins without worker %d's state: %s", peer, error)
             return True
         return False
 
-    def _take_state(self, peer: int, state: dict[str, Any]) -> None:
-        """Go on with another's optimizer, at the rates of the script: the other's may be of any moment."""
-        optimizer = self._inventory.optimizer
-        rates = [group.get("lr") for group in optimizer.param_groups]
-        try:
-            optimizer.load_state_dict(state)
-            for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                if rate is not None:
-                    group["lr"] = rate
-        except Exception as error:  # it has another optimizer, or what it sent is no state
-            log.warning("the optimizer begins without worker %d's state: %s", peer, error)
+
+class Means:
+    """One worker's part in means. In the communication thread."""
+
+    def __init__(
+        self,
+        asking: Asking,
+        dtype: torch.dtype,
+        ended: Callable[[int], bool],
+        merging: Callable[[], Sequence[int]],
+        begun: Callable[[], bool],
+    ) -> None:
+        self._asking, self._fabric, self._dtype = asking, asking.fabric, dtype
+        # Whose loop has ended; whom this worker merges with just now; whether it can say anything.
+        self._ended, self._merging, self._begun = ended, merging, begun
+        self._said: dict[int, tuple[int, list[Tensor]]] = {}  # by name: how often, the last two times what
+        asking.serve(MEAN, 2, self._answer)
+
+    async def _answer(self, name: int, turn: int) -> Reply:
+        times, kept = self._said.get(name, (0, []))
+        back = times - turn if turn else 0
+        found = {}
+        if 0 <= back < len(kept):
+            value = kept[-1 - back]
+            found[""] = value if value.numel() <= FEW else value.to(self._dtype)
+        return (times, self._begun(), *self._merging()), None, tensor_codec.pack(found)
+
+    async def mean(self, value: Tensor, name: str, wait: bool) -> Tensor:
+        """The mean of what all have said under a name; `wait`: as often as this worker."""
+        key = number(f"mean/{name}") >> 14
+        times, kept = self._said.get(key, (0, []))
+        if wait and not kept:  # one that was started again goes on where the others are
+            for peer in self._fabric.others:
+                with contextlib.suppress(PeerLost):
+                    message, _ = await self._asking.ask(peer, MEAN, key, 0)
+                    times = max(times, message.numbers(1)[0] - 1)
+        self._said[key] = times + 1, [*kept[-1:], value]
+        total, count = value.clone(), 1
+        for peer in self._fabric.others:
+            theirs = None
+            with contextlib.suppress(PeerLost):
+                theirs = await self._theirs(peer, name, key, times + 1 if wait else 0)
+            if theirs is not None:
+                if theirs.numel() != value.numel():
+                    raise ConfigError(
+                        f"worker {peer} has {theirs.numel()} numbers for the mean of {name!r}, this one "
+                        f"{value.numel()}. Give the same on all workers."
+                    )
+                total, count = total.add_(theirs), count + 1
+        return total.div_(count)
+
+    async def _theirs(self, peer: int, name: str, key: int, turn: int) -> Tensor | None:
+        """What a worker has said; None: nothing."""
+        clock = asyncio.get_running_loop().time
+        warn_s, stuck_s = clock() + WARN_S, math.inf
+        while True:
+            ended = self._ended(peer)  # before asking: it says nothing more afterwards
+            message, found = await self._asking.ask(peer, MEAN, key, turn)
+            times, begun, *merging = message.numbers(2)
+            if "" in found:
+                theirs: Tensor = found[""].flatten()
+                if theirs.dtype not in (torch.float64, self._dtype):
+                    raise message.bad(f"a mean of {theirs.dtype}")
+                return theirs.to(torch.float64)
+            if not turn or ended or times > turn or not begun:
+                return None
+            if clock() > warn_s:
+                warn_s = math.inf
+                log.warning("waits for worker %d to call worker.mean for %r, too", peer, name)
+            # It may wait for this worker's next step, which comes after the mean, or never.
+            stuck = self._fabric.rank in merging and not self._merging()
+            stuck_s = min(stuck_s, clock() + STUCK_S) if stuck else math.inf
+            if clock() > stuck_s:
+                log.warning("the mean of %r is without worker %d: it waits for a step here", name, peer)
+                return None
+            await asyncio.sleep(AGAIN_S)
+
+
+def flat(value: Any) -> Tensor:
+    """Numbers, tensors, lists and dicts of them as one vector."""
+    parts = [torch.empty(0, dtype=torch.float64)]
+    for one in pytree.tree_leaves(value):
+        if isinstance(one, bool) or not isinstance(one, Tensor | int | float):
+            raise ConfigError(
+                f"mean takes numbers, tensors, and lists and dicts of them, not a {type(one).__name__}."
+            )
+        if not _stays(one):
+            parts.append(torch.as_tensor(one, dtype=torch.float64, device="cpu").detach().flatten())
+    return torch.cat(parts)
+
+
+def shaped(vector: Tensor, like: Any) -> Any:
+    """A vector in the form of what it was made of."""
+    at = 0
+
+    def piece(one: Any) -> Any:
+        nonlocal at
+        if not isinstance(one, Tensor):
+            at += 1
+            return float(vector[at - 1])
+        if _stays(one):
+            return one.clone()
+        at += one.numel()
+        return vector[at - one.numel() : at].view(one.shape).to(one.device, one.dtype)
+
+    return pytree.tree_map(piece, like)
+
+
+def _stays(value: Any) -> bool:
+    """Whether it has no mean: a mask, whose infinities are meant."""
+    return isinstance(value, Tensor) and value.ndim > 0 and not bool(value.isfinite().all())

@@ -1,46 +1,50 @@
-"""Mistakes with a model or an optimizer that would otherwise be noticed late, or never."""
+"""Mistakes of scripts that would otherwise be noticed late, or never, are refused where they are made.
+
+First those with a model and its optimizers, one or several that make a step together. Then what would be
+merged by accident, or never: `load_state_dict` is refused before it changes anything. A script that ends
+without the run's answer is told so, and its exit code is not 0: what it has saved is one worker's own.
+"""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import itertools
 import logging
+import os
+import sys
 import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from freewheel.errors import ConfigError
+from freewheel.errors import ConfigError, RunStopped
 from freewheel.moments import momentum_of
-from freewheel.runtime.worker import optimizers
 from freewheel.strategy import Strategy
 
 log = logging.getLogger("freewheel")
 
-SPREAD = ("DistributedDataParallel", "FullyShardedDataParallel")
-"""Wrappers that average or shard by themselves."""
-TOO_MANY_STEPS = (
-    "Of a worker's steps nobody knows the number: fast workers take more batches than len(loader) says. "
-    'worker.scheduler("cosine") goes by what all workers have done.'
-)
-"""What a scheduler that ends at a step does not know."""
+HOOKS = "_optimizer_step_pre_hooks"
+SPREAD = ("DistributedDataParallel", "FullyShardedDataParallel")  # they average or shard by themselves
 
-attached: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-"""The models of this process that are in a with-block."""
+attached = weakref.WeakSet[nn.Module]()  # the models of this process that are in a with-block
+watchers: list[Callable[[Optimizer], None]] = []  # see every optimizer that steps in this process
+begun = False  # whether any worker of this process has begun
+_guarded = weakref.WeakSet[nn.Module]()
 
 
-def wire(given: str, strategy: Strategy) -> None:
-    """Refuse to round what does not bear it."""
-    if given != "fp32" and not strategy.defines("meet"):
+def check(model: Any, given: Any, strategy: Strategy, wire: str) -> Optimizer:
+    """What was given as optimizers, as one; refuses what cannot be attached, or is spread over processes."""
+    if wire != "fp32" and not strategy.defines("meet"):
         raise ConfigError(
-            f"wire={given!r} is for strategies that swap snapshots, such as adpsgd. With {strategy.name} "
+            f"wire={wire!r} is for strategies that swap snapshots, such as adpsgd. With {strategy.name} "
             "small updates would be lost in the rounding; take fp32."
         )
-
-
-def check(model: Any, given: Any) -> torch.optim.Optimizer:
-    """What was given as optimizers, as one; refuses what cannot be attached, or is spread over processes."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"attach takes a torch.nn.Module first, not a {type(model).__name__}.")
     if found := [type(one).__name__ for one in model.modules() if type(one).__name__ in SPREAD]:
@@ -48,12 +52,12 @@ def check(model: Any, given: Any) -> torch.optim.Optimizer:
             f"attach takes the model itself, not {found[0]} around it: give its .module, and leave the "
             "process group out. Freewheel does what it does."
         )
-    optimizer = optimizers.joined(given)
+    optimizer = joined(given)
     mine = dict(model.named_parameters())
     for name, parameter in mine.items():
         if isinstance(parameter, UninitializedParameter):
             raise ConfigError(f"the parameter {name} has no shape yet: let the model compute once before.")
-    theirs = {id(one): one for one in optimizers.parameters(optimizer)}
+    theirs = {id(one): one for one in parameters(optimizer)}
     others = theirs.keys() - set(map(id, mine.values()))
     if len(others) == len(theirs):
         raise ConfigError(
@@ -73,15 +77,6 @@ def check(model: Any, given: Any) -> torch.optim.Optimizer:
             ", ".join(without),
         )
     return optimizer
-
-
-def room(strategy: Strategy, shared: bool) -> None:
-    """Refuse a strategy that needs worker 0 where the room a lost worker leaves may go to one that waits."""
-    if shared and strategy.needs(0):
-        raise ConfigError(
-            f"{strategy.name} needs worker 0, whose room may go to a worker that waits for some. Leave --max "
-            "out, and ask for as many workers as there is room for."
-        )
 
 
 def signature(model: nn.Module) -> list[list[Any]]:
@@ -105,13 +100,13 @@ def first_difference(theirs: list[list[Any]], mine: list[list[Any]], there: str)
     return "They differ."
 
 
-def settings(strategy: Strategy, optimizer: torch.optim.Optimizer, seed: int) -> dict[str, str]:
+def settings(strategy: Strategy, optimizer: Optimizer, seed: int) -> dict[str, str]:
     """What all workers must have been given alike beside the model; of the optimizer not its rates."""
     given = {name: str(value) for name, value in strategy.settings().items()}
     return {
         "strategy": strategy.name,
         **{name: text for name, text in given.items() if " at 0x" not in text},
-        "optimizer": optimizers.name(optimizer),
+        "optimizer": name_of(optimizer),
         "momentum": "yes" if momentum_of(optimizer) else "no",
         "seed": str(seed),
     }
@@ -124,3 +119,163 @@ def other_settings(theirs: dict[str, str], mine: dict[str, str], them: str) -> s
         names = ["strategy"]
     here, there = (" ".join(f"{name}={one.get(name)}" for name in names) for one in (mine, theirs))
     return f"{here}, {them} has {there}" if names else ""
+
+
+class SeveralOptimizers(Optimizer):
+    """Several optimizers as one: their groups, their states. Nobody steps it; they step themselves."""
+
+    def __init__(self, members: Sequence[Optimizer]) -> None:  # the base's would want parameters of its own
+        self.members = tuple(members)
+        self.defaults: dict[str, Any] = {}
+        self._opt_called = True  # else schedulers warn that it never stepped
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        """The groups of all, in order."""
+        return [group for one in self.members for group in one.param_groups]
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """What each remembers of its parameters."""
+        return {parameter: kept for one in self.members for parameter, kept in one.state.items()}
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states of all, in order."""
+        return {"optimizers": [one.state_dict() for one in self.members]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """The way back."""
+        for one, state in zip(self.members, state_dict["optimizers"], strict=True):
+            one.load_state_dict(state)
+
+
+def joined(given: Any) -> Optimizer:
+    """What `attach` was given as one optimizer: itself where it is one; wrappers are taken off."""
+    found = [_unwrapped(one) for one in (given if isinstance(given, list | tuple) else [given])]
+    if not found:
+        raise ConfigError("attach takes an optimizer or a list of them second, not an empty list.")
+    if len({id(one) for one in found}) < len(found):
+        raise ConfigError("attach was given the same optimizer twice; name each one once.")
+    return found[0] if len(found) == 1 else SeveralOptimizers(found)
+
+
+def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """Those that step."""
+    return optimizer.members if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
+
+
+def name_of(optimizer: Optimizer) -> str:
+    """What it is, for people."""
+    return "+".join(type(one).__name__ for one in members(optimizer))
+
+
+def parameters(optimizer: Optimizer) -> Iterable[torch.nn.Parameter]:
+    """What it trains."""
+    return (one for group in optimizer.param_groups for one in group["params"])
+
+
+def _unwrapped(given: Any) -> Optimizer:
+    """The optimizer whose steps count: a wrapper, as Accelerate and Lightning make them, has it inside."""
+    inner = getattr(given, "optimizer", None)
+    hooks = getattr(given, "__dict__", {}).get(HOOKS)
+    if isinstance(inner, Optimizer) and (hooks is None or hooks is vars(inner).get(HOOKS)):
+        return _unwrapped(inner)
+    if not isinstance(given, Optimizer):
+        raise ConfigError(f"attach takes a torch.optim optimizer second, not a {type(given).__name__}.")
+    if hooks is None:
+        raise ConfigError(
+            f"the steps of this {type(given).__name__} cannot be seen: it has no step hooks. Call "
+            "torch.optim.Optimizer.__init__ in its __init__, or attach the optimizer inside it."
+        )
+    return given
+
+
+def _see(optimizer: Optimizer, *_: Any) -> None:
+    for watcher in (*watchers,):  # others come and go in other threads
+        watcher(optimizer)
+
+
+register_optimizer_step_pre_hook(_see)  # for good: other threads may be in the midst of the hooks
+
+
+def guard(model: nn.Module, undo: contextlib.ExitStack) -> None:
+    """Let nobody load weights into a model that is attached, until it is undone."""
+    modules = [one for one in model.modules() if any(w.requires_grad for w in one.parameters(recurse=False))]
+    _guarded.update(modules)
+    undo.callback(_guarded.difference_update, modules)
+    for one in modules:
+        undo.callback(one.register_load_state_dict_pre_hook(refuse).remove)  # type: ignore[no-untyped-call]
+
+
+def without_guard(model: nn.Module) -> nn.Module:
+    """A copy of a guarded model, free of the hooks: they would go into its pickle."""
+    for one in model.modules():
+        hooks = one._load_state_dict_pre_hooks
+        for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is refuse]:
+            del hooks[key]
+    return model
+
+
+def refuse(module: nn.Module, *_: Any) -> None:
+    """Copies of the model have the hook, too: they are not attached."""
+    if module in _guarded:
+        raise ConfigError(
+            "load_state_dict in the with-block would overwrite weights that other workers average with. "
+            "Load them before attach, or into a copy of the model."
+        )
+
+
+def warn_outside(optimizer: Optimizer, rank: int | None) -> Callable[[], None]:
+    """Say so once if an attached optimizer steps before its with-block; what is returned ends it."""
+    undo = contextlib.ExitStack()
+
+    def warn(stepping: Optimizer, *_: Any) -> None:
+        undo.close()
+        log.warning("%s steps outside of its with-block, where nothing is merged", type(stepping).__name__)
+        if rank is not None:
+            watch_end(rank, lambda _: not begun, "the script trained outside of `with fw.attach(…)`")
+
+    for one in members(optimizer):
+        undo.callback(one.register_step_post_hook(warn).remove)
+    return undo.close
+
+
+def watch_end(
+    rank: int, leave: Callable[[RunStopped], bool], why: str = "the script ended without worker.finish()"
+) -> None:
+    """When the script ends, let the worker leave; `leave` says whether it has no answer."""
+    process = os.getpid()
+
+    def end() -> None:
+        if os.getpid() != process or not leave(RunStopped(why)):
+            return
+        if getattr(sys, "last_value", None) is None:  # else Python has said why, and exits with 1
+            with contextlib.suppress(OSError, AttributeError):
+                sys.stderr.write(
+                    f"freewheel: {why}: worker {rank} has no consensus; it has saved one worker's weights\n"
+                )
+            sys.stdout = Refusing(sys.stdout)
+
+    atexit.register(end)
+
+
+class Refusing:
+    """Standard output that cannot be flushed at the very end: Python then exits with 120.
+
+    Nothing else changes the exit code so late and lets files be written and other libraries clean up.
+    """
+
+    closed = False
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def flush(self) -> None:
+        """Write what is left, then fail, without a traceback."""
+        sys.stdout, sys.unraisablehook = self._stream, lambda _: None
+        if self._stream is not None:
+            self._stream.flush()
+        raise RunStopped("no consensus")

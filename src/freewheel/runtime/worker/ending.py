@@ -26,16 +26,12 @@ from freewheel.fabric.calls import Calls
 from freewheel.fabric.merges import Merge
 from freewheel.runtime.worker import tensor_codec
 
-Answer: TypeAlias = tuple[Tensor, dict[str, Tensor]]
-"""The mean weights, and the mean buffers."""
+Answer: TypeAlias = tuple[Tensor, dict[str, Tensor]]  # the mean weights, and the mean buffers
 END: Tag = (RUNTIME, "end")
 POLL_S = 0.05
-DRAIN_S = 10.0
-"""How long messages that are still under way are waited for."""
-GRACE_S = 3.0
-"""How long a leader waits for a worker that others reach and it does not."""
-TRY_S = 20.0
-"""How long a leader tries before it takes the mean of what it can get by itself."""
+DRAIN_S = 10.0  # how long messages that are still under way are waited for
+GRACE_S = 3.0  # how long a leader waits for a worker that others reach and it does not
+TRY_S = 20.0  # how long a leader tries before it takes the mean of what it can get by itself
 
 
 class Ending:
@@ -50,16 +46,15 @@ class Ending:
         size: int,
     ) -> None:
         self.fabric, self._size = fabric, size
+        # Whether this worker is idle (1 or 0), messages it sent and got; the mean of some workers.
         self._under_way, self._mean = under_way, mean
-        """Whether this worker is idle (1 or 0), messages it sent and got; the mean of some workers."""
         self.answer: Answer | None = None
         self.members: tuple[int, ...] = ()  # whose mean it is
-        self._ended: dict[int, frozenset[int]] = fabric.by_peer()
-        """Whose loop has ended, and whom it reached when it said so."""
+        self._ended: dict[int, frozenset[int]] = fabric.by_peer()  # whose loop has, and whom it reached then
         self._apart_since_s: float | None = None
         self._calls = Calls(fabric, spawn, (*END, "call"), self._agree, self._decided)
+        # From the end of this worker's loop on: done when all have the answer, or with why there is none.
         self._over: asyncio.Future[None] | None = None
-        """From the end of this worker's loop on: done when all have the answer, or with why there is none."""
         spawn(hear(fabric, END, self._hear))
         self._calls.serve()
 

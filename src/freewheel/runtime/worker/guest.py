@@ -80,9 +80,11 @@ class Guest:
 
     def seek(self) -> int:
         """Where a worker comes late: go to the pass the others are in; how many are over before it."""
-        if self.passes is None or not self.worker._agent.late:
-            return 0
-        over = self.passes.seek(lambda: self.worker.stopped)
+        passes, over = self.passes, 0
+        if passes is None or not self.worker._agent.late:
+            return over
+        while not (self.worker.stopped or passes.over or passes.found()):
+            over += 1
         self._base = self._dealt()
         return over
 
@@ -169,8 +171,7 @@ class Passes:
 
     def __init__(self, loader: Loader, given: Any, ahead: int, bounded: bool) -> None:
         self.loader, self.given, self.ahead, self.bounded = loader, given, ahead, bounded
-        self.early = 0
-        """Batches that count as finished and which the loop may not have used yet."""
+        self.early = 0  # batches that count as finished and which the loop may not have used yet
         self._drawn = 0
         self._pass: Iterator[Any] | None = None
         self._again: tuple[Any, ...] = ()  # was drawn and is to be given again
@@ -211,16 +212,11 @@ class Passes:
         next_pass = loader.epoch + (loader.begun and not loader.under_way)
         return loader.epochs is not None and next_pass >= loader.epochs
 
-    def seek(self, stopped: Callable[[], bool]) -> int:
-        """Begin the first pass that has a batch for this worker; how many had none."""
-        over = 0
-        while not stopped() and not self.over:
-            first = next(iter(self), END)
-            if first is not END:
-                self._again = (first,)
-                break
-            over += 1
-        return over
+    def found(self) -> bool:
+        """Begin the next pass; whether it has a batch for this worker."""
+        first = next(iter(self), END)
+        self._again = () if first is END else (first,)
+        return first is not END
 
     def in_use(self) -> int:
         """How many batches the loop has been given to use, and does not merely hold."""

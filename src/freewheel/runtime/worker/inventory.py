@@ -3,12 +3,14 @@
 A layer that is frozen in the with-block keeps its place in the vector. What would have to travel and has no
 place there is refused by name: a layer that was frozen and is trained now, a parameter the model has been
 given since, one that lies in other memory.
+
+Of buffers BatchNorm's statistics are averages; masks, counters and tables are not. What all workers have
+alike stays as it is.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import operator
 from collections.abc import Iterator, Mapping
 
@@ -16,16 +18,13 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, RunStopped
-from freewheel.replica import flatten
-from freewheel.runtime.worker.buffers import alike, buffers_of, in_memory
-from freewheel.runtime.worker.live_replica import LiveReplica
-from freewheel.runtime.worker.optimizers import parameters
+from freewheel.runtime.worker import tensor_codec
+from freewheel.runtime.worker.checks import parameters
+from freewheel.runtime.worker.live_replica import live_replica
 
-log = logging.getLogger("freewheel")
 REQUIRES = operator.attrgetter("requires_grad")
 MOVED, REPLACED = "lies in other memory than", "is not the one there was"
-LOOKS = 32
-"""How many of the frozen parameters are looked at in a step."""
+LOOKS = 32  # how many of the frozen parameters are looked at in a step
 
 
 class Inventory:
@@ -37,7 +36,7 @@ class Inventory:
         self.replica = live_replica(self.model)
         self._all = dict(self.model.named_parameters())
         self.trained = {name: one for name, one in self._all.items() if one.requires_grad}
-        self.names = {id(one): name for name, one in self._all.items()}
+        self.names = self.replica.names
         self._slots = [
             (name, one, one.data_ptr(), self.model.get_submodule(owner)._parameters, last)
             for name, one in self.trained.items()
@@ -48,12 +47,8 @@ class Inventory:
         self._next_frozen = itertools.cycle(
             frozen[at : at + LOOKS] for at in range(0, max(1, len(frozen)), LOOKS)
         )
-        self._first = self._slots[0][1]  # whoever overwrites weights overwrites this one, too
-        self._stood, self._warned = self._first._version, False
-        self._enrolled = 0
-        """How many parameters the optimizer had when they were last looked at."""
-        self._held: list[nn.Parameter] = []
-        """Those of them that were frozen: one that wakes up is trained at once."""
+        self._enrolled = 0  # how many parameters the optimizer had when they were last looked at
+        self._held: list[nn.Parameter] = []  # those that were frozen: one that wakes up is trained at once
 
     def still(self) -> dict[str, Tensor]:
         """What stands still: parameters that were frozen, and buffers."""
@@ -62,7 +57,7 @@ class Inventory:
 
     def buffers(self) -> dict[str, Tensor]:
         """A copy of BatchNorm's statistics and the like, where nobody changes it any more."""
-        found = buffers_of(self.model)
+        found = {name: one for name, one in self.model.named_buffers() if in_memory(one)}
         return {name: one.detach().to("cpu", copy=True) for name, one in found.items()}
 
     def fixed(self) -> dict[str, Tensor]:
@@ -74,11 +69,11 @@ class Inventory:
         """The way back."""
         mine = self.fixed()
         for name in [*mine, *given]:
-            one, other = mine.get(name), given.get(name)
-            if one is None or other is None or (one.shape, one.dtype) != (other.shape, other.dtype):
+            here, there = _kind(mine.get(name)), _kind(given.get(name))
+            if here != there:
                 raise ConfigError(
-                    f"the buffer or frozen parameter {name} is {_kind(one)} here and {_kind(other)} at the "
-                    "worker this one begins with. Build the same model on all workers."
+                    f"the buffer or frozen parameter {name} is {here} here and {there} at the worker this "
+                    "one begins with. Build the same model on all workers."
                 )
         for name, one in mine.items():
             if not alike(one, given[name]):
@@ -109,19 +104,6 @@ class Inventory:
                 "the with-block."
             )
 
-    def stands(self) -> None:
-        """A step is complete: until the next one nobody moves the weights."""
-        self._stood = self._first._version
-
-    def check_still(self) -> None:
-        """Warn, once, if the script has moved them meanwhile: an exchange under way does not know of it."""
-        if not self._warned and self._first._version != self._stood:
-            self._warned = True
-            log.warning(
-                "weights were changed outside the optimizer's step, others may have averaged with either. "
-                "Small changes (clamping) do no harm; to restore or evaluate others take a copy of the model"
-            )
-
     def check(self) -> None:
         """RunStopped unless the model has the parameters it was attached with, where they were."""
         now = dict(self.model.named_parameters())
@@ -137,27 +119,70 @@ class Inventory:
         return ((self.names[id(one)], piece) for one, piece in self.replica.pieces(vector))
 
     @torch.no_grad()
-    def fill(self, clone: nn.Module, weights: Tensor) -> None:
-        """Give a copy of the model the weights of a vector."""
+    def fill(self, clone: nn.Module, weights: Tensor, buffers: Mapping[str, Tensor]) -> None:
+        """Give a copy of the model the weights of a vector, and buffers."""
         pieces = {one.data_ptr(): piece for one, piece in self.replica.pieces(weights) if one.numel()}
         copies = dict(clone.named_parameters())
         for name, one in self.trained.items():
             if one.numel():
                 copies[name].copy_(pieces[one.data_ptr()])
+        for name, one in [*clone.named_buffers()]:
+            new = buffers.get(name, one)
+            if (one.shape, one.dtype) != (new.shape, new.dtype):  # it has grown on its way
+                owner, _, last = name.rpartition(".")
+                setattr(clone.get_submodule(owner), last, new.to(one.device))
+            elif new is not one and not alike(one, new):
+                one.copy_(new)
 
 
-def live_replica(model: nn.Module) -> LiveReplica:
-    """The replica of a model, by where its parameters lie."""
-    blocks = flatten(model.named_parameters(), gradients=False)
-    devices = {block.weights.device for block in blocks}
-    if len(devices) > 1 and any(device.type == "cuda" for device in devices):
-        names = ", ".join(sorted(map(str, devices)))
-        raise ConfigError(f"the model's parameters lie on {names}; put all of them on one device.")
-    if blocks[0].weights.is_cuda:
-        from freewheel.runtime.worker.cuda_replica import CudaReplica
+class TensorMean:
+    """What all workers' tensors come to, by name, one worker's after the other: the mean.
 
-        return CudaReplica(model, blocks)
-    return LiveReplica(model, blocks)
+    What they have alike stays as it is, to the bit. Of `buffers` only floating numbers have a mean, if all
+    are finite; of masks, counters and whatever else, the first worker's are taken.
+    """
+
+    def __init__(self, buffers: bool = False) -> None:
+        self._first: dict[str, Tensor] = {}
+        self._count, self._buffers = 0, buffers
+        self._totals: dict[str, Tensor | None] = {}  # of those that differ; None: there is no mean
+
+    def add(self, part: Mapping[str, Tensor]) -> None:
+        """One more."""
+        self._count += 1
+        if self._count == 1:
+            self._first = dict(part)
+            return
+        for name, first in self._first.items():
+            other = part.get(name, torch.empty(0))
+            total = self._totals.get(name)
+            other_kind = (other.shape, other.dtype) != (first.shape, first.dtype)
+            if self._buffers and (other_kind or not first.is_floating_point()):
+                self._totals[name] = None
+            elif total is not None:
+                self._totals[name] = total + other
+            elif name not in self._totals and not alike(first, other):
+                wide = torch.promote_types(first.dtype, torch.float64)
+                self._totals[name] = first.to(wide) * (self._count - 1) + other
+
+    def result(self) -> dict[str, Tensor]:
+        """What there is by now."""
+        found = dict(self._first)
+        for name, total in self._totals.items():
+            if total is not None and (not self._buffers or total.isfinite().all()):
+                found[name] = (total / self._count).to(found[name].dtype)
+        return found
+
+
+def in_memory(tensor: Tensor) -> bool:
+    """Whether a tensor has bytes that can be sent."""
+    return tensor.layout == torch.strided and not tensor.is_meta
+
+
+def alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are the same to the bit."""
+    same = (one.dtype, one.shape) == (other.dtype, other.shape)
+    return same and torch.equal(tensor_codec.raw(one), tensor_codec.raw(other))
 
 
 def _kind(tensor: Tensor | None) -> str:

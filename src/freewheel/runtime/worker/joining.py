@@ -20,8 +20,7 @@ from freewheel.runtime.worker import tensor_codec
 from freewheel.runtime.worker.agent import Agent
 
 START: Tag = (RUNTIME, "start")
-START_S = 1.0
-"""How long the first weights are waited for before they are asked for."""
+START_S = 1.0  # how long the first weights are waited for before they are asked for
 
 log = logging.getLogger("freewheel")
 
@@ -112,7 +111,7 @@ async def start(
     A resumed run begins with the weights each worker has, and with the strategy's vectors as given.
     """
     strategy, node, fabric = agent.strategy, agent.node, agent.fabric
-    agent.listen()
+    node.listen()
     node.hold(joins=agent.late)
     if agent.late:
         assert rendezvous is not None

@@ -18,14 +18,10 @@ from typing import Any
 
 from freewheel.errors import ConfigError, at_least
 
-LEAVE_S = 10.0
-"""How long leaving may take; clouds give 30 s."""
-VARIABLE = "FREEWHEEL_LEAVE_S"
-"""The environment variable that says otherwise, to workers and to the launcher."""
-AGAIN_S = 0.05
-"""How long after a moment in which weights move it is tried again to interrupt."""
-LAST_S = 1.0
-"""How much of it is kept for the goodbye."""
+LEAVE_S = 10.0  # how long leaving may take; clouds give 30 s
+VARIABLE = "FREEWHEEL_LEAVE_S"  # the environment variable that says otherwise, to workers and to the launcher
+AGAIN_S = 0.05  # how long after a moment in which weights move it is tried again to interrupt
+LAST_S = 1.0  # how much of it is kept for the goodbye
 
 
 class Left(SystemExit):
@@ -56,8 +52,7 @@ class Leaving:
         self._busy, self._tell = busy, tell
         self.asked, self._asked_s = False, 0.0
         self._timer: threading.Timer | None = None
-        self._taken: dict[int, tuple[Any, Any]] = {}
-        """Of signals: what they mean now, and meant before."""
+        self._taken: dict[int, tuple[Any, Any]] = {}  # of signals: what they mean now, and meant before
         self._pid = os.getpid()
 
     @property
@@ -125,12 +120,3 @@ class Leaving:
         self._timer = threading.Timer(after_s, wake)
         self._timer.daemon = True
         self._timer.start()
-
-
-def ends(error: BaseException) -> bool:
-    """Whether an exception of a worker that is to leave is the end of it, and no mistake of its own.
-
-    It is where a handler of the script's exits, and where the processes that load its data were told, too.
-    """
-    loads = isinstance(error, RuntimeError) and str(error).startswith("DataLoader worker")
-    return isinstance(error, SystemExit) or loads

@@ -5,37 +5,38 @@ even while they stand still. A snapshot is good if the same even version was the
 what is pending included, and after it was copied. No lock is held, and the training thread never waits for a
 copy. A correction is handed over through a slot, by pointer; the boundary adds it in one pass.
 
-This is the replica of a model on the CPU; cuda_replica.py has the same in the order of streams.
+On a CUDA device it is the seqlock in the order of streams. Snapshots are copied on a side stream that waits
+for the last boundary, into memory of the same device; the stream of the next optimizer step waits for that
+copy. The host waits for neither. What was queued under a version that has changed since is thrown away: the
+step that came between may not have seen that it must wait.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from freewheel.errors import Diverged
-from freewheel.replica import Block, Replica
-from freewheel.runtime.worker.gradients import Gradients
+from freewheel.errors import ConfigError, Diverged
+from freewheel.fabric import kernels
+from freewheel.replica import Block, Replica, flatten, strides
 
 POLL_S = 5e-5
-TRIES = 20
-"""Snapshots torn by a boundary before the training thread is asked to make one."""
-SPARE_S = 1.0
-"""How long a vector that is being added is waited for, before there is a third one."""
-SOON_S = 0.1
-"""How long one step may move the weights before an exchange is put off: it may be one that computes, too."""
-PATIENCE_S = 0.1
-"""How long weights may be found moving before it is asked: a step with a closure computes while they move."""
-PIECE = 1 << 18
-"""Numbers that are copied, and then looked at while they are in the cache."""
+TRIES = 20  # snapshots torn by a boundary before the training thread is asked to make one
+SPARE_S = 1.0  # how long a vector that is being added is waited for, before there is a third one
+SOON_S = 0.1  # how long one step may move the weights before an exchange is put off: some compute, too
+PATIENCE_S = 0.1  # how long weights may be found moving before it is asked: closures compute while they move
+CLOSE = 0.1  # which share of the weights lies before the early layer
+PIECE = 1 << 18  # numbers that are copied, and then looked at while they are in the cache
 
 
 @dataclass(slots=True)
@@ -56,31 +57,105 @@ class Order:
     changes: int = -1
 
 
+class Gradients:
+    """The gradients of one optimizer's parameters as one vector, for strategies that average gradients.
+
+        the gradients, parameter by parameter | for each parameter, whether it has one | the loss of a closure
+
+    A parameter that has no gradient on any worker keeps none, as in a loop of its own: zeros would let
+    momentum and weight decay move it. The loss is averaged too, since an optimizer that calls its closure
+    again and again (LBFGS) goes by it: all workers must take the same way.
+    """
+
+    def __init__(self, replica: LiveReplica, parameters: Iterable[nn.Parameter]) -> None:
+        wanted = {id(one) for one in parameters}
+        self._replica, self._parameters = replica, [one for one in replica.trained if id(one) in wanted]
+        starts = itertools.accumulate((one.numel() for one in self._parameters), initial=0)
+        self._places = [
+            (one.shape, strides(one), at) for one, at in zip(self._parameters, starts, strict=False)
+        ]
+        self._numbers = sum(one.numel() for one in self._parameters)
+        self.size = self._numbers + len(self._parameters) + 1
+        self.loss = 0.0  # what the closure has said; the mean of all workers' once gradients were merged
+        self._in_use: Tensor | None = None
+        self._spare: deque[Tensor] = deque(maxlen=2)
+        self._sparse: set[int] = set()  # those stay sparse, for optimizers that need them so
+
+    def take(self) -> Tensor:
+        """All of them as one vector; where there is none, zeros. Diverged if a number is not finite."""
+        replica = self._replica
+        flat = self._spare.popleft() if self._spare else replica.make_vector(self.size, replica.dtype)
+        into, given = list[Tensor](), list[Tensor]()
+        for one, piece in self._pieces(flat):
+            if one.grad is None:
+                piece.zero_()
+            elif one.grad.layout != torch.strided:
+                self._sparse.add(id(one))
+                # Added up first, as optimizers do: in another order the sum is another one.
+                added = one.grad.coalesce() if one.grad.layout == torch.sparse_coo else one.grad
+                piece.copy_(added.to_dense())
+            else:
+                into.append(piece)
+                given.append(one.grad)
+        if into:
+            torch._foreach_copy_(into, given)
+        marks = [float(one.grad is not None) for one in self._parameters]
+        flat[self._numbers :].copy_(torch.tensor([*marks, self.loss], dtype=torch.float64))
+        if not math.isfinite(flat.sum().item()):
+            for one, piece in self._pieces(flat):
+                if not piece.isfinite().all():
+                    raise Diverged(f"gradients of {replica.names.get(id(one), '?')} are not finite")
+            if not math.isfinite(self.loss):
+                raise Diverged("the closure's loss is not finite")
+        return flat
+
+    def put(self, vector: Tensor) -> None:
+        """Let the optimizer use these, where they are: the vector is in use until the next ones."""
+        *marks, self.loss = vector[self._numbers :].tolist()
+        for (one, piece), mark in zip(self._pieces(vector), marks, strict=True):
+            if not mark:
+                one.grad = None  # nobody has one
+            elif id(one) in self._sparse:
+                one.grad = piece.to_sparse(1).to(one.dtype)
+            else:
+                one.grad = piece.to(one.dtype)
+        if vector.is_cuda:  # what was converted is there before the optimizer goes on
+            torch.cuda.current_stream(vector.device).synchronize()
+        if self._in_use is not None and self._replica.reusable(self._in_use):
+            self._spare.append(self._in_use)
+        self._in_use = vector
+
+    def let_go(self) -> None:
+        """Keep no memory."""
+        self._in_use = None
+        self._spare.clear()
+
+    def _pieces(self, vector: Tensor) -> Iterator[tuple[nn.Parameter, Tensor]]:
+        begins = vector.storage_offset()
+        for one, (shape, stride, at) in zip(self._parameters, self._places, strict=True):
+            yield one, vector.as_strided(shape, stride, begins + at)
+
+
 class LiveReplica(Replica):
     """Flat weights of a model that is being trained."""
 
-    side: torch.cuda.Stream | None = None
-    """Where a device works for communication."""
+    side: torch.cuda.Stream | None = None  # where a device works for communication
 
     def __init__(self, model: nn.Module, blocks: list[Block]) -> None:
         super().__init__(blocks)
         self.version = 0
-        self.parked = False
-        """The training thread waits after its step: corrections may be added at once. Set by the other."""
+        self.parked = False  # the training thread waits: the other one, which says so, may add corrections
+        # Makes memory for snapshots, which other workers may be able to see.
         self.make_vector: Callable[[int, torch.dtype], Tensor] = self.plain_vector
-        """Makes memory for snapshots, which other workers may be able to see."""
-        self.reusable: Callable[[Tensor], bool] = lambda vector: True
-        """Whether a vector is such memory."""
-        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.reusable: Callable[[Tensor], bool] = lambda vector: True  # whether a vector is such memory
+        self.names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._slot: deque[Correction] = deque()
         self._spare: deque[Tensor] = deque(maxlen=2)
         self._orders: deque[Order] = deque()
         self._changes = 0
-        self._standing: Order | None = None
-        """What is left for the training thread to copy, where exchanges are put off again and again."""
-        self._trained = [one for one in model.parameters() if one.requires_grad]
-        self.gradients = self.gradients_of(self._trained)
-        """Of the optimizer that steps."""
+        self._standing: Order | None = None  # for the training thread, where exchanges are put off
+        self.trained = [one for one in model.parameters() if one.requires_grad]
+        self.gradients = Gradients(self, self.trained)  # of the optimizer that steps
 
     @property
     def device(self) -> torch.device:
@@ -202,10 +277,9 @@ class LiveReplica(Replica):
         return into
 
     async def _copied(self, vector: Tensor) -> None:
-        """The copy is complete; look at it."""
         for parameter, piece in self.pieces(vector) if not self._finite else ():
             if not piece.isfinite().all():
-                raise Diverged(f"weights of {self._names.get(id(parameter), '?')} are not finite")
+                raise Diverged(f"weights of {self.names.get(id(parameter), '?')} are not finite")
 
     def still(self, into: Tensor) -> Tensor:
         """The same at once, while the training thread waits."""
@@ -215,17 +289,20 @@ class LiveReplica(Replica):
     def correct(self, vector: Tensor, own: bool = False) -> None:
         """Let a vector be added at the next boundary."""
         self._changes += 1  # odd while what is pending changes
-        self._correct(Correction(vector, own))
-        self._changes += 1
-
-    def _correct(self, correction: Correction) -> None:
+        correction = Correction(vector, own)
         with contextlib.suppress(IndexError):  # there is none, or the boundary was faster
-            correction = self._joined(self._slot.popleft(), correction)
+            before = self._slot.popleft()
+            if before.own:
+                before.vector.add_(vector)
+                if own:
+                    self.unused(vector)
+            correction = Correction(before.vector if before.own else before.vector + vector, True)
         if self.parked:
             self._add(correction)
         else:
             correction.ready = self._ready()
             self._slot.append(correction)
+        self._changes += 1
 
     def _ready(self) -> torch.cuda.Event | None:
         """After what has been computed so far."""
@@ -261,16 +338,6 @@ class LiveReplica(Replica):
         """Let the optimizer use these gradients."""
         self.gradients.put(vector)
 
-    def gradients_of(self, parameters: Iterable[nn.Parameter]) -> Gradients:
-        """Those of some of the parameters: what one of several optimizers trains."""
-        wanted = {id(one) for one in parameters}
-        return Gradients(
-            [one for one in self._trained if id(one) in wanted],
-            lambda size: self.make_vector(size, self.dtype),
-            lambda vector: self.reusable(vector),
-            lambda parameter: self._names.get(id(parameter), "?"),
-        )
-
     # -- both --
 
     def _copy(self, into: Tensor) -> None:
@@ -293,10 +360,129 @@ class LiveReplica(Replica):
                 total += copied.sum().item()
         self._finite = math.isfinite(total)  # a sum is finite only if all numbers are
 
-    def _joined(self, before: Correction, after: Correction) -> Correction:
-        if not before.own:
-            return Correction(before.vector + after.vector, True)
-        before.vector.add_(after.vector)
-        if after.own:
-            self.unused(after.vector)
-        return Correction(before.vector, True)
+
+class CudaReplica(LiveReplica):
+    """Flat weights of a model that is being trained on a device."""
+
+    def __init__(self, model: nn.Module, blocks: list[Block]) -> None:
+        super().__init__(model, blocks)
+        self.side: torch.cuda.Stream = torch.cuda.Stream(device=self.device)  # type: ignore[no-untyped-call]
+        self._moved: torch.cuda.Event | None = None  # after the last boundary, in the training stream
+        self._read: torch.cuda.Event | None = None  # after the last copy, in the side stream; a step waits
+        self._bad = torch.zeros(1, dtype=torch.int32, pin_memory=True)  # not 0: the last copy is not finite
+        self._near: torch.cuda.Event | None = None  # near the end of the last backward pass
+        self._hook: RemovableHandle | None = None
+        self._kernels = kernels.for_device(self.device)
+
+    def keep_close(self) -> None:
+        """Let the host be ahead of the device by the end of a backward pass at the most.
+
+        A host that queues a whole step ahead makes a snapshot take a step, and its correction come two steps
+        late. One that waits for the gradients leaves the device idle. So it waits for the gradient of an
+        early layer, which is among the last to be computed.
+        """
+        early, seen = None, 0
+        for parameter in self.blocks[0].parameters:
+            if seen <= CLOSE * self.size:
+                early = parameter
+            seen += parameter.numel()
+        assert early is not None
+        self._hook = early.register_post_accumulate_grad_hook(self._nearly)  # type: ignore[no-untyped-call]
+
+    def _nearly(self, _: Tensor) -> None:
+        self._near = self._event(torch.cuda.current_stream(self.device))
+
+    def let_go(self) -> None:
+        """Keep no memory and no hook."""
+        super().let_go()
+        if self._hook is not None:
+            self._hook.remove()
+
+    def begin_moving(self) -> None:
+        """The optimizer is about to move the weights: it waits for those who copy them."""
+        near, self._near = self._near, None
+        if near is not None:
+            near.synchronize()
+        super().begin_moving()
+        if (read := self._read) is not None:
+            self._read = None
+            torch.cuda.current_stream(self.device).wait_event(read)
+
+    def end_moving(self) -> None:
+        """The weights stand still, once the device gets here."""
+        self._moved = self._event(torch.cuda.current_stream(self.device))
+        super().end_moving()
+
+    def catch_up(self) -> None:
+        """Wait for the device."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def load(self, vector: Tensor) -> None:
+        """Overwrite the weights and drop what is pending."""
+        super().load(vector)
+        torch.cuda.synchronize(self.device)
+
+    def _add(self, correction: Correction) -> None:
+        stream = torch.cuda.current_stream(self.device)
+        if correction.ready is not None:
+            stream.wait_event(correction.ready)
+        correction.vector.record_stream(stream)
+        super()._add(correction)
+        if self.parked:  # added by the communication thread, beside a training thread that waits
+            stream.synchronize()
+
+    def _ready(self) -> torch.cuda.Event:
+        return self._event(self.side)
+
+    def _copy(self, into: Tensor) -> None:
+        pending = None
+        with contextlib.suppress(IndexError):  # the boundary may take it at any moment
+            pending = self._slot[0].vector
+        with torch.cuda.stream(self.side), torch.no_grad():
+            if self._moved is not None:
+                self.side.wait_event(self._moved)
+            self._bad.zero_()
+            whole, more = self.blocks[0].weights, () if pending is None else (pending,)
+            if self._kernels is not None and len(self.blocks) == 1 and kernels.fits(whole, into, *more):
+                self._kernels.copy(whole, pending, into, self._bad)
+                self._read = self._event(self.side)
+                return
+            for block in self.blocks:
+                copied = into[block.start : block.stop]
+                if pending is None:
+                    copied.copy_(block.weights, non_blocking=True)
+                elif block.weights.dtype == copied.dtype and into.is_cuda:
+                    torch.add(block.weights, pending[block.start : block.stop], out=copied)
+                else:
+                    copied.copy_(block.weights + pending[block.start : block.stop], non_blocking=True)
+            if into.is_cuda:
+                good = into.sum(dtype=torch.float32).isfinite()
+                self._bad.copy_(good.logical_not().to(torch.int32).reshape(1), non_blocking=True)
+            self._read = self._event(self.side)
+
+    async def _copied(self, vector: Tensor) -> None:
+        copied = self._event(self.side)
+        await asyncio.get_running_loop().run_in_executor(None, copied.synchronize)
+        self._finite = not int(self._bad)
+        await super()._copied(vector)
+
+    def still(self, into: Tensor) -> Tensor:
+        """A copy while the training thread waits."""
+        super().still(into)
+        self.side.synchronize()
+        return into
+
+    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+
+def live_replica(model: nn.Module) -> LiveReplica:
+    """The replica of a model, by where its parameters lie."""
+    blocks = flatten(model.named_parameters(), gradients=False)
+    devices = {block.weights.device for block in blocks}
+    if len(devices) > 1 and any(device.type == "cuda" for device in devices):
+        names = ", ".join(sorted(map(str, devices)))
+        raise ConfigError(f"the model's parameters lie on {names}; put all of them on one device.")
+    return (CudaReplica if blocks[0].weights.is_cuda else LiveReplica)(model, blocks)

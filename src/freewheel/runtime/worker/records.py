@@ -1,4 +1,4 @@
-"""What a worker writes down while it trains: its part of the run folder, TensorBoard, a line for the console.
+"""What a worker says of itself, and how that is written down: the run folder, TensorBoard, the console.
 
 Watching can never stop a run: whatever goes wrong here costs records, with one warning. Everything is written
 by a thread of its own, which also takes what other threads have noticed.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import socket
 import sys
 import threading
 import time
@@ -17,49 +18,157 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from freewheel.errors import ConfigError
 from freewheel.numbers import share, short
-from freewheel.records.counters import Timeline
+from freewheel.records.counters import Noticed, Timeline
 from freewheel.records.journal import Journal
-from freewheel.records.schema import WorkerSample
+from freewheel.records.schema import WorkerSample, run_json, typed, worker_sample
+from freewheel.runtime.checkpoint.taker import Checkpoints
+from freewheel.runtime.worker import checks
+from freewheel.runtime.worker.agent import Agent
+from freewheel.runtime.worker.settings import Settings
+from freewheel.strategy import Strategy
 
 SAMPLE_S = 0.5
 CONSOLE_S = 5.0
-CLOSE_S = 5.0
-"""How long the end of a run waits for the last sample to be written."""
-MOST = 1000
-"""So many events are kept until they are written."""
+CLOSE_S = 5.0  # how long the end of a run waits for the last sample to be written
 NO_SCALARS = ("time", "rank", "life", "began", "resumed_at", "last")
 
 log = logging.getLogger("freewheel")
 
 
-class Events:
-    """What this worker has noticed and nobody has written down yet. Any thread may `note`."""
+class Account:
+    """One worker's account of itself, in the training thread; a Recorder writes it down beside training."""
 
-    def __init__(self) -> None:
-        self.begun = False
-        """Whether training has begun: who was there before has not joined."""
-        self.lives: Mapping[int, int] = {}
-        self.over = False
-        """Whether this worker leaves: who leaves with it has not died."""
-        self.muted = False
-        """Whether nothing is written any more: a later life of this worker writes."""
-        self._noted: deque[tuple[float, str, int | None, int | None, str]] = deque(maxlen=MOST)
+    def __init__(self, rank: int, strategy: Strategy, checkpoints: Checkpoints) -> None:
+        self._rank, self._strategy, self._checkpoints = rank, strategy, checkpoints
+        self.about: dict[str, Any] = {}
+        self.loss: Tensor | float = math.nan
+        self.state = "joining"
+        self.members: list[int] = []  # within reach when the with-block ended, then in the answer
+        self.windows: dict[int, str] = {}  # how vectors travelled to them
+        self._life, self._began_steps = 1, 0
+        self._began_s = self._ended_s = 0.0
+        self._began: float | None = None  # the same on the clock of the wall
+        self.anew()
 
-    def note(self, what: str, rank: int | None, text: str) -> None:
-        """Something happened to a worker, or to all (None)."""
-        late = self.over and what not in ("failed", "checkpoint")
-        if late or what == "finished" or (what == "joined" and not self.begun):
+    def anew(self) -> None:
+        """The worker tries to join, maybe again."""
+        self.events = Noticed()
+        self.recorder: Recorder | None = None
+
+    def open(self, agent: Agent, settings: Settings, console: bool) -> None:
+        """There is a communication thread, the first or that of another beginning: begin to write."""
+        self._agent, rank = agent, self._rank
+        if self.recorder is None:
+            self._life, journal = agent.me.incarnation, None
+            if settings.folder is not None:
+                journal = Journal(Path(settings.folder), rank)
+                self._life = max(self._life, journal.last_life(rank) + 1)  # of this run or another one here
+            board = None if settings.tensorboard is None else open_board(settings.tensorboard, rank)
+            self.recorder = Recorder(
+                self._sample, self.events, journal, life=self._life, console=console, board=board
+            )
+        agent.counters.timeline = self.recorder.timeline
+
+    def begin(self, settings: Settings, workers: int, command: str | None) -> None:
+        """Training begins. run.json is written by the first of those who begin, or where there is none."""
+        agent = self._agent
+        self._began_steps = agent.counters.steps
+        self._began_s, self._began = time.perf_counter(), time.time()
+        self.state, self.events.begun = "training", True
+        if self.recorder is None or settings.folder is None or agent.fabric.members[0] != self._rank:
             return
-        life = None if rank is None else self.lives.get(rank)
-        self._noted.append((time.time(), what, rank, life, text))
+        if not agent.late or not Path(settings.folder, "run.json").exists():
+            self.recorder.about(self._run_json(settings, workers, command))
 
-    def take(self) -> list[tuple[float, str, int | None, int | None, str]]:
-        """What was noted since the last time."""
-        return [self._noted.popleft() for _ in range(len(self._noted))]
+    def ended(self) -> None:
+        """The loop has ended: no time counts any more."""
+        self.state, self._ended_s = "finished", time.perf_counter()
+
+    def close(self, failure: BaseException | None) -> None:
+        """Write the last sample."""
+        if failure is not None:
+            self.events.note("failed", self._rank, f"{type(failure).__name__}: {failure}".rstrip(": "))
+        self.events.over = True
+        if self.recorder is not None:
+            self.recorder.close(well=failure is None)
+
+    def measured(self, evaluation: dict[str, float]) -> None:
+        """Write down what was measured of the answer."""
+        if self.recorder is None:
+            raise ConfigError("call worker.record inside the with-block, or after it.")
+        like = self._checkpoints.like_first()
+        dealt = sum(one.samples for one in like) if like else None
+        self.recorder.evaluated({"samples": dealt, **evaluation})
+
+    def score(self) -> float:
+        """What a strategy compares workers by: the loss that was last reported."""
+        loss = float(self.loss)
+        if not math.isnan(loss):
+            return loss
+        if self._agent.counters.steps - self._began_steps > 1:
+            raise ConfigError(
+                f"{self._strategy.name} compares the workers' losses: call worker.report(loss) in every step."
+            )
+        return math.inf
+
+    def _sample(self) -> WorkerSample:
+        self._agent.counters.measure = True  # for the next sample
+        return self.said()
+
+    def said(self) -> WorkerSample:
+        """What there is to say now."""
+        now_s, agent = self._ended_s or time.perf_counter(), self._agent
+        counters, fabric = agent.counters, agent.fabric
+        return worker_sample(
+            counters,
+            rank=self._rank,
+            life=self._life,
+            state=self.state,
+            began=self._began,
+            steps=counters.steps - self._began_steps if self._began is not None else 0,
+            resumed_at=self._began_steps,
+            elapsed_s=now_s - self._began_s if self._began_s else 0.0,
+            compute_s=counters.compute_s,
+            blocked_s=counters.blocked(now_s),
+            checkpoints=dict(self._checkpoints.counts),
+            progress=self._checkpoints.progress,
+            windows=self.windows or fabric.kinds(),
+            members=self.members or list(fabric.members),
+            view=agent.node.view.number,
+            loss=float(self.loss),
+            node=socket.gethostname(),
+        )
+
+    def _run_json(self, settings: Settings, workers: int, command: str | None) -> dict[str, Any]:
+        strategy, inventory, said = self._strategy, self._agent.inventory, dict(self.about)
+        name, target = said.pop("name", None), said.pop("target", None)
+        scenario = {"optimizer": checks.name_of(inventory.optimizer), "wire": settings.wire, **said}
+        group = inventory.optimizer.param_groups[0]
+        return run_json(
+            freewheel=self._agent.me.version,
+            torch=torch.__version__,
+            clock="wall",
+            name=name or Path(sys.argv[0]).name or "python",
+            command=command or typed(),
+            strategy=strategy.name,
+            settings={
+                "strategy": strategy.settings(),
+                "scenario": scenario,
+                "lr": float(group["lr"]) * strategy.rate_share(workers) if "lr" in group else None,
+                "momentum": float(group.get("momentum") or 0.0),
+                "model_bytes": sum(one.nbytes for one in inventory.trained.values()),
+                "waits_for": strategy.waits_for,
+                "staleness": strategy.staleness,
+            },
+            workers=workers,
+            seed=settings.seed,
+            target=None if target is None else float(target),  # numpy's and torch's numbers too
+        )
 
 
 class Recorder:
@@ -68,7 +177,7 @@ class Recorder:
     def __init__(
         self,
         sample: Callable[[], WorkerSample],
-        events: Events,
+        events: Noticed,
         journal: Journal | None,
         *,
         life: int = 1,
@@ -78,8 +187,7 @@ class Recorder:
         self._sample, self._events, self._journal = sample, events, journal
         self.timeline = Timeline(time.time, life) if journal is not None else None
         self._console, self._board, self._spoke_s = console, board, time.monotonic()
-        self._orders: deque[Callable[[], object]] = deque()
-        """What is to be written beside samples and events."""
+        self._orders: deque[Callable[[], object]] = deque()  # what is to be written beside samples and events
         self._failed = self._well = False
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="freewheel-records", daemon=True)
@@ -134,8 +242,8 @@ class Recorder:
         if self._journal is not None:
             while self._orders:
                 self._orders.popleft()()
-            for noted in self._events.take():
-                self._journal.event(*noted)
+            while self._events.noted:
+                self._journal.event(*self._events.noted.popleft())
 
     def _write_sample(self, over: bool) -> None:
         sample: WorkerSample = {"time": time.time(), **self._sample(), "last": over and self._well}
@@ -146,7 +254,17 @@ class Recorder:
         training = sample["state"] == "training"
         if self._console and training and time.monotonic() - self._spoke_s >= CONSOLE_S:
             self._spoke_s = time.monotonic()
-            sys.stderr.write(line(sample) + "\n")
+            parts = [
+                f"{sample['elapsed_s']:.0f} s",
+                f"step {sample['resumed_at'] + sample['steps']}",
+                f"{sample['steps_per_s']:.1f} steps/s",
+                f"waiting {share(sample['blocked_share'])}",
+                f"exchanges {sample['exchanges']['done'] + sample['merges']['done']}",
+                f"staleness {sample['staleness_mean']:.1f}",
+            ]
+            if sample["loss"] is not None and not math.isnan(sample["loss"]):
+                parts.append(f"loss {short(sample['loss'], 4)}")
+            sys.stderr.write("  ".join(parts) + "\n")
         for name, value in sample.items() if self._board is not None else ():
             if isinstance(value, int | float) and name not in NO_SCALARS:
                 self._board.add_scalar(f"freewheel/{name}", value, sample["resumed_at"] + sample["steps"])
@@ -181,18 +299,3 @@ def evaluation(measured: Mapping[str, Any]) -> dict[str, float]:
             raise ConfigError(f"record: accuracy must lie between 0 and 1, not {value:g}.")
         checked[name] = int(value) if name in ("samples", "worker_steps") and value.is_integer() else value
     return checked
-
-
-def line(sample: WorkerSample) -> str:
-    """A sample for people."""
-    parts = [
-        f"{sample['elapsed_s']:.0f} s",
-        f"step {sample['resumed_at'] + sample['steps']}",
-        f"{sample['steps_per_s']:.1f} steps/s",
-        f"waiting {share(sample['blocked_share'])}",
-        f"exchanges {sample['exchanges']['done'] + sample['merges']['done']}",
-        f"staleness {sample['staleness_mean']:.1f}",
-    ]
-    if sample["loss"] is not None and not math.isnan(sample["loss"]):
-        parts.append(f"loss {short(sample['loss'], 4)}")
-    return "  ".join(parts)

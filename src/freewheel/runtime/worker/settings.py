@@ -10,8 +10,7 @@ import torch
 
 from freewheel.errors import ConfigError, UnknownName, at_least
 
-WIRES = {"fp32": None, "bf16": torch.bfloat16}
-"""What vectors are rounded to on their way."""
+WIRES = {"fp32": None, "bf16": torch.bfloat16}  # what vectors are rounded to on their way
 
 
 class Given(TypedDict, total=False):

@@ -7,30 +7,33 @@ after the step      strategies that must wait do it here; then the boundary adds
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import contextlib
 import logging
+import math
 import time
 import weakref
-from collections.abc import Callable, Coroutine
+import zlib
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, PeerLost, RunStopped
+from freewheel.fabric.secret import Forged
 from freewheel.moments import QuasiGlobal
 from freewheel.runtime.checkpoint.taker import Checkpoints
-from freewheel.runtime.worker import firsts, guards
-from freewheel.runtime.worker.agent import Agent, explained
-from freewheel.runtime.worker.gradients import Gradients
-from freewheel.runtime.worker.optimizers import members, parameters
+from freewheel.runtime.membership.rendezvous import Rendezvous
+from freewheel.runtime.worker import checks
+from freewheel.runtime.worker.agent import Agent
+from freewheel.runtime.worker.checks import members, parameters
+from freewheel.runtime.worker.live_replica import Gradients
 from freewheel.strategy import Strategy
 
-GRACE_S = 5.0
-"""How long a step may wait for a worker whose loop has ended."""
-LONG_ALONE = 100
-"""After so many steps of one optimizer without another something may be wrong."""
+GRACE_S = 5.0  # how long a step may wait for a worker whose loop has ended
+LONG_ALONE = 100  # after so many steps of one optimizer without another something may be wrong
 
 log = logging.getLogger("freewheel")
 
@@ -38,12 +41,11 @@ log = logging.getLogger("freewheel")
 class Steps:
     """The hooks of optimizers, from `Steps(…)` to `end`; a step is complete when all have stepped."""
 
-    def __init__(self, agent: Agent, checkpoints: Checkpoints) -> None:
+    def __init__(self, agent: Agent, checkpoints: Checkpoints, store: Rendezvous | None) -> None:
         self._agent, self._replica, self._optimizer = agent, agent.replica, agent.inventory.optimizer
         self._members = members(self._optimizer)
         self._gradients: dict[int, tuple[int, Gradients]] = {}  # with how many parameters it had then
-        self._rates: list[tuple[dict[str, Any], Any]] = []
-        """Groups of the optimizer with their rates, while it steps with a part of them."""
+        self._rates: list[tuple[dict[str, Any], Any]] = []  # of groups, while it steps with a part of them
         self._inventory, self._checkpoints = agent.inventory, checkpoints
         strategy = agent.strategy
         self._before = strategy.before_step if strategy.defines("before_step") else None
@@ -52,23 +54,29 @@ class Steps:
         # A strategy with a staleness of its own records it; for the others the node's measure is taken.
         self._measured = type(strategy).staleness is not Strategy.staleness
         self._stale = agent.node.unmerged_steps
-        self.first = agent.counters.steps
+        self._first = next(iter(self._inventory.trained.values()))  # is overwritten by who overwrites any
+        self._stood, self._warned = self._first._version, False
+        self._began_at = agent.counters.steps
         self.made = dict.fromkeys(map(id, self._members), 0)  # how often each has stepped
         self._stepped: set[int] = set()  # since the last step was complete
-        self.stepping = False
-        """Whether an optimizer steps just now, and nothing may interrupt it."""
+        self.stepping = False  # whether an optimizer steps just now, and nothing may interrupt it
         self._work: concurrent.futures.Future[None] | None = None  # of the last step that waited
         self._harmless = weakref.WeakSet[torch.optim.Optimizer]()  # they train another model
+        # When training began to compute, and how long it had waited for data and checkpoints by then:
         self._began_s, self._blocked_s = time.perf_counter(), 0.0
-        """When training began to compute, and how long it had waited for data and checkpoints by then."""
         self._computed_s = 0.0
         self._quasi_global = QuasiGlobal(self._optimizer) if strategy.quasi_global else None
-        self._hooks = [one.register_step_pre_hook(self._before_step) for one in self._members]
-        self._hooks += [one.register_step_post_hook(self._after_step) for one in self._members]
-        guards.watchers.append(self.refuse)
-        several = agent.me.world_size > 1
-        self._unguard = guards.guard(agent.inventory.model) if several else None
-        self._begins = several and not agent.late and not self.first  # first gradients are to be compared
+        self._undo = contextlib.ExitStack()
+        for one in self._members:
+            self._undo.callback(one.register_step_pre_hook(self._before_step).remove)
+            self._undo.callback(one.register_step_post_hook(self._after_step).remove)
+        checks.watchers.append(self.refuse)
+        self._undo.callback(checks.watchers.remove, self.refuse)
+        self._several = agent.me.world_size > 1
+        if self._several:
+            checks.guard(agent.inventory.model, self._undo)
+        compares = self._several and not agent.late and not self._began_at
+        self._compares = store if compares else None  # until the first gradients are there
 
     def end(self, within_s: float) -> bool:
         """Let the steps be the optimizers' own again; whether the strategy has done its part in the last."""
@@ -79,20 +87,20 @@ class Steps:
             done = not self._work.cancelled() and self._work.exception() is None
             while self._replica.parked and self._agent.alive:
                 time.sleep(1e-3)
-        guards.watchers.remove(self.refuse)
-        for hook in self._hooks:
-            hook.remove()
-        if self._unguard is not None:
-            self._unguard()
+        self._undo.close()
         self._restore_rates()
         for _, one in self._gradients.values():
             one.let_go()
         return done
 
     def check_still(self) -> None:
-        """Warn if weights were changed between steps, where others may have averaged meanwhile."""
-        if self._unguard is not None:
-            self._inventory.check_still()
+        """Warn, once, if the script has moved weights between steps: exchanges do not know of it."""
+        if self._several and not self._warned and self._first._version != self._stood:
+            self._warned = True
+            log.warning(
+                "weights were changed outside the optimizer's step, others may have averaged with either. "
+                "Small changes (clamping) do no harm; to restore or evaluate others take a copy of the model"
+            )
 
     def say_idle(self) -> None:
         """Say so if nothing was merged because an optimizer has not stepped, though there was data."""
@@ -124,7 +132,6 @@ class Steps:
     def _before_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """An optimizer is about to step."""
         replica = self._replica
         replica.end_moving()  # the last step may have raised, and the communication thread may be waiting
         self._inventory.look()
@@ -138,12 +145,21 @@ class Steps:
             self.check_still()
             if not self._measured:
                 counters.stale(self._stale)
-        if self._before is not None:
-            self._choose_gradients(optimizer)
+        if self._before is not None:  # let the strategy see those of the optimizer that steps
+            if getattr(optimizer, "grad_scale", None) is not None:
+                raise ConfigError(
+                    f"{self._agent.strategy.name} would average gradients that are still scaled: a "
+                    f"{type(optimizer).__name__} with fused=True unscales them in its step. Leave fused out."
+                )
+            held = sum(len(group["params"]) for group in optimizer.param_groups)
+            if self._gradients.get(id(optimizer), (-1,))[0] != held:
+                self._gradients[id(optimizer)] = held, Gradients(replica, parameters(optimizer))
+            replica.gradients = self._gradients[id(optimizer)][1]
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not callable(closure):
             self._compare_first(optimizer)
-            self._merge_gradients(0.0)
+            if self._before is not None:
+                self._wait(self._before)
         if (share := self._agent.node.rate_share) != 1:  # the updates of all workers add up
             self._rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
             for group, rate in self._rates:
@@ -159,24 +175,12 @@ class Steps:
             return args, {**kwargs, "closure": beside}
         return (args[0], beside, *args[2:]), kwargs
 
-    def _choose_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let the strategy see those of the optimizer that steps."""
-        if getattr(optimizer, "grad_scale", None) is not None:
-            raise ConfigError(
-                f"{self._agent.strategy.name} would average gradients that are still scaled: a "
-                f"{type(optimizer).__name__} with fused=True unscales them in its step. Leave fused out."
-            )
-        held = sum(len(group["params"]) for group in optimizer.param_groups)
-        if self._gradients.get(id(optimizer), (-1,))[0] != held:
-            self._gradients[id(optimizer)] = held, self._replica.gradients_of(parameters(optimizer))
-        self._replica.gradients = self._gradients[id(optimizer)][1]
-
     def _compare_first(self, optimizer: torch.optim.Optimizer) -> None:
         """Let it be noticed where two workers begin with the same samples."""
-        if self._begins:
-            self._begins = False
-            if found := firsts.summed(parameters(optimizer)):
-                self._agent.begin(self._agent.firsts.tell(found))
+        if self._compares is not None:
+            if found := summed(parameters(optimizer)):
+                self._agent.begin(asyncio.to_thread(compare, self._compares, found))
+            self._compares = None
 
     def _computed(self, seconds: float, blocked_s: float = 0.0) -> None:
         counters = self._agent.node.counters
@@ -184,14 +188,6 @@ class Steps:
         if counters.timeline is not None:
             counters.timeline.gradient(seconds - blocked_s)
         self._computed_s += seconds
-
-    def _merge_gradients(self, loss: float) -> float:
-        """Let the strategy do what it does before a step; the loss, which it may have averaged."""
-        if self._before is not None:
-            self._replica.gradients.loss = loss
-            self._wait(self._before)
-            return self._replica.gradients.loss
-        return loss
 
     def _beside(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
         """A closure whose gradients are merged, and during which weights that have not moved stand still."""
@@ -208,8 +204,10 @@ class Steps:
             if self._before is not None:
                 replica.end_moving()  # others may need a copy before they can merge
                 value = loss.detach() if isinstance(loss, Tensor) else loss
-                mean = self._merge_gradients(0.0 if loss is None else float(value))
+                replica.gradients.loss = 0.0 if loss is None else float(value)
+                self._wait(self._before)
                 if loss is not None and len(self._agent.fabric.members) > 1:
+                    mean = replica.gradients.loss
                     loss = loss.new_tensor(mean) if isinstance(loss, Tensor) else mean
             replica.begin_moving()
             return loss
@@ -217,7 +215,6 @@ class Steps:
         return compute
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """An optimizer has stepped."""
         self._restore_rates()
         if optimizer is self._members[0]:
             group = optimizer.param_groups[0]
@@ -236,10 +233,9 @@ class Steps:
         self.stepping = False
 
     def _complete(self) -> None:
-        """All have stepped."""
         node, replica = self._agent.node, self._replica
         self._stepped.clear()
-        node.computed(self._computed_s, node.counters.steps - self.first + 1)
+        node.computed(self._computed_s, node.counters.steps - self._began_at + 1)
         self._computed_s = 0.0
         node.counters.steps += 1
         self._checkpoints.used()
@@ -257,20 +253,11 @@ class Steps:
         if self._wakes and node.due():  # nobody else is woken: that costs both threads time
             with contextlib.suppress(RuntimeError):  # the loop is closed: this worker has left
                 self._agent.loop.call_soon_threadsafe(node.stepped)
-        self._inventory.stands()
+        self._stood = self._first._version
         self._stale = node.unmerged_steps
         self._checkpoints.stepped(node.counters.steps)
 
-    async def _parked(self, act: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Beside a step, while the training thread waits: corrections need not wait for the boundary."""
-        self._replica.parked = True
-        try:
-            await act(self._agent.node)
-        finally:
-            self._replica.parked = False  # in this thread: nothing is added once the other has gone on
-
     def _wait(self, act: Callable[[Any], Coroutine[Any, Any, None]]) -> None:
-        """Let training wait for the strategy."""
         agent, strategy = self._agent, self._agent.strategy
         began_s = time.perf_counter()
         self._replica.catch_up()
@@ -278,8 +265,16 @@ class Steps:
         agent.counters.compute_s += drained_s
         self._computed_s += drained_s
         agent.counters.wait("peers", time.perf_counter())
+
+        async def parked() -> None:  # corrections need not wait for the boundary
+            self._replica.parked = True
+            try:
+                await act(agent.node)
+            finally:
+                self._replica.parked = False  # in this thread: nothing is added once the other has gone on
+
         stepping, self.stepping = self.stepping, True
-        work = self._work = agent.begin(self._parked(act))
+        work = self._work = agent.begin(parked())
         self.stepping = stepping
         waited_s = 0.0
         try:
@@ -298,6 +293,34 @@ class Steps:
                         f"{ended} has ended. Give all workers the same number of steps."
                     )
         except PeerLost as error:
-            raise explained(strategy, error) from error
+            agent.check(error)
         finally:
             agent.counters.go_on(time.perf_counter())
+
+
+@torch.no_grad()
+def summed(parameters: Iterable[nn.Parameter]) -> int:
+    """What gradients sum up to; 0: there are none, or they say nothing."""
+    norms: list[Tensor] = []
+    for gradient in (one.grad for one in parameters if one.grad is not None):
+        numbers = gradient.coalesce().values() if gradient.is_sparse else gradient
+        norms.append(torch.linalg.vector_norm(numbers, dtype=torch.float64))
+    found = torch.stack(norms).tolist() if norms else []
+    return zlib.crc32(repr(found).encode()) if any(found) and all(map(math.isfinite, found)) else 0
+
+
+def compare(rendezvous: Rendezvous, mine: int) -> None:
+    """Say so, once, where the first gradients of another worker have summed up to the same.
+
+    All begin with the same weights. So the first gradients of two workers are the same, to the bit, where
+    both took the same batch, and practically never else: scripts that share data out are left alone.
+    """
+    rank = str(rendezvous.place.rank)
+    with contextlib.suppress(RuntimeError, OSError, Forged):  # the store is gone, or has a stranger's word
+        other = rendezvous.first(f"gradients/{mine}", rank)
+        if other != rank and rendezvous.first("alike", rank) == rank:
+            log.warning(
+                "workers %d and %d began with the same gradients, to the bit: they train on the same samples "
+                "in the same order. Let worker.loader share them out, or share them by worker.rank",
+                *sorted(map(int, (other, rank))),
+            )

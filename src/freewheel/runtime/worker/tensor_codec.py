@@ -1,27 +1,27 @@
-"""Plain data with tensors as bytes, for handing it to another worker: each tensor in its own type.
+"""What workers tell each other beside training: plain data, with tensors as bytes, each in its own type.
 
 What is no tensor (names, shapes, learning rates) goes in front as text; nothing that comes from another
-worker is ever run.
+worker is ever run. Who asks gets numbers, a vector of the weights' kind, and such data.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from freewheel.errors import ConfigError
-from freewheel.fabric.base import BYTES, BYTES_PIECE, Fabric, Tag
+from freewheel.errors import ConfigError, PeerLost
+from freewheel.fabric.base import BYTES, BYTES_PIECE, RUNTIME, Fabric, Message, Note, Spawn, Tag, hear
 
-TENSOR = "tensor"
-"""The only key of what stands for a tensor in the text: its type, its shape, and where its bytes begin."""
-LENGTH = 8
-"""Bytes that say how long the text is."""
-ALIGNED = 16
-"""Where a tensor may begin."""
+TENSOR = "tensor"  # the only key of what stands for a tensor in the text: type, shape, where its bytes begin
+LENGTH = 8  # bytes that say how long the text is
+ALIGNED = 16  # where a tensor may begin
+Reply: TypeAlias = tuple[Note, Tensor | None, Tensor]  # numbers, a vector, and what `pack` has made
 
 
 def pack(state: dict[Any, Any]) -> Tensor:
@@ -109,3 +109,34 @@ async def receive(fabric: Fabric, peer: int, tag: Tag, holds: type = Tensor) -> 
     if not all(isinstance(one, holds) for one in found.values()):
         raise part.bad(f"something else than a {holds.__name__}")
     return found
+
+
+class Asking:
+    """One worker's questions, and its answers to those of others. In the communication thread."""
+
+    def __init__(self, fabric: Fabric, spawn: Spawn) -> None:
+        self.fabric, self._spawn = fabric, spawn
+
+    async def ask(
+        self, peer: int, what: str, *numbers: int, holds: type = Tensor
+    ) -> tuple[Message, dict[str, Any]]:
+        """A peer's numbers and vector, and things of one type by name; PeerLost when the peer is gone."""
+        message = await self.fabric.ask(peer, (RUNTIME, what), note=numbers)
+        try:
+            return message, await receive(self.fabric, peer, message.tag, holds)
+        finally:
+            self.fabric.forget(message.tag)
+
+    def serve(self, what: str, count: int, answer: Callable[..., Awaitable[Reply]]) -> None:
+        """Answer those who ask; their questions have so many numbers."""
+
+        async def reply(peer: int, number: int, *numbers: int) -> None:
+            with contextlib.suppress(PeerLost):
+                note, vector, packed = await answer(*numbers)
+                self.fabric.post(peer, (RUNTIME, what, number), vector, note)
+                post(self.fabric, peer, (RUNTIME, what, number), packed)
+
+        def heard(question: Message) -> None:
+            self._spawn(reply(question.sender, *question.numbers(1 + count, 1 + count)))
+
+        self._spawn(hear(self.fabric, (RUNTIME, what), heard))
