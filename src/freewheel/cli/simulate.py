@@ -20,9 +20,8 @@ from freewheel.records.run import Run
 from freewheel.show.rates import trouble
 from freewheel.show.tables import printed
 from freewheel.sim.compute import Compute
-from freewheel.sim.faults import Fault
 from freewheel.sim.links import Links
-from freewheel.sim.scenario import Scenario
+from freewheel.sim.scenario import Fault, Scenario
 
 if TYPE_CHECKING:
     from freewheel.sim import chaos as laws
@@ -177,15 +176,14 @@ def chaos(
 ) -> None:
     """Let random faults strike simulated runs, and check the laws; a failure is named with its seed."""
     from freewheel import names, strategies
-    from freewheel.sim import chaos as laws
 
     at_least("--seeds", seeds, 1)
     at_least("--first", first, 0)
     at_least("--workers", workers, 4)
     for one in strategies.resolve_all(strategy):
         one.check(workers)
-    chosen = laws.chosen(names.split(strategy), range(first, first + seeds))
-    work = [(name, seed, workers) for name, seed in chosen]
+    chosen = names.split(strategy)  # they take turns
+    work = [(chosen[k % len(chosen)], first + k, workers) for k in range(seeds)]
     outcomes: list[laws.Outcome] = []
     with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool, bar() as show:
         for outcome in pool.imap_unordered(_one, work):

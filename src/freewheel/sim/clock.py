@@ -9,7 +9,6 @@ again, and `run_until_idle` returns.
 from __future__ import annotations
 
 import asyncio
-import contextvars
 import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -35,19 +34,16 @@ class Callback:
 class VirtualLoop(asyncio.AbstractEventLoop):
     """Runs tasks, futures and timers; owns the virtual clock.
 
-    Context variables are those of whoever runs the loop: callbacks get no context of their own.
+    It has what asyncio's tasks, futures, timeouts and locks ask of a loop. Context variables are those of
+    whoever runs it: callbacks get no context of their own.
     """
 
     def __init__(self) -> None:
-        self._now = 0.0
-        self._serial = 0
+        self._now, self._serial = 0.0, 0
         self._ready: deque[Callback] = deque()
         self._timers: list[tuple[float, int, Callback]] = []
-        self._running = False
         self._stopping = False
         self._failure: BaseException | None = None
-
-    # -- what asyncio's tasks, futures, timeouts and locks ask of a loop --
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
@@ -82,27 +78,12 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         """Make a future that belongs to this loop."""
         return asyncio.Future(loop=self)
 
-    def create_task(  # type: ignore[override]
-        self,
-        coro: Coroutine[Any, Any, Any],
-        *,
-        name: str | None = None,
-        context: contextvars.Context | None = None,
-        **_: Any,
-    ) -> asyncio.Task[Any]:
+    def create_task(self, coro: Coroutine[Any, Any, Any], **how: Any) -> asyncio.Task[Any]:  # type: ignore[override]
         """Start a coroutine in this moment."""
-        return asyncio.Task(coro, loop=self, name=name, context=context)
+        return asyncio.Task(coro, loop=self, **how)
 
     def get_debug(self) -> bool:
         """Never: asyncio's debug mode reads the wall clock."""
-        return False
-
-    def is_running(self) -> bool:
-        """Whether `run_until_idle` is on the stack."""
-        return self._running
-
-    def is_closed(self) -> bool:
-        """Never: there is nothing to close."""
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
@@ -110,15 +91,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._failure = self._failure or context.get("exception") or RuntimeError(context.get("message"))
         self._stopping = True
 
-    # -- running --
-
     def stop(self) -> None:
         """Let `run_until_idle` return after the callback that is running now."""
         self._stopping = True
 
     def run_until_idle(self) -> None:
         """Run until somebody calls `stop` or nothing can happen any more; raise what nobody caught."""
-        self._running, self._stopping = True, False
+        self._stopping = False
         asyncio._set_running_loop(self)
         ready, timers = self._ready, self._timers
         try:
@@ -136,21 +115,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     break
         finally:
             asyncio._set_running_loop(None)
-            self._running = False
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        failure, self._failure = self._failure, None
+        if failure is not None:
             raise failure
-
-    def run(self, coro: Coroutine[Any, Any, Any]) -> Any:
-        """Run one coroutine to its end; what it leaves scheduled stays scheduled."""
-        task = self.create_task(coro)
-        task.add_done_callback(lambda _: self.stop())
-        self.run_until_idle()
-        if not task.done():
-            task.cancel()
-            self.run_until_idle()
-            raise RuntimeError("nothing is left to wait for, yet the coroutine has not ended")
-        return task.result()
 
 
 def at_once(work: Coroutine[Any, Any, T]) -> T:

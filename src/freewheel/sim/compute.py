@@ -10,8 +10,8 @@ from pathlib import Path
 
 from freewheel.errors import ConfigError, UnknownName, above_zero, at_least
 
+# Around a mean: uniform from 1 - spread to 1 + spread times it; lognormal's spread is the logarithm's.
 KINDS = ("constant", "uniform", "exponential", "lognormal", "trace")
-"""Around a mean: uniform from 1 - spread to 1 + spread times it; lognormal's spread is the logarithm's."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Compute:
         """Read "constant", "uniform:0.2", "exponential", "lognormal:0.3" or "trace:FILE"."""
         kind, _, value = text.partition(":")
         if kind == "trace":
-            return cls(kind=kind, trace=read_trace(value), **rest)  # type: ignore[arg-type]
+            return cls(kind=kind, trace=_read(value), **rest)  # type: ignore[arg-type]
         if not value:
             return cls(kind=kind, **rest)  # type: ignore[arg-type]
         if kind in ("constant", "exponential"):
@@ -78,10 +78,8 @@ class Compute:
     def mean_s(self, rank: int) -> float:
         """The mean time of a step in seconds, pauses left out."""
         model = self.of.get(rank, self)
-        mean_ms = model.ms
-        if model.kind == "trace":
-            mean_ms = sum(row[rank % len(row)] for row in model.trace) / len(model.trace)
-        return mean_ms / 1e3 * self.slow.get(rank, 1.0)
+        times_ms = [row[rank % len(row)] for row in model.trace] if model.kind == "trace" else [model.ms]
+        return sum(times_ms) / len(times_ms) / 1e3 * self.slow.get(rank, 1.0)
 
     def ideal_rate(self, workers: int) -> float:
         """Σ 1/t_i: steps per second of all workers if nobody ever waited."""
@@ -94,36 +92,32 @@ class Clockwork:
     def __init__(self, compute: Compute, rank: int, rng: random.Random, now: float = 0.0) -> None:
         self.rank, self.rng = rank, rng
         self.model = compute.of.get(rank, compute)
-        self.factor = compute.slow.get(rank, 1.0)
-        """How many times slower this worker is; a fault may change it."""
+        self.factor = compute.slow.get(rank, 1.0)  # how many times slower it is; a fault may change it
         self.steps = 0
-        self.pauses = sorted(
-            ((at_s, for_s) for who, at_s, for_s in compute.pauses if who == rank and at_s >= now),
-            reverse=True,
-        )
+        pauses = ((at_s, for_s) for who, at_s, for_s in compute.pauses if who == rank and at_s >= now)
+        self.pauses = sorted(pauses, reverse=True)
 
     def next_s(self, now: float) -> tuple[float, float]:
         """How long the next gradient takes, and a pause before it, in seconds."""
         pause = 0.0
         while self.pauses and self.pauses[-1][0] <= now:
             pause += self.pauses.pop()[1]
-        model, mean_s = self.model, self.model.ms / 1e3
-        if model.kind == "constant":
-            took = mean_s
-        elif model.kind == "uniform":
-            took = mean_s * self.rng.uniform(1 - model.spread, 1 + model.spread)
+        model, spread = self.model, self.model.spread
+        took = model.ms / 1e3
+        if model.kind == "uniform":
+            took *= self.rng.uniform(1 - spread, 1 + spread)
         elif model.kind == "exponential":
-            took = mean_s * self.rng.expovariate(1.0)
+            took *= self.rng.expovariate(1.0)
         elif model.kind == "lognormal":
-            took = mean_s * self.rng.lognormvariate(-(model.spread**2) / 2, model.spread)
-        else:
+            took *= self.rng.lognormvariate(-(spread**2) / 2, spread)
+        elif model.kind == "trace":
             row = model.trace[self.steps % len(model.trace)]
             took = row[self.rank % len(row)] / 1e3
         self.steps += 1
         return took * self.factor, pause
 
 
-def read_trace(path: str) -> list[list[float]]:
+def _read(path: str) -> list[list[float]]:
     """Step times in ms: lines of numbers, with spaces or commas between them."""
     try:
         lines = Path(path).read_text().replace(",", " ").splitlines()

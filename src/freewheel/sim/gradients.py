@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import copy
 import logging
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import functional_call, grad_and_value, replace_all_batch_norm_modules_, vmap
 from torch.utils import _pytree as pytree
 
 from freewheel.errors import ConfigError, first_line
@@ -22,17 +21,6 @@ from freewheel.sim.study import School, Study
 from freewheel.task import Task
 
 log = logging.getLogger("freewheel")
-
-
-@dataclass
-class Computed:
-    """A gradient that is there before its worker is done."""
-
-    loads: int
-    """How often the worker's weights had been overwritten then."""
-    gradient: Tensor
-    loss: float
-    norm: float
 
 
 class Gradients:
@@ -43,17 +31,19 @@ class Gradients:
         together = scenario.device != "cpu" if scenario.batched is None else scenario.batched
         self.alone = not (together and scenario.gradients)
         self._task = school.task
-        self._draws: dict[Study, Any] = {}
-        """Who computes, and what decides its batch; in the order in which they began."""
-        self._ready: dict[Study, Computed] = {}
-        self._most = scenario.workers
-        """So many fit at once."""
+        self._draws: dict[Study, Any] = {}  # what decides the batch of each that computes, in order
+        # Gradients that are there before their workers are done: how often the worker's weights had been
+        # overwritten then, the gradient, the loss and the gradient's norm.
+        self._ready: dict[Study, tuple[int, Tensor, float, float]] = {}
+        self._most = scenario.workers  # so many fit at once
         if self.alone:
             return
         trained = [one for one in school.model.parameters() if one.requires_grad]
         if len({one.dtype for one in trained}) > 1 or not all(one.is_contiguous() for one in trained):
             self._give_up("weights of several types or layouts")
-        self._loss = _Loss(self._task, _without_statistics(school.model))
+        # BatchNorm keeps no statistics: vmap cannot write them, and the answer's are measured anew.
+        model = replace_all_batch_norm_modules_(copy.deepcopy(school.model).train())
+        self._loss = _Loss(self._task, model)
         self._compute = vmap(grad_and_value(self._loss_at), randomness="different")
 
     def begin(self, study: Study) -> None:
@@ -67,9 +57,9 @@ class Gradients:
         """It is done: its gradient is in its replica; the loss and the gradient's norm."""
         self._compute_with(study)
         draw, found = self._draws.pop(study, None), self._ready.pop(study, None)
-        if found is not None and found.loads == study.replica.loads:
-            study.replica.set_gradient(found.gradient)
-            return found.loss, found.norm
+        if found is not None and found[0] == study.replica.loads:
+            study.replica.set_gradient(found[1])
+            return found[2:]
         if draw is None:
             return study.gradient(self._task.batch(study.rank, study.generator))
         return study.gradient(pytree.tree_map(lambda stack: stack[0], self._task.batches([draw])))
@@ -108,7 +98,7 @@ class Gradients:
         gradients, losses = self._compute(rows, batches)
         norms = torch.linalg.vector_norm(gradients, dim=1).tolist()
         for study, gradient, loss, norm in zip(studies, gradients, losses.tolist(), norms, strict=True):
-            self._ready[study] = Computed(study.replica.loads, gradient, loss, norm)
+            self._ready[study] = study.replica.loads, gradient, loss, norm
 
     def _loss_at(self, vector: Tensor, batch: Any) -> Tensor:
         named, at = {}, 0
@@ -128,15 +118,4 @@ class _Loss(nn.Module):
         self.task, self.model = task, model
 
     def forward(self, batch: Any) -> Tensor:
-        """The loss of a batch."""
         return self.task.loss(self.model, batch)
-
-
-def _without_statistics(model: nn.Module) -> nn.Module:
-    """A copy whose BatchNorm keeps none: vmap cannot write them, and the answer's are measured anew."""
-    model = copy.deepcopy(model).train()
-    for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.track_running_stats = False
-            module.running_mean = module.running_var = module.num_batches_tracked = None
-    return model

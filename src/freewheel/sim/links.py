@@ -7,8 +7,8 @@ between, as they do on a wire. Messages are cut through: a port starts
 to pass a message on as soon as its first byte is there, so an uncontended transfer costs
 latency + bytes / (slowest port), not the sum over the ports.
 
-With ``fair`` a port passes all its messages at once instead, each as fast as any other (sharing.py): so TCP
-shares a link among connections. It differs where many talk to one and wait for the answer.
+With ``fair`` a port passes all its messages at once instead, each as fast as any other: so TCP shares a
+link among connections. It differs where many talk to one and wait for the answer.
 
 Workers of one machine (``workers_per_node``) talk over a faster local path that never touches the
 backbone. Buffers between ports are unlimited, but a sender feels a full receiver: see VirtualFabric.send.
@@ -16,15 +16,16 @@ backbone. Buffers between ports are unlimited, but a sender feels a full receive
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import heapq
+import itertools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from freewheel.errors import above_zero, at_least
 from freewheel.settings import setting
+from freewheel.sim.clock import Callback, VirtualLoop
 
-BYTES_PER_MBIT = 1e6 / 8
-PACKET_BYTES = 1500
-"""A message that fits into one packet does not wait for a long one of another connection to pass."""
+PACKET_BYTES = 1500  # a message that fits into one packet does not wait for a long one to pass
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Port:
     __slots__ = ("bytes_per_s", "free_at")
 
     def __init__(self, mbit: float) -> None:
-        self.bytes_per_s = mbit * BYTES_PER_MBIT
+        self.bytes_per_s = mbit * 1e6 / 8
         self.free_at = 0.0
 
     def take(self, first_byte: float, last_byte: float, size: int) -> tuple[float, float]:
@@ -75,6 +76,49 @@ class Port:
         end = start + takes
         self.free_at = end if end > last_byte else last_byte
         return start, self.free_at
+
+
+class Fair:
+    """Shares a port's speed equally among the messages that pass it; a new speed counts from the next on.
+
+    A message that needs b bytes is through when b bytes of each have passed, so the port only counts how much
+    of each has passed, and keeps the messages in the order in which they will be through.
+    """
+
+    def __init__(self, loop: VirtualLoop, port: Port) -> None:
+        self._loop, self._port = loop, port
+        self._passed = self._since = 0.0  # bytes of each that have passed by a moment; differences count
+        self._messages: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._timer: Callback | None = None
+
+    def join(self, size: int, through: Callable[[], None]) -> None:
+        """Begin to pass a message; say when it is through."""
+        now = self._loop.time()
+        if self._messages:
+            self._passed += (now - self._since) * self._port.bytes_per_s / len(self._messages)
+        self._since = now
+        heapq.heappush(self._messages, (self._passed + size, next(self._numbers), through))
+        self._wait()
+
+    def _wait(self) -> None:
+        """Wake up when the next one is through."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._messages:
+            left = max(0.0, self._messages[0][0] - self._passed)
+            at = self._loop.time() + left * len(self._messages) / self._port.bytes_per_s
+            self._timer = self._loop.call_at(at, self._wake)
+
+    def _wake(self) -> None:
+        first = self._messages[0][0]
+        self._passed, self._since = first, self._loop.time()
+        done = []
+        while self._messages and self._messages[0][0] <= first * (1 + 1e-12):
+            done.append(heapq.heappop(self._messages)[2])
+        self._wait()
+        for through in done:
+            through()
 
 
 class Network:

@@ -36,15 +36,14 @@ class School:
             self.model = task.model().to(device)
         weights = [p for p in self.model.parameters() if p.requires_grad]
         self.size = sum(p.numel() for p in weights)
-        self.model_bytes = sum(p.numel() * p.element_size() for p in weights)
+        self.model_bytes = sum(p.nbytes for p in weights)
         if scenario.model_mb is not None:
             self.model_bytes = round(scenario.model_mb * 1e6)
         if not scenario.gradients:  # a short vector stands for the model; a ring cuts it into equal parts
             self.size = scenario.workers * -(-1024 // scenario.workers)
         self.value_bytes = self.model_bytes / self.size
-        self.blank = Replica.blank(1 if scenario.gradients else self.size)
-        """Zeros, and an optimizer that has made a step: for workers that train nothing."""
-        optimizer, self.moments = self.optimizer(self.blank)
+        # An optimizer that has made a step, and its moments: for workers that train nothing.
+        optimizer, self.moments = self.optimizer(Replica.blank(1 if scenario.gradients else self.size))
         optimizer.step()
         self.lr: float = optimizer.param_groups[0]["lr"]
         self.momentum = momentum_of(optimizer)
@@ -58,8 +57,7 @@ class School:
             blocks.append(dataclasses.replace(block, parameters=[whole]))
         weights = [one for block in blocks for one in block.parameters]
         optimizer = optimizer_of(self.scenario, self.task, self.strategy, weights)
-        for group in optimizer.param_groups:
-            group["foreach"] = False  # torch need not find out in every step
+        optimizer.param_groups[0]["foreach"] = False  # torch need not find out in every step
         return optimizer, Moments(optimizer, Replica(blocks))
 
 
@@ -71,17 +69,11 @@ class Study:
         self.model = copy.deepcopy(school.model)
         self.replica = Replica.of(self.model)
         self.optimizer, self.moments = school.optimizer(self.replica)
-        self._step = inspect.unwrap(type(self.optimizer).step)
-        """Without torch's hooks."""
-        group = self.optimizer.param_groups[0]
-        self._plain = type(self.optimizer) is torch.optim.SGD and not (
-            group["momentum"] or group["weight_decay"]
-        )
-        self.quasi_global: QuasiGlobal | None = None
-        if school.strategy.quasi_global:
-            self.quasi_global = QuasiGlobal(self.optimizer)
-        self.statistics = True
-        """Whether BatchNorm's statistics are kept up to date while it learns."""
+        self._step = inspect.unwrap(type(self.optimizer).step)  # without torch's hooks
+        plain = all(not self.optimizer.defaults.get(name) for name in ("momentum", "weight_decay"))
+        self._plain = plain and type(self.optimizer) is torch.optim.SGD
+        self.quasi_global = QuasiGlobal(self.optimizer) if school.strategy.quasi_global else None
+        self.statistics = True  # whether BatchNorm's are kept up to date while it learns
         seed = random.Random(f"data/{school.scenario.seed}/{rank}/{life}").getrandbits(62)
         self.generator = torch.Generator().manual_seed(seed)
 
@@ -99,8 +91,7 @@ class Study:
             for block in self.replica.blocks:
                 block.weights.add_(block.gradient, alpha=-lr)
             return
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
+        self.optimizer.param_groups[0]["lr"] = lr
         if self.quasi_global is not None:
             self.quasi_global.begin()
         with torch.no_grad():
@@ -117,7 +108,6 @@ class Study:
         self.model.eval()
         if not self.statistics:
             self.task.recalibrate(self.model, self.rank + 1, 0)
-        try:
-            return self.task.score(self.model)
-        finally:
-            self.model.train()
+        loss = self.task.score(self.model)
+        self.model.train()
+        return loss
