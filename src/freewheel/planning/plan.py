@@ -69,14 +69,17 @@ def make(
     progress: Progress = lambda what, share: None,
 ) -> Plan:
     """Simulate the strategies (none named: all), rank them, choose, and look at what would change it."""
-    specs, left_out = candidates(strategies, setting)
+    _, left_out = candidates(strategies, setting)
     part = 0.5 if what_if else 1.0
-    found = _forecasts(specs, setting, steps, lambda what, share: progress(what, part * share))
-    answers: list[WhatIf] = []
-    if what_if:
-        answers = _what_ifs(
-            found, setting, strategies, steps, lambda what, share: progress(what, 0.5 + share / 2)
-        )
+
+    def first(what: str, share: float) -> None:
+        progress(what, part * share)
+
+    def then(what: str, share: float) -> None:
+        progress(what, part + (1 - part) * share)
+
+    (found,) = _forecasts([("", setting)], strategies, steps, first)
+    answers = _what_ifs(found, setting, strategies, steps, then) if what_if else []
     return Plan(setting, tuple(found), best(found), tuple(answers), left_out)
 
 
@@ -90,8 +93,8 @@ def scale(
 ) -> dict[int, list[Forecast]]:
     """The same for several numbers of workers: forecasts by number."""
     # All are refused before the first is run.
-    settings = [(f"{size} workers", replace(setting, workers=size)) for size in sizes]
-    return dict(zip(sizes, _each(settings, strategies, steps, progress), strict=True))
+    settings = [(f"{size} workers: ", replace(setting, workers=size)) for size in sizes]
+    return dict(zip(sizes, _forecasts(settings, strategies, steps, progress), strict=True))
 
 
 # -- ranking and choosing --
@@ -116,26 +119,15 @@ def asks(one: Forecast) -> tuple[float, ...]:
 
 
 def _forecasts(
-    specs: Sequence[str], setting: Setting, steps: int | None, progress: Progress
-) -> list[Forecast]:
-    """One forecast for each strategy, ranked."""
-    found = []
-    for at, spec in enumerate(specs, 1):
-        found.append(forecast(spec, setting, steps))
-        progress(spec, at / len(specs))
-    return ranked(found)
-
-
-def _each(
     settings: Sequence[tuple[str, Setting]], asked: Sequence[str], steps: int | None, progress: Progress
 ) -> Iterator[list[Forecast]]:
-    """The same in one setting after the other, each with its name."""
-    for at, (name, setting) in enumerate(settings):
-
-        def show(what: str, share: float, at: int = at, name: str = name) -> None:
-            progress(f"{name}: {what}", (at + share) / len(settings))
-
-        yield _forecasts(candidates(asked, setting)[0], setting, steps, show)
+    """One forecast for each strategy, ranked, in each setting; what is before its name is told."""
+    for at, (before, setting) in enumerate(settings):
+        specs, found = candidates(asked, setting)[0], []
+        for number, spec in enumerate(specs, 1):
+            found.append(forecast(spec, setting, steps))
+            progress(before + spec, (at + number / len(specs)) / len(settings))
+        yield ranked(found)
 
 
 def changed(setting: Setting) -> list[tuple[str, Setting]]:
@@ -163,8 +155,8 @@ def _what_ifs(
     again = {*names[:CONTENDERS], now.name, *SYNCHRONOUS}
     asked = [spec for spec in specs or names if spec.partition(":")[0] in again]
     changes = changed(setting)
-    settings = [(f"if {words}", other) for words, other in changes]
-    chosen = [best(one) for one in _each(settings, asked, steps, progress)]
+    settings = [(f"if {words}: ", other) for words, other in changes]
+    chosen = [best(one) for one in _forecasts(settings, asked, steps, progress)]
     sharper = []
     for one in found:
         needed = steps_needed(setting.workers, one.drift, one.lag, one.noise, 10 * setting.sensitivity)

@@ -35,12 +35,7 @@ class Wire:
         self.everybody = tuple(range(workers)), frozenset(range(workers))  # the members of the beginning
         self.silence_s = 2.0  # how long a cut link stays unnoticed; a broken connection is noticed at once
         self.latency_s = network.latency_s
-        self._fair: dict[Port, Fair] = {}
         self.totals: weakref.WeakValueDictionary[Tag, Total] = weakref.WeakValueDictionary()
-
-    def fair(self, port: Port) -> Fair:
-        """A port as one that all messages share."""
-        return self._fair.setdefault(port, Fair(self.loop, port))
 
     def unsent_bytes(self) -> float:
         """What was to be sent and has not left its sender yet."""
@@ -248,15 +243,14 @@ class VirtualFabric(Fabric):
 
     def _share(self, flight: Flight) -> None:
         """Pass all ports of the path at once, beside what others send: the slowest of them counts."""
-        wire = self.wire
-        ports = [port for port in wire.network.path(self.rank, flight.peer)[:3] if port is not None]
+        loop, path = self.wire.loop, self.wire.network.path(self.rank, flight.peer)
+        ports = [port for port in path if isinstance(port, Fair)]
         if flight.size <= PACKET_BYTES:  # it slips in between
-            takes_s = max(flight.size / port.bytes_per_s for port in ports)
-            wire.loop.call_later(takes_s, self._through, flight)
+            loop.call_later(max(flight.size / port.bytes_per_s for port in ports), self._through, flight)
             return
         flight.ports = len(ports)
         for port in ports:
-            wire.fair(port).join(flight.size, partial(self._through, flight))
+            port.join(loop, flight.size, partial(self._through, flight))
 
     def _through(self, flight: Flight) -> None:
         """A shared port has passed it; when all have, it lands, and the next of its connection may go."""

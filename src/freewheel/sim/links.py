@@ -78,45 +78,43 @@ class Port:
         return start, self.free_at
 
 
-class Fair:
-    """Shares a port's speed equally among the messages that pass it; a new speed counts from the next on.
+class Fair(Port):
+    """Shares its speed equally among the messages that pass it; a new speed counts from the next on.
 
     A message that needs b bytes is through when b bytes of each have passed, so the port only counts how much
     of each has passed, and keeps the messages in the order in which they will be through.
     """
 
-    def __init__(self, loop: VirtualLoop, port: Port) -> None:
-        self._loop, self._port = loop, port
+    def __init__(self, mbit: float) -> None:
+        super().__init__(mbit)
         self._passed = self._since = 0.0  # bytes of each that have passed by a moment; differences count
         self._messages: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._timer: Callback | None = None
 
-    def join(self, size: int, through: Callable[[], None]) -> None:
+    def join(self, loop: VirtualLoop, size: int, through: Callable[[], None]) -> None:
         """Begin to pass a message; say when it is through."""
-        now = self._loop.time()
         if self._messages:
-            self._passed += (now - self._since) * self._port.bytes_per_s / len(self._messages)
-        self._since = now
+            self._passed += (loop.time() - self._since) * self.bytes_per_s / len(self._messages)
         heapq.heappush(self._messages, (self._passed + size, next(self._numbers), through))
-        self._wait()
+        self._wait(loop)
 
-    def _wait(self) -> None:
+    def _wait(self, loop: VirtualLoop) -> None:
         """Wake up when the next one is through."""
+        self._since = loop.time()
         if self._timer is not None:
             self._timer.cancel()
         if self._messages:
             left = max(0.0, self._messages[0][0] - self._passed)
-            at = self._loop.time() + left * len(self._messages) / self._port.bytes_per_s
-            self._timer = self._loop.call_at(at, self._wake)
+            at = self._since + left * len(self._messages) / self.bytes_per_s
+            self._timer = loop.call_at(at, self._wake, loop)
 
-    def _wake(self) -> None:
-        first = self._messages[0][0]
-        self._passed, self._since = first, self._loop.time()
+    def _wake(self, loop: VirtualLoop) -> None:
+        self._passed = first = self._messages[0][0]
         done = []
         while self._messages and self._messages[0][0] <= first * (1 + 1e-12):
             done.append(heapq.heappop(self._messages)[2])
-        self._wait()
+        self._wait(loop)
         for through in done:
             through()
 
@@ -126,12 +124,12 @@ class Network:
 
     def __init__(self, links: Links, workers: int) -> None:
         self.links = links
+        port = Fair if links.fair else Port
         slow = [links.slow.get(rank, 1.0) for rank in range(workers)]
-        self.out = [Port((links.out_mbit or links.mbit) / factor) for factor in slow]
-        self.into = [Port(links.mbit / factor) for factor in slow]
-        self.local_out = [Port(links.node_mbit) for _ in range(workers)]
-        self.local_into = [Port(links.node_mbit) for _ in range(workers)]
-        self.backbone = Port(links.backbone_mbit) if links.backbone_mbit else None
+        self.out = [port((links.out_mbit or links.mbit) / factor) for factor in slow]
+        self.into = [port(links.mbit / factor) for factor in slow]
+        self.local_out, self.local_into = ([port(links.node_mbit) for _ in slow] for _ in range(2))
+        self.backbone = port(links.backbone_mbit) if links.backbone_mbit else None
         self.latency_s = links.latency_ms / 1e3
         self.node_latency_s = links.node_latency_ms / 1e3
 

@@ -94,16 +94,11 @@ class RecordedSimulation(Simulation):
 
     def _take_sample(self) -> None:
         super()._take_sample()
-        sample, trained = self.samples[-1], self.scenario.gradients
-        self._journal.evaluation(
-            sample.virtual_s,
-            worker_steps=sample.worker_steps,
-            loss=sample.loss,
-            accuracy=sample.accuracy,
-            discrepancy=sample.discrepancy if trained else None,
-            consensus=sample.consensus if trained else None,
-            discrepancy_max=self._answer.apart_max if trained else None,
-        )
+        measured = {**vars(self.samples[-1]), "discrepancy_max": self._answer.apart_max}
+        time_s = measured.pop("virtual_s")
+        if not self.scenario.gradients:  # there is nothing that could be apart
+            measured = {"worker_steps": self.completed}
+        self._journal.evaluation(time_s, **measured)
 
     def _strike(self, fault: Fault) -> None:
         if fault.kind != "leave":  # who leaves goes later, and the others notice it
