@@ -11,10 +11,9 @@ import freewheel as fw
 import lab
 from freewheel.fabric import collectives
 from freewheel.records.counters import Counters
-from freewheel.sim.clock import VirtualLoop
+from freewheel.sim.clock import Trace, VirtualLoop
 from freewheel.sim.fabric import HEADER_BYTES, Wire
 from freewheel.sim.links import Network
-from freewheel.sim.trace import Trace
 
 SIZE = 10_000
 MESSAGE_S = (SIZE * 4 + HEADER_BYTES) / 1e6  # at 8 Mbit/s

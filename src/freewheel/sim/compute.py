@@ -7,6 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from freewheel.errors import ConfigError, UnknownName, above_zero, at_least
 
@@ -52,20 +53,20 @@ class Compute:
             at_least(f"the times of the pause of worker {rank}", min(times_s), 0)
 
     @classmethod
-    def parse(cls, text: str, **rest: object) -> Compute:
+    def parse(cls, text: str, **rest: Any) -> Compute:
         """Read "constant", "uniform:0.2", "exponential", "lognormal:0.3" or "trace:FILE"."""
         kind, _, value = text.partition(":")
+        given: dict[str, Any] = {"kind": kind, **rest}
         if kind == "trace":
-            return cls(kind=kind, trace=_read(value), **rest)  # type: ignore[arg-type]
-        if not value:
-            return cls(kind=kind, **rest)  # type: ignore[arg-type]
-        if kind in ("constant", "exponential"):
+            given["trace"] = _read(value)
+        elif value and kind in ("constant", "exponential"):
             raise ConfigError(f"compute times that are {kind} have no spread; write {kind!r}, not {text!r}.")
-        try:
-            spread = float(value)
-        except ValueError:
-            raise ConfigError(f"the spread in {text!r} must be a number, as in lognormal:0.3.") from None
-        return cls(kind=kind, spread=spread, **rest)  # type: ignore[arg-type]
+        elif value:
+            try:
+                given["spread"] = float(value)
+            except ValueError:
+                raise ConfigError(f"the spread in {text!r} must be a number, as in lognormal:0.3.") from None
+        return cls(**given)
 
     def check(self, workers: int) -> None:
         """Refuse a trace of another width."""

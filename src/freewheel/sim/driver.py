@@ -16,13 +16,11 @@ from freewheel.records.counters import Counters
 from freewheel.records.result import Result, Sample, result
 from freewheel.records.schema import WorkerSample
 from freewheel.sim.answer import Answer
-from freewheel.sim.clock import VirtualLoop, at_once
+from freewheel.sim.clock import Trace, VirtualLoop, at_once
 from freewheel.sim.fabric import Wire
-from freewheel.sim.gradients import Gradients
 from freewheel.sim.links import Network
 from freewheel.sim.scenario import Fault, Scenario
-from freewheel.sim.study import School
-from freewheel.sim.trace import Trace
+from freewheel.sim.study import Gradients, School
 from freewheel.sim.worker import SimulatedWorker
 from freewheel.strategy import Strategy
 from freewheel.task import Task

@@ -7,6 +7,7 @@ import weakref
 from collections import deque
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,11 +15,11 @@ from torch import Tensor
 from freewheel.fabric import collectives
 from freewheel.fabric.base import Each, Fabric, Message, Note, Tag, Weights
 from freewheel.records.counters import Counters
-from freewheel.sim.clock import Callback, VirtualLoop
+from freewheel.sim.clock import Callback, Trace, VirtualLoop
 from freewheel.sim.links import PACKET_BYTES, Fair, Network, Port
-from freewheel.sim.trace import Trace
 
 HEADER_BYTES = 64
+Left: TypeAlias = asyncio.Future[None]  # is done when the last byte of a message has left
 
 
 class Wire:
@@ -116,7 +117,7 @@ class Flight:
     target: VirtualFabric | None  # the receiver's end in the life it is meant for; None: it was dead
     epoch: int  # the sender's of the receiver when it was sent
     last_byte: float  # when it leaves the sender, as far as the ports reached so far let it
-    left: asyncio.Future[None] | None
+    left: Left | None
     ports: int = 0  # how many it is still passing, where they are shared
 
 
@@ -137,16 +138,14 @@ class VirtualFabric(Fabric):
         """How long after a cut the two ends notice it."""
         return self.wire.silence_s
 
-    def send(
-        self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()
-    ) -> asyncio.Future[None]:
+    def send(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> Left:
         """Begin to send; the future is done when the last byte has left.
 
         A message that fits into the latency's worth of bandwidth leaves at once. A longer one leaves no
         faster than the receiver's port takes it in: that is TCP's flow control.
         """
         self.need(peer)
-        left: asyncio.Future[None] = self.wire.loop.create_future()
+        left: Left = self.wire.loop.create_future()
         self._transmit(peer, tag, vector, note, left)
         if peer != self.rank:
             self.leaving(peer, left)
@@ -181,9 +180,7 @@ class VirtualFabric(Fabric):
 
     # -- through the ports --
 
-    def _transmit(
-        self, peer: int, tag: Tag, vector: Tensor | None, note: Note, left: asyncio.Future[None] | None
-    ) -> None:
+    def _transmit(self, peer: int, tag: Tag, vector: Tensor | None, note: Note, left: Left | None) -> None:
         wire, loop = self.wire, self.wire.loop
         message = Message(self.rank, tag, vector, note)
         if peer == self.rank:  # a worker that talks to itself (the server's own training) uses no network

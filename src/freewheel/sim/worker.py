@@ -18,8 +18,7 @@ from freewheel.records.schema import WorkerSample, worker_sample
 from freewheel.replica import Replica
 from freewheel.sim.compute import Clockwork
 from freewheel.sim.fabric import VirtualFabric, Wire
-from freewheel.sim.gradients import Gradients
-from freewheel.sim.study import School, Study
+from freewheel.sim.study import Gradients, School, Study
 from freewheel.strategy import Strategy
 
 T = TypeVar("T")
