@@ -70,16 +70,8 @@ def make(
 ) -> Plan:
     """Simulate the strategies (none named: all), rank them, choose, and look at what would change it."""
     _, left_out = candidates(strategies, setting)
-    part = 0.5 if what_if else 1.0
-
-    def first(what: str, share: float) -> None:
-        progress(what, part * share)
-
-    def then(what: str, share: float) -> None:
-        progress(what, part + (1 - part) * share)
-
-    (found,) = _forecasts([("", setting)], strategies, steps, first)
-    answers = _what_ifs(found, setting, strategies, steps, then) if what_if else []
+    (found,) = _forecasts([("", setting)], strategies, steps, progress, end=0.5 if what_if else 1.0)
+    answers = _what_ifs(found, setting, strategies, steps, progress) if what_if else []
     return Plan(setting, tuple(found), best(found), tuple(answers), left_out)
 
 
@@ -119,14 +111,20 @@ def asks(one: Forecast) -> tuple[float, ...]:
 
 
 def _forecasts(
-    settings: Sequence[tuple[str, Setting]], asked: Sequence[str], steps: int | None, progress: Progress
+    settings: Sequence[tuple[str, Setting]],
+    asked: Sequence[str],
+    steps: int | None,
+    progress: Progress,
+    begin: float = 0.0,
+    end: float = 1.0,
 ) -> Iterator[list[Forecast]]:
-    """One forecast for each strategy, ranked, in each setting; what is before its name is told."""
-    for at, (before, setting) in enumerate(settings):
+    """One forecast for each strategy, ranked, in each setting, which has a name; progress goes to the end."""
+    for at, (name, setting) in enumerate(settings):
         specs, found = candidates(asked, setting)[0], []
         for number, spec in enumerate(specs, 1):
             found.append(forecast(spec, setting, steps))
-            progress(before + spec, (at + number / len(specs)) / len(settings))
+            done = (at + number / len(specs)) / len(settings)
+            progress(name + spec, begin + (end - begin) * done)
         yield ranked(found)
 
 
@@ -156,7 +154,7 @@ def _what_ifs(
     asked = [spec for spec in specs or names if spec.partition(":")[0] in again]
     changes = changed(setting)
     settings = [(f"if {words}: ", other) for words, other in changes]
-    chosen = [best(one) for one in _forecasts(settings, asked, steps, progress)]
+    chosen = [best(one) for one in _forecasts(settings, asked, steps, progress, begin=0.5)]
     sharper = []
     for one in found:
         needed = steps_needed(setting.workers, one.drift, one.lag, one.noise, 10 * setting.sensitivity)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from freewheel.errors import ConfigError, at_least
+from freewheel.errors import ConfigError
 from freewheel.settings import setting
 from freewheel.sim.compute import Compute
 from freewheel.sim.links import Links
@@ -44,8 +44,6 @@ class Setting:
     seed: int = setting(0, "One seed, one plan.", rare=True)
 
     def __post_init__(self) -> None:
-        at_least("workers", self.workers, 1)
-        at_least("workers per node", self.workers_per_node, 1)
         if self.workers > MOST_WORKERS or self.model_mb > MOST_MB:
             most = f"{MOST_WORKERS} workers and models of {MOST_MB:,.0f} MB"
             raise ConfigError(f"a plan is for at most {most}.")
@@ -58,12 +56,12 @@ class Setting:
                 raise ConfigError(f"the {what} must be 0 or more and finite, not {value:g}.")
         if not 0 < self.sensitivity < math.inf:
             raise ConfigError(f"the sensitivity must be above 0, not {self.sensitivity:g}.")
+        self.scenario(1)  # it checks the rest: numbers, sizes, times, ranks, factors, the seed
         if self.workers > self.workers_per_node and self.workers % self.workers_per_node:
             raise ConfigError(
                 f"{self.workers} workers cannot be split into machines of {self.workers_per_node}: every "
                 "machine must have as many."
             )
-        self.scenario(1)  # it checks the rest: sizes, times, ranks, factors, the seed
 
     @property
     def nodes(self) -> int:

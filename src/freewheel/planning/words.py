@@ -95,14 +95,14 @@ def forecast_table(forecasts: Sequence[Forecast], columns: dict[str, Text]) -> T
 def growth(grown: dict[int, list[Forecast]]) -> Table:
     """Useful steps as a share of the ideal, for each number of workers."""
     rows = []
-    for name in _names(grown):
-        found = [of(forecasts, name) for forecasts in grown.values()]
+    for name, found in _by_name(grown).items():
         rows.append((name, *(share(one.useful_share) if one else UNKNOWN for one in found)))
     return printed(("strategy", *map(str, grown)), rows)
 
 
-def _names(grown: dict[int, list[Forecast]]) -> list[str]:
-    return list(dict.fromkeys(one.name for size in (max(grown), *grown) for one in grown[size]))
+def _by_name(grown: dict[int, list[Forecast]]) -> dict[str, list[Forecast | None]]:
+    names = dict.fromkeys(one.name for size in (max(grown), *grown) for one in grown[size])
+    return {name: [of(forecasts, name) for forecasts in grown.values()] for name in names}
 
 
 # By field of a forecast: a figure's title, and what it shows.
@@ -118,15 +118,15 @@ FIGURES = {
 
 def html(grown: dict[int, list[Forecast]], title: str, command: str) -> str:
     """The page, in the style of a report."""
-    names = [name for name in _names(grown) if name != CEILING]
+    by_name = _by_name(grown)
+    names = [name for name in by_name if name != CEILING]
     curves = [Shown(*one) for one in zip(names, range(len(names)), hues(names), strict=True)]
     workers = {"title": {"text": "workers"}, "type": "log", "tickvals": list(grown)}
     figures: dict[str, Figure] = {}
     for at, (field, (heading, said)) in enumerate(FIGURES.items()):
         data = []
         for curve in curves:
-            found = [of(forecasts, curve.label) for forecasts in grown.values()]
-            values = [getattr(one, field, None) for one in found]
+            values = [None if one is None else getattr(one, field) for one in by_name[curve.label]]
             data.append(line(curve, "%{x} workers: %{y:.3~s}", list(grown), values))
         figures[str(at)] = figure(heading, said, 340, data, xaxis=workers, yaxis=axis("", "~s"))
     command = f'<pre class="command"><code>{escape(command)}</code></pre>'

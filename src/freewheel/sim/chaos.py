@@ -84,21 +84,16 @@ def draw(rng: random.Random, workers: int) -> tuple[list[Fault], Counter[str]]:
 class Chaos(Simulation):
     """A simulation that keeps the books its laws need."""
 
-    def __init__(self, strategy: Strategy, task: Task, scenario: Scenario) -> None:
-        self.corrections: Tensor | None = None  # the sum of all corrections of all lives
-        self.excused = 0  # exchanges and merges that a worker was in the middle of when it crashed
-        self.broken = ""  # the first law that was seen broken while the run went on, and when
-        self.apart = False  # whether any link has been cut so far
-        super().__init__(strategy, task, scenario)
-        self.wire.silence_s = SILENT_S
+    corrections: Tensor | float = 0.0  # the sum of all corrections of all lives
+    excused = 0  # exchanges and merges that a worker was in the middle of when it crashed
+    broken = ""  # the first law that was seen broken while the run went on, and when
 
     def _worker(self, rank: int) -> SimulatedWorker:
         worker = super()._worker(rank)
         inner = worker.replica.correct
 
         def correct(vector: Tensor, own: bool = False) -> None:
-            total = torch.zeros_like(vector) if self.corrections is None else self.corrections
-            self.corrections = total + vector
+            self.corrections = self.corrections + vector
             inner(vector, own)
 
         worker.replica.correct = correct  # type: ignore[method-assign]
@@ -110,7 +105,6 @@ class Chaos(Simulation):
             free = getattr(worker.strategy, "free", None)
             merging = self.strategy.waits_for != "nobody" or (free is not None and free.busy)
             self.excused += merging or not worker.node.idle
-        self.apart = self.apart or fault.kind == "cut"
         super()._strike(fault)
         self._look()
 
@@ -122,7 +116,7 @@ class Chaos(Simulation):
         """Check what must hold at every moment."""
         if self.broken:
             return
-        found = self._staleness() or self._agreement() or ("" if self.apart else self._leases())
+        found = self._staleness() or self._agreement() or self._leases()
         if self.strategy.defines("meet") and all(worker.node.idle for worker in self.workers.values()):
             found = found or self._mean()
         if found:
@@ -140,10 +134,9 @@ class Chaos(Simulation):
     def _mean(self) -> str:
         gaps = self.excused + self.counted("exchanges", "half") + self.counted("merges", "half")
         kept = all(worker.strategy.keeps_mean for worker in self.workers.values())
-        if not kept or gaps or self.corrections is None:
-            return ""
-        off = float(self.corrections.abs().max())
-        return f"mean: corrections sum to {off:.3g}, not to 0" if off > TOLERANCE else ""
+        off = float(torch.as_tensor(self.corrections).abs().max())
+        broken = kept and not gaps and off > TOLERANCE
+        return f"mean: corrections sum to {off:.3g}, not to 0" if broken else ""
 
     def _samples(self, kinds: Counter[str]) -> str:
         hands = [worker.hand for worker in self.workers.values() if worker.hand is not None]
@@ -170,6 +163,8 @@ class Chaos(Simulation):
         return ""
 
     def _leases(self) -> str:
+        if any(fault.kind == "cut" and fault.at_s <= self.loop.time() for fault in self.scenario.faults):
+            return ""
         holders: dict[tuple[int, int], int] = {}
         for worker in self.workers.values():
             for batch in worker.hand.ready if worker.hand is not None else ():
@@ -206,6 +201,7 @@ def run(strategy: Strategy, name: str, task: Task, seed: int, workers: int) -> O
         momentum=rng.choice((0.0, 0.9)),
     )
     chaos = Chaos(strategy, task, scenario)
+    chaos.wire.silence_s = SILENT_S
     try:
         chaos.run()
     except Exception as error:

@@ -221,7 +221,8 @@ class Simulation:
         elif fault.kind == "crash":
             self._end_life(worker, "crashed", "died")
         elif fault.kind == "leave":
-            worker.leave()
+            worker.leaving = True  # at the next boundary
+            worker.node.farewells.announce()
         elif fault.kind == "slow":
             self.slower[rank] = self.slower.get(rank, 1.0) * fault.factor
             worker.clockwork.factor *= fault.factor

@@ -101,14 +101,12 @@ class Scenario(Training):
         self.compute.check(self.workers)
         dead: set[int] = set()
         for fault in sorted(self.faults, key=lambda fault: fault.at_s):
-            if fault.kind == "restart":
-                if fault.rank not in dead:
-                    raise ConfigError(f"fault {fault}: worker {fault.rank} lives then; let it crash before.")
-                dead.remove(fault.rank)
-            elif fault.kind in ("crash", "slow") and fault.rank in dead:
+            if fault.kind == "restart" and fault.rank not in dead:
+                raise ConfigError(f"fault {fault}: worker {fault.rank} lives then; let it crash before.")
+            if fault.kind in ("crash", "slow") and fault.rank in dead:
                 raise ConfigError(f"fault {fault}: worker {fault.rank} is dead then; restart it before.")
-            if fault.kind == "crash":
-                dead.add(fault.rank)
+            if fault.kind in ("crash", "restart"):
+                dead ^= {fault.rank}
         for what, ranks in (
             ("slow", self.compute.slow),
             ("pause", [rank for rank, _, _ in self.compute.pauses]),

@@ -170,11 +170,6 @@ class SimulatedWorker:
 
     # -- its end --
 
-    def leave(self) -> None:
-        """Leave at the next boundary."""
-        self.leaving = True
-        self.node.farewells.announce()
-
     async def depart(self) -> None:
         """Hand back what was dealt, hand over what was learned, say goodbye."""
         self.node.end_calls()
