@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from freewheel.replica import Replica as Replica
     from freewheel.runtime.worker.attach import Worker as Worker
     from freewheel.sim.compute import Compute as Compute
-    from freewheel.sim.links import Links as Links
     from freewheel.sim.scenario import Fault as Fault
+    from freewheel.sim.scenario import Links as Links
     from freewheel.sim.scenario import Scenario as Scenario
     from freewheel.strategies.adpsgd import ADPSGD as ADPSGD
     from freewheel.strategies.allreduce import AllReduce as AllReduce
@@ -60,8 +60,7 @@ HOMES = {
     "replica": ("Replica",),
     "runtime.worker.attach": ("Worker",),
     "sim.compute": ("Compute",),
-    "sim.links": ("Links",),
-    "sim.scenario": ("Fault", "Scenario"),
+    "sim.scenario": ("Fault", "Links", "Scenario"),
     "strategy": ("Strategy",),
     "task": ("Task",),
     "topology": ("Topology",),

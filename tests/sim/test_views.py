@@ -20,7 +20,8 @@ from freewheel.fabric.views import Views
 from freewheel.sim.clock import Trace, VirtualLoop
 from freewheel.sim.driver import Simulation
 from freewheel.sim.fabric import VirtualFabric, Wire
-from freewheel.sim.links import Links, Network
+from freewheel.sim.links import Network
+from freewheel.sim.scenario import Links
 from lab import JITTER, largest_distance, make, replicas, seeds
 
 SPECS = [

@@ -20,8 +20,7 @@ from freewheel.records.run import Run
 from freewheel.show.rates import trouble
 from freewheel.show.tables import printed
 from freewheel.sim.compute import Compute
-from freewheel.sim.links import Links
-from freewheel.sim.scenario import Fault, Scenario
+from freewheel.sim.scenario import Fault, Links, Scenario
 
 if TYPE_CHECKING:
     from freewheel.sim import chaos as laws

@@ -131,12 +131,10 @@ def main(out: Path, steps: int, command: list[str]) -> NoReturn:
     register_optimizer_step_post_hook(watch.stepped)
     try:
         if command[0] == "-m":
-            sys.path[0] = os.getcwd()
-            sys.argv = command[1:]
+            sys.path[0], sys.argv = os.getcwd(), command[1:]
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(Path(command[0]).resolve().parent)
-            sys.argv = command
+            sys.path[0], sys.argv = str(Path(command[0]).resolve().parent), command
             runpy.run_path(command[0], run_name="__main__")
     except Enough:
         pass

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from freewheel.errors import ConfigError
 from freewheel.settings import setting
 from freewheel.sim.compute import Compute
-from freewheel.sim.links import Links
-from freewheel.sim.scenario import Scenario
+from freewheel.sim.scenario import Links, Scenario
 
 MOST_WORKERS, MOST_MB = 1024, 1e7  # more workers take longer than somebody who plans wants to wait
 

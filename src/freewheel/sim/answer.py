@@ -32,10 +32,7 @@ class Answer:
             parts = [at_once(worker.node.weights()) for worker in workers]
         if not parts:
             raise WorkerLost("no worker that holds the answer is left.")
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        return total.div_(len(parts))
+        return sum(parts[1:], parts[0]) / len(parts)
 
     def apart(self, workers: Sequence[SimulatedWorker]) -> tuple[float, float]:
         """The largest distance between two replicas, and the mean squared distance to their mean."""

@@ -18,43 +18,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 
-from freewheel.errors import above_zero, at_least
-from freewheel.settings import setting
 from freewheel.sim.clock import Callback, VirtualLoop
+from freewheel.sim.scenario import Links
 
-PACKET_BYTES = 1500  # a message that fits into one packet does not wait for a long one to pass
-
-
-@dataclass(frozen=True)
-class Links:
-    """What the network is like; speeds in Mbit/s, times in ms."""
-
-    mbit: float = setting(1000.0, "Bandwidth of each worker, in and out.", flag="--link-mbit")
-    out_mbit: float | None = setting(None, "Bandwidth out, where it differs.", rare=True)
-    latency_ms: float = setting(0.2, "Latency of every link.", rare=True)
-    slow: Mapping[int, float] = setting(
-        dict, "RANK:FACTOR, this worker's link is slower; repeatable.", flag="--slow-link", rare=True
-    )
-    backbone_mbit: float | None = setting(None, "A backbone all messages between nodes share.", rare=True)
-    workers_per_node: int = setting(1, "Workers that share a machine, in order of rank.", rare=True)
-    node_mbit: float = 100_000.0
-    node_latency_ms: float = 0.01
-    fair: bool = False
-    """Whether a port passes all its messages at once, instead of one after the other."""
-
-    def __post_init__(self) -> None:
-        speeds = {"link": self.mbit, "outgoing": self.out_mbit, "backbone": self.backbone_mbit}
-        for name, value in (*speeds.items(), ("node", self.node_mbit)):
-            if value is not None:
-                above_zero(f"the {name} bandwidth in Mbit/s", value)
-        at_least("the latency", self.latency_ms, 0)
-        at_least("the latency inside a node", self.node_latency_ms, 0)
-        at_least("workers per node", self.workers_per_node, 1)
-        for rank, factor in self.slow.items():
-            above_zero(f"the slow-link factor of worker {rank}", factor)
+PACKET_BYTES = 1500  # a message that fits into one does not wait for a long one of another connection
 
 
 class Port:

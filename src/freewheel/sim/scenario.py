@@ -1,4 +1,4 @@
-"""What is simulated, apart from the strategy: the settings of a run as one value, faults among them.
+"""What is simulated, apart from the strategy: the settings of a run as one value, links and faults among them.
 
 Faults happen at given virtual times:
 
@@ -15,17 +15,45 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from freewheel.errors import ConfigError, UnknownName, above_zero, at_least
 from freewheel.settings import Training, setting
 from freewheel.sim.compute import Compute
-from freewheel.sim.links import Links
 
 KINDS = ("crash", "restart", "leave", "cut", "heal", "slow", "throttle")
 _NUMBER = r"(\d*\.?\d+(?:[eE][+-]?\d+)?)"
 _FORM = re.compile(rf"(\w+):(\d+)(?:-(\d+))?(?:x{_NUMBER})?@{_NUMBER}$")
+
+
+@dataclass(frozen=True)
+class Links:
+    """What the network is like; speeds in Mbit/s, times in ms."""
+
+    mbit: float = setting(1000.0, "Bandwidth of each worker, in and out.", flag="--link-mbit")
+    out_mbit: float | None = setting(None, "Bandwidth out, where it differs.", rare=True)
+    latency_ms: float = setting(0.2, "Latency of every link.", rare=True)
+    slow: Mapping[int, float] = setting(
+        dict, "RANK:FACTOR, this worker's link is slower; repeatable.", flag="--slow-link", rare=True
+    )
+    backbone_mbit: float | None = setting(None, "A backbone all messages between nodes share.", rare=True)
+    workers_per_node: int = setting(1, "Workers that share a machine, in order of rank.", rare=True)
+    node_mbit: float = 100_000.0
+    node_latency_ms: float = 0.01
+    fair: bool = False
+    """Whether a port passes all its messages at once, instead of one after the other."""
+
+    def __post_init__(self) -> None:
+        speeds = {"link": self.mbit, "outgoing": self.out_mbit, "backbone": self.backbone_mbit}
+        for name, value in (*speeds.items(), ("node", self.node_mbit)):
+            if value is not None:
+                above_zero(f"the {name} bandwidth in Mbit/s", value)
+        at_least("the latency", self.latency_ms, 0)
+        at_least("the latency inside a node", self.node_latency_ms, 0)
+        at_least("workers per node", self.workers_per_node, 1)
+        for rank, factor in self.slow.items():
+            above_zero(f"the slow-link factor of worker {rank}", factor)
 
 
 @dataclass(frozen=True)
