@@ -19,8 +19,7 @@ from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.show.rates import trouble
 from freewheel.show.tables import printed
-from freewheel.sim.compute import Compute
-from freewheel.sim.scenario import Fault, Links, Scenario
+from freewheel.sim.scenario import Compute, Fault, Links, Scenario
 
 if TYPE_CHECKING:
     from freewheel.sim import chaos as laws

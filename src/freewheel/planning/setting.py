@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 from freewheel.errors import ConfigError
 from freewheel.settings import setting
-from freewheel.sim.compute import Compute
-from freewheel.sim.scenario import Links, Scenario
+from freewheel.sim.scenario import Compute, Links, Scenario
 
 MOST_WORKERS, MOST_MB = 1024, 1e7  # more workers take longer than somebody who plans wants to wait
 

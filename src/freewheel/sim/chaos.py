@@ -27,9 +27,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from freewheel.sim.compute import Compute
 from freewheel.sim.driver import Simulation
-from freewheel.sim.scenario import Fault, Links, Scenario
+from freewheel.sim.scenario import Compute, Fault, Links, Scenario
 from freewheel.sim.worker import SimulatedWorker
 from freewheel.strategy import Strategy
 from freewheel.task import Task

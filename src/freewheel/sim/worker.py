@@ -16,12 +16,43 @@ from freewheel.errors import Diverged
 from freewheel.node_driver import NodeDriver
 from freewheel.records.schema import WorkerSample, worker_sample
 from freewheel.replica import Replica
-from freewheel.sim.compute import Clockwork
 from freewheel.sim.fabric import VirtualFabric, Wire
+from freewheel.sim.scenario import Compute
 from freewheel.sim.study import Gradients, School, Study
 from freewheel.strategy import Strategy
 
 T = TypeVar("T")
+
+
+class Clockwork:
+    """One worker's step times."""
+
+    def __init__(self, compute: Compute, rank: int, rng: random.Random, now: float = 0.0) -> None:
+        self.rank, self.rng = rank, rng
+        self.model = compute.of.get(rank, compute)
+        self.factor = compute.slow.get(rank, 1.0)  # how many times slower it is; a fault may change it
+        self.steps = 0
+        pauses = ((at_s, for_s) for who, at_s, for_s in compute.pauses if who == rank and at_s >= now)
+        self.pauses = sorted(pauses, reverse=True)
+
+    def next_s(self, now: float) -> tuple[float, float]:
+        """How long the next gradient takes, and a pause before it, in seconds."""
+        pause = 0.0
+        while self.pauses and self.pauses[-1][0] <= now:
+            pause += self.pauses.pop()[1]
+        model, spread = self.model, self.model.spread
+        took = model.ms / 1e3
+        if model.kind == "uniform":
+            took *= self.rng.uniform(1 - spread, 1 + spread)
+        elif model.kind == "exponential":
+            took *= self.rng.expovariate(1.0)
+        elif model.kind == "lognormal":
+            took *= self.rng.lognormvariate(-(spread**2) / 2, spread)
+        elif model.kind == "trace":
+            row = model.trace[self.steps % len(model.trace)]
+            took = row[self.rank % len(row)] / 1e3
+        self.steps += 1
+        return took * self.factor, pause
 
 
 class SimulatedWorker:
