@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 
 import freewheel as fw
 from freewheel import strategies, tasks
-from freewheel.sim.clock import at_once
+from freewheel.sim.clock import VirtualLoop, at_once
 from freewheel.sim.driver import Simulation
 from freewheel.sim.worker import SimulatedWorker
 
@@ -24,6 +24,14 @@ JITTER = fw.Compute(kind="uniform", spread=0.2)
 def seeds(count: int, quick: int) -> list[Any]:
     """Cases that differ by chance alone: the first few in every run, all of them among the slow tests."""
     return [pytest.param(seed, marks=[pytest.mark.slow] * (seed >= quick)) for seed in range(count)]
+
+
+def play(loop: VirtualLoop, work: Coroutine[Any, Any, Any]) -> Any:
+    """Run one coroutine to its end; what it leaves scheduled stays scheduled."""
+    task = loop.create_task(work)
+    task.add_done_callback(lambda _: loop.stop())
+    loop.run_until_idle()
+    return task.result()
 
 
 def make(strategy: str | fw.Strategy, task: str | fw.Task = "quadratic", **settings: Any) -> Simulation:

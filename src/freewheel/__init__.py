@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from freewheel.records.result import Result as Result
     from freewheel.replica import Replica as Replica
     from freewheel.runtime.worker.attach import Worker as Worker
-    from freewheel.sim.compute import Compute as Compute
-    from freewheel.sim.faults import Fault as Fault
-    from freewheel.sim.links import Links as Links
+    from freewheel.sim.scenario import Compute as Compute
+    from freewheel.sim.scenario import Fault as Fault
+    from freewheel.sim.scenario import Links as Links
     from freewheel.sim.scenario import Scenario as Scenario
     from freewheel.strategies.adpsgd import ADPSGD as ADPSGD
     from freewheel.strategies.allreduce import AllReduce as AllReduce
@@ -59,10 +59,7 @@ HOMES = {
     "records.result": ("Result",),
     "replica": ("Replica",),
     "runtime.worker.attach": ("Worker",),
-    "sim.compute": ("Compute",),
-    "sim.faults": ("Fault",),
-    "sim.links": ("Links",),
-    "sim.scenario": ("Scenario",),
+    "sim.scenario": ("Compute", "Fault", "Links", "Scenario"),
     "strategy": ("Strategy",),
     "task": ("Task",),
     "topology": ("Topology",),

@@ -17,10 +17,9 @@ from freewheel.data.ledger import Ledger
 from freewheel.fabric.frames import NOTES
 from freewheel.fabric.notes import whole
 from freewheel.records.counters import Counters
-from freewheel.sim.clock import VirtualLoop
+from freewheel.sim.clock import Trace, VirtualLoop
 from freewheel.sim.fabric import Wire
 from freewheel.sim.links import Network
-from freewheel.sim.trace import Trace
 
 
 class Crew:

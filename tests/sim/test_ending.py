@@ -11,10 +11,9 @@ import torch
 import freewheel as fw
 from freewheel.fabric import collectives
 from freewheel.runtime.worker.ending import Ending
-from freewheel.sim.clock import VirtualLoop
+from freewheel.sim.clock import Trace, VirtualLoop
 from freewheel.sim.fabric import Wire
 from freewheel.sim.links import Network
-from freewheel.sim.trace import Trace
 
 
 class Crew:

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 import freewheel as fw
+import lab
 from freewheel.fabric import collectives
 from freewheel.records.counters import Counters
-from freewheel.sim.clock import VirtualLoop
+from freewheel.sim.clock import Trace, VirtualLoop
 from freewheel.sim.fabric import HEADER_BYTES, Wire
 from freewheel.sim.links import Network
-from freewheel.sim.trace import Trace
 
 SIZE = 10_000
 MESSAGE_S = (SIZE * 4 + HEADER_BYTES) / 1e6  # at 8 Mbit/s
@@ -39,7 +39,7 @@ def play(wire: Wire, *coroutines) -> list[float]:
     async def main():
         await asyncio.gather(*(timed(at, coroutine) for at, coroutine in enumerate(coroutines)))
 
-    wire.loop.run(main())
+    lab.play(wire.loop, main())
     return ended
 
 
@@ -166,7 +166,7 @@ def test_messages_of_one_sender_and_tag_stay_in_order():
         await out()
         return await into()
 
-    assert w.loop.run(main()) == [0, 1, 2, 3, 4]
+    assert lab.play(w.loop, main()) == [0, 1, 2, 3, 4]
 
 
 def test_talking_to_oneself_costs_nothing():
@@ -236,7 +236,7 @@ def test_who_waits_for_a_peer_is_told_when_it_crashes():
         with pytest.raises(fw.PeerLost):
             await w.ends[2].receive(("x",), among=(0, 1))
 
-    w.loop.run(main())
+    lab.play(w.loop, main())
 
 
 def test_a_message_sent_to_a_worker_that_just_died_vanishes():
@@ -269,7 +269,7 @@ def test_a_quick_restart_still_breaks_what_waited_for_the_earlier_life():
             await w.ends[0].receive(("x",), 1)
         assert w.ends[0].members == (0, 1)
 
-    w.loop.run(main())
+    lab.play(w.loop, main())
 
 
 def test_a_cut_link_loses_messages_and_is_noticed_after_a_silence():
@@ -286,4 +286,4 @@ def test_a_cut_link_loses_messages_and_is_noticed_after_a_silence():
         w.ends[0].post(1, ("y",), VECTOR)
         await w.ends[1].receive(("y",), 0)
 
-    w.loop.run(main())
+    lab.play(w.loop, main())

@@ -17,11 +17,11 @@ from freewheel.fabric.base import Fabric, Message
 from freewheel.fabric.calls import BUSY, Calls
 from freewheel.fabric.lineage import Record, main_line
 from freewheel.fabric.views import Views
-from freewheel.sim.clock import VirtualLoop
+from freewheel.sim.clock import Trace, VirtualLoop
 from freewheel.sim.driver import Simulation
 from freewheel.sim.fabric import VirtualFabric, Wire
-from freewheel.sim.links import Links, Network
-from freewheel.sim.trace import Trace
+from freewheel.sim.links import Network
+from freewheel.sim.scenario import Links
 from lab import JITTER, largest_distance, make, replicas, seeds
 
 SPECS = [

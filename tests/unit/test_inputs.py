@@ -8,8 +8,8 @@ import statistics
 import pytest
 
 import freewheel as fw
-from freewheel.sim.compute import Clockwork
-from freewheel.sim.faults import KINDS
+from freewheel.sim.scenario import KINDS
+from freewheel.sim.worker import Clockwork
 
 
 def times(compute: fw.Compute, rank: int = 0, count: int = 4000) -> list[float]:

@@ -184,8 +184,8 @@ def chaos(
     at_least("--workers", workers, 4)
     for one in strategies.resolve_all(strategy):
         one.check(workers)
-    chosen = laws.chosen(names.split(strategy), range(first, first + seeds))
-    work = [(name, seed, workers) for name, seed in chosen]
+    chosen = names.split(strategy)  # they take turns
+    work = [(chosen[k % len(chosen)], first + k, workers) for k in range(seeds)]
     outcomes: list[laws.Outcome] = []
     with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool, bar() as show:
         for outcome in pool.imap_unordered(_one, work):

@@ -27,10 +27,7 @@ from freewheel.show.replay import LABELS, as_perfetto, html
 from freewheel.show.report import findings, recorded, write
 from freewheel.show.shown import ranked
 from freewheel.show.tables import brief_table, versus, wide_tables
-from freewheel.sim.compute import Compute
-from freewheel.sim.faults import Fault
-from freewheel.sim.links import Links
-from freewheel.sim.scenario import Scenario
+from freewheel.sim.scenario import Compute, Fault, Links, Scenario
 from freewheel.training.job import DDP, Job, name, train_all
 
 SIDE_BY_SIDE = "ddp,allreduce,sasgd,nodelay,nodelay_free,adpsgd,dasgd,asgd,easgd"

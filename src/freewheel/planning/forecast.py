@@ -22,17 +22,7 @@ from freewheel.strategy import Strategy
 from freewheel.task import Task
 
 # -- the stand-in model --
-SIGNAL = 0.1
-"""Against noise of length 1: near an optimum, gradients are mostly noise."""
-SIZE = 256
-
-
-class Vector(nn.Module):
-    """A model that is one vector."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.x = nn.Parameter(torch.zeros(size))
+SIZE, SIGNAL = 256, 0.1  # against noise of length 1: near an optimum, gradients are mostly noise
 
 
 class Probe(Task):
@@ -47,21 +37,16 @@ class Probe(Task):
 
     lr: ClassVar[float] = 1.0
 
-    def __init__(self) -> None:
-        self.taken = 0
-        self.lags: list[float] = []
-        """For each gradient: how many steps of all workers its model lacked when it was read."""
-
     def prepare(self, workers: int, seed: int) -> None:
         """A vector that a ring cuts into equal parts."""
         self.workers, self.size = workers, workers * -(-SIZE // workers)
-        self.before = [0] * workers
-        """How many gradients had been taken when each worker took its last."""
+        self.lags: list[float] = []  # for each gradient: how many steps of all its model lacked when read
+        self.before = [0] * workers  # how many gradients had been taken when each worker took its last
         self.total = torch.zeros(self.size)
 
     def model(self) -> nn.Module:
         """The vector 0."""
-        return Vector(self.size)
+        return nn.ParameterList([torch.zeros(self.size)])
 
     def batch(self, worker: int, generator: torch.Generator) -> tuple[int, Tensor]:
         """The next slope."""
@@ -71,40 +56,32 @@ class Probe(Task):
 
     def loss(self, model: nn.Module, batch: tuple[int, Tensor]) -> Tensor:
         """Minus the slope: a step of 1 moves x by it."""
-        worker, slope = batch
-        assert isinstance(model, Vector)
-        self.lags.append(self.before[worker] / self.workers - float(model.x[0].detach()) / SIGNAL)
+        (worker, slope), (x,) = batch, model.parameters()
+        self.lags.append(self.before[worker] / self.workers - float(x[0].detach()) / SIGNAL)
         self.total += slope
-        self.taken += 1
-        self.before[worker] = self.taken
-        return -torch.dot(model.x, slope)
+        self.before[worker] = len(self.lags)
+        return -torch.dot(x, slope)
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
         """Minus the way made; the noise in the answer is kept, against that of the mean of all gradients."""
-        assert isinstance(model, Vector)
-        ideal = self.total[1:].norm().item() / self.workers
-        self.noise = (model.x[1:].norm().item() / ideal) ** 2 if ideal else 1.0
-        return -model.x[0].item(), None
+        (x,), ideal = model.parameters(), self.total[1:].norm().item() / self.workers
+        self.noise = (x[1:].norm().item() / ideal) ** 2 if ideal else 1.0
+        return -x[0].item(), None
 
     @torch.no_grad()
     def score(self, model: nn.Module) -> float:
         """By what workers compare themselves: the way made, and how far noise has carried them."""
-        assert isinstance(model, Vector)
-        return -model.x[0].item() + model.x[1:].square().sum().item()
+        (x,) = model.parameters()
+        return -x[0].item() + x[1:].square().sum().item()
 
 
 # -- what is simulated, and for how long --
-CEILING = "none"
-"""No communication: the ceiling of what can be reached, and no choice."""
-ROUNDS = 5
-"""How many rounds of its communication a strategy is watched for."""
-LEAST, MOST = 24, 500
-"""Steps of each worker that are simulated."""
-WORKER_STEPS, MESSAGES = 30_000, 40_000
-"""Steps of all workers, and messages of merges, that a simulated run may have, about."""
-COPIES = 2
-"""Weights and gradients: what training alone needs."""
+CEILING = "none"  # no communication: the ceiling of what can be reached, and no choice
+ROUNDS = 5  # of its communication, for which a strategy is watched
+LEAST, MOST = 24, 500  # steps of each worker that are simulated
+WORKER_STEPS, MESSAGES = 30_000, 40_000  # of all workers and of merges: what a run may have, about
+COPIES = 2  # weights and gradients: what training alone needs
 
 
 def candidates(asked: Sequence[str], setting: Setting) -> tuple[list[str], dict[str, str]]:
@@ -169,14 +146,10 @@ def steps_between(strategy: Strategy) -> int:
 
 
 # -- what is expected --
-LAG, DRIFT = 0.3, 4e-4
-"""What lag and drift cost, see `steps_needed`."""
-MOST_IN_A_RING = 64
-"""Workers of a ring that is simulated as it is."""
-FAIR = ("server", "group")
-"""Where many talk to one, and wait for its answer, it matters that TCP shares that one's port fairly."""
-GROWS = 1.4
-"""A drift² whose last third is so many times the third before has not settled."""
+LAG, DRIFT = 0.3, 4e-4  # what they cost, see `steps_needed`
+MOST_IN_A_RING = 64  # workers of a ring that is simulated as it is
+FAIR = ("server", "group")  # where many wait for the answer of one, whose port TCP shares fairly
+GROWS = 1.4  # a drift² whose last third is so many times the third before has not settled
 
 
 @dataclass(frozen=True)
@@ -228,16 +201,15 @@ def forecast(spec: str, setting: Setting, steps: int | None = None) -> Forecast:
     simulation = Simulation(strategy, probe, scenario)
     result = simulation.run()
     squares, together = [sample.consensus for sample in result.curve], strategy.lockstep()
-    # Where all step together, whole intervals; else what it has settled to.
-    begin = 0.0 if together else 1 / 2
+    begin = 0.0 if together else 1 / 2  # where all step together, whole intervals; else what it settled to
     drift = _mean_from(begin, squares) ** 0.5
     lag = max(0.0, _mean_from(begin, probe.lags))
     needed = steps_needed(setting.workers, drift, lag, probe.noise, setting.sensitivity)
     steps_per_s, ideal = result.steps_per_s, setting.scenario(1).compute.ideal_rate(setting.workers)
-    if small is not setting:  # where all wait, each makes as many steps; else each as many as it can
-        steps_per_s = (
-            steps_per_s * setting.workers / small.workers if together else result.ideal_share * ideal
-        )
+    if small is not setting and together:  # each makes as many steps
+        steps_per_s = steps_per_s * setting.workers / small.workers
+    elif small is not setting:  # each makes as many as it can
+        steps_per_s = result.ideal_share * ideal
     return Forecast(
         strategy=spec,
         useful_steps_per_s=steps_per_s / needed,
@@ -268,12 +240,6 @@ def _grows(values: Sequence[float], least: float) -> bool:
 
 def _mean_from(begin: float, values: Sequence[float]) -> float:
     return statistics.fmean(values[int(begin * len(values)) :])
-
-
-def reweighed(one: Forecast, setting: Setting) -> Forecast:
-    """The same run under another sensitivity."""
-    needed = steps_needed(setting.workers, one.drift, one.lag, one.noise, setting.sensitivity)
-    return replace(one, steps_needed=needed, useful_steps_per_s=one.steps_per_s / needed)
 
 
 def steps_needed(workers: int, drift: float, lag: float, noise: float, sensitivity: float) -> float:

@@ -31,12 +31,9 @@ from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.place import parse_address
 
 STEPS = 30
-WARM_UP, LEAST = 3, 5
-"""Steps that are not counted, for memory is being allocated; and how many must be counted."""
-LONG = 3.0
-"""What takes so many times as long as the usual step has more in it: an evaluation, a checkpoint."""
-PATIENCE_S = 600.0
-"""How long a script may take to make its first steps."""
+WARM_UP, LEAST = 3, 5  # steps that are not counted, for memory is allocated; and how many must be counted
+LONG = 3.0  # times the usual step: what takes so long has more in it, an evaluation or a checkpoint
+PATIENCE_S = 600.0  # how long a script may take to make its first steps
 
 
 @dataclass(frozen=True)
@@ -134,12 +131,10 @@ def main(out: Path, steps: int, command: list[str]) -> NoReturn:
     register_optimizer_step_post_hook(watch.stepped)
     try:
         if command[0] == "-m":
-            sys.path[0] = os.getcwd()
-            sys.argv = command[1:]
+            sys.path[0], sys.argv = os.getcwd(), command[1:]
             runpy.run_module(command[1], run_name="__main__", alter_sys=True)
         else:
-            sys.path[0] = str(Path(command[0]).resolve().parent)
-            sys.argv = command
+            sys.path[0], sys.argv = str(Path(command[0]).resolve().parent), command
             runpy.run_path(command[0], run_name="__main__")
     except Enough:
         pass

@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from freewheel.numbers import short, speed
-from freewheel.planning.forecast import CEILING, Forecast, candidates, forecast, reweighed
+from freewheel.planning.forecast import CEILING, Forecast, candidates, forecast, steps_needed
 from freewheel.planning.setting import Setting
 
-TIE = 0.05
-"""Forecasts closer than this are alike: the simpler one is taken."""
-CONTENDERS = 5
-"""How many of the best are looked at again when something changes."""
-
+TIE = 0.05  # forecasts closer than this are alike: the simpler one is taken
+CONTENDERS = 5  # how many of the best are looked at again when something changes
 SYNCHRONOUS = ("allreduce", "sasgd", "nodelay")
-
-Progress = Callable[[str, float], None]
-"""Called with what is being simulated and which share of the whole is done."""
+Progress = Callable[[str, float], None]  # is told what is simulated, and which share of the whole is done
 
 
 @dataclass(frozen=True)
@@ -74,10 +69,9 @@ def make(
     progress: Progress = lambda what, share: None,
 ) -> Plan:
     """Simulate the strategies (none named: all), rank them, choose, and look at what would change it."""
-    specs, left_out = candidates(strategies, setting)
-    found = forecasts(specs, setting, steps, part(progress, 0.0, 0.5 if what_if else 1.0))
-    rest = part(progress, 0.5, 1.0)
-    answers = what_ifs(found, setting, strategies, steps, rest) if what_if else []
+    _, left_out = candidates(strategies, setting)
+    (found,) = _forecasts([("", setting)], strategies, steps, progress, end=0.5 if what_if else 1.0)
+    answers = _what_ifs(found, setting, strategies, steps, progress) if what_if else []
     return Plan(setting, tuple(found), best(found), tuple(answers), left_out)
 
 
@@ -90,12 +84,9 @@ def scale(
     progress: Progress = lambda what, share: None,
 ) -> dict[int, list[Forecast]]:
     """The same for several numbers of workers: forecasts by number."""
-    settings = {size: replace(setting, workers=size) for size in sizes}  # refused before the first is run
-    grown: dict[int, list[Forecast]] = {}
-    for at, (size, one) in enumerate(settings.items()):
-        show = part(progress, at / len(sizes), (at + 1) / len(sizes), f"{size} workers: ")
-        grown[size] = forecasts(candidates(strategies, one)[0], one, steps, show)
-    return grown
+    # All are refused before the first is run.
+    settings = [(f"{size} workers: ", replace(setting, workers=size)) for size in sizes]
+    return dict(zip(sizes, _forecasts(settings, strategies, steps, progress), strict=True))
 
 
 # -- ranking and choosing --
@@ -119,20 +110,22 @@ def asks(one: Forecast) -> tuple[float, ...]:
     return one.discrepancy > 0, not one.keeps_mean, one.waits_for != "nobody", one.bytes_per_step
 
 
-def forecasts(
-    specs: Sequence[str], setting: Setting, steps: int | None, progress: Progress
-) -> list[Forecast]:
-    """One forecast for each strategy, ranked."""
-    found = []
-    for at, spec in enumerate(specs, 1):
-        found.append(forecast(spec, setting, steps))
-        progress(spec, at / len(specs))
-    return ranked(found)
-
-
-def part(progress: Progress, begin: float, end: float, prefix: str = "") -> Progress:
-    """Progress of what is a part of the whole."""
-    return lambda what, share: progress(f"{prefix}{what}", begin + (end - begin) * share)
+def _forecasts(
+    settings: Sequence[tuple[str, Setting]],
+    asked: Sequence[str],
+    steps: int | None,
+    progress: Progress,
+    begin: float = 0.0,
+    end: float = 1.0,
+) -> Iterator[list[Forecast]]:
+    """One forecast for each strategy, ranked, in each setting, which has a name; progress goes to the end."""
+    for at, (name, setting) in enumerate(settings):
+        specs, found = candidates(asked, setting)[0], []
+        for number, spec in enumerate(specs, 1):
+            found.append(forecast(spec, setting, steps))
+            done = (at + number / len(specs)) / len(settings)
+            progress(name + spec, begin + (end - begin) * done)
+        yield ranked(found)
 
 
 def changed(setting: Setting) -> list[tuple[str, Setting]]:
@@ -151,7 +144,7 @@ def changed(setting: Setting) -> list[tuple[str, Setting]]:
     return changes
 
 
-def what_ifs(
+def _what_ifs(
     found: Sequence[Forecast], setting: Setting, specs: Sequence[str], steps: int | None, progress: Progress
 ) -> list[WhatIf]:
     """Choose again among the best few and the synchronous ones, with one thing different at a time."""
@@ -160,13 +153,14 @@ def what_ifs(
     again = {*names[:CONTENDERS], now.name, *SYNCHRONOUS}
     asked = [spec for spec in specs or names if spec.partition(":")[0] in again]
     changes = changed(setting)
-    answers = []
-    for at, (words, other) in enumerate(changes):
-        show = part(progress, at / len(changes), (at + 1) / len(changes), f"if {words}: ")
-        answers.append((words, best(forecasts(candidates(asked, other)[0], other, steps, show))))
-    sharper = replace(setting, sensitivity=10 * setting.sensitivity)
-    words = "a loss 10 times as sensitive to drift and lag"
-    answers.append((words, best([reweighed(one, sharper) for one in found])))
+    settings = [(f"if {words}: ", other) for words, other in changes]
+    chosen = [best(one) for one in _forecasts(settings, asked, steps, progress, begin=0.5)]
+    sharper = []
+    for one in found:
+        needed = steps_needed(setting.workers, one.drift, one.lag, one.noise, 10 * setting.sensitivity)
+        sharper.append(replace(one, steps_needed=needed, useful_steps_per_s=one.steps_per_s / needed))
+    words = [*(words for words, _ in changes), "a loss 10 times as sensitive to drift and lag"]
     return [
-        WhatIf(words, one.strategy, one.useful_steps_per_s, one.name != now.name) for words, one in answers
+        WhatIf(change, one.strategy, one.useful_steps_per_s, one.name != now.name)
+        for change, one in zip(words, [*chosen, best(sharper)], strict=True)
     ]

@@ -6,15 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from freewheel.errors import ConfigError, at_least
+from freewheel.errors import ConfigError
 from freewheel.settings import setting
-from freewheel.sim.compute import Compute
-from freewheel.sim.links import Links
-from freewheel.sim.scenario import Scenario
+from freewheel.sim.scenario import Compute, Links, Scenario
 
-MOST_WORKERS = 1024
-"""More take longer than somebody who plans wants to wait."""
-MOST_MB = 1e7
+MOST_WORKERS, MOST_MB = 1024, 1e7  # more workers take longer than somebody who plans wants to wait
 
 
 @dataclass(frozen=True)
@@ -23,8 +19,7 @@ class Setting:
 
     workers: int
     model_mb: float
-    compute_ms: float
-    """Mean time of a gradient on a worker that is not slow."""
+    compute_ms: float  # mean time of a gradient on a worker that is not slow
     link_mbit: float = setting(1000.0, "Bandwidth of each worker, in and out; or --hosts.")
     latency_ms: float = setting(0.2, "Latency of every link; or --hosts.", rare=True)
     slow: Mapping[int, float] = setting(dict, "RANK:FACTOR, this worker computes slower; repeatable.")
@@ -36,45 +31,35 @@ class Setting:
     memory_gb: float | None = setting(
         None, "What each worker has; strategies that need more are left out.", rare=True
     )
-    optimizer_mb: float = 0.0
-    """What the optimizer keeps in memory."""
+    optimizer_mb: float = 0.0  # what the optimizer keeps in memory
     message_ms: float = setting(0.5, "What a message takes at its ends, beside the wire.", rare=True)
-    node_mbit: float = 10_000.0
-    """How fast workers of one machine talk to each other."""
+    node_mbit: float = 10_000.0  # how fast workers of one machine talk to each other
+    # What all messages together may take: workers that share a machine share its cores. None: no limit.
     host_mbit: float | None = None
-    """What all messages together may take: workers that share a machine share its cores. None: no limit."""
     sensitivity: float = setting(
         1.0, "How much drift and lag cost in convergence, against what digits shows.", rare=True
     )
     seed: int = setting(0, "One seed, one plan.", rare=True)
 
     def __post_init__(self) -> None:
-        at_least("workers", self.workers, 1)
-        at_least("workers per node", self.workers_per_node, 1)
         if self.workers > MOST_WORKERS or self.model_mb > MOST_MB:
-            raise ConfigError(
-                f"a plan is for at most {MOST_WORKERS} workers and models of {MOST_MB:,.0f} MB."
-            )
+            most = f"{MOST_WORKERS} workers and models of {MOST_MB:,.0f} MB"
+            raise ConfigError(f"a plan is for at most {most}.")
         if not 0 <= self.jitter <= 3:
-            raise ConfigError(
-                f"the jitter is a share of the step time, as 0.1; it must not be {self.jitter:g}."
-            )
-        zero = (
-            ("latency", self.latency_ms),
-            ("message's own time", self.message_ms),
-            ("memory", self.memory_gb),
-        )
-        for what, value in zero:
+            what = "the jitter is a share of the step time, as 0.1"
+            raise ConfigError(f"{what}; it must not be {self.jitter:g}.")
+        times = {"latency": self.latency_ms, "message's own time": self.message_ms}
+        for what, value in (*times.items(), ("memory", self.memory_gb)):
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(f"the {what} must be 0 or more and finite, not {value:g}.")
         if not 0 < self.sensitivity < math.inf:
             raise ConfigError(f"the sensitivity must be above 0, not {self.sensitivity:g}.")
+        self.scenario(1)  # it checks the rest: numbers, sizes, times, ranks, factors, the seed
         if self.workers > self.workers_per_node and self.workers % self.workers_per_node:
             raise ConfigError(
                 f"{self.workers} workers cannot be split into machines of {self.workers_per_node}: every "
                 "machine must have as many."
             )
-        self.scenario(1)  # it checks the rest: sizes, times, ranks, factors, the seed
 
     @property
     def nodes(self) -> int:
@@ -88,6 +73,7 @@ class Setting:
 
     def scenario(self, steps: int, fair: bool = False) -> Scenario:
         """The same for the simulator; `fair`: messages share ports, they do not queue at them."""
+        kind = "lognormal" if self.jitter else "constant"
         return Scenario(
             workers=self.workers,
             steps=steps,
@@ -95,12 +81,7 @@ class Setting:
             momentum=0.0,
             warmup=0,
             model_mb=self.model_mb,
-            compute=Compute(
-                ms=self.compute_ms,
-                kind="lognormal" if self.jitter else "constant",
-                spread=self.jitter,
-                slow=dict(self.slow),
-            ),
+            compute=Compute(ms=self.compute_ms, kind=kind, spread=self.jitter, slow=dict(self.slow)),
             links=Links(
                 mbit=self.link_mbit,
                 latency_ms=self.latency_ms + self.message_ms,

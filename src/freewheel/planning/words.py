@@ -66,7 +66,7 @@ def what_would_change(plan: Plan) -> list[str]:
 
 
 Text = Callable[[Forecast], str]
-
+# What each strategy reaches; what its steps are worth, and why.
 SPEEDS: dict[str, Text] = {
     "strategy": lambda one: one.strategy,
     "useful/s": lambda one: UNKNOWN if one.name == CEILING else short(one.useful_steps_per_s, 4),
@@ -75,7 +75,6 @@ SPEEDS: dict[str, Text] = {
     "idle": lambda one: share(one.idle_share),
     "MB/step": lambda one: short(one.bytes_per_step / 1e6),
 }
-"""What each strategy reaches."""
 COSTS: dict[str, Text] = {
     "strategy": lambda one: one.name,
     "stale": lambda one: short(one.staleness_mean),
@@ -83,7 +82,6 @@ COSTS: dict[str, Text] = {
     "needs": lambda one: UNKNOWN if one.name == CEILING else f"×{one.steps_needed:.2f}",
     "cost in convergence": lambda one: one.why,
 }
-"""What its steps are worth, and why."""
 
 
 def forecast_table(forecasts: Sequence[Forecast], columns: dict[str, Text]) -> Table:
@@ -97,16 +95,17 @@ def forecast_table(forecasts: Sequence[Forecast], columns: dict[str, Text]) -> T
 def growth(grown: dict[int, list[Forecast]]) -> Table:
     """Useful steps as a share of the ideal, for each number of workers."""
     rows = []
-    for name in _names(grown):
-        found = [of(forecasts, name) for forecasts in grown.values()]
+    for name, found in _by_name(grown).items():
         rows.append((name, *(share(one.useful_share) if one else UNKNOWN for one in found)))
     return printed(("strategy", *map(str, grown)), rows)
 
 
-def _names(grown: dict[int, list[Forecast]]) -> list[str]:
-    return list(dict.fromkeys(one.name for size in (max(grown), *grown) for one in grown[size]))
+def _by_name(grown: dict[int, list[Forecast]]) -> dict[str, list[Forecast | None]]:
+    names = dict.fromkeys(one.name for size in (max(grown), *grown) for one in grown[size])
+    return {name: [of(forecasts, name) for forecasts in grown.values()] for name in names}
 
 
+# By field of a forecast: a figure's title, and what it shows.
 FIGURES = {
     "useful_steps_per_s": ("Useful steps per second", "what the ranking is by"),
     "useful_share": ("Share of the ideal", "useful steps over the rate at which nobody ever waits"),
@@ -115,23 +114,20 @@ FIGURES = {
     "discrepancy": ("Discrepancy", "largest distance of two workers, in updates"),
     "steps_needed": ("Steps needed", "worker-steps for one of synchronous SGD"),
 }
-"""By field of a forecast: a figure's title, and what it shows."""
 
 
 def html(grown: dict[int, list[Forecast]], title: str, command: str) -> str:
     """The page, in the style of a report."""
-    names = [name for name in _names(grown) if name != CEILING]
-    curves = [
-        Shown(name, place, hue) for place, (name, hue) in enumerate(zip(names, hues(names), strict=True))
-    ]
+    by_name = _by_name(grown)
+    names = [name for name in by_name if name != CEILING]
+    curves = [Shown(*one) for one in zip(names, range(len(names)), hues(names), strict=True)]
+    workers = {"title": {"text": "workers"}, "type": "log", "tickvals": list(grown)}
     figures: dict[str, Figure] = {}
     for at, (field, (heading, said)) in enumerate(FIGURES.items()):
         data = []
         for curve in curves:
-            found = [of(forecasts, curve.label) for forecasts in grown.values()]
-            values = [None if one is None else getattr(one, field) for one in found]
+            values = [None if one is None else getattr(one, field) for one in by_name[curve.label]]
             data.append(line(curve, "%{x} workers: %{y:.3~s}", list(grown), values))
-        workers = {"title": {"text": "workers"}, "type": "log", "tickvals": list(grown)}
         figures[str(at)] = figure(heading, said, 340, data, xaxis=workers, yaxis=axis("", "~s"))
     command = f'<pre class="command"><code>{escape(command)}</code></pre>'
     return document(title, command + places("By number of workers", curves, figures), figures)

@@ -20,8 +20,7 @@ class Answer:
     def __init__(self, school: School) -> None:
         self._school = school
         self._study = Study(school, 0, 0) if school.scenario.gradients else None
-        self.apart_max = 0.0
-        """The largest distance between two replicas that was ever measured."""
+        self.apart_max = 0.0  # the largest distance between two replicas that was ever measured
         if self._study is not None:
             self._study.model.eval()
 
@@ -29,16 +28,11 @@ class Answer:
         """The model the strategy would ship: the mean of the workers' parts."""
         answers = (at_once(worker.strategy.answer(worker.node)) for worker in workers)
         parts = [part for part in answers if part is not None]
-        if (
-            not parts and workers and self._school.strategy.merges()
-        ):  # its holder is lost, its heir takes over
+        if not parts and self._school.strategy.merges():  # its holder is lost, its heir takes over
             parts = [at_once(worker.node.weights()) for worker in workers]
         if not parts:
             raise WorkerLost("no worker that holds the answer is left.")
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total += part
-        return total.div_(len(parts))
+        return sum(parts[1:], parts[0]) / len(parts)
 
     def apart(self, workers: Sequence[SimulatedWorker]) -> tuple[float, float]:
         """The largest distance between two replicas, and the mean squared distance to their mean."""
@@ -54,14 +48,14 @@ class Answer:
         """Loss and accuracy of the answer; `last` has stepped last."""
         if self._study is None:
             return None, None
-        study, task, scenario = self._study, self._school.task, self._school.scenario
-        study.replica.load(self.weights(workers))
-        studies = [worker.study for worker in workers if worker.study is not None]
-        for name, buffer in study.model.named_buffers():  # BatchNorm's statistics
-            if buffer.is_floating_point() and studies:
-                buffer.copy_(torch.stack([one.model.get_buffer(name) for one in studies]).mean(0))
-        task.recalibrate(study.model, scenario.workers, scenario.seed)
-        loss, accuracy = task.evaluate(study.model)
+        model, task, scenario = self._study.model, self._school.task, self._school.scenario
+        self._study.replica.load(self.weights(workers))
+        models = [worker.study.model for worker in workers if worker.study is not None]
+        for name, buffer in model.named_buffers():  # BatchNorm's statistics
+            if buffer.is_floating_point() and models:
+                buffer.copy_(torch.stack([one.get_buffer(name) for one in models]).mean(0))
+        task.recalibrate(model, scenario.workers, scenario.seed)
+        loss, accuracy = task.evaluate(model)
         if not math.isfinite(loss):
             # Who has stepped last, unless somebody's weights are already worse than its loss.
             first = next((w for w in workers if not w.replica.weights.isfinite().all()), last)

@@ -22,40 +22,32 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from freewheel.sim.compute import Compute
 from freewheel.sim.driver import Simulation
-from freewheel.sim.faults import Fault
-from freewheel.sim.links import Links
-from freewheel.sim.scenario import Scenario
+from freewheel.sim.scenario import Compute, Fault, Links, Scenario
 from freewheel.sim.worker import SimulatedWorker
 from freewheel.strategy import Strategy
 from freewheel.task import Task
 
-STEP_S = 0.01
-STEPS = 120
+STEP_S, STEPS, BATCHES = 0.01, 120, 96
 FAULTS_END_S = 0.6 * STEPS * STEP_S
 SILENT_S = 0.08
-BATCHES = 96
-PAUSED = 1e4
-"""How many times slower a worker computes that is paused."""
+PAUSED = 1e4  # how many times slower a worker computes that is paused
 TOLERANCE = 1e-6
 
 
 @dataclass
 class Outcome:
-    """What became of one seed."""
+    """What became of one seed: its faults by kind; the laws that did not hold, each with what was found."""
 
     strategy: str
     seed: int
-    faults: Counter[str] = field(default_factory=Counter)
-    broken: list[str] = field(default_factory=list)
-    """The laws that did not hold, each with what was found."""
+    faults: Counter[str]
+    broken: list[str]
 
 
 def draw(rng: random.Random, workers: int) -> tuple[list[Fault], Counter[str]]:
@@ -90,26 +82,16 @@ def draw(rng: random.Random, workers: int) -> tuple[list[Fault], Counter[str]]:
 class Chaos(Simulation):
     """A simulation that keeps the books its laws need."""
 
-    def __init__(self, strategy: Strategy, task: Task, scenario: Scenario) -> None:
-        self.corrections: Tensor | None = None
-        """The sum of all corrections of all lives."""
-        self.excused = 0
-        """Exchanges and merges that a worker was in the middle of when it crashed."""
-        self.looks = 0
-        self.broken = ""
-        """The first law that was seen broken while the run went on, and when."""
-        self.apart = False
-        """Whether any link has been cut so far."""
-        super().__init__(strategy, task, scenario)
-        self.wire.silence_s = SILENT_S
+    corrections: Tensor | float = 0.0  # the sum of all corrections of all lives
+    excused = 0  # exchanges and merges that a worker was in the middle of when it crashed
+    broken = ""  # the first law that was seen broken while the run went on, and when
 
     def _worker(self, rank: int) -> SimulatedWorker:
         worker = super()._worker(rank)
         inner = worker.replica.correct
 
         def correct(vector: Tensor, own: bool = False) -> None:
-            total = torch.zeros_like(vector) if self.corrections is None else self.corrections
-            self.corrections = total + vector
+            self.corrections = self.corrections + vector
             inner(vector, own)
 
         worker.replica.correct = correct  # type: ignore[method-assign]
@@ -121,7 +103,6 @@ class Chaos(Simulation):
             free = getattr(worker.strategy, "free", None)
             merging = self.strategy.waits_for != "nobody" or (free is not None and free.busy)
             self.excused += merging or not worker.node.idle
-        self.apart = self.apart or fault.kind == "cut"
         super()._strike(fault)
         self._look()
 
@@ -131,16 +112,11 @@ class Chaos(Simulation):
 
     def _look(self) -> None:
         """Check what must hold at every moment."""
-        self.looks += 1
         if self.broken:
             return
-        idle = all(worker.node.idle for worker in self.workers.values())
-        found = (
-            _staleness(self)
-            or _agreement(self)
-            or ("" if self.apart else _leases(self))
-            or (_mean(self) if idle and self.strategy.defines("meet") else "")
-        )
+        found = self._staleness() or self._agreement() or self._leases()
+        if self.strategy.defines("meet") and all(worker.node.idle for worker in self.workers.values()):
+            found = found or self._mean()
         if found:
             self.broken = f"{found} (at {self.loop.time():.4f} s)"
 
@@ -148,12 +124,68 @@ class Chaos(Simulation):
         """How often something ended in some way, in all lives."""
         return sum(getattr(one, what)[outcome] for one in self.counters())
 
+    def found(self) -> list[str]:
+        """The laws that did not hold, at the end of a run."""
+        laws = (self.broken, self._mean(), self._samples(), self._view(), self._staleness())
+        return [broken for broken in laws if broken]
+
+    def _mean(self) -> str:
+        gaps = self.excused + self.counted("exchanges", "half") + self.counted("merges", "half")
+        kept = all(worker.strategy.keeps_mean for worker in self.workers.values())
+        off = float(torch.as_tensor(self.corrections).abs().max())
+        broken = kept and not gaps and off > TOLERANCE
+        return f"mean: corrections sum to {off:.3g}, not to 0" if broken else ""
+
+    def _samples(self) -> str:
+        hands = [worker.hand for worker in self.workers.values() if worker.hand is not None]
+        over = min((hand.number for hand in hands), default=0) - 1  # left-overs of the last are still dealt
+        for number in range(over):
+            if missing := sum(not self.used[number, place] for place in range(BATCHES)):
+                return f"samples: {missing} batches of pass {number} were never used"
+        twice = sum(count - 1 for count in self.used.values() if count > 1)
+        again = sum(one.samples_again for one in self.counters())
+        if twice > again and not {"cut", "crash"} <= {fault.kind for fault in self.scenario.faults}:
+            return f"samples: {twice} batches were used twice, {again} were counted"
+        return ""
+
+    def _agreement(self) -> str:
+        if not self.strategy.merges():
+            return ""
+        views = {worker.rank: worker.node.view for worker in self._trained()}
+        for rank, view in views.items():
+            for peer in view.members:
+                theirs = views.get(peer, view)
+                if theirs.number == view.number and theirs.members != view.members:
+                    return f"views: {rank} says {view}, {peer} says {theirs}"
+        return ""
+
+    def _leases(self) -> str:
+        if any(fault.kind == "cut" and fault.at_s <= self.loop.time() for fault in self.scenario.faults):
+            return ""
+        holders: dict[tuple[int, int], int] = {}
+        for worker in self.workers.values():
+            for batch in worker.hand.ready if worker.hand is not None else ():
+                other = holders.setdefault((batch.number, batch.place), worker.rank)
+                if other != worker.rank:
+                    where = f"batch {batch.place} of pass {batch.number}"
+                    return f"samples: {other} and {worker.rank} hold {where}"
+        return ""
+
+    def _view(self) -> str:
+        views = {worker.rank: worker.node.view for worker in self._trained() if not worker.ended}
+        apart = self.strategy.merges() and len(set(views.values())) > 1
+        return f"views: at the end they are {views}" if apart else ""
+
+    def _staleness(self) -> str:
+        bound = getattr(self.strategy, "tau", None)
+        most = max((one.staleness_max for one in self.counters()), default=0.0)
+        return f"staleness: {most:g}, above {bound}" if bound is not None and most > bound else ""
+
 
 def run(strategy: Strategy, name: str, task: Task, seed: int, workers: int) -> Outcome:
     """One seed with one strategy."""
     rng = random.Random(f"chaos/{name}/{seed}")
     faults, kinds = draw(rng, workers)
-    outcome = Outcome(name, seed, kinds)
     scenario = Scenario(
         workers=workers,
         steps=STEPS,
@@ -166,76 +198,9 @@ def run(strategy: Strategy, name: str, task: Task, seed: int, workers: int) -> O
         momentum=rng.choice((0.0, 0.9)),
     )
     chaos = Chaos(strategy, task, scenario)
+    chaos.wire.silence_s = SILENT_S
     try:
         chaos.run()
     except Exception as error:
-        outcome.broken.append(f"no deadlock: {type(error).__name__}: {error}")
-        return outcome
-    checks = (chaos.broken, _mean(chaos), _samples(chaos, kinds), _view(chaos), _staleness(chaos))
-    outcome.broken += [found for found in checks if found]
-    return outcome
-
-
-def _mean(chaos: Chaos) -> str:
-    gaps = chaos.excused + chaos.counted("exchanges", "half") + chaos.counted("merges", "half")
-    kept = all(worker.strategy.keeps_mean for worker in chaos.workers.values())
-    if not kept or gaps or chaos.corrections is None:
-        return ""
-    off = float(chaos.corrections.abs().max())
-    return f"mean: corrections sum to {off:.3g}, not to 0" if off > TOLERANCE else ""
-
-
-def _samples(chaos: Chaos, kinds: Counter[str]) -> str:
-    used = chaos.used
-    hands = [worker.hand for worker in chaos.workers.values() if worker.hand is not None]
-    over = min((hand.number for hand in hands), default=0) - 1  # left-overs of the last one are still dealt
-    for number in range(over):
-        missing = [place for place in range(BATCHES) if not used[number, place]]
-        if missing:
-            return f"samples: {len(missing)} batches of pass {number} were never used"
-    twice = sum(count - 1 for count in used.values() if count > 1)
-    again = sum(one.samples_again for one in chaos.counters())
-    apart = kinds["cut"] + kinds["link"] + kinds["pause"]
-    if twice > again and not (apart and kinds["crash"]):
-        return f"samples: {twice} batches were used twice, {again} were counted"
-    return ""
-
-
-def _agreement(chaos: Chaos) -> str:
-    if not chaos.strategy.merges():
-        return ""
-    views = {worker.rank: worker.node.view for worker in chaos.workers.values() if worker.ready}
-    for rank, view in views.items():
-        for peer in view.members:
-            theirs = views.get(peer, view)
-            if theirs.number == view.number and theirs.members != view.members:
-                return f"views: {rank} says {view}, {peer} says {theirs}"
-    return ""
-
-
-def _leases(chaos: Chaos) -> str:
-    holders: dict[tuple[int, int], int] = {}
-    for worker in chaos.workers.values():
-        for batch in worker.hand.ready if worker.hand is not None else ():
-            other = holders.setdefault((batch.number, batch.place), worker.rank)
-            if other != worker.rank:
-                return f"samples: {other} and {worker.rank} hold batch {batch.place} of pass {batch.number}"
-    return ""
-
-
-def _view(chaos: Chaos) -> str:
-    training = [worker for worker in chaos.workers.values() if worker.ready and not worker.ended]
-    views = {worker.rank: worker.node.view for worker in training}
-    apart = chaos.strategy.merges() and len(set(views.values())) > 1
-    return f"views: at the end they are {views}" if apart else ""
-
-
-def _staleness(chaos: Chaos) -> str:
-    bound = getattr(chaos.strategy, "tau", None)
-    most = max((one.staleness_max for one in chaos.counters()), default=0.0)
-    return f"staleness: {most:g}, above {bound}" if bound is not None and most > bound else ""
-
-
-def chosen(strategies: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, int]]:
-    """Which strategy each seed is for: they take turns."""
-    return [(strategies[k % len(strategies)], seed) for k, seed in enumerate(seeds)]
+        return Outcome(name, seed, kinds, [f"no deadlock: {type(error).__name__}: {error}"])
+    return Outcome(name, seed, kinds, chaos.found())

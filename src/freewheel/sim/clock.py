@@ -1,21 +1,33 @@
-"""An asyncio event loop in virtual time.
+"""An asyncio event loop in virtual time, and the trace of what happens in it.
 
 The clock stands still while code runs and jumps to the next timer when nothing is left to run. Timers
 of the same moment fire in the order in which they were set, so one seed gives one run. There is no
 input or output in this loop: when neither a ready callback nor a timer is left, nothing can ever happen
 again, and `run_until_idle` returns.
+
+Two runs are the same exactly when the hashes of their traces are: times, losses and sizes are hashed with all
+their digits. A file gets a line of JSON for each event: its time, what happened, and what FIELDS says of it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextvars
+import hashlib
 import heapq
+import json
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeAlias, TypeVar
 
 T = TypeVar("T")
+Act: TypeAlias = Callable[..., Any]
+FIELDS = {
+    "step": ("worker", "step", "loss"),
+    "send": ("worker", "to", "message", "bytes"),
+    "land": ("worker", "from", "message"),
+    "fault": ("fault",),
+    "left": ("worker",),
+}
 
 
 class Callback:
@@ -23,9 +35,9 @@ class Callback:
 
     __slots__ = ("args", "run")
 
-    def __init__(self, run: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    def __init__(self, run: Act, args: tuple[Any, ...]) -> None:
         self.args = args
-        self.run: Callable[..., Any] | None = run
+        self.run: Act | None = run
 
     def cancel(self) -> None:
         """Never call it."""
@@ -35,74 +47,50 @@ class Callback:
 class VirtualLoop(asyncio.AbstractEventLoop):
     """Runs tasks, futures and timers; owns the virtual clock.
 
-    Context variables are those of whoever runs the loop: callbacks get no context of their own.
+    It has what asyncio's tasks, futures, timeouts and locks ask of a loop. Context variables are those of
+    whoever runs it: callbacks get no context of their own.
     """
 
     def __init__(self) -> None:
-        self._now = 0.0
-        self._serial = 0
+        self._now, self._serial = 0.0, 0
         self._ready: deque[Callback] = deque()
         self._timers: list[tuple[float, int, Callback]] = []
-        self._running = False
         self._stopping = False
         self._failure: BaseException | None = None
-
-    # -- what asyncio's tasks, futures, timeouts and locks ask of a loop --
 
     def time(self) -> float:
         """Virtual seconds since the loop was made."""
         return self._now
 
-    def call_soon(  # type: ignore[override]
-        self, callback: Callable[..., Any], *args: Any, context: Any = None
-    ) -> Callback:
+    def call_soon(self, act: Act, *args: Any, context: Any = None) -> Callback:  # type: ignore[override]
         """Run the callback in this moment, after what is already ready."""
-        handle = Callback(callback, args)
+        handle = Callback(act, args)
         self._ready.append(handle)
         return handle
 
-    def call_at(  # type: ignore[override]
-        self, when: float, callback: Callable[..., Any], *args: Any, context: Any = None
-    ) -> Callback:
+    def call_at(self, when: float, act: Act, *args: Any, context: Any = None) -> Callback:  # type: ignore[override]
         """Run the callback at a virtual time; the past means now."""
         if when < self._now:
             when = self._now
-        timer = Callback(callback, args)
+        timer = Callback(act, args)
         self._serial += 1
         heapq.heappush(self._timers, (when, self._serial, timer))
         return timer
 
-    def call_later(  # type: ignore[override]
-        self, delay: float, callback: Callable[..., Any], *args: Any, context: Any = None
-    ) -> Callback:
+    def call_later(self, delay: float, act: Act, *args: Any, context: Any = None) -> Callback:  # type: ignore[override]
         """Run the callback after a virtual delay."""
-        return self.call_at(self._now + delay, callback, *args)
+        return self.call_at(self._now + delay, act, *args)
 
     def create_future(self) -> asyncio.Future[Any]:
         """Make a future that belongs to this loop."""
         return asyncio.Future(loop=self)
 
-    def create_task(  # type: ignore[override]
-        self,
-        coro: Coroutine[Any, Any, Any],
-        *,
-        name: str | None = None,
-        context: contextvars.Context | None = None,
-        **_: Any,
-    ) -> asyncio.Task[Any]:
+    def create_task(self, coro: Coroutine[Any, Any, Any], **how: Any) -> asyncio.Task[Any]:  # type: ignore[override]
         """Start a coroutine in this moment."""
-        return asyncio.Task(coro, loop=self, name=name, context=context)
+        return asyncio.Task(coro, loop=self, **how)
 
     def get_debug(self) -> bool:
         """Never: asyncio's debug mode reads the wall clock."""
-        return False
-
-    def is_running(self) -> bool:
-        """Whether `run_until_idle` is on the stack."""
-        return self._running
-
-    def is_closed(self) -> bool:
-        """Never: there is nothing to close."""
         return False
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
@@ -110,15 +98,13 @@ class VirtualLoop(asyncio.AbstractEventLoop):
         self._failure = self._failure or context.get("exception") or RuntimeError(context.get("message"))
         self._stopping = True
 
-    # -- running --
-
     def stop(self) -> None:
         """Let `run_until_idle` return after the callback that is running now."""
         self._stopping = True
 
     def run_until_idle(self) -> None:
         """Run until somebody calls `stop` or nothing can happen any more; raise what nobody caught."""
-        self._running, self._stopping = True, False
+        self._stopping = False
         asyncio._set_running_loop(self)
         ready, timers = self._ready, self._timers
         try:
@@ -136,21 +122,9 @@ class VirtualLoop(asyncio.AbstractEventLoop):
                     break
         finally:
             asyncio._set_running_loop(None)
-            self._running = False
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
+        failure, self._failure = self._failure, None
+        if failure is not None:
             raise failure
-
-    def run(self, coro: Coroutine[Any, Any, Any]) -> Any:
-        """Run one coroutine to its end; what it leaves scheduled stays scheduled."""
-        task = self.create_task(coro)
-        task.add_done_callback(lambda _: self.stop())
-        self.run_until_idle()
-        if not task.done():
-            task.cancel()
-            self.run_until_idle()
-            raise RuntimeError("nothing is left to wait for, yet the coroutine has not ended")
-        return task.result()
 
 
 def at_once(work: Coroutine[Any, Any, T]) -> T:
@@ -161,3 +135,33 @@ def at_once(work: Coroutine[Any, Any, T]) -> T:
         result: T = end.value
         return result
     raise AssertionError("it waits for something")
+
+
+class Trace:
+    """Takes events as tuples; hashes them as text, and writes them out if asked to."""
+
+    def __init__(self, file: TextIO | None = None) -> None:
+        self._hash = hashlib.sha256()
+        self._events: list[tuple[Any, ...]] = []
+        self._file = file
+        self.events = 0
+
+    def add(self, event: tuple[Any, ...]) -> None:
+        """Add an event: its time, what happened, to whom."""
+        self._events.append(event)
+        if len(self._events) >= 4096:
+            self._flush()
+
+    def sha256(self) -> str:
+        """The hash of all events so far."""
+        self._flush()
+        return self._hash.hexdigest()
+
+    def _flush(self) -> None:
+        self._hash.update("".join(f"{event!r}\n" for event in self._events).encode())
+        if self._file is not None:
+            for time_s, what, *more in self._events:
+                told = dict(zip(FIELDS[what], more, strict=True))
+                self._file.write(json.dumps({"time_s": time_s, "event": what, **told}) + "\n")
+        self.events += len(self._events)
+        self._events.clear()

@@ -6,26 +6,21 @@ import contextlib
 import dataclasses
 import gc
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import torch
-from torch import Tensor
 
-from freewheel.errors import ConfigError, PeerLost, WorkerLost
+from freewheel.errors import ConfigError, Deadlock, PeerLost, RunStopped, WorkerLost
 from freewheel.records.counters import Counters
 from freewheel.records.result import Result, Sample, result
 from freewheel.records.schema import WorkerSample
 from freewheel.sim.answer import Answer
-from freewheel.sim.clock import VirtualLoop, at_once
-from freewheel.sim.deadlock import standstill
+from freewheel.sim.clock import Trace, VirtualLoop, at_once
 from freewheel.sim.fabric import Wire
-from freewheel.sim.faults import Fault
-from freewheel.sim.gradients import Gradients
 from freewheel.sim.links import Network
-from freewheel.sim.scenario import Scenario
-from freewheel.sim.study import School
-from freewheel.sim.trace import Trace
+from freewheel.sim.scenario import Fault, Scenario
+from freewheel.sim.study import Gradients, School
 from freewheel.sim.worker import SimulatedWorker
 from freewheel.strategy import Strategy
 from freewheel.task import Task
@@ -71,16 +66,12 @@ class Simulation:
         rounds = scenario.evaluations and -(-scenario.steps // scenario.evaluations)
         self.every = rounds * scenario.workers
         self.finished_s: float | None = None
-        self.sent_bytes = 0.0
-        """What had left the workers when training ended; what was under way is delivered after that."""
+        self.sent_bytes = 0.0  # what had left the workers then; what was under way is delivered after that
         self.failure: BaseException | None = None
         self.samples: list[Sample] = []
-        self.slower: dict[int, float] = {}
-        """How many times slower faults have made each worker."""
-        self._past: list[tuple[Counters, WorkerSample]] = []
-        """Of lives that have ended: what they counted, and their last sample."""
-        self.used: Counter[tuple[int, int]] = Counter()
-        """How often each dealt batch (pass, place) was used."""
+        self.slower: dict[int, float] = {}  # how many times slower faults have made each worker
+        self._past: list[tuple[Counters, WorkerSample]] = []  # of lives that have ended: the last they said
+        self.used: Counter[tuple[int, int]] = Counter()  # how often each dealt batch was: pass, place
         self.school = School(task, strategy, scenario)
         self.loop = VirtualLoop()  # type: ignore[abstract]
         self.trace = Trace(trace_file)
@@ -114,7 +105,7 @@ class Simulation:
 
     def _run(self) -> Result:
         for worker in self.workers.values():
-            worker.launch(self._train(worker, None))
+            worker.launch(self._train(worker))
         faults = [self.loop.call_at(fault.at_s, self._strike, fault) for fault in self.scenario.faults]
         try:
             self._advance()
@@ -122,7 +113,7 @@ class Simulation:
             for timer in faults:
                 timer.cancel()
         if self.finished_s is None:
-            raise standstill(self.workers, self.loop.time())
+            raise self._standstill()
         for worker in self.workers.values():
             worker.end_training()
         self._advance()
@@ -135,9 +126,22 @@ class Simulation:
         if self.failure is not None:
             raise self.failure
 
-    async def _train(self, worker: SimulatedWorker, join: Coroutine[Any, Any, None] | None) -> None:
+    def _standstill(self) -> RunStopped:
+        """Why nothing can happen any more: nobody is left, or they wait for each other."""
+        now_s = self.loop.time()
+        if not self.workers:
+            return WorkerLost(f"no worker is left at {now_s:.3f} s: every one has crashed.")
+        told = [
+            f"worker {rank} waits for worker {peer} ({'/'.join(map(str, tag))})"
+            for rank, worker in self.workers.items()
+            for peer, tag in worker.fabric.waits()
+            if peer is not None
+        ]
+        return Deadlock(f"deadlock at {now_s:.3f} s: {', '.join(told) or 'all workers wait'}.")
+
+    async def _train(self, worker: SimulatedWorker) -> None:
         """One life of a worker, until it has made its steps or was told to leave."""
-        await worker.begin(join)
+        await worker.begin(self._join(worker) if worker.life > 1 else None)
         while worker.limit is None or worker.node.steps < worker.limit:
             await worker.step(self._rate)
             self._stepped(worker)
@@ -199,48 +203,46 @@ class Simulation:
 
     def _strike(self, fault: Fault) -> None:
         """Let a fault happen."""
-        rank, wire = fault.rank, self.wire
+        rank, wire, worker = fault.rank, self.wire, self.workers.get(fault.rank)
         self.trace.add((self.loop.time(), "fault", str(fault)))
-        if fault.kind == "crash" and rank in self.workers:
-            self._end_life(rank, "crashed", "died")
-        elif fault.kind == "leave" and rank in self.workers:
-            self.workers[rank].leave()
-        elif fault.kind == "restart" and rank not in self.workers:
-            self._restart(rank)
-        elif fault.kind == "slow" and rank in self.workers:
-            self.slower[rank] = self.slower.get(rank, 1.0) * fault.factor
-            self.workers[rank].clockwork.factor *= fault.factor
-        elif fault.kind == "throttle":
+        if fault.kind == "throttle":
             wire.network.throttle(rank, fault.factor)
         elif fault.kind in ("cut", "heal"):
             act = wire.cut_link if fault.kind == "cut" else wire.heal_link
             for peer in range(self.scenario.workers) if fault.peer is None else (fault.peer,):
                 if peer != rank:
                     act(rank, peer)
+        elif fault.kind == "restart" and worker is None:
+            self.workers[rank] = worker = self._worker(rank)
+            worker.clockwork.factor *= self.slower.get(rank, 1.0)
+            worker.launch(self._train(worker))
+        elif worker is None:
+            return
+        elif fault.kind == "crash":
+            self._end_life(worker, "crashed", "died")
+        elif fault.kind == "leave":
+            worker.leaving = True  # at the next boundary
+            worker.node.farewells.announce()
+        elif fault.kind == "slow":
+            self.slower[rank] = self.slower.get(rank, 1.0) * fault.factor
+            worker.clockwork.factor *= fault.factor
 
-    def _end_life(self, rank: int, why: str, what: str) -> None:
-        worker = self.workers.pop(rank)
+    def _end_life(self, worker: SimulatedWorker, why: str, what: str) -> None:
+        del self.workers[worker.rank]
         worker.die()
         if worker.study is not None:
             self.gradients.drop(worker.study)
         self._past.append((worker.counters, worker.sample(self.loop.time())))
-        self.wire.crash(rank, why, what)
-        if self.strategy.needs(rank):
-            self._fail(PeerLost(rank, why))
+        self.wire.crash(worker.rank, why, what)
+        if self.strategy.needs(worker.rank):
+            self._fail(PeerLost(worker.rank, why))
         self._finish_if_done()
 
     def _left(self, worker: SimulatedWorker) -> None:
         """A worker that was told to leave has said goodbye."""
         if self.workers.get(worker.rank) is worker:
             self.trace.add((self.loop.time(), "left", worker.rank))
-            self._end_life(worker.rank, "it was told to leave", "left")
-
-    def _restart(self, rank: int) -> None:
-        """Bring a worker back: it copies a living one's weights over the network before it trains."""
-        worker = self._worker(rank)
-        worker.clockwork.factor *= self.slower.get(rank, 1.0)
-        self.workers[rank] = worker
-        worker.launch(self._train(worker, self._join(worker)))
+            self._end_life(worker, "it was told to leave", "left")
 
     async def _join(self, worker: SimulatedWorker) -> None:
         """Come into the view of those who train; else copy one that lives; else begin anew."""
@@ -248,15 +250,13 @@ class Simulation:
             await worker.node.join()
         if worker.node.source is not None:
             return
-        while donors := [w for w in self.workers.values() if w.ready and w.rank in worker.fabric.members]:
+        while donors := [one for one in self._trained() if worker.fabric.reaches(one.rank)]:
             donor = donors[0]
             worker.fabric.clear()  # what has arrived until now is in the copy
             donor.fabric.post(worker.rank, COPY, at_once(donor.strategy.handover(donor.node)))
-            try:
+            with contextlib.suppress(PeerLost):
                 worker.replica.load((await worker.fabric.receive(COPY, donor.rank)).payload)
                 return
-            except PeerLost:
-                continue
 
     def _trained(self) -> list[SimulatedWorker]:
         """The workers that have weights worth looking at."""
@@ -268,10 +268,6 @@ class Simulation:
     def _now_s(self) -> float:
         """The end of training, once it is known: what is delivered after it takes none of its time."""
         return self.loop.time() if self.finished_s is None else self.finished_s
-
-    def answer(self) -> Tensor:
-        """The model the strategy would ship."""
-        return self._answer.weights(self._trained())
 
     def _take_sample(self) -> None:
         trained = self._trained()
@@ -285,8 +281,7 @@ class Simulation:
         yield from (worker.counters for worker in self.workers.values())
 
     def _result(self) -> Result:
-        scenario, took_s = self.scenario, self.finished_s
-        assert took_s is not None
+        scenario, took_s = self.scenario, self._now_s
         self._take_sample()
         self.progress(self.completed, self.budget)
         present = [worker.sample(took_s, last=True) for worker in self.workers.values()]

@@ -7,8 +7,8 @@ between, as they do on a wire. Messages are cut through: a port starts
 to pass a message on as soon as its first byte is there, so an uncontended transfer costs
 latency + bytes / (slowest port), not the sum over the ports.
 
-With ``fair`` a port passes all its messages at once instead, each as fast as any other (sharing.py): so TCP
-shares a link among connections. It differs where many talk to one and wait for the answer.
+With ``fair`` a port passes all its messages at once instead, each as fast as any other: so TCP shares a
+link among connections. It differs where many talk to one and wait for the answer.
 
 Workers of one machine (``workers_per_node``) talk over a faster local path that never touches the
 backbone. Buffers between ports are unlimited, but a sender feels a full receiver: see VirtualFabric.send.
@@ -16,44 +16,14 @@ backbone. Buffers between ports are unlimited, but a sender feels a full receive
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import heapq
+import itertools
+from collections.abc import Callable
 
-from freewheel.errors import above_zero, at_least
-from freewheel.settings import setting
+from freewheel.sim.clock import Callback, VirtualLoop
+from freewheel.sim.scenario import Links
 
-BYTES_PER_MBIT = 1e6 / 8
-PACKET_BYTES = 1500
-"""A message that fits into one packet does not wait for a long one of another connection to pass."""
-
-
-@dataclass(frozen=True)
-class Links:
-    """What the network is like; speeds in Mbit/s, times in ms."""
-
-    mbit: float = setting(1000.0, "Bandwidth of each worker, in and out.", flag="--link-mbit")
-    out_mbit: float | None = setting(None, "Bandwidth out, where it differs.", rare=True)
-    latency_ms: float = setting(0.2, "Latency of every link.", rare=True)
-    slow: Mapping[int, float] = setting(
-        dict, "RANK:FACTOR, this worker's link is slower; repeatable.", flag="--slow-link", rare=True
-    )
-    backbone_mbit: float | None = setting(None, "A backbone all messages between nodes share.", rare=True)
-    workers_per_node: int = setting(1, "Workers that share a machine, in order of rank.", rare=True)
-    node_mbit: float = 100_000.0
-    node_latency_ms: float = 0.01
-    fair: bool = False
-    """Whether a port passes all its messages at once, instead of one after the other."""
-
-    def __post_init__(self) -> None:
-        speeds = {"link": self.mbit, "outgoing": self.out_mbit, "backbone": self.backbone_mbit}
-        for name, value in (*speeds.items(), ("node", self.node_mbit)):
-            if value is not None:
-                above_zero(f"the {name} bandwidth in Mbit/s", value)
-        at_least("the latency", self.latency_ms, 0)
-        at_least("the latency inside a node", self.node_latency_ms, 0)
-        at_least("workers per node", self.workers_per_node, 1)
-        for rank, factor in self.slow.items():
-            above_zero(f"the slow-link factor of worker {rank}", factor)
+PACKET_BYTES = 1500  # a message that fits into one does not wait for a long one of another connection
 
 
 class Port:
@@ -62,7 +32,7 @@ class Port:
     __slots__ = ("bytes_per_s", "free_at")
 
     def __init__(self, mbit: float) -> None:
-        self.bytes_per_s = mbit * BYTES_PER_MBIT
+        self.bytes_per_s = mbit * 1e6 / 8
         self.free_at = 0.0
 
     def take(self, first_byte: float, last_byte: float, size: int) -> tuple[float, float]:
@@ -77,17 +47,58 @@ class Port:
         return start, self.free_at
 
 
+class Fair(Port):
+    """Shares its speed equally among the messages that pass it; a new speed counts from the next on.
+
+    A message that needs b bytes is through when b bytes of each have passed, so the port only counts how much
+    of each has passed, and keeps the messages in the order in which they will be through.
+    """
+
+    def __init__(self, mbit: float) -> None:
+        super().__init__(mbit)
+        self._passed = self._since = 0.0  # bytes of each that have passed by a moment; differences count
+        self._messages: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self._timer: Callback | None = None
+
+    def join(self, loop: VirtualLoop, size: int, through: Callable[[], None]) -> None:
+        """Begin to pass a message; say when it is through."""
+        if self._messages:
+            self._passed += (loop.time() - self._since) * self.bytes_per_s / len(self._messages)
+        heapq.heappush(self._messages, (self._passed + size, next(self._numbers), through))
+        self._wait(loop)
+
+    def _wait(self, loop: VirtualLoop) -> None:
+        """Wake up when the next one is through."""
+        self._since = loop.time()
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._messages:
+            left = max(0.0, self._messages[0][0] - self._passed)
+            at = self._since + left * len(self._messages) / self.bytes_per_s
+            self._timer = loop.call_at(at, self._wake, loop)
+
+    def _wake(self, loop: VirtualLoop) -> None:
+        self._passed = first = self._messages[0][0]
+        done = []
+        while self._messages and self._messages[0][0] <= first * (1 + 1e-12):
+            done.append(heapq.heappop(self._messages)[2])
+        self._wait(loop)
+        for through in done:
+            through()
+
+
 class Network:
     """The ports of one run and the paths through them."""
 
     def __init__(self, links: Links, workers: int) -> None:
         self.links = links
+        port = Fair if links.fair else Port
         slow = [links.slow.get(rank, 1.0) for rank in range(workers)]
-        self.out = [Port((links.out_mbit or links.mbit) / factor) for factor in slow]
-        self.into = [Port(links.mbit / factor) for factor in slow]
-        self.local_out = [Port(links.node_mbit) for _ in range(workers)]
-        self.local_into = [Port(links.node_mbit) for _ in range(workers)]
-        self.backbone = Port(links.backbone_mbit) if links.backbone_mbit else None
+        self.out = [port((links.out_mbit or links.mbit) / factor) for factor in slow]
+        self.into = [port(links.mbit / factor) for factor in slow]
+        self.local_out, self.local_into = ([port(links.node_mbit) for _ in slow] for _ in range(2))
+        self.backbone = port(links.backbone_mbit) if links.backbone_mbit else None
         self.latency_s = links.latency_ms / 1e3
         self.node_latency_s = links.node_latency_ms / 1e3
 

@@ -18,27 +18,20 @@ from freewheel.records.journal import Journal
 from freewheel.records.result import Result
 from freewheel.records.schema import run_json
 from freewheel.sim.driver import Simulation
-from freewheel.sim.faults import Fault
-from freewheel.sim.scenario import Scenario
+from freewheel.sim.scenario import Fault, Scenario
 from freewheel.sim.worker import SimulatedWorker
 from freewheel.strategy import Strategy
 from freewheel.task import Task
 
-SAMPLES = 400
-"""So many samples a worker gets if the run lasts as long as if nobody waited; a few more if it does not."""
-BYTES, SAMPLE_BYTES, PEER_BYTES = 100_000_000, 900, 25
-"""What all samples together may take; what one does, and each peer in it."""
-MOST_PEERS = 256
-"""In runs of more workers samples do not say who was met."""
-MOST_TIMELINES = 64
-"""Nor is every step of every worker written down."""
+SAMPLES = 400  # a worker gets so many if the run lasts as long as if nobody waited; a few more if it does not
+BYTES, SAMPLE_BYTES, PEER_BYTES = 100_000_000, 900, 25  # what all may take; one does, and each peer in it
+MOST_PEERS = 256  # in runs of more workers samples do not say who was met
+MOST_TIMELINES = 64  # nor is every step of every worker written down
 WORDS = {"crash": "died", "restart": "restarted", "cut": "cut", "heal": "joined"}
 
 
 class RecordedSimulation(Simulation):
     """A simulation that writes its folder; records of an earlier run in it are removed."""
-
-    _begun = False
 
     def __init__(
         self,
@@ -46,29 +39,26 @@ class RecordedSimulation(Simulation):
         task: Task,
         scenario: Scenario,
         folder: Path,
-        *,
         about: dict[str, Any],
         **how: Any,
     ) -> None:
         super().__init__(strategy, task, scenario, **how)
         fresh(folder)
-        self._journal = Journal(folder, "simulator")
-        self._about = about
-        step_s = self.budget / scenario.steps / scenario.compute.ideal_rate(scenario.workers)
+        self._journal, self._about = Journal(folder, "simulator"), about
+        compute, workers = scenario.compute, scenario.workers
+        step_s = workers / compute.ideal_rate(workers)
         if strategy.lockstep():
-            step_s = max(scenario.compute.mean_s(rank) for rank in self.workers)
+            step_s = max(map(compute.mean_s, range(workers)))
         self._likely_s = scenario.steps * step_s
-        peers = len(self.workers) if len(self.workers) <= MOST_PEERS else 0
-        size = len(self.workers) * (SAMPLE_BYTES + PEER_BYTES * peers)
+        size = workers * (SAMPLE_BYTES + PEER_BYTES * workers * (workers <= MOST_PEERS))
         self._most = max(20, min(SAMPLES, BYTES // size))
 
     def _worker(self, rank: int) -> SimulatedWorker:
         worker = super()._worker(rank)
 
         def note(what: str, about: int | None, text: str) -> None:
-            if self._begun:
-                life = None if about is None else self.wire.life[about]
-                self._journal.event(self.loop.time(), what, about, life, text, by=rank)
+            life = None if about is None else self.wire.life[about]
+            self._journal.event(self.loop.time(), what, about, life, text, by=rank)
 
         worker.fabric.notice = note
         if self.scenario.workers <= MOST_TIMELINES:
@@ -76,32 +66,26 @@ class RecordedSimulation(Simulation):
         return worker
 
     def _run(self) -> Result:
-        self._journal.about(
-            run_json(
-                torch=torch.__version__,
-                clock="virtual",
-                strategy=self.strategy.name,
-                workers=self.scenario.workers,
-                seed=self.scenario.seed,
-                settings=self.settings(),
-                target=self.scenario.target,
-                **self._about,
-            )
+        about = run_json(
+            torch=torch.__version__,
+            clock="virtual",
+            strategy=self.strategy.name,
+            workers=self.scenario.workers,
+            seed=self.scenario.seed,
+            settings=self.settings(),
+            target=self.scenario.target,
+            **self._about,
         )
-        self._begun = True
+        self._journal.about(about)
         self._write_all()
-        ended = False
         try:
             found = super()._run()
-            ended = True
-            return found
         except BaseException as error:
             self._journal.event(self._now_s, "failed", None, None, f"{type(error).__name__}: {error}")
+            self._write_all()
             raise
-        finally:
-            for worker in self.workers.values():
-                self._write(worker, last=ended)
-            self._journal.close()
+        self._write_all(last=True)
+        return found
 
     def _stepped(self, worker: SimulatedWorker) -> None:
         super()._stepped(worker)
@@ -110,34 +94,26 @@ class RecordedSimulation(Simulation):
 
     def _take_sample(self) -> None:
         super()._take_sample()
-        sample, trained = self.samples[-1], self.scenario.gradients
-        self._journal.evaluation(
-            sample.virtual_s,
-            worker_steps=sample.worker_steps,
-            loss=sample.loss,
-            accuracy=sample.accuracy,
-            discrepancy=sample.discrepancy if trained else None,
-            consensus=sample.consensus if trained else None,
-            discrepancy_max=self._answer.apart_max if trained else None,
-        )
+        measured = {**vars(self.samples[-1]), "discrepancy_max": self._answer.apart_max}
+        time_s = measured.pop("virtual_s")
+        if not self.scenario.gradients:  # there is nothing that could be apart
+            measured = {"worker_steps": self.completed}
+        self._journal.evaluation(time_s, **measured)
 
     def _strike(self, fault: Fault) -> None:
-        if fault.kind == "crash" and fault.rank in self.workers:
-            self._write(self.workers[fault.rank])
         if fault.kind != "leave":  # who leaves goes later, and the others notice it
             what = WORDS.get(fault.kind, "slowed")
             life = self.wire.life[fault.rank] + (fault.kind == "restart")
             self._journal.event(self.loop.time(), what, fault.rank, life, str(fault), peer=fault.peer)
         super()._strike(fault)
 
-    def _left(self, worker: SimulatedWorker) -> None:
-        if self.workers.get(worker.rank) is worker:
-            self._write(worker, last=True)
-        super()._left(worker)
+    def _end_life(self, worker: SimulatedWorker, why: str, what: str) -> None:
+        self._write(worker, last=what == "left")
+        super()._end_life(worker, why, what)
 
-    def _write_all(self) -> None:
+    def _write_all(self, last: bool = False) -> None:
         for worker in self.workers.values():
-            self._write(worker)
+            self._write(worker, last)
         # A run that lasts longer than was likely is sampled ever more rarely.
         self._next_s = self._now_s + max(self._now_s, self._likely_s) / self._most
 

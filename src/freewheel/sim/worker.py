@@ -16,13 +16,43 @@ from freewheel.errors import Diverged
 from freewheel.node_driver import NodeDriver
 from freewheel.records.schema import WorkerSample, worker_sample
 from freewheel.replica import Replica
-from freewheel.sim.compute import Clockwork
 from freewheel.sim.fabric import VirtualFabric, Wire
-from freewheel.sim.gradients import Gradients
-from freewheel.sim.study import School, Study
+from freewheel.sim.scenario import Compute
+from freewheel.sim.study import Gradients, School, Study
 from freewheel.strategy import Strategy
 
 T = TypeVar("T")
+
+
+class Clockwork:
+    """One worker's step times."""
+
+    def __init__(self, compute: Compute, rank: int, rng: random.Random, now: float = 0.0) -> None:
+        self.rank, self.rng = rank, rng
+        self.model = compute.of.get(rank, compute)
+        self.factor = compute.slow.get(rank, 1.0)  # how many times slower it is; a fault may change it
+        self.steps = 0
+        pauses = ((at_s, for_s) for who, at_s, for_s in compute.pauses if who == rank and at_s >= now)
+        self.pauses = sorted(pauses, reverse=True)
+
+    def next_s(self, now: float) -> tuple[float, float]:
+        """How long the next gradient takes, and a pause before it, in seconds."""
+        pause = 0.0
+        while self.pauses and self.pauses[-1][0] <= now:
+            pause += self.pauses.pop()[1]
+        model, spread = self.model, self.model.spread
+        took = model.ms / 1e3
+        if model.kind == "uniform":
+            took *= self.rng.uniform(1 - spread, 1 + spread)
+        elif model.kind == "exponential":
+            took *= self.rng.expovariate(1.0)
+        elif model.kind == "lognormal":
+            took *= self.rng.lognormvariate(-(spread**2) / 2, spread)
+        elif model.kind == "trace":
+            row = model.trace[self.steps % len(model.trace)]
+            took = row[self.rank % len(row)] / 1e3
+        self.steps += 1
+        return took * self.factor, pause
 
 
 class SimulatedWorker:
@@ -44,21 +74,18 @@ class SimulatedWorker:
         life = wire.life[rank]
         self.study = Study(school, rank, life) if scenario.gradients else None
         self.replica = self.study.replica if self.study else Replica.blank(school.size)
+        self._boundary = self.study.boundary if self.study else self.replica.boundary
         self.life = life + 1
         seed = f"{scenario.seed}/{rank}/{life}"
         self.clockwork = Clockwork(scenario.compute, rank, random.Random(f"compute/{seed}"), self.loop.time())
         # A strategy with a staleness of its own records it; for the others the node's measure is taken.
         self._measured = type(self.strategy).staleness is not Strategy.staleness
         self.tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that a life ends the same way twice
-        self.ready = False
-        """Whether it has weights to train: not while it copies another's."""
-        self.limit = scenario.steps if self.strategy.lockstep() else None
-        """How many steps it makes; None: as many as there are."""
-        self.completed = 0
-        """Its steps, without one whose end it is still waiting for."""
-        self.ended = self.leaving = False
-        """Whether it has made all its steps; whether it was told to leave."""
         self.training: asyncio.Task[Any] | None = None
+        self.limit = scenario.steps if self.strategy.lockstep() else None  # None: as many steps as there are
+        self.completed = 0  # its steps, without one whose end it is still waiting for
+        self.ready = False  # whether it has weights to train: not while it copies another's
+        self.ended = self.leaving = False  # whether it has made all its steps; was told to leave
         self.born_s = self.loop.time()
         self.computing_since: float | None = None
         self.fabric: VirtualFabric = wire.attach(rank)
@@ -70,12 +97,11 @@ class SimulatedWorker:
             self.node.judge, self.node.moments = self.study.score, self.study.moments
             self.counters.measure = self.counters.measure_always = True
         self.hand: LeaseQueue | None = None
-        self.dealing: Dealing | None = None
         if scenario.batches:
-            self.dealing = Dealing(self.fabric, self.life, self.counters, self.spawn)
+            self._dealing = Dealing(self.fabric, self.life, self.counters, self.spawn)
             parts = self.strategy.merges()
             key = Key(scenario.batches, 0, grid=scenario.batches * parts)
-            self.hand = LeaseQueue(self.dealing, key, parts=parts)
+            self.hand = LeaseQueue(self._dealing, key, parts=parts)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine in this worker's life; a failure of it is the run's."""
@@ -86,8 +112,8 @@ class SimulatedWorker:
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
         self.tasks.pop(task, None)
-        if not task.cancelled() and task.exception() is not None:
-            self._fail(task.exception())  # type: ignore[arg-type]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
 
     def launch(self, training: Coroutine[Any, Any, None]) -> None:
         """Start to train, and to answer others."""
@@ -113,31 +139,26 @@ class SimulatedWorker:
 
     async def step(self, rate_of: Callable[[SimulatedWorker], float]) -> None:
         """One step: a batch, a gradient, the strategy's part, a boundary."""
-        node, strategy, study = self.node, self.strategy, self.study
+        node, strategy, counters = self.node, self.strategy, self.counters
         batch = None if self.hand is None else await self._wait("data", self._draw(self.hand))
         stale = node.unmerged_steps
         await self._compute()
         if not self._measured:
-            self.counters.stale(stale)
-        if study is not None:
-            self._learn(study)
+            counters.stale(stale)
         await self._wait("peers", strategy.before_step(node))
         rate = rate_of(self)
-        if study is not None:
-            study.step(rate)
-        self.counters.steps += 1
+        if self.study is not None:
+            self.study.step(rate)
+        counters.steps += 1
         if strategy.always_stops or strategy.stops(node):
             await self._wait("peers", strategy.after_step(node))
-        if study is not None:
-            study.boundary()
-        else:
-            self.replica.boundary()
+        self._boundary()
         if self.hand is not None and batch is not None:
             self._used[batch.number, batch.place] += 1
-            self.counters.samples += 1
+            counters.samples += 1
             self.hand.finish(batch)
         node.stepped()
-        self.trace.add((self.loop.time(), "step", self.rank, self.counters.steps, node.loss))
+        self.trace.add((self.loop.time(), "step", self.rank, counters.steps, node.loss))
         self.completed += 1
 
     async def _wait(self, cause: str, work: Coroutine[Any, Any, T]) -> T:
@@ -147,8 +168,15 @@ class SimulatedWorker:
         self.counters.go_on(self.loop.time())
         return result
 
+    async def _draw(self, hand: LeaseQueue) -> Batch:
+        """The next batch dealt to this worker, of the next pass if this one is over."""
+        while (batch := await hand.draw()) is None:
+            await hand.settle()
+            hand.begin(hand.number + 1)
+        return batch
+
     async def _compute(self) -> None:
-        """Let the time of a gradient pass."""
+        """Let the time of a gradient pass; it is there at its end."""
         took, pause = self.clockwork.next_s(self.loop.time())
         if pause:
             await asyncio.sleep(pause)
@@ -160,16 +188,9 @@ class SimulatedWorker:
         self.node.computed(took, self.counters.steps + 1)
         if self.counters.timeline is not None:
             self.counters.timeline.gradient(took)
-
-    async def _draw(self, hand: LeaseQueue) -> Batch:
-        """The next batch dealt to this worker, of the next pass if this one is over."""
-        while (batch := await hand.draw()) is None:
-            await hand.settle()
-            hand.begin(hand.number + 1)
-        return batch
-
-    def _learn(self, study: Study) -> None:
-        self.node.loss, norm = self._gradients.end(study)
+        if self.study is None:
+            return
+        self.node.loss, norm = self._gradients.end(self.study)
         if not (math.isfinite(self.node.loss) and math.isfinite(norm)):
             raise Diverged(
                 f"{self.strategy.name} diverged: worker {self.rank} got a loss of {self.node.loss:g} and a "
@@ -180,21 +201,16 @@ class SimulatedWorker:
 
     # -- its end --
 
-    def leave(self) -> None:
-        """Leave at the next boundary."""
-        self.leaving = True
-        self.node.farewells.announce()
-
     async def depart(self) -> None:
         """Hand back what was dealt, hand over what was learned, say goodbye."""
         self.node.end_calls()
-        if self.dealing is not None:
-            await self.dealing.give_back()
+        if self.hand is not None:
+            await self._dealing.give_back()
         await self.strategy.leave(self.node)
         self.replica.boundary()
         self.node.leave()
-        if self.dealing is not None:
-            self.dealing.part()
+        if self.hand is not None:
+            self._dealing.part()
         await self.node.farewells.goodbye()
 
     def _stop_computing(self) -> None:
@@ -214,8 +230,6 @@ class SimulatedWorker:
         self.end_training()
         for task in list(self.tasks):
             task.cancel()
-
-    # -- what it says of itself --
 
     def sample(self, now_s: float, last: bool = False) -> WorkerSample:
         """How it goes, as a real worker says it."""
