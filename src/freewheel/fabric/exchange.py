@@ -243,16 +243,13 @@ class Exchanges:
         self.free()
         if self.patience is not None:
             self.patience.cancel()
-            self.patience = None
-        taken = False
         if len(self.waiting) > 1:  # workers in step call in the same order every time: each gets its turn
             self.random.shuffle(self.waiting)
         while self.waiting:
             peer, waiting_tag, epoch = self.waiting.popleft()
             if epoch != self.fabric.epoch(peer):
                 continue  # it called over a connection that has broken since
-            if taken or self.paused:
+            if self.partner is not None or self.paused:
                 self._refuse(peer, waiting_tag)
             else:
-                taken = True
                 self._accept(peer, waiting_tag)

@@ -26,10 +26,8 @@ from freewheel.fabric.merges import Merge
 CALL: Tag = (RUNTIME, "farewell")
 LEAVING: Tag = (RUNTIME, "leaving")
 BYE: Tag = (RUNTIME, "goodbye")
-RETRY_S = 0.01
-"""After about so long a worker calls again that was told "not now"; each time a little longer."""
-LONGEST_S = 600.0
-"""After so long a farewell is over for those who stay, and the one that leaves is cut off."""
+RETRY_S = 0.01  # after about so long a worker calls again that was told "not now"; each time a little longer
+LONGEST_S = 600.0  # after so long a farewell is over for those who stay, and the one that leaves is cut off
 
 
 class Party(Protocol):
@@ -53,10 +51,9 @@ class Farewells:
 
     def __init__(self, fabric: Fabric, party: Party, spawn: Spawn, rng: random.Random) -> None:
         self.fabric, self.party, self.random = fabric, party, rng
+        # A worker is away where it has handed over, or has no weights yet.
         self.calls = Calls(fabric, spawn, CALL, self._share, self._decided, LONGEST_S)
-        """A worker is away where it has handed over, or has no weights yet."""
-        self._leaving = fabric.by_peer()
-        """Who has said that it leaves."""
+        self._leaving = fabric.by_peer()  # who has said that it leaves
 
     def serve(self) -> None:
         """Take part in the others' farewells, from now on."""

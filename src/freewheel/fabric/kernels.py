@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST = 8
-"""Vectors that are combined in one pass; it stands in the source too."""
+MOST = 8  # vectors that are combined in one pass; it stands in the source too
 THREADS, BLOCKS = 512, 1056
 
 SOURCE = r"""

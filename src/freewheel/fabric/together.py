@@ -24,7 +24,7 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Meet, Message, Note, NotNow, Pull, Tag, Weights
+from freewheel.fabric.base import Meet, Message, Note, NotNow, Tag, Weights
 from freewheel.fabric.connection import Connection, Vectors
 from freewheel.fabric.frames import BadFrame, Kind
 from freewheel.fabric.notes import pack
@@ -35,20 +35,18 @@ from freewheel.fabric.transfers import (
     add_up,
     combine_all,
     combine_two,
+    correct,
     pieces,
     shares,
     spread,
 )
 from freewheel.fabric.windows import DEVICE, HOST, KINDS, LONGEST_LOCATOR, STREAM
 
-GOODBYE_S = 0.2
-"""Who leaves closes its windows: its goodbye may come so much later."""
+GOODBYE_S = 0.2  # who leaves closes its windows: its goodbye may come so much later
+# Which kind of window a member's vector lies in, whose windows of that kind it sees, and where it lies.
 Ready: TypeAlias = tuple[int, list[int], list[float]]
-"""Which kind of window a member's vector lies in, whose windows of that kind it sees, and where it lies."""
-Shown: TypeAlias = tuple[int, list[float]]
-"""A member, and where its vector lies: the locator of a window, or nothing."""
-READY, GROUPS = (int, [int], [int]), [[(int, [int])]]
-"""Both as the numbers of a note."""
+Shown: TypeAlias = tuple[int, list[float]]  # a member, and where its vector lies: a locator, or nothing
+READY, GROUPS = (int, [int], [int]), [[(int, [int])]]  # both as the numbers of a note
 
 
 class Together(Vectors):
@@ -65,7 +63,7 @@ class Together(Vectors):
         """See Fabric.send; done when the last byte has left, or the peer has read the window."""
         self.need(peer)
         if peer == self.rank:
-            left = Outgoing(b"", None, self.dtype)
+            left = Outgoing(None, self.dtype, counted=False)
             left.set_result(None)
             left.get_loop().call_soon(self.deliver, Message(peer, tag, vector, note))
             return left
@@ -163,10 +161,8 @@ class Together(Vectors):
 
         def combine(at: int, theirs: Tensor) -> None:
             mine = own[at : at + theirs.numel()]
-            if wire == mine.dtype and isinstance(meet, Pull):
-                meet.over_mine(mine, theirs)
-            elif wire == mine.dtype:
-                mine.copy_(meet(mine, theirs))
+            if wire == mine.dtype:
+                correct(mine, theirs, meet)
             else:  # both sides correct by what travels, so that the mean is kept
                 rounded = mine.to(wire).to(mine.dtype)
                 mine.copy_(meet(rounded, theirs).to(wire))

@@ -16,8 +16,7 @@ from typing import TypeAlias
 
 SIGN_US = 250_000
 """How long a thread waits for a piece at a time: what has come by then shows that the peer lives."""
-STREAM_BYTES = 4 << 20
-"""How much of a TLS connection may wait to be read."""
+STREAM_BYTES = 4 << 20  # how much of a TLS connection may wait to be read
 
 
 class PlainTransport:
@@ -29,8 +28,7 @@ class PlainTransport:
 
     def __init__(self, sock: socket.socket) -> None:
         self._loop, self._socket = asyncio.get_running_loop(), sock
-        self.heard_s = self._loop.time()
-        """When the last byte came, by the event loop's clock."""
+        self.heard_s = self._loop.time()  # when the last byte came, by the event loop's clock
         sock.setblocking(True)  # in the event loop MSG_DONTWAIT says otherwise
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, SIGN_US))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -158,10 +156,8 @@ class TlsTransport:
         self._writer.transport.abort()
 
 
-Transport: TypeAlias = PlainTransport | TlsTransport
-"""A connection, opened by either side."""
-Bytes: TypeAlias = Transport | BlockingTransport
-"""What moves them."""
+Transport: TypeAlias = PlainTransport | TlsTransport  # A connection, opened by either side
+Bytes: TypeAlias = Transport | BlockingTransport  # what moves them
 
 
 async def dial(host: str, port: int) -> socket.socket:

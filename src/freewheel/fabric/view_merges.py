@@ -21,8 +21,7 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric.base import Message, Note, Tag
-from freewheel.fabric.lineage import View
-from freewheel.fabric.merges import EVERYBODY, Group, Merge
+from freewheel.fabric.merges import EVERYBODY, Group, Merge, View
 from freewheel.fabric.views import Views
 
 T = TypeVar("T")
@@ -40,8 +39,7 @@ class Merges:
     ) -> None:
         self.views, self.fabric = views, views.fabric
         self._give, self._take, self._count = give, take, count
-        self.called: dict[int, int] = {}
-        """The last merge of each group that this worker has begun in the present view."""
+        self.called: dict[int, int] = {}  # the last merge of each group that was begun in the present view
         self._line = 0
 
     async def merge(

@@ -26,21 +26,75 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from freewheel.errors import PeerLost
 from freewheel.fabric.base import Fabric, Message, Note, NotNow, Spawn, Tag, hear
-from freewheel.fabric.calls import AWAY, MOVING, Calls
-from freewheel.fabric.lineage import PAIRS, RECORD, STAMPS, Record, View, main_line, pairs, ranks
-from freewheel.fabric.merges import Merge
+from freewheel.fabric.calls import AWAY, GRACE_S, MOVING, Calls, Reach
+from freewheel.fabric.merges import Merge, View
 from freewheel.fabric.notes import pack, read_all
-from freewheel.fabric.reach import GRACE_S, Reach
 
 VIEW: Tag = ("view",)
 SEE, REFUSE, LEFT = range(3)
-RETRY_S = 0.01
-"""After about so long a leader calls again."""
+RETRY_S = 0.01  # after about so long a leader calls again
+PAIRS = [(int, int)]
+RECORD = (int, [int], [int], PAIRS)  # what a record is as numbers
+STAMPS, GROUPS = 2**40, 4096  # views of a run, and groups that merge, of which there are never so many
+
+
+@dataclass
+class Record:
+    """What a worker says of itself when it is called into a view; and what a leader says of the new one."""
+
+    line: int  # the number of the last view in which it had the main line's weights; -1: it has none
+    parents: tuple[int, ...]  # the lines that view came from
+    heirs: tuple[int, ...]  # who came into that view with the main line's weights
+    counted: dict[int, int]  # how many merges of each group have counted
+
+    def pack(self) -> Note:
+        """As numbers."""
+        return pack(self.line, list(self.parents), list(self.heirs), sorted(self.counted.items()))
+
+    @classmethod
+    def of(cls, size: int, words: Sequence[Any]) -> Record:
+        """The way back, in a run of this size; ValueError if it cannot be one."""
+        line, parents, heirs, counted = words[-4:]
+        return cls(line, tuple(parents), ranks(heirs, size), pairs(counted))
+
+
+def main_line(answers: dict[int, Record]) -> tuple[int, ...]:
+    """Whose weights go on: the most workers that come from one view; of equals those with the lowest rank.
+
+    From a view come those whose line it is, and those who went into it from one of its parents but have not
+    heard of its beginning: nothing can have counted there without them.
+    """
+    best: list[int] = []
+    for record in sorted(answers.values(), key=lambda record: -record.line):
+        if record.line < 0:
+            continue
+        kin = [
+            peer
+            for peer, other in sorted(answers.items())
+            if other.line == record.line or (other.line in record.parents and peer in record.heirs)
+        ]
+        best = max(best, kin, key=lambda ranks: (len(ranks), -min(ranks, default=0)))
+    return tuple(best) or (min(answers),)
+
+
+def pairs(given: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """A dictionary; ValueError if it is longer than any can be."""
+    if len(given) > GROUPS:
+        raise ValueError("more groups than there can be")
+    return dict(given)
+
+
+def ranks(given: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Ranks of a run, in order and each once; ValueError if they are not."""
+    if list(given) != sorted(set(given)) or any(not 0 <= k < world_size for k in given):
+        raise ValueError("workers that cannot be")
+    return tuple(given)
 
 
 class Views:
@@ -51,24 +105,18 @@ class Views:
         self._calls = Calls(fabric, spawn, (*VIEW, "call"), self._stop, self._decided)
         self._calls.number = 0  # people read it
         self._reach = Reach(fabric, VIEW)
-        self._refused, self._left = fabric.by_peer(), fabric.by_peer()
-        """Who cannot be with this worker; whose loop has ended: in which line, after which merges."""
-        self._unwilling = fabric.by_peer()
-        """Who sees another leader, and since when."""
+        self._refused = fabric.by_peer()  # who cannot be with this worker
+        self._left = fabric.by_peer()  # whose loop has ended: in which line, after which merges
+        self._unwilling = fabric.by_peer()  # who sees another leader, and since when
         self.view = View(0, (self.rank,))
+        # What this worker is, and will be once it has copied.
         self.record = self.coming = Record(0, (), (self.rank,), {})
-        """What this worker is; and will be once it has copied."""
-        self.whole = True
-        """Whether this worker has the main line's weights."""
-        self.source = -1
-        """Whose weights it copies, or has copied, to come into the present view."""
-        self.owed: list[int] = []
-        """Who waits for a copy of this worker's weights."""
-        self.under_way: tuple[int, int, Sequence[int]] | None = None
-        """What is being merged here: the group, its number, its members."""
+        self.whole = True  # whether this worker has the main line's weights
+        self.source = -1  # whose weights it copies, or has copied, to come into the present view
+        self.owed: list[int] = []  # who waits for a copy of this worker's weights
+        self.under_way: tuple[int, int, Sequence[int]] | None = None  # the group, its number, its members
         self.begun = self._wanted = False
-        self._epochs: dict[int, int] = {}
-        """Whom this worker has said it goes on with, each with the epoch it was in."""
+        self._epochs: dict[int, int] = {}  # whom this worker said it goes on with, in which epoch of each
         self._goodbye: Note = ()
 
     # -- for merges --
@@ -81,8 +129,7 @@ class Views:
         self.view = View(0, tuple(members))
         self.record = self.coming = Record(0, (), self.view.members, {})
         self.open, self._woken = asyncio.Event(), asyncio.Event()
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the present view is over."""
+        self.over = asyncio.get_running_loop().create_future()  # done when the present view is over
         if newborn:
             self.record.line, self.record.heirs = -1, ()
             self.whole = False
@@ -212,8 +259,7 @@ class Views:
     def _decided(self, merge: Merge, outcome: str) -> None:
         if outcome == "done" and not self._calls.away:
             with contextlib.suppress(PeerLost):
-                new, copies = merge.verdict.read((*RECORD, PAIRS), partial(self._new, merge))
-                self._install(new, merge.members, copies)
+                self._install(merge, *merge.verdict.read((*RECORD, PAIRS), partial(self._new, merge)))
         self.look()
 
     def _new(self, merge: Merge, words: Sequence[Any]) -> tuple[Record, dict[int, int]]:
@@ -226,8 +272,8 @@ class Views:
             raise ValueError("copies that nobody needs, or can give")
         return new, copied
 
-    def _install(self, new: Record, members: tuple[int, ...], copies: dict[int, int]) -> None:
-        self.view, self.coming = View(new.line, members), new
+    def _install(self, merge: Merge, new: Record, copies: dict[int, int]) -> None:
+        self.view, self.coming = View(new.line, merge.members), new
         self.owed = [joiner for joiner, donor in copies.items() if donor == self.rank]
         self.whole = self.rank in new.heirs
         self.source = copies.get(self.rank, -1)
@@ -263,10 +309,18 @@ class Views:
 
     def _hear(self, sender: int, kind: int, words: list[int]) -> None:
         """What another says; ValueError if it cannot be so."""
+        size = self.fabric.world_size
         if kind == SEE:
             lacks_view, number, *reach = words
-            self._reach.sees[sender] = ranks(reach, self.fabric.world_size)
-            self._seen(sender, bool(lacks_view), number)
+            self._reach.sees[sender] = ranks(reach, size)
+            self._refused.pop(sender, None)
+            self._calls.number = max(self._calls.number, min(number // size, STAMPS))
+            if self._calls.away:
+                self.fabric.post(sender, VIEW, note=self._goodbye)
+            elif lacks_view:
+                epoch = self.fabric.epoch(sender)
+                asyncio.get_running_loop().call_later(GRACE_S, self._send_off, sender, epoch)
+                self._wanted |= number == self.view.number and sender in self.view.members
         elif kind == REFUSE:
             if self.over.done() or sender not in self.view.members:
                 self._refused[sender] = True
@@ -275,16 +329,6 @@ class Views:
             self._left[sender] = (line, pairs(called))
         else:
             raise ValueError(f"a word of kind {kind}")
-
-    def _seen(self, sender: int, lacks_view: bool, number: int) -> None:
-        self._refused.pop(sender, None)
-        self._calls.number = max(self._calls.number, min(number // self.fabric.world_size, STAMPS))
-        if self._calls.away:
-            self.fabric.post(sender, VIEW, note=self._goodbye)
-        elif lacks_view:
-            epoch = self.fabric.epoch(sender)
-            asyncio.get_running_loop().call_later(GRACE_S, self._send_off, sender, epoch)
-            self._wanted |= number == self.view.number and sender in self.view.members
 
     def _send_off(self, peer: int, epoch: int) -> None:
         """Let a worker not wait for this one, unless they will be in one view."""

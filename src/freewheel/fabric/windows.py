@@ -35,8 +35,7 @@ from freewheel.errors import ConfigError
 from freewheel.fabric.base import Note
 
 STREAM, HOST, DEVICE = "stream", "host", "device"
-KINDS = (STREAM, HOST, DEVICE)
-"""How vectors travel between two workers, the slowest first."""
+KINDS = (STREAM, HOST, DEVICE)  # how vectors travel between two workers, the slowest first
 NAME = "freewheel"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 QUARANTINE_S = 10.0
@@ -58,8 +57,7 @@ class HostWindow(mmap.mmap):
     kind = HOST
     number: int
     fd: int
-    locator: Note
-    """What a peer opens it by."""
+    locator: Note  # what a peer opens it by
 
     @classmethod
     def make(cls, size: int) -> HostWindow:
@@ -179,8 +177,7 @@ class DeviceWindow:
     kind = DEVICE
 
     number: int
-    locator: Note
-    """What a peer opens it by."""
+    locator: Note  # what a peer opens it by
 
     def __init__(self, device: torch.device, address: int, size: int, end: Callable[..., None]) -> None:
         self.device, self._address = device, address
@@ -240,8 +237,7 @@ class Windows:
         self._probes: list[Window] = []
         self._by_address: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
         self._peers: dict[tuple[int, int], Window] = {}
-        self._spare: list[Tensor] = []
-        """Windows for vectors that lie elsewhere, free to be borrowed."""
+        self._spare: list[Tensor] = []  # windows for vectors that lie elsewhere, free to be borrowed
         self._retired: list[tuple[Tensor, dict[int, float | None]]] = []
         """Device memory that peers might still write; since when each of them is known to be well or dead."""
         if self.device is not None:
@@ -253,8 +249,7 @@ class Windows:
                 log.warning("no device windows: %s; vectors go through host memory", error)
         with contextlib.suppress(OSError):
             self._probes.append(HostWindow.make(PROBE_BYTES))
-        self.kinds = {window.kind for window in self._probes}
-        """The kinds this worker can make."""
+        self.kinds = {window.kind for window in self._probes}  # the kinds this worker can make
         best = HOST if self.device is None else DEVICE
         self.native = best if best in self.kinds else STREAM
         """The kind of window this worker's vectors lie in."""
@@ -410,8 +405,7 @@ class Windows:
         self._probes.clear()
 
 
-LONGEST_LOCATOR = 68
-"""Numbers: a device window's, with its handle."""
+LONGEST_LOCATOR = 68  # numbers: a device window's, with its handle
 
 
 def is_locator(note: Note) -> bool:

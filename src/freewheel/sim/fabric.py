@@ -194,10 +194,6 @@ class VirtualFabric(Fabric):
             return total.sum.clone()
         return (total.sum - vector).mul_(part)
 
-    def lend(self, vector: Tensor) -> Tensor:
-        """See `reduce`: what is in it does not matter."""
-        return vector
-
     async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
         """See `reduce`: only when it lands matters."""
         await self.receive(tag, peer)
