@@ -24,8 +24,7 @@ from freewheel.fabric.calls import FreeMerges
 from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.farewell import Farewells
 from freewheel.fabric.merges import Group, Merge, View
-from freewheel.fabric.view_merges import Merges
-from freewheel.fabric.views import Views
+from freewheel.fabric.views import Merges, Views
 from freewheel.patience import Patience
 from freewheel.replica import Replica
 from freewheel.topology import Topology

@@ -272,16 +272,16 @@ class Fabric:
         """All within reach but this worker."""
         return [peer for peer in self.members if peer != self.rank]
 
+    def reaches(self, peer: int) -> bool:
+        """Whether a peer is within reach."""
+        return peer in self._reach
+
     def waits(self) -> list[tuple[int | None, Tag]]:
         """Whom this worker waits for, and for what."""
         waiting = [(whom, tag) for tag, waiters in self._waiters.items() for whom, _ in waiters]
         return [(peer, tag) for whom, tag in waiting for peer in whom or (None,)]
 
     # -- for the fabric --
-
-    def reaches(self, peer: int) -> bool:
-        """Whether a peer is within reach."""
-        return peer in self._reach
 
     def why_lost(self, peer: int) -> str:
         """Why a peer is out of reach."""

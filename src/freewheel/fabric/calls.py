@@ -34,7 +34,10 @@ from freewheel.fabric.merges import EVERYBODY, Merge, View
 HAVE, BUSY, MOVING, AWAY = range(4)
 DROP, COMMIT = range(2)
 WANT: Tag = ("merge", "want")
+REACH: Tag = ("merge", "reach")
 GRACE_S = 0.5  # how long workers may differ about who is there before it is believed
+Act: TypeAlias = Callable[[Merge], Awaitable[Any]]  # what all do; it may raise PeerLost or NotNow
+Decided: TypeAlias = Callable[[Merge, str], None]  # hears that it is done, dropped or half
 # Makes of what all have said with "has it" what the caller says with "commit"; None: it drops it.
 Conclude: TypeAlias = Callable[[dict[int, Message]], Note | None]
 
@@ -47,18 +50,15 @@ class Refusal(NamedTuple):
 
 
 class Calls:
-    """One worker's part in calls of one kind: its own, and the others'.
-
-    `act` is what all do, and may raise PeerLost or NotNow; `decided` hears that it is done, dropped or half.
-    """
+    """One worker's part in calls of one kind: its own, and the others'."""
 
     def __init__(
         self,
         fabric: Fabric,
         spawn: Spawn,
         tag: Tag,
-        act: Callable[[Merge], Awaitable[Any]],
-        decided: Callable[[Merge, str], None],
+        act: Act,
+        decided: Decided,
         longest_s: float | None = None,
     ) -> None:
         self.fabric, self.spawn, self.tag = fabric, spawn, tag
@@ -193,9 +193,8 @@ class Reach:
         """
         chosen, loop = list(among), asyncio.get_running_loop()
         now_s = loop.time()
-        apart = {
-            (min(p, q), max(p, q)) for p in chosen for q in set(chosen).difference(self.sees.get(p, among))
-        }
+        unseen = {p: set(chosen).difference(self.sees.get(p, among)) for p in chosen}
+        apart = {(min(p, q), max(p, q)) for p in chosen for q in unseen[p]}
         self._apart_since = {pair: self._apart_since.get(pair, now_s) for pair in apart}
         for pair, since_s in self._apart_since.items():
             if set(pair) <= set(together) and now_s < since_s + GRACE_S:
@@ -213,24 +212,18 @@ class Reach:
 class FreeMerges(Calls):
     """One worker's part in merges that anybody may ask for."""
 
-    def __init__(
-        self,
-        fabric: Fabric,
-        spawn: Spawn,
-        act: Callable[[Merge], Awaitable[Any]],
-        decided: Callable[[Merge, str], None],
-    ) -> None:
+    def __init__(self, fabric: Fabric, spawn: Spawn, act: Act, decided: Decided) -> None:
         super().__init__(fabric, spawn, ("merge", "call"), act, self._over)
         self._tell, self._known = decided, self.number
         self._news = asyncio.Event()  # a merge counted here, or a worker came or went
-        self._reach = Reach(fabric, ("merge", "reach"))
+        self._reach = Reach(fabric, REACH)
         self._moving: set[int] = set()  # as leader: whose weights were found moving, until they ask again
 
     def serve(self) -> None:
         """Take part from now on, and lead where this worker has the lowest rank."""
         super().serve()
         self.spawn(hear(self.fabric, WANT, self._wanted))
-        self.spawn(hear(self.fabric, ("merge", "reach"), self._reached))
+        self.spawn(hear(self.fabric, REACH, self._reached))
         self.spawn(self._watch())
 
     async def ask(self) -> bool:

@@ -138,6 +138,10 @@ class Exchanges:
         self.paused = True
         await self.over()
 
+    def resume(self) -> None:
+        """Take part in exchanges again."""
+        self.paused = False
+
     async def over(self) -> None:
         """Wait until no exchange is under way."""
         while self.partner is not None:

@@ -21,8 +21,8 @@ from pathlib import Path
 
 from freewheel.errors import ConfigError
 
+# In the environment: the secret itself, as our launcher hands it on; or the file that has it.
 SECRET, SECRET_FILE = "FREEWHEEL_SECRET", "FREEWHEEL_SECRET_FILE"
-"""In the environment: the secret itself, as our launcher hands it on; or the file that has it."""
 SHORTEST = 16
 SEAL_BYTES = 16
 

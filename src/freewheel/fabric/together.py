@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -167,25 +168,24 @@ class Together(Vectors):
                 rounded = mine.to(wire).to(mine.dtype)
                 mine.copy_(meet(rounded, theirs).to(wire))
 
+        def take(at: int, theirs: Tensor) -> None:
+            torch.neg(theirs, out=other[at : at + theirs.numel()])
+
         self.post(peer, tag, note=(1.0,))
-        out = self.send(peer, tag, other)
-        back: Outgoing | None = None
+        sending = [self.send(peer, tag, other)]
         try:
             if not any((await self.receive(tag, peer)).note):
                 raise NotNow
             await self.land(peer, tag, own.numel(), combine)
-            back = self.send(peer, tag, own)
-            await self.land(
-                peer, tag, other.numel(), lambda at, piece: torch.neg(piece, out=other[at : at + len(piece)])
-            )
-            await out
-            await back
+            sending.append(self.send(peer, tag, own))
+            await self.land(peer, tag, other.numel(), take)
+            for one in sending:
+                await one
         finally:
-            if back is not None and back.done() and not back.cancelled() and not back.exception():
+            for one in sending:
+                one.cancel()
+            if sending[1:] and not sending[1].cancelled() and not sending[1].exception():
                 told()
-            for one in (out, back):
-                if one is not None:
-                    one.cancel()
 
     # -- all --
 
@@ -195,10 +195,7 @@ class Together(Vectors):
         kind = self._kind(others, vector)
         async with self._lent(vector, kind, others) as shown:
             groups = await self._groups(tuple(weights), tag, kind, shown)
-            group = next(group for group in groups if any(rank == self.rank for rank, _ in group))
-            alone = len(groups) == 1 and len(group) * shown.numel() <= SHORT[kind]
-            lanes = 1 if alone else min(map(len, groups))
-            await self._share(groups, group, lanes, tag, shown, weights, part)
+            await self._share(groups, tag, kind, shown, weights, part)
         return vector
 
     def _kind(self, others: Sequence[int], vector: Tensor) -> str:
@@ -206,8 +203,8 @@ class Together(Vectors):
         kinds = {self.kind(peer) for peer in others}
         where = {DEVICE} if vector.is_cuda else set()
         where |= {HOST} if vector.is_cuda or self.windows.native == HOST else set()
-        usable = [kind for kind in KINDS if kind in kinds & where]
-        return usable[-1] if usable and vector.numel() >= LONG else STREAM
+        usable = kinds & where if vector.numel() >= LONG else set()
+        return max(usable, key=KINDS.index, default=STREAM)
 
     async def _groups(self, members: Sequence[int], tag: Tag, kind: str, shown: Tensor) -> list[list[Shown]]:
         """Who sees whose windows: found out by the first member, once all have published their vectors."""
@@ -226,16 +223,12 @@ class Together(Vectors):
         return groups
 
     async def _share(
-        self,
-        groups: list[list[Shown]],
-        group: list[Shown],
-        lanes: int,
-        tag: Tag,
-        shown: Tensor,
-        weights: Weights,
-        part: float,
+        self, groups: list[list[Shown]], tag: Tag, kind: str, shown: Tensor, weights: Weights, part: float
     ) -> None:
         """Do this worker's share for its group, and wait until all shares of its group are done."""
+        group = next(group for group in groups if any(rank == self.rank for rank, _ in group))
+        alone = len(groups) == 1 and len(group) * shown.numel() <= SHORT[kind]
+        lanes = 1 if alone else min(map(len, groups))
         ranks = [rank for rank, _ in group]
         lane = ranks.index(self.rank)
         mates = [rank for rank in ranks if rank != self.rank]
@@ -249,8 +242,7 @@ class Together(Vectors):
             if len(groups) == 1:
                 await self.transfers.work(shown.numel(), lambda: combine_all(parts, each, part))
             else:
-                ring = [one[lane][0] for one in groups]
-                await self._ring(ring, (*tag, "ring"), parts, each, part)
+                await self._ring([one[lane][0] for one in groups], (*tag, "ring"), parts, each, part)
             self._moved(len(mates) * parts[0].nbytes)
             for rank in mates:
                 self.post(rank, (*tag, "done"))
@@ -262,26 +254,26 @@ class Together(Vectors):
         self, ring: Sequence[int], tag: Tag, parts: list[Tensor], weights: list[float], part: float
     ) -> None:
         """Add up the group's sums with those of other groups, chunk by chunk."""
+
+        def gather(here: list[Tensor], sums: Tensor, sent: Tensor) -> None:
+            for into, *some in pieces((sums, *here)):
+                add_up(into, some, weights)
+            sent.copy_(sums)
+
+        def hand_out(here: list[Tensor], sums: Tensor, got: Tensor) -> None:
+            sums.copy_(got)
+            for one, *some in pieces((sums, *here)):
+                spread(one, some, part)
+
         home, chunk = parts[0], collectives.CHUNK
         total = torch.empty(min(chunk, home.numel()), dtype=home.dtype, device=home.device)
         travels = torch.empty(total.shape, dtype=home.dtype, pin_memory=True) if home.is_cuda else total
         for at in range(0, home.numel(), chunk):
             here = [one[at : at + chunk] for one in parts]
             size = here[0].numel()
-
-            def gather(here: list[Tensor] = here, size: int = size) -> None:
-                for into, *some in pieces((total[:size], *here)):
-                    add_up(into, some, weights)
-                travels[:size].copy_(total[:size])
-
-            def hand_out(here: list[Tensor] = here, size: int = size) -> None:
-                total[:size].copy_(travels[:size])
-                for one, *some in pieces((total[:size], *here)):
-                    spread(one, some, part)
-
-            await self.transfers.work(size, gather)
+            await self.transfers.work(size, partial(gather, here, total[:size], travels[:size]))
             await collectives.ring(self, ring, travels[:size], tag)
-            await self.transfers.work(size, hand_out)
+            await self.transfers.work(size, partial(hand_out, here, total[:size], travels[:size]))
 
 
 def _cliques(ready: dict[int, Ready]) -> list[list[Shown]]:
