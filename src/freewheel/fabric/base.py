@@ -185,11 +185,7 @@ class Fabric:
             sending.cancel()
         return meet(mine, theirs.clone())  # it is also the peer's
 
-    def short(self, peer: int) -> bool:
-        """Whether vectors are so short, and so near, that laying one beats a swap."""
-        return False
-
-    def laid(self, peer: int, mine: Tensor) -> Note:
+    async def laid(self, peer: int, give: Callable[[], Awaitable[Tensor]]) -> Note:
         """Where a caller may combine a short vector with its own for both; nothing, if both must swap."""
         return ()
 

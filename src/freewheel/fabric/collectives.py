@@ -19,8 +19,6 @@ CHUNK = 1 << 23  # numbers that go round a ring at once: what is under way needs
 async def ring(fabric: Fabric, members: Sequence[int], total: Tensor, tag: Tag) -> None:
     """Replace a vector by the sum of the members' vectors; each sends 2(n-1)/n of a vector."""
     n = len(members)
-    if n == 1:
-        return
     me = members.index(fabric.rank)
     right, left = members[(me + 1) % n], members[(me - 1) % n]
     parts = total.tensor_split(n)

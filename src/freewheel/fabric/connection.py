@@ -140,7 +140,7 @@ class Connection:
                 if outgoing.vector is not None:
                     if outgoing.vector.is_cuda:
                         outgoing.vector = await fabric.transfers.work(0, outgoing.vector.cpu)
-                    await fabric.transfers.write(self.transport, outgoing)
+                    await fabric.transfers.write(self.transport, outgoing.vector, outgoing.wire)
                 if not outgoing.done():
                     outgoing.set_result(None)
             outgoing.vector = None  # others may keep the future

@@ -26,7 +26,7 @@ from freewheel.fabric.connection import Connection, Goodbye
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
 from freewheel.fabric.handshake import EARLIER, REFUSED, Identity, Line, Listener, words
 from freewheel.fabric.together import Together
-from freewheel.fabric.transfers import SHORT, Landing, Transfers
+from freewheel.fabric.transfers import Landing, Transfers
 from freewheel.fabric.windows import Windows
 from freewheel.records.counters import Counters
 
@@ -63,7 +63,6 @@ class TcpFabric(Together):
         self.lives = {me.rank: me.incarnation}  # which life of each worker was the last one seen
         self.outlived: Callable[[], None] = lambda: None  # where a later life of this worker is there
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._closing = False
         self._pids: dict[int, int] = {}  # the process of each peer that shares windows, or did
         self._loop = asyncio.get_running_loop()
         self._listener = Listener(
@@ -91,7 +90,7 @@ class TcpFabric(Together):
 
     async def close(self, why: str = FINISHED) -> None:
         """Say goodbye, then close everything."""
-        self._closing = True
+        self.book.clear()  # nobody is called again
         links = self._connections.values()
         leaving: list[asyncio.Future[None]] = [out for link in links for out, *_ in link.shown.values()]
         leaving += [link.send(Kind.BYE, (why[:200],)) for link in links]
@@ -107,10 +106,6 @@ class TcpFabric(Together):
         self.windows.clear()
 
     # -- what strategies use --
-
-    def short(self, peer: int) -> bool:
-        """Where messages take longer than the work."""
-        return self.me.longest <= SHORT[self.kind(peer)]
 
     async def receive(self, tag: Tag, peer: int | None = None, among: Sequence[int] = ()) -> Message:
         """Wait for the next message with this tag; a strategy gets vectors where its own are."""
@@ -214,7 +209,7 @@ class TcpFabric(Together):
         for sending in link.queue:
             sending.cancel()
         self.windows.forget(link.pid)
-        if not self._closing and link.peer in self.book and self.rank > link.peer:
+        if link.peer in self.book and self.rank > link.peer:
             self._spawn(self._call_again(link.peer))
 
     async def _call_again(self, peer: int) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
@@ -135,9 +135,11 @@ class Together(Vectors):
             self._moved(mine.nbytes)
         return mine
 
-    def laid(self, peer: int, mine: Tensor) -> Note:
-        """See Fabric.laid."""
-        kind = self.kind(peer)
+    async def laid(self, peer: int, give: Callable[[], Awaitable[Tensor]]) -> Note:
+        """See Fabric.laid: where messages take longer than the work."""
+        if self.me.longest > SHORT[self.kind(peer)]:
+            return ()
+        mine, kind = await give(), self.kind(peer)
         return self._locator(mine, kind) if self.in_window(mine, kind) else ()
 
     def withdraw(self, peer: int, mine: Tensor) -> None:
@@ -192,19 +194,13 @@ class Together(Vectors):
     async def reduce(self, tag: Tag, vector: Tensor, weights: Weights, part: float = 0.0) -> Tensor:
         """See Fabric.reduce; the result is written over the vector."""
         others = [peer for peer in weights if peer != self.rank]
-        kind = self._kind(others, vector)
+        usable = {DEVICE, HOST} if vector.is_cuda else {HOST} & {self.windows.native}
+        usable &= {self.kind(peer) for peer in others} if vector.numel() >= LONG else set()
+        kind = max(usable, key=KINDS.index, default=STREAM)
         async with self._lent(vector, kind, others) as shown:
             groups = await self._groups(tuple(weights), tag, kind, shown)
             await self._share(groups, tag, kind, shown, weights, part)
         return vector
-
-    def _kind(self, others: Sequence[int], vector: Tensor) -> str:
-        """How this worker shows a vector to the others of a merge."""
-        kinds = {self.kind(peer) for peer in others}
-        where = {DEVICE} if vector.is_cuda else set()
-        where |= {HOST} if vector.is_cuda or self.windows.native == HOST else set()
-        usable = kinds & where if vector.numel() >= LONG else set()
-        return max(usable, key=KINDS.index, default=STREAM)
 
     async def _groups(self, members: Sequence[int], tag: Tag, kind: str, shown: Tensor) -> list[list[Shown]]:
         """Who sees whose windows: found out by the first member, once all have published their vectors."""

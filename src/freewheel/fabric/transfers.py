@@ -128,10 +128,9 @@ class Transfers:
 
     # -- over a transport --
 
-    async def write(self, transport: Transport, outgoing: Outgoing) -> None:
-        """Send the vector of a message."""
-        assert outgoing.vector is not None
-        await self._move(transport, outgoing.vector.numel(), partial(self._write, outgoing))
+    async def write(self, transport: Transport, vector: Tensor, wire: torch.dtype) -> None:
+        """Send a vector."""
+        await self._move(transport, vector.numel(), partial(self._write, vector, wire))
 
     async def read(self, transport: Transport, dtype: torch.dtype, numel: int) -> Tensor:
         """Receive a vector."""
@@ -159,11 +158,9 @@ class Transfers:
         moving.add_done_callback(lambda _: blocking.socket.close())  # also of one that never began
         await asyncio.wrap_future(moving)
 
-    async def _write(self, outgoing: Outgoing, transport: Bytes) -> None:
-        assert outgoing.vector is not None
-        vector = outgoing.vector.contiguous()
-        as_it_is = vector.dtype == outgoing.wire
-        staging = torch.empty(0 if as_it_is else min(PIECE, vector.numel()), dtype=outgoing.wire)
+    async def _write(self, vector: Tensor, wire: torch.dtype, transport: Bytes) -> None:
+        vector, as_it_is = vector.contiguous(), vector.dtype == wire
+        staging = torch.empty(0 if as_it_is else min(PIECE, vector.numel()), dtype=wire)
         for at in range(0, vector.numel(), PIECE):
             piece = vector[at : at + PIECE]
             if not as_it_is:
@@ -263,12 +260,11 @@ def spread(total: Tensor, pieces: Sequence[Tensor], part: float) -> None:
     for piece in pieces:
         if not part:
             piece.copy_(total)
-            continue
-        if piece.device == total.device:
+        elif piece.device == total.device:
             torch.sub(total, piece, out=piece)
         else:
             piece.copy_(total - piece.to(total.device))
-        if part != 1:
+        if part not in (0, 1):
             piece.mul_(part)
 
 
