@@ -51,7 +51,7 @@ _made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class HostWindow(mmap.mmap):
-    """Shared host memory; `fd` stays open as long as it lives."""
+    """Shared host memory; where it is this process's own, `fd` stays open as long as it lives."""
 
     kind = HOST
     number: int
@@ -84,18 +84,12 @@ class HostWindow(mmap.mmap):
             raise ProcessLookupError("it is gone, or its process has ended") from None
         if name != f"memfd:{NAME} (deleted)":
             raise OSError(f"{path} is not a window")
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.fstat(handle).st_size != size:
+        with path.open("r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size != size:
                 raise OSError(f"{path} has another size")
-            if fcntl.fcntl(handle, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            if fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise OSError(f"{path} is not sealed")
-            window = cls(handle, size)
-        except BaseException:
-            os.close(handle)
-            raise
-        window.fd = handle
-        return window
+            return cls(file.fileno(), size)
 
     def memory(self) -> Tensor:
         """All of it."""
