@@ -53,16 +53,10 @@ class Calls:
     """One worker's part in calls of one kind: its own, and the others'."""
 
     def __init__(
-        self,
-        fabric: Fabric,
-        spawn: Spawn,
-        tag: Tag,
-        act: Act,
-        decided: Decided,
-        longest_s: float | None = None,
+        self, fabric: Fabric, spawn: Spawn, tag: Tag, act: Act, decided: Decided, most_s: float | None = None
     ) -> None:
         self.fabric, self.spawn, self.tag = fabric, spawn, tag
-        self._act, self._decided, self._longest_s = act, decided, longest_s
+        self._act, self._decided, self._most_s = act, decided, most_s
         self.number = fabric.life << 20  # of this worker's last call: no life of it repeats another's
         self._under_way: Merge | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -147,7 +141,7 @@ class Calls:
     async def _await_verdict(self, call: Message, merge: Merge) -> None:
         outcome = "dropped"
         try:
-            async with asyncio.timeout(self._longest_s):
+            async with asyncio.timeout(self._most_s):
                 merge.verdict = await self.fabric.receive(merge.tag, merge.caller)
             # Who calls well says "commit" only once this worker has told it that it has the result.
             if merge.verdict.numbers(1)[0] == COMMIT and merge.done:

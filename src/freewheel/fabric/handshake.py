@@ -27,7 +27,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -176,31 +176,26 @@ async def take(transport: Transport, size: int) -> bytes:
     return bytes(data)
 
 
+@dataclass(eq=False)
 class Listener:
     """Opens connections, in both directions; `admit` gets those that have said who they are."""
 
-    def __init__(
-        self,
-        me: Identity,
-        counters: Counters,
-        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None,
-        windows: Windows,
-        *,
-        check: Callable[[Frame], None],
-        admit: Callable[[Line], None],
-        spawn: Spawn,
-    ) -> None:
-        self.me, self.counters = me, counters
-        self._tls = tls or (None, None)
-        self._windows, self._check, self._admit, self._spawn = windows, check, admit, spawn
-        self.unshared: set[int] = set()  # whose windows could not be opened, although they could be tried
-        self._unproven: dict[asyncio.Task[None], None] = {}  # who has proved nothing yet, the oldest first
-        self._complained_s, self._complaints = -math.inf, 0
+    me: Identity
+    counters: Counters
+    tls: tuple[ssl.SSLContext, ssl.SSLContext] | None
+    windows: Windows
+    check: Callable[[Frame], None]
+    admit: Callable[[Line], None]
+    spawn: Spawn
+    unshared: set[int] = field(default_factory=set)  # windows were tried with them, and then did not open
+    _unproven: dict[asyncio.Task[None], None] = field(default_factory=dict)  # the oldest first
+    _complained_s: float = -math.inf
+    _complaints: int = 0
 
     def open(self, host: str, port: int = 0) -> int:
         """Listen; return the port."""
         self.listener = listener = listen(host, port)
-        self._spawn(self._accept(listener)).add_done_callback(lambda _: listener.close())
+        self.spawn(self._accept(listener)).add_done_callback(lambda _: listener.close())
         return int(listener.getsockname()[1])
 
     async def call(self, peer: int, host: str, port: int) -> Line:
@@ -225,7 +220,7 @@ class Listener:
                 oldest = next(iter(self._unproven))
                 del self._unproven[oldest]
                 oldest.cancel()
-            greeting = self._spawn(self._let_in(sock, f"{address[0]}:{address[1]}"))
+            greeting = self.spawn(self._let_in(sock, f"{address[0]}:{address[1]}"))
             self._unproven[greeting] = None
             greeting.add_done_callback(functools.partial(self._proven, sock))
             await asyncio.sleep(PAUSE_S)
@@ -239,7 +234,7 @@ class Listener:
     async def _let_in(self, sock: socket.socket, address: str) -> None:
         """A connection came in: let it say who it is."""
         try:
-            self._admit(await self._greet(sock, address))
+            self.admit(await self._greet(sock, address))
         except BROKEN as error:
             now_s = asyncio.get_running_loop().time()
             if now_s - self._complained_s > COMPLAINTS_S:
@@ -256,7 +251,7 @@ class Listener:
         calls = peer is not None
         try:
             async with asyncio.timeout(GREETING_S):  # keys take their time
-                opened = transport = await open_transport(sock, self._tls[calls], server=not calls)
+                opened = transport = await open_transport(sock, self.tls and self.tls[calls], not calls)
                 seals = await prove(transport, self.me.key, calls)
                 line = Line(transport, *seals, self.me, self.counters, address, calls)
                 if peer is not None:
@@ -268,7 +263,7 @@ class Listener:
                     frame, tag, note = await line.read()
                     self.me.check(frame, tag, peer)
                     if not calls:
-                        self._check(frame)
+                        self.check(frame)
                 except BadFrame as error:
                     if not calls:
                         with contextlib.suppress(OSError):
@@ -288,7 +283,7 @@ class Listener:
         return bool(self.me.place) and line.transport.local and line.peer not in self.unshared
 
     async def _hello(self, line: Line) -> None:
-        offers = self._windows.offer(self.me.mark(self.me.rank)) if self._near(line) else ()
+        offers = self.windows.offer(self.me.mark(self.me.rank)) if self._near(line) else ()
         await line.write(self.me.hello(offers))
 
     async def _compare(self, line: Line, tag: Tag, note: Note) -> None:
@@ -302,7 +297,7 @@ class Listener:
             raise BadFrame("it offers what is no window")
         near = tag[3] == self.me.place and self._near(line)
         if near:
-            seen = await asyncio.to_thread(self._windows.tried, offers, self.me.mark(line.peer))
+            seen = await asyncio.to_thread(self.windows.tried, offers, self.me.mark(line.peer))
         await line.write(self.me.frame(Kind.SEES, ("sees", *seen)))
         frame, sees, _ = await line.read()
         if frame.kind is not Kind.SEES or frame.sender != line.peer or not set(sees[1:]) <= set(KINDS):
@@ -310,7 +305,7 @@ class Listener:
         both = [kind for kind in KINDS if kind in seen and kind in sees[1:]]
         if both:
             line.kind, line.pid = both[-1], int(offers[0][2])
-        for kind in {KINDS[int(one[0])] for one in offers} & self._windows.kinds - set(both):
+        for kind in {KINDS[int(one[0])] for one in offers} & self.windows.kinds - set(both):
             if near and self.me.rank < line.peer:
                 text = "workers %d and %d share no %s window: vectors between them travel by %s"
                 log.warning(text, self.me.rank, line.peer, kind, line.kind)

@@ -65,9 +65,8 @@ class TcpFabric(Together):
         self._tasks: set[asyncio.Task[Any]] = set()
         self._pids: dict[int, int] = {}  # the process of each peer that shares windows, or did
         self._loop = asyncio.get_running_loop()
-        self._listener = Listener(
-            me, counters, tls, self.windows, check=self._check_life, admit=self._install, spawn=self._spawn
-        )
+        listening = self._check_life, self._install, self._spawn
+        self._listener = Listener(me, counters, tls, self.windows, *listening)
 
     # -- life --
 

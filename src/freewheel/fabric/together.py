@@ -29,18 +29,7 @@ from freewheel.fabric.base import Meet, Message, Note, NotNow, Tag, Weights
 from freewheel.fabric.connection import Connection, Vectors
 from freewheel.fabric.frames import BadFrame, Kind
 from freewheel.fabric.notes import pack
-from freewheel.fabric.transfers import (
-    LONG,
-    SHORT,
-    Outgoing,
-    add_up,
-    combine_all,
-    combine_two,
-    correct,
-    pieces,
-    shares,
-    spread,
-)
+from freewheel.fabric.transfers import LONG, SHORT, combine_all, combine_two, correct, hand_out, shares, tally
 from freewheel.fabric.windows import DEVICE, HOST, KINDS, LONGEST_LOCATOR, STREAM
 
 GOODBYE_S = 0.2  # who leaves closes its windows: its goodbye may come so much later
@@ -60,11 +49,13 @@ class Together(Vectors):
         link = self._connections.get(peer)
         return STREAM if link is None else link.kind
 
-    def send(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> Outgoing:
+    def send(
+        self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()
+    ) -> asyncio.Future[None]:
         """See Fabric.send; done when the last byte has left, or the peer has read the window."""
         self.need(peer)
         if peer == self.rank:
-            left = Outgoing(None, self.dtype, counted=False)
+            left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             left.set_result(None)
             left.get_loop().call_soon(self.deliver, Message(peer, tag, vector, note))
             return left
@@ -250,26 +241,16 @@ class Together(Vectors):
         self, ring: Sequence[int], tag: Tag, parts: list[Tensor], weights: list[float], part: float
     ) -> None:
         """Add up the group's sums with those of other groups, chunk by chunk."""
-
-        def gather(here: list[Tensor], sums: Tensor, sent: Tensor) -> None:
-            for into, *some in pieces((sums, *here)):
-                add_up(into, some, weights)
-            sent.copy_(sums)
-
-        def hand_out(here: list[Tensor], sums: Tensor, got: Tensor) -> None:
-            sums.copy_(got)
-            for one, *some in pieces((sums, *here)):
-                spread(one, some, part)
-
         home, chunk = parts[0], collectives.CHUNK
         total = torch.empty(min(chunk, home.numel()), dtype=home.dtype, device=home.device)
         travels = torch.empty(total.shape, dtype=home.dtype, pin_memory=True) if home.is_cuda else total
         for at in range(0, home.numel(), chunk):
             here = [one[at : at + chunk] for one in parts]
             size = here[0].numel()
-            await self.transfers.work(size, partial(gather, here, total[:size], travels[:size]))
-            await collectives.ring(self, ring, travels[:size], tag)
-            await self.transfers.work(size, partial(hand_out, here, total[:size], travels[:size]))
+            both = total[:size], travels[:size]
+            await self.transfers.work(size, partial(tally, here, weights, *both))
+            await collectives.ring(self, ring, both[1], tag)
+            await self.transfers.work(size, partial(hand_out, here, part, *both))
 
 
 def _cliques(ready: dict[int, Ready]) -> list[list[Shown]]:

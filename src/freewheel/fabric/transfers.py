@@ -268,6 +268,20 @@ def spread(total: Tensor, pieces: Sequence[Tensor], part: float) -> None:
             piece.mul_(part)
 
 
+def tally(vectors: Sequence[Tensor], weights: Sequence[float], total: Tensor, travels: Tensor) -> None:
+    """Write the weighted sum of some vectors into one beside them, and from there where it can travel."""
+    for into, *some in pieces((total, *vectors)):
+        add_up(into, some, weights)
+    travels.copy_(total)
+
+
+def hand_out(vectors: Sequence[Tensor], part: float, total: Tensor, travels: Tensor) -> None:
+    """Write a sum that has travelled, or a part of how far it is, over each vector."""
+    total.copy_(travels)
+    for one, *some in pieces((total, *vectors)):
+        spread(one, some, part)
+
+
 def finite(piece: Tensor) -> bool:
     """Whether all numbers are finite. If not, nor is their sum; one that overflows is looked at again."""
     return math.isfinite(piece.sum().item()) or bool(piece.isfinite().all())

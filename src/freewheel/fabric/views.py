@@ -38,7 +38,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
@@ -352,20 +352,16 @@ class Views:
             self.fabric.post(peer, VIEW, note=(REFUSE,))
 
 
+@dataclass(eq=False)
 class Merges:
     """One worker's merges, one at a time, from view to view."""
 
-    def __init__(
-        self,
-        views: Views,
-        give: Callable[[], Awaitable[tuple[Tensor, Note]]],
-        take: Callable[[Message], Awaitable[None]],
-        count: Callable[[str, Sequence[int]], None],
-    ) -> None:
-        self.views, self.fabric = views, views.fabric
-        self._give, self._take, self._count = give, take, count
-        self.called: dict[int, int] = {}  # the last merge of each group that was begun in the present view
-        self._line = 0
+    views: Views
+    give: Callable[[], Awaitable[tuple[Tensor, Note]]]
+    take: Callable[[Message], Awaitable[None]]
+    count: Callable[[str, Sequence[int]], None]
+    called: dict[int, int] = field(default_factory=dict)  # of each group the last merge begun in this view
+    _line: int = 0
 
     async def merge(
         self, act: Callable[[Merge], Awaitable[T]], group: Callable[[View], Group] | None = None
@@ -382,14 +378,14 @@ class Merges:
     ) -> Merge | None:
         """Do it once; not at all, if `group` finds nobody to do it with."""
         views = self.views
-        views.begin(range(self.fabric.world_size))
+        views.begin(range(self.views.fabric.world_size))
         await self.enter()
         whose = group(views.view) if group else (EVERYBODY, views.view.members)
         if whose is None:
             return None
         number = views.record.counted.get(whose[0], 0) + 1
         tag: Tag = ("merge", views.record.line, whose[0], number)
-        merge = Merge(self.fabric, views.view, whose, number, tag)
+        merge = Merge(self.views.fabric, views.view, whose, number, tag)
         if self._line != views.record.line:
             self._line, self.called = views.record.line, {}
         self.called[merge.group] = number
@@ -406,7 +402,7 @@ class Merges:
             merge.forget()
             counted = views.record.counted.get(merge.group, 0) >= number
             merge.counts = merge.done and views.whole and counted
-        self._count("done" if merge.counts else "dropped", merge.members)
+        self.count("done" if merge.counts else "dropped", merge.members)
         return merge
 
     async def enter(self) -> None:
@@ -419,16 +415,16 @@ class Merges:
             ):
                 break
         while views.owed:
-            vector, note = await self._give()
-            self.fabric.post(views.owed.pop(), ("view", "copy", views.record.line), vector, note)
+            vector, note = await self.give()
+            self.views.fabric.post(views.owed.pop(), ("view", "copy", views.record.line), vector, note)
 
     async def _copy(self, source: int, stamp: int) -> bool:
         tag: Tag = ("view", "copy", stamp)
         try:
-            message = await self.fabric.receive(tag, source)
+            message = await self.views.fabric.receive(tag, source)
         finally:
-            self.fabric.forget(tag)
-        await self._take(message)
+            self.views.fabric.forget(tag)
+        await self.take(message)
         self.views.record, self.views.whole = self.views.coming, True
         return True
 
@@ -436,19 +432,19 @@ class Merges:
         self, act: Callable[[Merge], Awaitable[Any]], merge: Merge, over: asyncio.Future[None]
     ) -> bool:
         merge.result = await act(merge)
-        merge.done, rank = True, self.fabric.rank
+        merge.done, rank = True, self.views.fabric.rank
         first, *others = merge.members
         if rank == first:
             for peer in others:
-                await self.fabric.receive((*merge.tag, "have"), peer)
+                await self.views.fabric.receive((*merge.tag, "have"), peer)
         else:
-            self.fabric.post(first, (*merge.tag, "have"))
-            await self.fabric.receive((*merge.tag, "commit"), first)
+            self.views.fabric.post(first, (*merge.tag, "have"))
+            await self.views.fabric.receive((*merge.tag, "commit"), first)
         if over.done():  # another view was promised in the same moment
             return False
         if rank == first:
             for peer in others:
-                self.fabric.post(peer, (*merge.tag, "commit"))
+                self.views.fabric.post(peer, (*merge.tag, "commit"))
         self.views.record.counted[merge.group] = merge.number
         return True
 
