@@ -238,10 +238,8 @@ class TcpFabric(Together):
 
     def _harmless(self, peer: int) -> bool:
         """Whether a peer writes nothing any more that it was shown before: it is here and well, or dead."""
-        if peer in self._connections:
-            return True
-        pid = self._pids.get(peer, 0)
-        return bool(pid) and not os.path.exists(f"/proc/{pid}")
+        dead = peer in self._pids and not os.path.exists(f"/proc/{self._pids[peer]}")
+        return dead or peer in self._connections
 
     # -- messages --
 

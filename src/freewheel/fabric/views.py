@@ -315,14 +315,13 @@ class Views:
 
     def _listen(self, message: Message) -> None:
         try:
-            kind, *words = message.numbers(1)
-            self._hear(message.sender, kind, words)
+            self._hear(message.sender, *message.numbers(1))
         except ValueError:
             raise message.bad("what makes no sense") from None
         finally:
             self.look()
 
-    def _hear(self, sender: int, kind: int, words: list[int]) -> None:
+    def _hear(self, sender: int, kind: int, *words: int) -> None:
         """What another says; ValueError if it cannot be so."""
         size = self.fabric.world_size
         if kind == SEE:
