@@ -20,13 +20,11 @@ from torch import Tensor
 from freewheel.errors import Diverged
 from freewheel.fabric import server
 from freewheel.fabric.base import Fabric, Message, Note, Spawn, Tag, hear
+from freewheel.fabric.calls import FreeMerges
 from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.farewell import Farewells
-from freewheel.fabric.free_merges import FreeMerges
-from freewheel.fabric.lineage import View
-from freewheel.fabric.merges import Group, Merge
-from freewheel.fabric.view_merges import Merges
-from freewheel.fabric.views import Views
+from freewheel.fabric.merges import Group, Merge, View
+from freewheel.fabric.views import Merges, Views
 from freewheel.patience import Patience
 from freewheel.replica import Replica
 from freewheel.topology import Topology

@@ -14,8 +14,7 @@ from torch import Tensor
 from freewheel.fabric.base import Fabric, Meet, Message, Note, Pull, Spawn
 from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.farewell import Farewells
-from freewheel.fabric.view_merges import Merges
-from freewheel.fabric.views import Views
+from freewheel.fabric.views import Merges, Views
 from freewheel.node import Node
 from freewheel.replica import Replica
 from freewheel.strategy import Strategy
@@ -30,7 +29,7 @@ class NodeDriver(Node):
         super().__init__(fabric, replica, random, spawn)
         self._strategy = strategy
         self._exchanges = Exchanges(fabric, self, spawn, random)
-        self.farewells = Farewells(fabric, self, spawn, random)
+        self.farewells = Farewells(fabric, self, self._exchanges, spawn, random)
         self._views = Views(fabric, spawn, self._donor)
         self._merges = Merges(self._views, self._give, self._take, self._count_merge)
         self._highest_lr = self._last_lr = 0.0
@@ -85,14 +84,6 @@ class NodeDriver(Node):
         """Be free for exchanges again."""
         self._exchanges.free()
         self.farewells.calls.away = False
-
-    async def pause(self) -> None:
-        """Take part in no exchange any more; return when none is under way."""
-        await self._exchanges.pause()
-
-    def resume(self) -> None:
-        """Take part in exchanges again."""
-        self._exchanges.paused = False
 
     def end_calls(self) -> None:
         """Begin no exchange any more: this worker's loop has ended. It still answers those whose has not."""

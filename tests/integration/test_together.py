@@ -99,9 +99,9 @@ def test_between_hosts_each_byte_goes_once_and_not_once_for_each_worker():
             for fabric in fabrics:
                 write = fabric.transfers.write
 
-                async def count(transport: Any, outgoing: Any, fabric=fabric, write=write) -> None:
-                    sent[fabric.rank] += outgoing.vector.nbytes
-                    await write(transport, outgoing)
+                async def count(transport: Any, vector: Any, wire: Any, fabric=fabric, write=write) -> None:
+                    sent[fabric.rank] += vector.nbytes
+                    await write(transport, vector, wire)
 
                 fabric.transfers.write = count  # type: ignore[method-assign]
             await asyncio.gather(

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 import freewheel as fw
-from freewheel.fabric import reach
+from freewheel.fabric import calls
 from freewheel.fabric.base import Fabric, Message
 from freewheel.fabric.calls import BUSY, Calls
-from freewheel.fabric.lineage import Record, main_line
-from freewheel.fabric.views import Views
+from freewheel.fabric.views import Record, Views, main_line
 from freewheel.sim.clock import Trace, VirtualLoop
 from freewheel.sim.driver import Simulation
 from freewheel.sim.fabric import VirtualFabric, Wire
@@ -318,11 +317,11 @@ def test_of_two_calls_of_one_moment_each_is_answered():
 
 
 def test_on_the_real_clock_too_two_that_are_apart_are_looked_at_again(monkeypatch):
-    monkeypatch.setattr(reach, "GRACE_S", 0.01)
+    monkeypatch.setattr(calls, "GRACE_S", 0.01)
 
     async def work() -> None:
         who, looked = (0, 1, 2), asyncio.Event()
-        knows = reach.Reach(Fabric(0), ("see",))
+        knows = calls.Reach(Fabric(0), ("see",))
         knows.sees[1] = (0, 1)
         assert knows.choose(who, who, looked.set) == who
         await asyncio.wait_for(looked.wait(), 5)

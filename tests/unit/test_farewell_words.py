@@ -46,7 +46,7 @@ class Desk:
         for peer in (1, 2):
             self.box.gain(peer)
         self.box.post = lambda peer, tag, vector=None, note=(): self.said.append((peer, tag, note))
-        self.farewells = Farewells(self.box, self.party, self.spawn, random.Random(0))
+        self.farewells = Farewells(self.box, self.party, self.party, self.spawn, random.Random(0))
         self.farewells.serve()
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -72,9 +72,12 @@ def test_nobody_can_shrink_a_window_under_a_reader(monkeypatch):
     ours = Windows()
     vector = ours.make(SIZE, torch.float32)
     seen = as_a_peer(monkeypatch).open(ours.of(vector).locator)
-    for fd in (ours.of(vector).fd, seen.fd):
-        with pytest.raises(PermissionError):
-            os.ftruncate(fd, 0)
+    with open(f"/proc/self/fd/{ours.of(vector).fd}", "r+b") as file:  # as a peer opens it
+        for fd in (ours.of(vector).fd, file.fileno()):
+            with pytest.raises(PermissionError):
+                os.ftruncate(fd, 0)
+    with pytest.raises(PermissionError):
+        seen.resize(0)
 
 
 def test_a_window_that_is_not_sealed_is_not_opened():

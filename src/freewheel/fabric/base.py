@@ -27,24 +27,21 @@ from freewheel.records.counters import Counters
 T = TypeVar("T")
 Tag: TypeAlias = tuple[str | int, ...]
 Note: TypeAlias = tuple[float, ...]
-EXCHANGE = "exchange"
-"""The first word of tags of exchanges, whose vectors may travel in a coarser format."""
-RUNTIME = "run"
-"""The first word of tags that are not a strategy's."""
-BYTES = "bytes"
-"""The last word of those whose vector is bytes: they are not looked at, and travel as they are."""
-BYTES_PIECE = 1 << 22
-"""How many of them one message may have."""
-MESSAGE_BYTES = 1024
-"""About how much memory a message takes beside its vector and numbers."""
-AGAIN = "it connected again"
-"""A connection that took the place of another, of the same life: nobody was lost."""
-LARGEST = 2**53
-"""Whole numbers beyond it are not exact in a note."""
+EXCHANGE = "exchange"  # the first word of tags of exchanges, whose vectors may travel in a coarser format
+RUNTIME = "run"  # the first word of tags that are not a strategy's
+BYTES = "bytes"  # the last word of those whose vector is bytes: not looked at, they travel as they are
+BYTES_PIECE = 1 << 22  # how many of them one message may have
+MESSAGE_BYTES = 1024  # about how much memory a message takes beside its vector and numbers
+AGAIN = "it connected again"  # a connection took the place of another, of the same life: nobody was lost
+LARGEST = 2**53  # whole numbers beyond it are not exact in a note
+# Hears what happened (a word of docs/RECORDS.md), to whom (None: to all), and more about it in words.
 Notice: TypeAlias = Callable[[str, int | None, str], None]
-"""Hears what happened (a word of docs/RECORDS.md), to whom (None: to all), and more about it in words."""
+# Makes a correction of one's own weights and another's, element by element; may overwrite the other's.
 Meet: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Makes a correction of one's own weights and another's, element by element; may overwrite the other's."""
+Weights: TypeAlias = Mapping[int, float]  # the members of a reduction, in order; the weights of their vectors
+Spawn: TypeAlias = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]  # runs it in this worker's life
+# Is handed each piece of a vector that arrives, with its place; may run in another thread.
+Each: TypeAlias = Callable[[int, Tensor], object]
 
 
 @dataclass(frozen=True)
@@ -56,26 +53,6 @@ class Pull:
     def __call__(self, mine: Tensor, theirs: Tensor) -> Tensor:
         """share·(theirs - mine)."""
         return theirs.sub_(mine).mul_(self.share)
-
-    def over_mine(self, mine: Tensor, theirs: Tensor) -> None:
-        """The same, written over mine in two passes."""
-        mine.sub_(theirs).mul_(-self.share)
-
-
-Weights: TypeAlias = Mapping[int, float]
-"""The members of a reduction, in order, each with the weight of its vector."""
-Spawn: TypeAlias = Callable[[Coroutine[Any, Any, Any]], asyncio.Task[Any]]
-"""Runs a coroutine in this worker's life."""
-Each: TypeAlias = Callable[[int, Tensor], object]
-"""Is handed each piece of a vector that arrives, with its place; may run in another thread."""
-
-
-def put(each: Each | Tensor, at: int, piece: Tensor) -> None:
-    """Hand over a piece of a vector, or write it into one."""
-    if isinstance(each, Tensor):
-        each[at : at + piece.numel()].copy_(piece)
-    else:
-        each(at, piece)
 
 
 @dataclass(slots=True)
@@ -90,12 +67,11 @@ class Message:
     tag: Tag
     vector: Tensor | None
     note: Note
-    offend: Callable[[str], None] = lambda why: None
-    """Cuts the sender off, where that is not this worker."""
+    offend: Callable[[str], None] = lambda why: None  # cuts the sender off, where that is not this worker
 
     def bad(self, what: str) -> PeerLost:
         """This message cannot be used: what to raise."""
-        why = f"it sent {what} with {self.tag[0]!r}" if self.tag else f"it sent {what}"
+        why = f"it sent {what} with {self.tag[0]!r}"
         self.offend(why)
         return PeerLost(self.sender, why)
 
@@ -139,38 +115,29 @@ class NotNow(Exception):
 
 
 class Fabric:
-    """One worker's end of the network: who is within reach, what has arrived, who waits for whom.
-
-    A form of it delivers messages into it and tells it when peers come and go; it wakes the right coroutine.
-    """
+    """One worker's end of the network: who is within reach, what has arrived, who waits for whom."""
 
     world_size: int
     counters: Counters
-    life = 0
-    """Which life of this worker it is."""
-    silence_s: float
-    """How long a peer may give no sign of life before it counts as lost."""
+    life = 0  # which life of this worker it is
+    silence_s: float  # how long a peer may give no sign of life before it counts as lost
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self.members: tuple[int, ...] = (rank,)
-        """The workers within reach now, this one included, in ascending order."""
+        self.members: tuple[int, ...] = (rank,)  # who is within reach now, this worker too, in order
         self._reach = frozenset((rank,))  # the same, for looking up
         self._lost: dict[int, str] = {}
-        self.left: set[int] = set()
-        """Who has said goodbye, and is not coming back in this life."""
+        self.left: set[int] = set()  # who has said goodbye, and is not coming back in this life
         self._boxes: dict[Tag, deque[Message]] = {}
-        self._unread: Counter[int] = Counter()
-        """About how much memory is held by what each has sent and nobody has received."""
+        self._unread: Counter[int] = Counter()  # about how many bytes each has sent that nobody has received
         self._waiters: dict[Tag, list[tuple[Sequence[int], asyncio.Future[Message]]]] = {}
         self._forgotten: dict[Tag, None] = {}
         self._leaving: dict[int, list[asyncio.Future[None]]] = {}
-        self._epochs: dict[int, int] = {}
+        self._epochs: Counter[int] = Counter()
         self._kept: list[dict[int, Any]] = []
         self._asked = 0
         self._change: asyncio.Future[None] | None = None
-        self.notice: Notice = lambda what, peer, text: None
-        """Hears of what happens to peers, and in views."""
+        self.notice: Notice = lambda what, peer, text: None  # hears of what happens to peers, and in views
 
     # -- for those who want messages --
 
@@ -218,11 +185,7 @@ class Fabric:
             sending.cancel()
         return meet(mine, theirs.clone())  # it is also the peer's
 
-    def short(self, peer: int) -> bool:
-        """Whether vectors are so short, and so near, that laying one beats a swap."""
-        return False
-
-    def laid(self, peer: int, mine: Tensor) -> Note:
+    async def laid(self, peer: int, give: Callable[[], Awaitable[Tensor]]) -> Note:
         """Where a caller may combine a short vector with its own for both; nothing, if both must swap."""
         return ()
 
@@ -242,11 +205,7 @@ class Fabric:
 
     async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
         """Wait for a vector and take it piece by piece, or straight into a tensor."""
-        put(each, 0, (await self.receive(tag, peer)).payload)
-
-    def lend(self, vector: Tensor) -> Tensor:
-        """A vector that may be changed once it has left, as it is to be sent: here a copy."""
-        return vector.clone()
+        raise NotImplementedError
 
     def send(
         self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()
@@ -297,7 +256,7 @@ class Fabric:
 
     def epoch(self, peer: int) -> int:
         """How often a peer has been lost: what was said in one epoch means nothing in the next."""
-        return self._epochs.get(peer, 0)
+        return self._epochs[peer]
 
     def by_peer(self) -> dict[int, Any]:
         """A dictionary of what peers have said, which forgets what those have said that are lost."""
@@ -309,16 +268,16 @@ class Fabric:
         """All within reach but this worker."""
         return [peer for peer in self.members if peer != self.rank]
 
+    def reaches(self, peer: int) -> bool:
+        """Whether a peer is within reach."""
+        return peer in self._reach
+
     def waits(self) -> list[tuple[int | None, Tag]]:
         """Whom this worker waits for, and for what."""
         waiting = [(whom, tag) for tag, waiters in self._waiters.items() for whom, _ in waiters]
         return [(peer, tag) for whom, tag in waiting for peer in whom or (None,)]
 
     # -- for the fabric --
-
-    def reaches(self, peer: int) -> bool:
-        """Whether a peer is within reach."""
-        return peer in self._reach
 
     def why_lost(self, peer: int) -> str:
         """Why a peer is out of reach."""
@@ -361,7 +320,7 @@ class Fabric:
         self._lost[peer] = why
         if what in ("left", "finished"):
             self.left.add(peer)
-        self._epochs[peer] = self.epoch(peer) + 1
+        self._epochs[peer] += 1
         self._reach -= {peer}
         self._members_changed()
         del self._unread[peer]
@@ -402,6 +361,5 @@ async def hear(fabric: Fabric, tag: Tag, act: Callable[[Message], Awaitable[None
 
 
 def _size(message: Message) -> int:
-    return (
-        MESSAGE_BYTES + 32 * len(message.note) + (message.vector.nbytes if message.vector is not None else 0)
-    )
+    vector_bytes = 0 if message.vector is None else message.vector.nbytes
+    return MESSAGE_BYTES + 32 * len(message.note) + vector_bytes

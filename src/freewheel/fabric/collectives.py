@@ -13,21 +13,21 @@ from torch import Tensor
 
 from freewheel.fabric.base import Each, Fabric, Message, Note, Tag
 
-CHUNK = 1 << 23
-"""How many numbers go round a ring at once: what is under way needs little memory with any model."""
+CHUNK = 1 << 23  # numbers that go round a ring at once: what is under way needs little memory with any model
 
 
 async def ring(fabric: Fabric, members: Sequence[int], total: Tensor, tag: Tag) -> None:
     """Replace a vector by the sum of the members' vectors; each sends 2(n-1)/n of a vector."""
     n = len(members)
-    if n == 1:
-        return
     me = members.index(fabric.rank)
     right, left = members[(me + 1) % n], members[(me - 1) % n]
     parts = total.tensor_split(n)
 
+    def add(sums: Tensor, at: int, piece: Tensor) -> None:
+        sums[at : at + piece.numel()].add_(piece)
+
     async def hop(mine: Tensor, into: Tensor, each: Each | Tensor) -> None:
-        sending = fabric.send(right, tag, fabric.lend(mine))
+        sending = fabric.send(right, tag, mine)
         try:
             await fabric.land(left, tag, into.numel(), each)
             await sending
@@ -36,14 +36,10 @@ async def ring(fabric: Fabric, members: Sequence[int], total: Tensor, tag: Tag) 
 
     for k in range(n - 1):  # reduce-scatter: the sums travel round and grow
         grows = parts[(me - k - 1) % n]
-        await hop(parts[(me - k) % n], grows, partial(_add, grows))
+        await hop(parts[(me - k) % n], grows, partial(add, grows))
     for k in range(n - 1):  # all-gather: the finished sums travel round
         into = parts[(me - k) % n]
         await hop(parts[(me + 1 - k) % n], into, into)
-
-
-def _add(total: Tensor, at: int, piece: Tensor) -> None:
-    total[at : at + piece.numel()].add_(piece)
 
 
 async def broadcast(

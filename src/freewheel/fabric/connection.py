@@ -9,14 +9,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from freewheel.fabric.base import BYTES, EXCHANGE, RUNTIME, Each, Fabric, Message, Note, Tag
-from freewheel.fabric.frames import BadFrame, Kind
+from freewheel.fabric.base import BYTES, EXCHANGE, RUNTIME, Fabric, Message, Note, Tag
+from freewheel.fabric.frames import BadFrame, Frame, Kind
 from freewheel.fabric.handshake import Identity, Line
 from freewheel.fabric.transfers import LONG, Landing, Outgoing, Transfers
 from freewheel.fabric.windows import DEVICE, HOST, STREAM, Windows, is_locator
 
-LAST_WORDS_S = 0.5
-"""How long a line that broke is still read: a peer may have said why it goes."""
+LAST_WORDS_S = 0.5  # how long a line that broke is still read: a peer may have said why it goes
 
 
 class Goodbye(Exception):
@@ -56,31 +55,24 @@ class Vectors(Fabric):
 
 
 class Connection:
-    """A connection with a peer that has said who it is."""
+    """A connection with a peer that has said who it is; `offended` cuts it off if it sends what is no use."""
 
     def __init__(
         self, fabric: Vectors, line: Line, offended: Callable[[Connection, Exception], None]
     ) -> None:
-        self.fabric = fabric
-        self.line, self.transport, self.peer = line, line.transport, line.peer
-        self.incarnation, self.kind, self.pid = line.incarnation, line.kind, line.pid
-        self.queue: deque[Outgoing] = deque()
+        self.fabric, self.line, self.offended = fabric, line, offended
+        self.transport, self.peer, self.incarnation = line.transport, line.peer, line.incarnation
+        self.kind, self.pid = line.kind, line.pid
+        self.queue: deque[Outgoing] = deque()  # what waits to leave; the first one is leaving
         self.wake = asyncio.Event()
-        self.writing = False
         self.spoke_s = 0.0
-        self.sent = self.got = 0
-        """Messages of the strategy, for telling whether any is still under way."""
-        self.landings: dict[Tag, Landing] = {}
-        """Vectors that are awaited in place, by their tag."""
+        self.sent = self.got = 0  # messages of the strategy, for telling whether any is still under way
+        self.landings: dict[Tag, Landing] = {}  # vectors that are awaited in place, by their tag
+        # Windows the peer has not read yet, by number: the message, the vector, whether it is borrowed.
         self.shown: dict[int, tuple[Outgoing, Tensor, bool]] = {}
-        """Windows the peer has not read yet, by number: the message, the vector, whether it is borrowed."""
         self.task: asyncio.Task[None] | None = None
-        self.over = False
-        """Whether it was given up: what the peer has sent and nobody has read is void."""
-        self.blind = False
-        """Whether a window of the peer's could not be opened, although it could be tried."""
-        self.offended = offended
-        """Cuts the peer off: it sent what cannot be used."""
+        self.over = False  # whether it was given up: what the peer has sent and nobody has read is void
+        self.blind = False  # whether a window of the peer's could not be opened, although it could be tried
 
     async def run(self) -> BaseException | None:
         """Read and write until either ends; what ended it."""
@@ -99,18 +91,24 @@ class Connection:
     # -- writing --
 
     def send(self, kind: Kind, tag: Tag = (), vector: Tensor | None = None, note: Note = ()) -> Outgoing:
-        """Let a frame leave after those before it."""
-        fabric, counted = self.fabric, kind is Kind.MESSAGE and tag[0] != RUNTIME
-        near = vector is not None and self._near(tag, vector)
-        wire = fabric.wire_of(tag)
-        of_vector = (None, 0) if vector is None else (wire, vector.numel())
-        head = b"" if near else fabric.me.frame(kind, tag, note, *of_vector)
-        outgoing = Outgoing(head, vector, wire, counted)
-        if near:
-            outgoing.tag, outgoing.note = tag, note
+        """Let a frame leave after those before it; a short one leaves at once if there is none."""
+        fabric, wire = self.fabric, self.fabric.wire_of(tag)
+        outgoing = Outgoing(vector, wire, counted=kind is Kind.MESSAGE and tag[0] != RUNTIME)
+        if vector is not None and self._near(tag, vector):
+            outgoing.near = tag, note
+        else:
+            of_vector = (None, 0) if vector is None else (wire, vector.numel())
+            outgoing.head = fabric.me.frame(kind, tag, note, *of_vector)
         fabric.counters.messages_out += kind is Kind.MESSAGE
-        self.sent += counted
-        self._put(outgoing)
+        self.sent += outgoing.counted
+        if not self.queue and vector is None:
+            whole = self.line.sealed(outgoing.head)
+            outgoing.head, outgoing.begun = whole[self.transport.write_now(whole) :], True
+            if not outgoing.head:
+                outgoing.set_result(None)
+                return outgoing
+        self.queue.append(outgoing)
+        self.wake.set()
         return outgoing
 
     def _near(self, tag: Tag, vector: Tensor) -> bool:
@@ -120,46 +118,35 @@ class Connection:
         once = tag[0] == RUNTIME and self.kind != DEVICE  # a window would stay mapped
         return not once and vector.numel() >= LONG and vector.is_cuda == (self.kind == DEVICE)
 
-    def _put(self, outgoing: Outgoing) -> None:
-        """A short message leaves at once if nothing is before it."""
-        if not self.queue and not self.writing and outgoing.vector is None:
-            whole = self.line.sealed(outgoing.head)
-            outgoing.head, outgoing.begun = whole[self.transport.write_now(whole) :], True
-            if not outgoing.head:
-                outgoing.set_result(None)
-                return
-        self.queue.append(outgoing)
-        self.wake.set()
-
     async def write(self) -> None:
         """Write what is queued, for ever."""
         fabric = self.fabric
         while True:
-            self.writing = False
             while not self.queue:
                 self.wake.clear()
                 await self.wake.wait()
-            self.writing = True
-            outgoing = self.queue.popleft()
-            if outgoing.cancelled() and not outgoing.begun:
+            outgoing = self.queue[0]
+            if outgoing.cancelled() and not outgoing.begun:  # nobody wants it any more
                 self.sent -= outgoing.counted
-                continue  # nobody wants it any more, and it has not begun
-            self.spoke_s = asyncio.get_running_loop().time()
-            if outgoing.tag is not None:
-                await self._show(outgoing, outgoing.tag)
+                self.queue.popleft()
                 continue
-            head = outgoing.head if outgoing.begun else self.line.sealed(outgoing.head)
-            await self.transport.write(head)
-            fabric.counters.bytes_out += len(head)
-            if outgoing.vector is not None:
-                if outgoing.vector.is_cuda:
-                    outgoing.vector = await fabric.transfers.work(0, outgoing.vector.cpu)
-                await fabric.transfers.write(self.transport, outgoing)
-                outgoing.vector = None  # others may keep the future
-            if not outgoing.done():
-                outgoing.set_result(None)
+            self.spoke_s = asyncio.get_running_loop().time()
+            if outgoing.near is not None:
+                await self._show(outgoing, *outgoing.near)
+            else:
+                head = outgoing.head if outgoing.begun else self.line.sealed(outgoing.head)
+                await self.transport.write(head)
+                fabric.counters.bytes_out += len(head)
+                if outgoing.vector is not None:
+                    if outgoing.vector.is_cuda:
+                        outgoing.vector = await fabric.transfers.work(0, outgoing.vector.cpu)
+                    await fabric.transfers.write(self.transport, outgoing.vector, outgoing.wire)
+                if not outgoing.done():
+                    outgoing.set_result(None)
+            outgoing.vector = None  # others may keep the future
+            self.queue.popleft()
 
-    async def _show(self, outgoing: Outgoing, tag: Tag) -> None:
+    async def _show(self, outgoing: Outgoing, tag: Tag, note: Note) -> None:
         """Let the peer read a vector from a window; it says when it has."""
         vector, fabric = outgoing.vector, self.fabric
         assert vector is not None
@@ -167,11 +154,10 @@ class Connection:
         window = fabric.windows.of(shown)
         assert window is not None
         self.shown[window.number] = outgoing, shown, shown is not vector
-        note = (*outgoing.note, *window.locator, len(window.locator))
+        note = (*note, *window.locator, len(window.locator))
         head = self.line.sealed(fabric.me.frame(Kind.NEAR, tag, note))
         await self.transport.write(head)
         fabric.counters.bytes_out += len(head) + vector.nbytes
-        outgoing.vector = None
 
     def _was_read(self, note: Note) -> None:
         number = int(note[0]) if note and 0 <= note[0] < 2**53 else -1
@@ -187,44 +173,36 @@ class Connection:
 
     async def read(self) -> None:
         """Read what comes, until the peer leaves."""
-        fabric = self.fabric
         while not self.over:
             frame, tag, note = await self.line.read()
             if frame.sender != self.peer or frame.incarnation != self.incarnation:
                 raise BadFrame(f"it is worker {self.peer} and says to be worker {frame.sender}")
             if frame.kind is Kind.BYE:
                 raise Goodbye(str(tag[0]) if tag else "it has left")
-            if frame.kind is Kind.PING:
-                continue
             if frame.kind is Kind.READ:
                 self._was_read(note)
-                continue
-            if frame.kind not in (Kind.MESSAGE, Kind.NEAR) or not tag:
+            elif frame.kind in (Kind.MESSAGE, Kind.NEAR) and tag:
+                self.got += tag[0] != RUNTIME
+                if frame.kind is Kind.NEAR:
+                    await self._read_near(tag, note)
+                else:
+                    await self._read(frame, tag, note)
+            elif frame.kind is not Kind.PING:
                 raise BadFrame("it says hello twice")
-            self.got += tag[0] != RUNTIME
-            if frame.kind is Kind.NEAR:
-                await self._read_near(tag, note)
-                continue
-            if frame.dtype is None:
-                fabric.deliver(Message(self.peer, tag, None, note, self._offend))
-                await asyncio.sleep(0)  # who was waiting runs before the next frame: it may await it in place
-                continue
-            if frame.dtype != (wire := fabric.wire_of(tag)):
-                raise BadFrame(f"it sends {frame.dtype}, not {wire}: give all the same wire")
-            if (landing := self.landings.get(tag)) is not None:
-                await fabric.transfers.land(self.transport, frame.dtype, frame.numel, landing)
-                self.landings.pop(tag, None)
-                continue
-            # No name for the vector here: it would be kept until the next one comes.
-            self._arrived(tag, note, await fabric.transfers.read(self.transport, frame.dtype, frame.numel))
 
-    async def land(self, tag: Tag, numel: int, each: Each | Tensor) -> None:
-        """Take a vector where it is awaited, as it comes."""
-        landing = self.landings[tag] = Landing(numel, each)
-        try:
-            await landing
-        finally:
+    async def _read(self, frame: Frame, tag: Tag, note: Note) -> None:
+        """A message, whose vector follows."""
+        fabric, wire = self.fabric, self.fabric.wire_of(tag)
+        if frame.dtype is None:
+            fabric.deliver(Message(self.peer, tag, None, note, self._offend))
+            await asyncio.sleep(0)  # who was waiting runs before the next frame: it may await it in place
+        elif frame.dtype != wire:
+            raise BadFrame(f"it sends {frame.dtype}, not {wire}: give all the same wire")
+        elif (landing := self.landings.get(tag)) is not None:
+            await fabric.transfers.land(self.transport, wire, frame.numel, landing)
             self.landings.pop(tag, None)
+        else:
+            self._arrived(tag, note, await fabric.transfers.read(self.transport, wire, frame.numel))
 
     async def _read_near(self, tag: Tag, note: Note) -> None:
         """A vector that lies in a window of the peer's: copy it, and say so."""
@@ -235,6 +213,15 @@ class Connection:
         self.fabric.counters.bytes_in += vector.nbytes
         self.send(Kind.READ, note=(locator[1],))
         self._arrived(tag, rest, vector)
+
+    def _arrived(self, tag: Tag, note: Note, vector: Tensor) -> None:
+        if (landing := self.landings.get(tag)) is None:
+            self.fabric.deliver(Message(self.peer, tag, vector, note, self._offend))
+            return
+        if vector.numel() != landing.numel:  # it was awaited while it arrived
+            raise BadFrame(f"it sent {vector.numel()} numbers where {landing.numel} are awaited")
+        self.fabric.transfers.take(landing, vector)
+        del self.landings[tag]
 
     async def open(self, locator: Note, numel: int | None = None) -> Tensor:
         """A vector in a window of the peer's, where it lies."""
@@ -257,17 +244,6 @@ class Connection:
         except (OSError, RuntimeError) as error:
             self.blind = True
             raise BadFrame(f"its window cannot be opened: {error}") from None
-
-    def _arrived(self, tag: Tag, note: Note, vector: Tensor) -> None:
-        if (landing := self.landings.get(tag)) is None:
-            self.fabric.deliver(Message(self.peer, tag, vector, note, self._offend))
-            return
-        if vector.numel() != landing.numel:  # it was awaited while it arrived
-            raise BadFrame(f"it sent {vector.numel()} numbers where {landing.numel} are awaited")
-        landing.take(0, vector)
-        landing.finish()
-        del self.landings[tag]
-        self.fabric.transfers.give_back(vector)
 
     def _offend(self, why: str) -> None:
         self.offended(self, BadFrame(why))

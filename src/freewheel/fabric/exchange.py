@@ -37,7 +37,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import EXCHANGE, Fabric, Meet, Message, Note, NotNow, Spawn, Tag, hear
+from freewheel.fabric.base import EXCHANGE, Fabric, Meet, Message, NotNow, Spawn, Tag, hear
 
 CALL: Tag = ("call",)
 YES, BUSY = (1.0,), (0.0,)
@@ -138,6 +138,10 @@ class Exchanges:
         self.paused = True
         await self.over()
 
+    def resume(self) -> None:
+        """Take part in exchanges again."""
+        self.paused = False
+
     async def over(self) -> None:
         """Wait until no exchange is under way."""
         while self.partner is not None:
@@ -169,10 +173,8 @@ class Exchanges:
         self.spawn(self._meeting(peer, tag, self._answer))
 
     async def _answer(self, peer: int, tag: Tag) -> None:
-        where: Note = ()
-        if self.fabric.short(peer):
-            where = self.fabric.laid(peer, await self._snapshot(peer, tag))
-            self.left = self.shown = bool(where)
+        where = await self.fabric.laid(peer, lambda: self._snapshot(peer, tag))
+        self.left = self.shown = bool(where)
         self.fabric.post(peer, tag, note=(*YES, *where))
         mine = self._mine if self._mine is not None else await self._snapshot(peer, tag)
         if not where:
@@ -197,20 +199,21 @@ class Exchanges:
             return True
         except NotNow:
             self.party.count("busy")
-            self._give_back()
+            self.shown = False
         except PeerLost:
             # Only a caller that has all it needs can have corrected.
             self.party.count("half" if self.left else "failed")
             if self.left:
                 self.fabric.notice("half", peer, "an exchange with it may have counted on its side only")
-            if not self.shown:
-                self._give_back()
         except asyncio.CancelledError:
             self.waiting.clear()  # this life is over
             raise
         finally:
+            unused = None if self.shown else self._mine  # nobody can write over it
             self.calling, self._mine = False, None
             self._release(tag)
+        if unused is not None:
+            self.party.unused(unused)
         return False
 
     async def _snapshot(self, peer: int, tag: Tag) -> Tensor:
@@ -223,11 +226,6 @@ class Exchanges:
             raise NotNow
         return self._mine
 
-    def _give_back(self) -> None:
-        """Nobody can write over this worker's snapshot."""
-        if self._mine is not None:
-            self.party.unused(self._mine)
-
     def _told(self) -> None:
         self.left = True
 
@@ -235,24 +233,20 @@ class Exchanges:
         """Let nobody wait any longer for the answer to our own call."""
         self.calling = False
         while self.waiting:
-            peer, tag, _ = self.waiting.popleft()
-            self._refuse(peer, tag)
+            self._refuse(*self.waiting.popleft()[:2])
 
     def _release(self, tag: Tag) -> None:
         self.fabric.forget(tag)
         self.free()
         if self.patience is not None:
             self.patience.cancel()
-            self.patience = None
-        taken = False
         if len(self.waiting) > 1:  # workers in step call in the same order every time: each gets its turn
             self.random.shuffle(self.waiting)
         while self.waiting:
             peer, waiting_tag, epoch = self.waiting.popleft()
             if epoch != self.fabric.epoch(peer):
                 continue  # it called over a connection that has broken since
-            if taken or self.paused:
+            if self.partner is not None or self.paused:
                 self._refuse(peer, waiting_tag)
             else:
-                taken = True
                 self._accept(peer, waiting_tag)

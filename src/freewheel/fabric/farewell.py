@@ -21,25 +21,18 @@ from torch import Tensor
 from freewheel.errors import PeerLost
 from freewheel.fabric.base import RUNTIME, Fabric, Message, Spawn, Tag, hear
 from freewheel.fabric.calls import AWAY, Calls
+from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.merges import Merge
 
 CALL: Tag = (RUNTIME, "farewell")
 LEAVING: Tag = (RUNTIME, "leaving")
 BYE: Tag = (RUNTIME, "goodbye")
-RETRY_S = 0.01
-"""After about so long a worker calls again that was told "not now"; each time a little longer."""
-LONGEST_S = 600.0
-"""After so long a farewell is over for those who stay, and the one that leaves is cut off."""
+RETRY_S = 0.01  # after about so long a worker calls again that was told "not now"; each time a little longer
+LONGEST_S = 600.0  # after so long a farewell is over for those who stay, and the one that leaves is cut off
 
 
 class Party(Protocol):
     """Whose replica takes part."""
-
-    async def pause(self) -> None:
-        """Take part in no exchange any more; return when none is under way."""
-
-    def resume(self) -> None:
-        """Be free again."""
 
     async def snapshot(self) -> Tensor:
         """The weights, with what is pending."""
@@ -51,12 +44,13 @@ class Party(Protocol):
 class Farewells:
     """One worker's part in farewells: its own, and the others'."""
 
-    def __init__(self, fabric: Fabric, party: Party, spawn: Spawn, rng: random.Random) -> None:
-        self.fabric, self.party, self.random = fabric, party, rng
+    def __init__(
+        self, fabric: Fabric, party: Party, exchanges: Exchanges, spawn: Spawn, rng: random.Random
+    ) -> None:
+        self.fabric, self.party, self.exchanges, self.random = fabric, party, exchanges, rng
+        # A worker is away where it has handed over, or has no weights yet.
         self.calls = Calls(fabric, spawn, CALL, self._share, self._decided, LONGEST_S)
-        """A worker is away where it has handed over, or has no weights yet."""
-        self._leaving = fabric.by_peer()
-        """Who has said that it leaves."""
+        self._leaving = fabric.by_peer()  # who has said that it leaves
 
     def serve(self) -> None:
         """Take part in the others' farewells, from now on."""
@@ -68,7 +62,7 @@ class Farewells:
 
     async def _share(self, merge: Merge) -> Tensor:
         """What each of those who stay has to add; the one that leaves has called."""
-        await self.party.pause()
+        await self.exchanges.pause()
         n, leaver = len(merge.members), merge.caller
         shares = {peer: 1 / n if peer == leaver else -1 / (n * (n - 1)) for peer in merge.members}
         return await merge.reduce(await self.party.snapshot(), shares)
@@ -80,7 +74,7 @@ class Farewells:
             self.party.correct(merge.result, own=True)
         elif outcome == "half":
             self.fabric.notice("half", merge.caller, "its last weights may have gone to some and not to all")
-        self.party.resume()
+        self.exchanges.resume()
 
     # -- who leaves --
 

@@ -29,37 +29,20 @@ HEADER = struct.Struct("!4sBBBxHHIIQ")
 TAG_BYTES = 512
 NOTES = 1 << 15
 
-DTYPES: dict[int, torch.dtype] = {
-    1: torch.float32,
-    2: torch.bfloat16,
-    3: torch.float64,
-    4: torch.float16,
-    5: torch.uint8,
-}
-CODES = {dtype: code for code, dtype in DTYPES.items()}
+DTYPES = (None, torch.float32, torch.bfloat16, torch.float64, torch.float16, torch.uint8)
 
 
 class Kind(enum.IntEnum):
     """What a frame is for."""
 
-    HELLO = 1
-    """The first one in both directions; its tag says who is there, with what."""
-    REFUSE = 2
-    """Instead of a hello: the tag says why."""
+    HELLO = 1  # the first one in both directions; its tag says who is there, with what
+    REFUSE = 2  # instead of a hello: the tag says why
     MESSAGE = 3
-    PING = 4
-    """I am still here."""
-    BYE = 5
-    """I leave; the tag says why."""
-    NEAR = 6
-    """A message whose vector lies in a window; the end of its note says where. See fabric/windows.py."""
-    READ = 7
-    """I have read the window with this number."""
-    SEES = 8
-    """The second frame in both directions: which kinds of the other's windows can be opened."""
-
-
-KINDS = frozenset(Kind)
+    PING = 4  # I am still here
+    BYE = 5  # I leave; the tag says why
+    NEAR = 6  # a message whose vector lies in a window: the end of its note says where (fabric/windows.py)
+    READ = 7  # I have read the window with this number
+    SEES = 8  # the second frame in both directions: which kinds of the other's windows can be opened
 
 
 class BadFrame(Exception):
@@ -81,8 +64,7 @@ class Frame:
     numel: int
     tag_bytes: int
     notes: int
-    head: bytes
-    """As it came."""
+    head: bytes  # as it came
 
     @property
     def rest(self) -> int:
@@ -103,8 +85,8 @@ def pack(
     words = json.dumps(tag, separators=(",", ":")).encode() if tag else b""
     if len(words) > TAG_BYTES or len(note) > NOTES:
         raise ValueError(f"a tag of {len(words)} bytes and a note of {len(note)} numbers do not fit a frame")
-    code = 0 if dtype is None else CODES[dtype]
-    head = HEADER.pack(MAGIC, PROTOCOL, kind, code, len(words), len(note), sender, incarnation, numel)
+    sizes = len(words), len(note), sender, incarnation, numel
+    head = HEADER.pack(MAGIC, PROTOCOL, kind, DTYPES.index(dtype), *sizes)
     return head + words + struct.pack(f"!{len(note)}d", *note)
 
 
@@ -112,16 +94,16 @@ def parse(head: bytes, longest: int) -> Frame:
     """Check a header; nothing of this run has a vector of more than `longest` numbers."""
     magic, protocol, kind, code, tag_bytes, notes, sender, incarnation, numel = HEADER.unpack(head)
     check_protocol(magic, protocol)
-    if kind not in KINDS:
+    if not 1 <= kind <= len(Kind):
         raise BadFrame(f"it sent a frame of unknown kind {kind}")
     if tag_bytes > TAG_BYTES or notes > NOTES:
         raise BadFrame(f"it sent a tag of {tag_bytes} bytes and a note of {notes} numbers")
-    if code and code not in DTYPES:
+    if code >= len(DTYPES):
         raise BadFrame(f"it sent numbers of unknown type {code}")
-    longest = BYTES_PIECE if DTYPES.get(code) is torch.uint8 else longest
-    if numel > longest or (numel and not code):
+    dtype = DTYPES[code]
+    longest = BYTES_PIECE if dtype is torch.uint8 else longest
+    if numel > longest or (numel and dtype is None):
         raise BadFrame(f"it sent a vector of {numel} numbers, where the longest of this run has {longest}")
-    dtype = DTYPES.get(code)
     return Frame(Kind(kind), sender, incarnation, dtype, numel, tag_bytes, notes, head)
 
 

@@ -27,7 +27,7 @@ import socket
 import ssl
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -41,24 +41,16 @@ from freewheel.fabric.transport import Transport, dial, listen, open_transport
 from freewheel.fabric.windows import KINDS, STREAM, Windows, is_locator
 from freewheel.records.counters import Counters
 
-GREETING_S = 10.0
-"""How long a connection may take to say who it is."""
-DIAL_S = 1.0
-"""How long a call may take to be answered by the other machine: over a link that was cut a new call gets
-through sooner than an old one."""
+GREETING_S = 10.0  # how long a connection may take to say who it is
+DIAL_S = 1.0  # a call may take so long to be answered: over a link that was cut a new one gets through sooner
 REFUSED, EARLIER = "it refused this worker", "it is an earlier life of worker"
 OTHER_KEYS = "its keys are not of this worker's set"
 STRANGER = "it has not this run's secret"
-AGAIN_S = 1.0
-"""Between two tries to take a connection where no handle is left."""
-UNPROVEN = 64
-"""Connections that have proved nothing yet: when more come, the oldest is closed. A worker takes a moment."""
-PAUSE_S = 0.005
-"""Between two connections that come in: training comes first."""
-COMPLAINTS, COMPLAINTS_S = 100, 60.0
-"""Lines of the log about connections that were turned away, in so many seconds."""
-BROKEN = (OSError, EOFError, BadFrame)
-"""How connections end that come to nothing; silence and bad keys are OSErrors."""
+AGAIN_S = 1.0  # between two tries to take a connection where no handle is left
+UNPROVEN = 64  # connections that have proved nothing yet: when more come, the oldest is closed
+PAUSE_S = 0.005  # between two connections that come in: training comes first
+COMPLAINTS, COMPLAINTS_S = 100, 60.0  # lines of the log about who was turned away, in so many seconds
+BROKEN = (OSError, EOFError, BadFrame)  # connections that come to nothing; silence and bad keys are OSErrors
 BEGINNING, CHALLENGE = struct.Struct("!4sB"), struct.Struct("!4sB32s")
 
 log = logging.getLogger("freewheel")
@@ -68,20 +60,15 @@ log = logging.getLogger("freewheel")
 class Identity:
     """What two workers must agree on before they talk."""
 
-    key: bytes
-    """Derived from the run's secret and number (runtime/membership/rendezvous.py); never sent."""
+    key: bytes  # derived from the run's secret and number (runtime/membership/rendezvous.py); never sent
     rank: int
     world_size: int
     incarnation: int
     version: str
-    model: str
-    """A digest of the model's parameters: names, shapes, types."""
-    longest: int
-    """The length of the longest vector of the run."""
-    wire: str = "fp32"
-    """What a strategy's vectors travel as."""
-    place: str = ""
-    """Where this process runs, for finding those that can share memory; empty: nobody can."""
+    model: str  # A digest of the model's parameters: names, shapes, types
+    longest: int  # the length of the longest vector of the run
+    wire: str = "fp32"  # what a strategy's vectors travel as
+    place: str = ""  # where this process runs, for finding those that can share memory; empty: nobody can
 
     @property
     def run(self) -> bytes:
@@ -128,20 +115,16 @@ class Line:
     """A connection over which both have proved that they have the key: all frames are sealed."""
 
     transport: Transport
-    ours: Seals
-    theirs: Seals
-    """Of what is sent, and of what comes."""
+    ours: Seals  # of what is sent
+    theirs: Seals  # of what comes
     me: Identity
     counters: Counters
     address: str
-    called: bool
-    """Whether it was this worker that called."""
+    called: bool  # whether it was this worker that called
     peer: int = -1
     incarnation: int = 0
-    kind: str = STREAM
-    """How vectors travel: through windows of the device or the host, or as a stream of bytes."""
-    pid: int = 0
-    """The peer's process, where windows are shared."""
+    kind: str = STREAM  # how vectors travel: through windows of the device or the host, or as bytes
+    pid: int = 0  # the peer's process, where windows are shared
 
     def sealed(self, head: bytes) -> bytes:
         """A frame that leaves now."""
@@ -193,41 +176,27 @@ async def take(transport: Transport, size: int) -> bytes:
     return bytes(data)
 
 
+@dataclass(eq=False)
 class Listener:
     """Opens connections, in both directions; `admit` gets those that have said who they are."""
 
-    def __init__(
-        self,
-        me: Identity,
-        counters: Counters,
-        tls: tuple[ssl.SSLContext, ssl.SSLContext] | None,
-        *,
-        windows: Windows,
-        check: Callable[[Frame], None],
-        admit: Callable[[Line], None],
-        spawn: Spawn,
-    ) -> None:
-        self.me, self.counters = me, counters
-        self._tls = tls or (None, None)
-        self._windows, self._check, self._admit, self._spawn = windows, check, admit, spawn
-        self.unshared: set[int] = set()
-        """Peers whose windows could not be opened, although they could be tried."""
-        self.listener: socket.socket | None = None
-        self._unproven: dict[asyncio.Task[None], None] = {}
-        """Connections that came in and have proved nothing yet, the oldest first."""
-        self._complained_s, self._complaints = -math.inf, 0
+    me: Identity
+    counters: Counters
+    tls: tuple[ssl.SSLContext, ssl.SSLContext] | None
+    windows: Windows
+    check: Callable[[Frame], None]
+    admit: Callable[[Line], None]
+    spawn: Spawn
+    unshared: set[int] = field(default_factory=set)  # windows were tried with them, and then did not open
+    _unproven: dict[asyncio.Task[None], None] = field(default_factory=dict)  # the oldest first
+    _complained_s: float = -math.inf
+    _complaints: int = 0
 
     def open(self, host: str, port: int = 0) -> int:
         """Listen; return the port."""
-        self.listener = listen(host, port)
-        self._spawn(self._accept(self.listener))
-        return int(self.listener.getsockname()[1])
-
-    def close(self) -> None:
-        """Listen no longer; the task that takes connections must have ended."""
-        listener, self.listener = self.listener, None
-        if listener is not None:
-            listener.close()
+        self.listener = listener = listen(host, port)
+        self.spawn(self._accept(listener)).add_done_callback(lambda _: listener.close())
+        return int(listener.getsockname()[1])
 
     async def call(self, peer: int, host: str, port: int) -> Line:
         """Connect with a peer; PeerLost with the reason if it cannot be had."""
@@ -251,7 +220,7 @@ class Listener:
                 oldest = next(iter(self._unproven))
                 del self._unproven[oldest]
                 oldest.cancel()
-            greeting = self._spawn(self._let_in(sock, f"{address[0]}:{address[1]}"))
+            greeting = self.spawn(self._let_in(sock, f"{address[0]}:{address[1]}"))
             self._unproven[greeting] = None
             greeting.add_done_callback(functools.partial(self._proven, sock))
             await asyncio.sleep(PAUSE_S)
@@ -265,7 +234,7 @@ class Listener:
     async def _let_in(self, sock: socket.socket, address: str) -> None:
         """A connection came in: let it say who it is."""
         try:
-            self._admit(await self._greet(sock, address))
+            self.admit(await self._greet(sock, address))
         except BROKEN as error:
             now_s = asyncio.get_running_loop().time()
             if now_s - self._complained_s > COMPLAINTS_S:
@@ -282,47 +251,53 @@ class Listener:
         calls = peer is not None
         try:
             async with asyncio.timeout(GREETING_S):  # keys take their time
-                opened = transport = await open_transport(sock, self._tls[calls], server=not calls)
-                ours, theirs = await prove(transport, self.me.key, calls)
-                line = Line(transport, ours, theirs, self.me, self.counters, address, calls)
+                opened = transport = await open_transport(sock, self.tls and self.tls[calls], not calls)
+                seals = await prove(transport, self.me.key, calls)
+                line = Line(transport, *seals, self.me, self.counters, address, calls)
                 if peer is not None:
-                    await line.write(self._hello(transport, peer))
+                    line.peer = peer
+                    await self._hello(line)
                 else:
                     self._unproven.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
                 try:
                     frame, tag, note = await line.read()
                     self.me.check(frame, tag, peer)
                     if not calls:
-                        self._check(frame)
+                        self.check(frame)
                 except BadFrame as error:
                     if not calls:
                         with contextlib.suppress(OSError):
                             await line.write(self.me.frame(Kind.REFUSE, (str(error)[:200],)))
                     raise
-                if not calls:
-                    await line.write(self._hello(transport, frame.sender))
                 line.peer, line.incarnation = frame.sender, frame.incarnation
+                if not calls:
+                    await self._hello(line)
                 await self._compare(line, tag, note)
                 return line
         except BaseException:
             opened.close()
             raise
 
-    def _near(self, transport: Transport, peer: int) -> bool:
+    def _near(self, line: Line) -> bool:
         """Whether this worker is ready to share memory with a peer: not where that has failed."""
-        return bool(self.me.place) and transport.local and peer not in self.unshared
+        return bool(self.me.place) and line.transport.local and line.peer not in self.unshared
 
-    def _hello(self, transport: Transport, peer: int) -> bytes:
-        near = self._near(transport, peer)
-        return self.me.hello(self._windows.offer(self.me.mark(self.me.rank)) if near else ())
+    async def _hello(self, line: Line) -> None:
+        offers = self.windows.offer(self.me.mark(self.me.rank)) if self._near(line) else ()
+        await line.write(self.me.hello(offers))
 
     async def _compare(self, line: Line, tag: Tag, note: Note) -> None:
         """Try to open what the peer offers, tell it, and hear what it could open; take the best of both."""
         seen: list[str] = []
-        offers = offered(note)
-        near = tag[3] == self.me.place and self._near(line.transport, line.peer)
+        try:
+            offers = [tuple(one) for one in read_all([[int]], whole(note))]
+        except ValueError:
+            offers = [()]
+        if not all(map(is_locator, offers)):
+            raise BadFrame("it offers what is no window")
+        near = tag[3] == self.me.place and self._near(line)
         if near:
-            seen = await asyncio.to_thread(self._windows.tried, offers, self.me.mark(line.peer))
+            seen = await asyncio.to_thread(self.windows.tried, offers, self.me.mark(line.peer))
         await line.write(self.me.frame(Kind.SEES, ("sees", *seen)))
         frame, sees, _ = await line.read()
         if frame.kind is not Kind.SEES or frame.sender != line.peer or not set(sees[1:]) <= set(KINDS):
@@ -330,19 +305,10 @@ class Listener:
         both = [kind for kind in KINDS if kind in seen and kind in sees[1:]]
         if both:
             line.kind, line.pid = both[-1], int(offers[0][2])
-        for kind in {KINDS[int(one[0])] for one in offers} & self._windows.kinds - set(both):
+        for kind in {KINDS[int(one[0])] for one in offers} & self.windows.kinds - set(both):
             if near and self.me.rank < line.peer:
                 text = "workers %d and %d share no %s window: vectors between them travel by %s"
                 log.warning(text, self.me.rank, line.peer, kind, line.kind)
-
-
-def offered(note: Note) -> list[Note]:
-    """The windows a peer offers."""
-    with contextlib.suppress(ValueError):
-        offers = [tuple(one) for one in read_all([[int]], whole(note))]
-        if all(map(is_locator, offers)):
-            return offers
-    raise BadFrame("it offers what is no window")
 
 
 def words(error: BaseException) -> str:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MOST = 8
-"""Vectors that are combined in one pass; it stands in the source too."""
+MOST = 8  # vectors that are combined in one pass; it stands in the source too
 THREADS, BLOCKS = 512, 1056
+NAMES = ("copy", "pull", "all")
 
 SOURCE = r"""
 #define HERE ((long long)blockIdx.x * blockDim.x + threadIdx.x)
@@ -90,9 +90,7 @@ class Kernels:
     def __init__(self, device: torch.device) -> None:
         compiled: Any = torch.cuda._compile_kernel
         with torch.cuda.device(device):
-            self._copy, self._pull, self._all = (
-                compiled(SOURCE, name) for name in ("fw_copy", "fw_pull", "fw_all")
-            )
+            self._copy, self._pull, self._all = [compiled(SOURCE, f"fw_{name}") for name in NAMES]
 
     def copy(self, weights: Tensor, pending: Tensor | None, into: Tensor, bad: Tensor) -> None:
         """A copy with what is pending; `bad`, in pinned memory, becomes 1 if a number is not finite."""
@@ -120,13 +118,10 @@ class Kernels:
 def fits(*vectors: Tensor) -> bool:
     """Whether kernels can take vectors: fp32, on one device, aligned to four numbers."""
     device = vectors[0].device
-    return device.type == "cuda" and all(
-        one.dtype == torch.float32
-        and one.device == device
-        and one.is_contiguous()
-        and one.data_ptr() % 16 == 0
-        for one in vectors
-    )
+    alike = device.type == "cuda" and {(one.dtype, one.device) for one in vectors} == {
+        (torch.float32, device)
+    }
+    return alike and all(one.is_contiguous() and one.data_ptr() % 16 == 0 for one in vectors)
 
 
 @functools.cache

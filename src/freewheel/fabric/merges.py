@@ -5,33 +5,41 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from freewheel.fabric import collectives
 from freewheel.fabric.base import Fabric, Message, Note, Tag, Weights
-from freewheel.fabric.lineage import View
 
-Group: TypeAlias = tuple[int, Sequence[int]]
-"""A number of its own, and the members of the view that merge."""
+Group: TypeAlias = tuple[int, Sequence[int]]  # a number of its own, and the members of the view that merge
 EVERYBODY = 0
+
+
+@dataclass(frozen=True)
+class View:
+    """A numbered membership: no two views of a run have the same number, on two sides of a cut neither."""
+
+    number: int
+    members: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"view {self.number}: {', '.join(map(str, self.members))}"
 
 
 class Merge:
     """One try at a merge, in one view. Its collectives run among its members, or `among` some of them."""
 
+    verdict: Message  # what the caller says in the end, if somebody has called it (fabric/calls.py)
+
     def __init__(self, fabric: Fabric, view: View, group: Group, number: int, tag: Tag) -> None:
         self.view, self.members, self.number, self.tag = view, tuple(group[1]), number, tag
         self.group, self._fabric = group[0], fabric
-        self.done = self.counts = False
-        """Whether this worker has the result; whether it counts."""
+        self.done = self.counts = False  # whether this worker has the result; whether it counts
         self.result: Any = None
-        self.caller = -1
-        """Who has called it, if somebody has (fabric/calls.py)."""
-        self.says: Note = ()
-        self.verdict: Message
-        """What the caller hears of this worker with "has it"; what it says in the end."""
+        self.caller = -1  # who has called it, if somebody has
+        self.says: Note = ()  # what the caller hears of this worker with "has it"
         self._reductions: Counter[Tag] = Counter()
 
     async def sum(self, vector: Tensor, among: Sequence[int] = ()) -> Tensor:
@@ -40,14 +48,11 @@ class Merge:
 
     async def mean(self, vector: Tensor) -> Tensor:
         """The mean of the members' vectors, each of which is used up."""
-        return await self.reduce(vector, self._alike())
+        return await self.offset(vector, 0.0)
 
     async def offset(self, vector: Tensor, part: float = 1.0) -> Tensor:
-        """How far the mean of the members' vectors is from this one, which is used up; or a part of it."""
-        return await self.reduce(vector, self._alike(), part)
-
-    def _alike(self) -> Weights:
-        return dict.fromkeys(self.members, 1 / len(self.members))
+        """How far the members' mean is from this vector, which is used up; or a part of it (0: the mean)."""
+        return await self.reduce(vector, dict.fromkeys(self.members, 1 / len(self.members)), part)
 
     async def reduce(self, vector: Tensor, weights: Weights, part: float = 0.0) -> Tensor:
         """See Fabric.reduce; each has a tag of its own, counted among those of the same members."""

@@ -7,7 +7,7 @@ atomic act. Answers are posted, not awaited: a client behind a slow link does no
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -18,8 +18,7 @@ REQUEST: Tag = ("server", "request")
 Apply = Callable[[Tensor, Tensor], Tensor]
 
 
-@dataclass(slots=True)
-class Answer:
+class Answer(NamedTuple):
     """What a server sent back, and how many other updates it had taken since it last answered us."""
 
     vector: Tensor

@@ -21,23 +21,20 @@ import torch
 from torch import Tensor
 
 from freewheel.errors import PeerLost
-from freewheel.fabric.base import AGAIN, RUNTIME, Each, Message, Tag, put
+from freewheel.fabric.base import AGAIN, RUNTIME, Each, Message, Tag
 from freewheel.fabric.connection import Connection, Goodbye
 from freewheel.fabric.frames import BadFrame, Crossed, Frame, Kind
 from freewheel.fabric.handshake import EARLIER, REFUSED, Identity, Line, Listener, words
 from freewheel.fabric.together import Together
-from freewheel.fabric.transfers import SHORT, Transfers
+from freewheel.fabric.transfers import Landing, Transfers
 from freewheel.fabric.windows import Windows
 from freewheel.records.counters import Counters
 
-PINGS = 4
-"""Signs of life in the time after which silence is a loss."""
+PINGS = 4  # signs of life in the time after which silence is a loss
 CALL_AGAIN_S = 0.25
+# How much of what a peer has sent may lie here unread: so many bytes, and so many of the longest vectors.
 UNREAD_BYTES, UNREAD = 1 << 26, 64
-"""How much of what a peer has sent may lie here unread: so many bytes, and so many of the longest vectors."""
-FINISHED = "it has finished"
-LEFT = "it was told to leave"
-"""Words of a goodbye: what it says is no news, and no loss."""
+FINISHED, LEFT = "it has finished", "it was told to leave"  # words of a goodbye: no news, and no loss
 
 log = logging.getLogger("freewheel")
 
@@ -55,33 +52,21 @@ class TcpFabric(Together):
         silence_s: float = 2.0,
         side: torch.cuda.Stream | None = None,
     ) -> None:
+        # Where the strategy's vectors lie; on a device, `side` is the stream they are worked on in.
         self.home = side.device if side is not None else torch.device("cpu")
-        """Where the strategy's vectors lie; on a device, `side` is the stream they are worked on in."""
         transfers = Transfers(counters, dtype, me.world_size, side)
         super().__init__(me, Windows(self.home), transfers, wire or dtype)
         self.silence_s = silence_s
-        self.book: dict[int, tuple[str, int]] = {}
-        """Where each peer was last known to listen."""
+        self.book: dict[int, tuple[str, int]] = {}  # where each peer was last known to listen
         self._most_unread = UNREAD_BYTES + UNREAD * me.longest * dtype.itemsize
         self._connections: dict[int, Connection] = {}
-        self.lives: dict[int, int] = {me.rank: me.incarnation}
-        """Which life of each worker was the last one seen."""
-        self.outlived: Callable[[], None] = lambda: None
-        """Called where a peer says that a later life of this worker is there."""
+        self.lives = {me.rank: me.incarnation}  # which life of each worker was the last one seen
+        self.outlived: Callable[[], None] = lambda: None  # where a later life of this worker is there
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._closing = False
-        self._pids: dict[int, int] = {}
-        """The process of each peer that shares windows, or did."""
+        self._pids: dict[int, int] = {}  # the process of each peer that shares windows, or did
         self._loop = asyncio.get_running_loop()
-        self._listener = Listener(
-            me,
-            counters,
-            tls,
-            windows=self.windows,
-            check=self._check_life,
-            admit=self._install,
-            spawn=self._spawn,
-        )
+        listening = self._check_life, self._install, self._spawn
+        self._listener = Listener(me, counters, tls, self.windows, *listening)
 
     # -- life --
 
@@ -104,17 +89,15 @@ class TcpFabric(Together):
 
     async def close(self, why: str = FINISHED) -> None:
         """Say goodbye, then close everything."""
-        self._closing = True
+        self.book.clear()  # nobody is called again
         links = self._connections.values()
         leaving: list[asyncio.Future[None]] = [out for link in links for out, *_ in link.shown.values()]
         leaving += [link.send(Kind.BYE, (why[:200],)) for link in links]
         if leaving:
             await asyncio.wait(leaving, timeout=1.0)
-        tasks = [*self._tasks]
-        for task in tasks:
+        for task in (tasks := [*self._tasks]):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._listener.close()
         try:
             await asyncio.to_thread(self.transfers.close)
         except RuntimeError:  # the interpreter is on its way out, and starts no thread any more
@@ -122,10 +105,6 @@ class TcpFabric(Together):
         self.windows.clear()
 
     # -- what strategies use --
-
-    def short(self, peer: int) -> bool:
-        """Where messages take longer than the work."""
-        return self.me.longest <= SHORT[self.kind(peer)]
 
     async def receive(self, tag: Tag, peer: int | None = None, among: Sequence[int] = ()) -> Message:
         """Wait for the next message with this tag; a strategy gets vectors where its own are."""
@@ -136,17 +115,18 @@ class TcpFabric(Together):
 
     async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
         """Take a vector as it comes; see Fabric.land."""
+        landing = Landing(numel, each)
         if tag in self._boxes:  # it was faster than who awaits it
-            vector = (await super().receive(tag, peer)).of(numel).cpu()
-            put(each, 0, vector)
-            self.transfers.give_back(vector)
+            self.transfers.take(landing, (await super().receive(tag, peer)).of(numel).cpu())
+            await landing
             return
         self.need(peer)
-        await self._connections[peer].land(tag, numel, each)
-
-    def lend(self, vector: Tensor) -> Tensor:
-        """What is sent is read before the sending is done."""
-        return vector
+        landings = self._connections[peer].landings
+        landings[tag] = landing
+        try:
+            await landing
+        finally:
+            landings.pop(tag, None)
 
     def kinds(self) -> dict[int, str]:
         """How vectors travel to each peer."""
@@ -189,12 +169,12 @@ class TcpFabric(Together):
 
     async def _keep(self, link: Connection) -> None:
         """Use a connection until it ends."""
-        why, what = "closed", "died"
+        ended = "closed", "died"
         try:
-            why, what = self._ended(link, await link.run())
+            ended = self._ended(link, await link.run())
         finally:
             link.transport.close()
-            self._unlink(link, why, what)
+            self._unlink(link, *ended)
 
     def _ended(self, link: Connection, error: BaseException | None) -> tuple[str, str]:
         """Why a connection has ended, and what that means for the peer."""
@@ -228,7 +208,7 @@ class TcpFabric(Together):
         for sending in link.queue:
             sending.cancel()
         self.windows.forget(link.pid)
-        if not self._closing and link.peer in self.book and self.rank > link.peer:
+        if link.peer in self.book and self.rank > link.peer:
             self._spawn(self._call_again(link.peer))
 
     async def _call_again(self, peer: int) -> None:
@@ -258,10 +238,8 @@ class TcpFabric(Together):
 
     def _harmless(self, peer: int) -> bool:
         """Whether a peer writes nothing any more that it was shown before: it is here and well, or dead."""
-        if peer in self._connections:
-            return True
-        pid = self._pids.get(peer, 0)
-        return bool(pid) and not os.path.exists(f"/proc/{pid}")
+        dead = peer in self._pids and not os.path.exists(f"/proc/{self._pids[peer]}")
+        return dead or peer in self._connections
 
     # -- messages --
 

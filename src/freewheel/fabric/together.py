@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from functools import partial
 from typing import TypeAlias
 
 import torch
@@ -24,31 +25,18 @@ from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric import collectives
-from freewheel.fabric.base import Meet, Message, Note, NotNow, Pull, Tag, Weights
+from freewheel.fabric.base import Meet, Message, Note, NotNow, Tag, Weights
 from freewheel.fabric.connection import Connection, Vectors
 from freewheel.fabric.frames import BadFrame, Kind
 from freewheel.fabric.notes import pack
-from freewheel.fabric.transfers import (
-    LONG,
-    SHORT,
-    Outgoing,
-    add_up,
-    combine_all,
-    combine_two,
-    pieces,
-    shares,
-    spread,
-)
+from freewheel.fabric.transfers import LONG, SHORT, combine_all, combine_two, correct, hand_out, shares, tally
 from freewheel.fabric.windows import DEVICE, HOST, KINDS, LONGEST_LOCATOR, STREAM
 
-GOODBYE_S = 0.2
-"""Who leaves closes its windows: its goodbye may come so much later."""
+GOODBYE_S = 0.2  # who leaves closes its windows: its goodbye may come so much later
+# Which kind of window a member's vector lies in, whose windows of that kind it sees, and where it lies.
 Ready: TypeAlias = tuple[int, list[int], list[float]]
-"""Which kind of window a member's vector lies in, whose windows of that kind it sees, and where it lies."""
-Shown: TypeAlias = tuple[int, list[float]]
-"""A member, and where its vector lies: the locator of a window, or nothing."""
-READY, GROUPS = (int, [int], [int]), [[(int, [int])]]
-"""Both as the numbers of a note."""
+Shown: TypeAlias = tuple[int, list[float]]  # a member, and where its vector lies: a locator, or nothing
+READY, GROUPS = (int, [int], [int]), [[(int, [int])]]  # both as the numbers of a note
 
 
 class Together(Vectors):
@@ -61,11 +49,13 @@ class Together(Vectors):
         link = self._connections.get(peer)
         return STREAM if link is None else link.kind
 
-    def send(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> Outgoing:
+    def send(
+        self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()
+    ) -> asyncio.Future[None]:
         """See Fabric.send; done when the last byte has left, or the peer has read the window."""
         self.need(peer)
         if peer == self.rank:
-            left = Outgoing(b"", None, self.dtype)
+            left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             left.set_result(None)
             left.get_loop().call_soon(self.deliver, Message(peer, tag, vector, note))
             return left
@@ -136,9 +126,11 @@ class Together(Vectors):
             self._moved(mine.nbytes)
         return mine
 
-    def laid(self, peer: int, mine: Tensor) -> Note:
-        """See Fabric.laid."""
-        kind = self.kind(peer)
+    async def laid(self, peer: int, give: Callable[[], Awaitable[Tensor]]) -> Note:
+        """See Fabric.laid: where messages take longer than the work."""
+        if self.me.longest > SHORT[self.kind(peer)]:
+            return ()
+        mine, kind = await give(), self.kind(peer)
         return self._locator(mine, kind) if self.in_window(mine, kind) else ()
 
     def withdraw(self, peer: int, mine: Tensor) -> None:
@@ -163,55 +155,43 @@ class Together(Vectors):
 
         def combine(at: int, theirs: Tensor) -> None:
             mine = own[at : at + theirs.numel()]
-            if wire == mine.dtype and isinstance(meet, Pull):
-                meet.over_mine(mine, theirs)
-            elif wire == mine.dtype:
-                mine.copy_(meet(mine, theirs))
+            if wire == mine.dtype:
+                correct(mine, theirs, meet)
             else:  # both sides correct by what travels, so that the mean is kept
                 rounded = mine.to(wire).to(mine.dtype)
                 mine.copy_(meet(rounded, theirs).to(wire))
 
+        def take(at: int, theirs: Tensor) -> None:
+            torch.neg(theirs, out=other[at : at + theirs.numel()])
+
         self.post(peer, tag, note=(1.0,))
-        out = self.send(peer, tag, other)
-        back: Outgoing | None = None
+        sending = [self.send(peer, tag, other)]
         try:
             if not any((await self.receive(tag, peer)).note):
                 raise NotNow
             await self.land(peer, tag, own.numel(), combine)
-            back = self.send(peer, tag, own)
-            await self.land(
-                peer, tag, other.numel(), lambda at, piece: torch.neg(piece, out=other[at : at + len(piece)])
-            )
-            await out
-            await back
+            sending.append(self.send(peer, tag, own))
+            await self.land(peer, tag, other.numel(), take)
+            for one in sending:
+                await one
         finally:
-            if back is not None and back.done() and not back.cancelled() and not back.exception():
+            for one in sending:
+                one.cancel()
+            if sending[1:] and not sending[1].cancelled() and not sending[1].exception():
                 told()
-            for one in (out, back):
-                if one is not None:
-                    one.cancel()
 
     # -- all --
 
     async def reduce(self, tag: Tag, vector: Tensor, weights: Weights, part: float = 0.0) -> Tensor:
         """See Fabric.reduce; the result is written over the vector."""
         others = [peer for peer in weights if peer != self.rank]
-        kind = self._kind(others, vector)
+        usable = {DEVICE, HOST} if vector.is_cuda else {HOST} & {self.windows.native}
+        usable &= {self.kind(peer) for peer in others} if vector.numel() >= LONG else set()
+        kind = max(usable, key=KINDS.index, default=STREAM)
         async with self._lent(vector, kind, others) as shown:
             groups = await self._groups(tuple(weights), tag, kind, shown)
-            group = next(group for group in groups if any(rank == self.rank for rank, _ in group))
-            alone = len(groups) == 1 and len(group) * shown.numel() <= SHORT[kind]
-            lanes = 1 if alone else min(map(len, groups))
-            await self._share(groups, group, lanes, tag, shown, weights, part)
+            await self._share(groups, tag, kind, shown, weights, part)
         return vector
-
-    def _kind(self, others: Sequence[int], vector: Tensor) -> str:
-        """How this worker shows a vector to the others of a merge."""
-        kinds = {self.kind(peer) for peer in others}
-        where = {DEVICE} if vector.is_cuda else set()
-        where |= {HOST} if vector.is_cuda or self.windows.native == HOST else set()
-        usable = [kind for kind in KINDS if kind in kinds & where]
-        return usable[-1] if usable and vector.numel() >= LONG else STREAM
 
     async def _groups(self, members: Sequence[int], tag: Tag, kind: str, shown: Tensor) -> list[list[Shown]]:
         """Who sees whose windows: found out by the first member, once all have published their vectors."""
@@ -230,16 +210,12 @@ class Together(Vectors):
         return groups
 
     async def _share(
-        self,
-        groups: list[list[Shown]],
-        group: list[Shown],
-        lanes: int,
-        tag: Tag,
-        shown: Tensor,
-        weights: Weights,
-        part: float,
+        self, groups: list[list[Shown]], tag: Tag, kind: str, shown: Tensor, weights: Weights, part: float
     ) -> None:
         """Do this worker's share for its group, and wait until all shares of its group are done."""
+        group = next(group for group in groups if any(rank == self.rank for rank, _ in group))
+        alone = len(groups) == 1 and len(group) * shown.numel() <= SHORT[kind]
+        lanes = 1 if alone else min(map(len, groups))
         ranks = [rank for rank, _ in group]
         lane = ranks.index(self.rank)
         mates = [rank for rank in ranks if rank != self.rank]
@@ -253,8 +229,7 @@ class Together(Vectors):
             if len(groups) == 1:
                 await self.transfers.work(shown.numel(), lambda: combine_all(parts, each, part))
             else:
-                ring = [one[lane][0] for one in groups]
-                await self._ring(ring, (*tag, "ring"), parts, each, part)
+                await self._ring([one[lane][0] for one in groups], (*tag, "ring"), parts, each, part)
             self._moved(len(mates) * parts[0].nbytes)
             for rank in mates:
                 self.post(rank, (*tag, "done"))
@@ -272,20 +247,10 @@ class Together(Vectors):
         for at in range(0, home.numel(), chunk):
             here = [one[at : at + chunk] for one in parts]
             size = here[0].numel()
-
-            def gather(here: list[Tensor] = here, size: int = size) -> None:
-                for into, *some in pieces((total[:size], *here)):
-                    add_up(into, some, weights)
-                travels[:size].copy_(total[:size])
-
-            def hand_out(here: list[Tensor] = here, size: int = size) -> None:
-                total[:size].copy_(travels[:size])
-                for one, *some in pieces((total[:size], *here)):
-                    spread(one, some, part)
-
-            await self.transfers.work(size, gather)
-            await collectives.ring(self, ring, travels[:size], tag)
-            await self.transfers.work(size, hand_out)
+            both = total[:size], travels[:size]
+            await self.transfers.work(size, partial(tally, here, weights, *both))
+            await collectives.ring(self, ring, both[1], tag)
+            await self.transfers.work(size, partial(hand_out, here, part, *both))
 
 
 def _cliques(ready: dict[int, Ready]) -> list[list[Shown]]:

@@ -11,6 +11,7 @@ nobody waits for anybody in the middle, and no memory is needed for the result.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -22,47 +23,36 @@ import torch
 from torch import Tensor
 
 from freewheel.fabric import kernels
-from freewheel.fabric.base import Each, Meet, Note, Pull, Tag, put
+from freewheel.fabric.base import Each, Meet, Note, Pull, Tag
 from freewheel.fabric.frames import BadFrame
 from freewheel.fabric.transport import Bytes, Transport
 from freewheel.fabric.windows import DEVICE, HOST, STREAM
 from freewheel.records.counters import Counters
 
 T = TypeVar("T")
-LONG = 1 << 15
-"""Vectors of at least so many numbers are moved in threads."""
-PIECE = 1 << 20
-"""Numbers that are moved at once: with fewer, threads wake up more often than they need to."""
-CHECKED = 1 << 17
-"""Numbers that are looked at, and combined, at once: they should stay in the processor's cache meanwhile."""
-INLINE = 1 << 18
-"""Host vectors of at most so many numbers are combined in the event loop: a thread would take longer."""
+LONG = 1 << 15  # vectors of at least so many numbers are moved in threads
+PIECE = 1 << 20  # numbers that are moved at once: with fewer, threads wake up more often than they need to
+CHECKED = 1 << 17  # numbers that are looked at, and combined, at once: they should stay in the cache
+INLINE = 1 << 18  # host vectors up to here are combined in the event loop: a thread would take longer
+# Numbers that are combined at once. A few of these pieces should fit the processor's cache; on a GPU more
+# would be faster, and need more memory.
 HOST_PIECE, DEVICE_PIECE = 1 << 16, 1 << 23
-"""Numbers that are combined at once. A few of these pieces should fit the processor's cache; on a GPU more
-would be faster, and need more memory."""
+# Vectors of at most so many numbers, of two or all together, one worker combines, by the way they travel.
 SHORT = {STREAM: -1, HOST: INLINE, DEVICE: 1 << 24}
-"""Vectors of at most so many numbers, of two or all together, one worker combines, by the way they travel."""
-ALIGN = 64
-"""Shares of a vector begin at multiples of so many numbers."""
+ALIGN = 64  # shares of a vector begin at multiples of so many numbers
 
 
 class Outgoing(asyncio.Future):  # type: ignore[type-arg]
     """A message on its way out; done when the last byte has left, or the peer has read the window."""
 
-    def __init__(
-        self,
-        head: bytes,
-        vector: Tensor | None,
-        wire: torch.dtype,
-        counted: bool = False,
-    ) -> None:
+    head = b""  # all before the vector, or what is left of it
+    begun = False  # whether some of it has left
+    near: tuple[Tag, Note] | None = None  # the tag and the note, if the peer reads the vector from a window
+
+    def __init__(self, vector: Tensor | None, wire: torch.dtype, counted: bool) -> None:
         super().__init__()
-        self.head, self.vector, self.wire = head, vector, wire
-        self.begun, self.counted = False, counted
-        """Whether it is one of the strategy's messages, of which none may be under way at the end."""
-        self.tag: Tag | None = None
-        """Where the peer reads the vector from a window: the message's tag, and its note."""
-        self.note: Note = ()
+        self.vector, self.wire = vector, wire
+        self.counted = counted  # whether it is a strategy's message: none may be under way at the end
 
 
 class Landing(asyncio.Future):  # type: ignore[type-arg]
@@ -71,8 +61,7 @@ class Landing(asyncio.Future):  # type: ignore[type-arg]
     def __init__(self, numel: int, each: Each | Tensor) -> None:
         super().__init__()
         self.numel, self.each = numel, each
-        self.failure: BaseException | None = None
-        """What `each` raised."""
+        self.failure: BaseException | None = None  # what `each` raised
 
     @property
     def open(self) -> bool:
@@ -82,8 +71,12 @@ class Landing(asyncio.Future):  # type: ignore[type-arg]
     def take(self, at: int, piece: Tensor) -> None:
         """A piece is there."""
         try:
-            if self.open:
-                put(self.each, at, piece)
+            if not self.open:
+                return
+            if isinstance(self.each, Tensor):
+                self.each[at : at + piece.numel()].copy_(piece)
+            else:
+                self.each(at, piece)
         except BaseException as error:
             self.failure = error
 
@@ -110,8 +103,10 @@ class Transfers:
         """End the threads; their transports must have been closed."""
         self._threads.shutdown()
 
-    def give_back(self, vector: Tensor) -> None:
-        """A vector that was read before anybody awaited it, and has been taken: fresh memory is dear."""
+    def take(self, landing: Landing, vector: Tensor) -> None:
+        """Land what was read before anybody awaited it, and use its memory again: fresh memory is dear."""
+        landing.take(0, vector)
+        landing.finish()
         if not vector.is_cuda and vector.numel() >= LONG:
             self._spare = {vector.numel(): vector}
 
@@ -133,19 +128,16 @@ class Transfers:
 
     # -- over a transport --
 
-    async def write(self, transport: Transport, outgoing: Outgoing) -> None:
-        """Send the vector of a message."""
-        assert outgoing.vector is not None
-        await self._move(transport, outgoing.vector.numel(), partial(self._write, outgoing))
+    async def write(self, transport: Transport, vector: Tensor, wire: torch.dtype) -> None:
+        """Send a vector."""
+        await self._move(transport, vector.numel(), partial(self._write, vector, wire))
 
     async def read(self, transport: Transport, dtype: torch.dtype, numel: int) -> Tensor:
         """Receive a vector."""
-        if dtype == torch.uint8:
-            vector = torch.empty(numel, dtype=dtype)
-        else:
-            spare = self._spare.pop(numel, None)
-            vector = torch.empty(numel, dtype=self.dtype) if spare is None else spare
-        await self._move(transport, numel, partial(self._read, dtype, Landing(numel, vector)))
+        kept = torch.uint8 if dtype == torch.uint8 else self.dtype
+        spare = None if kept == torch.uint8 else self._spare.pop(numel, None)
+        vector = torch.empty(numel, dtype=kept) if spare is None else spare
+        await self.land(transport, dtype, numel, Landing(numel, vector))
         return vector
 
     async def land(self, transport: Transport, dtype: torch.dtype, numel: int, landing: Landing) -> None:
@@ -162,16 +154,13 @@ class Transfers:
         if blocking is None:
             await work(transport)
             return
-
         moving = self._threads.submit(lambda: _complete(work(blocking)))
         moving.add_done_callback(lambda _: blocking.socket.close())  # also of one that never began
         await asyncio.wrap_future(moving)
 
-    async def _write(self, outgoing: Outgoing, transport: Bytes) -> None:
-        assert outgoing.vector is not None
-        vector = outgoing.vector.contiguous()
-        as_it_is = vector.dtype == outgoing.wire
-        staging = torch.empty(0 if as_it_is else min(PIECE, vector.numel()), dtype=outgoing.wire)
+    async def _write(self, vector: Tensor, wire: torch.dtype, transport: Bytes) -> None:
+        vector, as_it_is = vector.contiguous(), vector.dtype == wire
+        staging = torch.empty(0 if as_it_is else min(PIECE, vector.numel()), dtype=wire)
         for at in range(0, vector.numel(), PIECE):
             piece = vector[at : at + PIECE]
             if not as_it_is:
@@ -210,6 +199,14 @@ def shares(numel: int, count: int) -> list[slice]:
     return [slice(start, end) for start, end in itertools.pairwise(cuts)]
 
 
+def correct(mine: Tensor, theirs: Tensor, meet: Meet) -> None:
+    """Write over mine what the strategy makes of both; the usual correction takes two passes."""
+    if isinstance(meet, Pull):
+        mine.sub_(theirs).mul_(-meet.share)
+    else:
+        mine.copy_(meet(mine, theirs))
+
+
 def combine_two(mine: Tensor, theirs: Tensor, meet: Meet) -> None:
     """Write over mine what the strategy makes of both, and its negative over theirs."""
     if isinstance(meet, Pull) and (fused := _kernels(mine, theirs)) is not None:
@@ -217,10 +214,7 @@ def combine_two(mine: Tensor, theirs: Tensor, meet: Meet) -> None:
         return
     for own, far in pieces((mine, theirs)):
         other = far.to(own.device)
-        if isinstance(meet, Pull):
-            meet.over_mine(own, other)
-        else:
-            own.copy_(meet(own, other))
+        correct(own, other, meet)
         if other is far:
             torch.neg(own, out=far)
         else:
@@ -266,13 +260,26 @@ def spread(total: Tensor, pieces: Sequence[Tensor], part: float) -> None:
     for piece in pieces:
         if not part:
             piece.copy_(total)
-            continue
-        if piece.device == total.device:
+        elif piece.device == total.device:
             torch.sub(total, piece, out=piece)
         else:
             piece.copy_(total - piece.to(total.device))
-        if part != 1:
+        if part not in (0, 1):
             piece.mul_(part)
+
+
+def tally(vectors: Sequence[Tensor], weights: Sequence[float], total: Tensor, travels: Tensor) -> None:
+    """Write the weighted sum of some vectors into one beside them, and from there where it can travel."""
+    for into, *some in pieces((total, *vectors)):
+        add_up(into, some, weights)
+    travels.copy_(total)
+
+
+def hand_out(vectors: Sequence[Tensor], part: float, total: Tensor, travels: Tensor) -> None:
+    """Write a sum that has travelled, or a part of how far it is, over each vector."""
+    total.copy_(travels)
+    for one, *some in pieces((total, *vectors)):
+        spread(one, some, part)
 
 
 def finite(piece: Tensor) -> bool:
@@ -286,8 +293,6 @@ def _memory(tensor: Tensor) -> memoryview:
 
 def _complete(work: Coroutine[Any, Any, None]) -> None:
     """Run a coroutine that never gives way."""
-    try:
+    with contextlib.suppress(StopIteration):
         work.send(None)
-    except StopIteration:
-        return
-    raise AssertionError("a coroutine gave way in a thread")
+        raise AssertionError("a coroutine gave way in a thread")

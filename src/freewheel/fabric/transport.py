@@ -14,10 +14,8 @@ import struct
 from collections.abc import Callable
 from typing import TypeAlias
 
-SIGN_US = 250_000
-"""How long a thread waits for a piece at a time: what has come by then shows that the peer lives."""
-STREAM_BYTES = 4 << 20
-"""How much of a TLS connection may wait to be read."""
+SIGN_US = 250_000  # so long a thread waits for a piece at a time: what comes shows that the peer lives
+STREAM_BYTES = 4 << 20  # how much of a TLS connection may wait to be read
 
 
 class PlainTransport:
@@ -29,8 +27,7 @@ class PlainTransport:
 
     def __init__(self, sock: socket.socket) -> None:
         self._loop, self._socket = asyncio.get_running_loop(), sock
-        self.heard_s = self._loop.time()
-        """When the last byte came, by the event loop's clock."""
+        self.heard_s = self._loop.time()  # when the last byte came, by the event loop's clock
         sock.setblocking(True)  # in the event loop MSG_DONTWAIT says otherwise
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", 0, SIGN_US))
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -38,10 +35,9 @@ class PlainTransport:
     @property
     def local(self) -> bool:
         """Whether both ends have the same address: they are on one machine."""
-        try:
+        with contextlib.suppress(OSError):  # the other side has left already
             return bool(self._socket.getsockname()[0] == self._socket.getpeername()[0])
-        except OSError:  # the other side has left already
-            return False
+        return False
 
     async def read(self, into: memoryview) -> None:
         """Fill the memory; EOFError when the other side has closed."""
@@ -131,14 +127,12 @@ class TlsTransport:
 
     async def read(self, into: memoryview) -> None:
         """Fill the memory; EOFError when the other side has closed."""
-        at = 0
-        while at < len(into):
-            data = await self._reader.read(len(into) - at)
-            if not data:
+        while len(into):
+            if not (data := await self._reader.read(len(into))):
                 raise EOFError("the connection was closed")
             self.heard_s = self._loop.time()
-            into[at : at + len(data)] = data
-            at += len(data)
+            into[: len(data)] = data
+            into = into[len(data) :]
 
     async def write(self, data: memoryview | bytes) -> None:
         """Hand all bytes to the system."""
@@ -158,10 +152,8 @@ class TlsTransport:
         self._writer.transport.abort()
 
 
-Transport: TypeAlias = PlainTransport | TlsTransport
-"""A connection, opened by either side."""
-Bytes: TypeAlias = Transport | BlockingTransport
-"""What moves them."""
+Transport: TypeAlias = PlainTransport | TlsTransport  # a connection, opened by either side
+Bytes: TypeAlias = Transport | BlockingTransport  # what moves them
 
 
 async def dial(host: str, port: int) -> socket.socket:

@@ -18,6 +18,18 @@ main line is to have been in the view it comes from, whether or not one has hear
 A worker may be called by a leader while it still sees a lower rank, because it notices a loss a little later.
 It takes part when it sees the same leader; who refuses for longer (GRACE_S) is not called any more. Of two
 members that cannot reach each other, though the leader reaches both, one is left out; it goes on by itself.
+
+Merges in views: what the members of a view do together counts for all of them or for none.
+
+    every member    does it: a ring, a tree, whatever; then tells the first member "have"
+    first member    when all have it: "commit" to all
+    every member    on "commit" it counts
+
+If a member is lost before, nothing more counts in this view, and all do it again in the next. If the first
+one is lost while it says "commit", some have heard it: in forming the next view each says what has counted,
+and whoever has the result lets it count too. All of them have it, for "commit" is said only then.
+
+So a merge costs one round of short messages, and no worker has to keep a vector for it.
 """
 
 from __future__ import annotations
@@ -25,22 +37,79 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
+
+from torch import Tensor
 
 from freewheel.errors import PeerLost
 from freewheel.fabric.base import Fabric, Message, Note, NotNow, Spawn, Tag, hear
-from freewheel.fabric.calls import AWAY, MOVING, Calls
-from freewheel.fabric.lineage import PAIRS, RECORD, STAMPS, Record, View, main_line, pairs, ranks
-from freewheel.fabric.merges import Merge
+from freewheel.fabric.calls import AWAY, GRACE_S, MOVING, Calls, Reach
+from freewheel.fabric.merges import EVERYBODY, Group, Merge, View
 from freewheel.fabric.notes import pack, read_all
-from freewheel.fabric.reach import GRACE_S, Reach
 
+T = TypeVar("T")
 VIEW: Tag = ("view",)
 SEE, REFUSE, LEFT = range(3)
-RETRY_S = 0.01
-"""After about so long a leader calls again."""
+RETRY_S = 0.01  # after about so long a leader calls again
+PAIRS = [(int, int)]
+RECORD = (int, [int], [int], PAIRS)  # what a record is as numbers
+STAMPS, GROUPS = 2**40, 4096  # views of a run, and groups that merge, of which there are never so many
+
+
+@dataclass
+class Record:
+    """What a worker says of itself when it is called into a view; and what a leader says of the new one."""
+
+    line: int  # the number of the last view in which it had the main line's weights; -1: it has none
+    parents: tuple[int, ...]  # the lines that view came from
+    heirs: tuple[int, ...]  # who came into that view with the main line's weights
+    counted: dict[int, int]  # how many merges of each group have counted
+
+    def pack(self) -> Note:
+        """As numbers."""
+        return pack(self.line, list(self.parents), list(self.heirs), sorted(self.counted.items()))
+
+    @classmethod
+    def of(cls, size: int, words: Sequence[Any]) -> Record:
+        """The way back, in a run of this size; ValueError if it cannot be one."""
+        line, parents, heirs, counted = words[-4:]
+        return cls(line, tuple(parents), ranks(heirs, size), pairs(counted))
+
+
+def main_line(answers: dict[int, Record]) -> tuple[int, ...]:
+    """Whose weights go on: the most workers that come from one view; of equals those with the lowest rank.
+
+    From a view come those whose line it is, and those who went into it from one of its parents but have not
+    heard of its beginning: nothing can have counted there without them.
+    """
+    best: list[int] = []
+    for record in sorted(answers.values(), key=lambda record: -record.line):
+        if record.line < 0:
+            continue
+        kin = [
+            peer
+            for peer, other in sorted(answers.items())
+            if other.line == record.line or (other.line in record.parents and peer in record.heirs)
+        ]
+        best = max(best, kin, key=lambda ranks: (len(ranks), -min(ranks, default=0)))
+    return tuple(best) or (min(answers),)
+
+
+def pairs(given: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """A dictionary; ValueError if it is longer than any can be."""
+    if len(given) > GROUPS:
+        raise ValueError("more groups than there can be")
+    return dict(given)
+
+
+def ranks(given: Sequence[int], world_size: int) -> tuple[int, ...]:
+    """Ranks of a run, in order and each once; ValueError if they are not."""
+    if list(given) != sorted(set(given)) or any(not 0 <= k < world_size for k in given):
+        raise ValueError("workers that cannot be")
+    return tuple(given)
 
 
 class Views:
@@ -51,24 +120,18 @@ class Views:
         self._calls = Calls(fabric, spawn, (*VIEW, "call"), self._stop, self._decided)
         self._calls.number = 0  # people read it
         self._reach = Reach(fabric, VIEW)
-        self._refused, self._left = fabric.by_peer(), fabric.by_peer()
-        """Who cannot be with this worker; whose loop has ended: in which line, after which merges."""
-        self._unwilling = fabric.by_peer()
-        """Who sees another leader, and since when."""
+        self._refused = fabric.by_peer()  # who cannot be with this worker
+        self._left = fabric.by_peer()  # whose loop has ended: in which line, after which merges
+        self._unwilling = fabric.by_peer()  # who sees another leader, and since when
         self.view = View(0, (self.rank,))
+        # What this worker is, and will be once it has copied.
         self.record = self.coming = Record(0, (), (self.rank,), {})
-        """What this worker is; and will be once it has copied."""
-        self.whole = True
-        """Whether this worker has the main line's weights."""
-        self.source = -1
-        """Whose weights it copies, or has copied, to come into the present view."""
-        self.owed: list[int] = []
-        """Who waits for a copy of this worker's weights."""
-        self.under_way: tuple[int, int, Sequence[int]] | None = None
-        """What is being merged here: the group, its number, its members."""
+        self.whole = True  # whether this worker has the main line's weights
+        self.source = -1  # whose weights it copies, or has copied, to come into the present view
+        self.owed: list[int] = []  # who waits for a copy of this worker's weights
+        self.under_way: tuple[int, int, Sequence[int]] | None = None  # the group, its number, its members
         self.begun = self._wanted = False
-        self._epochs: dict[int, int] = {}
-        """Whom this worker has said it goes on with, each with the epoch it was in."""
+        self._epochs: dict[int, int] = {}  # whom this worker said it goes on with, in which epoch of each
         self._goodbye: Note = ()
 
     # -- for merges --
@@ -81,8 +144,7 @@ class Views:
         self.view = View(0, tuple(members))
         self.record = self.coming = Record(0, (), self.view.members, {})
         self.open, self._woken = asyncio.Event(), asyncio.Event()
-        self.over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Done when the present view is over."""
+        self.over = asyncio.get_running_loop().create_future()  # done when the present view is over
         if newborn:
             self.record.line, self.record.heirs = -1, ()
             self.whole = False
@@ -212,8 +274,7 @@ class Views:
     def _decided(self, merge: Merge, outcome: str) -> None:
         if outcome == "done" and not self._calls.away:
             with contextlib.suppress(PeerLost):
-                new, copies = merge.verdict.read((*RECORD, PAIRS), partial(self._new, merge))
-                self._install(new, merge.members, copies)
+                self._install(merge, *merge.verdict.read((*RECORD, PAIRS), partial(self._new, merge)))
         self.look()
 
     def _new(self, merge: Merge, words: Sequence[Any]) -> tuple[Record, dict[int, int]]:
@@ -226,8 +287,8 @@ class Views:
             raise ValueError("copies that nobody needs, or can give")
         return new, copied
 
-    def _install(self, new: Record, members: tuple[int, ...], copies: dict[int, int]) -> None:
-        self.view, self.coming = View(new.line, members), new
+    def _install(self, merge: Merge, new: Record, copies: dict[int, int]) -> None:
+        self.view, self.coming = View(new.line, merge.members), new
         self.owed = [joiner for joiner, donor in copies.items() if donor == self.rank]
         self.whole = self.rank in new.heirs
         self.source = copies.get(self.rank, -1)
@@ -254,19 +315,26 @@ class Views:
 
     def _listen(self, message: Message) -> None:
         try:
-            kind, *words = message.numbers(1)
-            self._hear(message.sender, kind, words)
+            self._hear(message.sender, *message.numbers(1))
         except ValueError:
             raise message.bad("what makes no sense") from None
         finally:
             self.look()
 
-    def _hear(self, sender: int, kind: int, words: list[int]) -> None:
+    def _hear(self, sender: int, kind: int, *words: int) -> None:
         """What another says; ValueError if it cannot be so."""
+        size = self.fabric.world_size
         if kind == SEE:
             lacks_view, number, *reach = words
-            self._reach.sees[sender] = ranks(reach, self.fabric.world_size)
-            self._seen(sender, bool(lacks_view), number)
+            self._reach.sees[sender] = ranks(reach, size)
+            self._refused.pop(sender, None)
+            self._calls.number = max(self._calls.number, min(number // size, STAMPS))
+            if self._calls.away:
+                self.fabric.post(sender, VIEW, note=self._goodbye)
+            elif lacks_view:
+                epoch = self.fabric.epoch(sender)
+                asyncio.get_running_loop().call_later(GRACE_S, self._send_off, sender, epoch)
+                self._wanted |= number == self.view.number and sender in self.view.members
         elif kind == REFUSE:
             if self.over.done() or sender not in self.view.members:
                 self._refused[sender] = True
@@ -276,18 +344,119 @@ class Views:
         else:
             raise ValueError(f"a word of kind {kind}")
 
-    def _seen(self, sender: int, lacks_view: bool, number: int) -> None:
-        self._refused.pop(sender, None)
-        self._calls.number = max(self._calls.number, min(number // self.fabric.world_size, STAMPS))
-        if self._calls.away:
-            self.fabric.post(sender, VIEW, note=self._goodbye)
-        elif lacks_view:
-            epoch = self.fabric.epoch(sender)
-            asyncio.get_running_loop().call_later(GRACE_S, self._send_off, sender, epoch)
-            self._wanted |= number == self.view.number and sender in self.view.members
-
     def _send_off(self, peer: int, epoch: int) -> None:
         """Let a worker not wait for this one, unless they will be in one view."""
         apart = self._leader() != self.rank or peer not in self._chosen()
         if apart and epoch == self.fabric.epoch(peer) and peer not in self._epochs:
             self.fabric.post(peer, VIEW, note=(REFUSE,))
+
+
+@dataclass(eq=False)
+class Merges:
+    """One worker's merges, one at a time, from view to view."""
+
+    views: Views
+    give: Callable[[], Awaitable[tuple[Tensor, Note]]]
+    take: Callable[[Message], Awaitable[None]]
+    count: Callable[[str, Sequence[int]], None]
+    called: dict[int, int] = field(default_factory=dict)  # of each group the last merge begun in this view
+    _line: int = 0
+
+    async def merge(
+        self, act: Callable[[Merge], Awaitable[T]], group: Callable[[View], Group] | None = None
+    ) -> T:
+        """Do something with all members of the view, or of a group of it, as often as it takes to count."""
+        while True:
+            merge = await self.attempt(act, group)
+            if merge is not None and merge.counts:
+                result: T = merge.result
+                return result
+
+    async def attempt(
+        self, act: Callable[[Merge], Awaitable[Any]], group: Callable[[View], Group | None] | None = None
+    ) -> Merge | None:
+        """Do it once; not at all, if `group` finds nobody to do it with."""
+        views = self.views
+        views.begin(range(self.views.fabric.world_size))
+        await self.enter()
+        whose = group(views.view) if group else (EVERYBODY, views.view.members)
+        if whose is None:
+            return None
+        number = views.record.counted.get(whose[0], 0) + 1
+        tag: Tag = ("merge", views.record.line, whose[0], number)
+        merge = Merge(self.views.fabric, views.view, whose, number, tag)
+        if self._line != views.record.line:
+            self._line, self.called = views.record.line, {}
+        self.called[merge.group] = number
+        views.under_way = (merge.group, number, merge.members)
+        over = views.over
+        if not views.intact():
+            views.look()  # a member has left; if nobody else is there, the next view begins at once
+        try:
+            merge.counts = await self._unless_over(over, self._try(act, merge, over))
+        finally:
+            views.under_way = None
+        if not merge.counts:
+            await views.open.wait()
+            merge.forget()
+            counted = views.record.counted.get(merge.group, 0) >= number
+            merge.counts = merge.done and views.whole and counted
+        self.count("done" if merge.counts else "dropped", merge.members)
+        return merge
+
+    async def enter(self) -> None:
+        """Wait for a view; get the weights to begin it with, or hand them out."""
+        views = self.views
+        while True:
+            await views.open.wait()
+            if views.whole or await self._unless_over(
+                views.over, self._copy(views.source, views.coming.line)
+            ):
+                break
+        while views.owed:
+            vector, note = await self.give()
+            self.views.fabric.post(views.owed.pop(), ("view", "copy", views.record.line), vector, note)
+
+    async def _copy(self, source: int, stamp: int) -> bool:
+        tag: Tag = ("view", "copy", stamp)
+        try:
+            message = await self.views.fabric.receive(tag, source)
+        finally:
+            self.views.fabric.forget(tag)
+        await self.take(message)
+        self.views.record, self.views.whole = self.views.coming, True
+        return True
+
+    async def _try(
+        self, act: Callable[[Merge], Awaitable[Any]], merge: Merge, over: asyncio.Future[None]
+    ) -> bool:
+        merge.result = await act(merge)
+        merge.done, rank = True, self.views.fabric.rank
+        first, *others = merge.members
+        if rank == first:
+            for peer in others:
+                await self.views.fabric.receive((*merge.tag, "have"), peer)
+        else:
+            self.views.fabric.post(first, (*merge.tag, "have"))
+            await self.views.fabric.receive((*merge.tag, "commit"), first)
+        if over.done():  # another view was promised in the same moment
+            return False
+        if rank == first:
+            for peer in others:
+                self.views.fabric.post(peer, (*merge.tag, "commit"))
+        self.views.record.counted[merge.group] = merge.number
+        return True
+
+    async def _unless_over(self, over: asyncio.Future[None], work: Coroutine[Any, Any, bool]) -> bool:
+        """Whether the work was done before the view was over."""
+        task = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((task, over), return_when=asyncio.FIRST_COMPLETED)
+            if task.done() and not isinstance(task.exception(), PeerLost):
+                return task.result()
+            await asyncio.wait((over,))  # who has lost a peer waits for the view to end
+            return False
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)

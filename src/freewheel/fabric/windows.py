@@ -35,31 +35,28 @@ from freewheel.errors import ConfigError
 from freewheel.fabric.base import Note
 
 STREAM, HOST, DEVICE = "stream", "host", "device"
-KINDS = (STREAM, HOST, DEVICE)
-"""How vectors travel between two workers, the slowest first."""
+KINDS = (STREAM, HOST, DEVICE)  # how vectors travel between two workers, the slowest first
 NAME = "freewheel"
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-QUARANTINE_S = 10.0
-"""How long a peer must have been well, or dead, before device memory that it might write is used again."""
+QUARANTINE_S = 10.0  # so long a peer must be well, or dead, before memory that it might write is used again
 PROBE_BYTES = 4096
-SPARES, OPEN = 8, 16
-"""Host windows that are kept for vectors that lie elsewhere; windows of one peer that are kept open."""
+SPARES = 8  # host windows that are kept for vectors that lie elsewhere
+OPEN = 16  # windows of one peer that are kept open
+LONGEST_LOCATOR = 68  # numbers: a device window's, with its handle
 
 log = logging.getLogger("freewheel")
-_numbers = itertools.count(secrets.randbits(48))
-"""No two windows of a host have the same number, in any life of a worker."""
+_numbers = itertools.count(secrets.randbits(48))  # no two of a host have the same, in any life of a worker
+# This process's windows: workers that are threads of one process open each other's here.
 _made: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-"""This process's windows: workers that are threads of one process open each other's here."""
 
 
 class HostWindow(mmap.mmap):
-    """Shared host memory; `fd` stays open as long as it lives."""
+    """Shared host memory; where it is this process's own, `fd` stays open as long as it lives."""
 
     kind = HOST
     number: int
     fd: int
-    locator: Note
-    """What a peer opens it by."""
+    locator: Note  # what a peer opens it by
 
     @classmethod
     def make(cls, size: int) -> HostWindow:
@@ -87,18 +84,12 @@ class HostWindow(mmap.mmap):
             raise ProcessLookupError("it is gone, or its process has ended") from None
         if name != f"memfd:{NAME} (deleted)":
             raise OSError(f"{path} is not a window")
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            if os.fstat(handle).st_size != size:
+        with path.open("r+b", buffering=0) as file:
+            if os.fstat(file.fileno()).st_size != size:
                 raise OSError(f"{path} has another size")
-            if fcntl.fcntl(handle, fcntl.F_GET_SEALS) & SEALS != SEALS:
+            if fcntl.fcntl(file, fcntl.F_GET_SEALS) & SEALS != SEALS:
                 raise OSError(f"{path} is not sealed")
-            window = cls(handle, size)
-        except BaseException:
-            os.close(handle)
-            raise
-        window.fd = handle
-        return window
+            return cls(file.fileno(), size)
 
     def memory(self) -> Tensor:
         """All of it."""
@@ -177,20 +168,14 @@ class DeviceWindow:
     """CUDA memory that other processes can open."""
 
     kind = DEVICE
-
     number: int
-    locator: Note
-    """What a peer opens it by."""
+    locator: Note  # what a peer opens it by
 
     def __init__(self, device: torch.device, address: int, size: int, end: Callable[..., None]) -> None:
         self.device, self._address = device, address
         self._end = functools.partial(end, ctypes.c_void_p(address))
-        self.__cuda_array_interface__ = {
-            "shape": (size,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
+        interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+        self.__cuda_array_interface__ = interface
 
     @classmethod
     def make(cls, cuda: Cuda, device: torch.device, size: int) -> DeviceWindow:
@@ -234,16 +219,15 @@ class Windows:
     """A worker's own windows, and those of its peers that it has opened."""
 
     def __init__(self, device: torch.device | None = None) -> None:
+        # Where this worker's vectors lie, if not on the host.
         self.device = device if device is not None and device.type == "cuda" else None
-        """Where this worker's vectors lie, if not on the host."""
         self.cuda: Cuda | None = None
         self._probes: list[Window] = []
         self._by_address: weakref.WeakValueDictionary[int, Window] = weakref.WeakValueDictionary()
         self._peers: dict[tuple[int, int], Window] = {}
-        self._spare: list[Tensor] = []
-        """Windows for vectors that lie elsewhere, free to be borrowed."""
+        self._spare: list[Tensor] = []  # windows for vectors that lie elsewhere, free to be borrowed
+        # Device memory that peers might still write; since when each of them is known to be well or dead.
         self._retired: list[tuple[Tensor, dict[int, float | None]]] = []
-        """Device memory that peers might still write; since when each of them is known to be well or dead."""
         if self.device is not None:
             try:
                 self.cuda = Cuda()
@@ -253,11 +237,9 @@ class Windows:
                 log.warning("no device windows: %s; vectors go through host memory", error)
         with contextlib.suppress(OSError):
             self._probes.append(HostWindow.make(PROBE_BYTES))
-        self.kinds = {window.kind for window in self._probes}
-        """The kinds this worker can make."""
+        self.kinds = {window.kind for window in self._probes}  # the kinds this worker can make
         best = HOST if self.device is None else DEVICE
-        self.native = best if best in self.kinds else STREAM
-        """The kind of window this worker's vectors lie in."""
+        self.native = best if best in self.kinds else STREAM  # the kind this worker's vectors lie in
 
     # -- one's own --
 
@@ -306,9 +288,9 @@ class Windows:
         return self._vector(window, like.numel(), like.dtype)
 
     def _spare_one(self, numel: int, dtype: torch.dtype, kind: str) -> Tensor | None:
+        wanted = numel, dtype, kind == DEVICE
         for at, spare in enumerate(self._spare):
-            window = self.of(spare)
-            if (spare.numel(), spare.dtype) == (numel, dtype) and window is not None and window.kind == kind:
+            if (spare.numel(), spare.dtype, spare.is_cuda) == wanted:
                 return self._spare.pop(at)
         return None
 
@@ -349,8 +331,8 @@ class Windows:
 
     def offer(self, secret: bytes) -> list[Note]:
         """Locators of a small window of each kind, for a peer to try."""
+        mark = torch.frombuffer(bytearray(secret), dtype=torch.uint8)
         for window in self._probes:
-            mark = torch.frombuffer(bytearray(secret), dtype=torch.uint8)
             window.memory()[: len(secret)].copy_(mark)
         return [window.locator for window in self._probes]
 
@@ -358,17 +340,14 @@ class Windows:
         """The kinds of windows a peer offers that can be opened and read."""
         seen = []
         for locator in offers:
-            kind = KINDS[int(locator[0])]
             if locator[3] != PROBE_BYTES:
                 continue
+            kind = KINDS[int(locator[0])]
             try:
-                window = self.open(locator)
-                read = bytes(window.memory()[: len(secret)].cpu().numpy())
+                if bytes(self.open(locator).memory()[: len(secret)].cpu().numpy()) == secret:
+                    seen.append(kind)
             except (OSError, RuntimeError) as error:
                 log.info("cannot open a peer's %s window: %s", kind, error)
-                continue
-            if read == secret:
-                seen.append(kind)
         return seen
 
     def known(self, locator: Note) -> Window | None:
@@ -410,18 +389,12 @@ class Windows:
         self._probes.clear()
 
 
-LONGEST_LOCATOR = 68
-"""Numbers: a device window's, with its handle."""
-
-
 def is_locator(note: Note) -> bool:
     """Whether numbers that came from a peer can be a locator."""
     if len(note) < 5 or not all(0 <= number < 2**53 and number == int(number) for number in note):
         return False
-    kind = int(note[0])
-    return (kind == 1 and len(note) == 5) or (
-        kind == 2 and len(note) == LONGEST_LOCATOR and max(note[4:]) < 256
-    )
+    host, device = (note[0] == KINDS.index(kind) for kind in (HOST, DEVICE))
+    return (host and len(note) == 5) or (device and len(note) == LONGEST_LOCATOR and max(note[4:]) < 256)
 
 
 def place() -> str:

@@ -170,10 +170,6 @@ class VirtualFabric(Fabric):
             await collectives.ring(self, tuple(weights), vector[at : at + collectives.CHUNK], tag)
         return (total.sum - vector).mul_(part) if part else total.sum.clone()
 
-    def lend(self, vector: Tensor) -> Tensor:
-        """See `reduce`: what is in it does not matter."""
-        return vector
-
     async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
         """See `reduce`: only when it lands matters."""
         await self.receive(tag, peer)

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from freewheel import topology
 from freewheel.errors import at_least
-from freewheel.fabric.lineage import View
-from freewheel.fabric.merges import EVERYBODY, Group, Merge
+from freewheel.fabric.merges import EVERYBODY, Group, Merge, View
 from freewheel.node import Node
 from freewheel.strategies.sasgd import check_state, mean_moments, set_moments
 from freewheel.strategy import Machines, Strategy

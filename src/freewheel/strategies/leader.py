@@ -9,8 +9,7 @@ from torch import Tensor
 
 from freewheel import topology
 from freewheel.errors import ConfigError, at_least
-from freewheel.fabric.lineage import View
-from freewheel.fabric.merges import EVERYBODY, Group, Merge
+from freewheel.fabric.merges import EVERYBODY, Group, Merge, View
 from freewheel.node import Node
 from freewheel.strategy import Strategy
 

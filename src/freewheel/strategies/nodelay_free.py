@@ -30,7 +30,7 @@ class FreeNoDelay(Strategy):
         x_i <- x_i + (P - s_i)        at each worker's next boundary
 
     A slow worker gives a snapshot that has moved little; the others do not wait for its gradient. A merge
-    counts everywhere or nowhere: the worker of lowest rank leads, see fabric/free_merges.py.
+    counts everywhere or nowhere: the worker of lowest rank leads, see fabric/calls.py.
 
     Where that is too late, many workers with momentum, a worker waits a moment at its boundary for a merge
     with its last update, and 0.7 of the difference to P counts, for all.
