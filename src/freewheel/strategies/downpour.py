@@ -34,14 +34,11 @@ class Downpour(ASGD):
     interval: int = 4
 
     def check(self, world_size: int) -> None:
-        """The interval counts steps."""
         at_least("downpour: the interval", self.interval, 1)
 
     def stops(self, node: Node) -> bool:
-        """At every push."""
         return node.steps % self.interval == 0
 
     async def after_step(self, node: Node) -> None:
-        """Push and pull."""
         if self.stops(node):
             await self.push(node)

@@ -48,12 +48,10 @@ class NoDelay(Strategy):
 
     @classmethod
     def suited(cls, machines: Machines) -> dict[str, int]:
-        """The τ with which merges cost no time."""
         tau = theory.nodelay_min_tau(machines.merge_s, machines.grad_s)
         return {"tau": min(max(tau, 4), LONGEST)}
 
     def check(self, world_size: int) -> None:
-        """A cycle is half of τ."""
         at_least("nodelay: the staleness bound tau", self.tau, 2)
         if self.tau % 2:
             raise ConfigError(
@@ -62,27 +60,21 @@ class NoDelay(Strategy):
             )
 
     async def start(self, node: Node) -> None:
-        """Begin with the merge of the common start, so that every cycle looks the same."""
-        await self.begin_merge(node)
+        await self.begin_merge(node)  # of the common start, so that every cycle looks the same
 
     def stops(self, node: Node) -> bool:
-        """At the end of a cycle."""
         return node.steps % (self.tau // 2) == 0
 
     async def after_step(self, node: Node) -> None:
-        """Take the last merge in, begin the next."""
-        if not self.stops(node):
-            return
-        node.correct(await self.merge, own=True)
-        del self.merge  # large: let go before there is another
-        await self.begin_merge(node)
+        if self.stops(node):
+            await self.leave(node)
+            del self.merge  # large: let go before there is another
+            await self.begin_merge(node)
 
     def settled(self, node: Node) -> bool:
-        """At the end of a cycle: the merge that has just begun has all its steps."""
-        return node.steps % (self.tau // 2) == 0
+        return self.stops(node)  # the merge that has just begun has all its steps
 
     async def leave(self, node: Node) -> None:
-        """Take part in that merge."""
         node.correct(await self.merge, own=True)
 
     async def begin_merge(self, node: Node) -> None:

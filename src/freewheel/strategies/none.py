@@ -31,5 +31,4 @@ class NoCommunication(Strategy):
 
     @classmethod
     def round_s(cls, machines: Machines) -> float:
-        """There is none."""
         return 0.0
