@@ -25,8 +25,7 @@ class Block:
     """One flat buffer, its gradient, and where it lies in the vector."""
 
     weights: Tensor
-    gradient: Tensor
-    """Empty where the parameters keep gradients of their own."""
+    gradient: Tensor  # empty where the parameters keep gradients of their own
     start: int
     parameters: list[nn.Parameter]
 
@@ -44,8 +43,7 @@ class Replica:
         self.size = blocks[-1].stop
         self.dtype = functools.reduce(torch.promote_types, (block.weights.dtype for block in blocks))
         self._pending: Tensor | None = None
-        self.loads = 0
-        """How often the weights were overwritten."""
+        self.loads = 0  # how often the weights were overwritten
 
     @classmethod
     def of(cls, model: nn.Module) -> Replica:

@@ -21,10 +21,8 @@ CURVES: dict[str, Callable[[float], float]] = {
     "constant": lambda share: 1.0,
     "linear": lambda share: 1.0 - share,
     "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
-}
-"""What is left of the rate once a share of what follows the warm-up is done."""
-WARMUP = 0.05
-"""The share of the budget over which the rate grows, unless somebody chooses another."""
+}  # what is left of the rate once a share of what follows the warm-up is done
+WARMUP = 0.05  # the share of the budget over which the rate grows, unless somebody chooses another
 
 
 @dataclass(frozen=True)
@@ -33,10 +31,8 @@ class Schedule:
 
     steps: float
     curve: str = "constant"
-    warmup: float | None = None
-    """None: a twentieth of the budget."""
-    step: float = 1.0
-    """What one step of all workers adds to what is done: the first one has a rate above 0."""
+    warmup: float | None = None  # None: a twentieth of the budget
+    step: float = 1.0  # what one step of all workers adds to what is done: the first has a rate above 0
 
     def __post_init__(self) -> None:
         if self.curve not in CURVES:

@@ -29,8 +29,7 @@ from torch import Tensor
 
 from freewheel.node import Node
 
-LONGEST = 64
-"""No interval or τ is chosen longer than this, where a strategy chooses it."""
+LONGEST = 64  # no interval or τ is chosen longer than this, where a strategy chooses it
 Waits = Literal["nobody", "server", "group", "neighbours", "all"]
 
 

@@ -14,10 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-FORWARD = 1 / 3
-"""The forward pass's share of a gradient's time; the backward pass computes twice as much."""
-SHORTEST_S = 0.001
-"""What is less is left to the next layer: many short sleeps would keep the machine busy."""
+FORWARD = 1 / 3  # the forward pass's share of a gradient's time; the backward pass computes twice as much
+SHORTEST_S = 0.001  # what is less is left to the next layer: many short sleeps would keep the machine busy
 
 
 class Tempo:
@@ -29,11 +27,10 @@ class Tempo:
 
     def __init__(self, model: nn.Module) -> None:
         self.span_s = 0.0
+        # When the last gradient began and its last sleep ended, and the thread's CPU time then.
         self.began_s = self.woken_s = self.cpu_s = 0.0
-        """When the last gradient began and its last sleep ended, and the thread's CPU time then."""
         self._forward = self._backward = 0
-        self._layers = (0, 0)
-        """How many layers a pass calls, forward and backward."""
+        self._layers = (0, 0)  # how many a pass calls, forward and backward
         layers = [one for one in model.modules() if next(one.parameters(recurse=False), None) is not None]
         self._hooks = [layer.register_forward_hook(self._computed) for layer in layers]
 

@@ -39,6 +39,3 @@ def resolve_all(text: str) -> list[Strategy]:
     if not specs:
         raise ConfigError(f"no strategy given. Known: {', '.join(ALL)}; or all.")
     return [resolve(spec) for spec in specs]
-
-
-__all__ = ["ALL", "resolve", "resolve_all"]
