@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from freewheel.moments import Moments, QuasiGlobal, check_optimizer, momentum_of, optimizer_of
+from freewheel.moments import Moments, QuasiGlobal, momentum_of
 from freewheel.replica import Replica
 from freewheel.sim.scenario import Scenario
 from freewheel.strategy import Strategy
-from freewheel.task import Task
+from freewheel.task import Task, check_optimizer, optimizer_of
 
 
 class School:

@@ -13,7 +13,7 @@ from freewheel.errors import at_least
 from freewheel.fabric.lineage import View
 from freewheel.fabric.merges import EVERYBODY, Group, Merge
 from freewheel.node import Node
-from freewheel.strategies.sasgd import check_state, mean_moments, set_moments
+from freewheel.strategies.sasgd import check_state, mean_moments
 from freewheel.strategy import Machines, Strategy
 
 
@@ -79,7 +79,8 @@ class HierarchicalSASGD(Strategy):
             lambda merge: self.average(node, merge), lambda view: self.level(node, view)
         )
         node.correct(offset, own=True)
-        set_moments(node, means)
+        for name, vector in means.items():
+            node.moments.set(name, vector)
 
     def level(self, node: Node, view: View) -> Group:
         """Who merges at this step: all, or the workers of one node."""

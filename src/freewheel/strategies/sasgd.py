@@ -28,8 +28,6 @@ async def mean_moments(node: Node, merge: Merge, asked: bool = True) -> dict[str
 
     An optimizer that keeps something else is an error where somebody asked for the mean, else left alone.
     """
-    if node.moments is None:
-        return {}
     names = []
     try:
         names = node.moments.names()
@@ -49,13 +47,6 @@ async def mean_moments(node: Node, merge: Merge, asked: bool = True) -> dict[str
     if not names:  # take part all the same
         names = ["none"] * max(int(count) for count, _ in notes.values())
     return {name: await merge.reduce(node.moments.get(name), weights) for name in names}
-
-
-def set_moments(node: Node, means: dict[str, Tensor]) -> None:
-    """Go on with these moments."""
-    for name, vector in means.items():
-        assert node.moments is not None
-        node.moments.set(name, vector)
 
 
 OUTER = 0.3  # the momentum of the common model where the workers' optimizers have momentum
@@ -156,7 +147,8 @@ class SASGD(Strategy):
         if self.x is not None and x is not None:
             self.x, self.v = x, None if self.v is None else x - self.x
         node.correct(correction, own=True)
-        set_moments(node, means)
+        for name, vector in means.items():
+            node.moments.set(name, vector)
 
     async def reduce(self, node: Node, merge: Merge) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
         """The new common model x where it is kept, how far it is from this worker's snapshot, mean moments.

@@ -187,7 +187,7 @@ class Agent:
             asking,
             self.replica.dtype,
             self.ending.has_ended,
-            lambda: self.node.merges_with,
+            lambda: self.node.views.under_way[2] if self.node.views.under_way else (),
             lambda: self.answers.ready or not self.late,
         )
         self.firsts = Firsts(self.fabric, self.spawn)

@@ -144,7 +144,8 @@ class Steps:
         if not callable(closure):
             self._compare_first(optimizer)
             self._merge_gradients(0.0)
-        if (share := self._agent.node.rate_share) != 1:  # the updates of all workers add up
+        share = self._agent.strategy.rate_share(len(self._agent.fabric.members))
+        if share != 1:  # the updates of all workers add up
             self._rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
             for group, rate in self._rates:
                 group["lr"] = rate * share
