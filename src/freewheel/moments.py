@@ -4,8 +4,6 @@ SGD's momentum, Adam's two averages. A merge may average them with the weights, 
 mixing did instead of a worker's own gradients (quasi-global momentum).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

@@ -5,8 +5,6 @@ are of four kinds: the replica (snapshot, correct, gradient), the steps (next_st
 (send to exchange), and the record (stale).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random

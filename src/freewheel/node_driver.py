@@ -3,8 +3,6 @@
 They say when a step is made and when an exchange may begin, and bring the node into views and out of them.
 """
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

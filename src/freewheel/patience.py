@@ -6,10 +6,8 @@ where waiting is mostly in vain, a worker hardly ever tries. Nor does it wait on
 fallen: a late update costs most where updates are large.
 """
 
-from __future__ import annotations
-
 import asyncio
-from typing import Any
+from typing import Any, Self
 
 MOMENT = 2.0  # of workers whose optimizer has momentum, which carries on what was averaged late
 SELDOM, AGAIN = 512, 3  # where waiting is mostly in vain, of so many steps a worker tries in so many
@@ -28,7 +26,7 @@ class Patience:
         self._used = 0.0  # which share of it the waits took, a running mean
 
     @classmethod
-    def chosen(cls, given: float | None, momentum: float, few: int, low: float = 0.5) -> Patience:
+    def chosen(cls, given: float | None, momentum: float, few: int, low: float = 0.5) -> Self:
         """As somebody says; else the usual one where there is momentum, for more than a few workers."""
         return cls(MOMENT if momentum else 0.0, low, few) if given is None else cls(given, low)
 

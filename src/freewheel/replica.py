@@ -8,11 +8,10 @@ Weights move in two ways only: by the optimizer, and by `boundary`, which adds w
 between two steps, so a forward or backward pass never sees weights that changed half-way.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -46,12 +45,12 @@ class Replica:
         self.loads = 0  # how often the weights were overwritten
 
     @classmethod
-    def of(cls, model: nn.Module) -> Replica:
+    def of(cls, model: nn.Module) -> Self:
         """Make the model's trainable parameters and their gradients views of flat buffers, in place."""
         return cls(flatten(model.named_parameters()))
 
     @classmethod
-    def blank(cls, size: int) -> Replica:
+    def blank(cls, size: int) -> Self:
         """A replica of zeros without a model, for simulations of timing only."""
         return cls([Block(torch.zeros(size), torch.zeros(size), 0, [])])
 

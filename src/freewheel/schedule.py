@@ -4,8 +4,6 @@ A schedule counts what all workers have done together. A worker's own steps say 
 slower would warm up five times as long, and end at a rate that all others have left behind.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

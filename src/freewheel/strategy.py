@@ -18,8 +18,6 @@ The order of things at a worker:
 What a strategy does not define costs nothing.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass

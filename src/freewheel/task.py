@@ -1,7 +1,5 @@
 """The contract of a task: a model, a worker's batches, a loss, how good a model is; and what trains it."""
 
-from __future__ import annotations
-
 import abc
 import itertools
 import math

@@ -5,8 +5,6 @@ layers, as it does in a real model: gradients of the last layers are there while
 theirs, and whoever reduces them part by part, as DistributedDataParallel does, can do so meanwhile.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -5,8 +5,6 @@ Arguments carry the papers' letters. Times are in seconds (``_s``), sizes in byt
 
 # ruff: noqa: N803 - the papers tell M from m and T from t, and so do we
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

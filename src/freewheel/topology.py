@@ -6,8 +6,6 @@ Describing a graph needs no network: every worker builds the same value from the
 `torus:rows=4` or `edges:list=0-1/1-2`: the name of a function of this module, with its arguments.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """One algorithm per file, in the order and letters of its paper."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 

@@ -1,7 +1,5 @@
 """AD-PSGD: asynchronous pairwise averaging without a server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from freewheel import topology

@@ -1,7 +1,5 @@
 """AllReduce-SGD: the synchronous baseline."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from freewheel.node import Node

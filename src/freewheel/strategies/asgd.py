@@ -1,7 +1,5 @@
 """A-PSGD: asynchronous SGD with a parameter server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

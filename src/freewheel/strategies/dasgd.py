@@ -1,7 +1,5 @@
 """DASGD: decentralized asynchronous SGD by broadcasting updates."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Downpour SGD: a parameter server that is asked rarely."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from freewheel.errors import at_least

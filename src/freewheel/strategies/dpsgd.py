@@ -1,7 +1,5 @@
 """D-PSGD: synchronous averaging with graph neighbours."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

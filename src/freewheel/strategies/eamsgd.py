@@ -1,7 +1,5 @@
 """EAMSGD: EASGD whose workers use Nesterov momentum."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from freewheel.errors import ConfigError

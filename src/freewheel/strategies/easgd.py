@@ -1,7 +1,5 @@
 """EASGD: workers on springs around a centre."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Grouping SGD: synchronous among workers of similar speed, asynchronous between the groups."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Hierarchical SASGD: often inside a machine, rarely between machines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal

@@ -1,7 +1,5 @@
 """Leader SGD: everybody is pulled towards the best worker."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

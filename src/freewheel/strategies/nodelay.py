@@ -1,7 +1,5 @@
 """SGD without gradient delay, Algorithm 2 (cyclic)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from freewheel import theory

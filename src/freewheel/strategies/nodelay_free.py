@@ -1,7 +1,5 @@
 """SGD without gradient delay, free-running: merges follow the network, never a slow worker's gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """No communication: the control that every other strategy is measured against."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from freewheel.strategy import Machines, Strategy

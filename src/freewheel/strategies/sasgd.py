@@ -1,7 +1,5 @@
 """SASGD: bulk-synchronous SGD with rare aggregation."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from dataclasses import dataclass
