@@ -27,6 +27,7 @@ class NodeDriver(Node):
         super().__init__(fabric, replica, random, spawn)
         self._strategy = strategy
         self._exchanges = Exchanges(fabric, self, spawn, random)
+        self.pause, self.unused = self._exchanges.pause, replica.unused
         self.farewells = Farewells(fabric, self, spawn, random)
         self.views = Views(fabric, spawn, lambda peer, among: strategy.donor(peer, among, self.world_size))
         self._merges = Merges(self.views, self._give, self._take, self._count_merge)
@@ -78,10 +79,6 @@ class NodeDriver(Node):
         self._exchanges.free()
         self.farewells.calls.away = False
 
-    async def pause(self) -> None:
-        """Take part in no exchange any more; return when none is under way."""
-        await self._exchanges.pause()
-
     def resume(self) -> None:
         """Take part in exchanges again."""
         self._exchanges.paused = False
@@ -109,10 +106,6 @@ class NodeDriver(Node):
         self.counters.met(peer, apart, self._exchanges.took_s)
         self._merged_steps = self._snapshot_steps
         self._replica.correct(correction, own=True)
-
-    def unused(self, snapshot: Tensor) -> None:
-        """An exchange has come to nothing before anybody wrote over the snapshot."""
-        self._replica.unused(snapshot)
 
     def count(self, outcome: str) -> None:
         """Count an exchange by its outcome."""

@@ -74,9 +74,7 @@ class Replica:
 
         `keep`: it is not going to be used up soon, and lies in memory of its own.
         """
-        if self._pending is not None:
-            return self.weights + self._pending
-        return self.weights.clone()
+        return self.weights.clone() if self._pending is None else self.weights + self._pending
 
     async def snapshot_soon(self) -> Tensor | None:
         """The same; None where that would take long."""
@@ -90,11 +88,8 @@ class Replica:
 
         `own` says that nobody else holds it either, so that its memory may be used again.
         """
-        if self._pending is None:
-            self._pending = vector
-        else:
-            # Not in place: a strategy may have handed over a vector that a peer still holds.
-            self._pending = self._pending + vector
+        # Not in place: a strategy may have handed over a vector that a peer still holds.
+        self._pending = vector if self._pending is None else self._pending + vector
 
     def boundary(self) -> None:
         """Add what is pending to the weights."""
@@ -123,9 +118,7 @@ class Replica:
         self.load(vector)
 
     def _join(self, parts: list[Tensor]) -> Tensor:
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([part.to(self.dtype) for part in parts])
+        return parts[0] if len(parts) == 1 else torch.cat([part.to(self.dtype) for part in parts])
 
 
 def flatten(named: Iterable[tuple[str, nn.Parameter]], gradients: bool = True) -> list[Block]:
