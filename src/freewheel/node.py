@@ -63,11 +63,8 @@ class Node:
         self.judge: Callable[[], float] | None = None
         """The loss of this worker's model on data common to all."""
         self._client: server.Client | None = None
-        self._seen_steps = self._awaited_step = 0
-        self._snapshot_steps = 0
-        self._merged_steps = 0
+        self._ahead = self._seen_steps = self._awaited_step = self._snapshot_steps = self._merged_steps = 0
         self._stepped: asyncio.Future[None] | None = None
-        self._ahead = 0
         self._merged = False  # whether what is corrected next comes of a merge
         self._called_step = 0  # at which step the merge under way was called; it may run beside further ones
 

@@ -65,10 +65,6 @@ class ASGD(Strategy):
             await node.serve(self.centre, add)
 
     async def after_step(self, node: Node) -> None:
-        await self.push(node)
-
-    async def push(self, node: Node) -> None:
-        """Send what was done since the last pull; take the server's model."""
         s = await node.snapshot(keep=True)
         answer = await node.ask(SERVER, s - self.x)
         node.stale(answer.delay)

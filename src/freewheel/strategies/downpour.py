@@ -39,4 +39,4 @@ class Downpour(ASGD):
 
     async def after_step(self, node: Node) -> None:
         if self.stops(node):
-            await self.push(node)
+            await super().after_step(node)

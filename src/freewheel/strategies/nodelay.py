@@ -58,23 +58,19 @@ class NoDelay(Strategy):
             )
 
     async def start(self, node: Node) -> None:
-        await self.begin_merge(node)  # of the common start, so that every cycle looks the same
+        self.merge = await node.merge_beside(Merge.offset)  # of the start: every cycle looks the same
 
     def stops(self, node: Node) -> bool:
         return node.steps % (self.tau // 2) == 0
 
     async def after_step(self, node: Node) -> None:
         if self.stops(node):
-            await self.leave(node)
+            node.correct(await self.merge, own=True)
             del self.merge  # large: let go before there is another
-            await self.begin_merge(node)
+            self.merge = await node.merge_beside(Merge.offset)  # P - s_i
 
     def settled(self, node: Node) -> bool:
-        return self.stops(node)  # the merge that has just begun has all its steps
+        return node.steps % (self.tau // 2) == 0  # the merge that has just begun has all its steps
 
     async def leave(self, node: Node) -> None:
         node.correct(await self.merge, own=True)
-
-    async def begin_merge(self, node: Node) -> None:
-        """Snapshot now; merge beside training: P - s_i."""
-        self.merge = await node.merge_beside(Merge.offset)

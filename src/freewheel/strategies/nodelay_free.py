@@ -103,6 +103,5 @@ class FreeNoDelay(Strategy):
                 await self.free.ask()
 
     async def leave(self, node: Node) -> None:
-        while node.unmerged_steps and len(node.members) > 1:
-            if not await self.free.ask():
-                return
+        while node.unmerged_steps and len(node.members) > 1 and await self.free.ask():
+            pass
