@@ -7,7 +7,7 @@ fallen: a late update costs most where updates are large.
 """
 
 import asyncio
-from typing import Any, Self
+from typing import Any
 
 MOMENT = 2.0  # of workers whose optimizer has momentum, which carries on what was averaged late
 SELDOM, AGAIN = 512, 3  # where waiting is mostly in vain, of so many steps a worker tries in so many
@@ -17,18 +17,15 @@ ENOUGH = 0.5  # the share of its patience a worker may use up on average before 
 class Patience:
     """A worker's patience: the share of a step that it waits at most; 0: it never waits.
 
-    It ends where less than so much (`low`) of the learning rate is left.
+    As somebody says; if None, the usual one where there is momentum, for more than a few workers. It ends
+    where less than so much (`low`) of the learning rate is left.
     """
 
-    def __init__(self, most: float, low: float = 0.5, few: int = 0) -> None:
-        self.most, self.low, self.few = most, low, few
+    def __init__(self, given: float | None, momentum: float = 0.0, few: int = 0, low: float = 0.5) -> None:
+        self.most = (MOMENT if momentum else 0.0) if given is None else given
+        self.few, self.low = few if given is None else 0, low
         self.under_way: asyncio.Task[Any] | None = None  # what is or was waited for; it may go on beside
         self._used = 0.0  # which share of it the waits took, a running mean
-
-    @classmethod
-    def chosen(cls, given: float | None, momentum: float, few: int, low: float = 0.5) -> Self:
-        """As somebody says; else the usual one where there is momentum, for more than a few workers."""
-        return cls(MOMENT if momentum else 0.0, low, few) if given is None else cls(given, low)
 
     def waits(self, workers: int) -> bool:
         """Whether so many wait at all."""

@@ -30,7 +30,11 @@ def nodelay_min_tau(t_merge_s: float, t_grad_s: float) -> int:
 
 def nodelay_idle_share(tau: int, t_merge_s: float, t_grad_s: float) -> float:
     """Share of the time a worker waits for merges: a cycle is beta = tau/2 gradients beside one merge."""
-    busy_s = _beta(tau) * t_grad_s
+    if tau < 2 or tau % 2:
+        raise ConfigError(
+            f"tau must be an even number of steps, 2 or more, not {tau}: a cycle is tau/2 steps."
+        )
+    busy_s = tau // 2 * t_grad_s
     idle_s = max(0.0, t_merge_s - busy_s)
     return idle_s / (busy_s + idle_s)
 
@@ -84,11 +88,3 @@ def sync_step_s(
         end_b += t_b
         end_c = max(end_c, end_b) + t_c  # the link is free again, and the gradient is there
     return max(t_io_s + t_h2d_s, t_f_s + end_c + t_u_s)
-
-
-def _beta(tau: int) -> int:
-    if tau < 2 or tau % 2:
-        raise ConfigError(
-            f"tau must be an even number of steps, 2 or more, not {tau}: a cycle is tau/2 steps."
-        )
-    return tau // 2

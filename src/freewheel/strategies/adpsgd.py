@@ -80,7 +80,7 @@ class ADPSGD(Strategy):
 
     async def start(self, node: Node) -> None:
         many = node.world_size >= MANY
-        self.moment = Patience.chosen(self.patience, node.momentum, FEW, 0.25 if many else 0.5)
+        self.moment = Patience(self.patience, node.momentum, FEW, 0.25 if many else 0.5)
         meetings = 1 + many if self.meetings is None else self.meetings
         self.most = max(1, min(meetings, self.graph(node).fewest)) if self.moment.most else 1
 

@@ -74,7 +74,7 @@ class FreeNoDelay(Strategy):
                 raise NotNow
             return await merge.offset(s, PART if self.moment.waits(len(merge.members)) else 1.0)
 
-        self.moment = Patience.chosen(self.patience, node.momentum, FEW)
+        self.moment = Patience(self.patience, node.momentum, FEW)
         self.free = node.free_merges(offset)
 
     def _bound(self, node: Node) -> bool:
