@@ -70,10 +70,7 @@ class Replica:
             block.gradient.copy_(vector[block.start : block.stop])
 
     async def snapshot(self, keep: bool = False) -> Tensor:
-        """A copy of the weights, with what is pending; waits until the weights can be copied.
-
-        `keep`: it is not going to be used up soon, and lies in memory of its own.
-        """
+        """A copy of the weights, with what is pending; `keep`: for long, so in memory of its own."""
         return self.weights.clone() if self._pending is None else self.weights + self._pending
 
     async def snapshot_soon(self) -> Tensor | None:
@@ -84,10 +81,7 @@ class Replica:
         """A snapshot that nobody has made anything of."""
 
     def correct(self, vector: Tensor, own: bool = False) -> None:
-        """Add a correction to what is pending. The vector is handed over: do not use it afterwards.
-
-        `own` says that nobody else holds it either, so that its memory may be used again.
-        """
+        """Add a vector that is handed over to what is pending; `own`: nobody else holds it either."""
         # Not in place: a strategy may have handed over a vector that a peer still holds.
         self._pending = vector if self._pending is None else self._pending + vector
 

@@ -77,8 +77,7 @@ class Grouping(ASGD):
 
     def regroup(self, view: View) -> None:
         """Be one group again, as in the beginning."""
-        self.view, self.group, self.together = view, view.members, self.warmup
-        self.new = True
+        self.view, self.group, self.together, self.new = view, view.members, self.warmup, True
 
     async def before_step(self, node: Node) -> None:
         node.set_gradient(await node.merge(lambda merge: merge.mean(node.gradient()), self.mates))

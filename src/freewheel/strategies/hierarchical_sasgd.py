@@ -51,8 +51,7 @@ class HierarchicalSASGD(Strategy):
 
     @classmethod
     def suited(cls, machines: Machines) -> dict[str, int]:
-        several = machines.workers_per_node > 1 and machines.nodes > 1
-        return {"nodes": machines.nodes} if several else {}
+        return {"nodes": machines.nodes} if machines.workers_per_node > 1 and machines.nodes > 1 else {}
 
     def check(self, world_size: int) -> None:
         at_least("hierarchical_sasgd: the interval T1", self.interval, 1)
