@@ -8,7 +8,7 @@ counts single gradients by single workers.
     L        Lipschitz constant of ∇f       varsigma   std over workers of their own ∇f_i around ∇f
     M        samples in a batch             T          largest staleness, in steps k
     gamma    step size                      f0_gap     f(x0) - f*, or an upper bound of it
-    K        steps                          rho        see `theory.rho`
+    K        steps                          rho        see `rho`
 """
 
 # ruff: noqa: N803, N806 - the papers tell M from m and T from t, and so do we
@@ -18,8 +18,21 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import numpy as np
+
 from freewheel.errors import ConfigError
-from freewheel.theory import _beta
+from freewheel.topology import Topology
+
+
+def rho(topology: Topology) -> float:
+    """Second eigenvalue of E[WᵀW] when each step averages one random edge (AD-PSGD, assumption 3)."""
+    # Averaging i and j is a projection, so WᵀW = W; its eigenvalues lie between 0 and 1.
+    mean = np.eye(topology.size)
+    for i, j in topology.edges:
+        apart = np.zeros(topology.size)
+        apart[[i, j]] = 1, -1
+        mean -= np.outer(apart, apart) / (2 * len(topology.edges))
+    return max(0.0, float(np.linalg.eigvalsh(mean)[-2])) if topology.edges else 0.0
 
 
 def rho_bar(rho: float, n: int) -> float:
@@ -156,6 +169,11 @@ def adpsgd_consensus_bound(
     return (noise + signal) / C1
 
 
+def nodelay_discrepancy(L: float, tau: int, eta: float) -> float:
+    """Bounds max ‖x_i - x_j‖ (Talyansky et al., ICLR 2019 submission); L bounds a gradient's norm."""
+    return 2 * L * tau * eta
+
+
 def nodelay_discrepancy_expected(eta: float, tau: int, s: float) -> float:
     """Bounds E‖x_i - x_j‖ after a few cycles, s the gradient noise's std (Talyansky et al.).
 
@@ -166,7 +184,12 @@ def nodelay_discrepancy_expected(eta: float, tau: int, s: float) -> float:
 
 def nodelay_expected_holds(eta: float, tau: int, H: float) -> bool:
     """Whether `nodelay_discrepancy_expected` applies: eta·beta·H <= 0.1, H the Lipschitz constant of ∇f."""
-    return eta * _beta(tau) * H <= 0.1
+    return eta * (tau // 2) * H <= 0.1
+
+
+def sasgd_drift(gamma: float, T: int, G: float) -> float:
+    """Bounds ‖x_i - x_j‖ within an interval of T steps, gradient norms at most G (triangle inequality)."""
+    return 2 * gamma * T * G
 
 
 def dasgd_discrepancy(gamma: float, Q: float, S: float) -> float:
@@ -182,6 +205,16 @@ def dasgd_step_size(delta: float, L: float, sigma: float, Q: float, S_avg: float
     noise = delta / (L * sigma**2 * K) if sigma else math.inf
     stale = delta / (L**2 * Q**2 * S_avg**2 * K) if Q and S_avg else math.inf
     return min(1 / (2 * L), math.sqrt(noise), math.cbrt(stale))
+
+
+def straggler_rate_sync(n: int, s: float) -> float:
+    """Steps of all workers per compute time when everybody waits for one that is s times slower."""
+    return n / s
+
+
+def straggler_rate_async(n: int, s: float) -> float:
+    """Steps of all workers per compute time when nobody waits and one is s times slower."""
+    return n - 1 + 1 / s
 
 
 def sync_speedup(n: int, step_alone_s: float, step_s: float) -> float:

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# Where each name is: it is imported when it is used, for torch takes seconds and not all need it.
 HOMES = {
     "api": ("attach", "plan", "simulate"),
     "batchnorm": ("recalibrate",),
@@ -64,7 +65,6 @@ HOMES = {
     "task": ("Task",),
     "topology": ("Topology",),
 }  # fmt: skip
-"""Where each name is: it is imported when it is used, for torch takes seconds and not all need it."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,5 @@
 """The functions people call: names become objects here, and only here."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TextIO, Unpack

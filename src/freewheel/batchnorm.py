@@ -4,8 +4,6 @@ Each worker's statistics belong to its own weights. Those of the mean are not th
 by running some batches through it.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any

@@ -1,7 +1,5 @@
 """Everything Freewheel raises on purpose. A message says what was given, what is allowed and what to do."""
 
-from __future__ import annotations
-
 import difflib
 import math
 from collections.abc import Iterable

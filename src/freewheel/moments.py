@@ -4,63 +4,16 @@ SGD's momentum, Adam's two averages. A merge may average them with the weights, 
 mixing did instead of a worker's own gradients (quasi-global momentum).
 """
 
-from __future__ import annotations
-
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from freewheel.errors import ConfigError
 from freewheel.replica import Replica
-from freewheel.settings import Training
-from freewheel.strategy import Strategy
-from freewheel.task import Task
 
 MOMENTUM = "momentum_buffer"
-OPTIMIZERS = ("sgd", "adamw")
-"""What built-in tasks are trained with."""
-NU = 0.1
-"""How much of the last step's way enters quasi-global momentum."""
-
-
-def check_optimizer(name: str, momentum: float | None, strategy: Strategy | None) -> None:
-    """Refuse an optimizer of a built-in task that is not there, or that a strategy cannot do with."""
-    if name not in OPTIMIZERS:
-        raise ConfigError(f"the optimizer must be {' or '.join(OPTIMIZERS)}, not {name!r}.")
-    if name == "sgd":
-        return
-    if momentum is not None:
-        raise ConfigError(f"momentum is sgd's; {name} has its own. Leave it out, or take sgd.")
-    if strategy is not None and (strategy.momentum or strategy.quasi_global):
-        raise ConfigError(
-            f"{strategy.name} with these settings uses sgd's momentum, which {name} has not: take sgd."
-        )
-
-
-def optimizer_of(
-    asked: Training, task: Task, strategy: Strategy | None, weights: Iterable[nn.Parameter]
-) -> torch.optim.Optimizer:
-    """What a built-in task is trained with; without a strategy: by DDP."""
-    if asked.optimizer == "adamw":
-        lr = adam_rate(task.adam_lr if asked.lr is None else asked.lr, strategy, asked.workers)
-        return torch.optim.AdamW(weights, lr, weight_decay=asked.weight_decay)
-    momentum = asked.momentum if asked.momentum is not None else strategy.momentum if strategy else 0.0
-    lr = task.lr * (1 - momentum) if asked.lr is None else asked.lr  # it adds up 1/(1 - momentum) steps
-    return torch.optim.SGD(weights, lr, momentum, nesterov=momentum > 0, weight_decay=asked.weight_decay)
-
-
-def adam_rate(rate: float, strategy: Strategy | None, workers: int) -> float:
-    """What each worker's AdamW steps with for the averaged update to be that of `rate`; None: DDP.
-
-    AdamW divides by the size of its gradients, taken to be mostly noise. The mean of n workers' gradients
-    has 1/√n of it: where each divides by its own and updates are averaged, these are shorter by √n.
-    """
-    if strategy is None or strategy.defines("before_step") or getattr(strategy, "raw", False):
-        return rate  # gradients are averaged, or somebody asks for the rate as it is
-    mixes = strategy.defines("background") or strategy.defines("after_step")
-    return rate * math.sqrt(workers) if mixes else rate
+NU = 0.1  # how much of the last step's way enters quasi-global momentum
 
 
 def momentum_of(optimizer: torch.optim.Optimizer) -> float:

@@ -7,8 +7,6 @@
 A list of them is separated by commas.
 """
 
-from __future__ import annotations
-
 import inspect
 import types
 import typing

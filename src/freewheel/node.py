@@ -5,14 +5,12 @@ are of four kinds: the replica (snapshot, correct, gradient), the steps (next_st
 (send to exchange), and the record (stale).
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,34 +23,23 @@ from freewheel.fabric.exchange import Exchanges
 from freewheel.fabric.farewell import Farewells
 from freewheel.fabric.merges import Group, Merge, View
 from freewheel.fabric.views import Merges, Views
+from freewheel.moments import Moments
 from freewheel.patience import Patience
 from freewheel.replica import Replica
 from freewheel.topology import Topology
 
 T = TypeVar("T")
-LATE = 0.85
-"""Which share of a step has passed when an exchange should be over: the step may be shorter than others."""
-
-
-class Memory(Protocol):
-    """What an optimizer remembers of past gradients, by name; see freewheel/moments.py."""
-
-    def names(self) -> list[str]:
-        """Those it has by now."""
-
-    def get(self, name: str) -> Tensor:
-        """A copy of one, as a vector."""
-
-    def set(self, name: str, vector: Tensor) -> None:
-        """Overwrite one."""
+LATE = 0.85  # how much of a step has passed when an exchange should be over: it may be shorter than others
 
 
 class Node:
     """One worker, as its strategy sees it. Whoever drives it has a NodeDriver (freewheel/node_driver.py)."""
 
+    moments: Moments
+    """The optimizer's moments, while training waits for the strategy; see freewheel/moments.py."""
     _exchanges: Exchanges
     farewells: Farewells
-    _views: Views
+    views: Views
     _merges: Merges
 
     def __init__(self, fabric: Fabric, replica: Replica, random: random.Random, spawn: Spawn) -> None:
@@ -66,27 +53,18 @@ class Node:
         """Its learning rate in the last step, as a share of the highest so far; 1 where that is not known."""
         self.step_s = 0.0
         """How long this worker's gradients take, a running mean."""
-        self._recent_s: deque[float] = deque(maxlen=8)
-        """How long the last few took."""
-        self._stepped_s = 0.0
-        """When `next_step` last returned."""
+        self._recent_s: deque[float] = deque(maxlen=8)  # how long the last few took
+        self._stepped_s = 0.0  # when `next_step` last returned
         self.rejoined = False
         """Whether this worker came back into a run that went on without it."""
         self._fabric, self._replica, self._spawn = fabric, replica, spawn
         self.judge: Callable[[], float] | None = None
         """The loss of this worker's model on data common to all."""
-        self.moments: Memory | None = None
-        """The optimizer's moments, while training waits for the strategy; None: it has none."""
         self._client: server.Client | None = None
-        self._seen_steps = self._awaited_step = 0
-        self._snapshot_steps = 0
-        self._merged_steps = 0
+        self._ahead = self._seen_steps = self._awaited_step = self._snapshot_steps = self._merged_steps = 0
         self._stepped: asyncio.Future[None] | None = None
-        self._ahead = 0
-        self._merged = False
-        """Whether what is corrected next comes of a merge."""
-        self._called_step = 0
-        """At which step the merge under way was called; it may run beside further ones."""
+        self._merged = False  # whether what is corrected next comes of a merge
+        self._called_step = 0  # at which step the merge under way was called; it may run beside further ones
 
     # -- who is there --
 
@@ -98,7 +76,7 @@ class Node:
     @property
     def view(self) -> View:
         """The workers that merge together now; see fabric/views.py."""
-        return self._views.view
+        return self.views.view
 
     @property
     def steps(self) -> int:
@@ -112,12 +90,11 @@ class Node:
 
     def peers(self, topology: Topology) -> Iterator[int]:
         """This worker's neighbours within reach, in random order, drawn as they are asked for."""
-        peers, moved = topology.neighbours(self.rank, self.steps), dict[int, int]()
-        for left in range(len(peers), 0, -1):  # a shuffle of which only the first few are wanted
-            at = self.random.randrange(left)
-            peer = moved.get(at, peers[at])
-            moved[at] = moved.get(left - 1, peers[left - 1])
-            if self._fabric.reaches(peer):
+        peers = list(topology.neighbours(self.rank, self.steps))
+        while peers:
+            at = self.random.randrange(len(peers))
+            peers[at], peers[-1] = peers[-1], peers[at]
+            if self._fabric.reaches(peer := peers.pop()):
                 yield peer
 
     def score(self) -> float:
@@ -262,7 +239,7 @@ class Node:
 
     async def view_change(self) -> None:
         """Wait until there is another view."""
-        await self._views.changed()
+        await self.views.changed()
 
     def free_merges(self, act: Callable[[Merge], Awaitable[Tensor]]) -> FreeMerges:
         """Merges that anybody may ask for, with all, wherever they are; `act` gives a correction."""

@@ -3,10 +3,7 @@
 They say when a step is made and when an exchange may begin, and bring the node into views and out of them.
 """
 
-from __future__ import annotations
-
 import random
-from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor
@@ -29,16 +26,12 @@ class NodeDriver(Node):
         super().__init__(fabric, replica, random, spawn)
         self._strategy = strategy
         self._exchanges = Exchanges(fabric, self, spawn, random)
+        self.unused = replica.unused
         self.farewells = Farewells(fabric, self, self._exchanges, spawn, random)
-        self._views = Views(fabric, spawn, self._donor)
-        self._merges = Merges(self._views, self._give, self._take, self._count_merge)
+        self.views = Views(fabric, spawn, lambda peer, among: strategy.donor(peer, among, self.world_size))
+        self._merges = Merges(self.views, self._give, self._take, self._count_merge)
         self._highest_lr = self._last_lr = 0.0
         self._joining = False
-
-    @property
-    def rate_share(self) -> float:
-        """The part of the learning rate this worker's optimizer steps with."""
-        return self._strategy.rate_share(len(self.members))
 
     def computed(self, seconds: float, number: int) -> None:
         """A gradient is there, the first or a later one of this life."""
@@ -109,48 +102,28 @@ class NodeDriver(Node):
         self._merged_steps = self._snapshot_steps
         self._replica.correct(correction, own=True)
 
-    def unused(self, snapshot: Tensor) -> None:
-        """An exchange has come to nothing before anybody wrote over the snapshot."""
-        self._replica.unused(snapshot)
-
     def count(self, outcome: str) -> None:
         """Count an exchange by its outcome."""
         self.counters.exchanges[outcome] += 1
 
     # -- views --
 
-    def begin_views(self, members: Sequence[int]) -> None:
-        """Be ready for merges: these workers begin together."""
-        self._views.begin(members)
-
-    @property
-    def source(self) -> int | None:
-        """Whose weights this worker has copied to come into its view."""
-        return None if self._views.source < 0 else self._views.source
-
-    async def join(self) -> None:
-        """Come into a run that went on without this worker: into its view, with a member's weights."""
+    async def join(self) -> int | None:
+        """Come into a run that went on without this worker: into its view. Whose weights it has copied."""
         self.rejoined = self._joining = True
-        self._views.begin((self.rank,), newborn=True)
+        self.views.begin((self.rank,), newborn=True)
         await self._merges.enter()
         self._joining = False
-
-    @property
-    def merges_with(self) -> Sequence[int]:
-        """The members of the merge that is under way."""
-        return () if self._views.under_way is None else self._views.under_way[2]
+        return None if self.views.source < 0 else self.views.source
 
     def leave(self) -> None:
         """This worker's loop has ended: the others go on without it."""
 
         async def leave() -> None:
-            self._views.leave(self._merges.called)
+            self.views.leave(self._merges.called)
 
-        if self._views.begun:
+        if self.views.begun:
             self._spawn(leave())  # after a merge that the last step has begun
-
-    def _donor(self, joiner: int, among: Sequence[int]) -> int:
-        return self._strategy.donor(joiner, among, self.world_size)
 
     async def _give(self) -> tuple[Tensor, Note]:
         return await self._strategy.handover(self), (self._called_step,)

@@ -1,7 +1,5 @@
 """Numbers as people read them: in commands, plans, figures, pages and records, one way for all."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

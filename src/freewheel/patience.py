@@ -6,36 +6,26 @@ where waiting is mostly in vain, a worker hardly ever tries. Nor does it wait on
 fallen: a late update costs most where updates are large.
 """
 
-from __future__ import annotations
-
 import asyncio
 from typing import Any
 
-MOMENT = 2.0
-"""The patience of workers whose optimizer has momentum, which carries on what was averaged late."""
-SELDOM, AGAIN = 512, 3
-"""Where waiting is mostly in vain, a worker tries in this many steps of so many."""
-ENOUGH = 0.5
-"""The share of its patience that a worker may use up on average before waiting counts as in vain."""
+MOMENT = 2.0  # of workers whose optimizer has momentum, which carries on what was averaged late
+SELDOM, AGAIN = 512, 3  # where waiting is mostly in vain, of so many steps a worker tries in so many
+ENOUGH = 0.5  # the share of its patience a worker may use up on average before waiting counts as in vain
 
 
 class Patience:
     """A worker's patience: the share of a step that it waits at most; 0: it never waits.
 
-    It ends where less than so much (`low`) of the learning rate is left.
+    As somebody says; if None, the usual one where there is momentum, for more than a few workers. It ends
+    where less than so much (`low`) of the learning rate is left.
     """
 
-    def __init__(self, most: float, low: float = 0.5, few: int = 0) -> None:
-        self.most, self.low, self.few = most, low, few
-        self.under_way: asyncio.Task[Any] | None = None
-        """What is or was waited for; it goes on beside where that was in vain."""
-        self._used = 0.0
-        """Which share of it the waits took, a running mean."""
-
-    @classmethod
-    def chosen(cls, given: float | None, momentum: float, few: int, low: float = 0.5) -> Patience:
-        """As somebody says; else the usual one where there is momentum, for more than a few workers."""
-        return cls(MOMENT if momentum else 0.0, low, few) if given is None else cls(given, low)
+    def __init__(self, given: float | None, momentum: float = 0.0, few: int = 0, low: float = 0.5) -> None:
+        self.most = (MOMENT if momentum else 0.0) if given is None else given
+        self.few, self.low = few if given is None else 0, low
+        self.under_way: asyncio.Task[Any] | None = None  # what is or was waited for; it may go on beside
+        self._used = 0.0  # which share of it the waits took, a running mean
 
     def waits(self, workers: int) -> bool:
         """Whether so many wait at all."""
@@ -43,9 +33,8 @@ class Patience:
 
     def tries(self, step: int, rate_left: float = 1.0) -> bool:
         """Whether to wait after so many steps, the last with so much of the highest learning rate."""
-        if self.most == 0 or (self.under_way is not None and not self.under_way.done()):
-            return False
-        if rate_left < self.low:
+        under_way = self.under_way is not None and not self.under_way.done()
+        if self.most == 0 or under_way or rate_left < self.low:
             return False
         return self._used < ENOUGH or step % SELDOM < AGAIN
 

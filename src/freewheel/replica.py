@@ -8,11 +8,10 @@ Weights move in two ways only: by the optimizer, and by `boundary`, which adds w
 between two steps, so a forward or backward pass never sees weights that changed half-way.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +24,7 @@ class Block:
     """One flat buffer, its gradient, and where it lies in the vector."""
 
     weights: Tensor
-    gradient: Tensor
-    """Empty where the parameters keep gradients of their own."""
+    gradient: Tensor  # empty where the parameters keep gradients of their own
     start: int
     parameters: list[nn.Parameter]
 
@@ -44,16 +42,15 @@ class Replica:
         self.size = blocks[-1].stop
         self.dtype = functools.reduce(torch.promote_types, (block.weights.dtype for block in blocks))
         self._pending: Tensor | None = None
-        self.loads = 0
-        """How often the weights were overwritten."""
+        self.loads = 0  # how often the weights were overwritten
 
     @classmethod
-    def of(cls, model: nn.Module) -> Replica:
+    def of(cls, model: nn.Module) -> Self:
         """Make the model's trainable parameters and their gradients views of flat buffers, in place."""
         return cls(flatten(model.named_parameters()))
 
     @classmethod
-    def blank(cls, size: int) -> Replica:
+    def blank(cls, size: int) -> Self:
         """A replica of zeros without a model, for simulations of timing only."""
         return cls([Block(torch.zeros(size), torch.zeros(size), 0, [])])
 
@@ -73,13 +70,8 @@ class Replica:
             block.gradient.copy_(vector[block.start : block.stop])
 
     async def snapshot(self, keep: bool = False) -> Tensor:
-        """A copy of the weights, with what is pending; waits until the weights can be copied.
-
-        `keep`: it is not going to be used up soon, and lies in memory of its own.
-        """
-        if self._pending is not None:
-            return self.weights + self._pending
-        return self.weights.clone()
+        """A copy of the weights, with what is pending; `keep`: for long, so in memory of its own."""
+        return self.weights.clone() if self._pending is None else self.weights + self._pending
 
     async def snapshot_soon(self) -> Tensor | None:
         """The same; None where that would take long."""
@@ -89,15 +81,9 @@ class Replica:
         """A snapshot that nobody has made anything of."""
 
     def correct(self, vector: Tensor, own: bool = False) -> None:
-        """Add a correction to what is pending. The vector is handed over: do not use it afterwards.
-
-        `own` says that nobody else holds it either, so that its memory may be used again.
-        """
-        if self._pending is None:
-            self._pending = vector
-        else:
-            # Not in place: a strategy may have handed over a vector that a peer still holds.
-            self._pending = self._pending + vector
+        """Add a vector that is handed over to what is pending; `own`: nobody else holds it either."""
+        # Not in place: a strategy may have handed over a vector that a peer still holds.
+        self._pending = vector if self._pending is None else self._pending + vector
 
     def boundary(self) -> None:
         """Add what is pending to the weights."""
@@ -126,9 +112,7 @@ class Replica:
         self.load(vector)
 
     def _join(self, parts: list[Tensor]) -> Tensor:
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat([part.to(self.dtype) for part in parts])
+        return parts[0] if len(parts) == 1 else torch.cat([part.to(self.dtype) for part in parts])
 
 
 def flatten(named: Iterable[tuple[str, nn.Parameter]], gradients: bool = True) -> list[Block]:

@@ -4,8 +4,6 @@ A schedule counts what all workers have done together. A worker's own steps say 
 slower would warm up five times as long, and end at a rate that all others have left behind.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,10 +19,8 @@ CURVES: dict[str, Callable[[float], float]] = {
     "constant": lambda share: 1.0,
     "linear": lambda share: 1.0 - share,
     "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
-}
-"""What is left of the rate once a share of what follows the warm-up is done."""
-WARMUP = 0.05
-"""The share of the budget over which the rate grows, unless somebody chooses another."""
+}  # what is left of the rate once a share of what follows the warm-up is done
+WARMUP = 0.05  # the share of the budget over which the rate grows, unless somebody chooses another
 
 
 @dataclass(frozen=True)
@@ -33,10 +29,8 @@ class Schedule:
 
     steps: float
     curve: str = "constant"
-    warmup: float | None = None
-    """None: a twentieth of the budget."""
-    step: float = 1.0
-    """What one step of all workers adds to what is done: the first one has a rate above 0."""
+    warmup: float | None = None  # None: a twentieth of the budget
+    step: float = 1.0  # what one step of all workers adds to what is done: the first has a rate above 0
 
     def __post_init__(self) -> None:
         if self.curve not in CURVES:

@@ -44,8 +44,7 @@ class Training:
         None, "Steps of each worker (--seconds: seconds) in which it grows; default: 5 %; 0: none.", rare=True
     )
     target: float | None = setting(None, "Accuracy to time, e.g. 0.9.")
-    evaluations: int = 25
-    """How often the loss and accuracy of the answer are measured along the way."""
+    evaluations: int = 25  # how often the loss and accuracy of the answer are measured along the way
 
     def __post_init__(self) -> None:
         at_least("workers", self.workers, 1)
@@ -60,9 +59,16 @@ class Training:
         if self.target is not None and not 0 < self.target <= 1:
             raise ConfigError(f"the target accuracy must lie between 0 and 1, not {self.target:g}.")
         self.rates  # noqa: B018  # refuses what cannot be
-        from freewheel.task import check_device
+        import torch
 
-        check_device(self.device)
+        try:
+            kind = torch.device(self.device).type
+        except RuntimeError:
+            kind = ""
+        if kind not in ("cpu", "cuda"):
+            raise ConfigError(f"device must be cpu or cuda, not {self.device!r}.")
+        if kind == "cuda" and not torch.cuda.is_available():
+            raise ConfigError("device cuda: this machine has no CUDA device that torch can use; take cpu.")
 
     @cached_property
     def rates(self) -> Schedule:

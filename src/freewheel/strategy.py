@@ -18,8 +18,6 @@ The order of things at a worker:
 What a strategy does not define costs nothing.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,8 +27,7 @@ from torch import Tensor
 
 from freewheel.node import Node
 
-LONGEST = 64
-"""No interval or τ is chosen longer than this, where a strategy chooses it."""
+LONGEST = 64  # no interval or τ is chosen longer than this, where a strategy chooses it
 Waits = Literal["nobody", "server", "group", "neighbours", "all"]
 
 

@@ -1,10 +1,9 @@
-"""The contract of a task: a model, a worker's batches, a loss, and how good a model is."""
-
-from __future__ import annotations
+"""The contract of a task: a model, a worker's batches, a loss, how good a model is; and what trains it."""
 
 import abc
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +12,10 @@ from torch.utils import _pytree as pytree
 
 from freewheel.batchnorm import recalibrate
 from freewheel.errors import ConfigError
+from freewheel.settings import Training
+from freewheel.strategy import Strategy
+
+OPTIMIZERS = ("sgd", "adamw")
 
 
 class Task(abc.ABC):
@@ -67,13 +70,39 @@ class Task(abc.ABC):
         return self.evaluate(model)[0]
 
 
-def check_device(device: str) -> None:
-    """Refuse a device that is not there."""
-    try:
-        kind = torch.device(device).type
-    except RuntimeError:
-        kind = ""
-    if kind not in ("cpu", "cuda"):
-        raise ConfigError(f"device must be cpu or cuda, not {device!r}.")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device cuda: this machine has no CUDA device that torch can use; take cpu.")
+def check_optimizer(name: str, momentum: float | None, strategy: Strategy | None) -> None:
+    """Refuse an optimizer of a built-in task that is not there, or that a strategy cannot do with."""
+    if name not in OPTIMIZERS:
+        raise ConfigError(f"the optimizer must be {' or '.join(OPTIMIZERS)}, not {name!r}.")
+    if name == "sgd":
+        return
+    if momentum is not None:
+        raise ConfigError(f"momentum is sgd's; {name} has its own. Leave it out, or take sgd.")
+    if strategy is not None and (strategy.momentum or strategy.quasi_global):
+        raise ConfigError(
+            f"{strategy.name} with these settings uses sgd's momentum, which {name} has not: take sgd."
+        )
+
+
+def optimizer_of(
+    asked: Training, task: Task, strategy: Strategy | None, weights: Iterable[nn.Parameter]
+) -> torch.optim.Optimizer:
+    """What a built-in task is trained with; without a strategy: by DDP."""
+    if asked.optimizer == "adamw":
+        lr = adam_rate(task.adam_lr if asked.lr is None else asked.lr, strategy, asked.workers)
+        return torch.optim.AdamW(weights, lr, weight_decay=asked.weight_decay)
+    momentum = asked.momentum if asked.momentum is not None else strategy.momentum if strategy else 0.0
+    lr = task.lr * (1 - momentum) if asked.lr is None else asked.lr  # it adds up 1/(1 - momentum) steps
+    return torch.optim.SGD(weights, lr, momentum, nesterov=momentum > 0, weight_decay=asked.weight_decay)
+
+
+def adam_rate(rate: float, strategy: Strategy | None, workers: int) -> float:
+    """What each worker's AdamW steps with for the averaged update to be that of `rate`; None: DDP.
+
+    AdamW divides by the size of its gradients, taken to be mostly noise. The mean of n workers' gradients
+    has 1/√n of it: where each divides by its own and updates are averaged, these are shorter by √n.
+    """
+    if strategy is None or strategy.defines("before_step") or getattr(strategy, "raw", False):
+        return rate  # gradients are averaged, or somebody asks for the rate as it is
+    mixes = strategy.defines("background") or strategy.defines("after_step")
+    return rate * math.sqrt(workers) if mixes else rate

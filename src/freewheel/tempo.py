@@ -5,8 +5,6 @@ layers, as it does in a real model: gradients of the last layers are there while
 theirs, and whoever reduces them part by part, as DistributedDataParallel does, can do so meanwhile.
 """
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable
@@ -14,10 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-FORWARD = 1 / 3
-"""The forward pass's share of a gradient's time; the backward pass computes twice as much."""
-SHORTEST_S = 0.001
-"""What is less is left to the next layer: many short sleeps would keep the machine busy."""
+FORWARD = 1 / 3  # the forward pass's share of a gradient's time; the backward pass computes twice as much
+SHORTEST_S = 0.001  # what is less is left to the next layer: many short sleeps would keep the machine busy
 
 
 class Tempo:
@@ -29,11 +25,10 @@ class Tempo:
 
     def __init__(self, model: nn.Module) -> None:
         self.span_s = 0.0
+        # When the last gradient began and its last sleep ended, and the thread's CPU time then.
         self.began_s = self.woken_s = self.cpu_s = 0.0
-        """When the last gradient began and its last sleep ended, and the thread's CPU time then."""
         self._forward = self._backward = 0
-        self._layers = (0, 0)
-        """How many layers a pass calls, forward and backward."""
+        self._layers = (0, 0)  # how many a pass calls, forward and backward
         layers = [one for one in model.modules() if next(one.parameters(recurse=False), None) is not None]
         self._hooks = [layer.register_forward_hook(self._computed) for layer in layers]
 

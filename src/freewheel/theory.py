@@ -5,36 +5,16 @@ Arguments carry the papers' letters. Times are in seconds (``_s``), sizes in byt
 
 # ruff: noqa: N803 - the papers tell M from m and T from t, and so do we
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
-
-import numpy as np
 
 from freewheel.errors import ConfigError
 from freewheel.topology import Topology
 
 
-def rho(topology: Topology) -> float:
-    """Second eigenvalue of E[WᵀW] when each step averages one random edge (AD-PSGD, assumption 3)."""
-    # Averaging i and j is a projection, so WᵀW = W; its eigenvalues lie between 0 and 1.
-    mean = np.eye(topology.size)
-    for i, j in topology.edges:
-        apart = np.zeros(topology.size)
-        apart[[i, j]] = 1, -1
-        mean -= np.outer(apart, apart) / (2 * len(topology.edges))
-    return max(0.0, float(np.linalg.eigvalsh(mean)[-2])) if topology.edges else 0.0
-
-
 def rho_mixing(topology: Topology) -> float:
     """max(|λ2|, |λn|)² of the mixing matrix, per step of its cycle (D-PSGD, Lian et al. 2017)."""
     return (1 - topology.spectral_gap) ** 2
-
-
-def nodelay_discrepancy(L: float, tau: int, eta: float) -> float:
-    """Bounds max ‖x_i - x_j‖ (Talyansky et al., ICLR 2019 submission); L bounds a gradient's norm."""
-    return 2 * L * tau * eta
 
 
 def nodelay_min_tau(t_merge_s: float, t_grad_s: float) -> int:
@@ -50,14 +30,13 @@ def nodelay_min_tau(t_merge_s: float, t_grad_s: float) -> int:
 
 def nodelay_idle_share(tau: int, t_merge_s: float, t_grad_s: float) -> float:
     """Share of the time a worker waits for merges: a cycle is beta = tau/2 gradients beside one merge."""
-    busy_s = _beta(tau) * t_grad_s
+    if tau < 2 or tau % 2:
+        raise ConfigError(
+            f"tau must be an even number of steps, 2 or more, not {tau}: a cycle is tau/2 steps."
+        )
+    busy_s = tau // 2 * t_grad_s
     idle_s = max(0.0, t_merge_s - busy_s)
     return idle_s / (busy_s + idle_s)
-
-
-def sasgd_drift(gamma: float, T: int, G: float) -> float:
-    """Bounds ‖x_i - x_j‖ within an interval of T steps, gradient norms at most G (triangle inequality)."""
-    return 2 * gamma * T * G
 
 
 def sasgd_step_s(t_grad_s: float, t_allreduce_s: float, T: int) -> float:
@@ -75,16 +54,6 @@ def easgd_alpha_limit(eta: float) -> float:
     if not 0 <= eta <= 2:
         raise ConfigError(f"eta must lie between 0 and 2, not {eta}: beyond, no alpha is stable.")
     return (4 - 2 * eta) / (4 - eta)
-
-
-def straggler_rate_sync(n: int, s: float) -> float:
-    """Steps of all workers per compute time when everybody waits for one that is s times slower."""
-    return n / s
-
-
-def straggler_rate_async(n: int, s: float) -> float:
-    """Steps of all workers per compute time when nobody waits and one is s times slower."""
-    return n - 1 + 1 / s
 
 
 def ring_allreduce_s(n: int, size_bytes: float, latency_s: float, bytes_per_s: float) -> float:
@@ -119,11 +88,3 @@ def sync_step_s(
         end_b += t_b
         end_c = max(end_c, end_b) + t_c  # the link is free again, and the gradient is there
     return max(t_io_s + t_h2d_s, t_f_s + end_c + t_u_s)
-
-
-def _beta(tau: int) -> int:
-    if tau < 2 or tau % 2:
-        raise ConfigError(
-            f"tau must be an even number of steps, 2 or more, not {tau}: a cycle is tau/2 steps."
-        )
-    return tau // 2

@@ -2,21 +2,9 @@
 
 A topology is a name, a size and a cycle of mixing matrices W, one per step (a static graph has one). W_ij is
 the share that worker i takes of worker j's snapshot; each W is doubly stochastic, so mixing keeps the mean.
-Describing a graph needs no network: every worker builds the same value from the same text.
-
-    ring                         each worker and the two beside it
-    torus:rows=4                 a grid whose sides are joined
-    complete                     everybody with everybody
-    bipartite_ring               a ring on which even ranks ask and odd ranks answer
-    exponential                  hops of 1, 2, 4, 8 … to both sides
-    one_peer_exponential         one hop a step, 1, 2, 4 … in turn; exact for powers of two
-    hierarchical:nodes=2         complete inside a node, and between the nodes' first workers
-    star                         everybody with worker 0
-    random_regular:degree=4      random, the same number of neighbours for all
-    edges:list=0-1/1-2           the edges as listed
+Describing a graph needs no network: every worker builds the same value from the same text, such as
+`torus:rows=4` or `edges:list=0-1/1-2`: the name of a function of this module, with its arguments.
 """
-
-from __future__ import annotations
 
 import itertools
 import math
@@ -68,18 +56,16 @@ class Topology:
     def listeners(self, rank: int, step: int = 0) -> tuple[int, ...]:
         """The peers that mix in ``rank``'s snapshot at ``step``, sorted."""
         self._check(rank)
-        return self._listeners[step % self.period][rank]
+        return tuple(self._listeners.get((step % self.period, rank), ()))
 
     @cached_property
-    def _listeners(self) -> tuple[Rows, ...]:
-        if self.period == 1:  # a static graph is symmetric
-            return self.cycle
-        heard: list[list[list[int]]] = [[[] for _ in rows] for rows in self.cycle]
+    def _listeners(self) -> dict[tuple[int, int], list[int]]:
+        heard: dict[tuple[int, int], list[int]] = {}
         for step, rows in enumerate(self.cycle):
             for rank, peers in enumerate(rows):
                 for peer in peers:
-                    heard[step][peer].append(rank)
-        return tuple(tuple(map(tuple, rows)) for rows in heard)
+                    heard.setdefault((step, peer), []).append(rank)
+        return heard
 
     def weight(self, rank: int, peer: int, step: int = 0) -> float:
         """W_ij: the share ``rank`` takes of ``peer``'s snapshot at ``step``; 0 where they do not talk."""
@@ -271,8 +257,7 @@ _BUILDERS: dict[str, Callable[..., Topology]] = {
     "edges": _listed_edges,
 }
 
-NAMES: tuple[str, ...] = tuple(_BUILDERS)
-"""The names that `resolve` knows; all but ``edges`` stand alone, without settings."""
+NAMES = tuple(_BUILDERS)  # that `resolve` knows; all but ``edges`` stand alone, without settings
 
 
 def resolve(spec: str | Topology, size: int) -> Topology:

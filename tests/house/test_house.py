@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import doctest
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -100,6 +101,15 @@ def test_a_strategy_is_documented_and_its_example_runs(name):
         assert test.examples
         runner.run(test)
     assert runner.summarize(verbose=False).failed == 0
+
+
+def test_what_only_one_strategy_does_is_documented():
+    """Of the rest strategy.py says what it is."""
+    of_all = {name for name in vars(freewheel.Strategy) if not name.startswith("_")}
+    for name, strategy in ALL.items():
+        own = {key: one for key, one in vars(strategy).items() if inspect.isfunction(one) and key[0] != "_"}
+        for method in own.keys() - of_all:
+            assert own[method].__doc__, f"{name}: {method} has no docstring"
 
 
 def test_the_example_of_simulate_runs():

@@ -23,7 +23,7 @@ COMPUTE_S = 0.01
 def test_one_slow_worker_slows_only_itself(strategy, s):
     result = timing(strategy, workers=16, steps=100, compute=fw.Compute(slow={0: s}))
     rate = result.steps_per_s * COMPUTE_S
-    assert rate == pytest.approx(theory.straggler_rate_async(16, s), rel=0.03)
+    assert rate == pytest.approx(promises.straggler_rate_async(16, s), rel=0.03)
 
 
 @pytest.mark.parametrize("s", [1, 2, 10, 100])
@@ -31,7 +31,7 @@ def test_one_slow_worker_slows_only_itself(strategy, s):
 def test_one_slow_worker_slows_everybody_in_a_synchronous_strategy(strategy, s):
     result = timing(strategy, workers=16, steps=24, compute=fw.Compute(slow={0: s}), links=FAST)
     rate = result.steps_per_s * COMPUTE_S
-    assert rate == pytest.approx(theory.straggler_rate_sync(16, s), rel=0.03)
+    assert rate == pytest.approx(promises.straggler_rate_sync(16, s), rel=0.03)
 
 
 # -- discrepancy (seed 1, figure 1) --
@@ -61,7 +61,7 @@ def test_without_gradient_delay_discrepancy_grows_with_tau_and_keeps_its_bound()
     measured = []
     for tau in (4, 8, 16):
         distance, steepest = discrepancy(f"nodelay:tau={tau}", 8)
-        assert 0 < distance <= theory.nodelay_discrepancy(steepest, tau, 0.02)
+        assert 0 < distance <= promises.nodelay_discrepancy(steepest, tau, 0.02)
         measured.append(distance)
     assert measured == sorted(measured)
     assert measured[2] > 3 * measured[0]

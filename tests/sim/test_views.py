@@ -181,7 +181,7 @@ def test_the_corrections_of_a_merge_sum_to_zero_in_every_view(spec, victim):
         inner = worker.node.correct
 
         def correct(vector, own=False):
-            record = worker.node._views.record
+            record = worker.node.views.record
             sums[record.line, record.counted[0]].append(vector.clone())
             inner(vector, own)
 
@@ -259,10 +259,10 @@ def test_a_merge_that_is_broken_off_is_not_under_way_any_more():
             if node.rank == 0:  # nobody else merges
                 merging = asyncio.ensure_future(node.merge(lambda merge: merge.gather(())))
                 await node.next_step()
-                seen.append(node._views.under_way is not None)
+                seen.append(node.views.under_way is not None)
                 merging.cancel()
                 await asyncio.wait([merging])
-                seen.append(node._views.under_way is not None)
+                seen.append(node.views.under_way is not None)
 
     make(Impatient(), workers=2, steps=4, gradients=False).run()
     assert seen == [True, False]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import freewheel as fw
-from freewheel import theory
+import promises
 from freewheel.records.result import Result, Sample
 from freewheel.show.bounds import Bound, bounds
 
@@ -205,7 +205,7 @@ def test_allreduce_takes_as_long_as_its_slowest_worker() -> None:
 
 def test_sasgd_drifts_for_one_interval_and_shares_the_ring_among_its_steps() -> None:
     found = rows(made("sasgd", {"interval": 10, "scale": None}, virtual_s=1.56, discrepancy_max=1.0))
-    assert found["largest discrepancy"].bound == pytest.approx(theory.sasgd_drift(0.1, 10, 3.0)) == 6.0
+    assert found["largest discrepancy"].bound == pytest.approx(promises.sasgd_drift(0.1, 10, 3.0)) == 6.0
     assert found["time per step"].bound == pytest.approx(10 + 56 / 10)
     assert found["time per step"].share == pytest.approx(1.0)
     summed = rows(made("sasgd", {"interval": 10, "scale": 1.0}))

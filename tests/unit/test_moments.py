@@ -13,13 +13,14 @@ from torch import nn
 import freewheel as fw
 from crew import together
 from freewheel.errors import ConfigError
-from freewheel.moments import NU, Moments, QuasiGlobal, adam_rate
+from freewheel.moments import NU, Moments, QuasiGlobal
 from freewheel.replica import Replica
 from freewheel.runtime.worker.checks import joined
 from freewheel.runtime.worker.live_replica import live_replica
 from freewheel.runtime.worker.settings import Settings
 from freewheel.strategies import resolve
 from freewheel.strategies.sasgd import mean_moments
+from freewheel.task import adam_rate
 from freewheel.tasks import resolve as resolve_task
 from lab import make
 

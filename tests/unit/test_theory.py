@@ -24,21 +24,21 @@ def complete_bipartite(n):
 
 @pytest.mark.parametrize("n", [2, 3, 4, 8, 16])
 def test_rho_of_a_complete_graph(n):
-    assert theory.rho(topology.complete(n)) == pytest.approx(1 - 1 / (n - 1))
+    assert promises.rho(topology.complete(n)) == pytest.approx(1 - 1 / (n - 1))
 
 
 @pytest.mark.parametrize("n", [4, 8, 16])
 def test_rho_of_a_ring(n):
-    assert theory.rho(topology.ring(n)) == pytest.approx(1 - (1 - math.cos(2 * math.pi / n)) / n)
+    assert promises.rho(topology.ring(n)) == pytest.approx(1 - (1 - math.cos(2 * math.pi / n)) / n)
 
 
 @pytest.mark.parametrize(("n", "expected"), [(4, 0.75), (8, 0.875), (16, 0.9375)])
 def test_rho_of_a_complete_bipartite_graph(n, expected):
-    assert theory.rho(complete_bipartite(n)) == pytest.approx(expected)
+    assert promises.rho(complete_bipartite(n)) == pytest.approx(expected)
 
 
 def test_rho_of_a_lone_worker():
-    assert theory.rho(topology.complete(1)) == 0.0
+    assert promises.rho(topology.complete(1)) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_rho_is_the_second_eigenvalue_of_its_definition(t):
         w = np.eye(t.size)
         w[np.ix_([i, j], [i, j])] = 0.5
         mean += w.T @ w / len(t.edges)
-    assert theory.rho(t) == pytest.approx(np.sort(np.abs(np.linalg.eigvalsh(mean)))[-2])
+    assert promises.rho(t) == pytest.approx(np.sort(np.abs(np.linalg.eigvalsh(mean)))[-2])
 
 
 def test_rho_mixing_squares_the_second_modulus():
@@ -73,7 +73,7 @@ def left_after_mixing(t, steps, samples, seed=0):
 
 def test_lemma_3_is_an_equality_on_the_complete_graph():
     left = left_after_mixing(topology.complete(8), steps=20, samples=40_000)
-    bound = promises.adpsgd_mixing_bound(n=8, rho=theory.rho(topology.complete(8)), K=20)
+    bound = promises.adpsgd_mixing_bound(n=8, rho=promises.rho(topology.complete(8)), K=20)
     error = left.std() / math.sqrt(len(left))
     assert error < bound / 50  # sharp enough to mean something
     assert abs(left.mean() - bound) < 4 * error
@@ -83,7 +83,7 @@ def test_lemma_3_is_an_equality_on_the_complete_graph():
 @pytest.mark.parametrize("steps", [1, 10, 40])
 def test_lemma_3_bounds_every_graph(t, steps):
     left = left_after_mixing(t, steps, samples=10_000)
-    bound = promises.adpsgd_mixing_bound(t.size, theory.rho(t), steps)
+    bound = promises.adpsgd_mixing_bound(t.size, promises.rho(t), steps)
     assert left.mean() <= bound + 4 * left.std() / math.sqrt(len(left))
 
 
@@ -101,7 +101,7 @@ def test_lemma_3_bounds_every_graph(t, steps):
     ],
 )
 def test_published_constants(t, stale, rho_bar, gamma, steps):
-    bar = promises.rho_bar(theory.rho(t), t.size)
+    bar = promises.rho_bar(promises.rho(t), t.size)
     assert bar == pytest.approx(rho_bar, rel=0.01)
     assert promises.adpsgd_step_bound(1, 1, t.size, stale, bar) == pytest.approx(gamma, rel=0.02)
     needed = promises.adpsgd_corollary2_min_steps(M=1, L=1, n=t.size, T=stale, rho_bar=bar, sigma=1)
@@ -235,7 +235,7 @@ def run_adpsgd(t, *, gamma, batch, centres, sigma, start, steps, runs, seed=0):
 
 def test_theorem_1_holds_in_a_run_of_two_workers():
     centres = np.array([[0.5, 0, 0], [-0.5, 0, 0]])  # ‖c_i‖ = 1/2 = varsigma
-    bar = promises.rho_bar(theory.rho(topology.complete(2)), 2)
+    bar = promises.rho_bar(promises.rho(topology.complete(2)), 2)
     gamma = promises.adpsgd_step_bound(M=2, L=1, n=2, T=1, rho_bar=bar)
     assert promises.adpsgd_constants(gamma=gamma, M=2, L=1, n=2, T=1, rho_bar=bar).hold
     start = np.array([1.0, -1.0, 1.0])  # f(x0) - f* = 3/2
@@ -257,7 +257,7 @@ def test_theorem_1_holds_in_a_run_of_two_workers():
 def test_lemma_7_holds_in_a_run(t):
     n = t.size
     centres = np.array([[1.0, 0], [-1.0, 0]] * (n // 2))  # varsigma = 1
-    bar = promises.rho_bar(theory.rho(t), n)
+    bar = promises.rho_bar(promises.rho(t), n)
     gamma = 0.1 / math.sqrt(24 * (n + bar))  # C1 = 0.99 is all that the lemma asks for
     _, measured, grad_sq = run_adpsgd(
         t, gamma=gamma, batch=1, centres=centres, sigma=1, start=np.ones(2), steps=1000, runs=50
@@ -298,7 +298,7 @@ def discrepancy(x):
 def test_nodelay_discrepancy_is_reached_by_opposite_pulls(n, tau):
     pull = np.array([[3.0, 0], [-3.0, 0]] * (n // 2))
     seen = max(discrepancy(x) for x in run_nodelay(lambda _: pull, n=n, tau=tau, eta=0.1, cycles=6))
-    assert seen == pytest.approx(theory.nodelay_discrepancy(L=3, tau=tau, eta=0.1))
+    assert seen == pytest.approx(promises.nodelay_discrepancy(L=3, tau=tau, eta=0.1))
 
 
 def test_nodelay_discrepancy_bounds_random_pulls():
@@ -310,7 +310,7 @@ def test_nodelay_discrepancy_bounds_random_pulls():
         return g / np.maximum(1, np.linalg.norm(g, axis=1, keepdims=True))
 
     seen = max(discrepancy(x) for x in run_nodelay(clipped, n=6, tau=8, eta=0.05, cycles=40))
-    assert 0.2 < seen <= theory.nodelay_discrepancy(L=1, tau=8, eta=0.05)
+    assert 0.2 < seen <= promises.nodelay_discrepancy(L=1, tau=8, eta=0.05)
 
 
 def test_nodelay_expected_discrepancy_bounds_noise():
@@ -361,7 +361,7 @@ def test_sasgd_drift_is_reached_by_opposite_pulls():
     pull = np.array([[1, 2, 2], [-1, -2, -2]])  # of norm 3
     for _ in range(10):
         x = x - 0.1 * pull
-    assert np.linalg.norm(x[0] - x[1]) == pytest.approx(theory.sasgd_drift(gamma=0.1, T=10, G=3))
+    assert np.linalg.norm(x[0] - x[1]) == pytest.approx(promises.sasgd_drift(gamma=0.1, T=10, G=3))
 
 
 def test_sasgd_shares_one_allreduce_among_t_steps():
@@ -447,8 +447,8 @@ def test_no_alpha_saves_a_wild_step(eta):
     ("s", "sync", "free"), [(1, 16, 16), (2, 8, 15.5), (10, 1.6, 15.1), (100, 0.16, 15.01)]
 )
 def test_one_straggler_of_sixteen(s, sync, free):
-    assert theory.straggler_rate_sync(16, s) == pytest.approx(sync)
-    assert theory.straggler_rate_async(16, s) == pytest.approx(free)
+    assert promises.straggler_rate_sync(16, s) == pytest.approx(sync)
+    assert promises.straggler_rate_async(16, s) == pytest.approx(free)
 
 
 def test_ring_allreduce():

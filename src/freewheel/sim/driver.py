@@ -196,7 +196,7 @@ class Simulation:
         done = worker.node.steps if self.strategy.lockstep() else self.completed / self.scenario.workers
         rate = self.school.lr * self.scenario.rates.factor(done)
         worker.node.rated(rate, self.school.lr)
-        return rate * worker.node.rate_share
+        return rate * self.strategy.rate_share(len(worker.node.members))
 
     def _worker(self, rank: int) -> SimulatedWorker:
         return SimulatedWorker(rank, self.school, self.wire, self.gradients, self.used, self._fail)
@@ -246,9 +246,7 @@ class Simulation:
 
     async def _join(self, worker: SimulatedWorker) -> None:
         """Come into the view of those who train; else copy one that lives; else begin anew."""
-        if self.strategy.merges():
-            await worker.node.join()
-        if worker.node.source is not None:
+        if self.strategy.merges() and await worker.node.join() is not None:
             return
         while donors := [one for one in self._trained() if worker.fabric.reaches(one.rank)]:
             donor = donors[0]

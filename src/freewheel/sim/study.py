@@ -22,11 +22,11 @@ from torch.func import functional_call, grad_and_value, replace_all_batch_norm_m
 from torch.utils import _pytree as pytree
 
 from freewheel.errors import ConfigError, first_line
-from freewheel.moments import Moments, QuasiGlobal, check_optimizer, momentum_of, optimizer_of
+from freewheel.moments import Moments, QuasiGlobal, momentum_of
 from freewheel.replica import Replica
 from freewheel.sim.scenario import Scenario
 from freewheel.strategy import Strategy
-from freewheel.task import Task
+from freewheel.task import Task, check_optimizer, optimizer_of
 
 log = logging.getLogger("freewheel")
 

@@ -131,7 +131,7 @@ class SimulatedWorker:
             await join
             node.release()
         elif strategy.merges():
-            node.begin_views(range(node.world_size))
+            node.views.begin(range(node.world_size))
         self.ready = True
         await strategy.start(node)
         if strategy.defines("background"):

@@ -1,7 +1,5 @@
 """One algorithm per file, in the order and letters of its paper."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 
@@ -39,6 +37,3 @@ def resolve_all(text: str) -> list[Strategy]:
     if not specs:
         raise ConfigError(f"no strategy given. Known: {', '.join(ALL)}; or all.")
     return [resolve(spec) for spec in specs]
-
-
-__all__ = ["ALL", "resolve", "resolve_all"]

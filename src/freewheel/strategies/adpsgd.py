@@ -1,7 +1,5 @@
 """AD-PSGD: asynchronous pairwise averaging without a server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from freewheel import topology
@@ -12,10 +10,8 @@ from freewheel.patience import Patience
 from freewheel.strategy import Machines, Strategy
 from freewheel.topology import Topology
 
-AT_BOUNDARY = 8
-"""How many neighbours a worker asks while it waits at its boundary."""
-FEW, MANY = 2, 5
-"""More workers than the first wait there; so many and more meet two neighbours, and wait for longer."""
+AT_BOUNDARY = 8  # how many neighbours a worker asks while it waits at its boundary
+FEW, MANY = 2, 5  # more than the first wait there; so many and more meet two neighbours, and wait for longer
 
 
 @dataclass
@@ -69,29 +65,22 @@ class ADPSGD(Strategy):
     patience: float | None = None
     meetings: int | None = None
 
-    moment, most = Patience(0), 1
-    """How long it waits at its boundary, and how many it meets there, as `start` finds it."""
+    moment, most = Patience(0), 1  # how long it waits at its boundary, how many it meets there: see `start`
 
     @classmethod
     def round_s(cls, machines: Machines) -> float:
-        """A model there and one back."""
-        return 2 * machines.model_s
+        return 2 * machines.model_s  # one there and one back
 
     def check(self, world_size: int) -> None:
-        """The graph must exist and be connected."""
-        at_least("adpsgd: tries", self.tries, 1)
-        at_least("adpsgd: every", self.every, 1)
-        at_least("adpsgd: per_step", self.per_step, 1)
-        at_least("adpsgd: patience", self.patience, 0)
-        at_least("adpsgd: meetings", self.meetings, 1)
+        for setting, least in {"tries": 1, "every": 1, "per_step": 1, "patience": 0, "meetings": 1}.items():
+            at_least(f"adpsgd: {setting}", getattr(self, setting), least)
         if self.meetings is not None and self.meetings > AT_BOUNDARY:
             raise ConfigError(f"adpsgd: meetings must be at most {AT_BOUNDARY}, not {self.meetings}.")
-        topology.resolve(self.topology, world_size)
+        topology.resolve(self.topology, world_size)  # it must exist and be connected
 
     async def start(self, node: Node) -> None:
-        """Be patient anew."""
         many = node.world_size >= MANY
-        self.moment = Patience.chosen(self.patience, node.momentum, FEW, 0.25 if many else 0.5)
+        self.moment = Patience(self.patience, node.momentum, FEW, 0.25 if many else 0.5)
         meetings = 1 + many if self.meetings is None else self.meetings
         self.most = max(1, min(meetings, self.graph(node).fewest)) if self.moment.most else 1
 
@@ -105,13 +94,11 @@ class ADPSGD(Strategy):
         return Pull(1 / (1 + self.most))
 
     def stops(self, node: Node) -> bool:
-        """Where waiting is worth it."""
         due = node.steps % self.every == 0 and self.moment.waits(len(node.members))
         due = due and self.moment.tries(node.steps, node.rate_left)
         return due and self.graph(node).initiates(node.rank)
 
     async def after_step(self, node: Node) -> None:
-        """Wait a moment for an exchange."""
         await node.linger(self.moment, self._fresh(node))
 
     async def _fresh(self, node: Node) -> None:
@@ -123,7 +110,6 @@ class ADPSGD(Strategy):
                 break
 
     async def background(self, node: Node) -> None:
-        """So many exchanges for each step, at its end or late in it."""
         if not self.graph(node).initiates(node.rank):
             return
         while True:

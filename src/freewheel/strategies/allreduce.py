@@ -1,7 +1,5 @@
 """AllReduce-SGD: the synchronous baseline."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from freewheel.node import Node
@@ -39,6 +37,5 @@ class AllReduce(Strategy):
     staleness = "always 0: every gradient is in the model before the next is taken"
 
     async def before_step(self, node: Node) -> None:
-        """Replace the gradient by the mean of all workers' gradients."""
         node.set_gradient(await node.merge(lambda merge: merge.mean(node.gradient())))
         node.stale(0)

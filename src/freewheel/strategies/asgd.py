@@ -1,7 +1,5 @@
 """A-PSGD: asynchronous SGD with a parameter server."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -10,8 +8,7 @@ from torch import Tensor
 from freewheel.node import Node
 from freewheel.strategy import Strategy, Waits
 
-SERVER = 0
-"""The rank whose communication thread is the server."""
+SERVER = 0  # the rank whose communication thread is the server
 
 
 def add(centre: Tensor, update: Tensor) -> Tensor:
@@ -52,11 +49,9 @@ class ASGD(Strategy):
     raw: bool = False
 
     def rate_share(self, workers: int) -> float:
-        """The updates of all workers add up."""
-        return 1.0 if self.raw else 1 / workers
+        return 1.0 if self.raw else 1 / workers  # updates add up
 
     async def start(self, node: Node) -> None:
-        """All begin with the same model; a worker that comes back reads the server's."""
         self.x = await node.snapshot(keep=True)
         self.centre: Tensor | None = None
         if node.rank == SERVER:
@@ -66,16 +61,10 @@ class ASGD(Strategy):
             node.correct(self.x - s)
 
     async def background(self, node: Node) -> None:
-        """Worker 0 is the server."""
         if self.centre is not None:
             await node.serve(self.centre, add)
 
     async def after_step(self, node: Node) -> None:
-        """Push and pull."""
-        await self.push(node)
-
-    async def push(self, node: Node) -> None:
-        """Send what was done since the last pull; take the server's model."""
         s = await node.snapshot(keep=True)
         answer = await node.ask(SERVER, s - self.x)
         node.stale(answer.delay)
@@ -83,5 +72,4 @@ class ASGD(Strategy):
         node.correct(self.x - s)
 
     async def answer(self, node: Node) -> Tensor | None:
-        """The server's model."""
         return None if self.centre is None else self.centre.clone()

@@ -1,7 +1,5 @@
 """DASGD: decentralized asynchronous SGD by broadcasting updates."""
 
-from __future__ import annotations
-
 import asyncio
 from dataclasses import dataclass
 from typing import Literal
@@ -14,8 +12,7 @@ from freewheel.node import Node
 from freewheel.strategy import Machines, Strategy
 
 UPDATE = ("update",)
-LEAST = 2
-"""Steps between two broadcasts, at least, unless an interval is given."""
+LEAST = 2  # steps between two broadcasts, at least, unless an interval is given
 
 
 @dataclass
@@ -54,46 +51,44 @@ class DASGD(Strategy):
 
     interval: int | None = None
     form: Literal["sum", "mean"] = "mean"
-
     raw: bool = False
-    """Whether every worker uses the optimizer's own rate, though the updates of all add up."""
 
     def rate_share(self, workers: int) -> float:
-        """In the paper's form the updates of all workers add up."""
         return 1 / workers if self.form == "sum" and not self.raw else 1.0
 
     async def handover(self, node: Node) -> Tensor:
-        """Without own updates that are still to be broadcast: the new worker will hear of them."""
-        return self.base.clone()
+        return self.base.clone()  # without what is still to be broadcast: the new worker will hear of that
 
     @classmethod
     def round_s(cls, machines: Machines) -> float:
-        """A model to each of the others."""
         return (machines.workers - 1) * machines.model_s
 
     def check(self, world_size: int) -> None:
-        """The interval counts steps."""
         at_least("dasgd: the broadcast interval", self.interval, 1)
         if self.form not in ("sum", "mean"):
             raise ConfigError(f"dasgd: form must be 'sum' or 'mean', not {self.form!r}.")
 
     async def start(self, node: Node) -> None:
-        """Remember where own updates start from, and who has how many of whose gradients."""
-        self.base = await node.snapshot(keep=True)
+        self.base = await node.snapshot(keep=True)  # where own updates start from
+        # Held while a snapshot is taken: what arrives must be in both of it and the base, or in neither.
         self.still = asyncio.Lock()
-        """Held while a snapshot is taken: what arrives must be in both of it and the base, or in neither."""
         self.sent = node.steps
+        # How many gradients of each worker are in this replica; of its own: how many were broadcast.
         self.applied = [0] * node.world_size
-        """How many gradients of each worker are in this replica (its own: those that were broadcast)."""
-        self.theirs = [0] * node.world_size
-        """How many of this worker's gradients each other one had when it last wrote."""
-        self.owed: dict[int, Tensor] = {}
-        """What could not be sent to a peer yet, because the last message to it is still leaving."""
+        self.theirs = [0] * node.world_size  # how many of this worker's each had when it last wrote
+        self.owed: dict[int, Tensor] = {}  # what waits for the last message to a peer to leave
         self.sending: dict[int, asyncio.Task[None]] = {}
 
     async def background(self, node: Node) -> None:
-        """Broadcast every few steps."""
-        node.beside(self.listen(node))
+        async def add(message: Message) -> None:
+            counts = message.numbers(node.world_size, node.world_size)
+            update, sender = message.of(self.base.numel()), message.sender
+            self.applied[sender], self.theirs[sender] = counts[sender], counts[node.rank]
+            async with self.still:
+                self.base = self.base + update  # it moves along, so that own updates stay s - base
+                node.correct(update)
+
+        node.beside(node.hear(UPDATE, add))
         while True:
             await node.next_step()
             # A worker that came back counts its steps anew; what others know of its earlier life is more.
@@ -122,7 +117,6 @@ class DASGD(Strategy):
                     self.sending[peer] = node.beside(self.pay(node, peer))
 
     async def leave(self, node: Node) -> None:
-        """Broadcast the last updates, and see them off."""
         if node.steps > self.sent:
             await self.tell(node)
         while self.sending:
@@ -138,16 +132,3 @@ class DASGD(Strategy):
             self.owed.pop(peer, None)
         finally:
             self.sending.pop(peer, None)
-
-    async def listen(self, node: Node) -> None:
-        """Add what arrives; the base moves along, so that own updates stay s - base."""
-
-        async def add(message: Message) -> None:
-            counts = message.numbers(node.world_size, node.world_size)
-            update, sender = message.of(self.base.numel()), message.sender
-            self.applied[sender], self.theirs[sender] = counts[sender], counts[node.rank]
-            async with self.still:
-                self.base = self.base + update
-                node.correct(update)
-
-        await node.hear(UPDATE, add)

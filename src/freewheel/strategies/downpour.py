@@ -1,7 +1,5 @@
 """Downpour SGD: a parameter server that is asked rarely."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from freewheel.errors import at_least
@@ -34,14 +32,11 @@ class Downpour(ASGD):
     interval: int = 4
 
     def check(self, world_size: int) -> None:
-        """The interval counts steps."""
         at_least("downpour: the interval", self.interval, 1)
 
     def stops(self, node: Node) -> bool:
-        """At every push."""
         return node.steps % self.interval == 0
 
     async def after_step(self, node: Node) -> None:
-        """Push and pull."""
         if self.stops(node):
-            await self.push(node)
+            await super().after_step(node)

@@ -1,7 +1,5 @@
 """D-PSGD: synchronous averaging with graph neighbours."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -45,43 +43,35 @@ class DPSGD(Strategy):
     quasi_global: bool = False
 
     def check(self, world_size: int) -> None:
-        """The graph must exist and be connected."""
-        topology.resolve(self.topology, world_size)
+        topology.resolve(self.topology, world_size)  # it must exist and be connected
 
     async def start(self, node: Node) -> None:
-        """Begin to mix the model that the first gradient is taken at."""
-        self.graph = self.graph_of(len(node.view.members))
         await self.begin_mixing(node)
 
     async def after_step(self, node: Node) -> None:
-        """Take the mixture in; begin to mix what the next gradient is taken at."""
         node.correct(await self.mixing)
         node.stale(0)
         await self.begin_mixing(node)
 
     def settled(self, node: Node) -> bool:
-        """Always: the mixing that has just begun has the last step."""
-        return True
+        return True  # the mixing that has just begun has the last step
 
     async def leave(self, node: Node) -> None:
-        """Let the neighbours have it."""
         node.correct(await self.mixing)
 
     async def begin_mixing(self, node: Node) -> None:
-        """Snapshot now; mix beside training."""
+        """Snapshot the model that the next gradient is taken at; mix beside training."""
         self.mixing = await node.merge_beside(lambda merge, s: self.mixed(merge, node.rank, s), keep=True)
 
     async def mixed(self, merge: Merge, rank: int, s: Tensor) -> Tensor:
         """Σ_j W_ij (s_j - s_i) over the neighbours j of step k."""
         at = merge.members  # workers by their place in the graph
-        if self.graph.size != len(at):
-            self.graph = self.graph_of(len(at))
-        i, k = at.index(rank), merge.number - 1
-        neighbours = [at[j] for j in self.graph.neighbours(i, k)]
-        listeners = [at[j] for j in self.graph.listeners(i, k)]
+        graph, i, k = self.graph_of(len(at)), at.index(rank), merge.number - 1
+        neighbours = [at[j] for j in graph.neighbours(i, k)]
+        listeners = [at[j] for j in graph.listeners(i, k)]
         correction = s.new_zeros(s.shape)
         async for j, s_j in merge.swap(listeners, neighbours, s):
-            correction += self.graph.weight(i, at.index(j), k) * (s_j - s)
+            correction += graph.weight(i, at.index(j), k) * (s_j - s)
         return correction
 
     def graph_of(self, size: int) -> Topology:

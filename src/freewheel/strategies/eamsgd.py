@@ -1,7 +1,5 @@
 """EAMSGD: EASGD whose workers use Nesterov momentum."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from freewheel.errors import ConfigError
@@ -34,7 +32,6 @@ class EAMSGD(EASGD):
     momentum = 0.9
 
     async def start(self, node: Node) -> None:
-        """Without momentum it would be easgd under another name."""
-        if node.momentum <= 0:
+        if node.momentum <= 0:  # easgd under another name
             raise ConfigError("eamsgd needs an optimizer with momentum; give one (e.g. 0.9) or use easgd.")
         await super().start(node)

@@ -1,7 +1,5 @@
 """EASGD: workers on springs around a centre."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -39,18 +37,15 @@ class EASGD(Strategy):
     alpha: float | None = None
 
     def check(self, world_size: int) -> None:
-        """α is a share."""
         at_least(f"{self.name}: the interval", self.interval, 1)
         if self.alpha is not None and not 0 < self.alpha < 1:
             raise ConfigError(f"{self.name}: alpha must lie between 0 and 1, not {self.alpha:g}.")
 
     async def start(self, node: Node) -> None:
-        """The centre begins where the workers do."""
         if node.rank == SERVER:
             self.centre = await node.snapshot(keep=True)
 
     async def background(self, node: Node) -> None:
-        """Worker 0 holds the centre."""
         alpha = self.alpha or 0.9 / node.world_size
 
         def pull(centre: Tensor, x: Tensor) -> Tensor:
@@ -62,14 +57,11 @@ class EASGD(Strategy):
             await node.serve(self.centre, pull)
 
     def stops(self, node: Node) -> bool:
-        """Every τ steps."""
         return node.steps % self.interval == 0
 
     async def after_step(self, node: Node) -> None:
-        """Pull."""
         if self.stops(node):
             node.correct((await node.ask(SERVER, await node.snapshot(keep=True))).vector)
 
     async def answer(self, node: Node) -> Tensor | None:
-        """The centre."""
         return self.centre.clone() if node.rank == SERVER else None

@@ -1,7 +1,5 @@
 """Grouping SGD: synchronous among workers of similar speed, asynchronous between the groups."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -64,28 +62,23 @@ class Grouping(ASGD):
     warmup: int = 2
 
     def rate_share(self, workers: int) -> float:
-        """Inside a group gradients are averaged, and between groups pushes count by their share."""
-        return 1.0
+        return 1.0  # inside a group gradients are averaged, and between groups pushes count by their share
 
     def check(self, world_size: int) -> None:
-        """At least one step is needed to measure speeds."""
         at_least("grouping: warmup", self.warmup, 1)
         if not self.ratio >= 1:
             raise ConfigError(f"grouping: ratio must be at least 1, not {self.ratio:g}.")
 
     async def start(self, node: Node) -> None:
-        """Begin as one group."""
         self.x = await node.snapshot(keep=True)
         self.centre = self.x.clone() if node.rank == SERVER else None
         self.regroup(node.view)
 
     def regroup(self, view: View) -> None:
         """Be one group again, as in the beginning."""
-        self.view, self.group, self.together = view, view.members, self.warmup
-        self.new = True
+        self.view, self.group, self.together, self.new = view, view.members, self.warmup, True
 
     async def before_step(self, node: Node) -> None:
-        """Average the gradients of the group."""
         node.set_gradient(await node.merge(lambda merge: merge.mean(node.gradient()), self.mates))
 
     def mates(self, view: View) -> Group:
@@ -95,7 +88,6 @@ class Grouping(ASGD):
         return (EVERYBODY if self.together else 1 + self.group[0]), self.group
 
     async def after_step(self, node: Node) -> None:
-        """One push and pull for the group; at the end of the warm-up, form the groups."""
         s = await node.snapshot(keep=True)
         pull = await node.try_merge(
             lambda merge: self.push_and_pull(node, merge, s),
@@ -127,7 +119,6 @@ class Grouping(ASGD):
         return x, delay, await merge.gather((node.step_s,)) if self.together == 1 else {}
 
     async def background(self, node: Node) -> None:
-        """The first worker of the view is the server; a new one goes on from the model it has read last."""
         serving = None
         while True:
             first = node.view.members[0] == node.rank
@@ -140,7 +131,6 @@ class Grouping(ASGD):
             await node.view_change()
 
     def entered(self, node: Node, weights: Tensor) -> None:
-        """What was taken over is the model to go on from, for a server too."""
         self.x = weights
         if self.centre is not None:
             self.centre.copy_(self.x)

@@ -1,7 +1,5 @@
 """Hierarchical SASGD: often inside a machine, rarely between machines."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -12,7 +10,7 @@ from freewheel import topology
 from freewheel.errors import at_least
 from freewheel.fabric.merges import EVERYBODY, Group, Merge, View
 from freewheel.node import Node
-from freewheel.strategies.sasgd import check_state, mean_moments, set_moments
+from freewheel.strategies.sasgd import check_state, mean_moments
 from freewheel.strategy import Machines, Strategy
 
 
@@ -52,28 +50,22 @@ class HierarchicalSASGD(Strategy):
 
     @classmethod
     def suited(cls, machines: Machines) -> dict[str, int]:
-        """A group for each machine."""
-        several = machines.workers_per_node > 1 and machines.nodes > 1
-        return {"nodes": machines.nodes} if several else {}
+        return {"nodes": machines.nodes} if machines.workers_per_node > 1 and machines.nodes > 1 else {}
 
     def check(self, world_size: int) -> None:
-        """There must be at least one worker for each node."""
         at_least("hierarchical_sasgd: the interval T1", self.interval, 1)
         at_least("hierarchical_sasgd: global_every", self.global_every, 1)
         check_state("hierarchical_sasgd", self.state, self.state_every)
         topology.deal(world_size, self.nodes)
 
     async def start(self, node: Node) -> None:
-        """One who comes back begins at a merge."""
         if node.rejoined:
             await self.merge(node)
 
     def stops(self, node: Node) -> bool:
-        """Every T1 steps."""
         return node.steps % self.interval == 0
 
     async def after_step(self, node: Node) -> None:
-        """Average, at the level that is due."""
         if self.stops(node):
             await self.merge(node)
 
@@ -83,7 +75,8 @@ class HierarchicalSASGD(Strategy):
             lambda merge: self.average(node, merge), lambda view: self.level(node, view)
         )
         node.correct(offset, own=True)
-        set_moments(node, means)
+        for name, vector in means.items():
+            node.moments.set(name, vector)
 
     def level(self, node: Node, view: View) -> Group:
         """Who merges at this step: all, or the workers of one node."""
@@ -111,6 +104,5 @@ class HierarchicalSASGD(Strategy):
         return total.div(len(merge.members)).sub_(s), means
 
     def donor(self, joiner: int, among: Sequence[int], world_size: int) -> int:
-        """One of the same node, so that both are at the same step."""
-        group = topology.mates(joiner, world_size, self.nodes)
+        group = topology.mates(joiner, world_size, self.nodes)  # who is in it is at the same step
         return next((rank for rank in among if rank in group), among[0])

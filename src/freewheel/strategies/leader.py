@@ -1,7 +1,5 @@
 """Leader SGD: everybody is pulled towards the best worker."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,7 +50,6 @@ class Leader(Strategy):
     global_pull: float = 0.5
 
     def check(self, world_size: int) -> None:
-        """Pulls are shares; there must be at least one worker for each group."""
         at_least("leader: the interval", self.interval, 1)
         at_least("leader: the global interval", self.global_interval, 1)
         for name, value in (("pull", self.pull), ("global_pull", self.global_pull)):
@@ -61,19 +58,16 @@ class Leader(Strategy):
         topology.deal(world_size, self.groups)
 
     async def start(self, node: Node) -> None:
-        """One who comes back begins at a comparison."""
         if node.rejoined:
             await self.compare(node)
 
     async def after_step(self, node: Node) -> None:
-        """Compare and follow, at the levels that are due."""
         if node.steps % self.interval == 0 or self.all_due(node):
             await self.compare(node)
         node.stale(node.steps % self.interval)
 
     def settled(self, node: Node) -> bool:
-        """After a comparison: the others have followed it, if it was the best."""
-        return node.steps % self.interval == 0
+        return node.steps % self.interval == 0  # the others have followed it, if it was the best
 
     def all_due(self, node: Node) -> bool:
         """Whether all compare at this step."""
@@ -112,6 +106,5 @@ class Leader(Strategy):
         return None if x is s else x - s
 
     def donor(self, joiner: int, among: Sequence[int], world_size: int) -> int:
-        """One of the same group, so that both are at the same step."""
-        group = topology.mates(joiner, world_size, self.groups)
+        group = topology.mates(joiner, world_size, self.groups)  # who is in it is at the same step
         return next((rank for rank in among if rank in group), among[0])

@@ -1,7 +1,5 @@
 """SGD without gradient delay, Algorithm 2 (cyclic)."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from freewheel import theory
@@ -48,12 +46,10 @@ class NoDelay(Strategy):
 
     @classmethod
     def suited(cls, machines: Machines) -> dict[str, int]:
-        """The τ with which merges cost no time."""
         tau = theory.nodelay_min_tau(machines.merge_s, machines.grad_s)
         return {"tau": min(max(tau, 4), LONGEST)}
 
     def check(self, world_size: int) -> None:
-        """A cycle is half of τ."""
         at_least("nodelay: the staleness bound tau", self.tau, 2)
         if self.tau % 2:
             raise ConfigError(
@@ -62,29 +58,19 @@ class NoDelay(Strategy):
             )
 
     async def start(self, node: Node) -> None:
-        """Begin with the merge of the common start, so that every cycle looks the same."""
-        await self.begin_merge(node)
+        self.merge = await node.merge_beside(Merge.offset)  # of the start: every cycle looks the same
 
     def stops(self, node: Node) -> bool:
-        """At the end of a cycle."""
         return node.steps % (self.tau // 2) == 0
 
     async def after_step(self, node: Node) -> None:
-        """Take the last merge in, begin the next."""
-        if not self.stops(node):
-            return
-        node.correct(await self.merge, own=True)
-        del self.merge  # large: let go before there is another
-        await self.begin_merge(node)
+        if self.stops(node):
+            node.correct(await self.merge, own=True)
+            del self.merge  # large: let go before there is another
+            self.merge = await node.merge_beside(Merge.offset)  # P - s_i
 
     def settled(self, node: Node) -> bool:
-        """At the end of a cycle: the merge that has just begun has all its steps."""
-        return node.steps % (self.tau // 2) == 0
+        return node.steps % (self.tau // 2) == 0  # the merge that has just begun has all its steps
 
     async def leave(self, node: Node) -> None:
-        """Take part in that merge."""
         node.correct(await self.merge, own=True)
-
-    async def begin_merge(self, node: Node) -> None:
-        """Snapshot now; merge beside training: P - s_i."""
-        self.merge = await node.merge_beside(Merge.offset)

@@ -1,7 +1,5 @@
 """SGD without gradient delay, free-running: merges follow the network, never a slow worker's gradient."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -13,12 +11,10 @@ from freewheel.node import Node
 from freewheel.patience import Patience
 from freewheel.strategy import Strategy
 
+# More workers than that wait for merges; how much of the difference to the mean counts then. At its boundary
+# a worker merges its last update with models the others have not moved since theirs: all of the difference
+# would leave it one n-th of that update until they have.
 FEW, PART = 4, 0.7
-"""More workers than that wait for merges; how much of the difference to the mean counts then.
-
-At its boundary a worker merges its last update with models the others have not moved since theirs. All of
-the difference would leave it one n-th of that update until they have.
-"""
 
 
 @dataclass
@@ -65,36 +61,30 @@ class FreeNoDelay(Strategy):
     tau: int | None = None
     patience: float | None = None
 
-    moment = Patience(0)
-    """How long it waits at its boundary, as `start` finds it."""
+    moment = Patience(0)  # how long it waits at its boundary, as `start` finds it
 
     def check(self, world_size: int) -> None:
-        """All are of steps."""
         at_least("nodelay_free: every", self.every, 1)
         at_least("nodelay_free: tau", self.tau, self.every)
         at_least("nodelay_free: patience", self.patience, 0)
 
     async def start(self, node: Node) -> None:
-        """Be ready to give a snapshot at any time."""
-
         async def offset(merge: Merge) -> Tensor:
             if (s := await node.snapshot_soon()) is None:
                 raise NotNow
             return await merge.offset(s, PART if self.moment.waits(len(merge.members)) else 1.0)
 
-        self.moment = Patience.chosen(self.patience, node.momentum, FEW)
+        self.moment = Patience(self.patience, node.momentum, FEW)
         self.free = node.free_merges(offset)
 
     def _bound(self, node: Node) -> bool:
         return self.tau is not None and node.unmerged_steps >= self.tau
 
     def stops(self, node: Node) -> bool:
-        """At the bound τ, and where waiting is worth it."""
         due = node.unmerged_steps >= self.every and self.moment.waits(len(node.members))
         return (due and self.moment.tries(node.steps, node.rate_left)) or self._bound(node)
 
     async def after_step(self, node: Node) -> None:
-        """Wait for a merge."""
         if self._bound(node):
             await self.free.ask_until(lambda: not self._bound(node))
         else:
@@ -106,7 +96,6 @@ class FreeNoDelay(Strategy):
             pass
 
     async def background(self, node: Node) -> None:
-        """Ask for a merge whenever there is something to merge."""
         self.free.serve()
         while True:
             await node.next_step()
@@ -114,7 +103,5 @@ class FreeNoDelay(Strategy):
                 await self.free.ask()
 
     async def leave(self, node: Node) -> None:
-        """Go once a merge has this worker's last step."""
-        while node.unmerged_steps and len(node.members) > 1:
-            if not await self.free.ask():
-                return
+        while node.unmerged_steps and len(node.members) > 1 and await self.free.ask():
+            pass

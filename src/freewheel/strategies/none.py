@@ -1,7 +1,5 @@
 """No communication: the control that every other strategy is measured against."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from freewheel.strategy import Machines, Strategy
@@ -31,5 +29,4 @@ class NoCommunication(Strategy):
 
     @classmethod
     def round_s(cls, machines: Machines) -> float:
-        """There is none."""
         return 0.0

@@ -1,7 +1,5 @@
 """SASGD: bulk-synchronous SGD with rare aggregation."""
 
-from __future__ import annotations
-
 import math
 import zlib
 from dataclasses import dataclass
@@ -28,8 +26,6 @@ async def mean_moments(node: Node, merge: Merge, asked: bool = True) -> dict[str
 
     An optimizer that keeps something else is an error where somebody asked for the mean, else left alone.
     """
-    if node.moments is None:
-        return {}
     names = []
     try:
         names = node.moments.names()
@@ -51,17 +47,8 @@ async def mean_moments(node: Node, merge: Merge, asked: bool = True) -> dict[str
     return {name: await merge.reduce(node.moments.get(name), weights) for name in names}
 
 
-def set_moments(node: Node, means: dict[str, Tensor]) -> None:
-    """Go on with these moments."""
-    for name, vector in means.items():
-        assert node.moments is not None
-        node.moments.set(name, vector)
-
-
-OUTER = 0.3
-"""The momentum of the common model where the workers' optimizers have momentum."""
-SHARE = 0.1
-"""What a merge may cost where a plan chooses T, as a share of the steps between two merges."""
+OUTER = 0.3  # the momentum of the common model where the workers' optimizers have momentum
+SHARE = 0.1  # what a merge may cost where a plan chooses T, as a share of the steps between two merges
 
 
 @dataclass
@@ -112,8 +99,7 @@ class SASGD(Strategy):
     outer: float | None = None
     early: int = 0
 
-    averages, beta = False, 0.0
-    """Whether moments are averaged, and the common model's momentum, as `start` finds it."""
+    averages, beta = False, 0.0  # whether moments are averaged, and the common model's momentum: see `start`
 
     @classmethod
     def suited(cls, machines: Machines) -> dict[str, int]:
@@ -122,7 +108,6 @@ class SASGD(Strategy):
         return {"interval": int(min(LONGEST, max(2, 2 ** math.ceil(math.log2(max(1.0, wanted))))))}
 
     def check(self, world_size: int) -> None:
-        """T is a number of steps, the scale a factor."""
         at_least("sasgd: the interval T", self.interval, 1)
         at_least("sasgd: early", self.early, 0)
         check_state("sasgd", self.state or "local", self.state_every)
@@ -148,11 +133,9 @@ class SASGD(Strategy):
             await self.merge(node)
 
     def stops(self, node: Node) -> bool:
-        """Every T steps, and after each of the early ones."""
         return node.steps % self.interval == 0 or node.steps <= self.early
 
     async def after_step(self, node: Node) -> None:
-        """Reduce."""
         if self.stops(node):
             await self.merge(node)
 
@@ -162,7 +145,8 @@ class SASGD(Strategy):
         if self.x is not None and x is not None:
             self.x, self.v = x, None if self.v is None else x - self.x
         node.correct(correction, own=True)
-        set_moments(node, means)
+        for name, vector in means.items():
+            node.moments.set(name, vector)
 
     async def reduce(self, node: Node, merge: Merge) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
         """The new common model x where it is kept, how far it is from this worker's snapshot, mean moments.
@@ -183,10 +167,8 @@ class SASGD(Strategy):
         return x, offset, await mean_moments(node, merge, asked=self.state is not None) if due else {}
 
     async def handover(self, node: Node) -> Tensor:
-        """The common model, where it is kept."""
         return await node.weights() if self.x is None else self.x.clone()
 
     def entered(self, node: Node, weights: Tensor) -> None:
-        """What was taken over is the common model."""
         self.x = weights if self.scale is not None or self.beta else None
         self.v = torch.zeros_like(weights) if self.beta else None

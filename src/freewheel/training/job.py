@@ -63,7 +63,7 @@ class Job(Training):
         if self.seconds is not None and self.resume:
             raise ConfigError("--resume goes on by steps: give --steps instead of --seconds.")
         from freewheel import strategies, tasks
-        from freewheel.moments import check_optimizer
+        from freewheel.task import check_optimizer
 
         tasks.resolve(self.task)
         chosen = None if self.strategy == DDP else strategies.resolve(self.strategy)

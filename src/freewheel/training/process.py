@@ -23,12 +23,11 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from freewheel import api, strategies, tasks
 from freewheel.errors import Diverged, FreewheelError
-from freewheel.moments import optimizer_of
 from freewheel.records.journal import Journal
 from freewheel.runtime.worker.attach import Worker
 from freewheel.sim.answer import spread
 from freewheel.strategies.grouping import Grouping
-from freewheel.task import Task
+from freewheel.task import Task, optimizer_of
 from freewheel.tempo import Tempo
 from freewheel.training.budget import Budget
 from freewheel.training.ddp import DdpBooks, parallel

@@ -173,7 +173,7 @@ class Agent:
             asking,
             replica.dtype,
             self.ending.has_ended,
-            lambda: node.merges_with,
+            lambda: node.views.under_way[2] if node.views.under_way else (),
             lambda: answers.ready or not self.late,
         )
         self.spawn(hear(fabric, STOP, lambda _: setattr(self, "stopped", True)))

@@ -124,7 +124,7 @@ async def start(
         shares = dict.fromkeys(members, 1 / len(members))
         agent.replica.load(await fabric.reduce(START, await agent.replica.snapshot(), shares))
     if strategy.merges():
-        node.begin_views(agent.first)
+        node.views.begin(agent.first)
     await strategy.start(node)
     for name, vector in strategy.vectors().items():
         if resumed and name in resumed:
@@ -143,9 +143,9 @@ async def _take_over(agent: Agent, rendezvous: Rendezvous) -> None:
     else:  # come into the view of those who train: they wait, so what is copied is of one moment
         agent.replica.parked = True
         try:
-            await node.join()
+            source = await node.join()
             # Who is in no view any more, since its loop has ended, still has its weights.
-            done = await (answers.copy_once() if node.source is None else answers.copy(node.source))
+            done = await (answers.copy_once() if source is None else answers.copy(source))
         finally:
             agent.replica.parked = False
     if done:

@@ -160,7 +160,8 @@ class Steps:
             self._compare_first(optimizer)
             if self._before is not None:
                 self._wait(self._before)
-        if (share := self._agent.node.rate_share) != 1:  # the updates of all workers add up
+        share = self._agent.strategy.rate_share(len(self._agent.fabric.members))
+        if share != 1:  # the updates of all workers add up
             self._rates = [(group, group["lr"]) for group in optimizer.param_groups if "lr" in group]
             for group, rate in self._rates:
                 group["lr"] = rate * share
