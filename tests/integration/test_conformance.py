@@ -181,7 +181,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crew]:
 def simulated(strategy: str, steps: int = STEPS) -> tuple[torch.Tensor, float]:
     """The simulator's answer, and its loss above the lowest."""
     simulation = simulate(strategy, workers=WORKERS, steps=steps, compute=JITTER, links=FAST)
-    return simulation._answer.weights(simulation._trained()), simulation.result.loss
+    return simulation.answer(), simulation.result.loss
 
 
 def settings(strategy: str) -> tuple[float, float]:

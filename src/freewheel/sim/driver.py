@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TextIO
 
 import torch
+from torch import Tensor
 
 from freewheel.errors import ConfigError, Deadlock, PeerLost, RunStopped, WorkerLost
 from freewheel.records.counters import Counters
@@ -255,6 +256,10 @@ class Simulation:
             with contextlib.suppress(PeerLost):
                 worker.replica.load((await worker.fabric.receive(COPY, donor.rank)).payload)
                 return
+
+    def answer(self) -> Tensor:
+        """The model the strategy would ship."""
+        return self._answer.weights(self._trained())
 
     def _trained(self) -> list[SimulatedWorker]:
         """The workers that have weights worth looking at."""
