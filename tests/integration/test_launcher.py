@@ -516,6 +516,16 @@ def test_a_port_where_nobody_answers_is_not_waited_for_for_ever():
             reach_store(where, 1.5, lambda text: None)
 
 
+def test_nobody_starts_before_others_can_be_told_the_secret(script, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(processes.Process, "start", lambda one: started.append(one.rank))
+    (tmp_path / "run" / "secret").mkdir(parents=True)
+    options = Options(folder=tmp_path / "run", most=2)
+    with pytest.raises(OSError, match="secret"):
+        launch(script(""), 1, output=Captured(), options=options)
+    assert started == []
+
+
 def test_a_program_that_cannot_start_is_named(tmp_path):
     with pytest.raises(ConfigError, match="cannot start '/no/program'"):
         launch(["/no/program"], 2, output=Captured())

@@ -91,17 +91,17 @@ def launch(
     threads, folder = told["OMP_NUM_THREADS"], str(options.folder or "")
     output(None, f"workers: {workers}, OMP_NUM_THREADS: {threads}, records: {folder or 'none'}", True)
     with contextlib.ExitStack() as ends:  # what is opened here is closed, whatever happens, last things first
+        how = "--tls KEYS" if options.tls and secret is None else "--secret FILE"
+        if most > workers and given is None and folder:  # before anybody starts whom others are to join
+            path = Path(folder) / SECRET
+            secrets.write(path, known)
+            ends.callback(path.unlink, missing_ok=True)
+            how = f"--secret {shlex.quote(str(path))}"
         store_of_run = base.of_run(options.run)
         run = _Run(ends, output, restarts, store_of_run, events or home, command, range(workers), told)
         if folder:
             output(None, f"Watch: freewheel watch {shlex.quote(folder)}", True)
         if most > workers:
-            how = "--tls KEYS" if options.tls and secret is None else "--secret FILE"
-            if given is None and folder:
-                path = Path(folder) / SECRET
-                secrets.write(path, known)
-                ends.callback(path.unlink, missing_ok=True)
-                how = f"--secret {shlex.quote(str(path))}"
             join = f"freewheel join {host}:{port} {how} -- {shlex.join(command[1:])}"
             output(None, f"up to {most} workers: others come with {join}", True)
         return run.until_ended(tick)
