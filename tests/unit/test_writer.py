@@ -81,6 +81,19 @@ def test_a_shard_without_room_for_its_manifest_leaves_nothing(disk):
     assert not list(disk.home.iterdir())
 
 
+@pytest.mark.parametrize("manifest", ['{"format": 3, "version": "9.9"}', "half of a manif"])
+def test_a_shard_whose_manifest_cannot_be_read_stays(disk, manifest):
+    """It may be another Freewheel's, who can read it."""
+    write(writer(disk), 1)
+    (path,) = disk.home.rglob("*.json")
+    path.write_text(manifest)
+    write(writer(disk), 2)
+    assert len(list(disk.home.rglob("*.pt"))) == 2
+    path.unlink()
+    write(writer(disk), 3)
+    assert disk.steps() == [2, 3]
+
+
 def test_a_set_that_another_worker_clears_away_while_it_is_looked_for_is_none(disk, monkeypatch):
     write(writer(disk), 1, 2)
     glob = Path.glob

@@ -119,8 +119,9 @@ def tidy(home: Path, ranks: Iterable[int], sets: str = "step-*") -> None:
     for rank in ranks:
         left = _each(home, f"worker-{rank}{TEMPORARY}", sets)
         for path in _each(home, f"worker-{rank}-*.pt", sets):
-            manifest = _read(path.parent / f"worker-{rank}.json")
-            if isinstance(manifest, str) or manifest.file != path.name:
+            manifest = _read(at := path.parent / f"worker-{rank}.json")
+            # One that cannot be read, as another Freewheel's, may name it.
+            if not at.exists() if isinstance(manifest, str) else manifest.file != path.name:
                 left.append(path)
         for path in left:
             path.unlink(missing_ok=True)
