@@ -335,9 +335,9 @@ def test_a_stream_goes_on_after_a_resume(alone):
     loader = alone.loader(Stream(10), batch_size=2)
     batches = iter(loader)
     first = [next(batches).tolist() for _ in range(2)]
-    state = loader.state_dict()
-    again = alone.loader(Stream(10), batch_size=2)
-    again.load_state_dict(state)
+    waits, again = (alone.loader(Stream(10), batch_size=2) for _ in range(2))
+    waits.load_state_dict(loader.state_dict())
+    again.load_state_dict(waits.state_dict())  # of a checkpoint before it was read on
     assert first == [[0, 1], [2, 3]]
     assert [batch.tolist() for batch in again] == [[4, 5], [6, 7], [8, 9]]
     with pytest.raises(TypeError):

@@ -342,8 +342,9 @@ class StreamLoader(BaseLoader):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on there: what was given before is read again and left out."""
-        self.set_epoch(state["epoch"] + (state["begun"] and not state["under_way"]))
-        self.given = state["given"] if state["under_way"] else 0
+        over = state["begun"] and not state["under_way"]
+        self.set_epoch(state["epoch"] + over)
+        self.given = 0 if over else state["given"]
 
 
 def count(dataset: Any) -> int:
