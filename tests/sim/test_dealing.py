@@ -243,6 +243,32 @@ def test_what_is_too_short_for_a_batch_may_be_left_out():
     assert set(crew.used.values()) == {1}
 
 
+def test_a_question_that_has_just_brought_nothing_to_use_is_asked_again():
+    """Who waits for it in the moment in which it ends must not wait for ever, and everybody with it."""
+    crew = Crew(1, 1, passes=0)
+    leases = LeaseQueue(crew.dealings[0], Key(1, 8), size=2, drop=True)  # all there is is too short
+    refill, asked, found = leases.refill, [], []
+
+    async def counted() -> None:
+        asked.append(len(leases.ready))
+        assert len(asked) < 9
+        await refill()
+
+    async def draw() -> None:
+        leases.begin(0)
+        first = crew.loop.create_task(leases.refill())
+        await asyncio.sleep(0)  # it asks
+        await asyncio.sleep(0)  # it is answered
+        leases.refill = counted
+        await leases.fill(patient=False)
+        await first
+        found.append(leases.data.finished)
+
+    crew.lives[0].append(crew.loop.create_task(draw()))
+    crew.run()
+    assert found == [1]
+
+
 def test_other_data_are_refused_by_name():
     crew = Crew(2, 40, passes=1)
     crew.run()

@@ -58,7 +58,6 @@ class LeaseQueue:
             if self._said == OVER:
                 return
             self._asking = self.dealing.spawn(self._ask())
-            self._asking.add_done_callback(lambda _: setattr(self, "_asking", None))
         await asyncio.shield(self._asking)
 
     async def fill(self, patient: bool) -> None:
@@ -88,26 +87,29 @@ class LeaseQueue:
         return batch
 
     async def _ask(self) -> None:
-        pause_s, self._early = SOON_S, self._question.parts and bool(self.ready)
-        while (answer := await self._say(wants=True)) == SOON:
-            await asyncio.sleep(pause_s)
-            pause_s = min(2 * pause_s, RARELY_S)
-        self.data.look()
-        if isinstance(answer, Lease):
-            spans = self.data.key.cut(answer.place, answer.stop, self.size)
-            cut = [answer._replace(place=start, stop=stop) for start, stop in spans]
-            # A whole lease says that there is plenty: then batches are to last until a dealer that falls
-            # silent is replaced. Towards the end of a pass leases shrink, and what others are kept from.
-            rate, plenty = self._rate / self.size, 0
-            if len(cut) >= int(rate * LEASE_S):
-                plenty = int(rate * STOCK * self.dealing.fabric.silence_s)
-            self._few = max(len(cut) // 2, plenty)
-            short = [one for one in cut if self.drop and one.stop - one.place < self.size]
-            self.data.drop(short)
-            self.ready.extend(one for one in cut if one not in short)
-            self._said = GIVEN
-        else:
-            self._said = WAIT if answer == WAIT else OVER
+        try:
+            pause_s, self._early = SOON_S, self._question.parts and bool(self.ready)
+            while (answer := await self._say(wants=True)) == SOON:
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, RARELY_S)
+            self.data.look()
+            if isinstance(answer, Lease):
+                spans = self.data.key.cut(answer.place, answer.stop, self.size)
+                cut = [answer._replace(place=start, stop=stop) for start, stop in spans]
+                # A whole lease says that there is plenty: then batches are to last until a dealer that falls
+                # silent is replaced. Towards the end of a pass leases shrink, and what others are kept from.
+                rate, plenty = self._rate / self.size, 0
+                if len(cut) >= int(rate * LEASE_S):
+                    plenty = int(rate * STOCK * self.dealing.fabric.silence_s)
+                self._few = max(len(cut) // 2, plenty)
+                short = [one for one in cut if self.drop and one.stop - one.place < self.size]
+                self.data.drop(short)
+                self.ready.extend(one for one in cut if one not in short)
+                self._said = GIVEN
+            else:
+                self._said = WAIT if answer == WAIT else OVER
+        finally:
+            self._asking = None  # now: one that is over, and still here, is nothing to wait for
 
     async def _say(self, wants: bool) -> Lease | int:
         self.data.collect()
