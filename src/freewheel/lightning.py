@@ -71,11 +71,13 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
         if self._deals:
             self._deal(trainer, self._guest)
 
-    def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         """Who comes late learns from its first batch how far the others are."""
         self._catch_up(trainer, pl_module)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
         """Count what all have done."""
         guest = self._inside
         self._catch_up(trainer, pl_module, after=True)
