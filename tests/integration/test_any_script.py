@@ -16,6 +16,7 @@ from torch import nn
 
 import freewheel as fw
 from crew import outcomes, together
+from freewheel.runtime.membership.hosts import BoundedStore
 from freewheel.runtime.membership.place import Place
 from loops import make
 
@@ -757,6 +758,27 @@ def test_workers_that_train_on_the_same_samples_are_told_so_once(alike, closure,
 
     together(3, work)
     assert caplog.text.count("they train on the same samples in the same order") == alike
+
+
+def test_the_store_shows_nobody_what_first_gradients_sum_up_to(monkeypatch):
+    """Whoever reaches it can read it, and could try out which batch gives such a sum."""
+    said, ask = list[str](), BoundedStore.ask
+
+    def heard(store, call, *words):
+        said.extend(map(str, words))
+        return ask(store, call, *words)
+
+    monkeypatch.setattr(BoundedStore, "ask", heard)
+    monkeypatch.setattr("freewheel.runtime.worker.steps.summed", lambda parameters: 123456789)
+
+    def work(place):
+        model = net()
+        with make(place, model, torch.optim.SGD(model.parameters(), lr=0.1)) as worker:
+            step(model, worker.optimizer, place.rank)
+
+    together(2, work)
+    assert any("/gradients/" in word for word in said)
+    assert not any("123456789" in word for word in said)
 
 
 def test_what_is_added_to_the_optimizer_in_the_block_is_merged(caplog):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from freewheel.errors import ConfigError, PeerLost, RunStopped
-from freewheel.fabric.secret import Forged
+from freewheel.fabric.secret import Forged, derive
 from freewheel.moments import QuasiGlobal
 from freewheel.runtime.checkpoint.taker import Checkpoints
 from freewheel.runtime.membership.rendezvous import Rendezvous
@@ -316,9 +316,10 @@ def compare(rendezvous: Rendezvous, mine: int) -> None:
     All begin with the same weights. So the first gradients of two workers are the same, to the bit, where
     both took the same batch, and practically never else: scripts that share data out are left alone.
     """
-    rank = str(rendezvous.place.rank)
+    rank, secret = str(rendezvous.place.rank), rendezvous.place.secret
+    name = derive(secret, "gradients", str(mine)).hex()  # everybody can read names in the store
     with contextlib.suppress(RuntimeError, OSError, Forged):  # the store is gone, or has a stranger's word
-        other = rendezvous.first(f"gradients/{mine}", rank)
+        other = rendezvous.first(f"gradients/{name}", rank)
         if other != rank and rendezvous.first("alike", rank) == rank:
             log.warning(
                 "workers %d and %d began with the same gradients, to the bit: they train on the same samples "
