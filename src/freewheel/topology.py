@@ -3,7 +3,7 @@
 A topology is a name, a size and a cycle of mixing matrices W, one per step (a static graph has one). W_ij is
 the share that worker i takes of worker j's snapshot; each W is doubly stochastic, so mixing keeps the mean.
 Describing a graph needs no network: every worker builds the same value from the same text, such as
-`torus:rows=4` or `edges:list=0-1/1-2`: the name of a function of this module, with its arguments.
+`torus:rows=4` or `edges:list=0-1/1-2`: one of NAMES, with settings.
 """
 
 import itertools

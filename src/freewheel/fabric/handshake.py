@@ -65,7 +65,7 @@ class Identity:
     world_size: int
     incarnation: int
     version: str
-    model: str  # A digest of the model's parameters: names, shapes, types
+    model: str  # a digest of the model's parameters: names, shapes, types
     longest: int  # the length of the longest vector of the run
     wire: str = "fp32"  # what a strategy's vectors travel as
     place: str = ""  # where this process runs, for finding those that can share memory; empty: nobody can
