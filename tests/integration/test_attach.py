@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -16,7 +17,9 @@ from torch import nn
 import freewheel as fw
 from crew import next_life, outcomes, together
 from freewheel import strategies
+from freewheel.fabric.tcp import TcpFabric
 from freewheel.runtime.membership.place import Place
+from freewheel.runtime.worker import agent
 from loops import DEADLINE_S, flat, make, net, step
 
 pytestmark = pytest.mark.integration
@@ -334,3 +337,29 @@ def test_two_hundred_runs_leave_no_thread_and_no_socket():
 def handles() -> int:
     """How many files and sockets this process has open."""
     return len(os.listdir("/proc/self/fd"))
+
+
+def test_connections_that_do_not_close_are_told_and_keep_no_answer_back(monkeypatch, caplog):
+    close, go_on, waiting = TcpFabric.close, threading.Event(), list[threading.Thread]()
+
+    async def slow(fabric, why):
+        waiting.append(threading.current_thread())
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+        await close(fabric, why)
+
+    monkeypatch.setattr(TcpFabric, "close", slow)
+    monkeypatch.setattr(agent, "CLOSE_S", 0.05)
+
+    def work(place):
+        with make(place, net()) as worker:
+            pass
+        return worker.consensus()
+
+    try:
+        assert len(together(2, work)) == 2
+        assert caplog.text.count("its connections have not closed in 0.05 s") == 2
+    finally:
+        go_on.set()
+        for thread in waiting:
+            thread.join()

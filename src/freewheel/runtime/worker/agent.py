@@ -41,6 +41,7 @@ log = logging.getLogger("freewheel")
 STOP: Tag = (RUNTIME, "stop")
 COMING_S = 60.0  # how long a worker that was started again is waited for at the end of a run
 GOODBYE_S = 0.5
+CLOSE_S = 10.0  # how long the end of the communication thread is waited for
 
 # A process that DataLoader forks has none of this one's threads: whoever destroys an inherited store or event
 # loop there waits for one of them, or crashes.
@@ -126,7 +127,9 @@ class Agent:
         """Say goodbye, end everything, end the thread."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._over.set_result, why)
-            self._thread.join(timeout=10.0)
+            self._thread.join(CLOSE_S)
+            if self._thread.is_alive():
+                log.warning("worker %d: its connections have not closed in %g s", self.me.rank, CLOSE_S)
             self.replica.let_go()
 
     # -- the thread --
