@@ -5,8 +5,6 @@
 Started by `freewheel run -n 4 train.py`, by torchrun, or alone. docs/ENGINES.md says what holds.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import math

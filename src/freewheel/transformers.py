@@ -7,8 +7,6 @@ would start DDP, and lets the process see one GPU. So import it before TrainingA
 made. docs/ENGINES.md says what holds.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 from pathlib import Path

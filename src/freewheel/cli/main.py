@@ -1,7 +1,5 @@
 """``freewheel``: the command line. A command is imported when it is called: torch takes seconds."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """What commands share: options, most made from dataclasses' settings (settings.py), and the terminal."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import inspect

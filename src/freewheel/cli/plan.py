@@ -1,7 +1,5 @@
 """``freewheel plan``: which strategy to use, before anything is run."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

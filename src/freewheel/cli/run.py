@@ -3,8 +3,6 @@
 Each traceback is printed in one piece, and the same one once: an error in a script fails all its workers.
 """
 
-from __future__ import annotations
-
 import contextlib
 import getpass
 import importlib.machinery

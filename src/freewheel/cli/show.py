@@ -1,7 +1,5 @@
 """``freewheel watch``, ``dashboard``, ``report`` and ``replay``: runs in the terminal and on pages."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shlex

@@ -1,7 +1,5 @@
 """Commands of a few words each: ``chaos``, ``doctor``, ``export``, ``keys``, ``store`` and ``strategies``."""
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

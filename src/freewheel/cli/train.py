@@ -1,7 +1,5 @@
 """``freewheel train``, ``compare``, ``simulate`` and ``demo``: tasks on real processes or in virtual time."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

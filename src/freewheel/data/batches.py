@@ -1,7 +1,5 @@
 """Places of an order: sets of them as spans, which data they are of, and how they are cut into batches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
 

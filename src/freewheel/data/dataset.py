@@ -1,7 +1,5 @@
 """One set of data: what a worker knows of it, what it has done of it itself, and how it deals from it."""
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from functools import partial

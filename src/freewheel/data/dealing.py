@@ -12,8 +12,6 @@ there each keeps to a part of its own, which follows from who is there (`Questio
 reaches nobody deals to itself.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """A worker's leases of one set of data, as batches in the order in which to use them."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import deque

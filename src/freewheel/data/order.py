@@ -1,7 +1,5 @@
 """The order of a pass, the same on all workers, by the seed or a sampler of the user's; and whether it is."""
 
-from __future__ import annotations
-
 import itertools
 import random
 import zlib

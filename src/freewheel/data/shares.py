@@ -8,8 +8,6 @@ what those are about to ask for who have not had theirs. They are waited for som
 for as long as they compute.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

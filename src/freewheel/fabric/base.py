@@ -9,8 +9,6 @@ What a fabric guarantees:
   change a vector it has received. `swap` and `reduce` use up what they are given, and may overwrite it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections import Counter, deque

@@ -20,8 +20,6 @@ Of two workers that do not reach each other only one is called; nor is one whose
 long, until it asks again.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence

@@ -4,8 +4,6 @@ Nobody types in what a ring or a tree costs: it comes out of the fabric below, v
 function is called by all members with the same tag; a lost member raises PeerLost in those who need it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

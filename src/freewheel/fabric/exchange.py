@@ -26,8 +26,6 @@ Rules, and what they buy:
    exchange and counts it as half: the caller may or may not have corrected. That is the only gap.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from collections import Counter, deque

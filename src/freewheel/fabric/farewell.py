@@ -10,8 +10,6 @@ which nothing is half exchanged. Who has handed over is away, though it is still
 who joins and has no weights yet. Last comes a goodbye that is answered: what was sent before it has arrived.
 """
 
-from __future__ import annotations
-
 import asyncio
 import random
 from typing import Protocol

@@ -10,8 +10,6 @@ A header that does not belong to this sender or this model ends the connection b
 read; a frame whose seal does not fit, before anything is made of it.
 """
 
-from __future__ import annotations
-
 import enum
 import hmac
 import json

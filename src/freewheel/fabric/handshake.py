@@ -14,8 +14,6 @@ Who cannot prove it learns that somebody speaks this protocol here, and nothing 
 done so yet only the newest few are kept, and not for long.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import functools

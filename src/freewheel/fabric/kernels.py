@@ -4,8 +4,6 @@ NVRTC, which comes with PyTorch, compiles them; no compiler has to be installed.
 own operations beside it, which is used where this one cannot be: see `for_device` and `fits`.
 """
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections.abc import Sequence

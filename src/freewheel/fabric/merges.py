@@ -1,7 +1,5 @@
 """A merge: what some workers make of their vectors together, and the collectives it is made with."""
 
-from __future__ import annotations
-
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence

@@ -4,8 +4,6 @@ A tuple is its parts, one after the other. A list comes after its length, so tha
 ends. A shape says what is read: `int` a whole number, `(a, b)` one of each, `[a]` any number of them.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeAlias

@@ -9,8 +9,6 @@ their own user can read. All else is derived from it, by HMAC-SHA256 and, for fr
   none can be changed, repeated, moved or brought in from elsewhere. Vectors are not: for that there is TLS.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import os

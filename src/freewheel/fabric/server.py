@@ -4,8 +4,6 @@ The server takes requests one at a time, in the order they arrive, so an update 
 atomic act. Answers are posted, not awaited: a client behind a slow link does not hold up the others.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

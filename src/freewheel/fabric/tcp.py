@@ -7,8 +7,6 @@ in fabric/together.py. A peer whose connection breaks, that sends what does not 
 silent for too long, is lost: whoever waits for it is told. Of a pair the worker of higher rank calls again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

@@ -12,8 +12,6 @@ two vectors, however many workers it has. Where there is one group and vectors a
 adds up all: a GPU that all share does it at once.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

@@ -8,8 +8,6 @@ a share of the numbers (two take a half each), and writes everybody's result ove
 nobody waits for anybody in the middle, and no memory is needed for the result.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

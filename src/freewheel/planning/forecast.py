@@ -3,8 +3,6 @@
 Also which strategies a plan compares, with settings that suit the machines, and how long each is simulated.
 """
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Mapping, Sequence

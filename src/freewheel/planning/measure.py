@@ -4,8 +4,6 @@
 optimizer's step through torch's own global hook, and ends it after so many steps. It need not use Freewheel.
 """
 
-from __future__ import annotations
-
 import asyncio
 import itertools
 import json

@@ -1,7 +1,5 @@
 """A plan: forecasts of all strategies, which to use and how, and what would change that."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace

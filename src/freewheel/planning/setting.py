@@ -1,7 +1,5 @@
 """What a plan is about: workers, model, compute times and links, as one value that is checked once."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """A plan as people see it: tables, what to use and why in words; how costs grow, as one HTML file."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from html import escape
 

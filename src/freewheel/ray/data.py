@@ -6,8 +6,6 @@ lost. Here all workers know all blocks, and rows are leased as the samples of an
 fetches the next one while it trains.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import itertools

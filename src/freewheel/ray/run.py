@@ -3,8 +3,6 @@
 Each worker is an actor: Ray starts it again, on the same node or another, and it copies a living worker.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

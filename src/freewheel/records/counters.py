@@ -1,7 +1,5 @@
 """What one worker counts and notices while it runs, and when it did what, one by one."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence

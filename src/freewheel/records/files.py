@@ -1,7 +1,5 @@
 """Writing files so that a reader sees the old one or the new one, never half of one."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterable, Iterator

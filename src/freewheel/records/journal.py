@@ -4,8 +4,6 @@ Whoever writes goes on, whatever happens: a full disk or a folder that is gone c
 warning. A file is opened for each line: a folder that was deleted is noticed, and nothing is kept open.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

@@ -1,7 +1,5 @@
 """What a run gives: figures, curves and settings, as plain data."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any

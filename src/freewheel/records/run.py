@@ -4,8 +4,6 @@
 `find_run` says which run a folder means: of those in it and below it, the one to show.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import time

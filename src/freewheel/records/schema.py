@@ -4,8 +4,6 @@
 during a life of the worker, `LEVELS` are what they are at one moment.
 """
 
-from __future__ import annotations
-
 import json
 import platform
 import shlex

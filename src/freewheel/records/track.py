@@ -1,7 +1,5 @@
 """What is read of one worker: the lines of its growing file, numbers over time, its last samples whole."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -5,8 +5,6 @@ gradient noise of the task. DASGD's γ·Q·S_ij needs the sets of gradients two 
 staleness counts an update as known once it has arrived, before it is in the weights, so it bounds nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal

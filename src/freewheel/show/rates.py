@@ -1,7 +1,5 @@
 """Rates, shares, spans, series and results of runs: here for the terminal, reports and the dashboard."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections import Counter, defaultdict

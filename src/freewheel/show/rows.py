@@ -4,8 +4,6 @@ While a run goes on, rates are those of the last seconds; once it has ended, of 
 which may pass in no time, they are always of all its time.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """Runs as they are shown together: names, and what runs, causes and events look like everywhere."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass

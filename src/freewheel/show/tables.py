@@ -1,7 +1,5 @@
 """Runs beside each other: who learned how much when, and tables for the terminal, a page and markdown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """A run as lines of text that fit a terminal: a header, a table of workers, the last events."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 

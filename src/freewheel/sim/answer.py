@@ -1,7 +1,5 @@
 """What the workers' model is worth: the answer they would ship, evaluated, and how far apart they are."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -18,8 +18,6 @@ exchange is under way, the mean are looked at after every step of any worker and
 time one is broken is told. Batches that were never used, and whether all find together, show at the end.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from dataclasses import dataclass

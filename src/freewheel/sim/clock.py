@@ -9,8 +9,6 @@ Two runs are the same exactly when the hashes of their traces are: times, losses
 their digits. A file gets a line of JSON for each event: its time, what happened, and what FIELDS says of it.
 """
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import heapq

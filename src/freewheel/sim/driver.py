@@ -1,7 +1,5 @@
 """The simulation: workers, faults and the clock, from the first step to the result."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

@@ -14,8 +14,6 @@ Workers of one machine (``workers_per_node``) talk over a faster local path that
 backbone. Buffers between ports are unlimited, but a sender feels a full receiver: see VirtualFabric.send.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from collections.abc import Callable

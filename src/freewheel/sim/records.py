@@ -5,8 +5,6 @@ nothing is left to happen. Nothing here moves the clock, draws a number or sends
 run is the same with and without.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

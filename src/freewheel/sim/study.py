@@ -6,8 +6,6 @@ workers is done, the gradients of all that are computing are computed in one vma
 each worker draws and when does not change, so one seed gives one trace.
 """
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """What the commands train: small problems with known answers, and data you bring along."""
 
-from __future__ import annotations
-
 from freewheel import names
 from freewheel.task import Task
 from freewheel.tasks.chars import Chars

@@ -1,7 +1,5 @@
 """Guess the next character of a text of your own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar

@@ -1,7 +1,5 @@
 """CIFAR-10: 50,000 small colour photographs of ten kinds of things, and 10,000 to test with."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Handwritten digits: 1,797 images of 8×8 pixels that come with scikit-learn."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """What tasks have in common whose model guesses one of several classes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The nets of the larger tasks: ResNet-20 and a small VGG for images, a small GPT for text."""
 
-from __future__ import annotations
-
 import itertools
 
 from torch import Tensor, nn

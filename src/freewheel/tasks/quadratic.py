@@ -1,7 +1,5 @@
 """A quadratic whose answer is known exactly."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar
 

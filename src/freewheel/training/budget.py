@@ -1,7 +1,5 @@
 """How long a job goes on: steps of all workers, or a time for all."""
 
-from __future__ import annotations
-
 import json
 import os
 import time

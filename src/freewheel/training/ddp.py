@@ -4,8 +4,6 @@ DDP does not say how long it waits: what a step takes beyond its own computing i
 others. What a ring would send is counted as sent.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Iterator

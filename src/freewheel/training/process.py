@@ -1,7 +1,5 @@
 """One worker process of jobs: ``python -m freewheel.training.process FOLDER...``, a folder for each job."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import json

@@ -9,8 +9,6 @@ damaged, it says so, and they choose again without it.
 A folder of shards makes one state_dict, too: the answer the workers would have given.
 """
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -6,8 +6,6 @@ batches from elsewhere is copied at the boundary itself. Taking is a copy into m
 next time; writing happens beside training.
 """
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import logging

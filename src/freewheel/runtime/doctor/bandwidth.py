@@ -5,8 +5,6 @@ their proof of membership and, with keys, their TLS. One visitor is served after
 measure each other. It says how many bytes it sends and how many it wants; the answer is the time, and these.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import socket

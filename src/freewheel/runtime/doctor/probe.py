@@ -1,7 +1,5 @@
 """What this host is like, as plain values: `rules.py` judges them, and a test can make them up."""
 
-from __future__ import annotations
-
 import asyncio
 import importlib.metadata
 import mmap

@@ -1,7 +1,5 @@
 """Is a host fit for a run of so many workers, and what is to be done if not? Judges facts."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal

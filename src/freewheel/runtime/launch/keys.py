@@ -5,8 +5,6 @@ certificate and the private key all workers of the run share). The authority's p
 nobody can add a member to a set later: make a new set for a new run.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import ssl

@@ -6,8 +6,6 @@ that is lost for good does not end the others. Each leads a process group of its
 all end with the launcher, also when it is killed. One thread does everything: lines are never mixed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

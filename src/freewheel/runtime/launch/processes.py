@@ -1,7 +1,5 @@
 """Processes that print whole lines and leave nobody behind."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

@@ -1,7 +1,5 @@
 """Leases as torch's DataLoader draws them: the training thread's side of dealing (data/leases.py)."""
 
-from __future__ import annotations
-
 import functools
 import logging
 from collections import deque

@@ -9,8 +9,6 @@ while no later life of that rank has come and its launcher has not said that non
 nothing: where a worker is out of reach, whoever is started again waits for it or for its next life.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

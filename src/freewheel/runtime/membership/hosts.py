@@ -6,8 +6,6 @@ keys that are not there yet. Nor does it notice that its store has gone before i
 complains at length. So a plain connection stands beside it, idle: its end tells quietly.
 """
 
-from __future__ import annotations
-
 import atexit
 import concurrent.futures
 import contextlib

@@ -5,8 +5,6 @@ signature and the address book, all of it sealed (entries.py). It is needed to j
 goes, training goes on, and when it comes back, empty, the workers enter themselves again.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

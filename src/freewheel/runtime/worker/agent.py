@@ -1,7 +1,5 @@
 """A worker's communication thread: an event loop with the fabric, the node and the strategy's coroutines."""
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

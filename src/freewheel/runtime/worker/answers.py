@@ -8,8 +8,6 @@ said under a name, and whoever wants the mean asks all others for theirs. So nob
 wants everybody's waits until all have said as much under that name.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import logging

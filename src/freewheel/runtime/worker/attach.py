@@ -1,7 +1,5 @@
 """A worker: its life in a run, in the training thread, and all that a script calls of it."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import logging

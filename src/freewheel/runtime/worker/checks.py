@@ -5,8 +5,6 @@ merged by accident, or never: `load_state_dict` is refused before it changes any
 without the run's answer is told so, and its exit code is not 0: what it has saved is one worker's own.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import itertools

@@ -8,8 +8,6 @@ Two that do not reach each other while others reach both get a moment (GRACE_S) 
 Whoever has the mean keeps it: if the leader is lost before it said so, the next one hands round the same.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -8,8 +8,6 @@ Of buffers BatchNorm's statistics are averages; masks, counters and tables are n
 alike stays as it is.
 """
 
-from __future__ import annotations
-
 import itertools
 import operator
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 In the communication thread. Nothing here happens again once training has begun.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Iterable

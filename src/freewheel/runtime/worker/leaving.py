@@ -5,8 +5,6 @@ at which nothing is half done (Life._between), leaves there, and the script ends
 such moment comes in half of the time, as in a step that takes minutes, it leaves where it is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

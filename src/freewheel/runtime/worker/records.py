@@ -4,8 +4,6 @@ Watching can never stop a run: whatever goes wrong here costs records, with one 
 by a thread of its own, which also takes what other threads have noticed.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 import socket

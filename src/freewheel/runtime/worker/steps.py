@@ -5,8 +5,6 @@ the step            weights move; where a closure computes in it, they stand sti
 after the step      strategies that must wait do it here; then the boundary adds what is pending
 """
 
-from __future__ import annotations
-
 import asyncio
 import concurrent.futures
 import contextlib

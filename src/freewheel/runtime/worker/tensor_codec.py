@@ -4,8 +4,6 @@ What is no tensor (names, shapes, learning rates) goes in front as text; nothing
 worker is ever run. Who asks gets numbers, a vector of the weights' kind, and such data.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -6,8 +6,6 @@ of another site that has its name point to 127.0.0.1), other tokens. No path of 
 a file: the five things there are have names, and runs have numbers.
 """
 
-from __future__ import annotations
-
 import hmac
 import json
 import secrets

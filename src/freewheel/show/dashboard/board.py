@@ -3,8 +3,6 @@
 All of it is one document of JSON. A page that has the last version of it is told so, and sent nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Figures of runs as plotly reads them, the same in a report and on the dashboard; and pages to stand on."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

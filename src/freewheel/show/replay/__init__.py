@@ -3,8 +3,6 @@
 As a page of its own, or in the trace-event format, which https://ui.perfetto.dev and chrome://tracing open.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from typing import Any

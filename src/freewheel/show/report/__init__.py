@@ -4,8 +4,6 @@ Its sections are sentences (who was fastest, who reached the target, who died) a
 show the same ones.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
