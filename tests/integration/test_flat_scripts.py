@@ -164,6 +164,27 @@ def test_a_mean_waits_for_nobody_unless_it_is_told_to():
         torch.testing.assert_close(one, other)
 
 
+def test_means_without_a_name_are_of_what_was_said_on_the_same_line_under_the_same_keys():
+    said = threading.Event()
+
+    def work(place):
+        made, _ = worker(place, nn.Linear(2, 1), "none")
+        with made as me:
+            assert me.rank == 1 or said.wait(60)  # worker 1 has said all of it before
+
+            def same_line(value):
+                return me.mean(value)
+
+            first, second = me.mean(1.0), me.mean([3.0, 5.0])
+            third = me.mean(100.0)
+            found = [first, second, third, same_line({"loss": 7.0}), same_line({"accuracy": 50.0})]
+            said.set()
+            return found, me.mean(2.0, wait=True) if me.rank == 0 else me.mean(4.0, wait=True)
+
+    expected = [1.0, [3.0, 5.0], 100.0, {"loss": 7.0}, {"accuracy": 50.0}]
+    assert together(2, work) == [(expected, 3.0)] * 2
+
+
 def test_one_that_never_says_anything_is_not_waited_for_when_its_loop_has_ended():
     def work(place):
         made, _ = worker(place, nn.Linear(2, 1), "none")

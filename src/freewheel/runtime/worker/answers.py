@@ -14,6 +14,8 @@ import logging
 import math
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -226,7 +228,7 @@ class Means:
                 if theirs.numel() != value.numel():
                     raise ConfigError(
                         f"worker {peer} has {theirs.numel()} numbers for the mean of {name!r}, this one "
-                        f"{value.numel()}. Give the same on all workers."
+                        f"{value.numel()}. Give the same on all workers, and each thing a name of its own."
                     )
                 total, count = total.add_(theirs), count + 1
         return total.div_(count)
@@ -269,6 +271,12 @@ def flat(value: Any) -> Tensor:
         if not _stays(one):
             parts.append(torch.as_tensor(one, dtype=torch.float64, device="cpu").detach().flatten())
     return torch.cat(parts)
+
+
+def unnamed(value: Any, caller: FrameType) -> str:
+    """What to call a mean without a name: the line that asks for it, and the keys of what it is of."""
+    keys = zlib.crc32(str(pytree.tree_structure(value)).encode())
+    return f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno} ({keys:x})"
 
 
 def shaped(vector: Tensor, like: Any) -> Any:

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import logging
 import secrets
+import sys
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import replace
@@ -27,7 +28,7 @@ from freewheel.runtime.membership.place import Place, address_for
 from freewheel.runtime.membership.rendezvous import Rendezvous, launched_options, patiently, stay_registered
 from freewheel.runtime.worker import checks, joining
 from freewheel.runtime.worker.agent import Agent
-from freewheel.runtime.worker.answers import flat, shaped
+from freewheel.runtime.worker.answers import flat, shaped, unnamed
 from freewheel.runtime.worker.ending import Answer
 from freewheel.runtime.worker.inventory import Inventory
 from freewheel.runtime.worker.leaving import Leaving, Left
@@ -442,12 +443,15 @@ class Worker(Life):
     def mean(self, value: T, name: str = "", *, wait: bool = False) -> T:
         """The mean over workers of a number, a tensor, or a list or dict of them, in the same form.
 
-        Of what each worker has last given under this name: nobody's training waits, and who has given
-        nothing yet is not in it. A tensor that holds infinities, as masks do, stays this worker's. With
-        `wait` it is waited for until all have given as much: all must call it as often.
+        Of what each worker has last given under this name, without one on this line of the script: nobody's
+        training waits, and who has given nothing yet is not in it. A tensor that holds infinities, as masks
+        do, stays this worker's. With `wait` it is waited for until all have given as much: all must call it
+        as often, on any line.
         """
         vector = flat(value)
         self._only_inside("mean")
+        if not (name or wait):
+            name = unnamed(value, sys._getframe(1))
         self._replica.end_moving()  # a step may have raised
         mean = self._agent.wait(self._agent.means.mean(vector, name, wait))
         assert mean is not None  # nobody gives it up
