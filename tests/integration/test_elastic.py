@@ -11,6 +11,8 @@ from torch import nn
 
 import crew
 from crew import next_life, together
+from freewheel.runtime.checkpoint import shards
+from freewheel.runtime.checkpoint.resume import export
 from freewheel.runtime.membership.place import Place
 from freewheel.runtime.worker import joining
 from freewheel.runtime.worker.agent import Agent
@@ -96,6 +98,39 @@ def test_a_worker_that_comes_back_is_a_copy_of_a_living_one():
     assert len(living) == len(returned) > 10
     for mine, theirs in zip(living, returned, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+
+
+def test_the_last_checkpoint_of_one_that_came_back_and_made_no_step_is_of_its_new_life(tmp_path):
+    back, ended = threading.Event(), threading.Event()
+
+    def work(place: Place) -> list[torch.Tensor]:
+        model, worker = attach(place, seed=place.rank)
+        if place.rank == 1:
+            with contextlib.suppress(Left), worker:
+                worker.checkpoint(tmp_path / "saved", every=1)
+                step(model, worker.optimizer)
+                raise Left
+            model, worker = attach(next_life(place), seed=7)
+            with worker:
+                worker.checkpoint(tmp_path / "saved", every=1)
+                back.set()
+                assert ended.wait(DEADLINE_S)
+            return list(worker.consensus().state_dict().values())
+        with worker:
+            worker.checkpoint(tmp_path / "saved", every=1)
+            assert back.wait(DEADLINE_S)
+            for _ in range(20):
+                step(model, worker.optimizer)
+            ended.set()
+        return list(worker.consensus().state_dict().values())
+
+    (answer, _), (found, _) = together(2, work), shards.find(tmp_path / "saved")
+    last = max((one for one in found if one.rank == 1), key=lambda one: one.time)
+    assert last.step == 0
+    export(tmp_path / "saved", tmp_path / "model.pt")
+    exported = torch.load(tmp_path / "model.pt", weights_only=True)
+    for one, other in zip(exported.values(), answer, strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("strategy", ["adpsgd", "sasgd:interval=2", "nodelay", "dpsgd"])

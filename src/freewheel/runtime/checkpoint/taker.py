@@ -86,6 +86,8 @@ class Checkpoints:
         if rendezvous is not None:  # one that comes back does not resume, and learns what others have
             origin = rendezvous.first("origin", origin)
         self._manifest = dataclasses.replace(self._manifest, origin=origin)
+        if agent.late:  # what lies there of it, if anything, is of an earlier life: one of its end is due
+            self._taken = -1
         if resumed is None:
             return None
         restore(state, inventory)
