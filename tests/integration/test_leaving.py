@@ -109,6 +109,7 @@ def test_who_is_told_to_leave_goes_and_every_sample_is_used_once(tmp_path, monke
     assert launch(command, 3, output=output, restarts=3, options=Options(folder=folder)) == 0
     assert list(output.lines[2])[-1] == "done 0"
     assert "noticed" in output.lines[1]  # by the script's own handler
+    assert all(any("has left the run as it was asked to" in line for line in output.lines[k]) for k in (0, 1))
     assert not any("done" in line for rank in (0, 1) for line in output.lines[rank])
     used = seen(tmp_path)
     assert sorted(used) == list(range(SAMPLES))

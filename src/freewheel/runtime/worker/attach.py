@@ -272,6 +272,7 @@ class Life:
         lacks = self._patiently(self._agent.depart(self._leaving.left_s, self._settled))
         late = f"; in {self._leaving.seconds:g} s it could not hand over {lacks}" if lacks else ""
         self._account.events.note("left", self.rank, LEFT + late)
+        log.warning("worker %d has left the run as it was asked to; the others go on%s", self.rank, late)
 
     def _patiently(self, work: Coroutine[Any, Any, Any], ends: bool = False) -> Any:
         """Wait for the communication thread; corrections that arrive meanwhile are added.
