@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import sys
 import threading
 
@@ -181,7 +180,7 @@ def test_the_driver_says_how_large_device_memory_is():
     cuda = Cuda()
     address = cuda.malloc(1 << 20)
     size = cuda.size(address)
-    cuda.do("cudaFree", ctypes.c_void_p(address))
+    cuda.free(address)
     assert size is not None
     assert 1 << 20 <= size < 1 << 22
 

@@ -179,6 +179,40 @@ def test_device_memory_is_kept_until_those_who_might_write_it_are_well_or_dead(m
     assert ours._spare[0] is vector  # it is used again, and not freed: a peer may have it open
 
 
+class Library:
+    """Stands for CUDA."""
+
+    def __init__(self) -> None:
+        self.made, self.freed = 0, []
+
+    def malloc(self, size: int) -> int:
+        self.made += 1
+        return 4096 * self.made
+
+    def handle(self, address: int) -> bytes:
+        return bytes(64)
+
+    def free(self, address: int) -> None:
+        self.freed.append(address)
+
+
+def test_device_memory_that_peers_may_have_open_is_used_again_and_freed_at_the_end(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    ours = Windows()
+    ours.device, ours.cuda = torch.device("cuda", 0), Library()
+    shown = ours._device_window(100).locator  # and nobody holds it any more
+    other, again = ours._device_window(200), ours._device_window(100)
+    assert again.locator == shown != other.locator
+    assert ours.known(shown) is again
+    del other
+    assert not ours.cuda.freed
+    ours.clear()
+    assert ours.cuda.freed == [8192]
+    del again
+    assert ours.cuda.freed == [8192, 4096]
+
+
 def test_windows_that_are_given_back_and_kept_open_are_few():
     ours = Windows()
     for size in range(1, 30):

@@ -10,6 +10,8 @@ or the 64 bytes of a CUDA handle.
 A peer that was thought lost may still write into a window it had been shown. A window of a transfer that
 failed is therefore not used again (`retire`). Host memory is simply let go: the peer's mapping keeps its own
 pages. Device memory would be given to somebody else, so it waits until that peer is known to have ended.
+Nor is it freed before the worker leaves: peers keep it open, and CUDA does not say what becomes of other
+memory at the same address. The next window of its size takes it.
 """
 
 from __future__ import annotations
@@ -144,12 +146,26 @@ class Cuda:
         self.do("cudaMalloc", ctypes.byref(address), ctypes.c_size_t(size))
         return int(address.value or 0)
 
+    def free(self, address: int) -> None:
+        """The end of it."""
+        self.do("cudaFree", ctypes.c_void_p(address))
+
+    def handle(self, address: int) -> bytes:
+        """What another process opens it by."""
+        handle = _Handle()
+        self.do("cudaIpcGetMemHandle", ctypes.byref(handle), ctypes.c_void_p(address))
+        return bytes(handle)
+
     def open(self, handle: bytes) -> int:
         """Another process's memory, by the handle of cudaIpcGetMemHandle."""
         address = ctypes.c_void_p()
         shared = _Handle((ctypes.c_ubyte * 64)(*handle))
         self.do("cudaIpcOpenMemHandle", ctypes.byref(address), shared, ctypes.c_uint(1))  # other devices' too
         return int(address.value or 0)
+
+    def close(self, address: int) -> None:
+        """The end of another process's memory here."""
+        self.do("cudaIpcCloseMemHandle", ctypes.c_void_p(address))
 
     def size(self, address: int) -> int | None:
         """How much memory begins here, as the driver knows; None: it does not say."""
@@ -169,31 +185,24 @@ class DeviceWindow:
 
     kind = DEVICE
     number: int
-    locator: Note  # what a peer opens it by
 
-    def __init__(self, device: torch.device, address: int, size: int, end: Callable[..., None]) -> None:
+    def __init__(
+        self, device: torch.device, address: int, size: int, end: Callable[[int], None], locator: Note = ()
+    ) -> None:
         self.device, self._address = device, address
-        self._end = functools.partial(end, ctypes.c_void_p(address))
+        self._end = functools.partial(end, address)
+        self.locator = locator  # what a peer opens it by, where it is this process's own
+        if locator:
+            self.number = int(locator[1])
+            _made[self.number] = self
         interface = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
         self.__cuda_array_interface__ = interface
-
-    @classmethod
-    def make(cls, cuda: Cuda, device: torch.device, size: int) -> DeviceWindow:
-        """A new one."""
-        with torch.cuda.device(device):
-            address, handle = cuda.malloc(size), (ctypes.c_ubyte * 64)()
-            window = cls(device, address, size, functools.partial(cuda.do, "cudaFree"))
-            cuda.do("cudaIpcGetMemHandle", handle, ctypes.c_void_p(address))
-        window.number = next(_numbers)
-        window.locator = (KINDS.index(DEVICE), window.number, os.getpid(), size, *handle)
-        _made[window.number] = window
-        return window
 
     @classmethod
     def open(cls, cuda: Cuda, device: torch.device, size: int, handle: bytes) -> DeviceWindow:
         """A peer's; OSError if it cannot be opened, or is smaller than the peer says."""
         with torch.cuda.device(device):
-            window = cls(device, cuda.open(handle), size, functools.partial(cuda.do, "cudaIpcCloseMemHandle"))
+            window = cls(device, cuda.open(handle), size, cuda.close)
             real = cuda.size(window._address)
             if real is not None and real < size:
                 raise OSError(f"it has {real} bytes, not {size}")
@@ -228,10 +237,12 @@ class Windows:
         self._spare: list[Tensor] = []  # windows for vectors that lie elsewhere, free to be borrowed
         # Device memory that peers might still write; since when each of them is known to be well or dead.
         self._retired: list[tuple[Tensor, dict[int, float | None]]] = []
+        self._unused: list[tuple[int, Note]] = []  # device memory without a vector, which peers may have open
+        self._cleared = False
         if self.device is not None:
             try:
                 self.cuda = Cuda()
-                self._probes.append(DeviceWindow.make(self.cuda, self.device, PROBE_BYTES))
+                self._probes.append(self._device_window(PROBE_BYTES))
             except (OSError, RuntimeError) as error:
                 self.cuda = None
                 log.warning("no device windows: %s; vectors go through host memory", error)
@@ -256,7 +267,7 @@ class Windows:
             try:
                 if self.cuda is None:
                     return torch.empty(numel, dtype=dtype, device=self.device)
-                return self._vector(DeviceWindow.make(self.cuda, self.device, size), numel, dtype)
+                return self._vector(self._device_window(size), numel, dtype)
             except (OSError, torch.cuda.OutOfMemoryError) as error:
                 if empty is None:
                     free, _ = torch.cuda.mem_get_info(self.device)
@@ -266,6 +277,34 @@ class Windows:
                     ) from None
                 empty()
         raise AssertionError
+
+    def _device_window(self, size: int) -> DeviceWindow:
+        """One that is not used any more, or a new one."""
+        assert self.cuda is not None
+        assert self.device is not None
+        with torch.cuda.device(self.device):
+            for address, locator in self._unused:
+                if locator[3] == size:
+                    self._unused.remove((address, locator))
+                    torch.cuda.synchronize()  # whoever queued something with it last
+                    return DeviceWindow(self.device, address, size, self._ended(locator), locator)
+            address = self.cuda.malloc(size)
+            try:
+                handle = self.cuda.handle(address)
+            except OSError:
+                self.cuda.free(address)
+                raise
+        locator = (KINDS.index(DEVICE), next(_numbers), os.getpid(), size, *handle)
+        return DeviceWindow(self.device, address, size, self._ended(locator), locator)
+
+    def _ended(self, locator: Note) -> Callable[[int], None]:
+        def ended(address: int) -> None:
+            if self._cleared and self.cuda is not None:
+                self.cuda.free(address)
+            else:
+                self._unused.append((address, locator))
+
+        return ended
 
     def _vector(self, window: Window, numel: int, dtype: torch.dtype) -> Tensor:
         memory = window.memory()
@@ -387,6 +426,9 @@ class Windows:
         self._peers.clear()
         self._spare.clear()
         self._probes.clear()
+        self._cleared = True
+        while self._unused and self.cuda is not None:
+            self.cuda.free(self._unused.pop()[0])
 
 
 def is_locator(note: Note) -> bool:

@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 
 from freewheel.errors import ConfigError, first_line
 from freewheel.fabric.windows import Cuda as CudaLibrary
-from freewheel.fabric.windows import DeviceWindow, HostWindow
+from freewheel.fabric.windows import HostWindow
 from freewheel.runtime.doctor.bandwidth import LinkFigure, loopback, measuring
 from freewheel.runtime.membership.hosts import listen
 
@@ -151,8 +151,11 @@ def _said(path: str | Path, pattern: str) -> re.Match[str] | None:
 
 
 def _share(cuda: bool) -> None:
-    """Make a window, and open it the way a peer does; make one of the first device."""
+    """Make a window, and open it the way a peer does; make what one of the first device needs."""
     window = HostWindow.make(mmap.PAGESIZE)
     HostWindow.open(os.getpid(), mmap.PAGESIZE, window.fd)
     if cuda:
-        DeviceWindow.make(CudaLibrary(), torch.device("cuda", 0), mmap.PAGESIZE)
+        library = CudaLibrary()
+        address = library.malloc(mmap.PAGESIZE)
+        library.handle(address)
+        library.free(address)
