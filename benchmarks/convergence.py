@@ -47,12 +47,14 @@ Row = dict[str, Any]
 
 @dataclass
 class Small(tasks.Cifar10):
-    """CIFAR-10 at 16×16 pixels, 4,000 of its test images, and a net of 15,000 weights.
+    """CIFAR-10 at 16×16 pixels, 4,000 of its test images, and a net of 15,000 weights, or a VGG of 73,000.
 
-    Settings: those of cifar10, and norm (batch or group: statistics of a batch, or of each image alone).
+    Settings: those of cifar10 but net (convs: three convolutions; vgg: six, and pooling), and norm (batch or
+    group: statistics of a batch, or of each image alone).
     """
 
     augment: bool = False
+    net: str = "convs"  # type: ignore[assignment]
     norm: str = "batch"
 
     def prepare(self, workers: int, seed: int) -> None:
@@ -63,13 +65,18 @@ class Small(tasks.Cifar10):
             self.test_labels = self.test_labels[:4000]
 
     def model(self) -> nn.Module:
-        """Three convolutions."""
+        """Three convolutions, or three times two with pooling behind them."""
         norms = {"batch": nn.BatchNorm2d, "group": partial(nn.GroupNorm, 4)}
+        convs = [(3, 16, 1), (16, 32, 2), (32, 32, 1)]
+        if self.net == "vgg":
+            convs = [(3, 16, 1), (16, 16, 1), (16, 32, 1), (32, 32, 1), (32, 64, 1), (64, 64, 1)]
         layers: list[nn.Module] = []
-        for inputs, outputs, stride in ((3, 16, 1), (16, 32, 2), (32, 32, 1)):
+        for at, (inputs, outputs, stride) in enumerate(convs):
             layers.append(nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False))
             layers += [norms[self.norm](outputs), nn.ReLU()]
-        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10))
+            if self.net == "vgg" and at % 2:
+                layers.append(nn.MaxPool2d(2))
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(convs[-1][1], 10))
 
 
 def halved(images: Tensor) -> Tensor:
