@@ -11,7 +11,7 @@ demo: $(INSTALLED)
 	$(BIN)/freewheel demo
 
 test: demo check
-	$(BIN)/pytest -n 2 || $(BIN)/pytest --last-failed --last-failed-no-failures none
+	$(BIN)/pytest -n 3 || $(BIN)/pytest --last-failed --last-failed-no-failures none
 	$(BIN)/pytest -m alone
 
 check: $(TOOLS)
