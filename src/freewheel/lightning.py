@@ -41,7 +41,6 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
     # -- hooks, in the order in which they are called --
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Tell the trainer which worker it is."""
         strategy, place = trainer.strategy, self._place
         if not hasattr(strategy, "guest"):
             if type(strategy).__name__ != "SingleDeviceStrategy":
@@ -62,7 +61,7 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
                 one.disable()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Join the others, and share out the data."""
+        """Join the others, and let the data be dealt."""
         self._guest = Guest(attach(pl_module, trainer.optimizers, self._strategy, **self._settings))
         trainer.strategy.guest = self._guest
         self._budget = trainer.max_steps
@@ -70,13 +69,12 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
             self._deal(trainer, self._guest)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-        """Who comes late learns from its first batch how far the others are."""
+        """A late worker learns from its first batch how far the others are."""
         self._catch_up(trainer, pl_module)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Count what all have done."""
         guest = self._inside
         self._catch_up(trainer, pl_module, after=True)
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
@@ -88,7 +86,7 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
         self._hear(trainer)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
-        """An epoch that had no batch for this worker has ended, too."""
+        """Also of an epoch that had no batch for this worker."""
         self._hear(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -109,11 +107,10 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
         return {"position": self._guest.position() if self._guest is not None else None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on there."""
         self._position = state_dict["position"]
 
     def _deal(self, trainer: Any, guest: Guest) -> None:
-        """Put what is dealt to this worker in the place of the trainer's DataLoader."""
+        """Replace the trainer's DataLoader by what is dealt to this worker."""
         fit = trainer.fit_loop
         combined, fetcher = fit._combined_loader, fit._data_fetcher
         several, reloads = len(combined.flattened) != 1, trainer.reload_dataloaders_every_n_epochs
@@ -149,7 +146,7 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
             iter(fetcher)  # else the epoch does, as it begins
 
     def _skip(self, trainer: Any, over: int) -> None:
-        """Let epochs be over in which the others have left nothing to this worker that comes late."""
+        """A late worker: count as over the epochs of which the others have left it nothing."""
         for count in (trainer.fit_loop.epoch_progress.current, trainer.fit_loop.epoch_progress.total):
             for name in ("ready", "started", "processed", "completed"):
                 setattr(count, name, getattr(count, name) + over)
@@ -175,7 +172,7 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
 
 
 def ranked(base: Any) -> Any:
-    """The strategy of one device as that of one of several workers, each with a device of its own."""
+    """The strategy of one device for one of several workers, each with a device of its own."""
 
     class FreewheelStrategy(base):  # type: ignore[misc]
         """Knows its rank, and what a checkpoint has to hold."""
@@ -184,11 +181,10 @@ def ranked(base: Any) -> Any:
 
         @property
         def is_global_zero(self) -> bool:
-            """Whether this worker writes checkpoints and logs."""
             return bool(self.global_rank == 0)
 
         def lightning_module_state_dict(self) -> dict[str, Any]:
-            """What a checkpoint has: the mean of all workers' weights."""
+            """A checkpoint has the mean of all workers' weights."""
             if self.guest is not None and self.guest.inside and self.is_global_zero:
                 return self.guest.worker.consensus().state_dict()
             own: dict[str, Any] = super().lightning_module_state_dict()

@@ -40,7 +40,6 @@ class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
     # -- hooks, in the order in which they are called --
 
     def on_init_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Look at what the Trainer has found."""
         found = args.distributed_state
         if args.parallel_mode.value != "not_parallel" or found.num_processes > 1:
             raise ConfigError(
@@ -58,7 +57,7 @@ class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
         state.is_local_process_zero = local_rank() == 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Join the others, and share out the data."""
+        """Join the others, and let the data be dealt."""
         plateau = isinstance(given["lr_scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau)
         if plateau and self._place.world_size > 1:
             raise ConfigError(
@@ -76,11 +75,10 @@ class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = guest.passes is not None and guest.passes.over
 
     def on_step_begin(self, args: Any, state: Any, control: Any, lr_scheduler: Any, **given: Any) -> None:
-        """Who comes late learns from its first batch how far the others are."""
+        """A late worker learns from its first batch how far the others are."""
         self._inside.catch_up(lr_scheduler, 1, lr_scheduler.step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, lr_scheduler: Any, **given: Any) -> None:
-        """Count what all have done."""
         guest = self._inside
         guest.catch_up(lr_scheduler, 1, lr_scheduler.step, after=True)
         if guest.steps(after=True) >= state.max_steps or guest.worker.stopped:
@@ -99,7 +97,6 @@ class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
         self._one_writes(state, control)
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Let the checkpoint have the mean of all workers' weights."""
         guest = self._inside
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if guest.inside and self._place.rank == 0 and folder.is_dir():
@@ -119,7 +116,7 @@ class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
             save(model, Path(args.output_dir))
 
     def _deal(self, guest: Guest, args: Any, state: Any, train_dataloader: Any) -> None:
-        """Put what is dealt to this worker in the place of the Trainer's DataLoader."""
+        """Replace the Trainer's DataLoader by what is dealt to this worker."""
         epochs = int(args.num_train_epochs)
         whole = args.max_steps <= 0 and epochs == args.num_train_epochs
         per_step = args.gradient_accumulation_steps
@@ -152,14 +149,14 @@ class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
         guest.leave(model)
 
     def _one_writes(self, state: Any, control: Any) -> None:
-        """Evaluations and checkpoints are worker 0's."""
+        """Only worker 0 evaluates and writes checkpoints."""
         if self._place.rank:
             control.should_evaluate = control.should_save = False
         elif control.should_save:
             state.stateful_callbacks[POSITION] = self._inside.position()
 
     def _say_ranks(self) -> None:
-        """Let Accelerate know which worker this is: what only the first one does, only the first one does."""
+        """Tell Accelerate which worker this is: it lets only the first one log and write."""
         if PartialState._shared_state:
             known = PartialState()
             known.process_index, known.local_process_index = self._place.rank, local_rank()

@@ -37,12 +37,12 @@ T = TypeVar("T")
 log = logging.getLogger("freewheel")
 
 STOP: Tag = (RUNTIME, "stop")
-COMING_S = 60.0  # how long a worker that was started again is waited for at the end of a run
+COMING_S = 60.0  # how long the end of a run waits for a worker that was restarted
 GOODBYE_S = 0.5
-CLOSE_S = 10.0  # how long the end of the communication thread is waited for
+CLOSE_S = 10.0  # how long `close` waits for the communication thread to end
 
-# A process that DataLoader forks has none of this one's threads: whoever destroys an inherited store or event
-# loop there waits for one of them, or crashes.
+# A process that DataLoader forks has none of this one's threads: garbage collection of an inherited store or
+# event loop would wait for one of them there, or crash.
 os.register_at_fork(after_in_child=gc.freeze)
 
 
@@ -61,43 +61,40 @@ class Agent:
         self.me, self.strategy = me, strategy.copy()
         self.inventory, self.replica = inventory, inventory.replica
         self.failure: BaseException | None = None
-        self.stopped = False  # whether a worker has asked all to
-        self.late = False  # whether this worker comes into a run that goes on already
-        self.leaving = False  # whether it is about to leave it
-        self.first: tuple[int, ...] = (me.rank,)  # whom the run begins with
-        self.lacking: dict[int, str] = {}  # why some who were to have a part in the run have none
+        self.stopped = False  # whether a worker has asked all to stop
+        self.late = False  # whether this worker joins a run that is training already
+        self.leaving = False
+        self.first: tuple[int, ...] = (me.rank,)  # the ranks that the run begins with
+        self.lacking: dict[int, str] = {}  # why workers that belong to the run have no part in it
         tls = keys.contexts(Path(settings.tls)) if settings.tls else None
         self._tasks: set[asyncio.Task[Any]] = set()
-        self._waited_for = set[int]()  # silent workers of whom that was said
+        self._waited_for = set[int]()  # silent workers that were logged
         self.loaders: dict[str, int] = {}  # how many of a kind there are: all make them in the same order
         self.counters = Counters()
         self.events = events
         self._runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
         self.loop = self._runner.get_loop()
-        self._over: asyncio.Future[str] = self.loop.create_future()  # with what is said as goodbye
+        self._over: asyncio.Future[str] = self.loop.create_future()  # its result is said as goodbye
         self._thread = threading.Thread(target=self._run, name="freewheel", daemon=True)
         self._thread.start()
         self.call(self._make(settings, tls, score))
 
-    # -- from the training thread --
+    # -- from the training thread; coroutines run in the communication thread --
 
     @property
     def alive(self) -> bool:
-        """Whether the communication thread runs."""
         return self._thread.is_alive()
 
     def begin(self, work: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Start a coroutine in the communication thread."""
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the communication thread and wait for it."""
         return self.begin(work).result()
 
     def wait(
         self, work: Coroutine[Any, Any, T], given_up: Callable[[], bool] = lambda: False, poll_s: float = 0.2
     ) -> T | None:
-        """The same, but not if something has failed beside training; None: it was given up."""
+        """As `call`, but raises what fails beside training; None once `given_up` says so."""
         asked = self.begin(work)
         try:
             while True:
@@ -110,7 +107,7 @@ class Agent:
             asked.cancel()
 
     def check(self, failure: BaseException | None = None) -> None:
-        """Raise what failed, beside training unless given; what a lost worker means to those who need it."""
+        """Raise what failed beside training, or this; WorkerLost for a peer the strategy needs."""
         failure = failure or self.failure
         if isinstance(failure, PeerLost):
             raise WorkerLost(
@@ -122,7 +119,6 @@ class Agent:
             raise failure
 
     def close(self, why: str) -> None:
-        """Say goodbye, end everything, end the thread."""
         if self._thread.is_alive():
             self.loop.call_soon_threadsafe(self._over.set_result, why)
             self._thread.join(CLOSE_S)
@@ -192,11 +188,11 @@ class Agent:
             self.failure = error
 
     def _outlived(self) -> None:
-        """A later life of this worker is in the run, and writes what is written of it."""
+        """A later incarnation of this worker is in the run, and writes the records."""
         self.events.muted, self.failure = True, Outlived(self.me.rank)
 
     def lack(self, absent: Mapping[int, str]) -> None:
-        """Say, once, who has no part in the run. Any thread may."""
+        """Report once that these workers have no part in the run. Any thread may call it."""
         for peer, why in absent.items():
             if self.lacking.get(peer) != why:
                 self.lacking[peer] = why
@@ -204,18 +200,17 @@ class Agent:
                 self.events.note("failed", peer, why)
 
     def stop(self) -> None:
-        """Let the loaders of all workers end after their current batch."""
         self.stopped = True
         for peer in self.fabric.others:
             self.loop.call_soon_threadsafe(self.fabric.post, peer, STOP)
 
     async def waits_for_finished(self) -> int | None:
-        """A worker that is waited for although its loop has ended: all it sent before it said so is here."""
+        """A peer that is awaited although its loop has ended; it had sent all before it said so."""
         awaited = {peer for peer, _ in self.fabric.waits()}
         return next((peer for peer in awaited if peer is not None and self.ending.has_ended(peer)), None)
 
     async def hold_still(self, into: Tensor) -> dict[str, Tensor]:
-        """While training waits: copy the weights into a vector; copies of the strategy's vectors."""
+        """While training waits: copy the weights into a vector, and return copies of the strategy's."""
         self.replica.still(into)
         return {name: vector.clone() for name, vector in self.strategy.vectors().items()}
 
@@ -224,8 +219,8 @@ class Agent:
     async def finish(self, rendezvous: Rendezvous | None = None) -> Answer:
         """Wait until all loops have ended and nothing is under way; return the mean weights and buffers.
 
-        One that was started again and is on its way is waited for: it would find nobody. So is one that is
-        out of reach though its process is there: held up by a long call, or stopped; or this worker was.
+        Waits also for workers that were restarted and are on their way (they would find nobody), and for
+        silent ones whose process accepts connections: a long call or a stop holds up one of the two.
         """
         self.node.end_calls()
         if self.node.view.number:  # else all began together, and must end together
@@ -251,9 +246,9 @@ class Agent:
         return answer
 
     async def depart(self, within_s: float, settled: bool) -> str:
-        """Leave before the others: hand back, hand over, say goodbye. What was not done in time, in words.
+        """Leave before the others: return leases, hand over, say goodbye; return in words what was not done.
 
-        `settled`: the strategy has done its part in the last step; if not, it cannot hand over.
+        `settled`: the strategy has done its part in the last step; without that it cannot hand over.
         """
         self.node.end_calls()
         works = {"what it held of the data": self.dealing.give_back()}
@@ -276,13 +271,12 @@ class Agent:
         return " and ".join(lacks)
 
     def _awaited(self, rendezvous: Rendezvous) -> bool:
-        """Whether somebody is on its way, or silent though its process takes connections."""
+        """Whether a worker is on its way, or silent while its process accepts connections."""
         fabric = self.fabric
-        for peer in set(fabric.lives).difference(fabric.members, fabric.left):
-            if rendezvous.listens(peer):
-                if peer not in self._waited_for:
-                    text = "worker %d: worker %d is out of reach, but its process is there; waiting"
-                    log.warning(text, self.me.rank, peer)
-                self._waited_for.add(peer)
-                return True
+        for peer in filter(rendezvous.listens, set(fabric.lives).difference(fabric.members, fabric.left)):
+            if peer not in self._waited_for:
+                text = "worker %d: worker %d is out of reach, but its process is there; waiting"
+                log.warning(text, self.me.rank, peer)
+            self._waited_for.add(peer)
+            return True
         return bool(rendezvous.coming(dict(fabric.lives)))

@@ -1,11 +1,11 @@
-"""What workers ask each other beside training: parts of the answer, copies for who joins, means of scripts.
+"""What workers ask each other beside training: parts of the answer, copies for joiners, means of scripts.
 
 The worker that is asked goes on training. Weights travel as vectors do; all else as bytes, in its own type.
-The answer, the mean of all parts, is taken together at the end, or by one that asks the others.
+At the end of a run all take the mean of all parts together; during it, one worker asks the others.
 
 Of what scripts measure or keep (metrics, an average of weights of their own) each worker keeps what it last
-said under a name, and whoever wants the mean asks all others for theirs. So nobody's training waits; one that
-wants everybody's waits until all have said as much under that name.
+said under a name, and a worker that wants the mean asks all others for theirs. So nobody's training waits;
+with `wait`, the one that asks waits until all have said as much under that name.
 """
 
 import asyncio
@@ -35,20 +35,20 @@ from freewheel.runtime.worker.tensor_codec import Asking, Reply
 from freewheel.strategy import Strategy
 
 MODEL = "model"
-PART, OWN, COPY = range(3)  # a part in the answer, a worker's own weights, all one that joins begins with
+PART, OWN, COPY = range(3)  # a part in the answer, a worker's own weights, all that a joiner begins with
 NO_ANSWER = "no worker that holds the answer is left."
 TRIES = 5
 MEAN = "mean"
-FEW = 64  # so many numbers travel as they are; more in the type of the weights
+FEW = 64  # up to so many numbers travel in float64; more in the type of the weights
 AGAIN_S = 0.02  # between two questions for one mean
-WARN_S = 10.0  # after which it is said who is waited for
-STUCK_S = 3.0  # after which the one of two that waits for a mean does without the one that waits to merge
+WARN_S = 10.0  # after which a warning says which worker is awaited
+STUCK_S = 3.0  # after which a mean does without a peer that is waiting to merge with this worker
 
 log = logging.getLogger("freewheel")
 
 
 class Answers:
-    """What one worker tells of its model, and asks of the others'. In the communication thread."""
+    """One worker's answers about its model, and its questions to others. In the communication thread."""
 
     def __init__(self, asking: Asking, node: NodeDriver, strategy: Strategy, inventory: Inventory) -> None:
         self._asking, self._fabric, self._node = asking, asking.fabric, node
@@ -58,10 +58,10 @@ class Answers:
 
     async def _tell(self, what: int) -> Reply:
         vector = await self._weights(what) if self.ready else None
-        if what != COPY:
-            rest = tensor_codec.pack(self._inventory.buffers())
+        if what == COPY and vector is not None:
+            rest = await self._rest()
         else:
-            rest = tensor_codec.pack({}) if vector is None else await self._rest()
+            rest = tensor_codec.pack({} if what == COPY else self._inventory.buffers())
         return (self._fabric.counters.steps,), vector, rest
 
     async def _weights(self, what: int) -> Tensor | None:
@@ -70,7 +70,7 @@ class Answers:
         return await (self._node.weights() if what == OWN else self._strategy.answer(self._node))
 
     async def _rest(self) -> Tensor:
-        """Buffers, frozen parameters and the optimizer's state, read beside training, step or not."""
+        """Buffers, frozen parameters and the optimizer's state, read although training may be in a step."""
         found: dict[str, Any] = {"fixed": self._inventory.fixed()}
         for _ in range(TRIES):
             try:
@@ -84,7 +84,7 @@ class Answers:
         return tensor_codec.pack(found)
 
     async def mean(self, members: Sequence[int], tag: Tag) -> Answer:
-        """The mean of these workers, who all take it now; the first makes that of buffers, if they differ."""
+        """The mean of these workers, who all call this; the first averages the buffers, if they differ."""
         fabric, (first, *others), part = self._fabric, members, await self._weights(PART)
         buffers = self._inventory.buffers()
         packed = tensor_codec.pack(buffers)
@@ -112,7 +112,7 @@ class Answers:
         return weights, mean.result()
 
     async def consensus(self) -> Answer:
-        """The mean of all workers, collected by this one; nobody's training waits."""
+        """The mean of all workers, collected by this one alone."""
         weights, parts, buffers = None, 0, TensorMean(buffers=True)
         async for _, part, their_buffers, _ in self.parts():
             buffers.add(their_buffers)
@@ -127,7 +127,7 @@ class Answers:
     async def parts(
         self, own: bool = False
     ) -> AsyncIterator[tuple[int, Tensor | None, dict[str, Tensor], int]]:
-        """Of every worker: rank, part in the answer (or its own weights), buffers, steps. Own the vectors."""
+        """Of every worker: rank, part in the answer (`own`: its weights), buffers, steps. Own the vectors."""
         fabric, what = self._fabric, OWN if own else PART
         own_part = await self._weights(what), self._inventory.buffers(), fabric.counters.steps
         asked = {peer: asyncio.ensure_future(self._asking.ask(peer, MODEL, what)) for peer in fabric.others}
@@ -148,7 +148,7 @@ class Answers:
                 asking.cancel()
 
     async def copy(self, source: int | None = None) -> bool:
-        """Become a copy of a living worker; False: nobody has anything to copy, and others wait for this."""
+        """Become a copy of a living worker; False where nobody has weights and this one is to begin."""
         while not await self.copy_once(source):
             if self._fabric.members[0] == self._fabric.rank:
                 return False
@@ -156,7 +156,7 @@ class Answers:
         return True
 
     async def copy_once(self, source: int | None = None) -> bool:
-        """Become a copy of a living worker, the source first, if one has begun."""
+        """As `copy`, in one round over the others, `source` first; False if none could be copied."""
         for peer in sorted(self._fabric.others, key=lambda peer: peer != source):
             try:
                 weights, rest = await self._asking.ask(peer, MODEL, COPY, holds=dict)
@@ -184,7 +184,7 @@ class Answers:
 
 
 class Means:
-    """One worker's part in means. In the communication thread."""
+    """One worker's part in the means of scripts. In the communication thread."""
 
     def __init__(
         self,
@@ -195,9 +195,9 @@ class Means:
         begun: Callable[[], bool],
     ) -> None:
         self._asking, self._fabric, self._dtype = asking, asking.fabric, dtype
-        # Whose loop has ended; whom this worker merges with just now; whether it can say anything.
+        # Whether a peer's loop has ended; the members of the merge under way; whether training has begun.
         self._ended, self._merging, self._begun = ended, merging, begun
-        self._said: dict[int, tuple[int, list[Tensor]]] = {}  # by name: how often, the last two times what
+        self._said: dict[int, tuple[int, list[Tensor]]] = {}  # by name: how often, and the last two values
         asking.serve(MEAN, 2, self._answer)
 
     async def _answer(self, name: int, turn: int) -> Reply:
@@ -210,10 +210,10 @@ class Means:
         return (times, self._begun(), *self._merging()), None, tensor_codec.pack(found)
 
     async def mean(self, value: Tensor, name: str, wait: bool) -> Tensor:
-        """The mean of what all have said under a name; `wait`: as often as this worker."""
+        """The mean of what all have said under a name; `wait`: until all have said as much as this worker."""
         key = number(f"mean/{name}") >> 14
         times, kept = self._said.get(key, (0, []))
-        if wait and not kept:  # one that was started again goes on where the others are
+        if wait and not kept:  # after a restart: go on where the others are
             for peer in self._fabric.others:
                 with contextlib.suppress(PeerLost):
                     message, _ = await self._asking.ask(peer, MEAN, key, 0)
@@ -234,7 +234,6 @@ class Means:
         return total.div_(count)
 
     async def _theirs(self, peer: int, name: str, key: int, turn: int) -> Tensor | None:
-        """What a worker has said; None: nothing."""
         clock = asyncio.get_running_loop().time
         warn_s, stuck_s = clock() + WARN_S, math.inf
         while True:
@@ -251,7 +250,7 @@ class Means:
             if clock() > warn_s:
                 warn_s = math.inf
                 log.warning("waits for worker %d to call worker.mean for %r, too", peer, name)
-            # It may wait for this worker's next step, which comes after the mean, or never.
+            # The peer waits for this worker's next step, which comes after the mean: a deadlock.
             stuck = self._fabric.rank in merging and not self._merging()
             stuck_s = min(stuck_s, clock() + STUCK_S) if stuck else math.inf
             if clock() > stuck_s:
@@ -261,7 +260,6 @@ class Means:
 
 
 def flat(value: Any) -> Tensor:
-    """Numbers, tensors, lists and dicts of them as one vector."""
     parts = [torch.empty(0, dtype=torch.float64)]
     for one in pytree.tree_leaves(value):
         if isinstance(one, bool) or not isinstance(one, Tensor | int | float):
@@ -274,13 +272,12 @@ def flat(value: Any) -> Tensor:
 
 
 def unnamed(value: Any, caller: FrameType) -> str:
-    """What to call a mean without a name: the line that asks for it, and the keys of what it is of."""
+    """The name of a mean that has none: the line of the call, and a digest of the value's keys."""
     keys = zlib.crc32(str(pytree.tree_structure(value)).encode())
     return f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno} ({keys:x})"
 
 
 def shaped(vector: Tensor, like: Any) -> Any:
-    """A vector in the form of what it was made of."""
     at = 0
 
     def piece(one: Any) -> Any:
@@ -297,5 +294,5 @@ def shaped(vector: Tensor, like: Any) -> Any:
 
 
 def _stays(value: Any) -> bool:
-    """Whether it has no mean: a mask, whose infinities are meant."""
+    """Whether a value is not averaged: a mask, whose infinities are meant."""
     return isinstance(value, Tensor) and value.ndim > 0 and not bool(value.isfinite().all())

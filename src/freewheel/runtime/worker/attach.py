@@ -130,7 +130,7 @@ class Life:
         self._leaving.watch()
 
     def _meet(self, options: Options, settings: Settings, life: int) -> bool:
-        """Come together with the others and begin with the same weights; False: nobody has them any more."""
+        """Join the others and begin with the same weights; False where nobody has weights left to copy."""
         entry, model, store = Entry(Beginning(0, (self.rank,)), late=False, back=False), "", self._store
         if store is not None:
             entry = store.enter(life, self._strategy)
@@ -143,15 +143,7 @@ class Life:
         gradients = self._strategy.defines("before_step")  # are averaged
         longest = self._replica.gradients.size if gradients else self._replica.size
         me = Identity(
-            key,
-            self.rank,
-            most,
-            life,
-            self._version,
-            model,
-            longest,
-            wire=settings.wire,
-            place=windows.place(),
+            key, self.rank, most, life, self._version, model, longest, settings.wire, windows.place()
         )
         agent = Agent(me, self._inventory, self._strategy, settings, account.score, account.events)
         self._agents = agent
@@ -227,7 +219,6 @@ class Life:
                 leaving.unwatch()
 
     def _end_well(self) -> None:
-        """The loop has ended: wait for the others, and take the mean."""
         account = self._account
         account.ended()
         self._agent.check()
@@ -260,7 +251,7 @@ class Life:
             self._agent.loop.call_soon_threadsafe(self._agent.node.farewells.announce)
 
     def _between(self) -> None:
-        """Nothing is half done: leave here, if that was asked for and nothing would be lost."""
+        """At a moment when nothing is half done: leave, if asked to and nothing would be lost."""
         leaving, agent = self._leaving, self._agent
         if leaving.asked and (leaving.half_over or agent.strategy.settled(agent.node)):
             self.__exit__(Left, left := Left(), None)
@@ -277,7 +268,7 @@ class Life:
     def _patiently(self, work: Coroutine[Any, Any, Any], ends: bool = False) -> Any:
         """Wait for the communication thread; corrections that arrive meanwhile are added.
 
-        `ends`: None, where this worker is to leave and has waited for the others for half of its time.
+        `ends`: give up, with None, where this worker is to leave and half of its time is over.
         """
 
         def add() -> bool:
@@ -290,7 +281,6 @@ class Life:
 
 
 def farewell(failure: BaseException | None) -> str:
-    """What a worker tells the others as it goes."""
     if failure is None or isinstance(failure, Diverged):
         return FINISHED if failure is None else str(failure)
     said = f": {failure}" if isinstance(failure, FreewheelError) else ""
@@ -473,7 +463,6 @@ class Worker(Life):
         return self.consensus()
 
     def _unfinished(self, why: RunStopped) -> bool:
-        """The script has ended: the others are not to wait for this worker."""
         inside, left = self._inside, self._leaving.asked
         if inside:
             error = Left() if left else why

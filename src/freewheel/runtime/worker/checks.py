@@ -1,8 +1,8 @@
 """Mistakes of scripts that would otherwise be noticed late, or never, are refused where they are made.
 
-First those with a model and its optimizers, one or several that make a step together. Then what would be
-merged by accident, or never: `load_state_dict` is refused before it changes anything. A script that ends
-without the run's answer is told so, and its exit code is not 0: what it has saved is one worker's own.
+First those with a model and its optimizers (several make one step together). Then what would be merged by
+accident, or never: `load_state_dict` is refused before it changes anything. A script that ends without the
+run's answer is told so, and exits with a code that is not 0: what it has saved is one worker's own.
 """
 
 import atexit
@@ -37,7 +37,7 @@ _guarded = weakref.WeakSet[nn.Module]()
 
 
 def check(model: Any, given: Any, strategy: Strategy, wire: str) -> Optimizer:
-    """What was given as optimizers, as one; refuses what cannot be attached, or is spread over processes."""
+    """Refuse what cannot be attached; return the optimizers as one."""
     if wire != "fp32" and not strategy.defines("meet"):
         raise ConfigError(
             f"wire={wire!r} is for strategies that swap snapshots, such as adpsgd. With {strategy.name} "
@@ -78,16 +78,11 @@ def check(model: Any, given: Any, strategy: Strategy, wire: str) -> Optimizer:
 
 
 def signature(model: nn.Module) -> list[list[Any]]:
-    """Name, shape and type of every trainable parameter."""
-    return [
-        [name, list(parameter.shape), str(parameter.dtype).removeprefix("torch.")]
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
+    trained = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    return [[name, list(one.shape), str(one.dtype).removeprefix("torch.")] for name, one in trained]
 
 
 def first_difference(theirs: list[list[Any]], mine: list[list[Any]], there: str) -> str:
-    """Where two models' signatures begin to differ, in words."""
     for pair in itertools.zip_longest(mine, theirs):
         if pair[0] != pair[1]:
             here, other = (
@@ -99,11 +94,11 @@ def first_difference(theirs: list[list[Any]], mine: list[list[Any]], there: str)
 
 
 def settings(strategy: Strategy, optimizer: Optimizer, seed: int) -> dict[str, str]:
-    """What all workers must have been given alike beside the model; of the optimizer not its rates."""
-    given = {name: str(value) for name, value in strategy.settings().items()}
+    """What must be the same on all workers besides the model; learning rates may differ."""
+    given = ((name, str(value)) for name, value in strategy.settings().items())
     return {
         "strategy": strategy.name,
-        **{name: text for name, text in given.items() if " at 0x" not in text},
+        **{name: text for name, text in given if " at 0x" not in text},
         "optimizer": name_of(optimizer),
         "momentum": "yes" if momentum_of(optimizer) else "no",
         "seed": str(seed),
@@ -111,7 +106,7 @@ def settings(strategy: Strategy, optimizer: Optimizer, seed: int) -> dict[str, s
 
 
 def other_settings(theirs: dict[str, str], mine: dict[str, str], them: str) -> str:
-    """Which settings differ, in words; nothing: none. Those of another strategy are others, of course."""
+    """Which settings differ, in words; empty: none. With another strategy only that is said."""
     names = [name for name in {**mine, **theirs} if theirs.get(name) != mine.get(name)]
     if "strategy" in names:
         names = ["strategy"]
@@ -120,7 +115,7 @@ def other_settings(theirs: dict[str, str], mine: dict[str, str], them: str) -> s
 
 
 class SeveralOptimizers(Optimizer):
-    """Several optimizers as one: their groups, their states. Nobody steps it; they step themselves."""
+    """Several optimizers as one: their groups and states. They step by themselves; this one never does."""
 
     def __init__(self, members: Sequence[Optimizer]) -> None:  # the base's would want parameters of its own
         self.members = tuple(members)
@@ -129,26 +124,22 @@ class SeveralOptimizers(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The groups of all, in order."""
         return [group for one in self.members for group in one.param_groups]
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """What each remembers of its parameters."""
         return {parameter: kept for one in self.members for parameter, kept in one.state.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of all, in order."""
         return {"optimizers": [one.state_dict() for one in self.members]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The way back."""
         for one, state in zip(self.members, state_dict["optimizers"], strict=True):
             one.load_state_dict(state)
 
 
 def joined(given: Any) -> Optimizer:
-    """What `attach` was given as one optimizer: itself where it is one; wrappers are taken off."""
+    """The optimizer or optimizers given to `attach` as one, without their wrappers."""
     found = [_unwrapped(one) for one in (given if isinstance(given, list | tuple) else [given])]
     if not found:
         raise ConfigError("attach takes an optimizer or a list of them second, not an empty list.")
@@ -158,22 +149,20 @@ def joined(given: Any) -> Optimizer:
 
 
 def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """Those that step."""
+    """The optimizers that step."""
     return optimizer.members if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
 
 
 def name_of(optimizer: Optimizer) -> str:
-    """What it is, for people."""
     return "+".join(type(one).__name__ for one in members(optimizer))
 
 
 def parameters(optimizer: Optimizer) -> Iterable[torch.nn.Parameter]:
-    """What it trains."""
     return (one for group in optimizer.param_groups for one in group["params"])
 
 
 def _unwrapped(given: Any) -> Optimizer:
-    """The optimizer whose steps count: a wrapper, as Accelerate and Lightning make them, has it inside."""
+    """The optimizer whose steps count: wrappers, such as Accelerate's and Lightning's, hold it inside."""
     inner = getattr(given, "optimizer", None)
     hooks = getattr(given, "__dict__", {}).get(HOOKS)
     if isinstance(inner, Optimizer) and (hooks is None or hooks is vars(inner).get(HOOKS)):
@@ -197,7 +186,7 @@ register_optimizer_step_pre_hook(_see)  # for good: other threads may be in the 
 
 
 def guard(model: nn.Module, undo: contextlib.ExitStack) -> None:
-    """Let nobody load weights into a model that is attached, until it is undone."""
+    """Refuse load_state_dict on a model that is attached, until `undo`."""
     modules = [one for one in model.modules() if any(w.requires_grad for w in one.parameters(recurse=False))]
     _guarded.update(modules)
     undo.callback(_guarded.difference_update, modules)
@@ -206,7 +195,7 @@ def guard(model: nn.Module, undo: contextlib.ExitStack) -> None:
 
 
 def without_guard(model: nn.Module) -> nn.Module:
-    """A copy of a guarded model, free of the hooks: they would go into its pickle."""
+    """A copy of a guarded model without the hooks, which would go into its pickle."""
     for one in model.modules():
         hooks = one._load_state_dict_pre_hooks
         for key in [key for key, hook in hooks.items() if getattr(hook, "hook", hook) is refuse]:
@@ -215,7 +204,7 @@ def without_guard(model: nn.Module) -> nn.Module:
 
 
 def refuse(module: nn.Module, *_: Any) -> None:
-    """Copies of the model have the hook, too: they are not attached."""
+    """The hook. Copies of the model have it, too, and are not guarded."""
     if module in _guarded:
         raise ConfigError(
             "load_state_dict in the with-block would overwrite weights that other workers average with. "
@@ -224,7 +213,7 @@ def refuse(module: nn.Module, *_: Any) -> None:
 
 
 def warn_outside(optimizer: Optimizer, rank: int | None) -> Callable[[], None]:
-    """Say so once if an attached optimizer steps before its with-block; what is returned ends it."""
+    """Warn once if an attached optimizer steps before its with-block; the function returned ends that."""
     undo = contextlib.ExitStack()
 
     def warn(stepping: Optimizer, *_: Any) -> None:
@@ -241,7 +230,7 @@ def warn_outside(optimizer: Optimizer, rank: int | None) -> Callable[[], None]:
 def watch_end(
     rank: int, leave: Callable[[RunStopped], bool], why: str = "the script ended without worker.finish()"
 ) -> None:
-    """When the script ends, let the worker leave; `leave` says whether it has no answer."""
+    """When the script ends, call `leave`, which says whether this worker is left without an answer."""
     process = os.getpid()
 
     def end() -> None:
@@ -258,9 +247,9 @@ def watch_end(
 
 
 class Refusing:
-    """Standard output that cannot be flushed at the very end: Python then exits with 120.
+    """Standard output whose last flush fails: Python then exits with 120.
 
-    Nothing else changes the exit code so late and lets files be written and other libraries clean up.
+    Nothing else changes the exit code so late and still lets files be written and other libraries clean up.
     """
 
     closed = False
@@ -272,7 +261,6 @@ class Refusing:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """Write what is left, then fail, without a traceback."""
         sys.stdout, sys.unraisablehook = self._stream, lambda _: None
         if self._stream is not None:
             self._stream.flush()

@@ -1,11 +1,12 @@
 """The end of a run: all take one mean and leave together, whoever is lost meanwhile.
 
 The lowest rank within reach leads. When all have said that their loops have ended, it calls them all
-(fabric/calls.py). Does anybody have the mean already? Then it hands it round. Else they wait until every
-message that was sent has arrived, and take the mean. When all have it, all leave.
+(fabric/calls.py). If one has the mean already, it hands it round; else they wait until every message that
+was sent has arrived, and take the mean. When all have it, all leave.
 
 Two that do not reach each other while others reach both get a moment (GRACE_S) to find each other again.
-Whoever has the mean keeps it: if the leader is lost before it said so, the next one hands round the same.
+A worker that has the mean keeps it: if the leader is lost before it said so, the next leader hands round
+the same.
 """
 
 import asyncio
@@ -27,9 +28,9 @@ from freewheel.runtime.worker import tensor_codec
 Answer: TypeAlias = tuple[Tensor, dict[str, Tensor]]  # the mean weights, and the mean buffers
 END: Tag = (RUNTIME, "end")
 POLL_S = 0.05
-DRAIN_S = 10.0  # how long messages that are still under way are waited for
+DRAIN_S = 10.0  # how long to wait for messages that are still under way
 GRACE_S = 3.0  # how long a leader waits for a worker that others reach and it does not
-TRY_S = 20.0  # how long a leader tries before it takes the mean of what it can get by itself
+TRY_S = 20.0  # how long a leader tries before it collects the mean by itself
 
 
 class Ending:
@@ -48,16 +49,15 @@ class Ending:
         self._under_way, self._mean = under_way, mean
         self.answer: Answer | None = None
         self.members: tuple[int, ...] = ()  # whose mean it is
-        self._ended: dict[int, frozenset[int]] = fabric.by_peer()  # whose loop has, and whom it reached then
+        self._ended: dict[int, frozenset[int]] = fabric.by_peer()  # loops that have, and whom each reached
         self._apart_since_s: float | None = None
         self._calls = Calls(fabric, spawn, (*END, "call"), self._agree, self._decided)
-        # From the end of this worker's loop on: done when all have the answer, or with why there is none.
+        # From the end of this worker's loop on; done when all have the answer, or fails with why not.
         self._over: asyncio.Future[None] | None = None
         spawn(hear(fabric, END, self._hear))
         self._calls.serve()
 
     def has_ended(self, peer: int) -> bool:
-        """Whether a worker has said that its loop has ended."""
         return peer in self._ended
 
     def _hear(self, message: Message) -> None:
@@ -67,7 +67,7 @@ class Ending:
         self._ended[message.sender] = reached
 
     async def run(self, somebody_comes: Callable[[], Awaitable[bool]]) -> Answer | None:
-        """This worker's loop has ended: the mean of all, when all have it; None: they do not get together."""
+        """When this worker's loop has ended: the mean that all have; None if they do not get together."""
         loop, end_s = asyncio.get_running_loop(), math.inf
         self._over = loop.create_future()
         while not self._over.done() and loop.time() < end_s:
@@ -84,7 +84,7 @@ class Ending:
         return self.answer
 
     def _all_there(self) -> bool:
-        """Whether the loops of all have ended, and all whom they reach are within reach."""
+        """Whether all loops have ended, and everybody whom those workers reach is within reach."""
         others = self.fabric.members[1:]
         if not all(self.has_ended(peer) for peer in others):
             return False
@@ -102,7 +102,7 @@ class Ending:
 
     async def _agree(self, merge: Merge) -> None:
         if self._over is None:
-            raise NotNow  # it was called before it had ended, by one that takes it for an earlier life
+            raise NotNow  # it has not ended: the caller takes it for an earlier life
         try:
             await self._take_answer(merge.members, merge.tag)
         except PeerLost:

@@ -1,7 +1,7 @@
 """A worker whose training loop belongs to another library: a trainer that draws ahead, counts and schedules.
 
-The trainer's budget and schedule become those of the run: an epoch, a step, a scheduler's step is one of all
-workers together, as it would be if the script ran alone over the same samples.
+The trainer's budget and schedule become the run's: an epoch, a step or a scheduler's step is one of all
+workers together, as if the script ran alone over the same samples.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from freewheel.strategy import Strategy
 
 
 class Guest:
-    """A worker in somebody else's loop, from now on, and what that loop has done of all workers' budget."""
+    """A worker in another library's loop, and how much of that loop's budget all workers have used."""
 
     def __init__(self, worker: Worker) -> None:
         self.worker, self.inside = worker.start(), True
@@ -33,7 +33,7 @@ class Guest:
         self._per_step, self._base, self._first = 1, 0, worker._agent.counters.steps
 
     def leave(self, model: nn.Module) -> None:
-        """End it well; the model then has the mean of all workers' weights."""
+        """End the run well; the model then has the mean of all workers' weights."""
         if not self.inside:
             return
         self._close()
@@ -43,7 +43,6 @@ class Guest:
             torch._foreach_copy_(mine, mean)
 
     def fail(self, error: BaseException) -> None:
-        """End it with an exception of the loop."""
         if self.inside:
             with contextlib.suppress(Exception):  # what failed may be what is needed to say so
                 self._close()
@@ -79,7 +78,7 @@ class Guest:
         return self.passes
 
     def seek(self) -> int:
-        """Where a worker comes late: go to the pass the others are in; how many are over before it."""
+        """A late worker goes to the pass the others are in; returns how many passes were over before it."""
         passes, over = self.passes, 0
         if passes is None or not self.worker._agent.late:
             return over
@@ -89,7 +88,7 @@ class Guest:
         return over
 
     def steps(self, after: bool = False) -> int:
-        """Steps of the plain loop that all have made, as far as is known; `after` one of this worker's."""
+        """Steps of the plain loop made by all workers, as far as is known; `after` a step of this one."""
         # Where all workers step together each must count alike, from its own steps.
         if self.worker._strategy.merges() or self.passes is None:
             own = self.worker._agent.counters.steps - self._first
@@ -116,14 +115,14 @@ class Guest:
                 step()
 
     def position(self) -> dict[str, Any] | None:
-        """Where all workers are in the data, for a checkpoint after a step: plain numbers."""
+        """Where all workers are in the data, as plain data for a checkpoint after a step."""
         if self.passes is None or not self.inside:
             return None
         loader, used = self.passes.loader, self.passes.in_use()
         data = loader.leases.queue.data
 
         async def moment() -> tuple[int, Any]:
-            """How far all are and what is finished, of one moment: others say what they did at any other."""
+            """Steps and ledger of the same moment: others report theirs at any time."""
             data.collect()
             return self.steps(after=True), loader.leases.finished(data.ledger, used)
 
@@ -148,11 +147,11 @@ class GuestCallback:
         self._say_ranks()
 
     def _say_ranks(self) -> None:
-        """Let the trainer's library know which worker this is."""
+        """Tell the trainer's library which worker this is."""
 
     @property
     def worker(self) -> Worker | None:
-        """What `fw.attach` gives, from the beginning of training on."""
+        """What `fw.attach` gives, once training has begun."""
         return self._guest.worker if self._guest is not None else None
 
     @property
@@ -162,11 +161,11 @@ class GuestCallback:
 
 
 class Passes:
-    """The batches dealt to this worker, a pass at each iteration, without a length; else the DataLoader.
+    """The batches dealt to this worker, one pass per iteration, without a length; in all else the DataLoader.
 
-    The loop draws some `ahead` of those it uses: a batch counts as finished so many later, or when the pass
-    has no other. A `bounded` loop makes no more steps in a pass than there are samples for, and a pass can
-    have more, left of earlier ones: it goes on with the pass when it asks for another.
+    The loop draws `ahead` batches more than it has used: a batch counts as finished so many later, or when
+    the pass has no more. A `bounded` loop ends a pass after as many steps as there are samples for; where a
+    pass has more, left over from earlier ones, the next iteration goes on with it.
     """
 
     def __init__(self, loader: Loader, given: Any, ahead: int, bounded: bool) -> None:
@@ -174,7 +173,7 @@ class Passes:
         self.early = 0  # batches that count as finished and which the loop may not have used yet
         self._drawn = 0
         self._pass: Iterator[Any] | None = None
-        self._again: tuple[Any, ...] = ()  # was drawn and is to be given again
+        self._again: tuple[Any, ...] = ()  # a batch that was drawn and is to be given again
         self._newest: Any = None
         leases = loader.leases
         self._finish, self._more = leases.finish, leases.more
@@ -185,7 +184,7 @@ class Passes:
 
     def __iter__(self) -> Iterator[Any]:
         if self._pass is not None and self.loader.under_way and self.bounded:
-            self._again = self._again or (self._newest,)  # the loop has made enough steps, not seen its end
+            self._again = self._again or (self._newest,)  # the loop stopped before the end of the pass
         if not self._again:
             self.close()
             self._drawn = self.early = 0
@@ -200,26 +199,24 @@ class Passes:
             yield batch
 
     def close(self) -> None:
-        """Break off the pass under way, if there is one."""
         if isinstance(self._pass, Generator):
             self._pass.close()
         self._pass, self._again, self._newest = None, (), None
 
     @property
     def over(self) -> bool:
-        """Whether the last pass has ended."""
         loader = self.loader
         next_pass = loader.epoch + (loader.begun and not loader.under_way)
         return loader.epochs is not None and next_pass >= loader.epochs
 
     def found(self) -> bool:
-        """Begin the next pass; whether it has a batch for this worker."""
+        """Begin the next pass; False if it has no batch for this worker."""
         first = next(iter(self), END)
         self._again = () if first is END else (first,)
         return first is not END
 
     def in_use(self) -> int:
-        """How many batches the loop has been given to use, and does not merely hold."""
+        """How many batches the loop has been given to use, beyond those it merely holds."""
         return self.early or min(max(1, self.ahead), len(self.loader.leases.drawn))
 
     def _finish_later(self) -> int:
@@ -236,7 +233,7 @@ class Passes:
 
 
 def plain(given: Any) -> DataLoader[Any]:
-    """A DataLoader whose samples can be dealt; one that Accelerate has made, as it was before."""
+    """A DataLoader whose samples can be dealt; Accelerate's as it was before."""
     if not isinstance(given, DataLoader) or isinstance(given.dataset, IterableDataset):
         what = given.dataset if isinstance(given, DataLoader) else given
         raise ConfigError(
@@ -254,7 +251,7 @@ def plain(given: Any) -> DataLoader[Any]:
 
 
 def one_gpu() -> None:
-    """Let this process see one GPU alone, by its place on the host: trainers would use all there are."""
+    """Show this process one GPU alone, by its local rank: trainers would use all there are."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
     given = os.environ.get("CUDA_VISIBLE_DEVICES")

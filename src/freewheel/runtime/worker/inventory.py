@@ -1,10 +1,10 @@
 """What of a model travels, fixed when it is attached: its trainable parameters, by name, as one vector.
 
 A layer that is frozen in the with-block keeps its place in the vector. What would have to travel and has no
-place there is refused by name: a layer that was frozen and is trained now, a parameter the model has been
+place there is refused by name: a layer that was frozen and is trained now, a parameter that the model was
 given since, one that lies in other memory.
 
-Of buffers BatchNorm's statistics are averages; masks, counters and tables are not. What all workers have
+Of buffers BatchNorm's statistics are averaged; masks, counters and tables are not. What all workers have
 alike stays as it is.
 """
 
@@ -22,11 +22,11 @@ from freewheel.runtime.worker.live_replica import live_replica
 
 REQUIRES = operator.attrgetter("requires_grad")
 MOVED, REPLACED = "lies in other memory than", "is not the one there was"
-LOOKS = 32  # how many of the frozen parameters are looked at in a step
+LOOKS = 32  # how many of the frozen parameters are checked in a step
 
 
 class Inventory:
-    """A model and its optimizer: the replica of what travels, and all else a worker has."""
+    """A model and its optimizer: the replica of what travels, and what else a worker has."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.model: nn.Module = getattr(model, "_orig_mod", model)  # a compiled one has other names
@@ -45,26 +45,25 @@ class Inventory:
         self._next_frozen = itertools.cycle(
             frozen[at : at + LOOKS] for at in range(0, max(1, len(frozen)), LOOKS)
         )
-        self._enrolled = 0  # how many parameters the optimizer had when they were last looked at
-        self._held: list[nn.Parameter] = []  # those that were frozen: one that wakes up is trained at once
+        self._enrolled = 0  # how many parameters the optimizer had at the last check
+        self._held: list[nn.Parameter] = []  # its frozen ones: once one requires gradients, it is trained
 
     def still(self) -> dict[str, Tensor]:
-        """What stands still: parameters that were frozen, and buffers."""
+        """What no step moves: parameters that were frozen, and buffers."""
         frozen = {name: one.data for name, one in self._all.items() if name not in self.trained}
         return {**frozen, **dict(self.model.named_buffers())}
 
     def buffers(self) -> dict[str, Tensor]:
-        """A copy of BatchNorm's statistics and the like, where nobody changes it any more."""
+        """A copy of the buffers, such as BatchNorm's statistics, on the CPU."""
         found = {name: one for name, one in self.model.named_buffers() if in_memory(one)}
         return {name: one.detach().to("cpu", copy=True) for name, one in found.items()}
 
     def fixed(self) -> dict[str, Tensor]:
-        """Buffers and frozen parameters: what all begin with alike."""
+        """Buffers and frozen parameters that can be sent: all workers begin with the same."""
         return {name: one for name, one in self.still().items() if in_memory(one)}
 
     @torch.no_grad()
     def set_fixed(self, given: Mapping[str, Tensor]) -> None:
-        """The way back."""
         mine = self.fixed()
         for name in [*mine, *given]:
             here, there = _kind(mine.get(name)), _kind(given.get(name))
@@ -78,7 +77,7 @@ class Inventory:
                 one.copy_(given[name])
 
     def look(self) -> None:
-        """Before every step, each in its turn: RunStopped if something trains that does not travel."""
+        """Before every step, a few parameters in turn: RunStopped if one is trained that does not travel."""
         name, parameter, pointer, slots, last = next(self._next)
         if parameter.data_ptr() != pointer:
             raise _other(name, MOVED)
@@ -103,7 +102,7 @@ class Inventory:
             )
 
     def check(self) -> None:
-        """RunStopped unless the model has the parameters it was attached with, where they were."""
+        """RunStopped unless the model has the parameters it had at attach, where they were."""
         now = dict(self.model.named_parameters())
         for name in [*self._all, *now]:
             if now.get(name) is not self._all.get(name):
@@ -113,12 +112,11 @@ class Inventory:
                 raise _other(name, MOVED)
 
     def pieces(self, vector: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """What a vector has for each parameter, by its name."""
         return ((self.names[id(one)], piece) for one, piece in self.replica.pieces(vector))
 
     @torch.no_grad()
     def fill(self, clone: nn.Module, weights: Tensor, buffers: Mapping[str, Tensor]) -> None:
-        """Give a copy of the model the weights of a vector, and buffers."""
+        """Load the weights of a vector, and buffers, into a copy of the model."""
         pieces = {one.data_ptr(): piece for one, piece in self.replica.pieces(weights) if one.numel()}
         copies = dict(clone.named_parameters())
         for name, one in self.trained.items():
@@ -134,10 +132,10 @@ class Inventory:
 
 
 class TensorMean:
-    """What all workers' tensors come to, by name, one worker's after the other: the mean.
+    """The mean of all workers' tensors, by name, added one worker after the other.
 
-    What they have alike stays as it is, to the bit. Of `buffers` only floating numbers have a mean, if all
-    are finite; of masks, counters and whatever else, the first worker's are taken.
+    Tensors that all have alike stay as they are, to the bit. Of `buffers` only floating numbers are averaged,
+    if all are finite; of masks, counters and the like the first worker's are taken.
     """
 
     def __init__(self, buffers: bool = False) -> None:
@@ -146,7 +144,6 @@ class TensorMean:
         self._totals: dict[str, Tensor | None] = {}  # of those that differ; None: there is no mean
 
     def add(self, part: Mapping[str, Tensor]) -> None:
-        """One more."""
         self._count += 1
         if self._count == 1:
             self._first = dict(part)
@@ -164,7 +161,6 @@ class TensorMean:
                 self._totals[name] = first.to(wide) * (self._count - 1) + other
 
     def result(self) -> dict[str, Tensor]:
-        """What there is by now."""
         found = dict(self._first)
         for name, total in self._totals.items():
             if total is not None and (not self._buffers or total.isfinite().all()):
@@ -173,12 +169,10 @@ class TensorMean:
 
 
 def in_memory(tensor: Tensor) -> bool:
-    """Whether a tensor has bytes that can be sent."""
     return tensor.layout == torch.strided and not tensor.is_meta
 
 
 def alike(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors are the same to the bit."""
     same = (one.dtype, one.shape) == (other.dtype, other.shape)
     return same and torch.equal(tensor_codec.raw(one), tensor_codec.raw(other))
 

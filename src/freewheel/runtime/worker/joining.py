@@ -1,4 +1,4 @@
-"""How a worker comes into its run: it meets the others, and begins with the weights they have.
+"""How a worker joins its run: it meets the others, and begins with the weights they have.
 
 In the communication thread. Nothing here happens again once training has begun.
 """
@@ -18,7 +18,7 @@ from freewheel.runtime.worker import tensor_codec
 from freewheel.runtime.worker.agent import Agent
 
 START: Tag = (RUNTIME, "start")
-START_S = 1.0  # how long the first weights are waited for before they are asked for
+START_S = 1.0  # how long to wait for the first weights before asking for them
 
 log = logging.getLogger("freewheel")
 
@@ -26,7 +26,7 @@ log = logging.getLogger("freewheel")
 async def meet(
     agent: Agent, rendezvous: Rendezvous, entry: Entry, bind: str, address: str, timeout_s: float
 ) -> None:
-    """Meet the others: those the run begins with; who comes later, those there are."""
+    """Connect with all that the run begins with; a late worker, with all there are."""
     rank, fabric, strategy = agent.me.rank, agent.fabric, agent.strategy
     agent.late, agent.first = entry.late, entry.beginning.ranks
     try:
@@ -62,7 +62,7 @@ async def meet(
 
 
 async def _reach(agent: Agent, rendezvous: Rendezvous, timeout_s: float) -> None:
-    """Call those who can be copied, until one is reached, then all others; Orphaned: nobody is left."""
+    """Connect with one that can be copied, then with all others; Orphaned where nobody is left."""
     fabric, strategy, end = agent.fabric, agent.strategy, agent.loop.time() + timeout_s
     needed = {peer for peer in agent.first if strategy.needs(peer)}
     while True:
@@ -85,7 +85,6 @@ async def _reach(agent: Agent, rendezvous: Rendezvous, timeout_s: float) -> None
 
 
 async def _call(agent: Agent, rendezvous: Rendezvous, peers: Iterable[int]) -> None:
-    """Try to connect with those who may be there."""
     for peer in peers:
         if agent.fabric.reaches(peer) or await asyncio.to_thread(rendezvous.absent, peer) is not None:
             continue
@@ -134,7 +133,7 @@ async def start(
 
 
 async def _take_over(agent: Agent, rendezvous: Rendezvous) -> None:
-    """Become a copy of a living worker; begin with one's own weights where others wait for the first ones."""
+    """Become a copy of a living worker; keep the own weights where others wait for the first ones."""
     fabric, node, answers = agent.fabric, agent.node, agent.answers
     if not agent.strategy.merges():
         done = node.rejoined = await answers.copy()
@@ -154,7 +153,7 @@ async def _take_over(agent: Agent, rendezvous: Rendezvous) -> None:
 
 
 async def _begin_alike(agent: Agent) -> None:
-    """All begin with the weights of the lowest rank. Somebody may leave in these very moments."""
+    """All begin with the weights of the lowest rank, which may leave in these very moments."""
     fabric, replica, fixed_tag = agent.fabric, agent.replica, (*START, "fixed")
     while (root := fabric.members[0]) != agent.me.rank:
         try:

@@ -1,8 +1,8 @@
 """Leaving before the others: SIGTERM, or `worker.leave()`, and the time there is for it.
 
 A cloud, Slurm or Kubernetes gives notice with SIGTERM and kills later. The worker goes on to the next moment
-at which nothing is half done (Life._between), leaves there, and the script ends with exit code 0. Where no
-such moment comes in half of the time, as in a step that takes minutes, it leaves where it is.
+at which nothing is half done (Life._between), leaves there, and the script ends with exit code 0. If no such
+moment comes in half of the time, as in a step that takes minutes, it leaves where it is.
 """
 
 import contextlib
@@ -17,20 +17,20 @@ from typing import Any
 from freewheel.errors import ConfigError, at_least
 
 LEAVE_S = 10.0  # how long leaving may take; clouds give 30 s
-VARIABLE = "FREEWHEEL_LEAVE_S"  # the environment variable that says otherwise, to workers and to the launcher
-AGAIN_S = 0.05  # how long after a moment in which weights move it is tried again to interrupt
+VARIABLE = "FREEWHEEL_LEAVE_S"  # the environment variable that overrides it, for workers and the launcher
+AGAIN_S = 0.05  # when weights move, how long to wait before the next try to interrupt
 LAST_S = 1.0  # how much of it is kept for the goodbye
 
 
 class Left(SystemExit):
-    """This worker has left its run, and left it well: the script ends here, with exit code 0."""
+    """This worker has left its run in good order: the script ends here, with exit code 0."""
 
     def __init__(self) -> None:
         super().__init__(0)
 
 
 def patience(given: float | None = None) -> float:
-    """How long leaving may take: as given, or as the environment says."""
+    """How long leaving may take: as given, or by the environment."""
     if given is None:
         text = os.environ.get(VARIABLE) or str(LEAVE_S)
         try:
@@ -42,7 +42,7 @@ def patience(given: float | None = None) -> float:
 
 
 class Leaving:
-    """Whether this worker is to leave; `busy`: whether weights move just now; `tell` lets the others know."""
+    """Whether this worker is to leave. `busy`: weights move at this moment; `tell` informs the others."""
 
     def __init__(self, leave_s: float | None, busy: Callable[[], bool], tell: Callable[[], None]) -> None:
         self.seconds = patience(leave_s)
@@ -50,21 +50,19 @@ class Leaving:
         self._busy, self._tell = busy, tell
         self.asked, self._asked_s = False, 0.0
         self._timer: threading.Timer | None = None
-        self._taken: dict[int, tuple[Any, Any]] = {}  # of signals: what they mean now, and meant before
+        self._taken: dict[int, tuple[Any, Any]] = {}  # by signal: the handler set here, and the one before
         self._pid = os.getpid()
 
     @property
     def half_over(self) -> bool:
-        """Whether half of the time is over."""
         return self.asked and time.monotonic() >= self._asked_s + self.seconds / 2
 
     @property
     def left_s(self) -> float:
-        """How much time there is, but for the goodbye."""
+        """The time left, without what is kept for the goodbye."""
         return max(0.0, (self._asked_s or time.monotonic()) + self.seconds - LAST_S - time.monotonic())
 
     def ask(self) -> None:
-        """Let this worker leave soon."""
         if not self.asked:
             self._asked_s, self.asked = time.monotonic(), True
             self._tell()
@@ -72,18 +70,18 @@ class Leaving:
                 self._wake(self.seconds / 2)
 
     def watch(self) -> None:
-        """Take SIGTERM as notice from now on, where the main thread asks and it is not ignored."""
+        """Take SIGTERM as notice from now on, if called in the main thread and the signal is not ignored."""
         if signal.getsignal(signal.SIGTERM) not in (None, signal.SIG_IGN):
             self._let(signal.SIGTERM, self._noticed)
 
     def go(self) -> None:
-        """Nothing interrupts a worker on its way out, nor does the end of processes that load its data."""
+        """From now on no signal interrupts: neither the notice nor the end of DataLoader's processes."""
         self.going = True
         if callable(signal.getsignal(signal.SIGCHLD)):  # DataLoader's raises wherever the main thread is
             self._let(signal.SIGCHLD, signal.SIG_DFL)
 
     def unwatch(self) -> None:
-        """Let signals mean what they meant before, unless the script has said otherwise since."""
+        """Restore the signals' handlers, except those that the script has changed since."""
         if self._timer is not None:
             self._timer.cancel()
         with contextlib.suppress(ValueError):  # not in the main thread: the script ends

@@ -1,14 +1,14 @@
-"""A replica that two threads use: the training thread moves the weights, the communication thread looks on.
+"""A replica used by two threads: the training thread moves the weights, the communication thread reads them.
 
-It is a seqlock. `version` is odd while weights move (from the optimizer's step to the end of the boundary),
-even while they stand still. A snapshot is good if the same even version was there before anything was read,
-what is pending included, and after it was copied. No lock is held, and the training thread never waits for a
-copy. A correction is handed over through a slot, by pointer; the boundary adds it in one pass.
+It is a seqlock. `version` is odd while weights move (from the optimizer's step to the end of the boundary)
+and even while they stand still. A snapshot is good if the same even version was there before anything was
+read, pending corrections included, and after it was copied. There is no lock, and the training thread never
+waits for a copy. A correction is handed over through a slot, by pointer; the boundary adds it in one pass.
 
-On a CUDA device it is the seqlock in the order of streams. Snapshots are copied on a side stream that waits
+On a CUDA device the seqlock holds in the order of streams. Snapshots are copied on a side stream that waits
 for the last boundary, into memory of the same device; the stream of the next optimizer step waits for that
-copy. The host waits for neither. What was queued under a version that has changed since is thrown away: the
-step that came between may not have seen that it must wait.
+copy; the host waits for neither. A copy that was queued under a version that has changed since is thrown
+away: the step between may not have known that it must wait.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from freewheel.replica import Block, Replica, flatten, strides
 
 POLL_S = 5e-5
 TRIES = 20  # snapshots torn by a boundary before the training thread is asked to make one
-SPARE_S = 1.0  # how long a vector that is being added is waited for, before there is a third one
-SOON_S = 0.1  # how long one step may move the weights before an exchange is put off: some compute, too
-PATIENCE_S = 0.1  # how long weights may be found moving before it is asked: closures compute while they move
+SPARE_S = 1.0  # how long to wait for a vector that is being added, before a third one is made
+SOON_S = 0.1  # how long one step may move the weights before an exchange is put off: closures compute in it
+PATIENCE_S = 0.1  # how long weights may move before the training thread is asked to make the snapshot
 CLOSE = 0.1  # which share of the weights lies before the early layer
-PIECE = 1 << 18  # numbers that are copied, and then looked at while they are in the cache
+PIECE = 1 << 18  # numbers that are copied, and then summed while they are in the cache
 
 
 @dataclass(slots=True)
 class Correction:
-    """What is pending: `own` if nobody else holds the vector; `ready`: after which a device has it."""
+    """What is pending: `own` if nobody else holds the vector; `ready`: when a device has computed it."""
 
     vector: Tensor
     own: bool
@@ -50,7 +50,7 @@ class Correction:
 
 @dataclass(slots=True, eq=False)
 class Order:
-    """A snapshot the training thread is asked to make, and how often what is pending had changed then."""
+    """A snapshot that the training thread is to make; `changes` is the count of changes it was made at."""
 
     into: Tensor
     made: bool = False
@@ -70,11 +70,9 @@ class Gradients:
     def __init__(self, replica: LiveReplica, parameters: Iterable[nn.Parameter]) -> None:
         wanted = {id(one) for one in parameters}
         self._replica, self._parameters = replica, [one for one in replica.trained if id(one) in wanted]
-        starts = itertools.accumulate((one.numel() for one in self._parameters), initial=0)
-        self._places = [
-            (one.shape, strides(one), at) for one, at in zip(self._parameters, starts, strict=False)
-        ]
-        self._numbers = sum(one.numel() for one in self._parameters)
+        *starts, self._numbers = itertools.accumulate((one.numel() for one in self._parameters), initial=0)
+        places = zip(self._parameters, starts, strict=True)
+        self._places = [(one.shape, strides(one), at) for one, at in places]
         self.size = self._numbers + len(self._parameters) + 1
         self.loss = 0.0  # what the closure has said; the mean of all workers' once gradients were merged
         self._in_use: Tensor | None = None
@@ -82,7 +80,7 @@ class Gradients:
         self._sparse: set[int] = set()  # those stay sparse, for optimizers that need them so
 
     def take(self) -> Tensor:
-        """All of them as one vector; where there is none, zeros. Diverged if a number is not finite."""
+        """All gradients as one vector, zeros where there is none; Diverged if a number is not finite."""
         replica = self._replica
         flat = self._spare.popleft() if self._spare else replica.make_vector(self.size, replica.dtype)
         into, given = list[Tensor](), list[Tensor]()
@@ -110,7 +108,7 @@ class Gradients:
         return flat
 
     def put(self, vector: Tensor) -> None:
-        """Let the optimizer use these, where they are: the vector is in use until the next ones."""
+        """Let the optimizer use this vector in place: it is in use until the next call."""
         *marks, self.loss = vector[self._numbers :].tolist()
         for (one, piece), mark in zip(self._pieces(vector), marks, strict=True):
             if not mark:
@@ -126,7 +124,6 @@ class Gradients:
         self._in_use = vector
 
     def let_go(self) -> None:
-        """Keep no memory."""
         self._in_use = None
         self._spare.clear()
 
@@ -159,21 +156,18 @@ class LiveReplica(Replica):
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
         return self.blocks[0].weights.device
 
     def plain_vector(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Memory where the weights lie."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     # -- the training thread --
 
     def begin_moving(self) -> None:
-        """The optimizer is about to move the weights."""
         self.version += 1 - self.version % 2  # a step that raised has left it odd
 
     def end_moving(self) -> None:
-        """The weights stand still; whatever moved them has been queued."""
+        """The weights stand still, or on a device will; copies that were ordered are made."""
         self.version += self.version % 2
         while self._orders:
             with contextlib.suppress(IndexError):  # it may have been taken back
@@ -200,12 +194,12 @@ class LiveReplica(Replica):
             self.unused(correction.vector)
 
     def catch_up(self) -> None:
-        """The training thread is about to wait: what it has queued is done when this returns."""
+        """Before the training thread waits: let a device finish what was queued."""
 
     # -- the communication thread --
 
     def keep_close(self) -> None:
-        """Snapshots are wanted beside training: between any two steps, and soon."""
+        """Prepare for snapshots beside training: between any two steps, and soon."""
 
     async def snapshot(self, keep: bool = False) -> Tensor:
         """A copy of the weights, with what is pending, of one moment; Diverged if a number is not finite."""
@@ -214,9 +208,9 @@ class LiveReplica(Replica):
         return taken
 
     async def snapshot_soon(self) -> Tensor | None:
-        """The same; None if the weights are seen to move for SOON_S on end.
+        """As `snapshot`; None if the weights move for SOON_S on end.
 
-        Then the training thread makes a copy at the end of its step, for the next one who asks.
+        The training thread then makes a copy at the end of its step, for the next call.
         """
         order = self._standing
         if order is not None and order.made:
@@ -228,7 +222,7 @@ class LiveReplica(Replica):
         return await self._snapshot(False, SOON_S)
 
     def unused(self, vector: Tensor) -> None:
-        """A vector that is used no more, and may be filled again."""
+        """Hand back a vector, to be filled again."""
         if self.reusable(vector):
             self._spare.append(vector)
 
@@ -282,12 +276,11 @@ class LiveReplica(Replica):
                 raise Diverged(f"weights of {self.names.get(id(parameter), '?')} are not finite")
 
     def still(self, into: Tensor) -> Tensor:
-        """The same at once, while the training thread waits."""
+        """A snapshot at once, while the training thread waits."""
         self._copy(into)
         return into
 
     def correct(self, vector: Tensor, own: bool = False) -> None:
-        """Let a vector be added at the next boundary."""
         self._changes += 1  # odd while what is pending changes
         correction = Correction(vector, own)
         with contextlib.suppress(IndexError):  # there is none, or the boundary was faster
@@ -300,13 +293,10 @@ class LiveReplica(Replica):
         if self.parked:
             self._add(correction)
         else:
-            correction.ready = self._ready()
+            if self.side is not None:  # after what the device has computed so far
+                correction.ready = record(self.side)
             self._slot.append(correction)
         self._changes += 1
-
-    def _ready(self) -> torch.cuda.Event | None:
-        """After what has been computed so far."""
-        return None
 
     async def take_over(self, vector: Tensor) -> None:
         """Go on with these weights: at once where the training thread waits, else from the next boundary."""
@@ -323,7 +313,7 @@ class LiveReplica(Replica):
                 block.weights.copy_(vector[block.start : block.stop])
 
     def let_go(self) -> None:
-        """Keep no memory that was made for exchanges: there are none any more."""
+        """Drop the memory for exchanges: there are none any more."""
         self.make_vector = self.plain_vector
         self._spare.clear()
         self._standing = None
@@ -331,21 +321,22 @@ class LiveReplica(Replica):
 
     @property
     def gradient(self) -> Tensor:
-        """The gradients of the optimizer that steps as one vector, in `before_step`."""
         return self.gradients.take()
 
     def set_gradient(self, vector: Tensor) -> None:
-        """Let the optimizer use these gradients."""
         self.gradients.put(vector)
 
     # -- both --
 
+    def _seen_pending(self) -> Tensor | None:
+        try:
+            return self._slot[0].vector
+        except IndexError:  # the boundary may take it at any moment
+            return None
+
     def _copy(self, into: Tensor) -> None:
-        """Copy the weights and what is pending, and see whether all is finite."""
-        pending = None
-        with contextlib.suppress(IndexError):  # the boundary may take it at any moment
-            pending = self._slot[0].vector
-        total = 0.0
+        """Copy the weights with what is pending; note whether all numbers are finite."""
+        pending, total = self._seen_pending(), 0.0
         for block in self.blocks:
             for at in range(0, block.weights.numel(), PIECE):
                 piece = block.weights[at : at + PIECE]
@@ -390,16 +381,15 @@ class CudaReplica(LiveReplica):
         self._hook = early.register_post_accumulate_grad_hook(self._nearly)  # type: ignore[no-untyped-call]
 
     def _nearly(self, _: Tensor) -> None:
-        self._near = self._event(torch.cuda.current_stream(self.device))
+        self._near = record(torch.cuda.current_stream(self.device))
 
     def let_go(self) -> None:
-        """Keep no memory and no hook."""
         super().let_go()
         if self._hook is not None:
             self._hook.remove()
 
     def begin_moving(self) -> None:
-        """The optimizer is about to move the weights: it waits for those who copy them."""
+        """The training stream waits until snapshots have been copied."""
         near, self._near = self._near, None
         if near is not None:
             near.synchronize()
@@ -409,16 +399,13 @@ class CudaReplica(LiveReplica):
             torch.cuda.current_stream(self.device).wait_event(read)
 
     def end_moving(self) -> None:
-        """The weights stand still, once the device gets here."""
-        self._moved = self._event(torch.cuda.current_stream(self.device))
+        self._moved = record(torch.cuda.current_stream(self.device))
         super().end_moving()
 
     def catch_up(self) -> None:
-        """Wait for the device."""
         torch.cuda.current_stream(self.device).synchronize()
 
     def load(self, vector: Tensor) -> None:
-        """Overwrite the weights and drop what is pending."""
         super().load(vector)
         torch.cuda.synchronize(self.device)
 
@@ -431,13 +418,8 @@ class CudaReplica(LiveReplica):
         if self.parked:  # added by the communication thread, beside a training thread that waits
             stream.synchronize()
 
-    def _ready(self) -> torch.cuda.Event:
-        return self._event(self.side)
-
     def _copy(self, into: Tensor) -> None:
-        pending = None
-        with contextlib.suppress(IndexError):  # the boundary may take it at any moment
-            pending = self._slot[0].vector
+        pending = self._seen_pending()
         with torch.cuda.stream(self.side), torch.no_grad():
             if self._moved is not None:
                 self.side.wait_event(self._moved)
@@ -445,7 +427,7 @@ class CudaReplica(LiveReplica):
             whole, more = self.blocks[0].weights, () if pending is None else (pending,)
             if self._kernels is not None and len(self.blocks) == 1 and kernels.fits(whole, into, *more):
                 self._kernels.copy(whole, pending, into, self._bad)
-                self._read = self._event(self.side)
+                self._read = record(self.side)
                 return
             for block in self.blocks:
                 copied = into[block.start : block.stop]
@@ -458,28 +440,27 @@ class CudaReplica(LiveReplica):
             if into.is_cuda:
                 good = into.sum(dtype=torch.float32).isfinite()
                 self._bad.copy_(good.logical_not().to(torch.int32).reshape(1), non_blocking=True)
-            self._read = self._event(self.side)
+            self._read = record(self.side)
 
     async def _copied(self, vector: Tensor) -> None:
-        copied = self._event(self.side)
+        copied = record(self.side)
         await asyncio.get_running_loop().run_in_executor(None, copied.synchronize)
         self._finite = not int(self._bad)
         await super()._copied(vector)
 
     def still(self, into: Tensor) -> Tensor:
-        """A copy while the training thread waits."""
         super().still(into)
         self.side.synchronize()
         return into
 
-    def _event(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(stream)
-        return event
+
+def record(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
 
 
 def live_replica(model: nn.Module) -> LiveReplica:
-    """The replica of a model, by where its parameters lie."""
     blocks = flatten(model.named_parameters(), gradients=False)
     devices = {block.weights.device for block in blocks}
     if len(devices) > 1 and any(device.type == "cuda" for device in devices):

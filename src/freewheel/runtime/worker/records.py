@@ -1,4 +1,4 @@
-"""What a worker says of itself, and how that is written down: the run folder, TensorBoard, the console.
+"""A worker's records: the run folder, TensorBoard, the console.
 
 Watching can never stop a run: whatever goes wrong here costs records, with one warning. Everything is written
 by a thread of its own, which also takes what other threads have noticed.
@@ -32,14 +32,14 @@ from freewheel.strategy import Strategy
 
 SAMPLE_S = 0.5
 CONSOLE_S = 5.0
-CLOSE_S = 5.0  # how long the end of a run waits for the last sample to be written
+CLOSE_S = 5.0  # how long `close` waits for the last sample to be written
 NO_SCALARS = ("time", "rank", "life", "began", "resumed_at", "last")
 
 log = logging.getLogger("freewheel")
 
 
 class Account:
-    """One worker's account of itself, in the training thread; a Recorder writes it down beside training."""
+    """What one worker reports of itself, in the training thread; a Recorder writes it beside training."""
 
     def __init__(self, rank: int, strategy: Strategy, checkpoints: Checkpoints) -> None:
         self._rank, self._strategy, self._checkpoints = rank, strategy, checkpoints
@@ -54,12 +54,11 @@ class Account:
         self.anew()
 
     def anew(self) -> None:
-        """The worker tries to join, maybe again."""
         self.events = Noticed()
         self.recorder: Recorder | None = None
 
     def open(self, agent: Agent, settings: Settings, console: bool) -> None:
-        """There is a communication thread, the first or that of another beginning: begin to write."""
+        """Begin to write, for a communication thread: the first, or that of another beginning."""
         self._agent, rank = agent, self._rank
         if self.recorder is None:
             self._life, journal = agent.me.incarnation, None
@@ -73,7 +72,7 @@ class Account:
         agent.counters.timeline = self.recorder.timeline
 
     def begin(self, settings: Settings, workers: int, command: str | None) -> None:
-        """Training begins. run.json is written by the first of those who begin, or where there is none."""
+        """Training begins. The lowest rank there is writes run.json, a late one only where there is none."""
         agent = self._agent
         self._began_steps = agent.counters.steps
         self._began_s, self._began = time.perf_counter(), time.time()
@@ -84,11 +83,10 @@ class Account:
             self.recorder.about(self._run_json(settings, workers, command))
 
     def ended(self) -> None:
-        """The loop has ended: no time counts any more."""
+        """The loop has ended: no more time is counted."""
         self.state, self._ended_s = "finished", time.perf_counter()
 
     def close(self, failure: BaseException | None) -> None:
-        """Write the last sample."""
         if failure is not None:
             self.events.note("failed", self._rank, f"{type(failure).__name__}: {failure}".rstrip(": "))
         self.events.over = True
@@ -96,7 +94,6 @@ class Account:
             self.recorder.close(well=failure is None)
 
     def measured(self, evaluation: dict[str, float]) -> None:
-        """Write down what was measured of the answer."""
         if self.recorder is None:
             raise ConfigError("call worker.record inside the with-block, or after it.")
         like = self._checkpoints.like_first()
@@ -104,7 +101,7 @@ class Account:
         self.recorder.evaluated({"samples": dealt, **evaluation})
 
     def score(self) -> float:
-        """What a strategy compares workers by: the loss that was last reported."""
+        """The loss reported last, by which strategies compare workers."""
         loss = float(self.loss)
         if not math.isnan(loss):
             return loss
@@ -119,7 +116,6 @@ class Account:
         return self.said()
 
     def said(self) -> WorkerSample:
-        """What there is to say now."""
         now_s, agent = self._ended_s or time.perf_counter(), self._agent
         counters, fabric = agent.counters, agent.fabric
         return worker_sample(
@@ -170,7 +166,7 @@ class Account:
 
 
 class Recorder:
-    """Writes a sample every half second, and what was noted and evaluated; worker 0 also says how it goes."""
+    """Writes a sample every half second, events and evaluations; and the console lines of one worker."""
 
     def __init__(
         self,
@@ -193,26 +189,24 @@ class Recorder:
             self._thread.start()
 
     def about(self, head: Mapping[str, Any]) -> None:
-        """Let run.json be written."""
         if self._journal is not None:
             self._orders.append(partial(self._journal.about, head))
 
     def evaluated(self, evaluation: dict[str, Any]) -> None:
-        """Write down what was measured of the answer."""
         if self._journal is not None:
             self._orders.append(partial(self._journal.evaluation, time.time(), **evaluation))
             if self._ended.is_set():
                 self.write_rest()
 
     def close(self, well: bool) -> None:
-        """Write the last sample; `well` says that it is the last there is to say."""
+        """Write the last sample; `well`: the run has ended without a failure."""
         self._well = well
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_S)
 
     def write_rest(self) -> None:
-        """Write what was noted since the thread has ended."""
+        """Write what was noted after the thread had ended."""
         if not self._thread.is_alive():
             self._guarded(self._write_notes)
 
@@ -227,7 +221,7 @@ class Recorder:
             self._guarded(self._board.close)
 
     def _guarded(self, act: Callable[[], object]) -> None:
-        """Do it; the first time that it fails is told, and training goes on without."""
+        """Act; the first failure is logged, and training goes on without records."""
         try:
             if not self._events.muted:
                 act()
@@ -269,7 +263,6 @@ class Recorder:
 
 
 def open_board(folder: str | Path, rank: int) -> Any:
-    """A writer for TensorBoard."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -280,7 +273,7 @@ def open_board(folder: str | Path, rank: int) -> Any:
 
 
 def evaluation(measured: Mapping[str, Any]) -> dict[str, float]:
-    """What `worker.record` was given, checked: numbers under names."""
+    """The measurements given to `worker.record`, checked and as plain numbers."""
     if not measured:
         raise ConfigError("record takes at least one number under a name, as in record(accuracy=0.9).")
     checked: dict[str, float] = {}

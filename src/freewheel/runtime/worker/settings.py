@@ -1,4 +1,4 @@
-"""The settings of `fw.attach`, checked: what it may be given beside a model, its optimizer and a strategy."""
+"""The settings of `fw.attach`, checked: all it may be given beside a model, its optimizer and a strategy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Given(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """The same with what holds where nothing is given; `fw.attach` says what each means."""
+    """The same with defaults; `fw.attach` says what each means."""
 
     wire: Literal["fp32", "bf16"] = "fp32"
     bind: str | None = None
@@ -50,7 +50,7 @@ class Settings:
 
     @classmethod
     def of(cls, given: Any) -> Settings:
-        """Those a user gives by name; UnknownName where there is none of that name."""
+        """From keywords; UnknownName if there is no setting of that name."""
         names = [field.name for field in fields(cls)]
         for name in given.keys() - set(names):
             raise UnknownName("setting of attach", name, names)

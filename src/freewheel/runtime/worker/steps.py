@@ -1,8 +1,8 @@
 """A worker's steps, in the training thread: the optimizer's step hooks, where training meets communication.
 
-before the step     strategies that must wait for others do it here
+before the step     strategies that must wait for others do so
 the step            weights move; where a closure computes in it, they stand still until they have moved
-after the step      strategies that must wait do it here; then the boundary adds what is pending
+after the step      strategies that must wait do so; then the boundary adds what is pending
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from freewheel.runtime.worker.live_replica import Gradients
 from freewheel.strategy import Strategy
 
 GRACE_S = 5.0  # how long a step may wait for a worker whose loop has ended
-LONG_ALONE = 100  # after so many steps of one optimizer without another something may be wrong
+LONG_ALONE = 100  # after so many steps of one optimizer, `say_idle` looks for others that never step
 
 log = logging.getLogger("freewheel")
 
@@ -49,10 +49,10 @@ class Steps:
         self._before = strategy.before_step if strategy.defines("before_step") else None
         self._after = strategy.after_step if strategy.defines("after_step") else None
         self._wakes = strategy.defines("background")
-        # A strategy with a staleness of its own records it; for the others the node's measure is taken.
+        # A strategy with a staleness of its own records it; for the others the node's measure counts.
         self._measured = type(strategy).staleness is not Strategy.staleness
         self._stale = agent.node.unmerged_steps
-        self._first = next(iter(self._inventory.trained.values()))  # is overwritten by who overwrites any
+        self._first = next(iter(self._inventory.trained.values()))  # whoever overwrites any, overwrites it
         self._stood, self._warned = self._first._version, False
         self._began_at = agent.counters.steps
         self.made = dict.fromkeys(map(id, self._members), 0)  # how often each has stepped
@@ -77,7 +77,7 @@ class Steps:
         self._compares = store if compares else None  # until the first gradients are there
 
     def end(self, within_s: float) -> bool:
-        """Let the steps be the optimizers' own again; whether the strategy has done its part in the last."""
+        """Remove the hooks; False if the strategy has not done its part in the last step."""
         done = True
         if self._work is not None:
             concurrent.futures.wait([self._work], within_s)
@@ -101,7 +101,7 @@ class Steps:
             )
 
     def say_idle(self) -> None:
-        """Say so if nothing was merged because an optimizer has not stepped, though there was data."""
+        """Warn if an optimizer has not stepped though there was data: nothing was merged then."""
         dealt = [one.given for one in self._checkpoints.loaders]
         idle = [type(one).__name__ for one in self._members if not self.made[id(one)]]
         if idle and (any(dealt) or not dealt):
@@ -111,7 +111,7 @@ class Steps:
             )
 
     def refuse(self, optimizer: torch.optim.Optimizer) -> None:
-        """Another optimizer steps: ConfigError if it trains this model, unless one of ours has called it."""
+        """ConfigError if an optimizer that is not attached trains this model, unless ours has called it."""
         if id(optimizer) in self.made or self.stepping or optimizer in self._harmless:
             return
         for one in parameters(optimizer):
@@ -175,7 +175,6 @@ class Steps:
         return (args[0], beside, *args[2:]), kwargs
 
     def _compare_first(self, optimizer: torch.optim.Optimizer) -> None:
-        """Let it be noticed where two workers begin with the same samples."""
         if self._compares is not None:
             if found := summed(parameters(optimizer)):
                 self._agent.begin(asyncio.to_thread(compare, self._compares, found))
@@ -189,7 +188,7 @@ class Steps:
         self._computed_s += seconds
 
     def _beside(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """A closure whose gradients are merged, and during which weights that have not moved stand still."""
+        """The closure, with its gradients merged; while weights have not moved yet they count as still."""
         replica, trained = self._replica, list(parameters(optimizer))
         began = [one._version for one in trained]
 
@@ -299,7 +298,7 @@ class Steps:
 
 @torch.no_grad()
 def summed(parameters: Iterable[nn.Parameter]) -> int:
-    """What gradients sum up to; 0: there are none, or they say nothing."""
+    """A checksum of the gradients' norms; 0 if there are none, or they are zero or not finite."""
     norms: list[Tensor] = []
     for gradient in (one.grad for one in parameters if one.grad is not None):
         numbers = gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -309,10 +308,10 @@ def summed(parameters: Iterable[nn.Parameter]) -> int:
 
 
 def compare(rendezvous: Rendezvous, mine: int) -> None:
-    """Say so, once, where the first gradients of another worker have summed up to the same.
+    """Warn, once, if the first gradients of another worker have the same checksum.
 
-    All begin with the same weights. So the first gradients of two workers are the same, to the bit, where
-    both took the same batch, and practically never else: scripts that share data out are left alone.
+    All begin with the same weights. So the first gradients of two workers are the same, to the bit, if both
+    took the same batch, and practically never else: scripts that share data out are left alone.
     """
     rank, secret = str(rendezvous.place.rank), rendezvous.place.secret
     name = derive(secret, "gradients", str(mine)).hex()  # everybody can read names in the store

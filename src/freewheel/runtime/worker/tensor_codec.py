@@ -1,7 +1,7 @@
 """What workers tell each other beside training: plain data, with tensors as bytes, each in its own type.
 
-What is no tensor (names, shapes, learning rates) goes in front as text; nothing that comes from another
-worker is ever run. Who asks gets numbers, a vector of the weights' kind, and such data.
+What is no tensor (names, shapes, learning rates) goes in front as text; nothing from another worker is ever
+executed. The answer to a question is numbers, a vector of the weights' kind, and such data.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ Reply: TypeAlias = tuple[Note, Tensor | None, Tensor]  # numbers, a vector, and 
 
 
 def pack(state: dict[Any, Any]) -> Tensor:
-    """Plain data with tensors as bytes; ConfigError if something in it is neither."""
+    """Plain data with tensors as bytes; ConfigError if it holds anything else."""
     tensors: list[Tensor] = []
     length = 0
 
@@ -52,7 +52,7 @@ def pack(state: dict[Any, Any]) -> Tensor:
 
 
 def unpack(data: Tensor) -> dict[Any, Any]:
-    """The way back; tensors lie where they are in the bytes. ValueError if it is nothing `pack` has made."""
+    """The inverse of `pack`; tensors are views of the bytes. ValueError if `pack` has not made them."""
 
     def rich(value: Any) -> Any:
         if isinstance(value, list):
@@ -78,18 +78,17 @@ def unpack(data: Tensor) -> dict[Any, Any]:
 
 
 def raw(tensor: Tensor) -> Tensor:
-    """A tensor's bytes, on the CPU."""
     return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def post(fabric: Fabric, peer: int, tag: Tag, data: Tensor) -> None:
-    """Send what `pack` has made without waiting, in pieces that a frame may hold."""
+    """Send what `pack` has made, without waiting, in pieces that fit a frame."""
     for part in torch.split(data, BYTES_PIECE):
         fabric.post(peer, (*tag, BYTES), part, note=(data.numel(),))
 
 
 async def receive(fabric: Fabric, peer: int, tag: Tag, holds: type = Tensor) -> dict[str, Any]:
-    """Wait for tensors (or other things of one type) by their names; PeerLost where it is nothing such."""
+    """Wait for tensors (or other things of one type) by name; PeerLost if the bytes make no sense."""
     data, whole = bytearray(), -1
     while len(data) != whole:
         part = await fabric.receive((*tag, BYTES), peer)
@@ -110,7 +109,7 @@ async def receive(fabric: Fabric, peer: int, tag: Tag, holds: type = Tensor) -> 
 
 
 class Asking:
-    """One worker's questions, and its answers to those of others. In the communication thread."""
+    """One worker's questions to others, and its answers to theirs. In the communication thread."""
 
     def __init__(self, fabric: Fabric, spawn: Spawn) -> None:
         self.fabric, self._spawn = fabric, spawn
@@ -118,7 +117,7 @@ class Asking:
     async def ask(
         self, peer: int, what: str, *numbers: int, holds: type = Tensor
     ) -> tuple[Message, dict[str, Any]]:
-        """A peer's numbers and vector, and things of one type by name; PeerLost when the peer is gone."""
+        """A peer's numbers and vector, and things of one type by name; PeerLost if the peer is gone."""
         message = await self.fabric.ask(peer, (RUNTIME, what), note=numbers)
         try:
             return message, await receive(self.fabric, peer, message.tag, holds)
@@ -126,7 +125,7 @@ class Asking:
             self.fabric.forget(message.tag)
 
     def serve(self, what: str, count: int, answer: Callable[..., Awaitable[Reply]]) -> None:
-        """Answer those who ask; their questions have so many numbers."""
+        """Answer questions from now on; they have `count` numbers."""
 
         async def reply(peer: int, number: int, *numbers: int) -> None:
             with contextlib.suppress(PeerLost):
