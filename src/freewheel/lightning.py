@@ -61,7 +61,6 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
                 one.disable()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Join the others, and let the data be dealt."""
         self._guest = Guest(attach(pl_module, trainer.optimizers, self._strategy, **self._settings))
         trainer.strategy.guest = self._guest
         self._budget = trainer.max_steps
@@ -96,7 +95,6 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
         self._inside.leave(pl_module)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let the others go on without this worker."""
         if self._guest is not None:
             self._guest.fail(exception)
 
@@ -110,7 +108,6 @@ class FreewheelCallback(GuestCallback, lightning.Callback):  # type: ignore[misc
         self._position = state_dict["position"]
 
     def _deal(self, trainer: Any, guest: Guest) -> None:
-        """Replace the trainer's DataLoader by what is dealt to this worker."""
         fit = trainer.fit_loop
         combined, fetcher = fit._combined_loader, fit._data_fetcher
         several, reloads = len(combined.flattened) != 1, trainer.reload_dataloaders_every_n_epochs

@@ -57,7 +57,6 @@ class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
         state.is_local_process_zero = local_rank() == 0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """Join the others, and let the data be dealt."""
         plateau = isinstance(given["lr_scheduler"], torch.optim.lr_scheduler.ReduceLROnPlateau)
         if plateau and self._place.world_size > 1:
             raise ConfigError(
@@ -116,7 +115,6 @@ class FreewheelCallback(GuestCallback, TrainerCallback):  # type: ignore[misc]
             save(model, Path(args.output_dir))
 
     def _deal(self, guest: Guest, args: Any, state: Any, train_dataloader: Any) -> None:
-        """Replace the Trainer's DataLoader by what is dealt to this worker."""
         epochs = int(args.num_train_epochs)
         whole = args.max_steps <= 0 and epochs == args.num_train_epochs
         per_step = args.gradient_accumulation_steps

@@ -211,7 +211,7 @@ class Agent:
 
     async def hold_still(self, into: Tensor) -> dict[str, Tensor]:
         """While training waits: copy the weights into a vector, and return copies of the strategy's."""
-        self.replica.still(into)
+        self.replica.copy_now(into)
         return {name: vector.clone() for name, vector in self.strategy.vectors().items()}
 
     # -- the end --

@@ -1,11 +1,9 @@
 """What workers ask each other beside training: parts of the answer, copies for joiners, means of scripts.
 
-The worker that is asked goes on training. Weights travel as vectors do; all else as bytes, in its own type.
-At the end of a run all take the mean of all parts together; during it, one worker asks the others.
+The worker that is asked goes on training. Weights travel as vectors; all else as bytes, in its own type.
 
-Of what scripts measure or keep (metrics, an average of weights of their own) each worker keeps what it last
-said under a name, and a worker that wants the mean asks all others for theirs. So nobody's training waits;
-with `wait`, the one that asks waits until all have said as much under that name.
+For means of what scripts measure or keep, each worker keeps what it last said under a name, and one that
+wants the mean asks all others. Nobody's training waits, except with `wait`: until all have said as much.
 """
 
 import asyncio
@@ -112,7 +110,6 @@ class Answers:
         return weights, mean.result()
 
     async def consensus(self) -> Answer:
-        """The mean of all workers, collected by this one alone."""
         weights, parts, buffers = None, 0, TensorMean(buffers=True)
         async for _, part, their_buffers, _ in self.parts():
             buffers.add(their_buffers)
@@ -278,19 +275,15 @@ def unnamed(value: Any, caller: FrameType) -> str:
 
 
 def shaped(vector: Tensor, like: Any) -> Any:
-    at = 0
+    leaves, form = pytree.tree_flatten(like)
+    parts = torch.split(vector, [0 if _stays(one) else torch.as_tensor(one).numel() for one in leaves])
 
-    def piece(one: Any) -> Any:
-        nonlocal at
+    def piece(one: Any, part: Tensor) -> Any:
         if not isinstance(one, Tensor):
-            at += 1
-            return float(vector[at - 1])
-        if _stays(one):
-            return one.clone()
-        at += one.numel()
-        return vector[at - one.numel() : at].view(one.shape).to(one.device, one.dtype)
+            return float(part)
+        return one.clone() if _stays(one) else part.view(one.shape).to(one.device, one.dtype)
 
-    return pytree.tree_map(piece, like)
+    return pytree.tree_unflatten(map(piece, leaves, parts), form)
 
 
 def _stays(value: Any) -> bool:

@@ -58,7 +58,7 @@ class Life:
         self._model, self._strategy = model, strategy
         self._optimizer = checks.check(model, optimizer, strategy, self._settings.wire)
         given = [group.get("lr") for group in self._optimizer.param_groups]
-        # As the script has set them: a checkpoint has those of its moment.
+        # The script's rates; a checkpoint has those of its moment.
         self._rates = [lr.item() if isinstance(lr, Tensor) else lr for lr in given]
         self._leaving = Leaving(self._settings.leave_s, lambda: self._steps.stepping, self._say_leaving)
         self._place = place or Place.read()
@@ -112,7 +112,7 @@ class Life:
                     f"{self._strategy.name} needs worker 0, whose room may go to a worker that waits for "
                     "some. Leave --max out, and ask for as many workers as there is room for."
                 )
-        given = self._settings  # goes before what the launcher and the place say
+        given = self._settings  # overrides what the launcher and the place say
         settings = replace(
             given,
             bind=given.bind or options.bind or place.bind or place.loopback(),
@@ -188,7 +188,7 @@ class Life:
         failure, left = error, False
         try:
             exits = isinstance(error, SystemExit) and error.code in (None, 0)
-            # A handler of the script's exits there, or the processes that load its data were told, too.
+            # SIGTERM may end the script's own handler, or the processes that load its data, first.
             told = isinstance(error, SystemExit) or str(error).startswith("DataLoader worker")
             if error is None:
                 self._end_well()
@@ -319,7 +319,7 @@ class Worker(Life):
             self._checkpoints.asked(number)
             return self.stopped
 
-        # Fewer begin where some are lost for good and all begin again.
+        # After all have begun again these may be fewer: without those that are lost for good.
         beginners = self.world_size if self._agents is None else len(self._agents.first)
         side = Side(agent, self.rank, beginners, parts, not number, stopped)
         options |= {"batch_size": batch_size, "shuffle": shuffle, "seed": seed, "drop_last": drop_last}

@@ -1,8 +1,7 @@
 """Mistakes of scripts that would otherwise be noticed late, or never, are refused where they are made.
 
-First those with a model and its optimizers (several make one step together). Then what would be merged by
-accident, or never: `load_state_dict` is refused before it changes anything. A script that ends without the
-run's answer is told so, and exits with a code that is not 0: what it has saved is one worker's own.
+First those with a model and its optimizers. Then `load_state_dict` into an attached model, before it changes
+anything. A script that ends without the run's answer is told so, and its exit code is not 0.
 """
 
 import atexit
@@ -139,7 +138,6 @@ class SeveralOptimizers(Optimizer):
 
 
 def joined(given: Any) -> Optimizer:
-    """The optimizer or optimizers given to `attach` as one, without their wrappers."""
     found = [_unwrapped(one) for one in (given if isinstance(given, list | tuple) else [given])]
     if not found:
         raise ConfigError("attach takes an optimizer or a list of them second, not an empty list.")
@@ -149,7 +147,6 @@ def joined(given: Any) -> Optimizer:
 
 
 def members(optimizer: Optimizer) -> tuple[Optimizer, ...]:
-    """The optimizers that step."""
     return optimizer.members if isinstance(optimizer, SeveralOptimizers) else (optimizer,)
 
 

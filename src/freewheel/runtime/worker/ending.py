@@ -1,12 +1,9 @@
 """The end of a run: all take one mean and leave together, whoever is lost meanwhile.
 
 The lowest rank within reach leads. When all have said that their loops have ended, it calls them all
-(fabric/calls.py). If one has the mean already, it hands it round; else they wait until every message that
-was sent has arrived, and take the mean. When all have it, all leave.
-
-Two that do not reach each other while others reach both get a moment (GRACE_S) to find each other again.
-A worker that has the mean keeps it: if the leader is lost before it said so, the next leader hands round
-the same.
+(fabric/calls.py). If one has the mean already, it hands it round, so that a lost leader changes nothing;
+else they wait until every message that was sent has arrived, and take the mean. When all have it, all leave.
+Two that do not reach each other while others reach both get GRACE_S to find each other again.
 """
 
 import asyncio

@@ -1,11 +1,8 @@
-"""What of a model travels, fixed when it is attached: its trainable parameters, by name, as one vector.
+"""What of a model travels, fixed at attach: its trainable parameters, by name, as one vector.
 
-A layer that is frozen in the with-block keeps its place in the vector. What would have to travel and has no
-place there is refused by name: a layer that was frozen and is trained now, a parameter that the model was
-given since, one that lies in other memory.
-
-Of buffers BatchNorm's statistics are averaged; masks, counters and tables are not. What all workers have
-alike stays as it is.
+A layer that is frozen in the with-block keeps its place. What would have to travel and has no place is
+refused by name: a layer that was frozen and is trained now, a new parameter, one that lies in other memory.
+Of buffers BatchNorm's statistics are averaged; masks, counters and tables are not.
 """
 
 import itertools
@@ -116,7 +113,6 @@ class Inventory:
 
     @torch.no_grad()
     def fill(self, clone: nn.Module, weights: Tensor, buffers: Mapping[str, Tensor]) -> None:
-        """Load the weights of a vector, and buffers, into a copy of the model."""
         pieces = {one.data_ptr(): piece for one, piece in self.replica.pieces(weights) if one.numel()}
         copies = dict(clone.named_parameters())
         for name, one in self.trained.items():

@@ -37,10 +37,11 @@ async def meet(
         ) from None
     await asyncio.to_thread(rendezvous.publish, address, port, agent.me.incarnation)
     if agent.late:
-        return await _reach(agent, rendezvous, timeout_s)
+        await _reach(agent, rendezvous, timeout_s)
+        return
     gone, waiting, end = dict[int, str](), Waiting(rank, timeout_s), agent.loop.time() + timeout_s
     while missing := set(agent.first).difference(fabric.members, gone):
-        # The higher rank calls; one that comes back calls everybody.
+        # The higher rank calls; a worker that was restarted calls everybody.
         await _call(agent, rendezvous, [peer for peer in missing if peer < rank or entry.back])
         for peer in missing:
             if (why := await asyncio.to_thread(rendezvous.absent, peer)) is not None:
@@ -56,9 +57,8 @@ async def meet(
         if strategy.needs(peer) or strategy.merges():
             raise WorkerLost(f"{strategy.name} needs worker {peer}, which is not coming: {why.rstrip('.')}.")
     agent.lack(gone)
-    # Those who had met an earlier life of this worker may have begun without it.
+    # Workers that had met an earlier incarnation of this one may have begun without it.
     agent.late = entry.back and await asyncio.to_thread(rendezvous.begun)
-    return None
 
 
 async def _reach(agent: Agent, rendezvous: Rendezvous, timeout_s: float) -> None:
@@ -116,7 +116,7 @@ async def start(
     elif len(fabric.members) > 1 and resumed is None:
         await _begin_alike(agent)
     elif len(fabric.members) > 1 and strategy.waits_for == "nobody" and not strategy.keeps_mean:
-        # Updates that were under way are lost, and nothing would bring the replicas together again.
+        # Updates that were under way are lost, and nothing else would bring the replicas together.
         members, resumed = fabric.members, {}
         shares = dict.fromkeys(members, 1 / len(members))
         agent.replica.load(await fabric.reduce(START, await agent.replica.snapshot(), shares))
@@ -141,7 +141,7 @@ async def _take_over(agent: Agent, rendezvous: Rendezvous) -> None:
         agent.replica.parked = True
         try:
             source = await node.join()
-            # Who is in no view any more, since its loop has ended, still has its weights.
+            # No view is left if all loops have ended; their workers still have the weights.
             done = await (answers.copy_once() if source is None else answers.copy(source))
         finally:
             agent.replica.parked = False
@@ -160,16 +160,16 @@ async def _begin_alike(agent: Agent) -> None:
             weights = await asyncio.wait_for(fabric.receive(START, root), START_S)
             fixed = await tensor_codec.receive(fabric, root, fixed_tag)
             replica.load(weights.of(replica.size))
-            return agent.inventory.set_fixed(fixed)
+            agent.inventory.set_fixed(fixed)
+            return
         except PeerLost:
             continue
         except TimeoutError:  # it may have begun with a worker that has left since, and sends nothing
             if await agent.answers.copy_once():
-                return None
+                return
     if agent.me.rank != agent.first[0] and await agent.answers.copy_once():
-        return None  # lower ranks have left, and others have begun before
+        return  # lower ranks have left, and others have begun before
     mine, my_fixed = await replica.snapshot(), tensor_codec.pack(agent.inventory.fixed())
     for peer in fabric.others:
         fabric.post(peer, START, mine)
         tensor_codec.post(fabric, peer, fixed_tag, my_fixed)
-    return None

@@ -89,7 +89,7 @@ class Gradients:
                 piece.zero_()
             elif one.grad.layout != torch.strided:
                 self._sparse.add(id(one))
-                # Added up first, as optimizers do: in another order the sum is another one.
+                # Coalesced first, as optimizers do: another order of adding rounds differently.
                 added = one.grad.coalesce() if one.grad.layout == torch.sparse_coo else one.grad
                 piece.copy_(added.to_dense())
             else:
@@ -142,7 +142,7 @@ class LiveReplica(Replica):
         super().__init__(blocks)
         self.version = 0
         self.parked = False  # the training thread waits: the other one, which says so, may add corrections
-        # Makes memory for snapshots, which other workers may be able to see.
+        # Allocates snapshots, perhaps in memory that other workers can map.
         self.make_vector: Callable[[int, torch.dtype], Tensor] = self.plain_vector
         self.reusable: Callable[[Tensor], bool] = lambda vector: True  # whether a vector is such memory
         self.names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -275,10 +275,9 @@ class LiveReplica(Replica):
             if not piece.isfinite().all():
                 raise Diverged(f"weights of {self.names.get(id(parameter), '?')} are not finite")
 
-    def still(self, into: Tensor) -> Tensor:
-        """A snapshot at once, while the training thread waits."""
+    def copy_now(self, into: Tensor) -> None:
+        """A snapshot at once; the training thread must be waiting."""
         self._copy(into)
-        return into
 
     def correct(self, vector: Tensor, own: bool = False) -> None:
         self._changes += 1  # odd while what is pending changes
@@ -313,8 +312,7 @@ class LiveReplica(Replica):
                 block.weights.copy_(vector[block.start : block.stop])
 
     def let_go(self) -> None:
-        """Drop the memory for exchanges: there are none any more."""
-        self.make_vector = self.plain_vector
+        self.make_vector = self.plain_vector  # there are no exchanges any more
         self._spare.clear()
         self._standing = None
         self.gradients.let_go()
@@ -448,10 +446,9 @@ class CudaReplica(LiveReplica):
         self._finite = not int(self._bad)
         await super()._copied(vector)
 
-    def still(self, into: Tensor) -> Tensor:
-        super().still(into)
+    def copy_now(self, into: Tensor) -> None:
+        super().copy_now(into)
         self.side.synchronize()
-        return into
 
 
 def record(stream: torch.cuda.Stream) -> torch.cuda.Event:

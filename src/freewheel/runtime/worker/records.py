@@ -1,7 +1,7 @@
 """A worker's records: the run folder, TensorBoard, the console.
 
-Watching can never stop a run: whatever goes wrong here costs records, with one warning. Everything is written
-by a thread of its own, which also takes what other threads have noticed.
+Watching can never stop a run: what goes wrong here costs records, with one warning. A thread of its own
+writes everything, also what other threads have noticed.
 """
 
 import logging
@@ -239,10 +239,9 @@ class Recorder:
 
     def _write_sample(self, over: bool) -> None:
         sample: WorkerSample = {"time": time.time(), **self._sample(), "last": over and self._well}
-        if self._journal is not None:
+        if self._journal is not None and self.timeline is not None:  # both or neither
             self._journal.sample(sample)
-            if self.timeline is not None:
-                self._journal.timeline(sample["rank"], self.timeline.take())
+            self._journal.timeline(sample["rank"], self.timeline.take())
         training = sample["state"] == "training"
         if self._console and training and time.monotonic() - self._spoke_s >= CONSOLE_S:
             self._spoke_s = time.monotonic()
@@ -273,7 +272,6 @@ def open_board(folder: str | Path, rank: int) -> Any:
 
 
 def evaluation(measured: Mapping[str, Any]) -> dict[str, float]:
-    """The measurements given to `worker.record`, checked and as plain numbers."""
     if not measured:
         raise ConfigError("record takes at least one number under a name, as in record(accuracy=0.9).")
     checked: dict[str, float] = {}

@@ -1,10 +1,8 @@
 """The settings of `fw.attach`, checked: all it may be given beside a model, its optimizer and a strategy."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal, Self, TypedDict
 
 import torch
 
@@ -49,7 +47,7 @@ class Settings:
         at_least("heartbeat_s", self.heartbeat_s, 0.1)
 
     @classmethod
-    def of(cls, given: Any) -> Settings:
+    def of(cls, given: Any) -> Self:
         """From keywords; UnknownName if there is no setting of that name."""
         names = [field.name for field in fields(cls)]
         for name in given.keys() - set(names):

@@ -43,7 +43,7 @@ class Steps:
         self._agent, self._replica, self._optimizer = agent, agent.replica, agent.inventory.optimizer
         self._members = members(self._optimizer)
         self._gradients: dict[int, tuple[int, Gradients]] = {}  # with how many parameters it had then
-        self._rates: list[tuple[dict[str, Any], Any]] = []  # of groups, while it steps with a part of them
+        self._rates: list[tuple[dict[str, Any], Any]] = []  # of groups, while they step with a share of them
         self._inventory, self._checkpoints = agent.inventory, checkpoints
         strategy = agent.strategy
         self._before = strategy.before_step if strategy.defines("before_step") else None
@@ -60,7 +60,7 @@ class Steps:
         self.stepping = False  # whether an optimizer steps just now, and nothing may interrupt it
         self._work: concurrent.futures.Future[None] | None = None  # of the last step that waited
         self._harmless = weakref.WeakSet[torch.optim.Optimizer]()  # they train another model
-        # When training began to compute, and how long it had waited for data and checkpoints by then:
+        # When computing began, and the total wait for data and checkpoints by then:
         self._began_s, self._blocked_s = time.perf_counter(), 0.0
         self._computed_s = 0.0
         self._quasi_global = QuasiGlobal(self._optimizer) if strategy.quasi_global else None
@@ -70,11 +70,10 @@ class Steps:
             self._undo.callback(one.register_step_post_hook(self._after_step).remove)
         checks.watchers.append(self.refuse)
         self._undo.callback(checks.watchers.remove, self.refuse)
-        self._several = agent.me.world_size > 1
+        self._several = store is not None
         if self._several:
             checks.guard(agent.inventory.model, self._undo)
-        compares = self._several and not agent.late and not self._began_at
-        self._compares = store if compares else None  # until the first gradients are there
+        self._compares = None if agent.late or self._began_at else store  # until there are gradients
 
     def end(self, within_s: float) -> bool:
         """Remove the hooks; False if the strategy has not done its part in the last step."""
@@ -131,7 +130,7 @@ class Steps:
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         replica = self._replica
-        replica.end_moving()  # the last step may have raised, and the communication thread may be waiting
+        replica.end_moving()  # the last step may have raised; the communication thread may be waiting
         self._inventory.look()
         if self._agent.failure is not None:
             self._agent.check()
