@@ -94,7 +94,7 @@ class Agent:
     def wait(
         self, work: Coroutine[Any, Any, T], given_up: Callable[[], bool] = lambda: False, poll_s: float = 0.2
     ) -> T | None:
-        """As `call`, but raises what fails beside training; None once `given_up` says so."""
+        """As `call`, but raise what fails beside training meanwhile; None once `given_up` says so."""
         asked = self.begin(work)
         try:
             while True:
@@ -107,7 +107,7 @@ class Agent:
             asked.cancel()
 
     def check(self, failure: BaseException | None = None) -> None:
-        """Raise what failed beside training, or this; WorkerLost for a peer the strategy needs."""
+        """Raise this failure, or else what failed beside training; a lost peer as WorkerLost."""
         failure = failure or self.failure
         if isinstance(failure, PeerLost):
             raise WorkerLost(

@@ -145,7 +145,7 @@ class Answers:
                 asking.cancel()
 
     async def copy(self, source: int | None = None) -> bool:
-        """Become a copy of a living worker; False where nobody has weights and this one is to begin."""
+        """Become a copy of a living worker; False where nobody has weights and others wait for this one's."""
         while not await self.copy_once(source):
             if self._fabric.members[0] == self._fabric.rank:
                 return False

@@ -188,7 +188,7 @@ class Life:
         failure, left = error, False
         try:
             exits = isinstance(error, SystemExit) and error.code in (None, 0)
-            # SIGTERM may end the script's own handler, or the processes that load its data, first.
+            # SIGTERM may also have run a handler of the script's that exits, or ended DataLoader's processes.
             told = isinstance(error, SystemExit) or str(error).startswith("DataLoader worker")
             if error is None:
                 self._end_well()
@@ -308,7 +308,7 @@ class Worker(Life):
         number, parts = len(self._checkpoints.loaders), self._strategy.merges()
 
         def agent() -> Agent:
-            if self._agents is not None and not self._agents.alive:
+            if not self._agent.alive:
                 raise RunStopped(
                     "this worker's with-block has ended, and its loaders with it. Read data after it with a "
                     "torch DataLoader of its own."

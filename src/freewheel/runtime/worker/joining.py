@@ -133,7 +133,7 @@ async def start(
 
 
 async def _take_over(agent: Agent, rendezvous: Rendezvous) -> None:
-    """Become a copy of a living worker; keep the own weights where others wait for the first ones."""
+    """Become a copy of a living worker; where none has weights yet, begin with the own ones."""
     fabric, node, answers = agent.fabric, agent.node, agent.answers
     if not agent.strategy.merges():
         done = node.rejoined = await answers.copy()
