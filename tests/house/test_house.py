@@ -103,13 +103,18 @@ def test_a_strategy_is_documented_and_its_example_runs(name):
     assert runner.summarize(verbose=False).failed == 0
 
 
-def test_what_only_one_strategy_does_is_documented():
-    """Of the rest strategy.py says what it is."""
-    of_all = {name for name in vars(freewheel.Strategy) if not name.startswith("_")}
-    for name, strategy in ALL.items():
-        own = {key: one for key, one in vars(strategy).items() if inspect.isfunction(one) and key[0] != "_"}
-        for method in own.keys() - of_all:
-            assert own[method].__doc__, f"{name}: {method} has no docstring"
+def test_what_users_call_is_documented():
+    """Public functions, and methods of public classes; a strategy's may have Strategy's docstring."""
+    for name in freewheel.__all__:
+        public = getattr(freewheel, name)
+        assert public.__doc__, f"{name} has no docstring"
+        if not inspect.isclass(public) or issubclass(public, freewheel.FreewheelError):
+            continue
+        for key, member in inspect.getmembers(public):
+            function = getattr(member, "fget", getattr(member, "func", getattr(member, "__func__", member)))
+            ours = inspect.isfunction(function) and function.__module__.startswith("freewheel.")
+            if ours and not key.startswith("_"):
+                assert inspect.getdoc(member), f"{name}.{key} has no docstring"
 
 
 def test_the_example_of_simulate_runs():
