@@ -160,7 +160,8 @@ def test_the_first_member_is_lost_while_it_says_commit(spec, number, monkeypatch
             if said:
                 return
             said.append(peer)
-            self.wire.loop.call_later(1.5 * self.wire.latency_s, simulation._strike, fw.Fault("crash", 0, 0))
+            latency_s = self.wire.network.latency_s
+            self.wire.loop.call_later(1.5 * latency_s, simulation._strike, fw.Fault("crash", 0, 0))
         inner(self, peer, tag, vector, note)
 
     monkeypatch.setattr(VirtualFabric, "post", post)

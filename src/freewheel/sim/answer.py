@@ -1,4 +1,4 @@
-"""What the workers' model is worth: the answer they would ship, evaluated, and how far apart they are."""
+"""The answer the workers would ship, its loss and accuracy, and how far apart their replicas are."""
 
 import math
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from freewheel.sim.worker import SimulatedWorker
 
 
 class Answer:
-    """Measures workers that have weights, with a model of its own, if anything is trained."""
+    """Measures workers that have weights, with a model of its own."""
 
     def __init__(self, school: School) -> None:
         self._school = school
@@ -23,7 +23,7 @@ class Answer:
             self._study.model.eval()
 
     def weights(self, workers: Sequence[SimulatedWorker]) -> Tensor:
-        """The model the strategy would ship: the mean of the workers' parts."""
+        """What the strategy would ship: the mean of the workers' parts."""
         answers = (at_once(worker.strategy.answer(worker.node)) for worker in workers)
         parts = [part for part in answers if part is not None]
         if not parts and self._school.strategy.merges():  # its holder is lost, its heir takes over
@@ -34,7 +34,7 @@ class Answer:
 
     def apart(self, workers: Sequence[SimulatedWorker]) -> tuple[float, float]:
         """The largest distance between two replicas, and the mean squared distance to their mean."""
-        if self._study is None or not workers:
+        if self._study is None:
             return 0.0, 0.0
         discrepancy, consensus = spread([worker.replica.weights for worker in workers])
         self.apart_max = max(self.apart_max, discrepancy)
@@ -49,13 +49,13 @@ class Answer:
         model, task, scenario = self._study.model, self._school.task, self._school.scenario
         self._study.replica.load(self.weights(workers))
         models = [worker.study.model for worker in workers if worker.study is not None]
-        for name, buffer in model.named_buffers():  # BatchNorm's statistics
+        for name, buffer in model.named_buffers():  # of BatchNorm
             if buffer.is_floating_point() and models:
                 buffer.copy_(torch.stack([one.get_buffer(name) for one in models]).mean(0))
         task.recalibrate(model, scenario.workers, scenario.seed)
         loss, accuracy = task.evaluate(model)
         if not math.isfinite(loss):
-            # Who has stepped last, unless somebody's weights are already worse than its loss.
+            # The worker to blame stepped last, unless another one's weights are not even finite.
             first = next((w for w in workers if not w.replica.weights.isfinite().all()), last)
             raise Diverged(
                 f"{self._school.strategy.name} diverged: the answer's loss is {loss:g}, first seen after "
@@ -67,11 +67,11 @@ class Answer:
 
 def spread(vectors: list[Tensor]) -> tuple[float, float]:
     """The largest distance between two of the vectors, and their mean squared distance to their mean."""
-    n, size = len(vectors), vectors[0].numel()
+    n = len(vectors)
     if n < 2:
         return 0.0, 0.0
     gram = vectors[0].new_zeros(n, n)
-    for at in range(0, size, 65536):  # in pieces, so that no second copy of all replicas is made
+    for at in range(0, vectors[0].numel(), 65536):  # in pieces: no second copy of all replicas is made
         rows = torch.stack([vector[at : at + 65536] for vector in vectors])
         rows -= rows.mean(0)  # distances stay; small differences of large numbers do not cancel
         gram.addmm_(rows, rows.T)

@@ -1,21 +1,21 @@
 """Chaos: random faults in virtual time, and the laws that must hold whatever happens.
 
-A seed draws a strategy's run of faults: workers crash and come back, links are cut, slowed down and healed,
-workers are paused (they neither compute nor answer). Faults end some time before the run does, so that it can
-be seen whether all find together.
+A seed draws the faults of a run: workers crash and come back, links are cut, throttled and healed, workers
+are slowed down or paused (they neither compute nor answer). All faults end before the run does, so that
+workers have time to find together.
 
     no deadlock     the run ends by itself, without an error
-    mean            corrections of all workers sum to zero, where the strategy keeps the mean; counted half
-                    exchanges, and what a crashed worker was in the middle of, are the only gaps
-    samples         every batch of every pass that is over was used; and no more twice than were counted, but
-                    where workers died that had been cut off
-    views           two members of one view agree on who is in it; at the end all workers of a waiting
-                    strategy whose loop goes on are in one view
+    mean            the corrections of all workers sum to zero, where the strategy keeps the mean; but for
+                    half exchanges and merges, and those a worker was in when it crashed
+    samples         every batch of every finished pass was used; no more were used twice than were counted,
+                    unless a worker died that had been cut off
+    views           the members of one view agree on who is in it; at the end of a waiting strategy's run all
+                    workers whose loop goes on are in one view
     staleness       never above the strategy's own bound
 
-Staleness, views, leases (no two workers have the same batch in hand, where no link was cut) and, whenever no
-exchange is under way, the mean are looked at after every step of any worker and after every fault; the first
-time one is broken is told. Batches that were never used, and whether all find together, show at the end.
+Staleness, views and leases (no two workers hold the same batch, unless a link was cut) are checked after
+every step and every fault, the mean then too if no exchange is under way; the first breach is reported. The
+rest is checked at the end.
 """
 
 import random
@@ -34,13 +34,13 @@ from freewheel.task import Task
 STEP_S, STEPS, BATCHES = 0.01, 120, 96
 FAULTS_END_S = 0.6 * STEPS * STEP_S
 SILENT_S = 0.08
-PAUSED = 1e4  # how many times slower a worker computes that is paused
+PAUSED = 1e4  # how many times slower a paused worker computes
 TOLERANCE = 1e-6
 
 
 @dataclass
 class Outcome:
-    """What became of one seed: its faults by kind; the laws that did not hold, each with what was found."""
+    """A seed's faults by kind, and the laws that did not hold, each with what was found."""
 
     strategy: str
     seed: int
@@ -49,10 +49,9 @@ class Outcome:
 
 
 def draw(rng: random.Random, workers: int) -> tuple[list[Fault], Counter[str]]:
-    """Faults of one run, and how many of each kind."""
     faults: list[Fault] = []
     kinds: Counter[str] = Counter()
-    free_s = dict.fromkeys(range(workers), 0.0)  # from when on nothing ails each worker
+    free_s = [0.0] * workers  # when each worker's last fault is over
     at_s = 0.0
     while (at_s := at_s + rng.expovariate(1 / 0.04)) < 0.8 * FAULTS_END_S:
         ready = [rank for rank in range(workers) if free_s[rank] <= at_s]
@@ -78,11 +77,11 @@ def draw(rng: random.Random, workers: int) -> tuple[list[Fault], Counter[str]]:
 
 
 class Chaos(Simulation):
-    """A simulation that keeps the books its laws need."""
+    """A simulation that checks the laws."""
 
     corrections: Tensor | float = 0.0  # the sum of all corrections of all lives
-    excused = 0  # exchanges and merges that a worker was in the middle of when it crashed
-    broken = ""  # the first law that was seen broken while the run went on, and when
+    excused = 0  # exchanges and merges that a worker was in when it crashed
+    broken = ""  # the first breach that was seen while the run went on, and when
 
     def _worker(self, rank: int) -> SimulatedWorker:
         worker = super()._worker(rank)
@@ -109,7 +108,6 @@ class Chaos(Simulation):
         self._look()
 
     def _look(self) -> None:
-        """Check what must hold at every moment."""
         if self.broken:
             return
         found = self._staleness() or self._agreement() or self._leases()
@@ -119,11 +117,9 @@ class Chaos(Simulation):
             self.broken = f"{found} (at {self.loop.time():.4f} s)"
 
     def counted(self, what: str, outcome: str) -> int:
-        """How often something ended in some way, in all lives."""
         return sum(getattr(one, what)[outcome] for one in self.counters())
 
     def found(self) -> list[str]:
-        """The laws that did not hold, at the end of a run."""
         laws = (self.broken, self._mean(), self._samples(), self._view(), self._staleness())
         return [broken for broken in laws if broken]
 
@@ -136,7 +132,7 @@ class Chaos(Simulation):
 
     def _samples(self) -> str:
         hands = [worker.hand for worker in self.workers.values() if worker.hand is not None]
-        over = min((hand.number for hand in hands), default=0) - 1  # left-overs of the last are still dealt
+        over = min((hand.number for hand in hands), default=0) - 1  # what is left of the last is still dealt
         for number in range(over):
             if missing := sum(not self.used[number, place] for place in range(BATCHES)):
                 return f"samples: {missing} batches of pass {number} were never used"
@@ -181,7 +177,6 @@ class Chaos(Simulation):
 
 
 def run(strategy: Strategy, name: str, task: Task, seed: int, workers: int) -> Outcome:
-    """One seed with one strategy."""
     rng = random.Random(f"chaos/{name}/{seed}")
     faults, kinds = draw(rng, workers)
     scenario = Scenario(

@@ -29,9 +29,10 @@ COPY = ("copy",)
 
 @contextlib.contextmanager
 def _alone(seed: int) -> Iterator[None]:
-    """One thread, no search for garbage among the workers, a seed for torch's generator."""
-    # The models are small: a second thread costs more than it gives, and with one thread the result
-    # does not depend on how many cores a machine has.
+    """One thread, no search for garbage among the workers, a seed for torch's generator.
+
+    With one thread the result does not depend on how many cores a machine has; models are small anyway.
+    """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     gc.freeze()
@@ -68,9 +69,9 @@ class Simulation:
         self.sent_bytes = 0.0  # what had left the workers then; what was under way is delivered after that
         self.failure: BaseException | None = None
         self.samples: list[Sample] = []
-        self.slower: dict[int, float] = {}  # how many times slower faults have made each worker
-        self._past: list[tuple[Counters, WorkerSample]] = []  # of lives that have ended: the last they said
-        self.used: Counter[tuple[int, int]] = Counter()  # how often each dealt batch was: pass, place
+        self.slower = [1.0] * scenario.workers  # how many times slower faults have made each
+        self._past: list[tuple[Counters, WorkerSample]] = []  # of lives that have ended, as they ended
+        self.used: Counter[tuple[int, int]] = Counter()  # by pass and place: how often a batch was used
         self.school = School(task, strategy, scenario)
         self.loop = VirtualLoop()  # type: ignore[abstract]
         self.trace = Trace(trace_file)
@@ -92,7 +93,7 @@ class Simulation:
     # -- running --
 
     def run(self) -> Result:
-        """Run to the end of the budget; deliver what is under way; measure."""
+        """Use up the budget, then deliver what is under way, then measure."""
         with _alone(self.scenario.seed):
             try:
                 return self._run()
@@ -126,7 +127,6 @@ class Simulation:
             raise self.failure
 
     def _standstill(self) -> RunStopped:
-        """Why nothing can happen any more: nobody is left, or they wait for each other."""
         now_s = self.loop.time()
         if not self.workers:
             return WorkerLost(f"no worker is left at {now_s:.3f} s: every one has crashed.")
@@ -139,9 +139,8 @@ class Simulation:
         return Deadlock(f"deadlock at {now_s:.3f} s: {', '.join(told) or 'all workers wait'}.")
 
     async def _train(self, worker: SimulatedWorker) -> None:
-        """One life of a worker, until it has made its steps or was told to leave."""
         await worker.begin(self._join(worker) if worker.life > 1 else None)
-        while worker.limit is None or worker.node.steps < worker.limit:
+        while worker.node.steps < worker.limit:
             await worker.step(self._rate)
             self._stepped(worker)
             if worker.leaving and worker.strategy.settled(worker.node):
@@ -153,7 +152,6 @@ class Simulation:
         self._finish_if_done()
 
     def _stepped(self, worker: SimulatedWorker) -> None:
-        """A worker has completed a step."""
         self.last = worker
         self.completed += 1
         done = self.completed
@@ -166,7 +164,7 @@ class Simulation:
         self._finish_if_done()
 
     def _finish_if_done(self) -> None:
-        """Where all step together, steps of lost workers are not made up for: all end at the same step."""
+        """Stop the clock at the end of the budget; in lockstep when all have made their own steps."""
         if self.strategy.lockstep() and self.workers:
             ended = all(worker.ended for worker in self.workers.values())
         else:
@@ -191,7 +189,7 @@ class Simulation:
     # -- workers and faults --
 
     def _rate(self, worker: SimulatedWorker) -> float:
-        """The learning rate of a worker's next step, by what all have done."""
+        """A worker's next learning rate, which goes by what all have done."""
         done = worker.node.steps if self.strategy.lockstep() else self.completed / self.scenario.workers
         rate = self.school.lr * self.scenario.rates.factor(done)
         worker.node.rated(rate, self.school.lr)
@@ -201,7 +199,6 @@ class Simulation:
         return SimulatedWorker(rank, self.school, self.wire, self.gradients, self.used, self._fail)
 
     def _strike(self, fault: Fault) -> None:
-        """Let a fault happen."""
         rank, wire, worker = fault.rank, self.wire, self.workers.get(fault.rank)
         self.trace.add((self.loop.time(), "fault", str(fault)))
         if fault.kind == "throttle":
@@ -213,7 +210,7 @@ class Simulation:
                     act(rank, peer)
         elif fault.kind == "restart" and worker is None:
             self.workers[rank] = worker = self._worker(rank)
-            worker.clockwork.factor *= self.slower.get(rank, 1.0)
+            worker.clockwork.factor *= self.slower[rank]
             worker.launch(self._train(worker))
         elif worker is None:
             return
@@ -223,7 +220,7 @@ class Simulation:
             worker.leaving = True  # at the next boundary
             worker.node.farewells.announce()
         elif fault.kind == "slow":
-            self.slower[rank] = self.slower.get(rank, 1.0) * fault.factor
+            self.slower[rank] *= fault.factor
             worker.clockwork.factor *= fault.factor
 
     def _end_life(self, worker: SimulatedWorker, why: str, what: str) -> None:
@@ -238,13 +235,12 @@ class Simulation:
         self._finish_if_done()
 
     def _left(self, worker: SimulatedWorker) -> None:
-        """A worker that was told to leave has said goodbye."""
         if self.workers.get(worker.rank) is worker:
             self.trace.add((self.loop.time(), "left", worker.rank))
             self._end_life(worker, "it was told to leave", "left")
 
     async def _join(self, worker: SimulatedWorker) -> None:
-        """Come into the view of those who train; else copy one that lives; else begin anew."""
+        """Join the view of those who train; else copy a living worker; else begin anew."""
         if self.strategy.merges() and await worker.node.join() is not None:
             return
         while donors := [one for one in self._trained() if worker.fabric.reaches(one.rank)]:
@@ -256,18 +252,16 @@ class Simulation:
                 return
 
     def answer(self) -> Tensor:
-        """The model the strategy would ship."""
         return self._answer.weights(self._trained())
 
     def _trained(self) -> list[SimulatedWorker]:
-        """The workers that have weights worth looking at."""
         return [worker for worker in self.workers.values() if worker.ready]
 
     # -- measuring --
 
     @property
     def _now_s(self) -> float:
-        """The end of training, once it is known: what is delivered after it takes none of its time."""
+        """Now, but no later than the end of training: messages are delivered after it."""
         return self.loop.time() if self.finished_s is None else self.finished_s
 
     def _take_sample(self) -> None:
@@ -277,7 +271,6 @@ class Simulation:
         self.samples.append(sample)
 
     def counters(self) -> Iterator[Counters]:
-        """What was counted in all lives."""
         yield from (counters for counters, _ in self._past)
         yield from (worker.counters for worker in self.workers.values())
 
@@ -301,7 +294,6 @@ class Simulation:
         )
 
     def settings(self) -> dict[str, Any]:
-        """What the run was asked to be, as plain data."""
         return {
             "strategy": self.strategy.settings(),
             "scenario": dataclasses.asdict(self.scenario),

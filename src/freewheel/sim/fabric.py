@@ -23,23 +23,22 @@ Left: TypeAlias = asyncio.Future[None]  # is done when the last byte of a messag
 
 
 class Wire:
-    """What all virtual fabrics of a run share: the network, who lives, which links are cut."""
+    """What all fabrics of a run share: the network, who is alive, which links are cut."""
 
     def __init__(
         self, loop: VirtualLoop, network: Network, trace: Trace, workers: int, value_bytes: float
     ) -> None:
         self.loop, self.network, self.trace, self.workers = loop, network, trace, workers
-        self.value_bytes = value_bytes  # of a number on the wire: a small vector may stand for a large model
+        self.value_bytes = value_bytes  # of a number: a small vector may stand for a large model
         self.ends: dict[int, VirtualFabric] = {}
         self.life = [0] * workers  # how often each worker has been started
         self.cut: dict[frozenset[int], Callback] = {}  # each with the timer that lets its ends notice
-        self.everybody = tuple(range(workers)), frozenset(range(workers))  # the members of the beginning
-        self.silence_s = 2.0  # how long a cut link stays unnoticed; a broken connection is noticed at once
-        self.latency_s = network.latency_s
+        self.everybody = tuple(range(workers)), frozenset(range(workers))  # the first members; shared
+        self.silence_s = 2.0  # how long a cut link stays unnoticed; a crash is noticed at once
         self.totals: weakref.WeakValueDictionary[Tag, Total] = weakref.WeakValueDictionary()
 
     def unsent_bytes(self) -> float:
-        """What was to be sent and has not left its sender yet."""
+        """Counted as sent, and still with its sender."""
         now, network = self.loop.time(), self.network
         ports = (*network.out, *network.local_out)
         held = sum(max(0.0, port.free_at - now) * port.bytes_per_s for port in ports)
@@ -47,16 +46,16 @@ class Wire:
         return held + sum(flight.size for queue in queues for flight in queue)
 
     def attach(self, rank: int) -> VirtualFabric:
-        """Let a worker begin a life: it reaches, and is reached by, all others that live."""
+        """Begin a life of a worker, connected with all that are alive and in reach."""
         self.life[rank] += 1
         end = VirtualFabric(self, rank)
         others = tuple(self.ends)
         self.ends[rank] = end
-        if self.life[rank] == 1:  # all begin together, and share what they know of each other
+        if self.life[rank] == 1:  # all begin together
             end.members, end._reach = self.everybody
             return end
         for peer in others:
-            self.ends[peer].lose(rank, "restarted")  # some may not have noticed yet that it was gone
+            self.ends[peer].lose(rank, "restarted")  # it may not have noticed yet
             if frozenset((rank, peer)) not in self.cut:
                 self._meet(rank, peer)
         return end
@@ -72,7 +71,7 @@ class Wire:
                 self.ends[one].lose(other, why, "cut")
 
     def crash(self, rank: int, why: str = "crashed", what: str = "died") -> None:
-        """End a worker's life: what it had under way is lost; peers see the connection break."""
+        """End a worker's life: its messages under way are lost; peers see the connection break."""
         life = self.life[rank]
         del self.ends[rank]
 
@@ -81,17 +80,17 @@ class Wire:
                 self.ends[peer].lose(rank, why, what)
 
         for peer in self.ends:
-            self.loop.call_later(self.latency_s, notice, peer)
+            self.loop.call_later(self.network.latency_s, notice, peer)
 
     def cut_link(self, a: int, b: int) -> None:
-        """Lose all messages between two workers from now on; they notice after a while of silence."""
+        """Lose all messages between two workers from now on; they notice after `silence_s`."""
         link = frozenset((a, b))
         if link in self.cut:
             self.cut[link].cancel()
         self.cut[link] = self.loop.call_later(self.silence_s, self._part, a, b, "its link is cut")
 
     def heal_link(self, a: int, b: int) -> None:
-        """Let two workers reach each other again, over a new connection: what was lost stays lost."""
+        """Let two workers reach each other over a new connection: what was lost stays lost."""
         if (timer := self.cut.pop(frozenset((a, b)), None)) is not None:
             timer.cancel()
             self._part(a, b, "its link was cut")
@@ -99,11 +98,10 @@ class Wire:
 
 
 class Total(dict[int, Tensor]):
-    """What the members of a reduction have brought, and its sum, added once for all of them."""
+    """The vectors of a reduction's members, and their sum in the order of ranks, added once for all."""
 
     @cached_property
     def sum(self) -> Tensor:
-        """In the order of the ranks."""
         return torch.stack([self[rank] for rank in sorted(self)]).sum(0)
 
 
@@ -115,14 +113,14 @@ class Flight:
     peer: int
     size: int
     target: VirtualFabric | None  # the receiver's end in the life it is meant for; None: it was dead
-    epoch: int  # the sender's of the receiver when it was sent
-    last_byte: float  # when it leaves the sender, as far as the ports reached so far let it
+    epoch: int  # of the sender's connection to the receiver
+    last_byte: float  # when it leaves the sender, by the ports the message has reached so far
     left: Left | None
-    ports: int = 0  # how many it is still passing, where they are shared
+    ports: int = 0  # how many fair ports it is still passing
 
 
 class VirtualFabric(Fabric):
-    """One worker's end of the virtual network, for one life."""
+    """A worker's end of the network, for one life."""
 
     def __init__(self, wire: Wire, rank: int) -> None:
         super().__init__(rank)
@@ -130,19 +128,18 @@ class VirtualFabric(Fabric):
         self.counters = Counters()
         self._departed: dict[int, float] = {}  # when the last message to each peer leaves this worker's port
         self._landing: dict[int, float] = {}  # when it has landed
+        # Where ports are fair: what is to go to each peer, in order; the first one is under way.
         self.queues: dict[int, deque[Flight]] = {}
-        """Where ports are shared: what is to go to each peer, in order; the first one is under way."""
 
     @property
     def silence_s(self) -> float:  # type: ignore[override]
-        """How long after a cut the two ends notice it."""
         return self.wire.silence_s
 
     def send(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> Left:
         """Begin to send; the future is done when the last byte has left.
 
-        A message that fits into the latency's worth of bandwidth leaves at once. A longer one leaves no
-        faster than the receiver's port takes it in: that is TCP's flow control.
+        A message longer than the link's bandwidth times its latency leaves no faster than the receiver's port
+        takes it in: that is TCP's flow control.
         """
         self.need(peer)
         left: Left = self.wire.loop.create_future()
@@ -152,7 +149,6 @@ class VirtualFabric(Fabric):
         return left
 
     def post(self, peer: int, tag: Tag, vector: Tensor | None = None, note: Note = ()) -> None:
-        """Send without waiting; a message to a peer that is gone is dropped and counted."""
         if self.reaches(peer):
             self._transmit(peer, tag, vector, note, None)
         else:
@@ -161,8 +157,8 @@ class VirtualFabric(Fabric):
     async def reduce(self, tag: Tag, vector: Tensor, weights: Weights, part: float = 0.0) -> Tensor:
         """A ring of all members; see Fabric.reduce.
 
-        What travels has the length of the pieces and takes their time. Who has been all the way round has
-        heard of all members, so the sum is there: adding it up hop by hop takes n² small operations.
+        Messages have the pieces' length and take their time, but nobody adds up what is in them: after the
+        whole ring a member has heard of all others, so it takes the sum of all, instead of n² small sums.
         """
         total, weight = self.wire.totals.setdefault(tag, Total()), weights[self.rank]
         total[self.rank] = vector.clone() if weight == 1 else vector * weight
@@ -171,7 +167,7 @@ class VirtualFabric(Fabric):
         return (total.sum - vector).mul_(part) if part else total.sum.clone()
 
     async def land(self, peer: int, tag: Tag, numel: int, each: Each | Tensor) -> None:
-        """See `reduce`: only when it lands matters."""
+        """Only the time matters: see `reduce`."""
         await self.receive(tag, peer)
 
     # -- through the ports --
@@ -184,9 +180,8 @@ class VirtualFabric(Fabric):
             if left is not None:
                 left.set_result(None)
             return
-        size = HEADER_BYTES + 8 * len(note)
-        if vector is not None:
-            size += round(vector.numel() * wire.value_bytes)
+        values = 0 if vector is None else vector.numel()
+        size = HEADER_BYTES + 8 * len(note) + round(values * wire.value_bytes)
         self.counters.bytes_out += size
         self.counters.messages_out += 1
         now = loop.time()
@@ -220,12 +215,12 @@ class VirtualFabric(Fabric):
         """The first byte has reached the receiver's port."""
         _, done = into.take(self.wire.loop.time(), flight.last_byte + latency_s, flight.size)
         flight.last_byte = max(flight.last_byte, done - latency_s)
-        # Short messages slip past long ones of other connections, but not past those of their own.
+        # Messages of one connection stay in order, although short ones slip past long ones at a port.
         self._landing[flight.peer] = done = max(done, self._landing.get(flight.peer, 0.0))
         self.wire.loop.call_at(done, self._land, flight)
 
     def _left(self, flight: Flight) -> None:
-        """The last byte would have left by now; it has, unless a later port takes it in more slowly."""
+        """The last byte has left, unless a later port takes it in more slowly."""
         left, loop = flight.left, self.wire.loop
         if left is None or left.done():
             return
@@ -235,7 +230,7 @@ class VirtualFabric(Fabric):
             left.set_result(None)
 
     def _share(self, flight: Flight) -> None:
-        """Pass all ports of the path at once, beside what others send: the slowest of them counts."""
+        """Pass all ports of the path at once; the slowest of them counts."""
         loop, path = self.wire.loop, self.wire.network.path(self.rank, flight.peer)
         ports = [port for port in path if isinstance(port, Fair)]
         if flight.size <= PACKET_BYTES:  # it slips in between
@@ -246,7 +241,7 @@ class VirtualFabric(Fabric):
             port.join(loop, flight.size, partial(self._through, flight))
 
     def _through(self, flight: Flight) -> None:
-        """A shared port has passed it; when all have, it lands, and the next of its connection may go."""
+        """A fair port has passed it; after all have, it lands, and the next of its connection begins."""
         flight.ports -= 1
         if flight.ports > 0:
             return
@@ -259,7 +254,7 @@ class VirtualFabric(Fabric):
             self._share(queue[0])
 
     def _land(self, flight: Flight) -> None:
-        """The last byte has arrived: hand over, unless either side's life ended or the link was cut."""
+        """Hand it over, unless the life of either side has ended or the link was cut."""
         wire, message, peer = self.wire, flight.message, flight.peer
         alive = wire.ends.get(self.rank) is self and wire.ends.get(peer) is flight.target
         same = self.epoch(peer) == flight.epoch and frozenset((self.rank, peer)) not in wire.cut

@@ -1,17 +1,15 @@
 """The network as ports: who can send how fast to whom.
 
-Every worker has a port out and a port in; a message passes the sender's port out, the shared backbone
-(if there is one), and the receiver's port in. Each port serves one message at a time, first come first
-served, so a parameter server's port really becomes a bottleneck; only messages of one packet slip in
-between, as they do on a wire. Messages are cut through: a port starts
-to pass a message on as soon as its first byte is there, so an uncontended transfer costs
-latency + bytes / (slowest port), not the sum over the ports.
+A message passes the sender's port out, the shared backbone (if there is one), and the receiver's port in.
+Each port serves one message at a time, first come first served, so a parameter server's port really becomes a
+bottleneck; only messages of one packet slip in between. Ports cut messages through: an uncontended transfer
+costs latency + bytes / (slowest port), not the sum over the ports.
 
-With ``fair`` a port passes all its messages at once instead, each as fast as any other: so TCP shares a
-link among connections. It differs where many talk to one and wait for the answer.
+With ``fair`` a port passes all its messages at once instead, each as fast as any other, as TCP shares a link
+among connections. It makes a difference where many talk to one and wait for the answer.
 
-Workers of one machine (``workers_per_node``) talk over a faster local path that never touches the
-backbone. Buffers between ports are unlimited, but a sender feels a full receiver: see VirtualFabric.send.
+Workers of one machine (``workers_per_node``) talk over a faster local path, without the backbone. Buffers
+between ports are unlimited, but a sender feels a full receiver: see VirtualFabric.send.
 """
 
 import heapq
@@ -34,40 +32,38 @@ class Port:
         self.free_at = 0.0
 
     def take(self, first_byte: float, last_byte: float, size: int) -> tuple[float, float]:
-        """Reserve the port for a message that reaches it between two moments; return when it passes."""
+        """Reserve the port for a message whose bytes reach it between two moments; when it passes."""
         takes = size / self.bytes_per_s
         if size <= PACKET_BYTES and first_byte < self.free_at:
             self.free_at += takes
             return first_byte, max(first_byte + takes, last_byte)
-        start = first_byte if first_byte > self.free_at else self.free_at
-        end = start + takes
-        self.free_at = end if end > last_byte else last_byte
+        start = max(first_byte, self.free_at)
+        self.free_at = max(start + takes, last_byte)
         return start, self.free_at
 
 
 class Fair(Port):
     """Shares its speed equally among the messages that pass it; a new speed counts from the next on.
 
-    A message that needs b bytes is through when b bytes of each have passed, so the port only counts how much
-    of each has passed, and keeps the messages in the order in which they will be through.
+    A message of b bytes is through when b more bytes of each have passed: the port counts how much of each
+    has passed, and keeps the messages in the order in which they will be through.
     """
 
     def __init__(self, mbit: float) -> None:
         super().__init__(mbit)
-        self._passed = self._since = 0.0  # bytes of each that have passed by a moment; differences count
+        self._passed = self._since = 0.0  # bytes of each that had passed by a moment; differences count
         self._messages: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._timer: Callback | None = None
 
     def join(self, loop: VirtualLoop, size: int, through: Callable[[], None]) -> None:
-        """Begin to pass a message; say when it is through."""
+        """Begin to pass a message; `through` is called when it is through."""
         if self._messages:
             self._passed += (loop.time() - self._since) * self.bytes_per_s / len(self._messages)
         heapq.heappush(self._messages, (self._passed + size, next(self._numbers), through))
         self._wait(loop)
 
     def _wait(self, loop: VirtualLoop) -> None:
-        """Wake up when the next one is through."""
         self._since = loop.time()
         if self._timer is not None:
             self._timer.cancel()
@@ -87,7 +83,7 @@ class Fair(Port):
 
 
 class Network:
-    """The ports of one run and the paths through them."""
+    """The ports of one run."""
 
     def __init__(self, links: Links, workers: int) -> None:
         self.links = links
@@ -108,6 +104,6 @@ class Network:
         return self.out[source], self.backbone, self.into[target], self.latency_s
 
     def throttle(self, rank: int, factor: float) -> None:
-        """Make a worker's ports this many times slower than they are now."""
+        """Make a worker's ports so many times slower than they are now."""
         for port in (self.out[rank], self.into[rank]):
             port.bytes_per_s /= factor

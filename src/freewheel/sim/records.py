@@ -1,8 +1,7 @@
 """A simulated run written down as a real one is: docs/RECORDS.md, in virtual seconds.
 
-Samples are taken when somebody has completed a step: a timer of its own would keep the clock running where
-nothing is left to happen. Nothing here moves the clock, draws a number or sends anything, so the trace of a
-run is the same with and without.
+Samples are taken when a worker has completed a step: a timer would keep the clock running where nothing is
+left to happen. Nothing here moves the clock, draws a number or sends anything, so traces do not change.
 """
 
 from pathlib import Path
@@ -21,15 +20,15 @@ from freewheel.sim.worker import SimulatedWorker
 from freewheel.strategy import Strategy
 from freewheel.task import Task
 
-SAMPLES = 400  # a worker gets so many if the run lasts as long as if nobody waited; a few more if it does not
-BYTES, SAMPLE_BYTES, PEER_BYTES = 100_000_000, 900, 25  # what all may take; one does, and each peer in it
-MOST_PEERS = 256  # in runs of more workers samples do not say who was met
-MOST_TIMELINES = 64  # nor is every step of every worker written down
+SAMPLES = 400  # of each worker, if nobody waits; a few more otherwise
+BYTES, SAMPLE_BYTES, PEER_BYTES = 100_000_000, 900, 25  # all samples at most; about one, and each peer in it
+MOST_PEERS = 256  # runs of more workers have no peers in their samples
+MOST_TIMELINES = 64  # runs of more workers have no timelines
 WORDS = {"crash": "died", "restart": "restarted", "cut": "cut", "heal": "joined"}
 
 
 class RecordedSimulation(Simulation):
-    """A simulation that writes its folder; records of an earlier run in it are removed."""
+    """A simulation that writes a folder; an earlier run's records in it are removed."""
 
     def __init__(
         self,
@@ -99,7 +98,7 @@ class RecordedSimulation(Simulation):
         self._journal.evaluation(time_s, **measured)
 
     def _strike(self, fault: Fault) -> None:
-        if fault.kind != "leave":  # who leaves goes later, and the others notice it
+        if fault.kind != "leave":  # such a worker goes later, and the others notice
             what = WORDS.get(fault.kind, "slowed")
             life = self.wire.life[fault.rank] + (fault.kind == "restart")
             self._journal.event(self.loop.time(), what, fault.rank, life, str(fault), peer=fault.peer)
@@ -112,7 +111,7 @@ class RecordedSimulation(Simulation):
     def _write_all(self, last: bool = False) -> None:
         for worker in self.workers.values():
             self._write(worker, last)
-        # A run that lasts longer than was likely is sampled ever more rarely.
+        # After its likely end a run is sampled ever more rarely.
         self._next_s = self._now_s + max(self._now_s, self._likely_s) / self._most
 
     def _write(self, worker: SimulatedWorker, last: bool = False) -> None:

@@ -1,10 +1,10 @@
-"""What is simulated, apart from the strategy: the settings of a run as one value, and what they are made of.
+"""What is simulated, apart from the strategy and the task.
 
 Faults happen at given virtual times:
 
 crash:3@0.5        worker 3 dies at 0.5 s
 restart:3@1.0      and comes back at 1.0 s with a copy of a living worker's weights
-leave:3@0.5        worker 3 is told to leave: it hands over what it has at a boundary, and goes
+leave:3@0.5        worker 3 is told to leave: at a boundary it hands over what only it has, and goes
 cut:3@0.5          worker 3 can reach nobody; cut:3-5@0.5 cuts one link
 heal:3@2.0         the reverse
 slow:3x10@0.5      worker 3 computes 10 times slower from then on (x0.1: faster again)
@@ -32,7 +32,7 @@ _FORM = re.compile(rf"(\w+):(\d+)(?:-(\d+))?(?:x{_NUMBER})?@{_NUMBER}$")
 
 @dataclass(frozen=True)
 class Compute:
-    """Compute times: a distribution around a mean, for each worker its own random numbers."""
+    """Compute times: a distribution around a mean; each worker draws its own."""
 
     ms: float = 10.0
     kind: str = "constant"

@@ -1,9 +1,8 @@
-"""What simulated workers learn: a model, its optimizer, its batches, and who computes its gradients.
+"""What simulated workers learn: a model, its optimizer, its batches and its gradients.
 
-Each worker computes its own, or those that overlap are computed in one call: a worker's weights stand still
-while it computes, so its gradient may be computed at any moment of that time. When the first of several
-workers is done, the gradients of all that are computing are computed in one vmap over their weights. What
-each worker draws and when does not change, so one seed gives one trace.
+Gradients are computed one by one, or together: a worker's weights stand still while it computes, so when the
+first of several workers is done, one vmap computes the gradients of all that are computing. What each worker
+draws and when does not change, so one seed gives one trace.
 """
 
 import copy
@@ -30,7 +29,7 @@ log = logging.getLogger("freewheel")
 
 
 class School:
-    """What all workers of a run begin with: the model, the optimizer's settings, and what a model weighs."""
+    """What all workers of a run begin with: the model, its size on the wire, the optimizer's settings."""
 
     def __init__(self, task: Task, strategy: Strategy, scenario: Scenario) -> None:
         check_optimizer(scenario.optimizer, scenario.momentum, strategy)
@@ -52,14 +51,14 @@ class School:
         if not scenario.gradients:  # a short vector stands for the model; a ring cuts it into equal parts
             self.size = scenario.workers * -(-1024 // scenario.workers)
         self.value_bytes = self.model_bytes / self.size
-        # An optimizer that has made a step, and its moments: for workers that train nothing.
+        # Workers that train nothing share the moments of this optimizer, which has made a step.
         optimizer, self.moments = self.optimizer(Replica.blank(1 if scenario.gradients else self.size))
         optimizer.step()
         self.lr: float = optimizer.param_groups[0]["lr"]
         self.momentum = momentum_of(optimizer)
 
     def optimizer(self, replica: Replica) -> tuple[torch.optim.Optimizer, Moments]:
-        """An optimizer of whole blocks, which it steps in a few calls, and its moments."""
+        """An optimizer of whole blocks, for fewer calls in a step, and its moments."""
         blocks = []
         for block in replica.blocks:
             whole = nn.Parameter(block.weights)
@@ -88,7 +87,7 @@ class Study:
         self.generator = torch.Generator().manual_seed(seed)
 
     def gradient(self, batch: Any) -> tuple[float, float]:
-        """Compute a gradient; return the loss and the gradient's norm."""
+        """Compute a gradient in the replica; the loss and the gradient's norm."""
         for block in self.replica.blocks:
             block.gradient.zero_()
         loss = self.task.loss(self.model, batch)
@@ -96,7 +95,6 @@ class Study:
         return loss.item(), torch.linalg.vector_norm(self.replica.gradient).item()
 
     def step(self, lr: float) -> None:
-        """The optimizer's step."""
         if self._plain:  # torch's takes longer than a small model's gradient
             for block in self.replica.blocks:
                 block.weights.add_(block.gradient, alpha=-lr)
@@ -108,13 +106,11 @@ class Study:
             self._step(self.optimizer)
 
     def boundary(self) -> None:
-        """Take in what is pending; let momentum follow the way the weights go, if it does."""
         self.replica.boundary()
         if self.quasi_global is not None:
             self.quasi_global.end()
 
     def score(self) -> float:
-        """The loss of this worker's model on data common to all."""
         self.model.eval()
         if not self.statistics:
             self.task.recalibrate(self.model, self.rank + 1, 0)
@@ -124,7 +120,7 @@ class Study:
 
 
 class Gradients:
-    """Computes gradients for studies: together on a device, unless the scenario says otherwise."""
+    """Computes gradients: on a GPU those that overlap together, unless the scenario says otherwise."""
 
     def __init__(self, school: School) -> None:
         scenario = school.scenario
@@ -132,10 +128,9 @@ class Gradients:
         self.alone = not (together and scenario.gradients)
         self._task = school.task
         self._draws: dict[Study, Any] = {}  # what decides the batch of each that computes, in order
-        # Gradients that are there before their workers are done: how often the worker's weights had been
-        # overwritten then, the gradient, the loss and the gradient's norm.
+        # Gradients of workers that are not done: the replica's `loads`, the gradient, the loss, the norm.
         self._ready: dict[Study, tuple[int, Tensor, float, float]] = {}
-        self._most = scenario.workers  # so many fit at once
+        self._most = scenario.workers  # how many fit at once
         if self.alone:
             return
         trained = [one for one in school.model.parameters() if one.requires_grad]
@@ -147,14 +142,13 @@ class Gradients:
         self._compute = vmap(grad_and_value(self._loss_at), randomness="different")
 
     def begin(self, study: Study) -> None:
-        """A worker has begun to compute."""
         study.statistics = self.alone
         self._ready.pop(study, None)
         if not self.alone:
             self._draws[study] = self._task.draw(study.rank, study.generator)
 
     def end(self, study: Study) -> tuple[float, float]:
-        """It is done: its gradient is in its replica; the loss and the gradient's norm."""
+        """Put the gradient into the replica; the loss and the gradient's norm."""
         others = [one for one in self._draws if one not in self._ready and one is not study]
         while study not in self._ready and not self.alone:
             self._compute_most([study, *others][: self._most])
@@ -167,7 +161,6 @@ class Gradients:
         return study.gradient(pytree.tree_map(lambda stack: stack[0], self._task.batches([draw])))
 
     def drop(self, study: Study) -> None:
-        """It has died."""
         self._draws.pop(study, None)
         self._ready.pop(study, None)
 
@@ -176,7 +169,6 @@ class Gradients:
         log.warning("simulate: this model cannot be batched (%s); gradients one by one", why)
 
     def _compute_most(self, studies: list[Study]) -> None:
-        """The gradients of those that compute, if as many fit."""
         try:
             self._compute_some(studies)
         except torch.cuda.OutOfMemoryError:
@@ -188,7 +180,7 @@ class Gradients:
                     "fewer workers or a smaller batch."
                 ) from None
             log.warning("simulate: %d gradients at once fit the GPU, not %d", self._most, len(studies))
-        except Exception as error:  # one by one whatever is really wrong is raised again
+        except Exception as error:  # if it is no matter of batching, it is raised again one by one
             self._give_up(first_line(error))
 
     def _compute_some(self, studies: list[Study]) -> None:

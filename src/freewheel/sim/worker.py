@@ -1,4 +1,4 @@
-"""One simulated worker: its node, its tasks, and the time it spends."""
+"""A simulated worker: its node, its tasks, and the time its steps take."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ T = TypeVar("T")
 
 
 class Clockwork:
-    """One worker's step times."""
+    """A worker's step times."""
 
     def __init__(self, compute: Compute, rank: int, rng: random.Random, now: float = 0.0) -> None:
         self.rank, self.rng = rank, rng
         self.model = compute.of.get(rank, compute)
-        self.factor = compute.slow.get(rank, 1.0)  # how many times slower it is; a fault may change it
+        self.factor = compute.slow.get(rank, 1.0)  # a fault may change it
         self.steps = 0
         pauses = ((at_s, for_s) for who, at_s, for_s in compute.pauses if who == rank and at_s >= now)
         self.pauses = sorted(pauses, reverse=True)
 
     def next_s(self, now: float) -> tuple[float, float]:
-        """How long the next gradient takes, and a pause before it, in seconds."""
+        """How long the next gradient takes, and the pause before it."""
         pause = 0.0
         while self.pauses and self.pauses[-1][0] <= now:
             pause += self.pauses.pop()[1]
@@ -56,7 +56,7 @@ class Clockwork:
 
 
 class SimulatedWorker:
-    """A worker in one of its lives: `begin`, `step` by step, then `end` or `depart`; or `die`."""
+    """A worker in one of its lives: `begin`, `step` by step, then `end_training` or `depart`; or `die`."""
 
     def __init__(
         self,
@@ -78,13 +78,13 @@ class SimulatedWorker:
         self.life = life + 1
         seed = f"{scenario.seed}/{rank}/{life}"
         self.clockwork = Clockwork(scenario.compute, rank, random.Random(f"compute/{seed}"), self.loop.time())
-        # A strategy with a staleness of its own records it; for the others the node's measure is taken.
-        self._measured = type(self.strategy).staleness is not Strategy.staleness
+        # Strategies without a measure of their own get the node's.
+        self._measures_staleness = type(self.strategy).staleness is not Strategy.staleness
         self.tasks: dict[asyncio.Task[Any], None] = {}  # in order, so that a life ends the same way twice
         self.training: asyncio.Task[Any] | None = None
-        self.limit = scenario.steps if self.strategy.lockstep() else None  # None: as many steps as there are
-        self.completed = 0  # its steps, without one whose end it is still waiting for
-        self.ready = False  # whether it has weights to train: not while it copies another's
+        self.limit = scenario.steps if self.strategy.lockstep() else math.inf  # of its own steps
+        self.completed = 0  # steps whose boundary is over
+        self.ready = False  # whether it has weights: not while it copies another's
         self.ended = self.leaving = False  # whether it has made all its steps; was told to leave
         self.born_s = self.loop.time()
         self.computing_since: float | None = None
@@ -98,13 +98,13 @@ class SimulatedWorker:
             self.counters.measure = self.counters.measure_always = True
         self.hand: LeaseQueue | None = None
         if scenario.batches:
-            self._dealing = Dealing(self.fabric, self.life, self.counters, self.spawn)
+            dealing = Dealing(self.fabric, self.life, self.counters, self.spawn)
             parts = self.strategy.merges()
             key = Key(scenario.batches, 0, grid=scenario.batches * parts)
-            self.hand = LeaseQueue(self._dealing, key, parts=parts)
+            self.hand = LeaseQueue(dealing, key, parts=parts)
 
     def spawn(self, work: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
-        """Run a coroutine in this worker's life; a failure of it is the run's."""
+        """Run a coroutine until this life ends; if it fails, the run does."""
         task = self.loop.create_task(work)
         self.tasks[task] = None
         task.add_done_callback(self._ended)
@@ -116,14 +116,12 @@ class SimulatedWorker:
             self._fail(error)
 
     def launch(self, training: Coroutine[Any, Any, None]) -> None:
-        """Start to train, and to answer others."""
         self.node.listen()
         self.training = self.spawn(training)
 
     # -- training --
 
     async def begin(self, join: Coroutine[Any, Any, None] | None) -> None:
-        """Join if this is a later life; start the strategy, and its background."""
         node, strategy = self.node, self.strategy
         if join is not None:
             node.rejoined = True
@@ -138,12 +136,11 @@ class SimulatedWorker:
             self.spawn(strategy.background(node))
 
     async def step(self, rate_of: Callable[[SimulatedWorker], float]) -> None:
-        """One step: a batch, a gradient, the strategy's part, a boundary."""
         node, strategy, counters = self.node, self.strategy, self.counters
         batch = None if self.hand is None else await self._wait("data", self._draw(self.hand))
         stale = node.unmerged_steps
         await self._compute()
-        if not self._measured:
+        if not self._measures_staleness:
             counters.stale(stale)
         await self._wait("peers", strategy.before_step(node))
         rate = rate_of(self)
@@ -162,21 +159,20 @@ class SimulatedWorker:
         self.completed += 1
 
     async def _wait(self, cause: str, work: Coroutine[Any, Any, T]) -> T:
-        """Let training wait for something, and count how long it does."""
         self.counters.wait(cause, self.loop.time())
         result = await work
         self.counters.go_on(self.loop.time())
         return result
 
     async def _draw(self, hand: LeaseQueue) -> Batch:
-        """The next batch dealt to this worker, of the next pass if this one is over."""
+        """The next batch, of the next pass if this one is over."""
         while (batch := await hand.draw()) is None:
             await hand.settle()
             hand.begin(hand.number + 1)
         return batch
 
     async def _compute(self) -> None:
-        """Let the time of a gradient pass; it is there at its end."""
+        """Let a gradient's time pass; at its end the gradient is there."""
         took, pause = self.clockwork.next_s(self.loop.time())
         if pause:
             await asyncio.sleep(pause)
@@ -202,37 +198,33 @@ class SimulatedWorker:
     # -- its end --
 
     async def depart(self) -> None:
-        """Hand back what was dealt, hand over what was learned, say goodbye."""
         self.node.end_calls()
         if self.hand is not None:
-            await self._dealing.give_back()
+            await self.hand.dealing.give_back()
         await self.strategy.leave(self.node)
         self.replica.boundary()
         self.node.leave()
         if self.hand is not None:
-            self._dealing.part()
+            self.hand.dealing.part()
         await self.node.farewells.goodbye()
 
     def _stop_computing(self) -> None:
-        """Count the time of a gradient that is finished, or cut off."""
         if self.computing_since is not None:
             self.counters.compute_s += self.loop.time() - self.computing_since
             self.computing_since = None
 
     def end_training(self) -> None:
-        """Let go of the gradient that is under way; communication goes on."""
+        """Drop the gradient under way; communication goes on."""
         self._stop_computing()
         if self.training is not None:
             self.training.cancel()
 
     def die(self) -> None:
-        """End this life at once."""
         self.end_training()
         for task in list(self.tasks):
             task.cancel()
 
     def sample(self, now_s: float, last: bool = False) -> WorkerSample:
-        """How it goes, as a real worker says it."""
         node, counters = self.node, self.counters
         computing_s = 0.0 if self.computing_since is None else now_s - self.computing_since
         sample = worker_sample(
@@ -252,7 +244,7 @@ class SimulatedWorker:
             loss=node.loss if self.study is not None and counters.steps else None,
             last=last,
         )
-        if self.study is None:  # vectors stand for a model, and say nothing about it
+        if self.study is None:  # distances of vectors that only stand for a model mean nothing
             sample["discrepancy"] = None
             sample["peers"] = {peer: (met, None) for peer, (met, _) in sample["peers"].items()}
         return sample
