@@ -105,6 +105,21 @@ def test_a_fair_port_lets_short_messages_slip_in_and_keeps_those_of_a_connection
     assert second == pytest.approx(MESSAGE_S + HEADER_BYTES / 1e6 + 0.005)
 
 
+def test_what_has_passed_a_fair_port_before_it_was_throttled_stays_passed():
+    w = wire(3, fair=True)
+
+    async def late():
+        await asyncio.sleep(0.5 * MESSAGE_S)
+        w.network.throttle(0, 10)
+        await asyncio.sleep(0.1 * MESSAGE_S)
+        await send(w, 2, 0)
+
+    first, second, *_ = play(w, send(w, 1, 0), late(), receive(w, 1, 0), receive(w, 2, 0))
+    # The new speed counts from when the second message comes: 0.4 of the first one is left then.
+    assert first == pytest.approx((0.6 + 0.4 * 2 * 10) * MESSAGE_S)
+    assert second == pytest.approx(first + 0.6 * 10 * MESSAGE_S)
+
+
 def test_with_fair_ports_the_slowest_port_of_the_path_counts():
     w = wire(4, fair=True, backbone_mbit=4.0, slow={2: 10})
     arrived = play(w, send(w, 0, 1), send(w, 2, 3), receive(w, 0, 1), receive(w, 2, 3))[2:]

@@ -52,6 +52,7 @@ class Fair(Port):
     def __init__(self, mbit: float) -> None:
         super().__init__(mbit)
         self._passed = self._since = 0.0  # bytes of each that had passed by a moment; differences count
+        self._speed = self.bytes_per_s  # since then
         self._messages: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self._timer: Callback | None = None
@@ -59,12 +60,12 @@ class Fair(Port):
     def join(self, loop: VirtualLoop, size: int, through: Callable[[], None]) -> None:
         """Begin to pass a message; `through` is called when it is through."""
         if self._messages:
-            self._passed += (loop.time() - self._since) * self.bytes_per_s / len(self._messages)
+            self._passed += (loop.time() - self._since) * self._speed / len(self._messages)
         heapq.heappush(self._messages, (self._passed + size, next(self._numbers), through))
         self._wait(loop)
 
     def _wait(self, loop: VirtualLoop) -> None:
-        self._since = loop.time()
+        self._since, self._speed = loop.time(), self.bytes_per_s
         if self._timer is not None:
             self._timer.cancel()
         if self._messages:
