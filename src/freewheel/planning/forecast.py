@@ -1,4 +1,4 @@
-"""One strategy on a stand-in model in virtual time: what it reaches, and what its steps are worth.
+"""A forecast: one strategy on a stand-in model in virtual time, how fast it is and what its steps are worth.
 
 Also which strategies a plan compares, with settings that suit the machines, and how long each is simulated.
 """
@@ -26,34 +26,30 @@ SIZE, SIGNAL = 256, 0.1  # against noise of length 1: near an optimum, gradients
 class Probe(Task):
     """The stand-in model: gradients that are one part signal, the same for all, and ten parts noise.
 
-    Its weights are a vector x that begins at 0, its loss is linear, with a new slope for every gradient. The
-    first number is the signal: every gradient moves it by as much. The others are noise of length 1, drawn
-    anew for every gradient. So a distance between two replicas is counted in updates; how far the first
-    number of a replica is behind says how many gradients it lacks; and what the noise of all gradients leaves
-    in the answer says whether it was averaged.
+    Its weights are a vector x that begins at 0; its loss is linear, with a new slope for every gradient. The
+    slope's first number is the signal, always the same; the others are noise of length 1. So distances of
+    replicas are counted in updates; how far the first number of a replica is behind says how many gradients
+    it lacks; and how much noise is left in the answer says whether it was averaged.
     """
 
     lr: ClassVar[float] = 1.0
 
     def prepare(self, workers: int, seed: int) -> None:
-        """A vector that a ring cuts into equal parts."""
-        self.workers, self.size = workers, workers * -(-SIZE // workers)
-        self.lags: list[float] = []  # for each gradient: how many steps of all its model lacked when read
+        self.workers, self.size = workers, workers * -(-SIZE // workers)  # a ring cuts it into equal parts
+        self.lags: list[float] = []  # for each gradient: how many steps of all its replica lacked
         self.before = [0] * workers  # how many gradients had been taken when each worker took its last
         self.total = torch.zeros(self.size)
 
     def model(self) -> nn.Module:
-        """The vector 0."""
         return nn.ParameterList([torch.zeros(self.size)])
 
     def batch(self, worker: int, generator: torch.Generator) -> tuple[int, Tensor]:
-        """The next slope."""
         slope = torch.randn(self.size, generator=generator).div_(self.size**0.5)
         slope[0] = SIGNAL
         return worker, slope
 
     def loss(self, model: nn.Module, batch: tuple[int, Tensor]) -> Tensor:
-        """Minus the slope: a step of 1 moves x by it."""
+        """Its gradient is minus the slope, so a step of rate 1 moves x by the slope."""
         (worker, slope), (x,) = batch, model.parameters()
         self.lags.append(self.before[worker] / self.workers - float(x[0].detach()) / SIGNAL)
         self.total += slope
@@ -62,30 +58,30 @@ class Probe(Task):
 
     @torch.no_grad()
     def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
-        """Minus the way made; the noise in the answer is kept, against that of the mean of all gradients."""
+        """Minus the way made; keeps the answer's noise, relative to that of the mean of all gradients."""
         (x,), ideal = model.parameters(), self.total[1:].norm().item() / self.workers
         self.noise = (x[1:].norm().item() / ideal) ** 2 if ideal else 1.0
         return -x[0].item(), None
 
     @torch.no_grad()
     def score(self, model: nn.Module) -> float:
-        """By what workers compare themselves: the way made, and how far noise has carried them."""
+        """Minus the way made, plus how far noise has carried this worker."""
         (x,) = model.parameters()
         return -x[0].item() + x[1:].square().sum().item()
 
 
 # -- what is simulated, and for how long --
-CEILING = "none"  # no communication: the ceiling of what can be reached, and no choice
-ROUNDS = 5  # of its communication, for which a strategy is watched
-LEAST, MOST = 24, 500  # steps of each worker that are simulated
-WORKER_STEPS, MESSAGES = 30_000, 40_000  # of all workers and of merges: what a run may have, about
-COPIES = 2  # weights and gradients: what training alone needs
+CEILING = "none"  # no communication: the most that can be reached, and nothing to choose
+ROUNDS = 5  # of its communication, for which a strategy is simulated
+LEAST, MOST = 24, 500  # simulated steps of each worker
+WORKER_STEPS, MESSAGES = 30_000, 40_000  # about what a simulation may have: of all workers, and of merges
+COPIES = 2  # weights and gradients, which training alone needs
 
 
 def candidates(asked: Sequence[str], setting: Setting) -> tuple[list[str], dict[str, str]]:
-    """Which of the strategies asked for (none: all) to simulate, with settings that suit the machines.
+    """Which strategies to simulate of those asked for (none: all), with settings that suit the machines.
 
-    Those that need too much memory are left out, with the reason.
+    Also those that are left out because they need too much memory, each with the reason.
     """
     if setting.workers < 2:
         raise ConfigError("a plan is for 2 workers or more; one trains alone: python train.py.")
@@ -117,19 +113,19 @@ def candidates(asked: Sequence[str], setting: Setting) -> tuple[list[str], dict[
 
 
 def needed_gb(strategy: Strategy, setting: Setting) -> float:
-    """What a worker must have in memory, activations and data left out."""
+    """What a worker needs in memory, activations and data left out."""
     return ((COPIES + strategy.keeps_vectors) * setting.model_mb + setting.optimizer_mb) / 1e3
 
 
 def steps_shown(strategy: Strategy, setting: Setting) -> int:
-    """Steps of each worker to simulate: several rounds of communication, within what a machine does soon."""
+    """Steps of each worker to simulate: several rounds of communication, but not for too long."""
     n, between = setting.workers, steps_between(strategy)
     period = float(between)
     if strategy.waits_for == "nobody":  # steps go on while a round is under way
         period = max(period, strategy.round_s(setting) / setting.grad_s)
-    if strategy.waits_for == "server":  # its own worker goes on while n others share its port, there and back
+    if strategy.waits_for == "server":  # its own worker goes on while all share its port, there and back
         period = max(period, 2 * setting.model_s / setting.grad_s)
-    rounds = max(ROUNDS, LEAST * (1 + 5 * setting.jitter) / period)  # enough of them for a good mean
+    rounds = max(ROUNDS, LEAST * (1 + 5 * setting.jitter) / period)  # enough for a good mean
     if strategy.reduces:
         rounds = min(rounds, MESSAGES // (2 * n * (n - 1)))
     most = max(LEAST, min(MOST, WORKER_STEPS / n))
@@ -145,14 +141,14 @@ def steps_between(strategy: Strategy) -> int:
 
 # -- what is expected --
 LAG, DRIFT = 0.3, 4e-4  # what they cost, see `steps_needed`
-MOST_IN_A_RING = 64  # workers of a ring that is simulated as it is
-FAIR = ("server", "group")  # where many wait for the answer of one, whose port TCP shares fairly
+MOST_IN_A_RING = 64  # larger rings are simulated with fewer workers
+FAIR = ("server", "group")  # many wait for one, whose port TCP shares fairly
 GROWS = 1.4  # a drift² whose last third is so many times the third before has not settled
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """What is expected of one strategy; its fields are the keys of the JSON, which docs/PLAN.md explains."""
+    """What is expected of a strategy; the fields are the JSON's keys, which docs/PLAN.md explains."""
 
     strategy: str
     useful_steps_per_s: float
@@ -180,17 +176,16 @@ class Forecast:
 
     @property
     def useful_share(self) -> float:
-        """Useful steps over the ideal rate; of no communication, all steps."""
+        """Useful steps over the ideal rate; without communication, all steps."""
         return self.ideal_share / (1.0 if self.name == CEILING else self.steps_needed)
 
 
 def of(found: Sequence[Forecast], name: str) -> Forecast | None:
-    """The forecast of a strategy, if there is one."""
     return next((one for one in found if one.name == name), None)
 
 
 def forecast(spec: str, setting: Setting, steps: int | None = None) -> Forecast:
-    """Simulate a strategy; None: as many steps as it needs to show itself."""
+    """Simulate a strategy; steps None: as many as `steps_shown` says."""
     strategy, probe = strategies.resolve(spec), Probe()
     small = shorter(strategy, setting)
     scenario = small.scenario(steps or steps_shown(strategy, small), strategy.waits_for in FAIR)
@@ -199,7 +194,7 @@ def forecast(spec: str, setting: Setting, steps: int | None = None) -> Forecast:
     simulation = Simulation(strategy, probe, scenario)
     result = simulation.run()
     squares, together = [sample.consensus for sample in result.curve], strategy.lockstep()
-    begin = 0.0 if together else 1 / 2  # where all step together, whole intervals; else what it settled to
+    begin = 0.0 if together else 1 / 2  # in lockstep, whole intervals; else what it has settled to
     drift = _mean_from(begin, squares) ** 0.5
     lag = max(0.0, _mean_from(begin, probe.lags))
     needed = steps_needed(setting.workers, drift, lag, probe.noise, setting.sensitivity)
@@ -243,18 +238,18 @@ def _mean_from(begin: float, values: Sequence[float]) -> float:
 def steps_needed(workers: int, drift: float, lag: float, noise: float, sensitivity: float) -> float:
     """Worker-steps for one of synchronous SGD: noise + S·(LAG·lag + DRIFT·n·drift²), 1 or more.
 
-    Lag and drift are counted in updates; noise is what is left in the answer, against the mean of all. S is
-    the caller's "more than that". docs/PLAN.md says why, and where the constants come from.
+    Lag and drift are counted in updates; noise is what is left in the answer, relative to that of the mean of
+    all gradients; S is the sensitivity. docs/PLAN.md says why, and where the constants come from.
     """
     return max(1.0, noise) + sensitivity * (LAG * max(0.0, lag) + DRIFT * workers * drift**2)
 
 
 def shorter(strategy: Strategy, setting: Setting) -> Setting:
-    """The same setting with fewer workers, where a strategy merges all of very many; else as it is.
+    """The setting with fewer workers, if the strategy merges all of very many; else the setting itself.
 
-    A ring of n workers is 2(n-1) hops, each with the latency and 1/n of the model; n of them at once make
-    2n(n-1) messages. With fewer workers, a latency that is longer and a model that is a little larger, a
-    ring takes as long, and it waits for the slowest, whoever that is.
+    A ring of n workers is 2(n-1) hops, each with the latency and 1/n of the model, and 2n(n-1) messages. With
+    fewer workers, a longer latency and a slightly larger model it takes as long, and it still waits for the
+    slowest worker.
     """
     n, m = setting.workers, MOST_IN_A_RING - MOST_IN_A_RING % setting.workers_per_node
     if n <= MOST_IN_A_RING or m < 2 or not strategy.reduces:

@@ -1,7 +1,7 @@
-"""Numbers for a plan from what is there: a few steps of the user's script, and the links to other hosts.
+"""Measured numbers for a plan: a few steps of the user's script, and the links to other hosts.
 
-``python -m freewheel.planning.measure OUT STEPS [-m] SCRIPT …`` runs a script as Python would, hears every
-optimizer's step through torch's own global hook, and ends it after so many steps. It need not use Freewheel.
+``python -m freewheel.planning.measure OUT STEPS [-m] SCRIPT …`` runs a script as Python would, times its
+optimizer's steps through torch's global hook, and ends it after so many. It need not use Freewheel.
 """
 
 import asyncio
@@ -29,8 +29,8 @@ from freewheel.runtime.membership.entries import Options
 from freewheel.runtime.membership.place import parse_address
 
 STEPS = 30
-WARM_UP, LEAST = 3, 5  # steps that are not counted, for memory is allocated; and how many must be counted
-LONG = 3.0  # times the usual step: what takes so long has more in it, an evaluation or a checkpoint
+WARM_UP, LEAST = 3, 5  # steps that are not counted, and how many must be counted
+LONG = 3.0  # times the usual step: longer ones contain more, such as an evaluation or a checkpoint
 PATIENCE_S = 600.0  # how long a script may take to make its first steps
 
 
@@ -47,7 +47,7 @@ class Measurement:
 
 
 def measure_script(script: Sequence[str], steps: int = STEPS) -> Measurement:
-    """Run a script alone, as one worker, and time its steps; it is ended after so many."""
+    """Run a script as the only worker, and time its steps; it is ended after so many."""
     begun_s, output = time.monotonic(), Captured()
 
     def look() -> None:
@@ -67,7 +67,7 @@ def measure_script(script: Sequence[str], steps: int = STEPS) -> Measurement:
 
 
 def measure_links(hosts: Sequence[str], tls: Path | None = None) -> dict[str, LinkFigure]:
-    """Time the ways from here to hosts on which `freewheel doctor --serve` runs, one after the other."""
+    """Time the links to hosts on which `freewheel doctor --serve` runs, one after the other."""
     addresses = {text: parse_address(text, "the host", PORT) for text in hosts}
     return {text: asyncio.run(measuring(*at, MEGABYTES, tls)) for text, at in addresses.items()}
 
@@ -76,7 +76,7 @@ def measure_links(hosts: Sequence[str], tls: Path | None = None) -> dict[str, Li
 
 
 class Enough(BaseException):
-    """Ends the script: not an Exception, which a script may catch and go on."""
+    """Ends the script; not an Exception, which the script might catch."""
 
 
 class Stopwatch:
@@ -89,7 +89,7 @@ class Stopwatch:
         self.size = 0
 
     def stepped(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        """An optimizer has stepped; those of smaller parts of the model belong to the same step."""
+        """Note the moment; steps of optimizers of smaller parts of the model belong to the same step."""
         if optimizer is not self.optimizer:
             size = sum(p.numel() * p.element_size() for p in weights(optimizer))
             if size <= self.size:
@@ -102,7 +102,6 @@ class Stopwatch:
             raise Enough
 
     def found(self) -> Measurement:
-        """What was measured."""
         took = [after - before for before, after in itertools.pairwise(self.moments)][WARM_UP:]
         if self.optimizer is None or len(took) < LEAST:
             raise ConfigError(
@@ -119,12 +118,10 @@ class Stopwatch:
 
 
 def weights(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What an optimizer trains."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
 def main(out: Path, steps: int, command: list[str]) -> NoReturn:
-    """Run the script until it has made enough steps."""
     watch = Stopwatch(steps)
     register_optimizer_step_post_hook(watch.stepped)
     try:
@@ -147,7 +144,7 @@ def main(out: Path, steps: int, command: list[str]) -> NoReturn:
         code = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # the script's threads and loaders need not be waited for
+    os._exit(code)  # without waiting for the script's threads and loaders
 
 
 if __name__ == "__main__":

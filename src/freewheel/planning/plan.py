@@ -17,7 +17,7 @@ Progress = Callable[[str, float], None]  # is told what is simulated, and which 
 
 @dataclass(frozen=True)
 class WhatIf:
-    """The best strategy if one thing were different, and whether it is another than the plan's."""
+    """The best strategy if one thing were different, and whether that is not the plan's."""
 
     change: str
     strategy: str
@@ -27,7 +27,7 @@ class WhatIf:
 
 @dataclass(frozen=True)
 class Plan:
-    """What came out: plain data. Forecasts go from the most useful one to `none`."""
+    """Which strategy to use, and why; the forecasts are ranked, `none` last."""
 
     setting: Setting
     forecasts: tuple[Forecast, ...]
@@ -81,22 +81,19 @@ def scale(
     steps: int | None = None,
     progress: Progress = lambda what, share: None,
 ) -> dict[int, list[Forecast]]:
-    """The same for several numbers of workers: forecasts by number."""
-    # All are refused before the first is run.
+    """Ranked forecasts for each of several numbers of workers."""
+    # Sizes that cannot be are refused before the first is simulated.
     settings = [(f"{size} workers: ", replace(setting, workers=size)) for size in sizes]
     return dict(zip(sizes, _forecasts(settings, strategies, steps, progress), strict=True))
 
 
-# -- ranking and choosing --
-
-
 def ranked(forecasts: Sequence[Forecast]) -> list[Forecast]:
-    """The most useful first; no communication, which is no choice, last."""
+    """The most useful first; no communication, which nobody can choose, last."""
     return sorted(forecasts, key=lambda one: (one.name == CEILING, -one.useful_steps_per_s))
 
 
 def best(forecasts: Sequence[Forecast]) -> Forecast:
-    """The most useful one; among those that are as good, the one that asks least of its user."""
+    """The most useful one; of those within TIE of it, the one that asks least of its user."""
     usable = [one for one in forecasts if one.name != CEILING]
     enough = (1 - TIE) * max(one.useful_steps_per_s for one in usable)
     alike = [one for one in usable if one.useful_steps_per_s >= enough]
@@ -104,7 +101,7 @@ def best(forecasts: Sequence[Forecast]) -> Forecast:
 
 
 def asks(one: Forecast) -> tuple[float, ...]:
-    """What it asks of its user, the weightiest first: unequal replicas, lost updates, waiting, bytes."""
+    """What it costs its user, the worst first: unequal replicas, lost updates, waiting, bytes."""
     return one.discrepancy > 0, not one.keeps_mean, one.waits_for != "nobody", one.bytes_per_step
 
 
@@ -116,7 +113,7 @@ def _forecasts(
     begin: float = 0.0,
     end: float = 1.0,
 ) -> Iterator[list[Forecast]]:
-    """One forecast for each strategy, ranked, in each setting, which has a name; progress goes to the end."""
+    """Ranked forecasts in each of the named settings; progress goes from `begin` to `end`."""
     for at, (name, setting) in enumerate(settings):
         specs, found = candidates(asked, setting)[0], []
         for number, spec in enumerate(specs, 1):
@@ -127,7 +124,6 @@ def _forecasts(
 
 
 def changed(setting: Setting) -> list[tuple[str, Setting]]:
-    """What might be different, in words and as a setting."""
     faster = replace(setting, link_mbit=10 * setting.link_mbit, host_mbit=None)
     smaller = replace(setting, model_mb=setting.model_mb / 10)
     changes = [(f"a model of {short(smaller.model_mb)} MB", smaller)]

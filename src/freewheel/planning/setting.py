@@ -1,4 +1,4 @@
-"""What a plan is about: workers, model, compute times and links, as one value that is checked once."""
+"""What a plan is about: workers, model, compute times and links."""
 
 import math
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from freewheel.errors import ConfigError
 from freewheel.settings import setting
 from freewheel.sim.scenario import Compute, Links, Scenario
 
-MOST_WORKERS, MOST_MB = 1024, 1e7  # more workers take longer than somebody who plans wants to wait
+MOST_WORKERS, MOST_MB = 1024, 1e7  # forecasts for more workers take too long
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,20 @@ class Setting:
 
     def __post_init__(self) -> None:
         if self.workers > MOST_WORKERS or self.model_mb > MOST_MB:
-            most = f"{MOST_WORKERS} workers and models of {MOST_MB:,.0f} MB"
-            raise ConfigError(f"a plan is for at most {most}.")
+            raise ConfigError(
+                f"a plan is for at most {MOST_WORKERS} workers and models of {MOST_MB:,.0f} MB."
+            )
         if not 0 <= self.jitter <= 3:
-            what = "the jitter is a share of the step time, as 0.1"
-            raise ConfigError(f"{what}; it must not be {self.jitter:g}.")
+            raise ConfigError(
+                f"the jitter is a share of the step time, as 0.1; it must not be {self.jitter:g}."
+            )
         times = {"latency": self.latency_ms, "message's own time": self.message_ms}
         for what, value in (*times.items(), ("memory", self.memory_gb)):
             if value is not None and not 0 <= value < math.inf:
                 raise ConfigError(f"the {what} must be 0 or more and finite, not {value:g}.")
         if not 0 < self.sensitivity < math.inf:
             raise ConfigError(f"the sensitivity must be above 0, not {self.sensitivity:g}.")
-        self.scenario(1)  # it checks the rest: numbers, sizes, times, ranks, factors, the seed
+        self.scenario(1)  # checks the rest
         if self.workers > self.workers_per_node and self.workers % self.workers_per_node:
             raise ConfigError(
                 f"{self.workers} workers cannot be split into machines of {self.workers_per_node}: every "
@@ -61,16 +63,14 @@ class Setting:
 
     @property
     def nodes(self) -> int:
-        """How many machines."""
         return -(-self.workers // self.workers_per_node)
 
     @property
     def alone(self) -> bool:
-        """Whether all workers are on one machine."""
         return self.nodes == 1
 
     def scenario(self, steps: int, fair: bool = False) -> Scenario:
-        """The same for the simulator; `fair`: messages share ports, they do not queue at them."""
+        """The setting for the simulator; `fair`: messages share ports instead of queueing at them."""
         kind = "lognormal" if self.jitter else "constant"
         return Scenario(
             workers=self.workers,
@@ -95,7 +95,7 @@ class Setting:
 
     @property
     def _shared_mbit(self) -> float | None:
-        """What all messages share; no port where the links together cannot fill it."""
+        """The speed that all messages share; None if the links together cannot exceed it."""
         if self.host_mbit is None or self.host_mbit >= self.workers * self.link_mbit:
             return None
         return self.host_mbit

@@ -1,4 +1,4 @@
-"""A plan as people see it: tables, what to use and why in words; how costs grow, as one HTML file."""
+"""A plan as people see it: tables, the recommendation in words, and how costs grow as an HTML file."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -16,7 +16,6 @@ from freewheel.show.tables import printed
 
 
 def setting_in_words(setting: Setting) -> str:
-    """One line on what was planned for."""
     links = f"links of {speed(setting.link_mbit)} and {short(setting.latency_ms)} ms"
     where = "on one machine" if setting.alone else f"on {setting.nodes} machines, {links}"
     slow = [f"worker {rank} {short(factor)} times slower" for rank, factor in setting.slow.items()]
@@ -55,7 +54,6 @@ def recommendation(plan: Plan, script: Sequence[str]) -> list[str]:
 
 
 def what_would_change(plan: Plan) -> list[str]:
-    """One line for each thing that might be different."""
     return [
         f"With {one.change}: {'' if one.changes else 'still '}{one.strategy} "
         f"({short(one.useful_steps_per_s)} useful steps/s)."
@@ -64,7 +62,7 @@ def what_would_change(plan: Plan) -> list[str]:
 
 
 Text = Callable[[Forecast], str]
-# What each strategy reaches; what its steps are worth, and why.
+# Columns of two tables: what each strategy reaches; what its steps are worth, and why.
 SPEEDS: dict[str, Text] = {
     "strategy": lambda one: one.strategy,
     "useful/s": lambda one: UNKNOWN if one.name == CEILING else short(one.useful_steps_per_s, 4),
@@ -103,7 +101,7 @@ def _by_name(grown: dict[int, list[Forecast]]) -> dict[str, list[Forecast | None
     return {name: [of(forecasts, name) for forecasts in grown.values()] for name in names}
 
 
-# By field of a forecast: a figure's title, and what it shows.
+# Figures by field of a forecast: title, and what it shows.
 FIGURES = {
     "useful_steps_per_s": ("Useful steps per second", "what the ranking is by"),
     "useful_share": ("Share of the ideal", "useful steps over the rate at which nobody ever waits"),
@@ -115,7 +113,6 @@ FIGURES = {
 
 
 def html(grown: dict[int, list[Forecast]], title: str, command: str) -> str:
-    """The page, in the style of a report."""
     by_name = _by_name(grown)
     names = [name for name in by_name if name != CEILING]
     curves = [Shown(*one) for one in zip(names, range(len(names)), hues(names), strict=True)]
