@@ -29,10 +29,10 @@ def attach(
 ) -> Worker:
     """Make a training loop one worker of a run; use it in a with-statement around the loop.
 
-    Which worker of how many is read from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, which `freewheel run`
-    and torchrun set; without them the script trains alone. The loop does not change: the optimizer's own
-    step is where corrections are added. Where several optimizers train the model, give them all in a
-    list: a step is complete when all have stepped.
+    The worker's rank and the number of workers are read from RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT,
+    which `freewheel run` and torchrun set; without them the script trains alone. The loop does not change:
+    corrections are added in the optimizer's own step. Where several optimizers train the model, give all of
+    them in a list: a step is complete when all have stepped.
 
     Args:
         model: The module; all parameters that are trainable on entering the block are exchanged.
@@ -87,8 +87,8 @@ def simulate(
 
     The settings are those of `Scenario` (workers, steps, compute, links, faults, seed, …), given as
     keywords or as one value. The same arguments give the same result, to the last event. With a `folder` the
-    run is written down there as a real one is (docs/RECORDS.md), in virtual time; `name` and `command`
-    say for people what it is and what was typed.
+    run is recorded there as a real one is (docs/RECORDS.md), in virtual time; `name` and `command` tell
+    people what it is and what was typed.
 
         >>> import freewheel as fw
         >>> fast = fw.simulate("adpsgd", workers=4, steps=50, compute=fw.Compute(slow={0: 10}))

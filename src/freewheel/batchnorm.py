@@ -1,7 +1,7 @@
-"""BatchNorm's statistics of a model that nobody has trained with: the mean of several workers'.
+"""BatchNorm's statistics of a mean model.
 
-Each worker's statistics belong to its own weights. Those of the mean are not their mean: they are measured,
-by running some batches through it.
+They are not the mean of the workers' statistics, which belong to their own weights. They are measured anew,
+by running some batches through the model.
 """
 
 import itertools
@@ -12,15 +12,13 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-BATCHES = 32
-
 
 @torch.no_grad()
 def recalibrate(
     model: nn.Module,
     batches: Iterable[Any],
     *,
-    count: int = BATCHES,
+    count: int = 32,
     forward: Callable[[Any], Any] | None = None,
 ) -> nn.Module:
     """Measure BatchNorm's statistics anew, from the first `count` batches of a loader; returns the model.

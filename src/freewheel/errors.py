@@ -14,7 +14,7 @@ class ConfigError(FreewheelError, ValueError):
 
 
 class UnknownName(ConfigError):
-    """There is no thing of this kind and name; says which there are and the nearest."""
+    """There is nothing of this kind and name; the message says what there is, and the nearest name."""
 
     def __init__(self, kind: str, given: str, known: Iterable[str]) -> None:
         names = sorted(known)

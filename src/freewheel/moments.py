@@ -28,7 +28,7 @@ class Moments:
         self._optimizer, self._replica = optimizer, replica
 
     def names(self) -> list[str]:
-        """Those it has by now; ConfigError if it remembers something else than a number for each weight."""
+        """Which there are by now; ConfigError if it keeps something else than a number for each weight."""
         found: dict[str, None] = {}
         for block in self._replica.blocks:
             for parameter in block.parameters:
@@ -53,7 +53,7 @@ class Moments:
 
     @torch.no_grad()
     def set(self, name: str, vector: Tensor) -> None:
-        """The way back, for weights that have one; training must wait for it."""
+        """Overwrite one of them, where a weight has it; training must wait meanwhile."""
         for piece, value in self._places(name, vector):
             value.copy_(piece)
         if vector.is_cuda:
@@ -67,7 +67,7 @@ class Moments:
 
 
 class QuasiGlobal:
-    """Momentum that follows the way the weights have gone, what mixing did included.
+    """Momentum that follows the weights' whole movement, mixing included.
 
         m <- (1 - ν) m + ν (x - x')/γ        x, x': before the step, and after the boundary
 

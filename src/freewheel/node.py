@@ -1,8 +1,8 @@
 """What a strategy may see of its worker and of the others.
 
-A node is the same in virtual and in real time; the fabric it is given makes the difference. Its methods
-are of four kinds: the replica (snapshot, correct, gradient), the steps (next_step, beside), communication
-(send to exchange), and the record (stale).
+A node is the same in virtual and in real time; only its fabric differs. Its methods are of four kinds: the
+replica (snapshot, correct, gradient), steps (next_step, beside), communication (send to exchange), and the
+record (stale).
 """
 
 import asyncio
@@ -33,7 +33,7 @@ LATE = 0.85  # how much of a step has passed when an exchange should be over: it
 
 
 class Node:
-    """One worker, as its strategy sees it. Whoever drives it has a NodeDriver (freewheel/node_driver.py)."""
+    """One worker, as its strategy sees it; its driver sees a NodeDriver (freewheel/node_driver.py)."""
 
     moments: Moments
     """The optimizer's moments, while training waits for the strategy; see freewheel/moments.py."""
@@ -63,8 +63,8 @@ class Node:
         self._client: server.Client | None = None
         self._ahead = self._seen_steps = self._awaited_step = self._snapshot_steps = self._merged_steps = 0
         self._stepped: asyncio.Future[None] | None = None
-        self._merged = False  # whether what is corrected next comes of a merge
-        self._called_step = 0  # at which step the merge under way was called; it may run beside further ones
+        self._merged = False  # whether the next correction comes from a merge
+        self._called_step = 0  # at which step the merge under way was called; steps may go on
 
     # -- who is there --
 
@@ -113,13 +113,13 @@ class Node:
             return await self._replica.snapshot(keep)
 
     async def snapshot_soon(self) -> Tensor | None:
-        """The same for an exchange; None while the weights move for long."""
+        """A snapshot for an exchange; None if the weights will be moving for long."""
         self._snapshot_steps = self.steps
         with self._diverging(self.steps):
             return await self._replica.snapshot_soon()
 
     async def weights(self) -> Tensor:
-        """The same for looking at: a copy that is not going to be merged."""
+        """A copy of the weights that is not going to be merged."""
         with self._diverging(self.steps):
             return await self._replica.snapshot(keep=True)
 
@@ -136,7 +136,7 @@ class Node:
     def correct(self, vector: Tensor, own: bool = False) -> None:
         """Add a vector to the weights at the next boundary. It is handed over: do not change it later.
 
-        `own` says that no other worker holds it either, so that its memory may be used again.
+        `own`: no other worker holds it either, so its memory may be used again.
         """
         self._merged_steps = self._snapshot_steps
         if self._merged and self.counters.measure:
@@ -168,10 +168,9 @@ class Node:
         self._stepped_s = asyncio.get_running_loop().time()
 
     async def late(self, share: float = 1.0) -> None:
-        """Wait, after `next_step`, until this share of the next step has passed, but for time to exchange.
+        """After `next_step`, wait until this share of the next step has passed, less the time of an exchange.
 
-        What an exchange brings counts from the next boundary on. Begun early in the step it brings weights
-        that are a step old by then; begun late, fresh ones.
+        An exchange counts from the next boundary on. One that begins late in the step brings fresher weights.
         """
         if self._recent_s and self._exchanges.took_s:
             now_s = asyncio.get_running_loop().time()
@@ -180,10 +179,7 @@ class Node:
                 await asyncio.sleep(left_s)
 
     async def linger(self, patience: Patience, work: Coroutine[Any, Any, Any]) -> None:
-        """In `after_step`: let training wait for communication as long as there is patience.
-
-        After that it goes on beside.
-        """
+        """In `after_step`: let training wait for communication while there is patience; then both go on."""
         patience.under_way = task = self._spawn(work)
         most_s, loop = patience.most * max(self._recent_s, default=0.0), asyncio.get_running_loop()
         began_s = loop.time()
@@ -218,7 +214,7 @@ class Node:
     async def try_merge(
         self, act: Callable[[Merge], Awaitable[T]], group: Callable[[View], Group | None]
     ) -> T | None:
-        """The same, once, and not at all where `group` says None; None: it was dropped on all sides."""
+        """Merge once; not at all if `group` returns None. None: it counts for nobody."""
         self._called_step = self.steps
         merge = await self._merges.attempt(act, group)
         return merge.result if merge is not None and merge.counts else None
@@ -242,7 +238,7 @@ class Node:
         await self.views.changed()
 
     def free_merges(self, act: Callable[[Merge], Awaitable[Tensor]]) -> FreeMerges:
-        """Merges that anybody may ask for, with all, wherever they are; `act` gives a correction."""
+        """Merges of all workers, which any of them may call for at any step; `act` returns a correction."""
 
         def decided(merge: Merge, outcome: str) -> None:
             self._count_merge(outcome, merge.members)
@@ -265,11 +261,11 @@ class Node:
         await self._exchanges.over()
 
     async def hand_over(self) -> None:
-        """As a worker that leaves: let the mean of the others become the mean of all, this one included."""
+        """Before leaving: correct the others so that their mean becomes that of all, this one included."""
         await self.farewells.hand_over()
 
     def serve(self, centre: Tensor, apply: server.Apply) -> Coroutine[Any, Any, None]:
-        """Be the parameter server for ever: run this in `background`."""
+        """Be the parameter server; run this in `background`, it never ends."""
         return server.serve(self._fabric, centre, apply)
 
     async def ask(self, host: int, vector: Tensor | None) -> server.Answer:
@@ -289,7 +285,6 @@ class Node:
         self.counters.stale(value)
 
     def _count_merge(self, outcome: str, members: Sequence[int]) -> None:
-        """Count a merge by its outcome."""
         self.counters.merges[outcome] += 1
         if outcome == "done":
             self._merged = True
@@ -299,6 +294,6 @@ class Node:
             self._fabric.notice("half", self.rank, "a merge may have counted for others only")
 
     def _norm(self, vector: Tensor) -> float:
-        """A pass over a vector, so only when somebody asks."""
+        # It takes a pass over the vector, so one is enough for each sample.
         self.counters.measure = self.counters.measure_always
         return float(torch.linalg.vector_norm(vector))

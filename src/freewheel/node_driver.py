@@ -1,6 +1,6 @@
-"""A node as those see it who drive it: the simulator, and a worker's communication thread.
+"""A node as its driver sees it: the simulator, or a worker's communication thread.
 
-They say when a step is made and when an exchange may begin, and bring the node into views and out of them.
+The driver says when a step was made and when exchanges may begin, and brings the node into views and out.
 """
 
 import random
@@ -18,7 +18,7 @@ from freewheel.strategy import Strategy
 
 
 class NodeDriver(Node):
-    """A node with what a strategy does not see; a party of exchanges, farewells and views."""
+    """A node with what strategies do not see; the party of its exchanges, farewells and views."""
 
     def __init__(
         self, fabric: Fabric, replica: Replica, random: random.Random, spawn: Spawn, strategy: Strategy
@@ -34,24 +34,23 @@ class NodeDriver(Node):
         self._joining = False
 
     def computed(self, seconds: float, number: int) -> None:
-        """A gradient is there, the first or a later one of this life."""
+        """Note how long a gradient took, the `number`-th of this life."""
         self.step_s += (seconds - self.step_s) / number
         self._recent_s.append(seconds)
 
     def rated(self, lr: Any, initial_lr: float = 0.0) -> None:
-        """The optimizer has stepped with this rate; it began, in this life or another, with that one."""
+        """Note the rate of the last step; `initial_lr`: what an earlier life may have begun with."""
         if isinstance(lr, int | float):  # a tensor's would wait for its device
             self._highest_lr = max(self._highest_lr, lr, initial_lr)
-            if lr != self._last_lr:  # while it grows, all of it is left
+            if lr != self._last_lr:  # a growing rate counts as whole
                 self.rate_left = lr / self._highest_lr if lr < self._last_lr else 1.0
             self._last_lr = lr
 
     def due(self) -> bool:
-        """Whether somebody waits for the step that was just made."""
+        """Whether the strategy waits for the step that was just made."""
         return self._stepped is not None and self.steps >= self._awaited_step
 
     def stepped(self) -> None:
-        """A step is complete: wake what waits for it."""
         if self._stepped is not None and self.due():
             if not self._stepped.done():
                 self._stepped.set_result(None)
@@ -59,7 +58,6 @@ class NodeDriver(Node):
 
     @property
     def idle(self) -> bool:
-        """Whether no exchange is under way."""
         return self._exchanges.partner is None
 
     def begin_at(self, steps: int) -> None:
@@ -69,32 +67,30 @@ class NodeDriver(Node):
     def hold(self, joins: bool) -> None:
         """Be busy for exchanges until `release`: this worker has no weights yet.
 
-        Who leaves waits for it where all begin, and does without it where it joins them.
+        Farewells of others go on without it if it `joins` a run under way; else they wait.
         """
         self._exchanges.partner, self.farewells.calls.away = self.rank, joins
 
     def release(self) -> None:
-        """Be free for exchanges again."""
         self._exchanges.free()
         self.farewells.calls.away = False
 
     def end_calls(self) -> None:
-        """Begin no exchange any more: this worker's loop has ended. It still answers those whose has not."""
+        """Begin no more exchanges, for this worker's loop has ended; it still answers calls."""
         self._exchanges.ended = True
 
     def listen(self) -> None:
-        """Take part in the others' exchanges and farewells, from now on."""
+        """Answer other workers' exchanges and farewells from now on."""
         if self._strategy.defines("meet"):
             self._spawn(self._exchanges.serve())
         self.farewells.serve()
 
     @property
     def meet(self) -> Meet:
-        """What the strategy makes of the two snapshots of an exchange."""
         return self._strategy.meet
 
     def met(self, peer: int, correction: Tensor) -> None:
-        """An exchange is complete: each moved by its part, as a rule a half, of how far they were apart."""
+        """Count an exchange; its correction is a part, usually half, of how far the two were apart."""
         measure = self.counters.measure
         part = self.meet.share if isinstance(self.meet, Pull) else 0.5
         apart = self._norm(correction) / part if measure else None
@@ -103,13 +99,12 @@ class NodeDriver(Node):
         self._replica.correct(correction, own=True)
 
     def count(self, outcome: str) -> None:
-        """Count an exchange by its outcome."""
         self.counters.exchanges[outcome] += 1
 
     # -- views --
 
     async def join(self) -> int | None:
-        """Come into a run that went on without this worker: into its view. Whose weights it has copied."""
+        """Join the view of a run that went on without this worker; whose weights it copied, if anybody's."""
         self.rejoined = self._joining = True
         self.views.begin((self.rank,), newborn=True)
         await self._merges.enter()
@@ -117,8 +112,6 @@ class NodeDriver(Node):
         return None if self.views.source < 0 else self.views.source
 
     def leave(self) -> None:
-        """This worker's loop has ended: the others go on without it."""
-
         async def leave() -> None:
             self.views.leave(self._merges.called)
 

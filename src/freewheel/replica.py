@@ -30,7 +30,6 @@ class Block:
 
     @property
     def stop(self) -> int:
-        """Where the next block starts."""
         return self.start + self.weights.numel()
 
 

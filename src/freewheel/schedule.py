@@ -1,7 +1,7 @@
 """How the learning rate changes while a budget is used up: a warm-up, then a curve.
 
-A schedule counts what all workers have done together. A worker's own steps say little: one that is five times
-slower would warm up five times as long, and end at a rate that all others have left behind.
+A schedule counts what all workers have done together. By its own steps, a worker that is five times slower
+would warm up five times as long, and end at a rate that all others have left behind.
 """
 
 import math
@@ -20,7 +20,7 @@ CURVES: dict[str, Callable[[float], float]] = {
     "linear": lambda share: 1.0 - share,
     "cosine": lambda share: 0.5 * (1 + math.cos(math.pi * share)),
 }  # what is left of the rate once a share of what follows the warm-up is done
-WARMUP = 0.05  # the share of the budget over which the rate grows, unless somebody chooses another
+WARMUP = 0.05  # the share of the budget in which the rate grows, by default
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class Scheduler(LRScheduler):
         return [rate * factor for rate in self._rates]
 
     def state_dict(self) -> dict[str, Any]:
-        """What was done is in the loader's state, the rates are in the script: nothing is left."""
+        """Nothing: what is done is in the loader's state, and the rates are in the script."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Find the rate of this moment."""
+        """Set the rates that belong to what is done."""
         for group, rate in zip(self.optimizer.param_groups, self.get_lr(), strict=True):
             group["lr"] = rate

@@ -27,36 +27,30 @@ from torch import Tensor
 
 from freewheel.node import Node
 
-LONGEST = 64  # no interval or τ is chosen longer than this, where a strategy chooses it
+LONGEST = 64  # the longest interval or τ that a strategy chooses by itself
 Waits = Literal["nobody", "server", "group", "neighbours", "all"]
 
 
 class Machines(Protocol):
-    """What a plan knows of the machines."""
+    """What a plan knows of the machines: how many, and how long a gradient, a model, a merge takes."""
 
     @property
-    def workers(self) -> int:
-        """How many workers."""
+    def workers(self) -> int: ...
 
     @property
-    def workers_per_node(self) -> int:
-        """How many of them share a machine."""
+    def workers_per_node(self) -> int: ...
 
     @property
-    def nodes(self) -> int:
-        """How many machines."""
+    def nodes(self) -> int: ...
 
     @property
-    def grad_s(self) -> float:
-        """How long a gradient takes."""
+    def grad_s(self) -> float: ...
 
     @property
-    def model_s(self) -> float:
-        """How long a link takes for one model."""
+    def model_s(self) -> float: ...  # of a link
 
     @property
-    def merge_s(self) -> float:
-        """How long a ring of all workers takes."""
+    def merge_s(self) -> float: ...  # of a ring of all workers
 
 
 @dataclass
@@ -89,13 +83,13 @@ class Strategy:
     """Whether training goes on during its merges."""
 
     quasi_global = False
-    """Whether momentum follows the way the weights go, what mixing did included; a setting of some."""
+    """Whether momentum follows the weights' whole movement, mixing included; a setting of some."""
 
     momentum: ClassVar[float] = 0.0
-    """The momentum it is meant to be used with, where a caller does not choose one."""
+    """The momentum to use it with, unless a caller chooses one."""
 
     always_stops: ClassVar[bool] = False
-    """Whether a subclass has an `after_step` of its own that an inherited `stops` knows nothing of."""
+    """Whether `after_step` is overridden further down than `stops`, which then knows nothing of it."""
 
     def __init_subclass__(cls) -> None:
         has = next(vars(one) for one in cls.__mro__ if {"stops", "after_step"} & vars(one).keys())
@@ -104,14 +98,14 @@ class Strategy:
     def rate_share(self, workers: int) -> float:
         """The part of the learning rate each of so many workers steps with.
 
-        1 where updates are averaged; 1/n where the updates of n workers add up on one model. So a rate means
-        the same everywhere: that of the averaged update.
+        1 where updates are averaged; 1/n where the updates of n workers add up on one model. So a learning
+        rate is always that of the averaged update.
         """
         return 1.0
 
     @classmethod
     def suited(cls, machines: Machines) -> dict[str, int]:
-        """The settings that suit some machines, where they differ from the defaults."""
+        """The settings that suit these machines, where they differ from the defaults."""
         return {}
 
     @classmethod
@@ -156,22 +150,22 @@ class Strategy:
         return await node.weights()
 
     def entered(self, node: Node, weights: Tensor) -> None:
-        """This worker was cut off, and has just taken over another's weights and steps."""
+        """This worker was cut off, and has just taken over another worker's weights and steps."""
 
     def settled(self, node: Node) -> bool:
-        """Whether a worker may leave at this boundary, and nothing it has learned is lost.
+        """Whether a worker may leave at this boundary without anything it has learned being lost.
 
-        Where workers merge, or have a server: when they have what it did last.
+        Where workers merge, or have a server: once its last steps are merged.
         """
         return self.waits_for == "nobody" or node.unmerged_steps == 0
 
     async def leave(self, node: Node) -> None:
-        """This worker leaves, at a boundary, and makes no step any more: hand over what only it has."""
+        """This worker leaves at a boundary, after its last step: hand over what only it has."""
         if self.defines("meet"):
             await node.hand_over()
 
     def donor(self, joiner: int, among: Sequence[int], world_size: int) -> int:
-        """Whose weights a worker copies that comes into a view."""
+        """Whose weights a worker that comes into a view copies."""
         return among[0]
 
     # -- for those who drive a strategy --
@@ -192,7 +186,7 @@ class Strategy:
         return copy.copy(self)
 
     def defines(self, method: str) -> bool:
-        """Whether the strategy, with these settings, has its own form of one of the methods above."""
+        """Whether the strategy, with these settings, overrides one of the methods above."""
         return getattr(type(self), method) is not getattr(Strategy, method)
 
     @classmethod

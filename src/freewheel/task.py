@@ -1,4 +1,4 @@
-"""The contract of a task: a model, a worker's batches, a loss, how good a model is; and what trains it."""
+"""The contract of a task, and the optimizer that trains one."""
 
 import abc
 import itertools
@@ -44,7 +44,7 @@ class Task(abc.ABC):
         """The next batch of a worker."""
 
     def draw(self, worker: int, generator: torch.Generator) -> Any:
-        """What decides the next batch of a worker; where that is not worth a method, the batch itself."""
+        """What decides the next batch of a worker: random draws; by default the batch itself."""
         return self.batch(worker, generator)
 
     def batches(self, draws: Sequence[Any]) -> Any:
@@ -71,7 +71,7 @@ class Task(abc.ABC):
 
 
 def check_optimizer(name: str, momentum: float | None, strategy: Strategy | None) -> None:
-    """Refuse an optimizer of a built-in task that is not there, or that a strategy cannot do with."""
+    """Refuse an optimizer that does not exist, or that a strategy cannot work with."""
     if name not in OPTIMIZERS:
         raise ConfigError(f"the optimizer must be {' or '.join(OPTIMIZERS)}, not {name!r}.")
     if name == "sgd":
@@ -87,7 +87,7 @@ def check_optimizer(name: str, momentum: float | None, strategy: Strategy | None
 def optimizer_of(
     asked: Training, task: Task, strategy: Strategy | None, weights: Iterable[nn.Parameter]
 ) -> torch.optim.Optimizer:
-    """What a built-in task is trained with; without a strategy: by DDP."""
+    """The optimizer of a built-in task; without a strategy: for DDP."""
     if asked.optimizer == "adamw":
         lr = adam_rate(task.adam_lr if asked.lr is None else asked.lr, strategy, asked.workers)
         return torch.optim.AdamW(weights, lr, weight_decay=asked.weight_decay)
@@ -97,12 +97,12 @@ def optimizer_of(
 
 
 def adam_rate(rate: float, strategy: Strategy | None, workers: int) -> float:
-    """What each worker's AdamW steps with for the averaged update to be that of `rate`; None: DDP.
+    """Each worker's rate of AdamW, so that the averaged update is that of `rate`; no strategy: DDP.
 
-    AdamW divides by the size of its gradients, taken to be mostly noise. The mean of n workers' gradients
-    has 1/√n of it: where each divides by its own and updates are averaged, these are shorter by √n.
+    AdamW divides by the size of its gradients, which are mostly noise; the mean of n workers' gradients has
+    1/√n of that noise. So updates are shorter by √n if workers average them instead of their gradients.
     """
     if strategy is None or strategy.defines("before_step") or getattr(strategy, "raw", False):
-        return rate  # gradients are averaged, or somebody asks for the rate as it is
+        return rate  # gradients are averaged, or the strategy asks for the rate as it is
     mixes = strategy.defines("background") or strategy.defines("after_step")
     return rate * math.sqrt(workers) if mixes else rate

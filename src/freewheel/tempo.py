@@ -1,8 +1,8 @@
 """How long a gradient is made to take: a model's layers sleep, forward and backward.
 
-A machine with few cores can so stand for many, and a worker for a slower one. The time lies inside the
-layers, as it does in a real model: gradients of the last layers are there while those of the first still take
-theirs, and whoever reduces them part by part, as DistributedDataParallel does, can do so meanwhile.
+So a machine with few cores can stand for many, and a worker for a slower one. The time lies inside the
+layers, as in a real model: gradients of the last layers are there first, and can be reduced while the others
+are being computed, as DistributedDataParallel does.
 """
 
 import statistics
@@ -13,14 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 
 FORWARD = 1 / 3  # the forward pass's share of a gradient's time; the backward pass computes twice as much
-SHORTEST_S = 0.001  # what is less is left to the next layer: many short sleeps would keep the machine busy
+SHORTEST_S = 0.001  # shorter sleeps are left to the next layer: many would keep the machine busy
 
 
 class Tempo:
     """Lets the gradient of a model take `span_s`, forward and backward, in equal parts for its layers.
 
-    Each layer sleeps until its own moment, counted from `begin`: what it computes lies within its time, and
-    waking up late does not add up.
+    Each layer sleeps until its own moment, counted from `begin`, so its computation lies within its time, and
+    delays in waking up do not add up.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -33,7 +33,7 @@ class Tempo:
         self._hooks = [layer.register_forward_hook(self._computed) for layer in layers]
 
     def measure(self, compute: Callable[[], Any], times: int) -> float:
-        """What a gradient takes by itself; its layers are counted meanwhile."""
+        """How long a gradient takes without sleeps; counts its layers, too."""
         took = []
         for _ in range(times):
             self.begin()
@@ -43,30 +43,27 @@ class Tempo:
         return statistics.median(took)
 
     def take(self, step_s: float, own_s: float = 0.0) -> None:
-        """Let a gradient take so long from `begin` on, of which it computes `own_s`."""
+        """Let each gradient take `step_s`, of which it computes `own_s`."""
         if step_s <= own_s:
             self.end()
         # The first layer's own backward pass comes after the last sleep.
         self.span_s = step_s - (1 - FORWARD) * own_s / max(1, self._layers[1])
 
     def begin(self) -> None:
-        """A gradient's time begins."""
         self._forward = self._backward = 0
         self.began_s = time.monotonic()
 
     def rest(self) -> None:
-        """Sleep after the backward pass where no layer could: weights are used without calling a layer."""
+        """Sleep after a backward pass that called no layer: the model uses its weights directly."""
         if self._hooks and not self._layers[1]:
             self._sleep(1.0)
 
     def end(self) -> None:
-        """Sleep no more."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def _computed(self, _: nn.Module, __: Any, output: Any) -> None:
-        """A layer has computed its output, whose gradient will call it again."""
         self._forward += 1
         if self.span_s:
             self._sleep(FORWARD * self._forward / self._layers[0])
@@ -74,13 +71,11 @@ class Tempo:
             output.register_hook(self._called_back)  # type: ignore[no-untyped-call]
 
     def _called_back(self, _: Tensor) -> None:
-        """A layer is about to compute its gradients."""
         self._backward += 1
         if self.span_s:
             self._sleep(FORWARD + (1 - FORWARD) * self._backward / self._layers[1])
 
     def _sleep(self, share: float) -> None:
-        """Until this share of the gradient's time is over."""
         left_s = self.began_s + share * self.span_s - time.monotonic()
         if left_s >= SHORTEST_S or (left_s > 0 and self._backward == self._layers[1]):
             time.sleep(left_s)

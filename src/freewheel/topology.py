@@ -45,7 +45,7 @@ class Topology:
 
     @cached_property
     def fewest(self) -> int:
-        """How many neighbours the worker with the fewest has."""
+        """The smallest number of neighbours of a worker."""
         return min(len(row) for rows in self.cycle for row in rows)
 
     def neighbours(self, rank: int, step: int = 0) -> tuple[int, ...]:
@@ -110,7 +110,7 @@ class Topology:
         return rank not in self.passive
 
     def _check(self, rank: int) -> None:
-        # A negative rank would quietly index from the end.
+        # A negative rank would index from the end.
         if not 0 <= rank < self.size:
             raise ConfigError(
                 f"there is no worker {rank} in a topology of {self.size}, only 0 to {self.size - 1}."
@@ -118,7 +118,6 @@ class Topology:
 
 
 def ring(n: int) -> Topology:
-    """Each of ``n`` workers and the two beside it."""
     return _undirected("ring", n, _hopping(n, [1]))
 
 
@@ -192,7 +191,6 @@ def hierarchical(n: int, nodes: int = 2) -> Topology:
 
 
 def star(n: int) -> Topology:
-    """Everybody with worker 0 and with nobody else."""
     return _undirected("star", n, [(0, i) for i in range(1, n)])
 
 
