@@ -1,4 +1,4 @@
-"""Places of an order: sets of them as spans, which data they are of, and how they are cut into batches."""
+"""Spans of places in a pass's order, and how they are cut into batches."""
 
 from collections.abc import Iterable
 from typing import NamedTuple, TypeAlias
@@ -8,7 +8,7 @@ Spans: TypeAlias = list[Span]  # sorted; they neither overlap nor touch
 
 
 def union(*sets: Iterable[Span]) -> Spans:
-    """What is in any of them. The parts may come in any order and overlap."""
+    """The parts may come in any order and overlap."""
     joined: Spans = []
     for start, stop in sorted(span for spans in sets for span in spans):
         if joined and start <= joined[-1][1]:
@@ -19,7 +19,6 @@ def union(*sets: Iterable[Span]) -> Spans:
 
 
 def minus(spans: Spans, less: Spans) -> Spans:
-    """What is in the first and not in the second."""
     kept: Spans = []
     at = 0
     for start, stop in spans:
@@ -36,12 +35,10 @@ def minus(spans: Spans, less: Spans) -> Spans:
 
 
 def common(spans: Spans, others: Spans) -> Spans:
-    """What is in both."""
     return minus(spans, minus(spans, others))
 
 
 def size(spans: Spans) -> int:
-    """How many places they hold."""
     return sum(stop - start for start, stop in spans)
 
 
@@ -57,16 +54,16 @@ class Key(NamedTuple):
 
     length: int  # counts samples, or batches of a batch sampler
     mark: int  # which loader of the script it is, for all make them in the same order
-    kind: int = 0  # 0 in order, 1 shuffled, 2 by a sampler, 3 shuffled by blocks
+    kind: int = 0  # an index of order.KINDS
     seed: int = 0
     grid: int = 0  # where all step together: into how many batches the order is cut, equal but for one sample
 
     def edge(self, batch: int) -> int:
-        """Where a batch begins, of those that are equal."""
+        """Where one of the equal batches begins."""
         return batch * self.length // self.grid
 
     def at(self, place: int) -> int:
-        """Which of the equal batches begins at a place, or next behind it."""
+        """Which of the equal batches is the first that begins at a place or behind it."""
         return -(-place * self.grid // self.length)
 
     def part(self, turn: int, members: int) -> Span:

@@ -1,4 +1,4 @@
-"""One set of data: what a worker knows of it, what it has done of it itself, and how it deals from it."""
+"""What a worker knows of one set of data, what it has finished of it, and how it deals from it."""
 
 import logging
 from collections import deque
@@ -12,13 +12,13 @@ from freewheel.fabric.base import Fabric
 from freewheel.records.counters import Counters
 
 GIVEN, OVER, WAIT, REFUSED, SOON, DIFFERS = range(6)
-"""What a dealer may answer. SOON: what is left is others' turn. DIFFERS: these are other data."""
+"""A dealer's answers. SOON: what is left is kept for others; ask again. DIFFERS: these are other data."""
 
 log = logging.getLogger("freewheel")
 
 
 class Question(NamedTuple):
-    """What a worker wants and what it says of itself: whole numbers; 0: not known."""
+    """What a worker asks a dealer for and says of itself: whole numbers; 0: not known."""
 
     life: int
     number: int  # the pass it is in
@@ -28,13 +28,13 @@ class Question(NamedTuple):
     insists: bool
     parts: bool  # whether every worker keeps to a part of its own, because all step together
     size: int  # of its batches
-    order: int  # what the pass's order sums up to, where a sampler makes it
-    content: int  # what its samples sum up to
-    rate: int  # how many samples it finishes in a million seconds
+    order: int  # a checksum of the pass's order, where a sampler makes it
+    content: int  # a checksum of its samples
+    rate: int  # samples in a million seconds
 
 
 class DatasetLedger:
-    """What a worker knows of one set of data, its own part in it and the others'; in the fabric's thread."""
+    """What a worker knows of one set of data; used in the fabric's thread unless a method says otherwise."""
 
     def __init__(self, key: Key, by: int, me: Owner, fabric: Fabric, counters: Counters) -> None:
         self.key, self.ledger, self.shares = key, Ledger(key.length), Shares()
@@ -42,24 +42,24 @@ class DatasetLedger:
         self.by = by  # the lowest rank that has named these data
         self.in_use = False  # whether this worker uses them, or has only heard of them
         self.finished = 0  # samples that this worker has finished, or left out, and entered into the ledger
-        # What it has itself finished in each pass, in earlier runs too: what a checkpoint keeps.
-        self.own: dict[int, Spans] = {}
-        # Of the passes by a sampler: what its order sums up to, and who said so.
-        self.orders: dict[int, tuple[int, int]] = {}
-        self.heard: dict[int, int] = {}  # who has told all it knows, each with the epoch in which it did
+        self.own: dict[
+            int, Spans
+        ] = {}  # finished by itself in each pass, in earlier runs too: for checkpoints
+        self.orders: dict[int, tuple[int, int]] = {}  # checksums of passes' orders, and whose they are
+        self.heard: dict[int, int] = {}  # who has told all it knows, and in which epoch of its connection
         self.mute: set[int] = set()  # who was asked for it and did not answer in time
         self.lives: dict[int, int] = {}
-        self.counted: dict[int, int] = {}  # of each pass, how many doubles have been counted
-        self._prints: dict[int, int] = {}  # what each worker's samples sum up to, where that can be said
+        self.counted: dict[int, int] = {}  # how many doubles of each pass have been counted
+        self._prints: dict[int, int] = {}  # checksums of workers' samples, where there are any
         self._me, self._fabric, self._counters = me, fabric, counters
         self._done: deque[Batch] = deque()
-        self._used = self._left_out = 0
+        self._used = self._left_out = 0  # two counts, since two threads count
         self._made = (0.0, 0)
 
     # -- this worker's own part --
 
     def finish(self, batch: Batch) -> None:
-        """A batch has been used. Any one thread may say so."""
+        """Count a batch that was used; for any one thread."""
         self._done.append(batch)
         self._used += batch.stop - batch.place
 
@@ -87,16 +87,16 @@ class DatasetLedger:
         self.look()
 
     def look(self) -> None:
-        """Remember how far all are, for `progress`."""
+        """Note how far all are, for `progress`."""
         self._made = (self.ledger.progress(), self.finished)
 
     def progress(self) -> float:
-        """Passes all made, as far as is known: what others do is heard with a lease. Any thread may ask."""
+        """Passes all made, as far as is known: others' work is heard of with a lease. For any thread."""
         made, collected = self._made
         return made + (self._used + self._left_out - collected) / self.key.length
 
     def confirm(self, theirs: Ledger, lease: Lease | None) -> None:
-        """A dealer has answered with what it knows, and has dealt a lease."""
+        """Take over what a dealer answered: its ledger, and the lease if there is one."""
         self.ledger.merge(theirs)
         for q, one in self.ledger.passes.items():
             mine = one.held.get(self._me, [])
@@ -110,11 +110,10 @@ class DatasetLedger:
     # -- what others say --
 
     def learn_from_all(self, told: dict[int, Ledger]) -> None:
-        """Workers have told all they know, and what they hold."""
         for peer, theirs in told.items():
             owner = (peer, self.lives[peer])
             self.ledger.hold(owner, theirs.held_by(owner))
-        # What was dealt to those who cannot speak for themselves, as far as others know of it.
+        # What others know to have been dealt to workers that are gone counts as lost.
         for theirs in told.values():
             for q, other in theirs.passes.items():
                 if (one := self.ledger.open(q)) is not None:
@@ -126,18 +125,18 @@ class DatasetLedger:
         return peer in self._fabric.members and self.heard.get(peer) == self._fabric.epoch(peer)
 
     def _alive(self, owner: Owner) -> bool:
-        """Whether a worker is within reach and in the life in which it got what it holds."""
+        """Whether it is within reach, and in the life in which it got what it holds."""
         peer, life = owner
         return owner == self._me or (self.hears(peer) and self.lives.get(peer) == life)
 
     def count_doubles(self) -> None:
-        """Count samples that turn out to have been finished twice, as after a cut."""
+        """Count samples that were finished twice, as after a network partition."""
         excess = {q: max(one.excess(), self.counted.get(q, 0)) for q, one in self.ledger.passes.items()}
         self._counters.samples_again += sum(many - self.counted.get(q, 0) for q, many in excess.items())
         self.counted = excess
 
     def tell(self, owner: Owner, news: Ledger) -> None:
-        """Somebody says what it has finished, and what it holds: this and nothing else."""
+        """A worker reports what it has finished, and all that it holds."""
         late = sum(size(one.finished) for q, one in news.passes.items() if q < self.ledger.floor)
         self.ledger.merge(news)
         self.lives[owner[0]] = owner[1]
@@ -148,7 +147,7 @@ class DatasetLedger:
     # -- dealing --
 
     def lease(self, owner: Owner, question: Question, now_s: float) -> Lease | int:
-        """Deal, also what lost workers held; or say why not."""
+        """Deal, also what lost workers held; or return why not."""
         ledger, shares, peer, number = self.ledger, self.shares, owner[0], question.number
         lost = {who for one in ledger.passes.values() for who in one.held if not self._alive(who)}
         for one in ledger.passes.values() if lost else ():
@@ -174,7 +173,7 @@ class DatasetLedger:
         return lease or (WAIT if waits else OVER)
 
     def _alike(self, peer: int, question: Question) -> bool:
-        """Whether a worker's order is that of the others; a word of warning if its samples are not."""
+        """Whether a worker's order is that of the others; warns if its samples are not."""
         if question.content and peer not in self._prints:
             other = next((one for one, said in self._prints.items() if said != question.content), None)
             if other is not None:
@@ -192,8 +191,8 @@ class DatasetLedger:
         return known == question.order
 
     def _anywhere(self, peer: int, question: Question, most: int, number: int, free: Spans) -> Span | None:
-        """How much of what is left of a pass a worker is dealt, in whole batches of its own."""
-        # Each dealer begins at a place of its own: parts of a run that do not reach each other are to differ.
+        """What a worker is dealt of a pass's free samples, in whole batches of its own."""
+        # Each dealer begins at a place of its own: the sides of a partition are to deal different samples.
         key, batch, here = self.key, question.size, number == question.number
         begin = self._me[0] * key.length // self._fabric.world_size // batch * batch
         span = first(free, begin if here else 0, batch) if most or not here else None
@@ -204,7 +203,7 @@ class DatasetLedger:
         return start, start + (count // batch * batch or count)
 
     def _part(self, peer: int, question: Question, most: int, number: int, free: Spans) -> Span | None:
-        """The same of its part, which goes round from pass to pass; then of those whose workers left."""
+        """The same from its part, which rotates from pass to pass; then from parts whose workers left."""
         # Parts follow from the members alone: a run in which nobody is lost is the same every time.
         key, members = self.key, self._fabric.members
         parts = {one: key.part((k + number) % len(members), len(members)) for k, one in enumerate(members)}

@@ -1,15 +1,14 @@
 """Dealing: samples handed to workers in leases, by whichever living worker has the lowest rank.
 
-Every worker has a ledger of what it knows (data/ledger.py) and runs the same three services. Who wants
-samples asks the dealer, the lowest rank within reach, and says with every question what it holds and what it
-has finished since. The answer has a lease and all that is known to be finished, so that this is not lost with
-the dealer. Before it deals, a dealer asks every worker that it has not heard since it came within reach: that
-is how the role passes on, and how workers that were cut off bring in what they did meanwhile. A deputy is
-told of every lease, so that the next dealer knows what had been dealt to a worker that died with this one.
+Every worker keeps a ledger (data/ledger.py) and runs the same three services. A worker asks the dealer, the
+lowest rank within reach, and reports with every question what it holds and what it has finished. The answer
+is a lease and the dealer's ledger, so that this is not lost with the dealer. A dealer first asks every worker
+that it has not heard since it came within reach: so a new dealer takes over, and workers that were cut off
+report what they did meanwhile. A deputy is told of every lease: if the dealer dies together with another
+worker, the next dealer still knows what that worker held.
 
-How much each gets is in data/shares.py. Where all workers step together none can take more than another:
-there each keeps to a part of its own, which follows from who is there (`Question.parts`). A worker that
-reaches nobody deals to itself.
+data/shares.py decides how much each gets. Where all workers step together, each keeps to a part of its own,
+which follows from who is there (`Question.parts`). A worker that reaches nobody deals to itself.
 """
 
 import asyncio
@@ -26,14 +25,14 @@ from freewheel.fabric.base import RUNTIME, Fabric, Message, Note, Spawn, Tag, he
 from freewheel.fabric.notes import read, whole
 from freewheel.records.counters import Counters
 
-ASK: Tag = (RUNTIME, "deal", "ask")  # I have finished this, hold this, and want this: deal
-TELL: Tag = (RUNTIME, "deal", "tell")  # tell me all you know
-NOTE: Tag = (RUNTIME, "deal", "note")  # somebody has finished this and holds this: for the deputy, or for all
+ASK: Tag = (RUNTIME, "deal", "ask")  # to the dealer: a question, and what the asker has finished and holds
+TELL: Tag = (RUNTIME, "deal", "tell")  # from a dealer: tell me all you know
+NOTE: Tag = (RUNTIME, "deal", "note")  # to the deputy, or to all: what a worker has finished and holds
 HEAR_S = 2.0  # how long a dealer waits for a worker to tell what it knows
 ANSWER_S = 3.0  # how long a worker waits for a dealer that is within reach and does not answer
-RETRY_S = 0.05  # after which a worker that was told to wait, or to ask another, asks again
+RETRY_S = 0.05  # before a worker that was told to wait, or to ask another, asks again
 MOST_DATASETS = 64  # that others have named, and this worker does not use (yet)
-REFUSALS = 3  # after so many a worker no longer believes that it will reach the dealer it is told to ask
+REFUSALS = 3  # after so many a worker that cannot reach the rightful dealer insists
 
 KEY = (int,) * len(Key._fields)  # names the data in each of these messages, after the question's number
 
@@ -41,21 +40,20 @@ log = logging.getLogger("freewheel")
 
 
 class Dealing:
-    """One worker's part in dealing, whether it asks, deals or is the deputy."""
+    """One worker's part in dealing: it asks, deals or is the deputy."""
 
     def __init__(self, fabric: Fabric, life: int, counters: Counters, spawn: Spawn) -> None:
         self.fabric, self.counters, self.spawn = fabric, counters, spawn
         self.me: Owner = (fabric.rank, life)
         self.datasets: dict[int, DatasetLedger] = {}  # by the mark of their keys
-        # Give back what this worker holds, of each set of data that it uses.
-        self.settling: list[Callable[[], Awaitable[None]]] = []
+        self.settling: list[Callable[[], Awaitable[None]]] = []  # each gives back what one queue holds
         self._dealing = asyncio.Lock()
         for tag, act in ((ASK, self._answer), (TELL, self._tell), (NOTE, self._note)):
             spawn(hear(fabric, tag, partial(self._served, act)))
         spawn(self._look_up())
 
     def use(self, key: Key) -> DatasetLedger:
-        """What this worker knows of data that it uses; ConfigError if others have other data there."""
+        """Begin to use data; ConfigError if others have other data there."""
         data = self._known(key, self.me[0])
         if data.key != key:
             raise differs(self.me[0], key, data.by, data.key)
@@ -64,7 +62,7 @@ class Dealing:
         return data
 
     def _known(self, key: Key, by: int) -> DatasetLedger:
-        """What is known of these data, nothing at first; or of others that one of lower rank has there."""
+        """Its ledger, made if need be; where workers differ, that of the lowest rank's data."""
         if key.mark not in self.datasets and by != self.me[0]:
             foreign = [mark for mark, one in list(self.datasets.items()) if not one.in_use]
             for mark in foreign[: len(foreign) - MOST_DATASETS + 1]:  # who uses it tells it again
@@ -80,12 +78,12 @@ class Dealing:
     # -- leaving --
 
     async def give_back(self) -> None:
-        """This worker leaves: what it has not used is anybody's, at once."""
+        """Give back what this worker holds, before it leaves."""
         for settle in self.settling:
             await settle()
 
     def part(self) -> None:
-        """Tell everybody what this worker knows, and that it holds nothing: it may have been the dealer."""
+        """Tell everybody what this worker knows before it leaves: it may have been the dealer."""
         for data in self.datasets.values():
             data.collect()
             data.ledger.hold(self.me, {})
@@ -95,7 +93,7 @@ class Dealing:
     # -- asking --
 
     async def ask(self, data: DatasetLedger, question: Question) -> Lease | int:
-        """Tell the dealer what is finished, and get a lease or the reason why there is none."""
+        """Report to the dealer what is finished, and get a lease or the reason why there is none."""
         silent, refusals = set[int](), 0
         while True:
             if (known := self.datasets[data.key.mark]) is not data:
@@ -147,7 +145,6 @@ class Dealing:
         return lease or kind
 
     async def _told(self, peer: int, tag: Tag, note: Note, within_s: float) -> Iterator[int]:
-        """What another answers; TimeoutError: nothing in time."""
         async with asyncio.timeout(within_s):
             return whole((await self.fabric.ask(peer, tag, note=note)).note)
 
@@ -177,7 +174,7 @@ class Dealing:
             return answer
 
     async def _hear_all(self, data: DatasetLedger) -> None:
-        """Let everybody who has not done so since it came within reach tell what it knows."""
+        """Ask everybody who has not been heard since it came within reach."""
         asked = [peer for peer in self.fabric.others if not data.hears(peer)]
         epochs = {peer: self.fabric.epoch(peer) for peer in asked}
         told: dict[int, Ledger] = {}
@@ -192,7 +189,7 @@ class Dealing:
     async def _hear(
         self, ledger: Ledger, key: Key, peers: Sequence[int]
     ) -> dict[int, tuple[int, Ledger] | None]:
-        """Let a ledger learn what others tell of these data; in which life each is, and what it told."""
+        """Merge what peers tell of these data into a ledger; return each one's life, and what it told."""
         found: dict[int, tuple[int, Ledger] | None] = {}  # None: not in time, or more than workers make
 
         async def hear_one(peer: int) -> None:
@@ -210,7 +207,7 @@ class Dealing:
         return found
 
     async def known(self, data: DatasetLedger) -> Ledger:
-        """All that anybody within reach knows to be finished."""
+        """What anybody within reach knows to be finished."""
         data.collect()
         found = data.ledger.holding(self.me, data.ledger)
         await self._hear(found, data.key, self.fabric.others)
@@ -219,7 +216,7 @@ class Dealing:
     # -- services --
 
     async def _served(self, act: Callable[..., Awaitable[Note | None]], message: Message) -> None:
-        """Let a service take what another says of some data; send the answer, if it is to have one."""
+        """Decode a message, let a service act on it, send its answer if there is one."""
         try:
             told = whole(message.note)
             number, *key = read((int, *KEY), told)
@@ -231,7 +228,7 @@ class Dealing:
             log.warning("worker %d sent %s that cannot be read: %s", message.sender, message.tag[-1], error)
 
     async def _look_up(self) -> None:
-        """Hear those who come at once, and what is left when a dealer is gone: nobody has to wait for it."""
+        """As the dealer, hear everybody as soon as members change: no question is to wait for it."""
         while True:
             await self.fabric.changed()
             for data in list(self.datasets.values()) if self.fabric.members[0] == self.me[0] else ():
@@ -240,7 +237,7 @@ class Dealing:
                     data.count_doubles()
 
     async def _answer(self, peer: int, key: Key, told: Iterator[int]) -> Note:
-        """Somebody asks this worker to deal."""
+        """The service for ASK."""
         question = Question._make(read((int,) * len(Question._fields), told))
         news = Ledger.decode(key.length, told)
         if not question.size or (question.parts and not key.grid):
@@ -257,7 +254,7 @@ class Dealing:
         return (*given, *data.ledger.encode())
 
     async def _tell(self, peer: int, key: Key, _: Iterator[int]) -> Note:
-        """A new dealer asks what this worker knows."""
+        """The service for TELL."""
         data, known = self._known(key, peer), Ledger(key.length)  # of other data it knows nothing
         if data.key == key:
             data.heard.clear()
@@ -266,7 +263,6 @@ class Dealing:
         return (self.me[1], *known.encode())
 
     async def _note(self, peer: int, key: Key, told: Iterator[int]) -> None:
-        """Remember what somebody has finished and holds: be the deputy."""
         owner, theirs = read((int, int), told), Ledger.decode(key.length, told)
         if (data := self._known(key, peer)).key == key:
             data.ledger.merge(theirs)

@@ -10,11 +10,11 @@ from freewheel.data.dealing import RETRY_S, Dealing
 from freewheel.data.shares import LEASE_S
 from freewheel.errors import PeerLost
 
-SOON_S, RARELY_S = 0.002, 0.05  # after which one asks again whose turn it is not: at first, and at most
-# A worker's batches last for so many times the silence after which a dealer counts as lost: that is noticed
+SOON_S, RARELY_S = 0.002, 0.05  # the first and the longest pause before a worker told SOON asks again
+# A stock of batches lasts this many times the silence after which a dealer counts as lost: that is noticed
 # late, and the next dealer has to ask around.
 STOCK = 1.75
-RATE_S = 0.2  # over how long at least a worker's rate is measured, but for the first steps
+RATE_S = 0.2  # the shortest time over which a rate is measured, except for the first steps
 
 
 class LeaseQueue:
@@ -28,15 +28,14 @@ class LeaseQueue:
         self.size, self.number = size, 0
         self.drop = drop  # leave out batches that are short
         self._question = Question(dealing.me[1], 0, 0, True, False, False, parts, size, 0, 0, rate=0)
-        self.since = 0  # what is left over of earlier passes is not wanted: this worker has broken one off
+        self.since = 0  # left-overs of earlier passes are not wanted: this worker has broken one off
         self.ready: deque[Batch] = deque()
-        self._said = GIVEN  # by the dealer: OVER, nothing more comes in this pass; WAIT, for what others hold
-        # Whether it was asked before all was used: who leaves or is lost later leaves its part to others.
-        self._early = False
+        self._said = GIVEN  # the dealer's last answer: OVER, the pass has no more; WAIT, others hold the rest
+        self._early = False  # in parts: OVER was said before all was used, and others may leave theirs since
         self._few = 0  # when so few are left, it is time to ask for more
         self._asking: asyncio.Task[None] | None = None
-        self._rate = 0.0  # samples a second, but for the time in which training waits for batches
-        self._since_s: float | None = None  # from when on it works; None: it waits, or is between two passes
+        self._rate = 0.0  # samples a second of working time
+        self._since_s: float | None = None  # working since then; None: waiting, or between two passes
         self._worked_s, self._counted = 0.0, 0  # since the rate was measured, and what was finished by then
         dealing.settling.append(self.settle)
 
@@ -47,11 +46,10 @@ class LeaseQueue:
         self._said = GIVEN
 
     def due(self) -> bool:
-        """Whether it is time to `refill`."""
         return self._said == GIVEN and self._asking is None and len(self.ready) <= self._few
 
     async def refill(self) -> None:
-        """Get more batches, or learn that there are none; two who call share one question."""
+        """Ask for more batches; concurrent callers share one question."""
         if self._asking is None:
             if self._said == OVER:
                 return
@@ -59,7 +57,7 @@ class LeaseQueue:
         await asyncio.shield(self._asking)
 
     async def fill(self, patient: bool) -> None:
-        """Wait for a batch; `patient`: once all before it are finished, also for what others hold."""
+        """Wait for a batch; `patient`, when all before it are finished, also for what others hold."""
         self._pause()
         if self._said == OVER and self._early:
             self._said = GIVEN
@@ -94,8 +92,8 @@ class LeaseQueue:
             if isinstance(answer, Lease):
                 spans = self.data.key.cut(answer.place, answer.stop, self.size)
                 cut = [answer._replace(place=start, stop=stop) for start, stop in spans]
-                # A whole lease says that there is plenty: then batches are to last until a dealer that falls
-                # silent is replaced. Towards the end of a pass leases shrink, and what others are kept from.
+                # A full lease means plenty is left: keep a stock that outlasts a lost dealer's replacement.
+                # Towards the end of a pass leases shrink, and a stock would keep others waiting.
                 rate, plenty = self._rate / self.size, 0
                 if len(cut) >= int(rate * LEASE_S):
                     plenty = int(rate * STOCK * self.dealing.fabric.silence_s)
@@ -107,7 +105,7 @@ class LeaseQueue:
             else:
                 self._said = WAIT if answer == WAIT else OVER
         finally:
-            self._asking = None  # now: one that is over, and still here, is nothing to wait for
+            self._asking = None  # at once: nobody may wait for a question that is over
 
     async def _say(self, wants: bool) -> Lease | int:
         self.data.collect()
@@ -121,7 +119,7 @@ class LeaseQueue:
         return await self.dealing.ask(self.data, question)
 
     async def settle(self, left: bool = False, doubtful: Batch | None = None) -> None:
-        """The pass has ended here, or was `left`, with a `doubtful` batch in hand that may have been used."""
+        """End the pass, or leave it (`left`), with a `doubtful` batch in hand that may have been used."""
         if self._asking is not None:
             with contextlib.suppress(PeerLost):
                 await asyncio.shield(self._asking)

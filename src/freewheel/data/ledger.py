@@ -1,9 +1,8 @@
 """The ledger of a data set's passes: which samples are finished, who holds which, what is left to deal.
 
-State without input or output. A pass is numbered, the places of its order are numbered, and every worker has
-a ledger of what it knows. Places are counted in samples, so workers whose batches differ share one ledger.
-What ledgers say of finished samples only grows, so two are merged by union, in any order and any number of
-times. Who holds what is only the dealer's to say, and its holders': it is not merged.
+Every worker keeps one, without input or output. Places of a pass are counted in samples, so workers whose
+batches differ share one ledger. What is finished only grows, so ledgers are merged by union, in any order and
+any number of times. What a worker holds is said by the dealer and that worker only: it is not merged.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from freewheel.data.batches import Lease, Span, Spans, common, minus, size, unio
 from freewheel.fabric.notes import pack, read
 
 Owner: TypeAlias = tuple[int, int]  # a worker's rank, and which life of it
-BEHIND = 3  # a pass is closed when another is so many ahead: till then one that was cut off may bring news
-MOST_SPANS = 2048  # told of one pass; shorter ones beyond are dealt again rather than told
-MOST_NUMBERS = 24000  # in a ledger, so that it fits into a message; the oldest passes are left out
+BEHIND = 3  # a pass is closed when another is so many ahead: till then workers cut off may still report
+MOST_SPANS = 2048  # encoded of one pass; the shortest ones beyond are dealt again
+MOST_NUMBERS = 24000  # in an encoded ledger, so that it fits into a message; the oldest passes are left out
 MOST_ENTRIES = 1 << 17  # passes, spans and owners taken in: far more than workers make, some 20 MB
 LEDGER = (int, int, [(int, int, [(int, int)], [(int, int)], [(int, int, int)], [(int, int, int, int)])])
-"""As numbers: floor, past; of a pass its number, whether it was left, finished, lost, counts, who holds."""
+"""floor, past; of each pass its number, left, finished, lost, counts, held."""
 
 
 @dataclass(slots=True)
@@ -40,7 +39,7 @@ class Pass:
 
 
 class Ledger:
-    """What one worker knows of the passes over one data set of so many samples."""
+    """What one worker knows of the passes over one data set."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -48,7 +47,7 @@ class Ledger:
         self.passes: dict[int, Pass] = {}
 
     def entries(self) -> int:
-        """How much memory it takes: passes, spans and owners."""
+        """Its size: passes, spans and owners."""
         parts = [(one.finished, one.lost, one.counts, one.held) for one in self.passes.values()]
         held = [spans for *_, held in parts for spans in held.values()]
         return len(parts) + sum(map(len, held)) + sum(len(some) for each in parts for some in each)
@@ -56,21 +55,21 @@ class Ledger:
     # -- dealing --
 
     def open(self, number: int) -> Pass | None:
-        """A pass, begun if need be; None if it is closed."""
+        """A pass, made if need be; None: it is closed."""
         return self.passes.setdefault(number, Pass()) if number >= self.floor else None
 
     def free(self, number: int) -> Spans:
-        """What is left to deal in a pass."""
+        """What is neither finished nor held."""
         one = self.open(number)
         return [] if one is None else minus([(0, self.length)], union(one.finished, *one.held.values()))
 
     def deal(
         self, owner: Owner, number: int, cut: Callable[[int, Spans], Span | None], since: int = 0
     ) -> Lease | None:
-        """Deal what `cut` takes of what is left in a pass; None: nothing.
+        """Deal what `cut` takes of the free samples; None: nothing.
 
-        What lost workers left over in earlier passes, from pass `since` on, comes first. In this pass it
-        comes last: a worker that was only cut off may come back meanwhile and say that it has finished it.
+        What lost workers held in earlier passes, from pass `since` on, comes first. In this pass it comes
+        last: a worker that was only cut off may come back and report it finished.
         """
         self.open(number)
         for q in sorted(q for q in self.passes if since <= q <= number):
@@ -84,7 +83,6 @@ class Ledger:
         return None
 
     def held_by(self, owner: Owner) -> dict[int, Spans]:
-        """What a worker holds, by pass."""
         return {q: one.held[owner] for q, one in self.passes.items() if one.held.get(owner)}
 
     def held(self, number: int, but: Owner) -> bool:
@@ -95,7 +93,7 @@ class Ledger:
     # -- what is heard --
 
     def finish(self, owner: Owner, number: int, start: int, stop: int) -> None:
-        """A worker has finished samples it held."""
+        """Enter samples that a worker held."""
         if (one := self.open(number)) is not None:
             done = [(start, stop)]
             one.finished = union(one.finished, done)
@@ -103,7 +101,7 @@ class Ledger:
             one.held[owner] = minus(one.held.get(owner, []), done)
 
     def hold(self, owner: Owner, held: dict[int, Spans]) -> None:
-        """A worker says what it holds: this and nothing else."""
+        """Enter all that a worker holds."""
         for number in {*self.passes, *held}:
             if (one := self.open(number)) is not None:
                 one.held.pop(owner, None)
@@ -111,12 +109,12 @@ class Ledger:
                     one.held[owner] = spans
 
     def leave(self, number: int) -> None:
-        """A pass was broken off: it need not be kept until it is complete."""
+        """Mark a pass as broken off: it need not be complete to be closed."""
         if (one := self.open(number)) is not None:
             one.left = True
 
     def merge(self, theirs: Ledger) -> None:
-        """Learn what another ledger knows, but for who holds what; ValueError: more than workers make."""
+        """Take in what another ledger knows, except who holds what; ValueError: more than workers make."""
         if self.entries() + theirs.entries() > MOST_ENTRIES:
             raise ValueError(f"more than {MOST_ENTRIES} passes, spans and owners")
         if theirs.floor > self.floor:
@@ -134,7 +132,7 @@ class Ledger:
                 one.held[owner] = minus(spans, one.finished)
 
     def holding(self, owner: Owner, ledger: Ledger) -> Ledger:
-        """The same finished samples, and what an owner holds by another ledger."""
+        """A copy, with only what an owner holds, by another ledger."""
         told = Ledger(self.length)
         told.merge(self)
         told.hold(owner, ledger.held_by(owner))
@@ -164,7 +162,7 @@ class Ledger:
             self.floor += 1
 
     def progress(self) -> float:
-        """Passes made by all workers together; one that nobody began counts if a later one has begun."""
+        """Passes made by all workers together; a skipped pass counts."""
         newest = max(self.passes, default=self.floor)
         skipped = newest - self.floor - sum(self.floor <= q < newest for q in self.passes)
         return (self.past + sum(size(one.finished) for one in self.passes.values())) / self.length + skipped
@@ -172,7 +170,7 @@ class Ledger:
     # -- as numbers --
 
     def encode(self, held: bool = True) -> list[float]:
-        """All of it as numbers, with who holds what if that is to be told."""
+        """As a list of numbers; `held` says whether with who holds what."""
         told: list[tuple[float, ...]] = []
         left = MOST_NUMBERS
         for number, one in sorted(self.passes.items(), reverse=True):
@@ -188,7 +186,7 @@ class Ledger:
 
     @classmethod
     def decode(cls, length: int, numbers: Iterator[int]) -> Ledger:
-        """The way back; ValueError if these numbers are no ledger."""
+        """ValueError if these numbers are no ledger."""
 
         def spans(ends: list[Span]) -> Spans:
             return union((start, min(stop, length)) for start, stop in ends)

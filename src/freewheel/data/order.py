@@ -1,4 +1,4 @@
-"""The order of a pass, the same on all workers, by the seed or a sampler of the user's; and whether it is."""
+"""The order of a pass by a seed or a user's sampler, and checks that it is the same on all workers."""
 
 import itertools
 import random
@@ -14,18 +14,16 @@ from freewheel.data.batches import Key
 from freewheel.errors import ConfigError, at_least
 
 KINDS = ("in order", "shuffled", "by a sampler", "shuffled by blocks")
-LOOKS = 64  # how many samples are looked at, spread evenly: reading all could take as long as training
+LOOKS = 64  # samples in a fingerprint, spread evenly: reading all could take as long as training
 
 
 def check_batch_size(batch_size: Any) -> None:
-    """Refuse what is no batch size."""
     if not isinstance(batch_size, int):
         raise ConfigError(f"batch_size must be a whole number, not {batch_size!r}.")
     at_least("batch_size", batch_size, 1)
 
 
 def order(length: int, shuffle: bool, seed: int, epoch: int) -> torch.Tensor:
-    """The order of a pass, the same on all workers."""
     if not shuffle:
         return torch.arange(length)
     return torch.randperm(length, generator=torch.Generator().manual_seed(number(f"order/{seed}/{epoch}")))
@@ -43,12 +41,10 @@ class Seeded:
 
     def __init__(self, length: int, shuffle: bool, seed: int, blocks: Sequence[int] | None = None) -> None:
         self.length, self.shuffle, self.seed = length, shuffle, seed
-        # Samples that lie in blocks of so many are shuffled block by block, so that few blocks are in use.
-        self.blocks = blocks if shuffle else None
+        self.blocks = blocks if shuffle else None  # their sizes; shuffled as wholes, so that few are in use
         self.kind = int(shuffle) if self.blocks is None else 3
 
     def draw(self, epoch: int) -> torch.Tensor:
-        """The order of a pass."""
         if self.blocks is None:
             return order(self.length, self.shuffle, self.seed, epoch)
         generator = torch.Generator().manual_seed(number(f"blocks/{self.seed}/{epoch}"))
@@ -80,7 +76,7 @@ class Sampled:
             ) from None
 
     def draw(self, epoch: int) -> Sequence[Any]:
-        """The order of a pass. All it may draw from follows from a seed; the script's own numbers stay."""
+        """Draw with every generator seeded; the script's own random numbers stay as they are."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         seed = number(f"sampler/{self.seed}/{epoch}")
@@ -119,8 +115,7 @@ def _generators(sampler: Any, deep: int) -> Iterator[Any]:
 
 
 def fingerprint(dataset: Any) -> int:
-    """What samples sum up to that can be looked at without loading any; 0: there are none such."""
-    # Reading a data set of a user's own could draw random numbers, or take long.
+    """A checksum of some samples; 0: a dataset whose reading could draw random numbers, or take long."""
     parts = dataset.tensors if isinstance(dataset, TensorDataset) else [dataset]
     if not all(isinstance(one, torch.Tensor | list | tuple | range | str | bytes) for one in parts):
         return 0
@@ -128,7 +123,7 @@ def fingerprint(dataset: Any) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Of a tensor its numbers, wherever it lies, or their sum."""
+    """A tensor as its type, shape and checksum."""
     if not isinstance(value, torch.Tensor):
         return value
     raw = value.detach().cpu().contiguous().view(-1).view(torch.uint8)
@@ -136,13 +131,12 @@ def _plain(value: Any) -> Any:
 
 
 def summed(values: Sequence[Any]) -> int:
-    """A number that plain values have in common with equal ones; 0: they are not plain."""
+    """A checksum of plain values; 0: they are not plain."""
     text = repr(values)
     return 0 if " at 0x" in text else zlib.crc32(text.encode()) or 1
 
 
 def differs(rank: int, mine: Key, other: int, theirs: Key) -> ConfigError:
-    """What to tell the user of a worker whose data are not those of another."""
     one, two = (
         f"{key.length} samples, {KINDS[key.kind % 4]} with seed {key.seed}"
         + (f", in {key.grid} batches" if key.grid else "")

@@ -1,11 +1,10 @@
-"""How much of a pass each worker gets: shares by speed, and nobody's is eaten while it is on its way.
+"""How much of a pass each worker gets: shares by speed, kept for stragglers that are about to ask.
 
 Leases last about a second and shrink towards the end of a pass (guided self-scheduling), so fast workers take
-more and all end together. That needs steps that are longer than a question and its answer. Where they are
-shorter, or a pass is over before a worker has come to it, whoever asks first would take everything. So every
-worker has a fair share of the pass, by its rate; who has had its own may go on with what is left, but for
-what those are about to ask for who have not had theirs. They are waited for some tenths of a second, never
-for as long as they compute.
+more and all end together. Where steps are shorter than a question and its answer, or a pass is very short,
+whoever asks first would take everything. So every worker has a fair share of the pass, by its rate. One that
+has had its share may take what is left, except what others who have not had theirs are about to ask for.
+They are waited for some tenths of a second, never for as long as they compute.
 """
 
 from collections import Counter, defaultdict
@@ -17,16 +16,19 @@ from freewheel.data.ledger import Ledger
 
 LEASE_S = 1.0  # how long a lease should last
 FIRST = 4  # batches in the first lease of a worker whose rate nobody knows yet
-ASKERS = 16  # how many workers may ask in that time; where there are more, leases last longer
-BRIEF_S = 0.02  # what is done in this time need not be dealt in several leases
-FASTEST = 200.0  # steps a second beyond which a speed does not count: they are shorter than asking for them
-SOON_S = 0.05  # who should ask within this time is waited for
-LATE_S, FIRST_S = 0.25, 1.0  # and so long beyond it (FIRST_S: of unknown rate); then not until it has asked
+ASKERS = 16  # how many workers may ask in that time; with more, leases last longer
+BRIEF_S = 0.02  # work for this time is not split into several leases
+FASTEST = 200.0  # steps a second; faster counts as this, since asking takes longer than such a step
+SOON_S = 0.05  # a share is kept for a worker that is due to ask within this time
+LATE_S, FIRST_S = (
+    0.25,
+    1.0,
+)  # how overdue it may be (FIRST_S: of unknown rate) before its share goes to others
 
 
 @dataclass(slots=True)
 class Asker:
-    """What a worker last said of itself; at first it has said nothing."""
+    """What a worker last said of itself."""
 
     rate: float = 0.0  # samples a second; 0: not known
     batch: int = 0
@@ -40,7 +42,7 @@ class Shares:
 
     def __init__(self) -> None:
         self.askers: defaultdict[int, Asker] = defaultdict(Asker)
-        self._newest, self._began_s = -1, 0.0  # the last pass of which somebody asked for samples, since when
+        self._newest, self._began_s = -1, 0.0  # the last pass that somebody asked for, and when it first did
 
     def heard(self, rank: int, number: int, wants: bool, rate: float, batch: int, now_s: float) -> None:
         """A worker asks, or says that a pass has ended for it."""
@@ -52,7 +54,7 @@ class Shares:
     def grant(self, ledger: Ledger, rank: int, number: int, members: Sequence[int], now_s: float) -> int:
         """How many samples a worker gets of a pass; 0: it is to ask again soon."""
         rate, batch = self.askers[rank].rate, self.askers[rank].batch
-        # By speed; one of unknown rate is as fast as the others.
+        # Shares are by speed; a worker of unknown rate counts as an average one.
         askers = {one: self.askers[one] for one in members}
         known = {one: min(asker.rate, FASTEST * asker.batch) for one, asker in askers.items() if asker.rate}
         usual = sum(known.values()) / len(known) if known else 1.0
@@ -76,7 +78,7 @@ class Shares:
         return max(batch, int(min(most, room))) if room >= min(batch, free) else 0
 
     def aim(self, rank: int, workers: int) -> float:
-        """How many samples last a while."""
+        """How many samples last LEASE_S."""
         asker = self.askers[rank]
         return asker.rate * LEASE_S * max(1.0, workers / ASKERS) or FIRST * asker.batch
 
