@@ -1,12 +1,8 @@
-"""Going on from a checkpoint: which shards, by agreement of all workers, and how they are loaded.
+"""Resume from a checkpoint: the workers agree which shards, and load them; or export the shards as one model.
 
-Where workers step together each begins with its shard of the newest set that is whole; else with its own
-newest one. With another number of workers all begin with the mean of the old ones' weights.
-
-Every worker says which shards it sees, worker 0 chooses, all read what it chose. If somebody finds a shard
-damaged, it says so, and they choose again without it.
-
-A folder of shards makes one state_dict, too: the answer the workers would have given.
+Every worker says which shards it sees, worker 0 chooses, all read what it chose. If one finds a shard
+damaged, it says so, and they choose again without it. Workers that step together begin with the newest set
+that is whole, others each with its own newest shard, another number of workers with the mean of the weights.
 """
 
 import itertools
@@ -29,18 +25,22 @@ from freewheel.runtime.membership.rendezvous import Rendezvous
 from freewheel.runtime.worker.checks import first_difference, members
 from freewheel.runtime.worker.inventory import Inventory, TensorMean
 
-TOGETHER = ("all", "neighbours", "group")  # words of `Strategy.waits_for`: whose steps are numbered alike
-CENTRE = "centre"  # the vector that a strategy with a server keeps: its model, which is the answer
+TOGETHER = (
+    "all",
+    "neighbours",
+    "group",
+)  # values of `Strategy.waits_for` with which steps are numbered alike
+CENTRE = "centre"  # the vector in which a strategy with a server keeps the model, which is the answer
 FOREIGN = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # endings of other programs' checkpoints
 
 log = logging.getLogger("freewheel")
 
-# What a worker begins with: step, origin, a shard's parts (None where it has no such part of its own).
+# What a worker begins with: step, origin, a shard's parts (None: it has no such part of its own).
 Resumed: TypeAlias = tuple[int, str, dict[str, Any]]
 
 
 class Offer(NamedTuple):
-    """What a worker says of a shard that it sees."""
+    """A shard that a worker sees, as it tells the others."""
 
     origin: str
     world_size: int
@@ -51,7 +51,7 @@ class Offer(NamedTuple):
 
 
 def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | None) -> Resumed | None:
-    """Agree with the others what to begin with and read it; None: there is nothing yet."""
+    """Agree with the others on shards and read this worker's; None: there are none yet."""
     agree = meeting.agree if meeting is not None else lambda key, mine, decide: decide([mine])
     damaged: dict[Path, str] = {}
     for attempt in itertools.count():
@@ -77,7 +77,7 @@ def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | None)
         except Damaged as error:
             damaged[error.shard.path] = str(error)
             log.warning("%s An older checkpoint is taken", error)
-        # All know what all have finished before anybody deals.
+        # Each worker must know what all have finished before any deals.
         read = f"resume/{attempt}/read"
         everybody = agree(read, finished, lambda said: None if None in said else said)
         if everybody is not None:
@@ -89,11 +89,7 @@ def resume(home: Path, me: Manifest, waits_for: str, meeting: Rendezvous | None)
     raise AssertionError("unreachable")
 
 
-# -- choosing --
-
-
 def _look(home: Path, damaged: dict[Path, str]) -> tuple[list[Manifest], list[str]]:
-    """The shards that count, and what is wrong with the others."""
     if not home.exists():
         return [], []
     if not home.is_dir():
@@ -108,15 +104,15 @@ def _look(home: Path, damaged: dict[Path, str]) -> tuple[list[Manifest], list[st
 def _plan(
     home: Path, me: Manifest, waits_for: str, mine: Sequence[Manifest], said: Sequence[dict[str, Any]]
 ) -> dict[str, Any]:
-    """Worker 0's choice: the set of each old rank, and the step where all must have the same one."""
+    """Worker 0's choice: a set for each old rank, and the step if all must have the same one."""
     wrong = list(dict.fromkeys(itertools.chain(*(one["wrong"] for one in said))))
     seen = [{Offer(*one) for one in each["shards"]} for each in said]
     newest = sorted(set[Offer]().union(*seen), key=lambda one: one.time, reverse=True)
     if not newest and not wrong:
         return {"sets": []}
-    # An older training is not what is asked for; this one may have gone on with another number of workers.
+    # Only the newest training is resumed; it may have gone on with another number of workers.
     for size in dict.fromkeys(one.world_size for one in newest if one.origin == newest[0].origin):
-        # Each reads its own shard; another number of workers, who need the mean, all read all.
+        # Each reads its own shard; for the mean, with another number of workers, each reads all.
         there = [seen[rank] if size == me.world_size else set.intersection(*seen) for rank in range(size)]
         theirs = [
             {one.set: one for one in some if one[:3] == (newest[0].origin, size, rank)}
@@ -147,7 +143,7 @@ def _plan(
 
 
 def _other(was: Manifest, now: Manifest) -> str | None:
-    """Why a shard of this kind is not for this run."""
+    """Why this run cannot resume such a shard; None: it can."""
     for what in ("strategy", "optimizer"):
         if (then := getattr(was, what)) != (here := getattr(now, what)):
             return f"its {what} is {then}, not {here}. Take {then}, or begin anew."
@@ -159,13 +155,9 @@ def _other(was: Manifest, now: Manifest) -> str | None:
     return None
 
 
-# -- reading --
-
-
 def _mean(chosen: Sequence[Manifest], me: Manifest) -> Resumed:
-    """With another number of workers: the mean of all, and what is this worker's own where it has one."""
+    """For another number of workers: the mean weights, and what else an old worker of this rank had."""
     own: dict[str, Any] = {}
-    absent: list[dict[str, Any]] = []
     weights, buffers = TensorMean(), TensorMean(buffers=True)
     for shard in chosen:
         state = shards.load(shard)
@@ -173,11 +165,9 @@ def _mean(chosen: Sequence[Manifest], me: Manifest) -> Resumed:
         buffers.add(state["buffers"])
         if shard.rank in (0, me.rank):
             own = state
-        elif me.rank == 0 and shard.rank >= me.world_size:
-            absent.append(state)
-    for state in absent:  # what they finished, worker 0 answers for from now on
-        for loader, theirs in zip(own["loaders"], state["loaders"], strict=False):
-            loader["ledger"] = loader["ledger"] + theirs["ledger"]
+        elif me.rank == 0 and shard.rank >= me.world_size:  # worker 0 answers for what the others finished
+            for loader, theirs in zip(own["loaders"], state["loaders"], strict=False):
+                loader["ledger"] = loader["ledger"] + theirs["ledger"]
     own |= {"weights": weights.result(), "strategy": {}}
     own["buffers"] |= buffers.result()
     if me.rank < len(chosen):
@@ -189,7 +179,6 @@ def _mean(chosen: Sequence[Manifest], me: Manifest) -> Resumed:
 
 
 def restore(state: dict[str, Any], inventory: Inventory) -> None:
-    """Put weights, buffers and the optimizer's state where they belong."""
     replica, optimizer = inventory.replica, inventory.optimizer
     vector = torch.empty(replica.size, dtype=replica.dtype)
     for name, piece in inventory.pieces(vector):
@@ -217,13 +206,10 @@ def restore(state: dict[str, Any], inventory: Inventory) -> None:
         ) from error
 
 
-# -- one model --
-
-
 def export(folder: Path, out: Path, step: int | None = None, force: bool = False) -> str:
-    """Write the mean of the workers' weights and buffers, or the server's model, to a file; say so in words.
+    """Write the workers' mean, or the server's model, to a file; return a sentence about it.
 
-    Of each worker's last shard of the newest training in a folder; of a step alone, where one is given.
+    Each worker's last shard of the newest training counts, or that of `step`.
     """
     if out.exists() and not force:
         raise ConfigError(f"{out} is there already: give another file, or --force.")

@@ -3,9 +3,8 @@
     PATH/step-00000100-3f2a9c01/worker-0-5d41402abc4b.pt     what worker 0 had after step 100, by torch.save
     PATH/step-00000100-3f2a9c01/worker-0.json                its manifest: of which run and model, its digest
 
-The set is named by the step and the run, so that a run never writes over another's. A shard counts from the
-moment its manifest has its name; before that it is written, flushed to the disk and renamed. What was there
-before is untouched until then.
+A set is named by step and run, so that runs do not overwrite each other. A shard counts once its manifest has
+its name: both are written, flushed to the disk and renamed, and what was there before stays until then.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Damaged(Exception):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is to be known of a shard without reading it."""
+    """What is known of a shard without reading it."""
 
     version: str  # Freewheel's
     run: str
@@ -59,8 +58,7 @@ class Manifest:
     settings: dict[str, str]
     optimizer: str
     model: list[list[Any]]  # name, shape and type of every trainable parameter
-    # Of every entry of the model's state_dict, the first name of the parameter or buffer it is.
-    names: dict[str, str] = dataclasses.field(default_factory=dict)
+    names: dict[str, str] = dataclasses.field(default_factory=dict)  # from a state_dict's keys to first names
     step: int = 0
     time: float = 0.0  # in seconds since 1970
     file: str = ""
@@ -71,16 +69,14 @@ class Manifest:
 
     @property
     def set(self) -> str:
-        """The name of the set the shard belongs to."""
         return f"step-{self.step:08d}-{self.run[:8]}"
 
     @property
     def tensors(self) -> Path:
-        """Where the shard is."""
         return self.path.parent / self.file
 
     def delete(self) -> None:
-        """Remove it, manifest first: what is left of it never counts."""
+        """Remove it, manifest first: a half-removed shard never counts."""
         self.path.unlink(missing_ok=True)
         self.tensors.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # other workers' shards are still there
@@ -88,7 +84,7 @@ class Manifest:
 
 
 def write(home: Path, manifest: Manifest, state: dict[str, Any]) -> None:
-    """Write a shard and, when it is safe on the disk, its manifest. What a failure leaves, `tidy` removes."""
+    """Write a shard and, once it is safe on the disk, its manifest. `tidy` removes what a failure leaves."""
     folder = home / manifest.set
     temporary = folder / f"worker-{manifest.rank}{TEMPORARY}"
     with _open_in(folder, temporary) as file:
@@ -115,12 +111,12 @@ def write(home: Path, manifest: Manifest, state: dict[str, Any]) -> None:
 
 
 def tidy(home: Path, ranks: Iterable[int], sets: str = "step-*") -> None:
-    """Remove what these workers have written that no manifest names: they failed, or wrote it again."""
+    """Remove files of these workers that no manifest names: failed or replaced shards."""
     for rank in ranks:
         left = _each(home, f"worker-{rank}{TEMPORARY}", sets)
         for path in _each(home, f"worker-{rank}-*.pt", sets):
             manifest = _read(at := path.parent / f"worker-{rank}.json")
-            # One that cannot be read, as another Freewheel's, may name it.
+            # A manifest that cannot be read, as of another version, may name the file.
             if not at.exists() if isinstance(manifest, str) else manifest.file != path.name:
                 left.append(path)
         for path in left:
@@ -131,7 +127,7 @@ def tidy(home: Path, ranks: Iterable[int], sets: str = "step-*") -> None:
 
 
 def find(home: Path) -> tuple[list[Manifest], list[str]]:
-    """The shards below a folder, and what is wrong with those that do not count."""
+    """The whole shards below a folder, and what is wrong with the others."""
     shards, wrong = [], []
     for path in sorted(_each(home, "worker-*.json")):
         one = _read(path)
@@ -151,7 +147,7 @@ def find(home: Path) -> tuple[list[Manifest], list[str]]:
 
 
 def load(shard: Manifest) -> dict[str, Any]:
-    """Read a shard; nothing in it is run. Raises Damaged."""
+    """Read a shard without running code in it; may raise Damaged."""
     try:
         with shard.tensors.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != shard.sha256:
@@ -170,7 +166,7 @@ def load(shard: Manifest) -> dict[str, Any]:
 
 
 def _each(home: Path, pattern: str, sets: str = "step-*") -> list[Path]:
-    """The files of some sets; a worker may clear one away meanwhile."""
+    """The files of some sets; another worker may remove a set meanwhile."""
     found: list[Path] = []
     for folder in home.glob(sets):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
@@ -179,7 +175,7 @@ def _each(home: Path, pattern: str, sets: str = "step-*") -> list[Path]:
 
 
 def _open_in(folder: Path, file: Path) -> BufferedRandom:
-    """Make a folder and a file in it; another worker may take the folder for one that is not needed."""
+    """Make a folder and a file in it, again if another worker's `tidy` removes the empty folder."""
     for _ in range(TRIES):
         with contextlib.suppress(FileNotFoundError, FileExistsError):
             folder.mkdir(parents=True, exist_ok=True)
@@ -196,7 +192,6 @@ def _flush_folder(folder: Path) -> None:
 
 
 def _read(path: Path) -> Manifest | str:
-    """A manifest, or what is wrong with it."""
     try:
         given = json.loads(path.read_bytes())
         if given["format"] != FORMAT:
@@ -214,10 +209,7 @@ def _read(path: Path) -> Manifest | str:
 
 
 class Writer:
-    """Writes a worker's shards one at a time, in a thread of its own, and removes those that are old.
-
-    What goes wrong here costs a checkpoint, with one warning, and never the run.
-    """
+    """Writes a worker's shards in a thread and removes old ones. Failures cost checkpoints, never the run."""
 
     def __init__(self, home: Path, manifest: Manifest, counts: dict[str, int], notice: Notice) -> None:
         self.home, self.keep = home, 1
@@ -233,7 +225,7 @@ class Writer:
         found, _ = find(home)
         if manifest.rank == 0 and any(one.origin != manifest.origin for one in found):
             log.warning("%s holds checkpoints of another training, too: they stay", home)
-        # Whose shards it cleans up: its own, and those of workers that a larger run had.
+        # It removes old shards of its own rank, and of ranks that only a larger run had.
         most = max([manifest.world_size, *(one.world_size for one in found)])
         self._ranks = range(manifest.rank, most, manifest.world_size)
         with contextlib.suppress(OSError):  # what cannot be removed stays
@@ -241,11 +233,10 @@ class Writer:
 
     @property
     def busy(self) -> bool:
-        """Whether a shard is being written."""
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, step: int, state: dict[str, Any]) -> None:
-        """Write a shard beside training; it must not change until that is done."""
+        """Write a shard beside training; nobody may change `state` until that is done."""
         manifest = dataclasses.replace(self._manifest, step=step, time=time.time())
         self._thread = threading.Thread(
             target=self._run, args=(manifest, state), name="freewheel-checkpoint", daemon=True
@@ -253,7 +244,6 @@ class Writer:
         self._thread.start()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for the shard that is being written."""
         if self._thread is not None:
             self._thread.join(timeout_s)
         if self.busy:
@@ -281,7 +271,7 @@ class Writer:
             log.warning("older checkpoints in %s cannot be cleared away: %s", self.home, error)
 
     def _retire(self) -> None:
-        """Remove what is older than the last few, but not the newest set that is whole."""
+        """Remove all but this worker's last `keep` shards and the newest whole set."""
         found = [one for one in find(self.home)[0] if one.origin == self._manifest.origin]
         mine = sorted(one.time for one in found if one.rank == self._manifest.rank)
         if len(mine) <= self.keep:

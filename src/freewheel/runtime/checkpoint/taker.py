@@ -1,9 +1,8 @@
 """When a worker's checkpoints are taken, and what goes into them.
 
-A checkpoint is due at a step's boundary and is taken when the loop comes back to its loader for the next
-batch: only then has what follows the optimizer's step, such as a scheduler's, been done. A loop that has its
-batches from elsewhere is copied at the boundary itself. Taking is a copy into memory that is kept for the
-next time; writing happens beside training.
+A checkpoint is due at a step's boundary and is taken when the loop asks its loader for the next batch: only
+then is what follows the optimizer's step, such as a scheduler's, done. Without a loader it is taken at the
+boundary itself. Taking copies into memory that is kept for the next time; writing happens beside training.
 """
 
 import collections
@@ -37,7 +36,7 @@ log = logging.getLogger("freewheel")
 class Checkpoints:
     """One worker's checkpoints. All but the writing is done in the training thread."""
 
-    def __init__(self, between: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, between: Callable[[], None]) -> None:
         self.loaders: list[Any] = []  # in the order in which they were made
         self.counts = {"done": 0, "skipped": 0, "failed": 0}
         self._every: int | None = None
@@ -47,22 +46,20 @@ class Checkpoints:
         self._vector = torch.empty(0)
         self._due = self._must = False
         self._fed: set[int] = set()  # loaders that have given a batch whose step is still to come
-        self._alone = True  # whether none had, at the last step: the loop has no loader, or has left it
+        self._alone = True  # the last step used no loader's batch
         self._step = self._taken = 0
-        self._between = between  # is called where a step has used all batches that were given
-        # What a resumed run has not taken up yet:
+        self._between = between  # called when a step has used all batches that were given
+        # What a resumed run still has to restore:
         self._random: dict[str, Any] | None = None
         self._states: list[dict[str, Any]] = []
         self._unclaimed: dict[str, Any] = {}
 
-    # -- beginning --
-
     def begin(
         self, agent: Agent, path: str | Path | None, rendezvous: Rendezvous | None, beginning: Beginning
     ) -> dict[str, Tensor] | None:
-        """Take up what the workers agree to resume from a folder, if anything; return the strategy's vectors.
+        """Resume what the workers agree on, if anything; return the strategy's vectors.
 
-        Loaders and extras take their states when they are made known.
+        Loaders and extras are restored in `made` and `arrange`.
         """
         self._agent, inventory, model, me = agent, agent.inventory, agent.inventory.model, agent.me
         known = {id(one): name for name, one in [*model.named_parameters(), *model.named_buffers()]}
@@ -79,16 +76,16 @@ class Checkpoints:
             model=signature(model),
             names={key: known[id(one)] for key, one in entries.items() if id(one) in known},
         )
-        resumed = None
-        if path is not None:
-            resumed = resume(Path(path), self._manifest, strategy.waits_for, rendezvous)
-        step, origin, state = resumed or (0, run, {})
-        if rendezvous is not None:  # one that comes back does not resume, and learns what others have
+        found = (
+            resume(Path(path), self._manifest, strategy.waits_for, rendezvous) if path is not None else None
+        )
+        step, origin, state = found or (0, run, {})
+        if rendezvous is not None:  # a worker that comes back does not resume, and takes the others' origin
             origin = rendezvous.first("origin", origin)
         self._manifest = dataclasses.replace(self._manifest, origin=origin)
-        if agent.late:  # what lies there of it, if anything, is of an earlier life: one of its end is due
+        if agent.late:  # its checkpoints, if any, are of an earlier life: one is due at the end
             self._taken = -1
-        if resumed is None:
+        if found is None:
             return None
         restore(state, inventory)
         agent.node.begin_at(step)
@@ -137,17 +134,15 @@ class Checkpoints:
             if not self._fed:
                 self.take()
 
-    # -- from the loop --
-
     def made(self, loader: Any) -> None:
-        """A loader was made; in a resumed run it goes on where the loader of the same number was."""
+        """Register a new loader; in a resumed run restore the state of the loader of the same number."""
         number = len(self.loaders)
         self.loaders.append(loader)
         if number < len(self._states):
             loader.load_state_dict(self._states[number])
 
     def like_first(self) -> list[Any]:
-        """The first loader, and those that were made anew for its later passes."""
+        """The first loader, and loaders that continue its passes."""
         return [*self.loaders[:1], *(one for one in self.loaders[1:] if one.goes_on(self.loaders[0]))]
 
     @property
@@ -156,9 +151,9 @@ class Checkpoints:
         return float(sum(one.progress for one in self.like_first()))
 
     def asked(self, number: int) -> None:
-        """The loop has come to a loader for its next batch: what it did with the last one is done."""
+        """The loop asks a loader for its next batch, so it is done with the last one."""
         if self._random is not None and self._random["asked"] == number:
-            # What the script drew between the beginning of the block and its first batch does not count.
+            # Undo what the script drew between the beginning of the block and its first batch.
             set_random_state(self._random["states"])
             self._random = None
         if self._due:
@@ -168,12 +163,11 @@ class Checkpoints:
         self._fed.add(number)
 
     def used(self) -> None:
-        """A step has moved the weights: what was fed is used."""
+        """A step has moved the weights: the batches that were given are used."""
         self._alone = not self._fed
         self._fed.clear()
 
     def stepped(self, step: int) -> None:
-        """A step is complete."""
         self._step = step
         if self._unclaimed:
             log.warning("the checkpoint has %s, which begins anew: not in extra", ", ".join(self._unclaimed))
@@ -186,11 +180,11 @@ class Checkpoints:
             self._between()
 
     def leave(self, within_s: float) -> None:
-        """This worker leaves: count what is used, take what is due. The others matter more than a failure."""
+        """Before this worker leaves: count what is used, take what is due. A failure only warns."""
         for number, loader in enumerate(self.loaders):
             if loader.in_hand and number not in self._fed:
                 loader.use()  # the loop still has it
-            loader.in_hand = False  # else its step was not made: it is another's
+            loader.in_hand = False  # a batch whose step was not made is dealt to another
         try:
             if self._writer is not None:
                 self._writer.wait(within_s)
@@ -200,7 +194,6 @@ class Checkpoints:
             log.warning("no checkpoint of the end: %s", error)
 
     def take(self, asked: int | None = None) -> None:
-        """Copy everything, and let it be written."""
         assert self._writer is not None
         must, self._due, self._must = self._must, False, False
         if self._writer.busy and not must:
@@ -229,20 +222,19 @@ class Checkpoints:
             agent.counters.go_on(time.perf_counter())
 
     def close(self) -> None:
-        """Take what is still due, and where checkpoints are taken every so many steps, one of the end."""
+        """Take what is still due; with `every`, one of the end, too."""
         if self._writer is not None and self._every is not None and self._step > self._taken:
             self._due = self._must = True
         if self._due:
             self.take()
 
     def wait(self) -> None:
-        """Wait until nothing is being written."""
         if self._writer is not None:
             self._writer.wait(CLOSE_S)
 
 
 def copied(value: Any, kept: Any, where: str) -> Any:
-    """A copy of nested plain data on the CPU; tensors use the memory of the last copy where they fit it."""
+    """Copy nested plain data to the CPU; tensors reuse the memory of the last copy, `kept`, if they fit."""
     if isinstance(value, Tensor):
         value = value.detach()
         if isinstance(kept, Tensor) and (kept.shape, kept.dtype) == (value.shape, value.dtype):
@@ -266,7 +258,6 @@ def copied(value: Any, kept: Any, where: str) -> Any:
 
 
 def random_state() -> dict[str, Any]:
-    """Where Python's, NumPy's and torch's global random numbers are."""
     numpy: Any = np.random.get_state()
     kind, keys, *rest = numpy
     numpy = kind, keys.tolist(), *rest
@@ -277,7 +268,6 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """The way back."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
