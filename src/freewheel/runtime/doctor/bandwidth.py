@@ -1,8 +1,8 @@
-"""How good is the link to another host? Its latency, its bandwidth both ways, and what its clock says.
+"""Measure the link to another host: latency, bandwidth both ways, clock skew.
 
-One host serves, another measures: `serving` there, `measuring` here. Both use the transports of workers, with
-their proof of membership and, with keys, their TLS. One visitor is served after another, or they would
-measure each other. It says how many bytes it sends and how many it wants; the answer is the time, and these.
+One host runs `serving`, another `measuring`. Both use the workers' transports, handshake and, with keys, TLS.
+Visitors are served one at a time, since they would slow each other. A visitor says how many bytes it sends
+and how many it wants; the answer is the server's time, and these bytes.
 """
 
 import asyncio
@@ -24,12 +24,12 @@ from freewheel.runtime.launch.keys import contexts
 from freewheel.runtime.membership.hosts import listen
 
 PORT = 29600
-GREETING_S, VISIT_S = 5.0, 60.0  # how long a visitor may take to prove that it is a member, and to measure
-MEASURE_S = 30.0  # how long a visitor waits for its turn and its figures
+GREETING_S, VISIT_S = 5.0, 60.0  # the most for a visitor's handshake, and for its visit
+MEASURE_S = 30.0  # the most that a visitor waits for its turn and its figures
 PINGS = 21
 FIRST = 1 << 16  # bytes of the first transfer; each next one has four times as many
 LONG_ENOUGH_S = 0.5  # a transfer that took so long has measured the link
-MOST_MB, MEGABYTES = 1024, 64.0  # how much a transfer may be at most, and unless somebody says otherwise
+MOST_MB, MEGABYTES = 1024, 64.0  # the largest transfer allowed, and by default
 PIECE = memoryview(bytes(1 << 20))
 ASK, CLOCK = struct.Struct("!QQ"), struct.Struct("!d")
 
@@ -51,7 +51,7 @@ async def serving(
     tls: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> AsyncIterator[int]:
-    """Let others measure the link to this host, with `tls` those who hold the same keys; gives the port."""
+    """Let others measure the link to this host, with `tls` only holders of the same keys; gives the port."""
     with listen(bind, port, "bind") as listener:
         listener.setblocking(False)
         answering = asyncio.create_task(_serve(listener, tls, say))
@@ -83,13 +83,12 @@ async def _answer(transport: Transport) -> None:
 
 
 async def loopback(mb: float, tls: Path | None = None) -> LinkFigure:
-    """Measure the link of this host with itself."""
     async with serving(port=0, tls=tls) as port:
         return await measuring("127.0.0.1", port, mb, tls)
 
 
 async def measuring(host: str, port: int, mb: float, tls: Path | None = None) -> LinkFigure:
-    """Measure the link to a host that serves: transfers grow until one lasts long enough for a slow link."""
+    """Measure the link to a host that serves, with transfers that grow until one lasts LONG_ENOUGH_S."""
     if not 0 < mb <= MOST_MB:
         raise ConfigError(f"mb must be above 0 and at most {MOST_MB}, not {mb:g}.")
     try:
@@ -114,7 +113,7 @@ async def measuring(host: str, port: int, mb: float, tls: Path | None = None) ->
 
 @contextlib.asynccontextmanager
 async def _met(sock: socket.socket, tls: Path | None, most_s: float, calls: bool) -> AsyncIterator[Transport]:
-    """A connection whose two ends have proved that they hold the same keys, or none."""
+    """A connection after the handshake: both ends hold the same keys, or none."""
     opened: Transport | socket.socket = sock
     try:
         async with asyncio.timeout(most_s):
@@ -127,7 +126,7 @@ async def _met(sock: socket.socket, tls: Path | None, most_s: float, calls: bool
 
 
 async def _timed(transport: Transport, sent: int = 0, wanted: int = 0) -> tuple[float, float]:
-    """Seconds until there is an answer to what was asked, and how far the other clock is ahead."""
+    """Seconds for a question and its answer, and how far the other clock is ahead."""
     now_s, begun_s = time.time(), time.perf_counter()
     await transport.write(ASK.pack(sent, wanted))
     await _give(transport, sent)
@@ -138,7 +137,7 @@ async def _timed(transport: Transport, sent: int = 0, wanted: int = 0) -> tuple[
 
 
 async def _grow(transfer: Callable[[int], Awaitable[tuple[float, float]]], most: int, trip_s: float) -> float:
-    """Mbit/s of the last transfer of so many bytes, without the round trip that each one costs."""
+    """Mbit/s of the largest transfer, without its round trip."""
     size = min(FIRST, most)
     while True:
         took_s, _ = await transfer(size)

@@ -1,4 +1,4 @@
-"""What this host is like, as plain values: `rules.py` judges them, and a test can make them up."""
+"""Facts about this host as plain values, which `rules.py` judges."""
 
 import asyncio
 import importlib.metadata
@@ -23,15 +23,13 @@ from freewheel.runtime.doctor.bandwidth import LinkFigure, loopback, measuring
 from freewheel.runtime.membership.hosts import listen
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
-DRIVER = Path("/proc/driver/nvidia/version")
 SHARED = Path("/dev/shm")
-FIREWALLD = Path("/run/firewalld")
 LOOPBACK = "loopback"
 
 
 @dataclass(frozen=True)
 class Cuda:
-    """What torch says of CUDA, and the system of a driver."""
+    """What torch says of CUDA, and whether the system has a driver."""
 
     built: str | None = None  # the version of CUDA this torch was built for; None: built without
     driver: bool = False
@@ -75,7 +73,7 @@ def gather(
     mb: float = 64.0,
     tls: Path | None = None,
 ) -> Facts:
-    """Look at this host, and measure the links to the others; without others: loopback."""
+    """Look at this host, and measure the links to others, or else loopback."""
     if platform.system() != "Linux":
         raise ConfigError(f"Freewheel runs on Linux, not on {platform.system()}: use a Linux host, or WSL.")
     needed = map(Requirement, importlib.metadata.requires("freewheel") or ())
@@ -83,10 +81,13 @@ def gather(
     home = folder.absolute()
     nearest = next(one for one in (home, *home.parents) if one.exists())
     cuda, files = _cuda(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    # Those of the scheduler, or fewer where a container may use only so much of them.
+    # The scheduler's cores, or fewer where a container's quota allows only so many.
     cores, limit = len(os.sched_getaffinity(0)), _said(QUOTA, r"\A(\d+) (\d+)")
-    # What can be seen without being root; nothing found does not mean that there is none.
-    firewalls = {"ufw": _said("/etc/ufw/ufw.conf", "^ENABLED=yes"), "firewalld": FIREWALLD.exists()}
+    # As far as others than root can see.
+    firewalls = {
+        "ufw": _said("/etc/ufw/ufw.conf", "^ENABLED=yes"),
+        "firewalld": Path("/run/firewalld").exists(),
+    }
     return Facts(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -130,7 +131,7 @@ def _cuda() -> Cuda:
             devices.append(torch.cuda.get_device_name(index))
     except (RuntimeError, AssertionError) as error:  # torch raises both
         problem = first_line(error, 300)
-    return Cuda(built, DRIVER.exists(), tuple(devices), problem)
+    return Cuda(built, Path("/proc/driver/nvidia/version").exists(), tuple(devices), problem)
 
 
 def _problem(of: Callable[[], object], where: str = "") -> str | None:
@@ -143,7 +144,7 @@ def _problem(of: Callable[[], object], where: str = "") -> str | None:
 
 
 def _said(path: str | Path, pattern: str) -> re.Match[str] | None:
-    """Where a file says so; nothing where it is not there, or hidden, as in some containers."""
+    """Search a file; None also where it is missing or hidden, as in some containers."""
     try:
         return re.search(pattern, Path(path).read_text(), flags=re.M | re.I)
     except OSError:
@@ -151,7 +152,7 @@ def _said(path: str | Path, pattern: str) -> re.Match[str] | None:
 
 
 def _share(cuda: bool) -> None:
-    """Make a window, and open it the way a peer does; make what one of the first device needs."""
+    """Make a window of the host and open it as a peer does; with `cuda` make one of the first GPU."""
     window = HostWindow.make(mmap.PAGESIZE)
     HostWindow.open(os.getpid(), mmap.PAGESIZE, window.fd)
     if cuda:

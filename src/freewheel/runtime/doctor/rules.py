@@ -1,4 +1,4 @@
-"""Is a host fit for a run of so many workers, and what is to be done if not? Judges facts."""
+"""Judge facts: is a host fit for so many workers, and what is to be done if not?"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ FILES, FILES_A_PEER = 64, 8  # handles of a process, and more for each peer: a s
 RECORDS_MB = 50.0  # of one worker, at most
 THIN_MBIT = 100.0
 LATE_MS = 50.0
-SKEW_MS, KEYS_SKEW_MS = 1000.0, 300_000.0  # records are compared by time; keys hold from 5 minutes before
+SKEW_MS, KEYS_SKEW_MS = 1000.0, 300_000.0  # records are compared by time; keys are predated by 5 minutes
 SMALL_SHARED_MB = 512.0
 NO_DEVICES = "No CUDA GPUs are available"  # as torch says it
 VECTORS = 4  # of the model's size, beside the optimizer's: weights, gradients, two windows
@@ -69,7 +69,7 @@ def diagnose(facts: Facts, workers: int, model_mb: float | None = None, tls: boo
 
 
 def _judged(what: str, value: str, *rules: tuple[object, State, str], **numbers: object) -> Finding:
-    """Of the rules (whether it applies, how bad that is, the advice) the first that applies counts."""
+    """The first rule that applies counts; a rule is a condition, a state and a key of ADVICE."""
     for applies, state, advice in rules:
         if applies:
             return Finding(what, value, state, ADVICE[advice].format(**numbers))
