@@ -1,8 +1,8 @@
-"""Keys for one run: who holds them is a member, nobody else is.
+"""Keys for one run: only those who hold them are members.
 
 A set is three files: ``ca.pem`` (the run's own certificate authority), ``worker.pem`` and ``worker.key`` (the
-certificate and the private key all workers of the run share). The authority's private key is not kept, so
-nobody can add a member to a set later: make a new set for a new run.
+certificate and the private key all workers of the run share). The authority's private key is not kept: nobody
+can add to a set later.
 """
 
 import os
@@ -19,7 +19,7 @@ LONGEST_DAYS = 3650
 
 
 def make(folder: Path, days: int = 30) -> datetime:
-    """Write a new set into a folder, and say until when it is valid. Nothing is overwritten."""
+    """Write a new set into a folder, overwriting nothing; return until when it is valid."""
     at_least("days", days, 1)
     if days > LONGEST_DAYS:
         raise ConfigError(f"days must be at most {LONGEST_DAYS}, not {days}; a set is for one run.")
@@ -42,11 +42,10 @@ def make(folder: Path, days: int = 30) -> datetime:
 
 
 def contexts(folder: Path) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """The two ends of mutual TLS 1.3 between members of a run: for who is called, and for who calls.
+    """The server's and the client's context for mutual TLS 1.3 between members of a run.
 
-    Both ends must show a certificate of this set's authority; no other authority counts, and no host name is
-    looked at, since membership is what is proven. Mind that a caller learns that it was refused only when it
-    first reads: that is how TLS 1.3 goes.
+    Both ends must show a certificate of this set's authority; host names are not checked. In TLS 1.3 a client
+    learns that it was refused only when it first reads.
     """
     given, cure = repr(str(folder)), "`freewheel keys DIR` makes a new set."
     ca, certificate, key = (folder / name for name in FILES)

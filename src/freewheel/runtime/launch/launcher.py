@@ -1,9 +1,9 @@
 """Start the workers of a run on this host, keep them together and end with the right exit code.
 
 The launcher hosts the rendezvous store, writes the run's options into it and starts the workers as torchrun
-does, and with the run's secret (fabric/secret.py). A worker that dies is started again under its rank; one
-that is lost for good does not end the others. Each leads a process group of its own, which ends with it, and
-all end with the launcher, also when it is killed. One thread does everything: lines are never mixed.
+does, with the run's secret (fabric/secret.py). A worker that dies is restarted under its rank; one that is
+lost for good does not end the others. Each worker's process group ends with it, and all end with the
+launcher, even if it is killed. One thread does everything, so that lines are never mixed.
 """
 
 import contextlib
@@ -31,15 +31,15 @@ from freewheel.runtime.worker.leaving import patience
 
 LOOK_S = 0.1  # between two looks at the workers, and two calls of tick
 TELL_AGAIN_S = 2.0  # between two tries to tell the store who died
-GRACE_S = 1.4  # between passing on Ctrl-C and killing; after SIGTERM workers have time to leave first
+GRACE_S = 1.4  # between passing on Ctrl-C and killing; after SIGTERM the time to leave comes on top
 CONSOLE = Options(console=True)
-SECRET = "secret"  # the file in the run's folder that others who join read; gone when the run has ended
+SECRET = "secret"  # the file in the run's folder for those who join; removed when the run has ended
 
 
 class Captured:
-    """Output that is kept, not printed: the newest lines of each worker; all of them in files if wanted.
+    """Keeps the newest lines of each worker, ``lines[rank]``, and of the launcher, ``lines[None]``.
 
-    ``lines[rank]`` are a worker's, ``lines[None]`` the launcher's own words (who failed, who was restarted).
+    With a folder, all lines go into files there, too.
     """
 
     def __init__(self, folder: Path | None = None, newest: int = 40) -> None:
@@ -47,7 +47,6 @@ class Captured:
         self._folder = folder
 
     def __call__(self, rank: int | None, text: str, error: bool) -> None:
-        """Keep one line."""
         self.lines[rank].append(text)
         if self._folder is not None:
             name = "launcher.log" if rank is None else f"worker-{rank}.log"
@@ -72,9 +71,9 @@ def launch(
 
     It is that of the first worker that failed for good (128 + its number for a signal), 0 without one,
     130 after Ctrl-C, 143 after SIGTERM, which lets all workers leave (runtime/worker/leaving.py).
-    ``output`` gets every line, ``tick`` is called several times a second; when one of them raises, all
-    workers are killed. ``secret`` is a file; without it there is a new one, or that of the keys. ``events``
-    says where the launcher's own records go, if not into the run's folder.
+    ``output`` gets every line, ``tick`` is called several times a second; if one of them raises, all workers
+    are killed. Without the file ``secret`` it is the keys' or a new one. ``events`` is the folder of the
+    launcher's records, if not the run's.
     """
     _check(workers, restarts, options)
     given = known_secret(secret, options.tls)
@@ -119,7 +118,7 @@ def join(
 ) -> int:
     """Let more workers take part in the run that meets at ``master``; the exit code is theirs.
 
-    They are told the run's options, but for the folder, the address and the keys that ``here`` has.
+    The folder, the address and the keys of ``here`` come before the run's.
     """
     _check(workers, restarts, here)
     store, host, port = reach_store(master, wait_s, lambda text: output(None, text, True))
@@ -141,7 +140,7 @@ def join(
 
 
 def known_secret(secret: Path | None, tls: str | Path | None) -> bytes | None:
-    """What a launcher was given: a file, here or by the environment, or keys; None: nothing."""
+    """The secret of a file, named here or by the environment, or of keys; None: none was given."""
     if named := secret or os.environ.get(secrets.SECRET_FILE):
         return secrets.read(Path(named))
     return secrets.of_keys(Path(tls)) if tls is not None else None
@@ -150,7 +149,6 @@ def known_secret(secret: Path | None, tls: str | Path | None) -> bytes | None:
 def _told(
     world_size: int, here: int, at: str, secret: bytes, tls: str | Path | None, more: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of all workers of this host."""
     fair = max(1, len(os.sched_getaffinity(0)) // here)  # more threads than cores slow everybody down
     host, _, port = at.rpartition(":")
     return {"OMP_NUM_THREADS": str(fair), **os.environ, **more} | {
@@ -185,9 +183,9 @@ class _Run:
         self._renew, self._events, self._workers = renew, events, len(ranks)
         self._running: list[Process] = []
         self._failure = 0
-        self._untold: dict[int, int] = {}  # what the store has not been told yet of workers that died
+        self._untold: dict[int, int] = {}  # starts of workers that died, which the store does not have yet
         self._tell_at_s = 0.0
-        if events is not None:  # who watches from the first second on sees a run that is starting
+        if events is not None:  # so that a viewer sees a run that is starting
             journal = Journal(events(), "launcher")
             journal.begin()
             ends.callback(journal.close)
@@ -195,7 +193,7 @@ class _Run:
         tell = ends.enter_context(keeper())
         self._selector = ends.enter_context(selectors.DefaultSelector())
         for local, rank in enumerate(ranks):
-            store.delete_key(f"{STARTS}/{rank}")  # who had this place before may have been given up
+            store.delete_key(f"{STARTS}/{rank}")  # an earlier worker of this place may have been given up
             own = {**told, "RANK": str(rank), "LOCAL_RANK": str(local)}
             if own.get(HIDES):
                 hide(own)
@@ -210,7 +208,7 @@ class _Run:
             Journal(self._events(), "launcher").event(time.time(), what, rank, life, text)
 
     def until_ended(self, tick: Callable[[], None] | None) -> int:
-        """Show what they say, restart those that die, pass on signals, until none is left; the exit code."""
+        """Show output, restart workers that die, pass on signals, until none is left; the exit code."""
         kill_at_s, look_at_s = None, 0.0
         while self._running:
             for key, _ in self._selector.select(LOOK_S):
@@ -240,7 +238,7 @@ class _Run:
         return 128 + self._caught[0] if self._caught else self._failure
 
     def _tell(self) -> None:
-        """Let the workers know whether those that died come back; without the store, try again later."""
+        """Enter into the store whether workers that died come back; try again later if it does not answer."""
         with contextlib.suppress(RuntimeError, OSError):
             self._renew()
             for rank, starts in list(self._untold.items()):
@@ -280,7 +278,7 @@ class _Run:
 def _check(workers: int, restarts: int, options: Options) -> None:
     at_least("workers", workers, 1)
     at_least("restarts", restarts, 0)
-    patience()  # it is asked for when workers are to leave
+    patience()  # refuses a bad setting now, not when workers are to leave
     if options.bind is not None:
         listen(options.bind, 0, "bind").close()
     if options.tls is not None:

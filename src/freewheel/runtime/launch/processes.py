@@ -1,4 +1,4 @@
-"""Processes that print whole lines and leave nobody behind."""
+"""Processes whose output comes in whole lines, and whose children end with them."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from freewheel.errors import ConfigError
 Output = Callable[[int | None, str, bool], None]
 Tell = Callable[[str], None]  # takes a line: a process group, after a plus or a minus
 LONGEST_LINE = 1 << 20
-PROGRESS_S = 5.0  # how often a line that is written over and does not end, as a progress bar, is shown
+PROGRESS_S = 5.0  # how often an unfinished line that is overwritten, as by a progress bar, is shown
 
 
 class Process:
@@ -39,7 +39,6 @@ class Process:
         self._pipes: list[_Pipe] = []
 
     def start(self) -> None:
-        """Start the process; its output goes line by line to the run's output."""
         try:
             process = self._process = subprocess.Popen(
                 self._command,
@@ -63,7 +62,7 @@ class Process:
         ]
 
     def signal(self, number: int) -> None:
-        """Send the whole group a signal; notice to leave is for the worker alone, whom its children serve."""
+        """Signal the whole group; SIGTERM, the notice to leave, only the worker, which needs its children."""
         if self._process is not None:
             send = os.kill if number == signal.SIGTERM else os.killpg
             with contextlib.suppress(ProcessLookupError):
@@ -74,8 +73,8 @@ class Process:
         process = self._process
         if process is None:
             return None
-        # Until it is waited for, the dead process keeps its group's number from being taken by a stranger.
-        with contextlib.suppress(ChildProcessError):  # who started us ignores the end of children: so do we
+        # A dead process that nobody has waited for keeps its group's number from being reused.
+        with contextlib.suppress(ChildProcessError):  # SIGCHLD may have been ignored by who started us
             if os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
                 return None
         self.kill()
@@ -91,7 +90,9 @@ class Process:
         self._process = None
         try:
             for pipe in self._pipes:
-                for _ in range(32):  # more than a pipe holds: a stranger who has it open may write for ever
+                for _ in range(
+                    32
+                ):  # more than a pipe holds: another process may have it open and write for ever
                     if not pipe.read():
                         break
                 pipe.finish()
@@ -101,7 +102,7 @@ class Process:
 
 
 class _Pipe:
-    """Cuts what a process writes into whole lines; of one that is written over, it shows the newest state."""
+    """Cuts output into whole lines; of a line that is overwritten it shows the newest state."""
 
     def __init__(self, pipe: IO[bytes], say: Callable[[str], None], selector: selectors.BaseSelector) -> None:
         self._stream, self._show, self._selector = pipe, say, selector
@@ -110,7 +111,7 @@ class _Pipe:
         selector.register(pipe, selectors.EVENT_READ, self)
 
     def read(self) -> bytes | None:
-        """Take what is there and show its whole lines: b"" at the end, None when there is nothing now."""
+        """Read what is there and show its whole lines; b"" at the end, None if there is nothing now."""
         if self._stream.closed:
             return b""
         try:
@@ -162,10 +163,10 @@ for group in groups:
 
 @contextlib.contextmanager
 def keeper() -> Iterator[Tell]:
-    """Kills the process groups it is told of when this process is gone, however it went.
+    """Kills the process groups it is told of when this process is gone, however it ended.
 
-    A small process of its own that reads a pipe to its end. The kernel's own death signal reaches only direct
-    children, not theirs, and belongs to a thread rather than to a process.
+    It is a process that reads a pipe to its end: PR_SET_PDEATHSIG reaches only direct children, and follows a
+    thread rather than a process.
     """
     quiet = subprocess.DEVNULL
     command, pipe = [sys.executable, "-I", "-S", "-c", _KEEPER], subprocess.PIPE
@@ -184,7 +185,7 @@ def keeper() -> Iterator[Tell]:
 
 @contextlib.contextmanager
 def ending_signals() -> Iterator[list[int]]:
-    """Collect SIGINT and SIGTERM instead of dying of them (where the main thread asks)."""
+    """Collect SIGINT and SIGTERM instead of dying of them; in the main thread only."""
     caught: list[int] = []
     if threading.current_thread() is not threading.main_thread():
         yield caught
