@@ -1,12 +1,11 @@
 """Loading: a worker's batches of each pass, by torch's DataLoader.
 
-All workers have the same order, from the seed and the number of the pass, of which pieces are dealt to them
-as they need them (data/dealing.py); each cuts its pieces into batches of its own size.
+All workers have the same order, from the seed and the number of the pass. Pieces of it are dealt to them as
+they need them (data/dealing.py), and each cuts its pieces into batches of its own size.
 
-Streams come one sample after the other and cannot be dealt: nobody can ask for a place in them. Every worker
-reads the stream and keeps, of each n samples that follow each other, one, by rank. So each is used once, as
-long as the stream is the same on all workers and nobody is lost. What a lost worker had left is not seen, and
-fast workers get no more than slow ones.
+A stream has no index and cannot be dealt. Every worker reads all of it and keeps one of each n samples, by
+rank: each is used once, if all have the same stream. A lost worker's samples are not seen, and fast workers
+get no more than slow ones.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from freewheel.runtime.loading.sampler import LeaseSampler, Side
 
 T = TypeVar("T")
 OWN = {"batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "in_order"}
-# What else torch's DataLoader has and scripts look at: as the user has given it.
+# DataLoader's other attributes, which scripts may read: as the user has given them.
 SHOWN = [name for name in inspect.signature(DataLoader).parameters if name not in OWN]
 END = object()
 
@@ -47,19 +46,18 @@ class BaseLoader:
         at_least("epochs", epochs, 1)
         self.side, self.drop_last, self.epochs = side, drop_last, epochs
         self.begun = self.under_way = False
-        self.in_hand = False  # whether the loop has a batch that does not count as finished
+        self.in_hand = False  # whether the loop has a batch that is not finished
         self.left = False  # whether the last pass was broken off
         self.epoch = 0  # the pass under way, or the first one; each new iteration adds one
         self.given = 0  # how many batches of the pass the loop has been given
 
     def __getattr__(self, name: str) -> Any:
-        """What else torch's DataLoader shows."""
         if name in SHOWN and "batches" in self.__dict__:
             return getattr(self.batches, name)
         raise AttributeError(f"a worker's loader has no attribute {name!r}")
 
     def say_lacking(self) -> None:
-        """Say so if one pass was made, to its end, where more were announced."""
+        """Warn if one whole pass was made, where more were announced."""
         if self.begun and not self.left and self.epoch == 0 and (self.epochs or 0) > 1:
             log.warning(
                 "worker %d: the loop made 1 of the loader's %d epochs: one `for` over it is one epoch. "
@@ -69,7 +67,7 @@ class BaseLoader:
             )
 
     def goes_on(self, first: BaseLoader) -> bool:
-        """Whether this is another one's next pass: in use, over as many samples, dealt in the same way."""
+        """Whether this loader continues another one's passes: in use, over the same data, dealt alike."""
         return self.begun and self._identity() == first._identity()
 
     def _identity(self) -> dict[str, Any]:
@@ -84,7 +82,7 @@ class BaseLoader:
         return {"epoch": self.epoch, "begun": self.begun, "under_way": self.under_way, "given": self.given}
 
     def _timed(self, act: Callable[..., T], *given: Any) -> T:
-        """Do it; how long the loop waits for it is counted. Every step comes here."""
+        """Call it, and count how long the loop waits. Every step comes here."""
         self._counters.wait("data", time.perf_counter())
         try:
             return act(*given)
@@ -97,11 +95,11 @@ class Loader(BaseLoader):
 
     The same seed and epoch give the same order, and the same random numbers to the processes that DataLoader
     starts for the pass; those of other workers get others. When the worker is told to stop, a pass ends after
-    the batch in hand and no other one begins. A batch counts as finished when the loop asks for the next one,
-    or ends: what DataLoader's processes have loaded ahead does not.
+    the batch in hand and no other one begins. A batch is finished when the loop asks for the next one, or
+    ends, not when DataLoader's processes have loaded it.
 
-    `epochs` says how many passes the run makes: the last one then ends when all workers have finished, so
-    that what one of them leaves behind is still dealt. The options and the attributes are DataLoader's.
+    `epochs` says how many passes the run makes: the last one ends when all workers have finished it, so that
+    what a worker leaves behind is still dealt. The options and the attributes are DataLoader's.
     """
 
     def __init__(
@@ -168,7 +166,7 @@ class Loader(BaseLoader):
         if self.side.stopped():
             return
         leases, self._counters = self.leases, self.side.agent().counters
-        if leases.drawn:  # a worker that is to leave has broken a pass off, and comes for another
+        if leases.drawn:  # a leaving worker has broken off a pass, and begins another
             self._end(left=True)
         if self.begun:
             self.given = 0
@@ -193,17 +191,17 @@ class Loader(BaseLoader):
             left = False
         finally:
             self.under_way, self.left = False, left
-            if not (left and leases.agent.leaving):  # else the worker gives all back, and knows what is used
+            if not (left and leases.agent.leaving):  # a leaving worker gives all back itself
                 self._end(left)
 
     def _end(self, left: bool) -> None:
         in_hand, self.in_hand = self.in_hand, False
-        # Python drops what a pass raises that is being left; the next one raises it again.
+        # Python drops what is raised while a pass is left; the next pass raises it again.
         with contextlib.suppress(ConfigError) if left else contextlib.nullcontext():
             self._timed(self.leases.end, left, in_hand)
 
     def use(self) -> None:
-        """The batch in hand counts as used, although the loop does not come for the next one."""
+        """Count the batch in hand as used."""
         self.in_hand = False
         self._counters.samples += self.leases.finish()
 
@@ -216,7 +214,7 @@ class Loader(BaseLoader):
         return self.own_state(whole=True)
 
     def own_state(self, whole: bool = False) -> dict[str, Any]:
-        """The same of what this worker has finished: all of them together make a checkpoint."""
+        """The same for this worker alone, or `whole`: all workers' own states together make a checkpoint."""
         state = self.leases.state(self.epoch, int(self.in_hand), whole)
         return {**self._identity(), **self._where(), **state}
 
@@ -244,7 +242,7 @@ class Loader(BaseLoader):
             log.warning("pass %d begins anew: the checkpoint was taken with another %s", self.epoch, other[0])
 
     def _identity(self) -> dict[str, Any]:
-        """What must be the same for a state to mean the same; where all step together, the batches too."""
+        """What must be equal for a state to fit; where all step together, the batches, too."""
         leases, source, parts = self.leases, self.leases.source, self.side.parts
         return {
             "length": leases.length,
@@ -258,7 +256,7 @@ class Loader(BaseLoader):
 
 
 class Every(IterableDataset[Any]):
-    """Of each `count` samples that follow each other the one at `place`; of the last few only if `rest`."""
+    """The sample at `place` of each `count` in a row; of an incomplete last row only if `rest`."""
 
     def __init__(self, stream: Any, place: int, count: int, rest: bool) -> None:
         self.stream, self.place, self.count, self.rest = stream, place, count, rest
@@ -272,7 +270,7 @@ class Every(IterableDataset[Any]):
 class StreamLoader(BaseLoader):
     """Passes over a stream. A dataset that has `set_epoch` is told which one begins."""
 
-    step = 1.0  # which part of a pass one step of every worker is; as if it were a whole one
+    step = 1.0  # which part of a pass a step is; unknown, so as if it were a whole one
 
     def __init__(
         self, dataset: Any, batch_size: int, side: Side, *, sharded: bool = False, **options: Any
@@ -359,7 +357,7 @@ def count(dataset: Any) -> int:
 
 
 def make(given: Any, asked: dict[str, Any], side: Side) -> Loader | StreamLoader:
-    """A loader of a dataset, of a stream, or of what a DataLoader of torch's loads, as the user asked."""
+    """A loader of a dataset, a stream, or the data of a DataLoader."""
     dataset, options = unpacked(given, asked)
     batch_size = options.pop("batch_size", 1)
     if type(dataset).__module__.startswith("ray.data."):
@@ -381,7 +379,7 @@ def make(given: Any, asked: dict[str, Any], side: Side) -> Loader | StreamLoader
 
 
 def unpacked(given: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The dataset and the options of a DataLoader of torch's, less those that are given beside it."""
+    """The dataset of a DataLoader, and its options, which the given ones override."""
     options = {name: one for name, one in options.items() if one is not None}
     if not isinstance(given, DataLoader):
         return given, options

@@ -19,7 +19,7 @@ from freewheel.fabric.notes import whole
 from freewheel.runtime.worker.agent import Agent
 
 log = logging.getLogger("freewheel")
-EARLIER = 0  # as which life of a worker that counts which it did in earlier runs
+EARLIER = 0  # the life of a worker to which its work in earlier runs is attributed
 
 
 @dataclass(frozen=True)
@@ -29,21 +29,20 @@ class Side:
     agent: Callable[[], Agent]  # the communication thread; raises where there is none
     rank: int = 0
     world_size: int = 1
-    parts: bool = False  # all workers step together, so that all need as many batches each
+    parts: bool = False  # all workers step together and need as many batches each
     first: bool = False  # it is the worker's first loader, of the data that are trained on
-    stopped: Callable[[], bool] = lambda: False  # is asked before each batch: whether there is to be none
+    stopped: Callable[[], bool] = lambda: False  # asked before each batch: whether to end the pass
 
 
 class LeaseSampler(Sampler[list[int]]):
     """The batches that are dealt to one worker in each pass: a batch sampler for torch's DataLoader.
 
     Over all workers every sample of the order comes once in a pass. Which of them come here depends on the
-    speeds, and how many come in a batch on this worker's batch size. Where all have the same only the last
-    batch of the order may be short; with `drop_last` a short one is left out.
+    speeds. If all have the same batch size, only the last batch of the order may be short; `drop_last` leaves
+    short ones out.
 
-    With `side.parts`, for strategies in which all step together, each worker has a part of its own, and as
-    many batches as any other: the order is cut into equal batches (but for one sample) instead. What a lost
-    worker leaves of its part is dealt to the others.
+    With `side.parts`, for strategies in which all step together, the order is cut into equal batches (up to
+    one sample), and each worker has as many, a part of its own. A lost worker's part is dealt to the others.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class LeaseSampler(Sampler[list[int]]):
         self.batch_size, self.drop_last = batch_size, drop_last
         length, workers, turns = self.length, side.world_size, side.world_size if side.parts else 1
         samples, equal = batch_size * turns, side.parts and (drop_last or source.batched)
-        # Batches of all workers in a pass; of how many samples it is over; of a batch sampler: batches.
+        # All workers' batches in a pass, and how many samples (of a batch sampler: batches) they have.
         self.count = (length // samples if drop_last or equal else -(-length // samples)) * turns
         self.dealt = self.count * batch_size if equal else length
         if self.count < workers or length < workers:
@@ -68,28 +67,28 @@ class LeaseSampler(Sampler[list[int]]):
                 "workers. Take a batch_size of 2 or more, or drop_last=True."
             )
         self.epoch = 0
-        self.drawn: deque[Batch] = deque()  # DataLoader has been given them, the loop has not finished them
+        self.drawn: deque[Batch] = deque()  # given to DataLoader, and not finished by the loop
         self._order: Callable[[int], Any] = functools.lru_cache(maxsize=BEHIND)(source.draw)
         self.order_sum = functools.lru_cache(maxsize=2)(self._order_sum)
-        # Where all step together: how many batches this worker has finished of a pass, of how many parts (0:
-        # they are not alike); of which pass; in which one a state was loaded; whether it has had any batch.
-        self._made = self._parts = 0
-        self._part_of = self._loaded = -1
-        self._used = False
+        # Where all step together:
+        self._made = self._parts = (
+            0  # batches finished of a pass, and its number of parts (0: they are not alike)
+        )
+        self._part_of = self._loaded = -1  # which pass that is; in which one a state was loaded
+        self._used = False  # whether this worker has finished any batch
 
     def _order_sum(self, epoch: int) -> int:
-        """What all workers must have in common, beside the seed: the blocks, or what the sampler draws."""
+        """A checksum of what must be the same on all workers: the blocks, or what the sampler draws."""
         common = self.source.blocks if isinstance(self.source, Seeded) else self._order(epoch)
         return summed(common) if common is not None else 0
 
     @functools.cached_property
     def agent(self) -> Agent:
-        """The communication thread, from the first use on."""
         return self.side.agent()
 
     @functools.cached_property
     def queue(self) -> LeaseQueue:
-        """What this worker holds. Loaders that are alike are told apart by the order of their first use."""
+        """Made at first use: loaders that are alike are told apart by the order of their first uses."""
         agent, source, parts = self.agent, self.source, self.side.parts
         alike = f"{self.length}/{source.kind}/{source.seed}/{source.batched}"
         turn = agent.loaders[alike] = agent.loaders.get(alike, 0) + 1
@@ -108,15 +107,12 @@ class LeaseSampler(Sampler[list[int]]):
         """Batches of this worker in a pass, if all were equally fast."""
         return -(-self.count // self.side.world_size)
 
-    # -- a pass --
-
     def begin(self, epoch: int, last: bool) -> None:
-        """Begin a pass, maybe the last one."""
         self.epoch = epoch
         self.queue.begin(epoch, last, self.order_sum(epoch), self.content)
         if not self.side.parts:
             return
-        # Where all step together each makes as much of a pass as any other, if it makes the whole pass.
+        # Each makes as much of a pass as any other, if it makes all of its part.
         members, own = len(self.agent.fabric.members), size(self.queue.data.own.get(epoch, []))
         even = not self.agent.late or self._used
         if own or self._loaded == epoch:
@@ -134,7 +130,7 @@ class LeaseSampler(Sampler[list[int]]):
             yield self._samples(batch)
 
     def finish(self) -> int:
-        """The oldest batch that was drawn has been used; how many samples it had."""
+        """Count the oldest drawn batch as used; return how many samples it had."""
         batch = self.drawn.popleft()
         self.queue.finish(batch)
         self._made += batch.number == self._part_of
@@ -142,7 +138,7 @@ class LeaseSampler(Sampler[list[int]]):
         return len(self._samples(batch)) if self.source.batched else batch.stop - batch.place
 
     def more(self) -> bool:
-        """In the last pass: wait for what others hold; whether some of it has come back to be dealt here."""
+        """In the last pass wait for what others hold; whether some of it was dealt to this worker."""
         return self._filled(patient=True) and not self.agent.stopped
 
     def _filled(self, patient: bool) -> bool:
@@ -150,20 +146,20 @@ class LeaseSampler(Sampler[list[int]]):
         return bool(self.queue.ready)
 
     def end(self, left: bool, in_hand: bool) -> None:
-        """A pass has ended here: tell the others what is finished, give back the rest."""
+        """End a pass: report what is finished, give back the rest."""
         doubtful = self.drawn[0] if in_hand else None
         self.drawn.clear()
         if self.agent.alive:  # else an exception ended the block, and nobody is there to be told
             self.agent.wait(self.queue.settle(left, doubtful))
 
     def progress(self, before: float) -> float:
-        """Passes made by all workers together, as far as is known here; `before` any was begun."""
+        """Passes made by all workers together, as far as is known; `before`, until one has begun."""
         if self._parts:
             return self._part_of + min(1.0, self._made * self._parts / self.count)
         return self.queue.progress() if "queue" in self.__dict__ else float(before)
 
     def next_samples(self) -> list[int]:
-        """Those of the batch that is drawn next; nothing, where that is not known."""
+        """Those of the next batch, where it is known."""
         return self._samples(self.queue.ready[0]) if self.queue.ready else []
 
     def _samples(self, batch: Batch) -> list[int]:
@@ -171,17 +167,15 @@ class LeaseSampler(Sampler[list[int]]):
         drawn = order[batch.place] if self.source.batched else order[batch.place : batch.stop]
         return drawn.tolist() if isinstance(drawn, Tensor) else list(drawn)
 
-    # -- where it is --
-
     def state(self, epoch: int, used: int, whole: bool) -> dict[str, Any]:
-        """What this worker, or all as far as is known, have finished, and so many batches it has drawn."""
+        """What this worker, or all (`whole`), have finished; `used` of the drawn batches count, too."""
 
         async def finished() -> list[float]:
             data = self.queue.data
             if whole:
                 return self.finished(await self.agent.dealing.known(data), used)
-            # Not what it knows of the others: they may have finished it after their own last checkpoint. What
-            # they say themselves is given to `load` as "others".
+            # Without what it knows of others: they may have finished that after their own last checkpoint.
+            # `load` gets what they say themselves, as "others".
             data.collect()
             return self.finished(data.ledger, used, data.own)
 
@@ -189,17 +183,16 @@ class LeaseSampler(Sampler[list[int]]):
         return {"since": self.queue.since, "order": order, "ledger": [ledger], "whole": whole}
 
     def finished(self, known: Ledger, used: int, own: Mapping[int, Spans] | None = None) -> list[float]:
-        """What a ledger knows to be finished, or only `own`; and so many of the batches that were drawn."""
+        """What is finished by a ledger, or by `own`, and the first `used` of the drawn batches."""
         found = {q: one.finished for q, one in known.passes.items()} if own is None else dict(own)
         for q, place, stop, _ in list(self.drawn)[:used]:
             found[q] = union(found.get(q, []), [(place, stop)])
         return known.account((0 if own is None else self.side.rank, EARLIER), found)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on there: what is finished there is finished here."""
         data, self.queue.since = self.queue.data, state["since"]
         self._loaded, self._parts = state["epoch"], 0
-        # Of what all have done one keeps account: a checkpoint of each says what it has done itself.
+        # A state of all workers is entered as the own work of one of them only.
         mine = not state["whole"] or self.agent.me.rank == min(self.agent.first)
         told = [(numbers, mine) for numbers in state["ledger"]]
         told += [(numbers, False) for others in state.get("others", []) for numbers in others]
