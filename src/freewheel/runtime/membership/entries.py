@@ -1,8 +1,7 @@
-"""What a run has written in its store: every entry sealed with the run's secret, under its own name.
+"""A run's entries in its store, each sealed with the run's secret, for this run and under this name.
 
-A store lets everybody write who reaches it. An entry that is not sealed is never used: `get` says so with an
-error, `read` takes it for absent and warns once. Who reaches the store can so keep workers from joining, and
-nothing else. What is sealed for one run, or under one name, does not fit another.
+Everybody who reaches a store can write to it. An entry without a valid seal is never used: `get` raises,
+`read` takes it for absent and warns once. So an intruder can keep workers from joining, and nothing else.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ log = logging.getLogger("freewheel")
 
 @dataclass(frozen=True)
 class Options:
-    """What the launcher tells every worker of a run."""
+    """What the launcher tells every worker of a run; the store has it as `text`."""
 
     run: str = ""
     folder: str | Path | None = None
@@ -36,21 +35,20 @@ class Options:
     typed: str | None = None  # the command line, for the records
     console: bool = False
     tensorboard: str | Path | None = None
-    workers: int = 0  # how many the run begins with; 0: as many as the environment says
-    most: int = 0  # how many it may have at once; 0: no more than it begins with
+    workers: int = 0  # the run begins with so many; 0: WORLD_SIZE
+    most: int = 0  # it may have so many at once; 0: no more than it begins with
 
     @classmethod
     def read(cls, text: str) -> Options:
-        """What the store has; what an older or newer Freewheel says more is left out."""
+        """The options in a text; unknown ones, of another version, are left out."""
         return cls(**{key: value for key, value in json.loads(text).items() if key in cls.__annotations__})
 
     @property
     def text(self) -> str:
-        """As the store has it."""
         return json.dumps(asdict(self))
 
     def whole(self) -> Options:
-        """The same with whole paths, for workers that may be in another folder."""
+        """With absolute paths, for workers in other folders."""
         folder, tls, board = (
             str(Path(path).resolve()) if path else None for path in (self.folder, self.tls, self.tensorboard)
         )
@@ -62,7 +60,7 @@ def _call(name: str) -> Any:
 
 
 class Asked:
-    """A store that has one way for what is called of torch's, `ask`."""
+    """A store whose calls, those used of torch's, all go through `ask`."""
 
     check, get, set, compare_set, delete_key = map(_call, CALLS)
 
@@ -71,7 +69,7 @@ Store = TorchStore | Asked
 
 
 class Entries:
-    """A store as a run uses it."""
+    """A store whose entries are sealed and named with a prefix."""
 
     def __init__(self, store: Store, secret: bytes) -> None:
         self._store, self._prefix = store, ""
@@ -79,11 +77,10 @@ class Entries:
         self._warned: set[str] = set()
 
     def of_run(self, run: str) -> Entries:
-        """The same for what belongs to one run alone: a secret may serve for several."""
+        """The entries of one run alone: several may share a secret."""
         return self._but(_key=derive(self._secret, "store", run))
 
     def under(self, prefix: str) -> Entries:
-        """The same, all names beginning with a prefix."""
         return self._but(_prefix=f"{self._prefix}{prefix}/")
 
     def _but(self, **changed: object) -> Entries:
@@ -92,16 +89,15 @@ class Entries:
         return made
 
     def check(self, key: str) -> bool:
-        """Whether something is there, sealed or not."""
         return bool(self._store.check([self._prefix + key]))
 
     def get(self, key: str) -> str:
-        """What is there; Forged if nobody of this run has written it."""
+        """Wait for an entry; Forged: its seal is not this run's."""
         name = self._prefix + key
         return unseal(self._key, name, bytes(self._store.get(name)))
 
     def read(self, key: str) -> str | None:
-        """What is there; None: nothing, or nothing of this run's."""
+        """The entry, without waiting; None: there is none with this run's seal."""
         if not self.check(key):
             return None
         try:
@@ -113,24 +109,22 @@ class Entries:
             return None
 
     def set(self, key: str, text: str) -> None:
-        """Write."""
         name = self._prefix + key
         self._store.set(name, seal(self._key, name, text))
 
     def compare_set(self, key: str, expected: str, text: str) -> str:
-        """Write where this is there (nothing, if it is empty); what is there then."""
+        """Write if the entry is `expected` (empty: missing); return what it is then."""
         name = self._prefix + key
         before = seal(self._key, name, expected) if expected else ""
         found = self._store.compare_set(name, before, seal(self._key, name, text))
         return unseal(self._key, name, bytes(found))
 
     def number(self, key: str) -> int | None:
-        """A count that is there."""
         text = self.read(key)
         return int(text.split()[0]) if text is not None else None
 
     def add(self, key: str, number: int) -> int:
-        """Count; the sum. Two who add the same at once are told apart by a random word."""
+        """Add to a count and return the sum; a random word tells concurrent equal sums apart."""
         before = self.get(key) if self.check(key) else ""
         while True:
             total = int(before.split()[0]) + number if before else number
@@ -141,5 +135,4 @@ class Entries:
             before = found if found != before else ""  # it was deleted meanwhile
 
     def delete_key(self, key: str) -> None:
-        """Remove."""
         self._store.delete_key(self._prefix + key)

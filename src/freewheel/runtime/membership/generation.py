@@ -1,12 +1,12 @@
-"""Beginning again: when all workers of a run were lost, those who are started again begin together anew.
+"""Beginnings of a run: when all its workers were lost, those that are restarted begin anew together.
 
-Each beginning has names of its own in the store, so that nothing of the one before is taken for now. A
-worker that is started again must know which it is in: whoever still trains has the newest weights, and it
-copies them; only where nobody can have any does the next one begin, from checkpoints or from nothing.
+Each beginning has names of its own in the store, so that entries of an earlier one do not count. A restarted
+worker copies the weights of one that still trains; only where none can does the next beginning start, from
+checkpoints or from nothing.
 
-The store says who may still train. Each life of a worker leaves a mark in its beginning; the mark counts
-while no later life of that rank has come and its launcher has not said that none will. So silence proves
-nothing: where a worker is out of reach, whoever is started again waits for it or for its next life.
+The store says which workers may still train. Each life of a worker leaves a mark in its beginning, which
+counts until a later life of that rank comes or its launcher gives the rank up. So silence proves nothing: if
+a worker is out of reach, a restarted one waits for it or for its next life.
 """
 
 import hashlib
@@ -27,13 +27,13 @@ log = logging.getLogger("freewheel")
 
 
 class Orphaned(RunStopped):
-    """Nobody is left whom this worker could copy: it must enter the run anew."""
+    """No worker is left to copy from: this one must enter the run anew."""
 
 
 class TooLate(RunStopped):
-    """The run has ended, with an answer; `done`: others have it, and nobody misses this worker."""
+    """The run has ended with an answer; `done`: this worker's absence is no failure."""
 
-    def __init__(self, rank: int, done: bool, had_it: bool = False) -> None:
+    def __init__(self, rank: int, done: bool, had_it: bool) -> None:
         why = "An earlier life of it had it too, and failed" if had_it else "Nothing is left to train"
         super().__init__(
             f"worker {rank} comes too late: the others have ended the run, and have its answer. {why}."
@@ -52,23 +52,21 @@ class Outlived(RunStopped):
 
 @dataclass(frozen=True)
 class Beginning:
-    """One beginning of a run: its number from 0 on, whom it begins with, and why the one before is over."""
+    """One beginning of a run; the store has it as `text`, the first one as nothing."""
 
-    number: int
-    ranks: tuple[int, ...]
-    why: str = ""
+    number: int  # from 0 on
+    ranks: tuple[int, ...]  # the workers that begin
+    why: str = ""  # why the one before is over
 
     @property
     def text(self) -> str:
-        """As the store has it; the first one is not written down."""
         return json.dumps([self.number, self.ranks, self.why]) if self.number else ""
 
     def run(self, run: str) -> str:
-        """The number of the run: what an earlier beginning still sends does not belong to this one."""
+        """The number of the run in this beginning: messages of an earlier one do not belong to it."""
         return hashlib.sha256(f"{run}/{self.number}".encode()).hexdigest()[:32] if self.number else run
 
     def tell(self, resume: object) -> None:
-        """Say what happened, and what it means."""
         if self.number and resume is None:
             log.warning(
                 "%s: training begins anew. To go on instead, let worker.checkpoint write checkpoints, and "
@@ -79,7 +77,7 @@ class Beginning:
             log.warning("%s: those who were started again go on from %s", self.why, resume)
 
     def place(self, rank: int) -> int:
-        """Which of those it begins with this worker is; who comes later comes after them."""
+        """The rank among those that begin; later ones come after them."""
         return self.ranks.index(rank) if rank in self.ranks else max(rank, len(self.ranks))
 
 
@@ -89,35 +87,33 @@ class Entry:
 
     beginning: Beginning
     late: bool  # the others train already
-    back: bool  # an earlier life of this rank was in the same beginning: the others do not call this one
+    back: bool  # an earlier life was in the same beginning: this one calls the others
 
 
 class Beginnings:
-    """What the store says of a run's beginnings; the run's names begin with `prefix`."""
+    """A run's beginnings, as the store has them under `prefix`."""
 
     def __init__(self, base: Entries, prefix: str, workers: int, most: int) -> None:
         self._base, self._run, self._workers, self._most = base, base.under(prefix), workers, most
 
     def newest(self) -> Beginning:
-        """The beginning that counts."""
         number, ranks, why = json.loads(self._run.read(NEWEST) or "[0, null, null]")
         return Beginning(number, tuple(ranks), why) if number else Beginning(0, tuple(range(self._workers)))
 
     def started(self, rank: int) -> int | None:
-        """How often a launcher has started a worker that died; 0: not again; None: it has said nothing."""
+        """How often a launcher has started a worker that died; 0: given up; None: it has not said."""
         return self._base.number(f"{STARTS}/{rank}")
 
     def store(self, beginning: Beginning) -> Entries:
-        """Where a beginning has its names."""
         return self._run.under(str(beginning.number)) if beginning.number else self._run
 
     def enter(self, rank: int, life: int, strategy: Strategy) -> Entry:
-        """Come into the newest beginning, or into the next one where nobody of it is left."""
+        """Enter the newest beginning, or make the next one if that one is lost."""
         while why := self.lost(now := self.newest(), strategy):
             ranks = tuple(rank for rank in range(self._workers) if self.started(rank) != 0)
             if not ranks:
                 raise RunStopped(f"{why}, and none of those it began with is started again. Start a new run.")
-            # Of several who do so at once the first one counts.
+            # Of several workers that do so at once, the first counts.
             self._run.compare_set(NEWEST, now.text, Beginning(now.number + 1, ranks, why).text)
         store = self.store(now)
         missing = [peer for peer in range(self._workers) if strategy.needs(peer) and peer not in now.ranks]
@@ -133,7 +129,7 @@ class Beginnings:
         return Entry(now, late, back)
 
     def marks(self, beginning: Beginning) -> dict[int, bool]:
-        """Who has been in a beginning, and whether that life may still be."""
+        """The ranks that were in a beginning, and whether that life may still train."""
         store, found = self.store(beginning), {}
         for rank in range(self._most):
             here = store.number(f"here/{rank}")
@@ -143,9 +139,9 @@ class Beginnings:
         return found
 
     def lost(self, beginning: Beginning, strategy: Strategy) -> str:
-        """Why nobody can go on in a beginning; empty where somebody may."""
+        """Why a beginning cannot go on; empty: it may."""
         store, marks = self.store(beginning), self.marks(beginning)
-        if not marks or store.read("over") is not None:  # nobody has come yet; all have gone, with the answer
+        if not marks or store.read("over") is not None:  # nobody has come yet; the run has ended well
             return ""
         if not any(marks.values()):
             return "all workers of this run were lost"
@@ -155,10 +151,10 @@ class Beginnings:
         return ""
 
     def restore(self, mine: Beginning, lives: Mapping[int, int]) -> None:
-        """Tell a store that was started anew which beginning it is, and the last life of each rank."""
+        """Enter the beginning and each rank's last life into a store that was started anew."""
         for rank, life in lives.items():
             known = self._run.compare_set(f"life/{rank}", "", str(life))
-            while int(known.split()[0]) < life:  # others may know of later ones
+            while int(known.split()[0]) < life:  # others may have entered later ones
                 known = self._run.compare_set(f"life/{rank}", known, str(life))
         while (newest := self.newest()).number < mine.number:
             self._run.compare_set(NEWEST, newest.text, mine.text)

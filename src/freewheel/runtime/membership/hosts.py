@@ -1,9 +1,8 @@
-"""Where the workers of a run meet: the store that one process holds, and how others reach it and join.
+"""The store where the workers of a run meet: hosting it, reaching it, and claiming places in the run.
 
-Calls of a store end, also where it hangs: each runs in a thread that can be left behind. A TCPStore waits
-for ever for a process that is stopped, or for a host that the network has lost; its own timeout is only about
-keys that are not there yet. Nor does it notice that its store has gone before it is asked, and then it
-complains at length. So a plain connection stands beside it, idle: its end tells quietly.
+A TCPStore waits for ever for a process that is stopped or a host that is cut off; its own timeout is only for
+missing keys. So each call runs in a thread that can be left behind. Nor does a TCPStore notice that its
+server has gone before it is asked, and then it logs at length. So an idle plain connection beside it tells.
 """
 
 import atexit
@@ -27,10 +26,9 @@ from freewheel.runtime.membership.entries import OPTIONS, Asked, Entries, Store
 from freewheel.runtime.membership.place import parse_address
 
 T = TypeVar("T")
-FREE = "free"  # what a place of the run says that a worker has had and has left
+FREE = "free"  # the entry of a place that a worker has had and has left
 STORE_S = 5.0  # how long a store may take to answer once training has begun
-LAST_S = 0.5
-HANGS_S = 60.0  # how long a store that hangs is left alone, unless it answers: each call leaves a thread
+HANGS_S = 60.0  # how long a store that hangs is left alone, unless it answers: each call costs a thread
 
 left_behind: set[concurrent.futures.Future[Any]] = set()  # calls that nobody waits for any more
 
@@ -44,7 +42,7 @@ class Hangs(DistNetworkError):
 
 
 def within(timeout_s: float, call: Callable[[], T]) -> T:
-    """What a call returns or raises; Hangs if that takes too long. Nobody waits for its thread then."""
+    """Call in a thread; Hangs: it takes too long, and the thread is left behind."""
     future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def run() -> None:
@@ -63,12 +61,12 @@ def within(timeout_s: float, call: Callable[[], T]) -> T:
 
 @atexit.register
 def _let_end() -> None:
-    """A call that is answered while the interpreter shuts down would end the process badly."""
-    concurrent.futures.wait(list(left_behind), LAST_S)
+    """A call that returns while the interpreter shuts down would crash the process."""
+    concurrent.futures.wait(list(left_behind), timeout=0.5)
 
 
 class BoundedStore(Asked):
-    """A store whose calls end within `timeout_s`; `at` is where to keep a plain connection beside it."""
+    """A store whose calls end within `timeout_s`; `at` is the address of the plain connection beside it."""
 
     def __init__(self, make: Callable[[float], Store], at: tuple[str, int] | None, timeout_s: float) -> None:
         self._make, self._at, self.timeout_s = make, at, timeout_s
@@ -78,8 +76,7 @@ class BoundedStore(Asked):
         self._open()
 
     def ask(self, call: str, *words: object) -> Any:
-        """Call it."""
-        if not self.alive():  # its own way to find out is a long complaint
+        if not self.alive():  # a TCPStore would log at length
             raise DistNetworkError("the store is gone")
         return self._try(lambda: within(self.timeout_s, lambda: getattr(self._store, call)(*words)))
 
@@ -95,20 +92,20 @@ class BoundedStore(Asked):
             raise
 
     def alive(self) -> bool:
-        """Whether this is still a connection with the store that it was made with."""
+        """Whether the connection still reaches the store that it was made with."""
         try:
             return not self._broken and (self._line is None or bool(os.read(self._line, 1)))
         except OSError as error:
             return isinstance(error, BlockingIOError)
 
     def renew(self) -> None:
-        """Connect again where the connection is over; OSError or RuntimeError if the store is not there."""
+        """Connect again if the connection is over; OSError or RuntimeError: the store does not answer."""
         if not self.alive():
             self._try(self._open)
 
     def _open(self) -> None:
         self.close()
-        if self._at is not None:  # tried first: the store's own way is noisy and cannot be interrupted
+        if self._at is not None:  # first, since TCPStore's attempt is noisy and cannot be interrupted
             with socket.create_connection(self._at, timeout=self.timeout_s) as sock:
                 sock.setblocking(False)
                 self._line = sock.detach()
@@ -116,17 +113,16 @@ class BoundedStore(Asked):
         self._broken = False
 
     def close(self) -> None:
-        """Let go of the connection beside the store's; that one closes with the store."""
+        """Close the plain connection; the store's own closes with the store."""
         line, self._line = self._line, None
         if line is not None:
             os.close(line)
 
-    def __del__(self) -> None:
-        self.close()
+    __del__ = close
 
 
 def reach(host: str, port: int, timeout_s: float) -> BoundedStore:
-    """A new connection with a store that is there already; OSError or RuntimeError if it does not answer."""
+    """Connect with a store that is there already; OSError or RuntimeError: it does not answer."""
 
     def connect(within_s: float) -> Store:
         return TCPStore(host, port, None, False, timedelta(seconds=within_s), wait_for_workers=False)
@@ -135,7 +131,6 @@ def reach(host: str, port: int, timeout_s: float) -> BoundedStore:
 
 
 def listen(host: str, port: int, option: str) -> socket.socket:
-    """A listening socket on one address of this machine; port 0 takes a free one."""
     try:
         listener = transport.listen(host, port)
     except OSError as error:
@@ -152,17 +147,17 @@ def listen(host: str, port: int, option: str) -> socket.socket:
 
 
 def host_store(master: str | None) -> tuple[TCPStore, str, int]:
-    """Host the store in this process, on one address only: ``master``, or a free port of loopback."""
+    """Host the store in this process, on ``master`` or a free port of loopback."""
     host, port = parse_address(master) if master is not None else ("127.0.0.1", 0)
     listener = listen(host, port, "master")
     port = listener.getsockname()[1]
-    # The store takes the socket over; handed none, it would listen on every address of the machine.
+    # The store takes over the socket; without one it would listen on every address of the machine.
     store = TCPStore(host, port, None, True, timedelta(seconds=60), False, master_listen_fd=listener.detach())
     return store, host, port
 
 
 def reach_store(master: str, wait_s: float, say: Callable[[str], None]) -> tuple[BoundedStore, str, int]:
-    """Reach the store of a run, which may come up later than we do; `say` is told what is waited for."""
+    """Reach the store of a run that may start later than we do; `say` is told what is waited for."""
     host, port = parse_address(master)
     end_s, store, told = time.monotonic() + wait_s, None, ""
     hint = f"Start the run first, and let its port {port} be reached from here."
@@ -188,7 +183,7 @@ def reach_store(master: str, wait_s: float, say: Callable[[str], None]) -> tuple
 
 
 def claim(store: Entries, workers: int, begun: int, most: int, ends: contextlib.ExitStack) -> list[int]:
-    """Take so many places of a run that may have up to `most` workers; they are free again at the end."""
+    """Claim places of a run that may have up to `most` workers; `ends` frees them again."""
     token = uuid.uuid4().hex
     found: list[int] = []
     for rank in range(most):

@@ -1,4 +1,4 @@
-"""A worker's place in its run, as whoever started it says: by the environment, or as an object (`give`)."""
+"""A worker's place in its run, read from the environment or given as an object (`give`)."""
 
 from __future__ import annotations
 
@@ -13,27 +13,24 @@ from freewheel.errors import ConfigError
 from freewheel.fabric import secret
 from freewheel.runtime.membership.entries import Store
 
-# Set by our launcher, for its workers: the address of its store (who starts others with another store in this
-# environment does not launch them), and where the run's keys are, without which such a worker never speaks.
+# Set by our launcher for its workers: its store's address (with another store they are not its own), keys.
 LAUNCHED, KEYS = "FREEWHEEL_LAUNCHED", "FREEWHEEL_TLS"
-STORE = "FREEWHEEL_STORE"  # HOST:PORT of a store that `freewheel store` holds: no launcher, nor worker 0 does
-# Which of several runs that meet in one store this is; and the address to listen on, as attach's `bind`.
-RUN, BIND = "FREEWHEEL_RUN", "FREEWHEEL_BIND"
-# What Slurm and an Indexed Job of Kubernetes call RANK and WORLD_SIZE.
+STORE = "FREEWHEEL_STORE"  # HOST:PORT of a store that `freewheel store` holds, not a launcher or worker 0
+RUN, BIND = (
+    "FREEWHEEL_RUN",
+    "FREEWHEEL_BIND",
+)  # which of a store's runs; the address to listen on (attach's `bind`)
+# RANK and WORLD_SIZE of Slurm and of an Indexed Job of Kubernetes.
 SCHEDULERS = (("SLURM_PROCID", "SLURM_NTASKS"), ("JOB_COMPLETION_INDEX", "WORLD_SIZE"))
-# Set for workers whose script another library would start processes in, if it saw that there are several.
-HIDES = "FREEWHEEL_HIDE_RANKS"
+HIDES = "FREEWHEEL_HIDE_RANKS"  # set where another library would start processes of its own if it saw ranks
 RANKS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 class Meeting(Protocol):
-    """Where the workers of a run meet, where that is no TCPStore: an engine has one that survives a worker.
-
-    `str` of it says where it is, for people.
-    """
+    """An engine's meeting place, instead of a TCPStore; `str` of it says where it is, for people."""
 
     def connect(self, timeout_s: float) -> Store:
-        """A connection. It and all its calls raise OSError or RuntimeError where nobody answers."""
+        """Connect; this and all calls raise OSError or RuntimeError if nobody answers."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +43,21 @@ class Place:
     host: str = "127.0.0.1"
     port: int = 0
     hosted: bool = False  # whether a launcher holds the store
-    # torchrun starts all workers anew after a failure; what an earlier attempt left does not count. In a
-    # store that several runs use, the run's name.
-    attempt: str = "0"
-    launched: bool = False  # by our launcher: the store then has the run's options before it has workers
-    # The run's (fabric/secret.py); empty: nobody has given one, and who reaches the store is believed.
-    secret: bytes = field(default=b"", repr=False)
-    # Keys, the address to listen on and where to write records, where who started this worker knows them.
+    attempt: str = "0"  # of torchrun, which restarts all workers after a failure; or the name of the run
+    launched: bool = False  # by our launcher: the store has the run's options before it has workers
+    secret: bytes = field(
+        default=b"", repr=False
+    )  # the run's (fabric/secret.py); empty: everybody is believed
+    # Keys, the address to listen on and the records' folder, if whoever started this worker knows them.
     tls: str | None = None
     bind: str | None = None
     folder: str | None = None
-    life: int = 0  # how often this worker was started, where who starts it counts
-    meeting: Meeting | None = None  # where the others are found; None: a TCPStore at `host` and `port`
+    life: int = 0  # how often this worker was started, if that is counted
+    meeting: Meeting | None = None  # None: a TCPStore at `host` and `port`
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> Place:
-        """What an engine has given; else RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or what a scheduler
-        calls them; alone where there is none of them.
-        """
+        """An engine's, or by RANK, WORLD_SIZE and MASTER_*, or by a scheduler's variables; else alone."""
         if _given is not None and environment is os.environ:
             return _given
         environment = dict(shown(environment))
@@ -109,11 +103,10 @@ class Place:
 
     @property
     def where(self) -> str:
-        """Where the workers meet, for people."""
         return f"{self.host}:{self.port}" if self.meeting is None else str(self.meeting)
 
     def loopback(self) -> str:
-        """The address to listen on if none is given; refuses it where others could not be reached."""
+        """The address to listen on if none is given; refuses a run that may span hosts."""
         # A machine's own name may mean loopback on that machine, and something else on others.
         if self.local_world_size == self.world_size or is_loopback(self.host):
             return "127.0.0.1"
@@ -125,7 +118,7 @@ class Place:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this host gets there; a name that cannot be told is taken for another host."""
+    """Whether only this host reaches an address; an unknown name counts as another host."""
     try:
         return ipaddress.ip_address(address).is_loopback
     except ValueError:
@@ -133,21 +126,19 @@ def is_loopback(address: str) -> bool:
 
 
 def address_for(host: str) -> str:
-    """The address of this machine from which a host is reached."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))  # sends nothing
         return str(probe.getsockname()[0])
 
 
 def hide(environment: MutableMapping[str, str]) -> None:
-    """Give the ranks names that only Freewheel reads."""
     for name in RANKS:
         if name in environment:
             environment[f"FREEWHEEL_{name}"] = environment.pop(name)
 
 
 def shown(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """The environment with hidden ranks under their usual names, unless somebody has set others since."""
+    """The environment with hidden ranks under their usual names, unless others were set since."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return environment
     hidden = {name: environment.get(f"FREEWHEEL_{name}") for name in RANKS}
@@ -155,7 +146,7 @@ def shown(environment: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int:
-    """Which worker of its host this is, for the choice of a device."""
+    """The number of this worker on its host, for the choice of a device."""
     return _whole({"LOCAL_RANK": environment.get("SLURM_LOCALID", "0"), **shown(environment)}, "LOCAL_RANK")
 
 
@@ -167,7 +158,7 @@ def _whole(environment: Mapping[str, str], name: str) -> int:
 
 
 def parse_address(text: str, name: str = "master", default: int | None = None) -> tuple[str, int]:
-    """Read HOST:PORT, or HOST alone where there is a default; an IPv6 address stands in brackets."""
+    """Read HOST:PORT, or HOST if there is a default; an IPv6 address has brackets."""
     bare = ":" not in text or text.endswith("]") or (text.count(":") > 1 and text[0] != "[")
     if text and bare and default is not None:
         return text.strip("[]"), default
@@ -182,6 +173,6 @@ _given: Place | None = None
 
 
 def give(place: Place | None) -> None:
-    """Say which place this process has, before its script runs; None: the environment says it."""
+    """Set this process's place before its script runs; None: the environment says it."""
     global _given
     _given = place

@@ -1,8 +1,8 @@
-"""How the workers of a run find each other: the environment says where the store is, the store says the rest.
+"""How the workers of a run find each other through the store.
 
-The store (a c10d TCPStore: the launcher's, torchrun's, or worker 0's) holds the run's options, the model's
-signature and the address book, all of it sealed (entries.py). It is needed to join, not to train: when it
-goes, training goes on, and when it comes back, empty, the workers enter themselves again.
+The store (a c10d TCPStore of the launcher, torchrun or worker 0) holds the run's options, the model's
+signature and the address book, all sealed (entries.py). It is needed to join, not to train: when it is lost,
+training goes on, and when it comes back, empty, the workers enter themselves again.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ from freewheel.strategy import Strategy
 
 POLL_S = 0.05
 REGISTER_S = 1.0  # between two looks whether the store still knows this worker
-SAY_S = 10.0  # how long others are waited for before it is said
+SAY_S = 10.0  # how long to wait for others before a warning
 LISTENS_S = 1.0  # how long a process that is there may take to accept a connection
-MISSES = 2  # a store that did not answer so often one after the other is lost
-REFUSED = "it was refused: "  # how it begins what a worker that was not let in leaves for the others
+MISSES = 2  # a store that did not answer so often in a row is lost
+REFUSED = "it was refused: "  # begins the reason that a worker which was not let in leaves for the others
 
 log = logging.getLogger("freewheel")
 
@@ -56,23 +56,23 @@ class Rendezvous:
         self._line.timeout_s = timeout_s
         self._prefix = f"freewheel/{place.attempt}/{self._used}"
         self._base = Entries(self._line, place.secret)
-        self._store = self._base.under(self._prefix)  # where its beginning has its names
+        self._store = self._base.under(self._prefix)  # later: the entries of its beginning
         self._beginning, self._late = Beginning(0, ()), False
         self._options = self._model = self._address = ""
         self._name = OPTIONS
-        self.there, self._missed = True, 0  # whether the store has answered when it was last asked
-        self._probes: dict[int, socket.socket] = {}  # connections with ports of workers that are out of reach
+        self.there, self._missed = True, 0  # whether the store answers
+        self._probes: dict[int, socket.socket] = {}  # connections with workers that are out of reach
 
     def hurry(self) -> None:
-        """From now on nobody waits long for the store."""
+        """Wait for the store only briefly from now on."""
         self._line.timeout_s = STORE_S
 
     def options(self) -> Options:
-        """The launcher's options; where there is no launcher of ours, the number of whoever came first."""
+        """The launcher's options; without a launcher, the run's number that the first worker wrote."""
         if self.place.launched:
             if not self._base.check(OPTIONS):
                 self._await_others()
-            # Who joins from another host has an address of its own to listen on.
+            # A worker that joins from another host has options of its own.
             own = f"{OPTIONS}/worker/{self.place.rank}"
             self._name = own if self._base.check(own) else OPTIONS
             self._options = self._base.get(self._name)
@@ -86,13 +86,13 @@ class Rendezvous:
         of_run = self._base.of_run(options.run)
         self._beginnings = Beginnings(of_run, self._prefix, workers, self.most)
         self._store = of_run.under(self._prefix)
-        # What is said in a process's second use of a run does not belong to its first.
-        # Whoever has not the secret cannot know this number, which is the key of all connections.
+        # The number is the key of all connections: nobody knows it without the secret, and a process's second
+        # use of a run has another one.
         run = derive(self.place.secret, "run", options.run, str(self._used)).hex()
         return replace(options, run=run, tls=self.place.tls or options.tls)
 
     def _await_others(self) -> None:
-        """This store was started anew: without those who know the run this worker would be its first."""
+        """Wait until workers of the run have entered themselves again into a store that was started anew."""
         log.warning("the rendezvous at %s was started anew; waiting for others", self.place.where)
         for _ in rounds(self.timeout_s):
             if self._base.check(OPTIONS):
@@ -105,13 +105,13 @@ class Rendezvous:
     def incarnation(self) -> int:
         """Which life of this rank this is, from 1 on."""
         key = f"life/{self.place.rank}"
-        # Those that ended before they came this far count, too: who starts workers has counted them.
+        # Lives that ended before they came this far count, too, where their launcher counts.
         counted = max(self._beginnings.started(self.place.rank) or 0, self.place.life)
         life = self._store.add(key, 1)
         return life if counted <= life else self._store.add(key, counted - life)
 
     def enter(self, life: int, strategy: Strategy) -> Entry:
-        """Come into the run; into its next beginning where all who could be copied are lost."""
+        """Enter the run, or its next beginning if no worker is left to copy from."""
         entry = self._beginnings.enter(self.place.rank, life, strategy)
         self._beginning, self._late = entry.beginning, entry.late
         self._store = self._beginnings.store(entry.beginning)
@@ -120,10 +120,10 @@ class Rendezvous:
         return entry
 
     def too_late(self, life: int) -> TooLate:
-        """What to raise where the run is over.
+        """What to raise if the run is over.
 
-        A later life that was to train is done. It is not where an earlier one had the answer and failed
-        with it, nor where the script's next run goes on already.
+        A later life is done, unless an earlier one had the answer and failed, or the script's next run goes
+        on already.
         """
         had_it = str(self.place.rank) in (self._store.read("over") or "").split()
         after = self._base.under(f"freewheel/{self.place.attempt}/{self._used + 1}")
@@ -131,16 +131,15 @@ class Rendezvous:
         return TooLate(self.place.rank, life > 1 and not had_it and not goes_on, had_it)
 
     def lost(self, strategy: Strategy) -> bool:
-        """Whether nobody of this worker's beginning can go on, or another has begun."""
+        """Whether this worker's beginning cannot go on, or another has begun."""
         newest = self._beginnings.newest()
         return newest != self._beginning or bool(self._beginnings.lost(newest, strategy))
 
     def living(self) -> list[int]:
-        """The workers that may have weights to copy: no later life of them has come yet."""
+        """The workers that may have weights to copy."""
         return [rank for rank, lives in self._beginnings.marks(self._beginning).items() if lives]
 
     def begun(self) -> bool:
-        """Whether somebody trains already."""
         return self._store.read("begun") is not None
 
     def begin(self, life: int) -> None:
@@ -167,7 +166,7 @@ class Rendezvous:
         return hashlib.sha256(mine.encode()).hexdigest()[:32]
 
     def refused(self, members: Collection[int]) -> dict[int, str]:
-        """Who was not let in, beside those who are, and why."""
+        """Workers that were not let in, and why."""
         found = {}
         with contextlib.suppress(RuntimeError, OSError, Forged):
             for rank in set(range(self.most)).difference(members) if self.there else ():
@@ -176,30 +175,29 @@ class Rendezvous:
         return found
 
     def publish(self, host: str, port: int, incarnation: int) -> None:
-        """Enter this worker into the address book."""
         self._store.set(f"absent/{self.place.rank}", "")  # an earlier life may have said so
         self._address = json.dumps([host, port, incarnation])
         self._store.set(f"address/{self.place.rank}", self._address)
 
     def register(self, lives: Mapping[int, int], members: Collection[int]) -> dict[int, tuple[str, int]]:
-        """Enter this worker again into a store that does not know it, with what it knows of the run.
+        """Enter this worker, and what it knows of the run, again into a store that does not know it.
 
-        Returned is where those listen who are out of reach and whose entry is no older than what was seen of
-        them: they joined while they could not reach this worker, or had called it until they were cut off.
+        Returned are the addresses of workers out of reach whose entry is no older than what was seen of them:
+        they joined while this worker was out of reach, or called it until they were cut off.
         """
         found: dict[int, tuple[str, int]] = {}
         try:
             self._line.renew()
             store, rank = self._store, self.place.rank
             if store.read(f"address/{rank}") is None:
-                # One that comes back must not be taken for an earlier life than anybody has seen.
+                # A restarted worker must not count as an earlier life than anybody has seen.
                 self._beginnings.restore(self._beginning, lives)
                 store.compare_set("model", "", self._model)
                 self.begin(lives.get(rank, 1))
                 store.set(f"address/{rank}", self._address)
                 options = self._base if self.place.launched else self._base.under(self._prefix)
                 options.compare_set(self._name, "", self._options)
-                options.compare_set(OPTIONS, "", self._options)  # last: who finds it finds the rest
+                options.compare_set(OPTIONS, "", self._options)  # last, since with it the rest must be there
                 text = "the rendezvous at %s was started anew; entered this worker again"
                 log.warning(text, self.place.where)
             for peer in set(range(self.most)).difference(members):
@@ -208,21 +206,21 @@ class Rendezvous:
                     found[peer] = host, port
             self.there, self._missed = True, 0
         except (Forged, OSError, RuntimeError) as error:
-            if isinstance(error, Forged) and not self._missed:  # somebody else writes there: nobody can join
+            if isinstance(error, Forged) and not self._missed:  # an intruder writes there: nobody can join
                 log.warning("%s", error)
             self._missed += 1
             self.there = self._missed < MISSES
         return found
 
     def look_up(self, peer: int) -> tuple[str, int, int] | None:
-        """Where a peer listens, and in which life; None: not known yet."""
+        """A peer's host, port and life; None: not known yet."""
         text = self._store.read(f"address/{peer}")
         return tuple(json.loads(text)) if text is not None else None
 
     def listens(self, peer: int) -> bool:
-        """Whether a peer's process takes connections: the system answers for one that is stopped, too."""
+        """Whether a peer's process is there: the kernel takes connections for a stopped one, too."""
         with contextlib.suppress(RuntimeError, OSError):
-            if peer in self._probes:  # one that is stopped takes only so many connections: keep this one
+            if peer in self._probes:  # kept, since a stopped process takes only so many connections
                 with contextlib.suppress(BlockingIOError):
                     if not self._probes[peer].recv(1):
                         self._probes.pop(peer).close()
@@ -244,9 +242,9 @@ class Rendezvous:
         return []
 
     def end(self, members: Sequence[int]) -> tuple[int, ...]:
-        """Tell those who come too late that the run is over, and whose mean its answer is.
+        """Tell late workers that the run is over, and whose mean its answer is.
 
-        Returned is what was said first: where it lacks this worker, its answer is not the run's.
+        Returned is what the first worker said: if it lacks this one, this one's answer is not the run's.
         """
         for probe in self._probes.values():
             probe.close()
@@ -257,12 +255,11 @@ class Rendezvous:
         return tuple(members)
 
     def over(self) -> bool:
-        """Whether the run has ended well without this worker."""
         return self._store.read("over") is not None
 
     def leave(self, why: str) -> None:
-        """Tell those who still gather that this worker is not coming, and that it cannot be copied."""
-        self.hurry()  # the store may be why, or may have left with worker 0
+        """Tell the others that this worker is not coming, and that it cannot be copied."""
+        self.hurry()  # the store may be the reason, or may have gone with worker 0
         with contextlib.suppress(RuntimeError, OSError):
             self._store.set(f"absent/{self.place.rank}", why)
             if self._store.check(here := f"here/{self.place.rank}"):
@@ -277,11 +274,11 @@ class Rendezvous:
         return self._store.read(f"absent/{peer}") or None
 
     def first(self, key: str, text: str) -> str:
-        """Say this unless somebody has said something under this name; what was said first."""
+        """Write an entry unless it is there; return what was written first."""
         return self._store.compare_set(key, "", text)
 
     def hear(self, key: str, peer: int) -> str:
-        """Wait for a word of another worker; WorkerLost: it is not coming."""
+        """Wait for another worker's entry; WorkerLost: it is not coming."""
         waiting = Waiting(self.place.rank, self.timeout_s)
         for _ in rounds(self.timeout_s):
             if self._store.check(key):
@@ -296,7 +293,7 @@ class Rendezvous:
         )
 
     def agree(self, key: str, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """Say something; of what all say who begin, the first one makes a decision, and all hear it."""
+        """Write `mine`; the first worker decides by what all that begin wrote, and all get its decision."""
         ranks = self._beginning.ranks
         self._store.set(f"{key}/{self.place.rank}", json.dumps(mine))
         if self.place.rank == ranks[0]:
@@ -306,7 +303,7 @@ class Rendezvous:
 
 
 def rounds(timeout_s: float) -> Iterator[None]:
-    """Come round every POLL_S until the time is over, once at least."""
+    """Yield every POLL_S until the time is over, once at least."""
     end_s = time.monotonic() + timeout_s
     yield
     while time.monotonic() < end_s:
@@ -315,13 +312,12 @@ def rounds(timeout_s: float) -> Iterator[None]:
 
 
 class Waiting:
-    """Says, once, that a worker that joins waits for others."""
+    """Warns, once, that a worker that joins waits for others."""
 
     def __init__(self, rank: int, timeout_s: float) -> None:
         self._rank, self._timeout_s, self._say_at_s = rank, timeout_s, time.monotonic() + SAY_S
 
     def say(self, peers: Sequence[int]) -> None:
-        """It still waits for these."""
         if time.monotonic() > self._say_at_s:
             self._say_at_s = math.inf
             log.warning(
@@ -336,7 +332,7 @@ class Waiting:
 async def stay_registered(
     rendezvous: Rendezvous, fabric: TcpFabric, events: Noticed, lack: Callable[[Mapping[int, str]], None]
 ) -> None:
-    """Look after this worker's entry until it leaves; `lack` is told who was not let into the run."""
+    """Keep this worker's entry in the store until it leaves; `lack` is told who was not let in."""
     rendezvous.hurry()  # and ask in threads: where a network is cut, the store hangs
     there, where = True, rendezvous.place.where
     while True:
@@ -360,7 +356,7 @@ async def stay_registered(
 
 
 def launched_options(place: Place) -> Options | None:
-    """What our launcher tells its workers; None where there is none."""
+    """What our launcher tells its workers; None: it did not start this one."""
     if place.launched:
         with contextlib.suppress(OSError, RuntimeError), contextlib.closing(_reach(place, STORE_S)) as store:
             entries = Entries(store, place.secret)
@@ -371,7 +367,7 @@ def launched_options(place: Place) -> Options | None:
 
 
 def patiently(join: Callable[[], None], place: Place, timeout_s: float) -> None:
-    """Join; where the rendezvous goes meanwhile, begin again with the next one."""
+    """Join; if the store is lost meanwhile, join again through the next one."""
     end, used = time.monotonic() + timeout_s, _stores[place][1] if place in _stores else 0
     while True:
         try:
@@ -388,14 +384,14 @@ def patiently(join: Callable[[], None], place: Place, timeout_s: float) -> None:
 
 
 def _reach(place: Place, timeout_s: float) -> BoundedStore:
-    """A connection with a meeting place that is there."""
+    """Connect with a store that is there already."""
     if place.meeting is not None:
         return BoundedStore(place.meeting.connect, None, timeout_s)
     return reach(place.host, place.port, timeout_s)
 
 
 def _connect(place: Place, timeout_s: float) -> BoundedStore:
-    """The first connection: worker 0 may have to hold the store, others wait for it."""
+    """Connect for the first time: worker 0 may have to hold the store, others wait for it."""
     host, port = place.host, place.port
     if place.rank == 0 and not place.hosted and place.meeting is None:
         try:
