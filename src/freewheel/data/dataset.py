@@ -84,10 +84,9 @@ class DatasetLedger:
                 news.finish(me, number, start, stop)
                 news.passes[number].counts[me] = ledger.passes[number].counts[me]
         self.own = {q: spans for q, spans in self.own.items() if q >= ledger.floor}
-        self.look()
+        self.note_progress()
 
-    def look(self) -> None:
-        """Note how far all are, for `progress`."""
+    def note_progress(self) -> None:
         self._made = (self.ledger.progress(), self.finished)
 
     def progress(self) -> float:
@@ -142,7 +141,7 @@ class DatasetLedger:
         self.lives[owner[0]] = owner[1]
         self._counters.samples_again += late
         self.ledger.hold(owner, news.held_by(owner))
-        self.look()
+        self.note_progress()
 
     # -- dealing --
 

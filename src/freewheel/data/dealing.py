@@ -78,7 +78,6 @@ class Dealing:
     # -- leaving --
 
     async def give_back(self) -> None:
-        """Give back what this worker holds, before it leaves."""
         for settle in self.settling:
             await settle()
 
@@ -237,7 +236,6 @@ class Dealing:
                     data.count_doubles()
 
     async def _answer(self, peer: int, key: Key, told: Iterator[int]) -> Note:
-        """The service for ASK."""
         question = Question._make(read((int,) * len(Question._fields), told))
         news = Ledger.decode(key.length, told)
         if not question.size or (question.parts and not key.grid):
@@ -254,7 +252,6 @@ class Dealing:
         return (*given, *data.ledger.encode())
 
     async def _tell(self, peer: int, key: Key, _: Iterator[int]) -> Note:
-        """The service for TELL."""
         data, known = self._known(key, peer), Ledger(key.length)  # of other data it knows nothing
         if data.key == key:
             data.heard.clear()

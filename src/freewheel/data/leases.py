@@ -88,7 +88,7 @@ class LeaseQueue:
             while (answer := await self._say(wants=True)) == SOON:
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RARELY_S)
-            self.data.look()
+            self.data.note_progress()
             if isinstance(answer, Lease):
                 spans = self.data.key.cut(answer.place, answer.stop, self.size)
                 cut = [answer._replace(place=start, stop=stop) for start, stop in spans]

@@ -52,8 +52,6 @@ class Ledger:
         held = [spans for *_, held in parts for spans in held.values()]
         return len(parts) + sum(map(len, held)) + sum(len(some) for each in parts for some in each)
 
-    # -- dealing --
-
     def open(self, number: int) -> Pass | None:
         """A pass, made if need be; None: it is closed."""
         return self.passes.setdefault(number, Pass()) if number >= self.floor else None
@@ -90,10 +88,7 @@ class Ledger:
         holders = (one.held.items() for q, one in self.passes.items() if q <= number)
         return any(spans and owner != but for held in holders for owner, spans in held)
 
-    # -- what is heard --
-
     def finish(self, owner: Owner, number: int, start: int, stop: int) -> None:
-        """Enter samples that a worker held."""
         if (one := self.open(number)) is not None:
             done = [(start, stop)]
             one.finished = union(one.finished, done)
@@ -166,8 +161,6 @@ class Ledger:
         newest = max(self.passes, default=self.floor)
         skipped = newest - self.floor - sum(self.floor <= q < newest for q in self.passes)
         return (self.past + sum(size(one.finished) for one in self.passes.values())) / self.length + skipped
-
-    # -- as numbers --
 
     def encode(self, held: bool = True) -> list[float]:
         """As a list of numbers; `held` says whether with who holds what."""
