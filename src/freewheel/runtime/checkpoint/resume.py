@@ -130,7 +130,7 @@ def _plan(
             wrong.append(f"{home} has no {what}.")
             continue
         sample = next(one for one in mine if (one.set, one.rank) == (chosen[0].set, 0))
-        if (why := _other(sample, me)) is not None:
+        if (why := _why_not(sample, me)) is not None:
             return {"error": f"{home} cannot be resumed: {why}"}
         step = min(one.step for one in chosen)
         if wrong:
@@ -142,8 +142,7 @@ def _plan(
     }
 
 
-def _other(was: Manifest, now: Manifest) -> str | None:
-    """Why this run cannot resume such a shard; None: it can."""
+def _why_not(was: Manifest, now: Manifest) -> str | None:
     for what in ("strategy", "optimizer"):
         if (then := getattr(was, what)) != (here := getattr(now, what)):
             return f"its {what} is {then}, not {here}. Take {then}, or begin anew."

@@ -271,7 +271,7 @@ class Writer:
             log.warning("older checkpoints in %s cannot be cleared away: %s", self.home, error)
 
     def _retire(self) -> None:
-        """Remove all but this worker's last `keep` shards and the newest whole set."""
+        """Remove its ranks' shards older than its last `keep`, except those of the newest whole set."""
         found = [one for one in find(self.home)[0] if one.origin == self._manifest.origin]
         mine = sorted(one.time for one in found if one.rank == self._manifest.rank)
         if len(mine) <= self.keep:

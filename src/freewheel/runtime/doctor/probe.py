@@ -77,15 +77,15 @@ def gather(
     if platform.system() != "Linux":
         raise ConfigError(f"Freewheel runs on Linux, not on {platform.system()}: use a Linux host, or WSL.")
     needed = map(Requirement, importlib.metadata.requires("freewheel") or ())
-    memory = _said("/proc/meminfo", r"^MemAvailable:\s+(\d+) kB")
+    memory = _search("/proc/meminfo", r"^MemAvailable:\s+(\d+) kB")
     home = folder.absolute()
     nearest = next(one for one in (home, *home.parents) if one.exists())
     cuda, files = _cuda(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     # The scheduler's cores, or fewer where a container's quota allows only so many.
-    cores, limit = len(os.sched_getaffinity(0)), _said(QUOTA, r"\A(\d+) (\d+)")
+    cores, limit = len(os.sched_getaffinity(0)), _search(QUOTA, r"\A(\d+) (\d+)")
     # As far as others than root can see.
     firewalls = {
-        "ufw": _said("/etc/ufw/ufw.conf", "^ENABLED=yes"),
+        "ufw": _search("/etc/ufw/ufw.conf", "^ENABLED=yes"),
         "firewalld": Path("/run/firewalld").exists(),
     }
     return Facts(
@@ -143,7 +143,7 @@ def _problem(of: Callable[[], object], where: str = "") -> str | None:
     return None
 
 
-def _said(path: str | Path, pattern: str) -> re.Match[str] | None:
+def _search(path: str | Path, pattern: str) -> re.Match[str] | None:
     """Search a file; None also where it is missing or hidden, as in some containers."""
     try:
         return re.search(pattern, Path(path).read_text(), flags=re.M | re.I)

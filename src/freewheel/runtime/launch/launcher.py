@@ -72,8 +72,8 @@ def launch(
     It is that of the first worker that failed for good (128 + its number for a signal), 0 without one,
     130 after Ctrl-C, 143 after SIGTERM, which lets all workers leave (runtime/worker/leaving.py).
     ``output`` gets every line, ``tick`` is called several times a second; if one of them raises, all workers
-    are killed. Without the file ``secret`` it is the keys' or a new one. ``events`` is the folder of the
-    launcher's records, if not the run's.
+    are killed. ``secret`` is a file; else the secret is that of the keys or a new one. ``events`` returns the
+    folder of the launcher's records, if it is not the run's.
     """
     _check(workers, restarts, options)
     given = known_secret(secret, options.tls)
@@ -83,8 +83,8 @@ def launch(
     options = replace(options.whole(), run=uuid.uuid4().hex, workers=workers, most=most)
     base = Entries(store, known)
     base.set(OPTIONS, options.text)
-    home = _made(options.folder)
-    told = _told(workers, workers, f"{host}:{port}", known, options.tls, env or {})
+    home = _make_folder(options.folder)
+    told = _environment(workers, workers, f"{host}:{port}", known, options.tls, env or {})
     threads, folder = told["OMP_NUM_THREADS"], str(options.folder or "")
     output(None, f"workers: {workers}, OMP_NUM_THREADS: {threads}, records: {folder or 'none'}", True)
     with contextlib.ExitStack() as ends:  # what is opened here is closed, whatever happens, last things first
@@ -127,14 +127,14 @@ def join(
     here, entries = here.whole(), base.of_run(given.run)
     folder, bind, tls = here.folder or given.folder, here.bind or given.bind, here.tls or given.tls
     options = replace(given, folder=folder, bind=bind, tls=tls)
-    home = _made(options.folder)
+    home = _make_folder(options.folder)
     with contextlib.ExitStack() as ends:
         ranks = claim(entries, workers, given.workers, given.most, ends)
         for rank in ranks:
             base.set(f"{OPTIONS}/worker/{rank}", options.text)
         who = f"worker{'s' * (workers > 1)} {', '.join(map(str, ranks))}"
         output(None, f"joining {master} as {who}, running: {shlex.join(command)}", True)
-        told = _told(given.most, workers, f"{host}:{port}", secret, options.tls, {})
+        told = _environment(given.most, workers, f"{host}:{port}", secret, options.tls, {})
         run = _Run(ends, output, restarts, entries, home, command, ranks, told, store.renew)
         return run.until_ended(tick)
 
@@ -146,7 +146,7 @@ def known_secret(secret: Path | None, tls: str | Path | None) -> bytes | None:
     return secrets.of_keys(Path(tls)) if tls is not None else None
 
 
-def _told(
+def _environment(
     world_size: int, here: int, at: str, secret: bytes, tls: str | Path | None, more: Mapping[str, str]
 ) -> dict[str, str]:
     fair = max(1, len(os.sched_getaffinity(0)) // here)  # more threads than cores slow everybody down
@@ -251,7 +251,6 @@ class _Run:
             process.signal(number)
 
     def _ended(self, process: Process, code: int) -> None:
-        """A worker's process has ended: start it again, or go on without it."""
         again = code != 0 and not self._caught and process.restarts < self._restarts
         if not again:
             self._running.remove(process)
@@ -285,8 +284,7 @@ def _check(workers: int, restarts: int, options: Options) -> None:
         keys.contexts(Path(options.tls))
 
 
-def _made(folder: str | Path | None) -> Callable[[], Path] | None:
-    """Make the run's folder, into which the launcher's own records go."""
+def _make_folder(folder: str | Path | None) -> Callable[[], Path] | None:
     if not folder:
         return None
     try:

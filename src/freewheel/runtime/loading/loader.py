@@ -346,7 +346,6 @@ class StreamLoader(BaseLoader):
 
 
 def count(dataset: Any) -> int:
-    """How many samples a dataset has; refuses one that cannot be read by index."""
     if hasattr(dataset, "__getitem__"):
         with contextlib.suppress(TypeError):
             return len(dataset)
