@@ -28,7 +28,7 @@ class LeaseQueue:
         self.size, self.number = size, 0
         self.drop = drop  # leave out batches that are short
         self._question = Question(dealing.me[1], 0, 0, True, False, False, parts, size, 0, 0, rate=0)
-        self.since = 0  # left-overs of earlier passes are not wanted: this worker has broken one off
+        self.since = 0  # takes left-overs from this pass on: earlier ones it has broken off itself
         self.ready: deque[Batch] = deque()
         self._said = GIVEN  # the dealer's last answer: OVER, the pass has no more; WAIT, others hold the rest
         self._early = False  # in parts: OVER was said before all was used, and others may leave theirs since

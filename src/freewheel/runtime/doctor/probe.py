@@ -24,6 +24,7 @@ from freewheel.runtime.membership.hosts import listen
 
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 SHARED = Path("/dev/shm")
+FIREWALLD = Path("/run/firewalld")
 LOOPBACK = "loopback"
 
 
@@ -83,11 +84,8 @@ def gather(
     cuda, files = _cuda(), resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     # The scheduler's cores, or fewer where a container's quota allows only so many.
     cores, limit = len(os.sched_getaffinity(0)), _search(QUOTA, r"\A(\d+) (\d+)")
-    # As far as others than root can see.
-    firewalls = {
-        "ufw": _search("/etc/ufw/ufw.conf", "^ENABLED=yes"),
-        "firewalld": Path("/run/firewalld").exists(),
-    }
+    # What can be seen without being root; there may be others.
+    firewalls = {"ufw": _search("/etc/ufw/ufw.conf", "^ENABLED=yes"), "firewalld": FIREWALLD.exists()}
     return Facts(
         python=platform.python_version(),
         torch=torch.__version__,

@@ -118,7 +118,7 @@ def join(
 ) -> int:
     """Let more workers take part in the run that meets at ``master``; the exit code is theirs.
 
-    The folder, the address and the keys of ``here`` come before the run's.
+    They get the run's options, but the folder, the address and the keys of ``here`` where it has them.
     """
     _check(workers, restarts, here)
     store, host, port = reach_store(master, wait_s, lambda text: output(None, text, True))

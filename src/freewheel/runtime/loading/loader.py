@@ -319,11 +319,9 @@ class StreamLoader(BaseLoader):
                 if self.given <= skip:
                     continue
                 yield batch
-                # The last one may be short.
-                parts = [
-                    one for one in pytree.tree_leaves(batch) if isinstance(one, torch.Tensor) and one.ndim
-                ]
-                count = min(self.batch_size, len(parts[0]) if parts else self.batch_size)
+                leaves = pytree.tree_leaves(batch)
+                sizes = [len(one) for one in leaves if isinstance(one, torch.Tensor) and one.ndim]
+                count = min([self.batch_size, *sizes[:1]])  # the last batch may be short
                 self._counters.samples += count
                 self.samples += count
                 if self.side.stopped():

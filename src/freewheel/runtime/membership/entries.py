@@ -89,6 +89,7 @@ class Entries:
         return made
 
     def check(self, key: str) -> bool:
+        """Whether an entry is there, sealed or not."""
         return bool(self._store.check([self._prefix + key]))
 
     def get(self, key: str) -> str:

@@ -141,8 +141,8 @@ def shown(environment: Mapping[str, str]) -> Mapping[str, str]:
     """The environment with hidden ranks under their usual names, unless others were set since."""
     if "RANK" in environment or "WORLD_SIZE" in environment:
         return environment
-    hidden = {name: environment.get(f"FREEWHEEL_{name}") for name in RANKS}
-    return {**environment, **{name: given for name, given in hidden.items() if given is not None}}
+    hidden = {name: environment[key] for name in RANKS if (key := f"FREEWHEEL_{name}") in environment}
+    return {**environment, **hidden}
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int:

@@ -219,18 +219,18 @@ class Rendezvous:
 
     def listens(self, peer: int) -> bool:
         """Whether a peer's process is there: the kernel takes connections for a stopped one, too."""
-        with contextlib.suppress(RuntimeError, OSError):
+        try:
             if peer in self._probes:  # kept, since a stopped process takes only so many connections
                 with contextlib.suppress(BlockingIOError):
                     if not self._probes[peer].recv(1):
-                        self._probes.pop(peer).close()
+                        raise ConnectionResetError
             elif (where := self.look_up(peer)) is not None:
                 self._probes[peer] = socket.create_connection(where[:2], timeout=LISTENS_S)
                 self._probes[peer].setblocking(False)
-            return peer in self._probes
-        if peer in self._probes:  # it was reset
-            self._probes.pop(peer).close()
-        return False
+        except (RuntimeError, OSError):
+            if peer in self._probes:
+                self._probes.pop(peer).close()
+        return peer in self._probes
 
     def coming(self, lives: Mapping[int, int]) -> list[int]:
         """Workers that our launcher has started again and that have not joined yet."""
