@@ -11,7 +11,7 @@ from freewheel.strategy import Machines, Strategy
 from freewheel.topology import Topology
 
 AT_BOUNDARY = 8  # how many neighbours a worker asks while it waits at its boundary
-FEW, MANY = 2, 5  # more than the first wait there; so many and more meet two neighbours, and wait for longer
+FEW, MANY = 2, 5  # more than FEW workers wait there; MANY and more meet two neighbours, and wait for longer
 
 
 @dataclass
@@ -22,23 +22,20 @@ class ADPSGD(Strategy):
         x_i <- x_i + (s_j - s_i)/2        at i's next boundary
         x_j <- x_j + (s_i - s_j)/2        at j's next boundary
 
-    The two corrections sum to zero, so the mean of all replicas moves only by the optimizers' updates,
-    whatever steps fall in between.
+    The two corrections sum to zero: only the optimizers' updates move the mean of all replicas.
 
-    Each worker takes part in about one exchange a step: it calls a neighbour late in a step in which no
-    other worker has called it, so that what it gets is fresh at its boundary. With momentum that is too
-    late while the learning rate is high: it then calls one or two at its boundary and waits for them.
+    A worker takes part in about one exchange a step: it calls a neighbour late in a step in which nobody has
+    called it, so that what it gets is fresh at its boundary. With momentum that is too late while the
+    learning rate is high: it then calls one or two at its boundary and waits for them.
 
-    Settings: topology (who may meet whom), tries (neighbours asked before the worker lets a step pass
-    without an exchange), every (steps for each exchange), per_step (exchanges in a step, where the links
-    are fast), quasi_global (momentum follows the way the weights went), patience (the share of a
-    step that a worker waits at most for exchanges it begins at its boundary; 0: it never does; None: 2 where
-    more than 2 workers have an optimizer with momentum, else 0; it ends when the learning rate has fallen to
-    half of its highest), meetings (neighbours it meets there, one after the other; with k of them each
-    difference counts 1/(k+1); None: 2 where there are 5 workers or more, else 1).
-    Late, lost and doubled messages: a late peer delays only the pair's own exchange, and a step for as long
-    as there is patience. A peer lost before both have both snapshots: neither corrects. See
-    fabric/exchange.py.
+    Settings: topology (who may meet whom), tries (neighbours asked before a step passes without an exchange),
+    every (steps for each exchange), per_step (exchanges in a step, for fast links), quasi_global (momentum
+    follows the way the weights went), patience (the longest wait for exchanges begun at a boundary, in steps;
+    0: none; None: 2 for more than 2 workers with momentum, else 0; over when the learning rate is below half
+    of its highest, with 5 workers or more a quarter), meetings (neighbours met there, one after the other;
+    with k of them each difference counts 1/(k+1); None: 2 with 5 workers or more, else 1).
+    Late, lost and doubled messages: a late peer delays the pair's own exchange, and a step while there is
+    patience. If a peer is lost before both have both snapshots, neither corrects (fabric/exchange.py).
 
     Example:
         >>> import freewheel as fw
@@ -46,9 +43,9 @@ class ADPSGD(Strategy):
         True
 
     Reference: Lian, Zhang, Zhang, Liu, "Asynchronous decentralized parallel SGD", ICML 2018.
-    Differences: any graph instead of a bipartite one, since a busy peer is skipped and not waited for
-    (topology="bipartite_ring" gives the paper's active and passive roles); corrections are differences of
-    snapshots, so no step has to be kept out while a pair averages; momentum stays local.
+    Differences: any graph, not a bipartite one, since busy peers are skipped (topology="bipartite_ring" gives
+    the paper's active and passive roles); corrections are differences of snapshots, so workers may step
+    while a pair averages; momentum stays local.
     """
 
     name = "adpsgd"
@@ -65,7 +62,7 @@ class ADPSGD(Strategy):
     patience: float | None = None
     meetings: int | None = None
 
-    moment, most = Patience(0), 1  # how long it waits at its boundary, how many it meets there: see `start`
+    moment, most = Patience(0), 1  # how long it waits at its boundary, how many it meets there; see `start`
 
     @classmethod
     def round_s(cls, machines: Machines) -> float:
@@ -82,35 +79,34 @@ class ADPSGD(Strategy):
         many = node.world_size >= MANY
         self.moment = Patience(self.patience, node.momentum, FEW, 0.25 if many else 0.5)
         meetings = 1 + many if self.meetings is None else self.meetings
-        self.most = max(1, min(meetings, self.graph(node).fewest)) if self.moment.most else 1
+        self.most = max(1, min(meetings, self._graph(node).fewest)) if self.moment.most else 1
 
-    def graph(self, node: Node) -> Topology:
-        """Who may meet whom."""
+    def _graph(self, node: Node) -> Topology:
         return topology.resolve(self.topology, node.world_size)
 
     @property
     def meet(self) -> Pull:
-        """A part of the difference, on both sides, the same in every exchange: half where there is one."""
+        """Both sides move by 1/(1 + most) of the difference."""
         return Pull(1 / (1 + self.most))
 
     def stops(self, node: Node) -> bool:
         due = node.steps % self.every == 0 and self.moment.waits(len(node.members))
         due = due and self.moment.tries(node.steps, node.rate_left)
-        return due and self.graph(node).initiates(node.rank)
+        return due and self._graph(node).initiates(node.rank)
 
     async def after_step(self, node: Node) -> None:
         await node.linger(self.moment, self._fresh(node))
 
     async def _fresh(self, node: Node) -> None:
         left = self.most
-        for peer, _ in zip(node.peers(self.graph(node)), range(AT_BOUNDARY), strict=False):
-            await node.exchange_over()  # what is under way has nothing of the last step
+        for peer, _ in zip(node.peers(self._graph(node)), range(AT_BOUNDARY), strict=False):
+            await node.exchange_over()  # the one under way does not hold the last step
             left -= await node.exchange(peer)
             if not left:
                 break
 
     async def background(self, node: Node) -> None:
-        if not self.graph(node).initiates(node.rank):
+        if not self._graph(node).initiates(node.rank):
             return
         while True:
             before = node.exchanges
@@ -118,6 +114,6 @@ class ADPSGD(Strategy):
             for number in range(1, self.per_step + 1):
                 await node.late(number / self.per_step)
                 if node.exchanges < before + number:  # else another worker called, or it was at the boundary
-                    for peer, _ in zip(node.peers(self.graph(node)), range(self.tries), strict=False):
+                    for peer, _ in zip(node.peers(self._graph(node)), range(self.tries), strict=False):
                         if await node.exchange(peer):
                             break

@@ -13,9 +13,9 @@ class AllReduce(Strategy):
         g   <- mean_j g_j(x)          over all workers; everybody waits for the slowest
         x_i <- optimizer step with g
 
-    Late, lost and doubled messages: a late gradient delays everybody. When a worker is lost, the step is done
-    again with those who are left, and the mean is theirs; replicas stay equal. A worker that comes begins
-    with the weights of the step at which the others wait for it.
+    Late, lost and doubled messages: a late gradient delays everybody. When a worker is lost, the others do
+    the step again, with their mean; replicas stay equal. A worker that joins begins with the weights of the
+    step at which the others wait for it.
 
     Example:
         >>> import freewheel as fw
@@ -23,8 +23,7 @@ class AllReduce(Strategy):
         0.0
 
     Reference: synchronous data-parallel SGD, textbook form.
-    Differences: it starts when the whole gradient is there; DDP overlaps it with the backward pass
-    (`theory.sync_step_s` says what that would save).
+    Differences: it starts after the backward pass, which DDP overlaps (`theory.sync_step_s`: what it saves).
     """
 
     name = "allreduce"

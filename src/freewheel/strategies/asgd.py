@@ -12,7 +12,7 @@ SERVER = 0  # the rank whose communication thread is the server
 
 
 def add(centre: Tensor, update: Tensor) -> Tensor:
-    """The server's rule: x <- x + u, and x goes back."""
+    """The server's rule: x <- x + u, and the answer is x."""
     centre += update
     return centre.clone()
 
@@ -24,11 +24,11 @@ class ASGD(Strategy):
         worker:  x <- server's x;  u = update at x;  send u, wait for the new x
         server:  x <- x + u(x_{k-τ_k})        in the order of arrival
 
-    Settings: raw (whether a worker uses the optimizer's learning rate as it is; else 1/n of it, so that a
-    round of all workers moves the model as far as one step of an average does).
-    Late, lost and doubled messages: a late update is added late (its delay τ_k counts the updates that came
-    between; its mean is n - 1 at any speeds). A worker that dies is not missed; losing worker 0, the
-    server, or a worker's link to it, stops the run.
+    Settings: raw (workers use the optimizer's learning rate as it is; else 1/n of it, so that a round of all
+    workers moves the model as far as one averaged step).
+    Late, lost and doubled messages: a late update is added late (its delay τ_k counts the updates in between,
+    n - 1 on average at any speeds). A worker that dies is not missed; losing worker 0, the server, or a
+    worker's link to it, stops the run.
 
     Example:
         >>> import freewheel as fw
@@ -36,8 +36,8 @@ class ASGD(Strategy):
         2.97
 
     Reference: asynchronous parameter-server SGD, the A-PSGD baseline of AD-PSGD (Lian et al., ICML 2018).
-    Differences: the worker's own optimizer makes the update, so momentum is local to a worker. Worker 0
-    reaches its own server without a network, and so makes more of the steps where the model is large.
+    Differences: a worker's own optimizer makes the update, so momentum is local. Worker 0 needs no network to
+    reach the server, and makes more of the steps where the model is large.
     """
 
     name = "asgd"
@@ -53,10 +53,8 @@ class ASGD(Strategy):
 
     async def start(self, node: Node) -> None:
         self.x = await node.snapshot(keep=True)
-        self.centre: Tensor | None = None
-        if node.rank == SERVER:
-            self.centre = self.x.clone()
-        elif node.rejoined:
+        self.centre = self.x.clone() if node.rank == SERVER else None
+        if self.centre is None and node.rejoined:
             s, self.x = self.x, (await node.ask(SERVER, None)).vector
             node.correct(self.x - s)
 

@@ -12,7 +12,6 @@ from freewheel.node import Node
 from freewheel.strategy import Machines, Strategy
 
 UPDATE = ("update",)
-LEAST = 2  # steps between two broadcasts, at least, unless an interval is given
 
 
 @dataclass
@@ -23,15 +22,15 @@ class DASGD(Strategy):
         on arrival of δ_j:       x_i <- x_i + δ_j          (form="sum", the paper's)
                                  x_i <- x_i + δ_j/n        (form="mean"; own updates shrink to δ_i/n too)
 
-    All replicas hold x_0 plus the updates they have, so two of them differ only by updates that one has
-    and the other has not: ‖x_i - x_j‖ <= γ·Q·S_ij.
+    All replicas hold x_0 plus the updates they have, so two of them differ only by updates that one of them
+    lacks: ‖x_i - x_j‖ <= γ·Q·S_ij.
 
-    Settings: interval (None: every second step, or once the last broadcast has left to most, if that takes
-    longer; the authors recommend the number of workers), form, raw (as in asgd).
-    Late, lost and doubled messages: late updates are added late; if a peer's link cannot keep up, a
-    message to it carries more steps instead of queueing. Messages that are lost, with a dying worker or on
-    a link that is cut, leave a lasting offset between those who heard them and those who did not; so may
-    the first moments of a worker that comes back.
+    Settings: interval (None: every second step, or when the last broadcast has left to most peers, if that
+    is later; the authors recommend the number of workers), form, raw (as in asgd).
+    Late, lost and doubled messages: late updates are added late; if a peer's link cannot keep up, messages
+    to it carry more steps instead of queueing. Messages lost with a dying worker or on a cut link leave a
+    lasting offset between those who heard them and the others; so may the first moments of a worker that
+    comes back.
 
     Example:
         >>> import freewheel as fw
@@ -39,9 +38,9 @@ class DASGD(Strategy):
         True
 
     Reference: Tosi, Theobald, "Convergence analysis of decentralized ASGD", 2023; code: TensAIR.
-    Differences: broadcasts the optimizer's update instead of the raw gradient, so any optimizer can be
-    used and replicas coincide once all is delivered; the "mean" form is ours, and the
-    default: own updates count in full until they are broadcast, so that their delay does not hurt a momentum.
+    Differences: broadcasts updates, not gradients, so any optimizer will do and replicas coincide once all
+    is delivered; the "mean" form, the default, is ours: own updates count in full until they are broadcast,
+    so that their delay does not hurt momentum.
     """
 
     name = "dasgd"
@@ -57,7 +56,7 @@ class DASGD(Strategy):
         return 1 / workers if self.form == "sum" and not self.raw else 1.0
 
     async def handover(self, node: Node) -> Tensor:
-        return self.base.clone()  # without what is still to be broadcast: the new worker will hear of that
+        return self.base.clone()  # without updates still to be broadcast: the new worker will receive those
 
     @classmethod
     def round_s(cls, machines: Machines) -> float:
@@ -69,14 +68,14 @@ class DASGD(Strategy):
             raise ConfigError(f"dasgd: form must be 'sum' or 'mean', not {self.form!r}.")
 
     async def start(self, node: Node) -> None:
-        self.base = await node.snapshot(keep=True)  # where own updates start from
-        # Held while a snapshot is taken: what arrives must be in both of it and the base, or in neither.
+        self.base = await node.snapshot(keep=True)  # own updates are what the weights have beyond it
+        # Held while a snapshot is taken: an update that arrives is in both it and the base, or in neither.
         self.still = asyncio.Lock()
         self.sent = node.steps
         # How many gradients of each worker are in this replica; of its own: how many were broadcast.
         self.applied = [0] * node.world_size
         self.theirs = [0] * node.world_size  # how many of this worker's each had when it last wrote
-        self.owed: dict[int, Tensor] = {}  # what waits for the last message to a peer to leave
+        self.owed: dict[int, Tensor] = {}  # updates that wait until the last message to a peer has left
         self.sending: dict[int, asyncio.Task[None]] = {}
 
     async def background(self, node: Node) -> None:
@@ -91,16 +90,16 @@ class DASGD(Strategy):
         node.beside(node.hear(UPDATE, add))
         while True:
             await node.next_step()
-            # A worker that came back counts its steps anew; what others know of its earlier life is more.
+            # A worker that came back counts its steps anew; others may know more from its earlier life.
             lacks = (max(0, node.steps - self.theirs[peer]) for peer in node.members if peer != node.rank)
             node.stale(sum(lacks))  # own gradients the others lack
-            # Broadcasts that queue up make each other late: unless told how often, wait until most have left.
+            # Queued broadcasts delay each other: without an interval, wait until most have left.
             free = self.interval is not None or 2 * len(self.sending) < len(node.members)
-            if free and node.steps - self.sent >= (self.interval or LEAST):
-                await self.tell(node)
+            if free and node.steps - self.sent >= (self.interval or 2):
+                await self._broadcast(node)
 
-    async def tell(self, node: Node) -> None:
-        """Broadcast own updates since the last time; what a peer cannot take yet is added up for it."""
+    async def _broadcast(self, node: Node) -> None:
+        """Send own updates since the last time; those a peer cannot take yet are added up for it."""
         async with self.still:
             s = await node.snapshot(keep=True)
             delta, self.base, self.sent = s - self.base, s, node.steps
@@ -114,16 +113,15 @@ class DASGD(Strategy):
             if peer != node.rank:
                 self.owed[peer] = self.owed[peer] + delta if peer in self.owed else delta
                 if peer not in self.sending:
-                    self.sending[peer] = node.beside(self.pay(node, peer))
+                    self.sending[peer] = node.beside(self._pay(node, peer))
 
     async def leave(self, node: Node) -> None:
         if node.steps > self.sent:
-            await self.tell(node)
+            await self._broadcast(node)
         while self.sending:
             await asyncio.wait(self.sending.values())
 
-    async def pay(self, node: Node, peer: int) -> None:
-        """Send a peer what it is owed until that is nothing."""
+    async def _pay(self, node: Node, peer: int) -> None:
         try:
             while peer in self.owed:
                 await node.send(peer, UPDATE, self.owed.pop(peer), note=tuple(self.applied))

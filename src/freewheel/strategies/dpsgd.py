@@ -21,8 +21,8 @@ class DPSGD(Strategy):
     Settings: topology (its mixing matrix is W; a time-varying one is used step by step), quasi_global
     (momentum follows the way the weights went).
     Late, lost and doubled messages: a step counts when all have their neighbours' models, so a late worker
-    delays all. When one is lost, the step is mixed again on a graph of the others: the same kind of graph
-    where it exists for so many, else a ring. A worker that comes begins with a copy, at a step.
+    delays all. When one is lost, the others mix the step again, on the same kind of graph where it exists
+    for so many, else on a ring. A worker that joins begins with a copy, at a step.
 
     Example:
         >>> import freewheel as fw
@@ -46,37 +46,34 @@ class DPSGD(Strategy):
         topology.resolve(self.topology, world_size)  # it must exist and be connected
 
     async def start(self, node: Node) -> None:
-        await self.begin_mixing(node)
+        await self._begin_mixing(node)
 
     async def after_step(self, node: Node) -> None:
         node.correct(await self.mixing)
         node.stale(0)
-        await self.begin_mixing(node)
+        await self._begin_mixing(node)
 
     def settled(self, node: Node) -> bool:
-        return True  # the mixing that has just begun has the last step
+        return True  # the mixing that has just begun holds the last step
 
     async def leave(self, node: Node) -> None:
         node.correct(await self.mixing)
 
-    async def begin_mixing(self, node: Node) -> None:
+    async def _begin_mixing(self, node: Node) -> None:
         """Snapshot the model that the next gradient is taken at; mix beside training."""
-        self.mixing = await node.merge_beside(lambda merge, s: self.mixed(merge, node.rank, s), keep=True)
+        self.mixing = await node.merge_beside(lambda merge, s: self._mixed(merge, node.rank, s), keep=True)
 
-    async def mixed(self, merge: Merge, rank: int, s: Tensor) -> Tensor:
+    async def _mixed(self, merge: Merge, rank: int, s: Tensor) -> Tensor:
         """Σ_j W_ij (s_j - s_i) over the neighbours j of step k."""
         at = merge.members  # workers by their place in the graph
-        graph, i, k = self.graph_of(len(at)), at.index(rank), merge.number - 1
+        try:
+            graph = topology.resolve(self.topology, len(at))
+        except ConfigError:  # not every kind exists for every number
+            graph = topology.resolve("ring", len(at))
+        i, k = at.index(rank), merge.number - 1
         neighbours = [at[j] for j in graph.neighbours(i, k)]
         listeners = [at[j] for j in graph.listeners(i, k)]
         correction = s.new_zeros(s.shape)
         async for j, s_j in merge.swap(listeners, neighbours, s):
             correction += graph.weight(i, at.index(j), k) * (s_j - s)
         return correction
-
-    def graph_of(self, size: int) -> Topology:
-        """The graph of so many workers; not every kind exists for every number."""
-        try:
-            return topology.resolve(self.topology, size)
-        except ConfigError:
-            return topology.resolve("ring", size)

@@ -14,8 +14,8 @@ class EAMSGD(EASGD):
         local step:     v <- δ v - γ g(x + δ v);   x <- x + v
         every τ steps:  e = α (x_i - c);   c <- c + e;   x_i <- x_i - e
 
-    Settings: as in easgd. The momentum δ is the optimizer's own: torch.optim.SGD(momentum=δ, nesterov=True)
-    keeps the look-ahead point x + δ v as its weights, which is the same sequence of gradients.
+    Settings: as in easgd. The momentum δ is the optimizer's: torch.optim.SGD(momentum=δ, nesterov=True) keeps
+    the look-ahead point x + δ v as its weights, and so takes the same gradients.
     Late, lost and doubled messages: as in easgd.
 
     Example:

@@ -46,10 +46,8 @@ class EASGD(Strategy):
             self.centre = await node.snapshot(keep=True)
 
     async def background(self, node: Node) -> None:
-        alpha = self.alpha or 0.9 / node.world_size
-
         def pull(centre: Tensor, x: Tensor) -> Tensor:
-            e = alpha * (x - centre)
+            e = (self.alpha or 0.9 / node.world_size) * (x - centre)
             centre += e
             return e.neg_()
 

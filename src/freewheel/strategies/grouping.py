@@ -36,19 +36,18 @@ class Grouping(ASGD):
 
     Settings: ratio (how much slower the slowest of a group may be than its fastest), warmup (those steps),
     raw (pushes count in full, whatever the size of their group).
-    Late, lost and doubled messages: a late worker delays its group only. When one is lost, all step together
-    for the length of a warm-up and form groups anew; so they do when one comes. The first worker of the view
-    is the server: if it is lost, the next goes on from the model it has read last, and other groups' updates
-    since then are lost. A step whose push is cut off is pushed with the next; if the lead that pushed it is
-    lost in that moment, it counts twice.
+    Late, lost and doubled messages: a late worker delays its group only. When one is lost or joins, all step
+    together for a warm-up and form groups anew. The first worker of the view is the server: if it is lost,
+    the next goes on from the model it read last, and other groups' updates since then are lost. A step whose
+    push is cut off is pushed with the next; if its lead is lost in that moment, it counts twice.
 
     Example:
         >>> import freewheel as fw
         >>> result = fw.simulate("grouping", workers=4, steps=40, compute=fw.Compute(slow={3: 4}))
 
     Reference: "Grouping-SGD", CCGrid 2019.
-    Differences: only the abstract was at hand. One server instead of one for each layer; a push counts by
-    the size of its group, so that every worker's data count the same and a round of all groups is one step.
+    Differences: only the abstract was at hand. One server, not one for each layer; a push counts by the size
+    of its group, so that all workers' data count the same and a round of all groups is one step.
     """
 
     name = "grouping"
@@ -72,29 +71,27 @@ class Grouping(ASGD):
     async def start(self, node: Node) -> None:
         self.x = await node.snapshot(keep=True)
         self.centre = self.x.clone() if node.rank == SERVER else None
-        self.regroup(node.view)
+        self._be_one_group(node.view)
 
-    def regroup(self, view: View) -> None:
-        """Be one group again, as in the beginning."""
+    def _be_one_group(self, view: View) -> None:
         self.view, self.group, self.together, self.new = view, view.members, self.warmup, True
 
     async def before_step(self, node: Node) -> None:
-        node.set_gradient(await node.merge(lambda merge: merge.mean(node.gradient()), self.mates))
+        node.set_gradient(await node.merge(lambda merge: merge.mean(node.gradient()), self._mates))
 
-    def mates(self, view: View) -> Group:
-        """Who averages: the group; after a loss all together."""
+    def _mates(self, view: View) -> Group:
         if view != self.view:
-            self.regroup(view)
+            self._be_one_group(view)
         return (EVERYBODY if self.together else 1 + self.group[0]), self.group
 
     async def after_step(self, node: Node) -> None:
         s = await node.snapshot(keep=True)
         pull = await node.try_merge(
-            lambda merge: self.push_and_pull(node, merge, s),
-            lambda view: self.mates(view) if view == self.view else None,
+            lambda merge: self._push_and_pull(node, merge, s),
+            lambda view: self._mates(view) if view == self.view else None,
         )
         if pull is None:
-            return  # lost half-way, or the view has changed: the next push takes this step along
+            return  # a worker was lost, or the view has changed: the next push holds this step, too
         self.x, delay, speeds = pull
         if node.rank == self.group[0] and not self.new:
             node.stale(delay)
@@ -105,7 +102,7 @@ class Grouping(ASGD):
             self.group = next(group for group in groups if node.rank in group)
         self.together = max(0, self.together - 1)
 
-    async def push_and_pull(
+    async def _push_and_pull(
         self, node: Node, merge: Merge, s: Tensor
     ) -> tuple[Tensor, float, dict[int, Note]]:
         """The server's model, the updates it took in between, and at the end of the warm-up all speeds."""

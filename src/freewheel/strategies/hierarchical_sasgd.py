@@ -20,7 +20,7 @@ class HierarchicalSASGD(Strategy):
 
         every T1:      x_i <- mean of x over the workers of the node
         every k·T1:    x_i <- mean of x over all workers: node sums, a ring of the nodes' first workers,
-                       handed back inside the node
+                       a broadcast inside each node
 
     Settings: nodes (workers are dealt to them in order of rank), interval (T1), global_every (k), state and
     state_every (what becomes of the optimizer's moments, as in sasgd).
@@ -60,37 +60,33 @@ class HierarchicalSASGD(Strategy):
 
     async def start(self, node: Node) -> None:
         if node.rejoined:
-            await self.merge(node)
+            await self._merge(node)
 
     def stops(self, node: Node) -> bool:
         return node.steps % self.interval == 0
 
     async def after_step(self, node: Node) -> None:
         if self.stops(node):
-            await self.merge(node)
+            await self._merge(node)
 
-    async def merge(self, node: Node) -> None:
-        """Average with those whose turn it is."""
-        offset, means = await node.merge(
-            lambda merge: self.average(node, merge), lambda view: self.level(node, view)
-        )
+    async def _merge(self, node: Node) -> None:
+        def level(view: View) -> Group:
+            if node.steps % (self.interval * self.global_every) == 0:
+                return EVERYBODY, view.members
+            group = topology.mates(node.rank, node.world_size, self.nodes)
+            return 1 + group[0], [rank for rank in group if rank in view.members]
+
+        offset, means = await node.merge(lambda merge: self._average(node, merge), level)
         node.correct(offset, own=True)
         for name, vector in means.items():
             node.moments.set(name, vector)
 
-    def level(self, node: Node, view: View) -> Group:
-        """Who merges at this step: all, or the workers of one node."""
-        if node.steps % (self.interval * self.global_every) == 0:
-            return EVERYBODY, view.members
-        group = topology.mates(node.rank, node.world_size, self.nodes)
-        return 1 + group[0], [rank for rank in group if rank in view.members]
-
-    async def average(self, node: Node, merge: Merge) -> tuple[Tensor, dict[str, Tensor]]:
+    async def _average(self, node: Node, merge: Merge) -> tuple[Tensor, dict[str, Tensor]]:
         """How far the mean is from this worker's snapshot; where all merge, the mean of their moments."""
         if merge.group != EVERYBODY:
             return await merge.offset(await node.snapshot()), {}
         s = await node.snapshot(keep=True)
-        dealt = topology.deal(node.world_size, self.nodes)  # who is lost does not move the others
+        dealt = topology.deal(node.world_size, self.nodes)  # a loss moves nobody to another node
         groups = [left for group in dealt if (left := [rank for rank in group if rank in merge.members])]
         group = next(group for group in groups if node.rank in group)
         total = await merge.sum(s.clone(), group)

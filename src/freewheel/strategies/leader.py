@@ -31,9 +31,8 @@ class Leader(Strategy):
 
     Reference: Teng et al., "Leader stochastic gradient descent for distributed training of deep learning
     models", NeurIPS 2019.
-    Differences: workers compare themselves by their loss on common held-out data where the run has some.
-    Their training losses, which the paper compares, say nothing about each other when the workers' data
-    differ: the one with the easiest data would lead for ever.
+    Differences: workers compare their losses on common held-out data where the run has some. Training losses,
+    which the paper compares, mean little where workers' data differ: the easiest data would lead for ever.
     """
 
     name = "leader"
@@ -59,44 +58,39 @@ class Leader(Strategy):
 
     async def start(self, node: Node) -> None:
         if node.rejoined:
-            await self.compare(node)
+            await self._compare(node)
 
     async def after_step(self, node: Node) -> None:
-        if node.steps % self.interval == 0 or self.all_due(node):
-            await self.compare(node)
+        if node.steps % self.interval == 0 or self._all_due(node):
+            await self._compare(node)
         node.stale(node.steps % self.interval)
 
     def settled(self, node: Node) -> bool:
         return node.steps % self.interval == 0  # the others have followed it, if it was the best
 
-    def all_due(self, node: Node) -> bool:
-        """Whether all compare at this step."""
+    def _all_due(self, node: Node) -> bool:
         return self.groups > 1 and node.steps % self.global_interval == 0
 
-    async def compare(self, node: Node) -> None:
-        """Find the best, move towards it."""
-        correction = await node.merge(
-            lambda merge: self.follow(node, merge), lambda view: self.level(node, view)
-        )
+    async def _compare(self, node: Node) -> None:
+        def level(view: View) -> Group:
+            if self.groups == 1 or self._all_due(node):
+                return EVERYBODY, view.members
+            group = topology.mates(node.rank, node.world_size, self.groups)
+            return 1 + group[0], [rank for rank in group if rank in view.members]
+
+        correction = await node.merge(lambda merge: self._follow(node, merge), level)
         if correction is not None:
             node.correct(correction, own=True)
 
-    def level(self, node: Node, view: View) -> Group:
-        """Who compares at this step."""
-        if self.groups == 1 or self.all_due(node):
-            return EVERYBODY, view.members
-        group = topology.mates(node.rank, node.world_size, self.groups)
-        return 1 + group[0], [rank for rank in group if rank in view.members]
-
-    async def follow(self, node: Node, merge: Merge) -> Tensor | None:
-        """Compare losses, hand out the best worker's weights, move towards them: in the group, then all."""
+    async def _follow(self, node: Node, merge: Merge) -> Tensor | None:
+        """Compare losses, broadcast the best worker's weights, move towards them: in the group, then all."""
         scores = await merge.gather((node.score(),))
         s = x = await node.snapshot(keep=True)
         levels = []
         if node.steps % self.interval == 0:
             group = topology.mates(node.rank, node.world_size, self.groups)
             levels.append(([rank for rank in group if rank in merge.members], self.pull))
-        if self.all_due(node):
+        if self._all_due(node):
             levels.append((list(merge.members), self.global_pull))
         for members, pull in levels:
             best = min(members, key=lambda rank: (scores[rank][0], rank))

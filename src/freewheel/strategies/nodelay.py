@@ -20,9 +20,9 @@ class NoDelay(Strategy):
         s_i <- x_i, and its merge begins beside the next β steps
 
     Settings: tau (τ, even).
-    Late, lost and doubled messages: a merge that takes longer than β steps makes workers wait at the end
-    of the cycle, the only place where they can. A merge in which a worker is lost is dropped on all sides and
-    done again with the others, from snapshots of that moment. A worker that comes begins at a merge.
+    Late, lost and doubled messages: if a merge takes longer than β steps, workers wait at the end of the
+    cycle, and only there. A merge in which a worker is lost is dropped on all sides and done again by the
+    others, from snapshots of that moment. A worker that joins begins at a merge.
 
     Example:
         >>> import freewheel as fw
@@ -66,11 +66,11 @@ class NoDelay(Strategy):
     async def after_step(self, node: Node) -> None:
         if self.stops(node):
             node.correct(await self.merge, own=True)
-            del self.merge  # large: let go before there is another
+            del self.merge  # it is large: free it before there is another
             self.merge = await node.merge_beside(Merge.offset)  # P - s_i
 
     def settled(self, node: Node) -> bool:
-        return node.steps % (self.tau // 2) == 0  # the merge that has just begun has all its steps
+        return self.stops(node)  # the merge that has just begun holds all its steps
 
     async def leave(self, node: Node) -> None:
         node.correct(await self.merge, own=True)

@@ -11,9 +11,9 @@ from freewheel.node import Node
 from freewheel.patience import Patience
 from freewheel.strategy import Strategy
 
-# More workers than that wait for merges; how much of the difference to the mean counts then. At its boundary
-# a worker merges its last update with models the others have not moved since theirs: all of the difference
-# would leave it one n-th of that update until they have.
+# More than FEW workers wait for merges, and then PART of the difference to the mean counts. At its boundary a
+# worker merges its last update with models whose own next updates are still to come: with all of the
+# difference it would keep one n-th of its update until they do.
 FEW, PART = 4, 0.7
 
 
@@ -25,20 +25,20 @@ class FreeNoDelay(Strategy):
         s_j <- snapshot of every worker, wherever it is in its step;   P = mean_j s_j
         x_i <- x_i + (P - s_i)        at each worker's next boundary
 
-    A slow worker gives a snapshot that has moved little; the others do not wait for its gradient. A merge
-    counts everywhere or nowhere: the worker of lowest rank leads, see fabric/calls.py.
+    A slow worker gives a snapshot that has moved little; nobody waits for its gradient. A merge counts
+    everywhere or nowhere: the worker of lowest rank leads, see fabric/calls.py.
 
-    Where that is too late, many workers with momentum, a worker waits a moment at its boundary for a merge
-    with its last update, and 0.7 of the difference to P counts, for all.
+    For many workers with momentum that is too late: a worker waits a moment at its boundary for a merge with
+    its last update, and 0.7 of the difference to P counts, for all.
 
     Settings: every (updates that call for a merge), tau (a worker that many gradients ahead of its last
-    merge waits for the next; None: it never does), patience (the share of a step that a worker waits at most
-    for a merge at its boundary; 0: it never does; None: 2 where more than 4 workers have an optimizer with
-    momentum, else 0; it ends when the learning rate has fallen to half of its highest).
-    Late, lost and doubled messages: a merge in which a worker is lost is dropped on all sides and done
-    again with the others, and of two members that cannot reach each other one is left out; if the leader
-    is lost while it says "commit", some may have heard it (counted as half) and the next merge evens it
-    out. A worker at τ that can be in no merge waits until it can.
+    merge waits for the next; None: never), patience (the longest wait for a merge at a boundary, in steps;
+    0: none; None: 2 for more than 4 workers with momentum, else 0; over when the learning rate is below
+    half of its highest).
+    Late, lost and doubled messages: a merge in which a worker is lost is dropped on all sides and done again
+    by the others; of two members that cannot reach each other one is left out. If the leader is lost while
+    it says "commit", some may have heard it (counted as half); the next merge evens it out. A worker at τ
+    that can be in no merge waits until it can.
 
     Example:
         >>> import freewheel as fw
@@ -61,7 +61,7 @@ class FreeNoDelay(Strategy):
     tau: int | None = None
     patience: float | None = None
 
-    moment = Patience(0)  # how long it waits at its boundary, as `start` finds it
+    moment = Patience(0)  # how long it waits at its boundary; set in `start`
 
     def check(self, world_size: int) -> None:
         at_least("nodelay_free: every", self.every, 1)

@@ -15,16 +15,15 @@ from freewheel.strategy import LONGEST, Machines, Strategy
 
 
 def check_state(name: str, state: str, every: int) -> None:
-    """The settings of what becomes of the optimizer's moments."""
     if state not in ("local", "averaged"):
         raise ConfigError(f"{name}: state must be 'local' or 'averaged', not {state!r}.")
     at_least(f"{name}: state_every", every, 1)
 
 
 async def mean_moments(node: Node, merge: Merge, asked: bool = True) -> dict[str, Tensor]:
-    """The means of the moments of all members that have some, by name; one who has just come has none.
+    """The means of the moments of all members that have some, by name; a new member has none yet.
 
-    An optimizer that keeps something else is an error where somebody asked for the mean, else left alone.
+    Moments that cannot be averaged are an error where the user `asked` for that, else they stay local.
     """
     names = []
     try:
@@ -42,13 +41,12 @@ async def mean_moments(node: Node, merge: Merge, asked: bool = True) -> dict[str
             "Give all workers the same optimizer."
         )
     weights = {rank: 1 / len(having) if rank in having else 0.0 for rank in notes}
-    if not names:  # take part all the same
+    if not names:  # it takes part all the same, with a weight of 0
         names = ["none"] * max(int(count) for count, _ in notes.values())
     return {name: await merge.reduce(node.moments.get(name), weights) for name in names}
 
 
 OUTER = 0.3  # the momentum of the common model where the workers' optimizers have momentum
-SHARE = 0.1  # what a merge may cost where a plan chooses T, as a share of the steps between two merges
 
 
 @dataclass
@@ -58,17 +56,17 @@ class SASGD(Strategy):
         for t = 1..T:  x' <- x' + u_i                 local steps from the common x
         x <- x + (γ_p/γ) Σ_j Σ_t u_j ;  x' <- x       everybody waits for the reduction
 
-    With γ_p = γ/p (the default) this is Local SGD, also called K-AVG: the mean of the models. With
-    γ_p = γ all workers' updates are added up, which needs a small γ.
+    With γ_p = γ/p (the default) this is Local SGD, or K-AVG: the mean of the models. With γ_p = γ updates
+    add up, which needs a small γ.
 
-    Settings: interval (T), state (whether the optimizer's moments stay local or are averaged too; None:
-    averaged where it has momentum and the common model is the mean), state_every (every how many
-    reductions), scale (γ_p/γ; None is 1/p), outer (momentum β of the common model: x <- x̄ + β v, v the way
-    it went last time; None: 0.3 where state and scale are None, T > 1 and the optimizer has momentum, else
-    0), early (so many steps at the beginning after each of which all reduce).
+    Settings: interval (T), state (whether the optimizer's moments stay local or are averaged; None: averaged
+    where it has momentum and the common model is the mean), state_every (reductions for each such average),
+    scale (γ_p/γ; None: 1/p), outer (momentum β of the common model: x <- x̄ + β v, v its last move; None: 0.3
+    where state and scale are None, T > 1 and the optimizer has momentum, else 0), early (so many steps at
+    the beginning are each followed by a reduction).
     Late, lost and doubled messages: a late worker delays everybody once in T steps. When one is lost, the
-    others reduce again without it (p is how many they are), and what it did since the last merge is lost. A
-    worker that comes begins with a copy of a member, at a merge (where γ_p or β is given, with the common x).
+    others reduce again without it (p counts them), and its steps since the last merge are lost. A worker
+    that joins begins with a copy of a member, at a merge (where γ_p or β is given, with the common x).
 
     Example:
         >>> import freewheel as fw
@@ -89,7 +87,7 @@ class SASGD(Strategy):
 
     @property
     def keeps_mean(self) -> bool:  # type: ignore[override]
-        """Where the common model is the mean, and no more: known, where nobody says, when it has begun."""
+        """True where the common model is the plain mean; with outer=None only known after `start`."""
         return self.scale is None and not self.outer and not self.beta
 
     interval: int = 8
@@ -99,12 +97,12 @@ class SASGD(Strategy):
     outer: float | None = None
     early: int = 0
 
-    averages, beta = False, 0.0  # whether moments are averaged, and the common model's momentum: see `start`
+    averages, beta = False, 0.0  # whether moments are averaged, the common model's momentum; set in `start`
 
     @classmethod
     def suited(cls, machines: Machines) -> dict[str, int]:
-        """The shortest power of two, from 2 on, at which merges cost little."""
-        wanted = machines.merge_s / (SHARE * machines.grad_s)
+        """The shortest power of two, from 2 on, at which a merge costs a tenth of the steps it follows."""
+        wanted = machines.merge_s / (0.1 * machines.grad_s)
         return {"interval": int(min(LONGEST, max(2, 2 ** math.ceil(math.log2(max(1.0, wanted))))))}
 
     def check(self, world_size: int) -> None:
@@ -121,7 +119,6 @@ class SASGD(Strategy):
             raise ConfigError("sasgd: outer goes with the mean of the models; leave scale out.")
 
     async def start(self, node: Node) -> None:
-        """Remember the common model x, where it is needed; one who comes back does so at a merge."""
         self.x: Tensor | None = None
         self.v: Tensor | None = None
         usual = self.state is None and self.scale is None and node.momentum > 0
@@ -130,28 +127,27 @@ class SASGD(Strategy):
         if self.scale is not None or self.beta:
             self.entered(node, await node.snapshot(keep=True))
         if node.rejoined:
-            await self.merge(node)
+            await self._merge(node)
 
     def stops(self, node: Node) -> bool:
         return node.steps % self.interval == 0 or node.steps <= self.early
 
     async def after_step(self, node: Node) -> None:
         if self.stops(node):
-            await self.merge(node)
+            await self._merge(node)
 
-    async def merge(self, node: Node) -> None:
-        """Add up what all have done since the last time."""
-        x, correction, means = await node.merge(lambda merge: self.reduce(node, merge))
+    async def _merge(self, node: Node) -> None:
+        x, correction, means = await node.merge(lambda merge: self._reduce(node, merge))
         if self.x is not None and x is not None:
             self.x, self.v = x, None if self.v is None else x - self.x
         node.correct(correction, own=True)
         for name, vector in means.items():
             node.moments.set(name, vector)
 
-    async def reduce(self, node: Node, merge: Merge) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
+    async def _reduce(self, node: Node, merge: Merge) -> tuple[Tensor | None, Tensor, dict[str, Tensor]]:
         """The new common model x where it is kept, how far it is from this worker's snapshot, mean moments.
 
-        The way x went is averaged too: one who has just come has none, and all must go on alike.
+        v is averaged, too: a new member has none, and all must go on alike.
         """
         x: Tensor | None = None
         if self.x is None:
