@@ -43,7 +43,6 @@ class Chars(Guessing):
             )
 
     def prepare(self, workers: int, seed: int) -> None:
-        """Read the text and number its characters."""
         if not self.data:
             raise ConfigError(
                 "chars: no text given. Name a text file: --task chars:data=PATH, or --data PATH."
@@ -62,36 +61,32 @@ class Chars(Guessing):
                 f"{least} (a tenth is kept for evaluation). Give a longer text or a smaller context."
             )
         codes = torch.frombuffer(bytearray(text, "utf-32-le"), dtype=torch.int32)
-        alphabet, whole = torch.unique(codes, return_inverse=True)
+        alphabet, numbers = torch.unique(codes, return_inverse=True)
         self.alphabet = "".join(map(chr, alphabet.tolist()))
-        self.text, self.test_text = whole[: -(len(whole) // 10)], whole[-(len(whole) // 10) :]
+        self.text, self.test_text = numbers.tensor_split([len(text) - len(text) // 10])
         self.window = torch.arange(self.context + 1)
         self.to(self.device)
 
     def model(self) -> nn.Module:
-        """A GPT for the characters of this text."""
         return GPT(len(self.alphabet), self.context, self.width, self.layers, self.heads)
 
     def batch(self, worker: int, generator: torch.Generator) -> Any:
-        """Random windows. The generator is the CPU's, whatever the device."""
         starts = len(self.text) - self.context
         return self._windows(self.text, torch.randint(starts, (self.batch_size,), generator=generator))
 
     def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
-        """Loss, and the share of next characters guessed right, on the last tenth of the text."""
         return self._measure(model, *self._fixed(self.test_text))
 
     def score(self, model: nn.Module) -> float:
-        """Loss on fixed windows of what is trained on."""
         return self._measure(model, *self._fixed(self.text))[0]
 
     def _fixed(self, text: Tensor) -> tuple[Tensor, Tensor]:
-        """Windows that lie side by side, or further apart where the text is long."""
+        """Windows side by side, or further apart where the text is long."""
         fit = (len(text) - 1) // self.context
         count = min(fit, max(1, EVALUATED // self.context))
         return self._windows(text, torch.arange(count) * fit // count * self.context)
 
     def _windows(self, text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """Windows from these places on, and for each of their characters the one that follows."""
+        """Windows that begin at these places, and for each of their characters the one that follows."""
         windows = text[starts.to(self.device).unsqueeze(1) + self.window]
         return windows[:, :-1], windows[:, 1:]

@@ -33,7 +33,6 @@ Split = tuple[Tensor, Tensor]  # images (uint8, N×3×32×32) and labels (int64)
 
 
 def read(path: Path) -> tuple[Split, Split]:
-    """Training and test images with their labels."""
     if not os.path.exists(path):  # which, unlike Path.exists, never raises
         raise ConfigError(f"cifar10: there is no {path}. {WANTED}")
     try:
@@ -54,7 +53,6 @@ def _of_npz(path: Path) -> Iterator[tuple[Array, Array]]:
 
 
 def _decoded(files: bytes, ends: Array) -> Array:
-    """Pixels of JPEG files that lie one after another."""
     from PIL import Image  # type: ignore[import-not-found, unused-ignore]  # needed here only
 
     images = []
@@ -84,10 +82,10 @@ ALLOWED = {
 
 
 class _OnlyArrays(pickle.Unpickler):
-    """Reads pickled numpy arrays and plain values, and nothing else.
+    """Reads pickled numpy arrays and plain values only.
 
-    A pickle may name any function to be called while it is read; CIFAR-10's files name three, those that
-    rebuild an array. All others are refused, so a file from a stranger cannot run code here.
+    A pickle may name any function to be called while it is read. CIFAR-10's files name the three that rebuild
+    an array; all others are refused, so that a stranger's file cannot run code here.
     """
 
     def find_class(self, module_name: str, global_name: str) -> Any:
@@ -119,7 +117,7 @@ class Cifar10(Guessing):
     """Tell airplanes, cars, birds, cats, deer, dogs, frogs, horses, ships and trucks apart.
 
     Training images are shifted by up to 4 pixels and half of them mirrored, as in He et al., CVPR 2016; all
-    workers draw from the same ones. They are kept as bytes and become numbers a batch at a time.
+    workers draw from the same ones. Images are kept as bytes; each batch becomes numbers when it is drawn.
 
     Settings: data (a file or folder, see `WANTED`), net (resnet20 or vgg), batch_size, augment (shift
     and mirror), dirichlet (above 0: each worker has images of its own, of each kind a share drawn from a
@@ -140,13 +138,12 @@ class Cifar10(Guessing):
         self.mean, self.std = (255 * torch.tensor(of).view(3, 1, 1) for of in (MEAN, STD))
 
     def prepare(self, workers: int, seed: int) -> None:
-        """Read the images, unless that was done."""
         if not self.data:
             raise ConfigError(
                 "cifar10: no data given. Name the file or folder: --task cifar10:data=PATH, or --data PATH. "
                 + WANTED
             )
-        if not hasattr(self, "images"):
+        if not hasattr(self, "images"):  # else they were read already
             train, test = read(Path(self.data).expanduser())
             (self.images, self.labels), (self.test_images, self.test_labels) = train, test
         self.own = divided(self.labels, workers, self.dirichlet, seed) if self.dirichlet else None
@@ -156,9 +153,8 @@ class Cifar10(Guessing):
         return NETS[self.net]()
 
     def batch(self, worker: int, generator: torch.Generator) -> Any:
-        """Random training images, shifted and mirrored."""
         (images,), (labels,) = self.batches([self.draw(worker, generator)])
-        # A GPU's convolutions want the channels of a pixel side by side; weights may lie as they do.
+        # Convolutions on a GPU want a pixel's channels side by side; the weights' layout does not matter.
         return images.contiguous(memory_format=torch.channels_last) if images.is_cuda else images, labels
 
     def draw(self, worker: int, generator: torch.Generator) -> Tensor:
@@ -170,7 +166,6 @@ class Cifar10(Guessing):
         return torch.stack([own[at], *how])
 
     def batches(self, draws: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """The images of several draws."""
         at, *how = torch.cat(list(draws), 1).to(self.device)  # in one copy, should it go to another device
         images = self.images[at]
         if self.augment:
@@ -179,7 +174,6 @@ class Cifar10(Guessing):
         return self._numbers(images).view(*shape, *images.shape[1:]), self.labels[at].view(shape)
 
     def score(self, model: nn.Module) -> float:
-        """Loss on the first training images, as they are."""
         return self._measure(model, self.images[:PART], self.labels[:PART])[0]
 
     def _numbers(self, images: Tensor) -> Tensor:
@@ -196,7 +190,7 @@ def shift_and_mirror(images: Tensor, down: Tensor, right: Tensor, mirror: Tensor
 
 
 def divided(labels: Tensor, workers: int, alpha: float, seed: int) -> list[Tensor]:
-    """The places of each worker's images: the smaller alpha, the fewer kinds it has."""
+    """Each worker's images, by their places: the smaller alpha, the fewer kinds."""
     rng, kinds = np.random.default_rng(seed), labels.cpu().numpy()
     for _ in range(1000):
         shares = rng.dirichlet([alpha] * workers, CLASSES)

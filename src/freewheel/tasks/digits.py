@@ -30,8 +30,8 @@ NETS = {
 class Digits(Guessing):
     """Tell ten digits apart; all workers draw from the same training images, unless they are kept apart.
 
-    Settings: net (mlp or cnn), batch_size, apart (each worker has digits of its own: the images are dealt out
-    in the order of their labels, so that nobody sees them all).
+    Settings: net (mlp or cnn), batch_size, apart (each worker has a few kinds of digits: images are dealt out
+    in the order of their labels).
     """
 
     lr: ClassVar[float] = 0.2
@@ -45,20 +45,19 @@ class Digits(Guessing):
         at_least("digits: batch_size", self.batch_size, 1)
 
     def prepare(self, workers: int, seed: int) -> None:
-        """Load the images and split them, always in the same way."""
         from sklearn.datasets import load_digits  # slow to import, so only where it is used
 
         data = load_digits()
-        images = torch.tensor(data.images, dtype=torch.float32).unsqueeze(1) / 16
-        labels = torch.tensor(data.target)
-        order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-        self.images, self.labels = images[order[TEST_IMAGES:]], labels[order[TEST_IMAGES:]]
+        order = torch.randperm(len(data.target), generator=torch.Generator().manual_seed(0))
+        images = torch.tensor(data.images, dtype=torch.float32)[order].unsqueeze(1) / 16
+        labels = torch.tensor(data.target)[order]
+        self.test_images, self.images = images.tensor_split([TEST_IMAGES])
+        self.test_labels, self.labels = labels.tensor_split([TEST_IMAGES])
         self.common_images, self.common_labels = self.images[:COMMON], self.labels[:COMMON]
         if self.apart:
             by_label = torch.argsort(self.labels, stable=True)
             self.images, self.labels = self.images[by_label], self.labels[by_label]
         self.ends = [len(self.labels) * k // workers for k in range(workers + 1)]
-        self.test_images, self.test_labels = images[order[:TEST_IMAGES]], labels[order[:TEST_IMAGES]]
 
     def model(self) -> nn.Module:
         return NETS[self.net]()
@@ -69,5 +68,4 @@ class Digits(Guessing):
         return self.images[at], self.labels[at]
 
     def score(self, model: nn.Module) -> float:
-        """Training loss on a fixed part of the images."""
         return self._measure(model, self.common_images, self.common_labels)[0]

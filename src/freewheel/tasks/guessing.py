@@ -19,7 +19,6 @@ class Guessing(Task):
     test_labels: Tensor
 
     def to(self, device: torch.device) -> None:
-        """Move the data: from now on batches are there, and models are evaluated there."""
         self.device = device
         for name, value in vars(self).items():
             if isinstance(value, Tensor):
@@ -35,7 +34,7 @@ class Guessing(Task):
 
     @torch.no_grad()
     def _measure(self, model: nn.Module, data: Tensor, classes: Tensor) -> tuple[float, float]:
-        """The mean loss, and the share that is guessed right."""
+        """The mean loss, and the share of right guesses."""
         loss, hits = torch.zeros(2, device=self.device)
         for some, theirs in zip(torch.split(data, PART), torch.split(classes, PART), strict=True):
             guesses = model(self._numbers(some))

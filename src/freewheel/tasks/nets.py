@@ -14,12 +14,11 @@ def convolution(inputs: int, outputs: int, stride: int = 1) -> nn.Conv2d:
 
 
 def normalised(inputs: int, outputs: int) -> list[nn.Module]:
-    """A convolution and what follows it."""
     return [convolution(inputs, outputs), nn.BatchNorm2d(outputs), nn.ReLU()]
 
 
 def classifier(inputs: int) -> list[nn.Module]:
-    """The last layers. No ReLU follows, so the weights of the linear one stay torch's smaller first ones."""
+    """No ReLU follows the linear layer, so it keeps torch's smaller initial weights."""
     layer = nn.Linear(inputs, 10)
     nn.init.zeros_(layer.bias)
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), layer]
@@ -38,7 +37,6 @@ class BasicBlock(nn.Module):
         self.stride, self.extra = stride, outputs - inputs
 
     def forward(self, x: Tensor) -> Tensor:
-        """The block's output, in the same or half the size."""
         out = F.relu(self.first_norm(self.first(x)))
         out = self.second_norm(self.second(out))
         if self.stride != 1 or self.extra:
@@ -79,7 +77,6 @@ class TransformerBlock(nn.Module):
         self.mlp_out = nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape: windows × characters × width."""
         windows, length, width = x.shape
         parts = self.queries_keys_values(self.attention_norm(x))
         parts = parts.view(windows, length, 3, self.heads, width // self.heads)
@@ -101,14 +98,14 @@ class GPT(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.guess = nn.Linear(width, characters, bias=False)
         self.guess.weight = self.characters.weight
-        for name, parameter in self.named_parameters():  # GPT-2's first weights
-            if parameter.dim() == 2:  # what is added to the sum of all layers starts smaller
+        for name, parameter in self.named_parameters():  # GPT-2's initial weights
+            if parameter.dim() == 2:  # layers that add to the residual stream start smaller
                 nn.init.normal_(parameter, std=0.02 / (2 * layers) ** 0.5 if "_out" in name else 0.02)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
 
     def forward(self, characters: Tensor) -> Tensor:
-        """For each place in windows × characters, how likely each next character is (logits)."""
+        """Logits of the next character at each place of windows × characters."""
         x = self.characters(characters) + self.positions.weight[: characters.shape[1]]
         guesses: Tensor = self.guess(self.norm(self.blocks(x)))
         return guesses

@@ -71,7 +71,6 @@ class Quadratic(Task):
         return Point(self.size)
 
     def batch(self, worker: int, generator: torch.Generator) -> Any:
-        """The worker's own problem and this step's noise."""
         noise = None
         if self.sigma:
             noise = torch.randn(self.size, generator=generator, dtype=torch.float64)
@@ -94,5 +93,4 @@ class Quadratic(Task):
         return loss
 
     def evaluate(self, model: nn.Module) -> tuple[float, float | None]:
-        """How far f is above its lowest value; there is no accuracy."""
         return self.value(model.x.detach()) - self.lowest, None  # type: ignore[operator]
