@@ -15,22 +15,21 @@ from freewheel.runtime.membership.entries import Entries
 from freewheel.training.job import Job
 
 HANDFUL_S = 0.1
-Groups: TypeAlias = Callable[[], tuple[Sequence[int], bool]]
 Part: TypeAlias = tuple[int, float, float]  # how many steps, where they begin, how much of it each takes
 
 
 class Budget:
     """The worker-steps of all workers, or a time that begins with the first worker's first step.
 
-    Those who wait for nobody take steps as they need them, in handfuls. Where some step together, whoever
-    comes first takes a part for all of them: they end with the same step, and step with the same rates.
+    Workers that wait for nobody take steps as they need them, in handfuls. Where some step together, the
+    first to come takes a part for all of them: they end with the same step, and step with the same rates.
     """
 
     def __init__(self, job: Job, lockstep: bool, number: int, step_s: float) -> None:
         self.job, self.lockstep = job, lockstep
         self.total = job.seconds if job.seconds is not None else float(job.workers * job.steps)
         self._key, self._step_s = f"training/{number}", step_s
-        # A slow worker takes few at a time: at the end the others would wait until its last ones are made.
+        # A slow worker takes few at a time, for at the end the others wait for its last ones.
         few = max(1, min(10, job.steps // 20, int(HANDFUL_S / step_s)))
         self._handful = job.steps if lockstep else few
         self._begun = self._made = 0
@@ -39,7 +38,7 @@ class Budget:
         self.store = Entries(self.plain, secret.of_environment(os.environ))
 
     def go_on(self, rank: int, steps: int) -> None:
-        """Begin where a checkpoint was taken: this worker had made so many steps, the others say theirs."""
+        """Begin at a checkpoint, where this worker had made so many steps; the others say theirs."""
         self.store.set(f"{self._key}/begun/{rank}", str(steps))
         others = range(self.job.workers)
         self._begun = sum(int(self.store.get(f"{self._key}/begun/{other}")) for other in others)
@@ -49,14 +48,14 @@ class Budget:
                 "Give --steps a larger number to go on from it."
             )
 
-    def steps(self, group: Groups | None = None) -> Iterator[float]:
-        """One turn for each step, with the share of the budget that is used up.
+    def steps(self, group: Callable[[], tuple[Sequence[int], bool]] | None = None) -> Iterator[float]:
+        """For each step to make, the share of the budget that is used up.
 
         `group` says which workers step together now, and whether that stays so.
         """
         everybody = range(self.job.workers), True
         group = (lambda: everybody) if group is None and self.lockstep else group
-        # The clock is common, for all workers are on one host.
+        # All workers are on one host, and so have one clock.
         self._began_s = float(self.store.compare_set(f"{self._key}/began", "", f"{time.monotonic()}"))
         while True:
             count, begin, each = self._take(1, True) if group is None else self._agreed(*group())
@@ -72,7 +71,7 @@ class Budget:
         return self._begun + (self.store.number(f"{self._key}/made") or 0)
 
     def _agreed(self, members: Sequence[int], stays: bool) -> Part:
-        """What the first of a group to come takes for all of it."""
+        """What the first worker of a group to come takes for all of them."""
         name = f"{self._key}/{'-'.join(map(str, members))}/{self._made}"
         if self.store.add(name, 1) == 1:
             self.store.set(f"{name}/taken", json.dumps(self._take(len(members), stays)))

@@ -27,8 +27,8 @@ from freewheel.training.job import DDP, Job
 def parallel(model: nn.Module, **group: Any) -> Iterator[nn.Module]:
     """DDP on gloo, set to hide most of its reduction behind the backward pass (docs/benchmarks/real.md).
 
-    Buckets of a quarter of the model leave early, of less than 1 MB they cost more than they hide; 25 MB, its
-    own default, is many a model in one. The view saves a copy of all gradients.
+    Buckets of a quarter of the model leave early; below 1 MB they cost more than they hide, and DDP's default
+    of 25 MB holds many a model in one. The view saves a copy of all gradients.
     """
     torch.distributed.init_process_group("gloo", **group)
     bucket_mb = max(1.0, sum(one.nbytes for one in model.parameters()) / 4e6)
@@ -40,7 +40,7 @@ def parallel(model: nn.Module, **group: Any) -> Iterator[nn.Module]:
 
 
 class DdpBooks(contextlib.AbstractContextManager["DdpBooks"]):
-    """What one worker writes down during its loop, which reports every step."""
+    """The records of one worker, whose loop reports every step."""
 
     def __init__(self, job: Job, folder: Path, rank: int, step_s: float, model: nn.Module) -> None:
         self._job, self._rank, self._step_s = job, rank, step_s
@@ -49,11 +49,10 @@ class DdpBooks(contextlib.AbstractContextManager["DdpBooks"]):
         self._counters, self._loss = Counters(), torch.tensor(float("nan"))
         self._began, self._state = time.time(), "training"
         self._began_s = self._stepped_s = time.perf_counter()
-        self._ended_s: float | None = None
+        self._ended_s = 0.0
         self._recorder = Recorder(self._sample, Noticed(), Journal(folder, rank))
 
     def report(self, loss: Tensor) -> None:
-        """A step is made, with this loss."""
         before_s, self._stepped_s = self._stepped_s, time.perf_counter()
         waited_s = max(0.0, self._stepped_s - before_s - self._step_s)
         counters, self._loss = self._counters, loss
@@ -65,17 +64,7 @@ class DdpBooks(contextlib.AbstractContextManager["DdpBooks"]):
             timeline.merge(self._others, waited_s)
 
     def about(self, lr: float, optimizer: torch.optim.Optimizer) -> None:
-        """Let run.json be written."""
         job = self._job
-        settings = {
-            "strategy": {},
-            "scenario": {"optimizer": type(optimizer).__name__, **job.scenario()},
-            "lr": lr,
-            "momentum": optimizer.param_groups[0].get("momentum", 0.0),
-            "model_bytes": self._model_bytes,
-            "waits_for": "all",
-            "staleness": "none",
-        }
         self._recorder.about(
             run_json(
                 freewheel=__version__,
@@ -86,7 +75,15 @@ class DdpBooks(contextlib.AbstractContextManager["DdpBooks"]):
                 strategy=DDP,
                 workers=job.workers,
                 seed=job.seed,
-                settings=settings,
+                settings={
+                    "strategy": {},
+                    "scenario": {"optimizer": type(optimizer).__name__, **job.scenario()},
+                    "lr": lr,
+                    "momentum": optimizer.param_groups[0].get("momentum", 0.0),
+                    "model_bytes": self._model_bytes,
+                    "waits_for": "all",
+                    "staleness": "none",
+                },
                 target=job.target,
             )
         )

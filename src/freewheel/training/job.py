@@ -73,7 +73,6 @@ class Job(Training):
 
     @cached_property
     def rates(self) -> Schedule:
-        """How the learning rate goes."""
         from freewheel.schedule import Schedule
 
         if self.seconds is not None:  # how long a step takes is not known yet
@@ -82,17 +81,15 @@ class Job(Training):
 
     def scenario(self) -> dict[str, Any]:
         """All but the strategy, the optimizer, the target and the checkpoints, as plain data."""
-        budget = "seconds" if self.seconds is None else "steps"  # the one that there is not
-        left_out = ("strategy", "target", "checkpoint", "every", "resume", "optimizer", budget)
+        unused = "seconds" if self.seconds is None else "steps"
+        left_out = ("strategy", "target", "checkpoint", "every", "resume", "optimizer", unused)
         return {key: value for key, value in dataclasses.asdict(self).items() if key not in left_out}
 
     def save(self, path: Path) -> None:
-        """Write it where the workers read it."""
         path.write_text(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def load(cls, path: Path) -> Job:
-        """Read it again."""
         given = json.loads(path.read_text())
         return cls(**given | {"slow": {int(rank): factor for rank, factor in given["slow"].items()}})
 
@@ -111,7 +108,7 @@ def train_all(
 ) -> list[Result | RunStopped]:
     """Run jobs one after the other in one set of processes; progress hears which one, and its worker-steps.
 
-    A job that fails leaves its reason in the place of its result; the next one is run all the same.
+    A job that fails gives its reason in place of a result; the next one runs all the same.
     """
     from freewheel.runtime.launch.launcher import Captured, launch
     from freewheel.runtime.membership.entries import Options
@@ -148,7 +145,6 @@ def train_all(
 
 
 def _outcome(job: Job, home: Path, lines: Mapping[int | None, Sequence[str]]) -> Result | RunStopped:
-    """The figures of a run, the same that `freewheel report` reads; or why there are none."""
     try:
         failed = [json.loads((home / f"outcome-{rank}.json").read_text()) for rank in range(job.workers)]
         if not any(failed):

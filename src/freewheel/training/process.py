@@ -36,29 +36,28 @@ WARM_UP = 5
 
 
 class Samples:
-    """The answer from time to time, kept to be looked at when training is over: that would slow it down.
+    """The answer from time to time, kept and evaluated when training is over, which that would slow down.
 
-    How far the replicas are apart costs little and is written down at once.
+    How far the replicas are apart costs little and is written at once.
     """
 
     def __init__(self, job: Job, active: bool, journal: Journal, lockstep: bool) -> None:
         self.job, self.active, self.next = job, active, 0
         self.journal, self._lockstep = journal, lockstep
-        # When, after how many steps of all workers, its weights. BatchNorm is measured anew.
+        # When, after how many steps of all workers, its weights; BatchNorm's statistics are measured later.
         self.kept: list[tuple[float, int, Tensor]] = []
         self.pending: Any = None
 
     def due(self, share: float) -> bool:
-        """Whether it is time for another one."""
         if not self.active or share * self.job.evaluations < self.next:
             return False
         self.next = math.floor(share * self.job.evaluations) + 1
         return True
 
     def keep(self, parts: list[Part], replicas: list[Part]) -> None:
-        """Remember the mean of the workers' parts, and how far their replicas are apart.
+        """Keep the mean of the workers' parts, write how far their replicas are apart.
 
-        Where all step together, those are compared that had made as many steps when they were asked.
+        Where all step together, only replicas of the most common step are compared.
         """
         vectors = [part.cpu() for _, part, _, _ in parts if part is not None]
         now, made = time.time(), sum(steps for *_, steps in parts)
@@ -78,18 +77,18 @@ class Samples:
         async def collect() -> None:
             answers = worker._agent.answers
             parts = [part async for part in answers.parts()]
-            served = any(vector is None for _, vector, _, _ in parts)  # a server has the answer
+            served = any(vector is None for _, vector, _, _ in parts)  # the answer is the server's
             self.keep(parts, [part async for part in answers.parts(own=True)] if served else parts)
 
         if self.pending is None or self.pending.done():  # a slow network: better fewer samples than many
             self.pending = worker._agent.begin(collect())
 
     def write(self, task: Task, model: nn.Module, final: nn.Module, ended: float, made: int) -> None:
-        """Measure all that was kept, and the answer after all that was made, for the records."""
+        """Evaluate all that was kept, and the final model after `made` steps."""
         for at, steps, weights in self.kept:
             vector_to_parameters(weights.to(self.job.device), model.parameters())
             self._measure(task, model, at, steps)
-        # One that was asked for at the end may have come after it.
+        # The last sample may have come after the end.
         self._measure(task, final, max([ended, *(at for at, *_ in self.kept)]), made)
 
     def _measure(self, task: Task, model: nn.Module, at: float, steps: int) -> None:
@@ -99,7 +98,6 @@ class Samples:
 
 
 def main(folders: list[Path]) -> None:
-    """Run all jobs; one that fails does not keep the next from being run."""
     rank = int(os.environ["RANK"])
     for number, folder in enumerate(folders):
         failed = ""
@@ -112,10 +110,9 @@ def main(folders: list[Path]) -> None:
 
 
 def run(folder: Path, number: int) -> None:
-    """Train; what came of it is in the records."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    torch.backends.cudnn.benchmark = True  # batches are of one size: let the fastest convolution be found
-    loop = Loop(Job.load(folder / "job.json"), folder, number, int(os.environ["RANK"]))
+    torch.backends.cudnn.benchmark = True  # all batches have one size: search for the fastest convolution
+    loop = Loop(folder, number)
     ended, final = (with_ddp if loop.strategy is None else attached)(loop)
     if loop.samples.active:
         fresh = loop.task.model().to(loop.device)
@@ -123,10 +120,12 @@ def run(folder: Path, number: int) -> None:
 
 
 class Loop:
-    """The loop of one worker, as a user writes it, whatever the workers train together with."""
+    """The training loop of one worker, as a user writes it, for DDP and for strategies."""
 
-    def __init__(self, job: Job, folder: Path, number: int, rank: int) -> None:
-        self.job, self.folder, self.rank, self.device = job, folder, rank, torch.device(job.device)
+    def __init__(self, folder: Path, number: int) -> None:
+        self.job = job = Job.load(folder / "job.json")
+        self.rank = rank = int(os.environ["RANK"])
+        self.folder, self.device = folder, torch.device(job.device)
         self.task = tasks.resolve(job.task)
         self.task.prepare(job.workers, job.seed)
         self.task.to(self.device)
@@ -138,8 +137,7 @@ class Loop:
         self.lr: float = self.optimizer.param_groups[0]["lr"]
         self.tempo = Tempo(self.model)
         own_s = self.tempo.measure(self._compute, WARM_UP)
-        # What a step takes without communication.
-        self.step_s = max(own_s, job.compute_ms / 1e3) * job.slow.get(rank, 1.0)
+        self.step_s = max(own_s, job.compute_ms / 1e3) * job.slow.get(rank, 1.0)  # without communication
         self.tempo.take(self.step_s, own_s)
         self.optimizer.zero_grad()
         lockstep = self.strategy is None or self.strategy.lockstep()
@@ -154,9 +152,9 @@ class Loop:
         report: Callable[[Tensor], None],
         sample: Callable[[int], None],
     ) -> float:
-        """Make a step at each turn, with what computes a loss, and report it; the time when all was computed.
+        """Make a step for each turn and report its loss; the time when all was computed.
 
-        `sample` notes the answer as it is after so many steps.
+        `sample` is called with a number of steps when the answer is to be kept.
         """
         rates = self.job.rates
         for step, share in enumerate(turns):
@@ -178,7 +176,6 @@ class Loop:
         return time.time()
 
     def _compute(self) -> None:
-        """What a step computes, by itself and to its end."""
         self._backward(self.model)
         self._wait()
 
@@ -196,14 +193,13 @@ class Loop:
 def attached(loop: Loop) -> tuple[float, nn.Module]:
     """Train with a strategy of ours; when it ended, and the answer."""
     job, samples = loop.job, loop.samples
-    settings: dict[str, Any] = {"wire": job.wire, "seed": job.seed, "folder": loop.folder}
-    settings["resume"] = job.checkpoint if job.resume else None
+    resume = job.checkpoint if job.resume else None
+    settings: dict[str, Any] = {"wire": job.wire, "seed": job.seed, "folder": loop.folder, "resume": resume}
     worker = api.attach(loop.model, loop.optimizer, job.strategy, **settings)
     worker.about(name=job.task, target=job.target, **job.scenario())
     with worker:
         if job.checkpoint is not None:
-            # Where the worker is in the random numbers that draw its batches.
-            draws = SimpleNamespace(
+            draws = SimpleNamespace(  # the generator that draws its batches
                 state_dict=lambda: {"generator": loop.generator.get_state()},
                 load_state_dict=lambda state: loop.generator.set_state(state["generator"]),
             )
@@ -223,7 +219,7 @@ def attached(loop: Loop) -> tuple[float, nn.Module]:
 
 def with_ddp(loop: Loop) -> tuple[float, nn.Module]:
     """The same with DDP."""
-    # A name of its own: what an earlier job left in the store would be taken for this one's.
+    # A prefix of its own, lest what an earlier job left in the store is taken for this one's.
     job, model, store = loop.job, loop.model, PrefixStore(str(loop.folder), loop.budget.plain)
 
     def sample(step: int) -> None:
