@@ -27,7 +27,6 @@ FREED_S = 3.0  # how long after its use a resource may be counted as taken
 
 
 def connect(address: str | None) -> None:
-    """Be connected with a cluster."""
     if ray.is_initialized():
         return
     host, _, port = (address or "").rpartition(":")
@@ -43,7 +42,7 @@ def connect(address: str | None) -> None:
 
 
 def room(needs: dict[str, float], wanted: int) -> int:
-    """How many workers fit the nodes that are there, beside what others use of them."""
+    """How many workers fit the nodes, beside what others use of them."""
     end_s = time.monotonic() + FREED_S
     while True:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
@@ -59,9 +58,8 @@ def _fits(has: dict[str, float], needs: dict[str, float]) -> int:
 
 # -- the book --
 NAMESPACE = "freewheel"
-# How long the book may take to come back before a worker that starts gives up, and is started again.
-BOOK_S = 30.0
-Piece = tuple[str, int, bytes]  # of a worker's records: a file, where in it, and what it has from there on
+BOOK_S = 30.0  # how long a worker that starts waits for a lost book, before it gives up and is started again
+Piece = tuple[str, int, bytes]  # of a worker's records: a file, a place in it, and its content from there on
 
 
 @ray.remote(num_cpus=0, max_restarts=-1, max_task_retries=-1)
@@ -72,20 +70,20 @@ class Book:
         self.store = HashStore()
         self.store.set_timeout(timedelta(milliseconds=1))  # what is not there is not waited for
         self.lives: dict[int, int] = {}
-        self.ends: dict[tuple[int, str], int] = {}  # how long each worker's files are here
+        self.ends: dict[tuple[int, str], int] = {}  # by life and file: how much of it is here
         self.pieces: list[tuple[int, Piece]] = []  # records, and the life each is of
 
     def ask(self, call: str, *words: Any) -> Any:
-        """What is asked, of the store or of the book."""
+        """Call the store or the book."""
         return getattr(self.store if call in CALLS else self, call)(*words)
 
     def started(self, rank: int, least: int) -> int:
-        """A worker's process has started; its life, from 1 on, and at least so much."""
+        """Count a worker's process that has started; its life, from 1 on, is at least so much."""
         self.lives[rank] = max(self.lives.get(rank, 0) + 1, least)
         return self.lives[rank]
 
     def tell(self, rank: int, life: int, pieces: list[Piece]) -> bool:
-        """Pieces of a life's records; False where what lies before one is not here: all of it is wanted."""
+        """Take pieces of a life's records; False where what comes before one is missing: send all again."""
         self.lives[rank] = max(self.lives.get(rank, 0), life)
         if any(at and at != self.ends.get((life, name)) for name, at, _ in pieces):
             return False
@@ -94,13 +92,13 @@ class Book:
         return True
 
     def news(self) -> tuple[dict[int, int], list[tuple[int, Piece]]]:
-        """Each worker's life, and what has come of records since this was asked last."""
+        """Each worker's life, and the records that came since the last call."""
         pieces, self.pieces = self.pieces, []
         return self.lives, pieces
 
 
 class Line(Asked):
-    """The book's calls, which end in time, or with OSError; it is the workers' `Meeting` (place.py)."""
+    """Calls of the book, which raise OSError after a time; it is the workers' `Meeting` (place.py)."""
 
     def __init__(self, name: str, timeout_s: float) -> None:
         self._name, self._timeout_s = name, timeout_s
@@ -110,13 +108,11 @@ class Line(Asked):
         return f"the actor {self._name}"
 
     def connect(self, timeout_s: float) -> Line:
-        """Another line to it, tried."""
         line = Line(self._name, timeout_s)
         line.check([])
         return line
 
     def ask(self, call: str, *words: Any) -> Any:
-        """Call it."""
         try:
             if self._book is None:
                 self._book = ray.get_actor(self._name, namespace=NAMESPACE)
@@ -126,14 +122,13 @@ class Line(Asked):
 
 
 def open_book(name: str) -> Any:
-    """A new one, of this name."""
     return Book.options(name=name, namespace=NAMESPACE).remote()  # type: ignore[attr-defined]
 
 
 def take_place(
     line: Line, run: str, rank: int, world_size: int, secret: bytes, life: int, folder: str | None
 ) -> None:
-    """Let this process be one worker of a run, before its script runs."""
+    """Make this process one worker of a run, before its script runs."""
     if life > 1:  # the others wait for it at the end
         Entries(line, secret).of_run(run).set(f"{STARTS}/{rank}", str(life))
     place.give(

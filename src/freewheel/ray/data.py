@@ -1,9 +1,8 @@
 """A dataset of Ray's as samples that are dealt: rows of blocks that lie in Ray's object store.
 
-`streaming_split` deals blocks by rank, so that a slow worker holds up the others and what a lost one had is
-lost. Here all workers know all blocks, and rows are leased as the samples of any dataset are
-(data/dealing.py), in an order that goes from block to block: a worker has one or two of them in use, and
-fetches the next one while it trains.
+`streaming_split` deals blocks by rank: a slow worker delays the others, and a lost one's rows are lost. Here
+all workers know all blocks, and rows are leased as the samples of any dataset are (data/dealing.py), block
+after block: a worker uses one or two of them, and fetches the next while it trains.
 """
 
 import bisect
@@ -34,7 +33,7 @@ class Rows:
             if options.pop(name, None):
                 raise ConfigError(f"a Ray dataset is read by Ray, in its own order, and takes no {name}.")
         self.collate: Callable[[dict[str, Any]], Any] = options.pop("collate_fn", None) or tensors
-        options["collate_fn"] = lambda batch: batch  # it is made whole
+        options["collate_fn"] = lambda batch: batch  # `__getitems__` has made all of it
         self.refs: list[Any] = []
         self.lengths: list[int] = []
         for bundle in dataset.iter_internal_ref_bundles():
@@ -44,7 +43,6 @@ class Rows:
                     self.lengths.append(about.num_rows)
         self.starts = [0, *itertools.accumulate(self.lengths)]
         self.ahead: Callable[[], list[int]] = list  # which rows are wanted next
-        # So many blocks stay at hand.
         self._fetch = functools.lru_cache(3)(lambda block: ray.get(self.refs[block]))
 
     def __len__(self) -> int:
@@ -54,7 +52,6 @@ class Rows:
         return self.__getitems__([row])
 
     def __getitems__(self, rows: Sequence[int]) -> Any:
-        """A batch."""
         parts = [self._take(block, list(some)) for block, some in itertools.groupby(rows, self._block_of)]
         for row in self.ahead()[-1:]:  # let Ray bring the next block here, beside training
             ray.wait([self.refs[self._block_of(row)]], timeout=0, fetch_local=True)

@@ -35,8 +35,7 @@ FIRST = "freewheel/0/0/begun"  # what lies in the book once a worker trains
 POLL_S = 0.5
 DRIVER_S = 5.0  # how long the driver waits for the book
 SEND_S = 1.0
-# How long others are waited for when one has ended: all who train end together; who starts now is late.
-COMING_S = 10.0
+COMING_S = 10.0  # how long the others may take when one has ended: all who train end together
 
 log = logging.getLogger("freewheel")
 
@@ -58,8 +57,8 @@ def run(
 
     workers: how many begin; fewer, from 1, where there is no room for more; the others come when there is.
     most: how many there may be: actors beyond `workers` wait for room, which an autoscaler sees, and join.
-    restarts: how often a worker whose script raises is started again; not where the scripts of all raise the
-        same before any of them trains. One whose process or machine is lost is started again always.
+    restarts: how often a worker whose script raises is started again; not where all scripts raise the same
+        before any of them trains. One whose process or machine is lost is always started again.
     cpus, gpus: what each worker takes.
     folder: where the records of all workers are collected.
     address: of the cluster; default: the one this process is connected with, or a new one of this machine.
@@ -82,7 +81,7 @@ def run(
 
 
 class Driver:
-    """What owns a run."""
+    """Owns a run: its book, its actors, what they return and their records."""
 
     def __init__(self, name: str, target: Target, restarts: int, folder: Path | None) -> None:
         self.name, self.target, self.restarts = name, target, restarts
@@ -90,8 +89,8 @@ class Driver:
         self.line = Line(f"{name}-book", DRIVER_S)
         self.entries = Entries(self.line, self.secret)
         self.actors: dict[int, Any] = {}
-        self.left: dict[Any, int] = {}
-        # Make those who come after those the run begins with, lest they take the room of one of these.
+        self.left: dict[Any, int] = {}  # whose answers are still to come
+        # Make the actors beyond those the run begins with, when these have their room.
         self.later: list[Callable[[], None]] = []
         self.lives: dict[int, int] = {}
         self.raised: list[tuple[int, str]] = []  # whose scripts have raised, and what
@@ -108,7 +107,7 @@ class Driver:
         self.journal = Journal(folder, "launcher") if folder is not None else None
 
     def start(self, workers: int, most: int, options: dict[str, Any]) -> None:
-        """Ask Ray for all workers; begin with as many as there is room for."""
+        """Begin with as many workers as there is room for; ask Ray for the others when these are there."""
         each = {"CPU": options["num_cpus"], "GPU": options["num_gpus"], **(options.get("resources") or {})}
         takes = {key: need for key, need in each.items() if need}
         begin = min(workers, max(1, room(takes, workers)))
@@ -131,7 +130,7 @@ class Driver:
         self.left[self.actors[rank].run.remote(self.target, os.getcwd())] = rank
 
     def wait(self) -> dict[int, Any]:
-        """What each worker that came returned, when all have ended."""
+        """Wait until all have ended; what each worker that came returned."""
         end_s = float("inf")
         while self.left and time.monotonic() < end_s:
             done, _ = ray.wait(list(self.left), timeout=POLL_S)
@@ -141,14 +140,14 @@ class Driver:
             if self.answers:  # all who train end together
                 end_s = min(end_s, time.monotonic() + COMING_S)
             if len(self.left) < len(self.actors) and not self.lives.keys() & set(self.left.values()):
-                break  # those without room never came
+                break  # the others have never had room
         self._look()
         if self.failed and not self.answers:
             raise WorkerLost("; ".join(f"worker {rank} failed: {why}" for rank, why in self.failed.items()))
         return self.answers
 
     def _take(self, rank: int, ref: Any) -> None:
-        """What a worker returned; one whose script has raised is asked again, so often."""
+        """Take what a worker returned; ask it again if its script has raised and it may try once more."""
         try:
             for answer in ray.get(ref):
                 self.answers[rank] = answer
@@ -163,7 +162,6 @@ class Driver:
             self.entries.of_run(self.number).set(f"{STARTS}/{rank}", "0")
 
     def _again(self, rank: int, why: str, error: Exception) -> bool:
-        """Whether a worker whose script has raised this is to try once more."""
         if why not in {one for _, one in self.raised}:
             log.error("worker %d:\n%s", rank, error)
         self.raised.append((rank, why))
@@ -175,7 +173,7 @@ class Driver:
         return ranks.count(rank) <= self.restarts
 
     def _look(self) -> None:
-        """Take what workers say of themselves, and their records."""
+        """Take the workers' lives and records from the book."""
         with contextlib.suppress(OSError):
             lives, records = self.line.ask("news")
             for rank, life in lives.items():
@@ -196,7 +194,6 @@ class Driver:
             self.journal.event(time.time(), what, rank, life or self.lives.get(rank, 1), text)
 
     def end(self) -> None:
-        """End all of it."""
         for actor in (*self.actors.values(), self.book):
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(actor)
@@ -205,15 +202,14 @@ class Driver:
 
 
 class Collector:
-    """Writes what workers send into one folder, in the driver: each life's part behind those before it."""
+    """Writes the records that workers send into one folder: each life's part behind those before it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._begins: dict[str, tuple[int, int]] = {}  # of each file the newest life, where its part begins
+        self._begins: dict[str, tuple[int, int]] = {}  # by file: the newest life and where its part begins
         folder.mkdir(parents=True, exist_ok=True)
 
     def write(self, life: int, piece: Piece) -> None:
-        """Let a life's part of a file have this at its end."""
         name, at, data = piece
         path = self._folder / Path(name).name
         path.touch()
@@ -225,14 +221,14 @@ class Collector:
             with path.open("ab") as file:
                 file.write(data)
         elif life == newest:
-            new = path.with_name(f".{name}.new")  # who reads it finds the old one or the new one
+            new = path.with_name(f".{name}.new")  # a reader finds the old one or the new one
             new.write_bytes(path.read_bytes()[: begin + at] + data)
             new.replace(path)
 
 
 @ray.remote(max_restarts=-1, max_task_retries=-1)
 class Worker:
-    """One rank of a run. The secret comes as an argument: Ray keeps it where its other users cannot read."""
+    """One rank of a run. The secret is an argument: Ray keeps those where its other users cannot read."""
 
     def __init__(self, book: str, run: str, rank: int, most: int, secret: bytes, records: bool) -> None:
         self.rank, self.line = rank, Line(book, BOOK_S)
@@ -249,29 +245,23 @@ class Worker:
         return f"worker {self.rank}"
 
     def run(self, target: Target, home: str) -> list[Any]:
-        """Run the script or the function; what it returned, or nothing where this worker has left its run.
-
-        Once in a process: asked again, it lets Ray start another and ask that.
-        """
-        if self.used:
+        """Run the script or the function; what it returned, or nothing where this worker has left its run."""
+        if self.used:  # once in a process: Ray starts another and asks that
             os._exit(1)
         self.used = True
         with contextlib.suppress(ValueError):  # not in the main thread
             signal.signal(signal.SIGTERM, signal.SIG_DFL)  # Ray's own handler leaves no time to leave
         with contextlib.suppress(OSError):
             os.chdir(home)
-        sends: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.folder is not None:
-            sends = sending(self.folder, self.rank, self.life, self.line)
         try:
-            with sends:
+            with sending(self.folder, self.rank, self.life, self.line):
                 if callable(target):
                     return [target()]
                 run_script(target)
                 return [None]
         except (Left, TooLate):  # the others have ended well
             return []
-        except Outlived as error:  # what is said of this rank is the later life's to say
+        except Outlived as error:  # the later life speaks for this rank
             log.error("%s", error)
             os._exit(1)
         except (SystemExit, Exception) as error:
@@ -293,11 +283,14 @@ def run_script(words: list[str]) -> None:
 
 
 @contextlib.contextmanager
-def sending(folder: Path, rank: int, life: int, line: Line) -> Iterator[None]:
-    """Send a worker's folder to the book, beside what it does, and what is left when that is done.
+def sending(folder: Path | None, rank: int, life: int, line: Line) -> Iterator[None]:
+    """Send a worker's folder, where it has one, to the book while it works, and the rest in the end.
 
-    What was given to a book that is lost nobody may have read: another book wants all of it once more.
+    Nobody may have read what a lost book had: its successor wants all of it again.
     """
+    if folder is None:
+        yield
+        return
     sent, end = dict[str, bytes](), threading.Event()
 
     def send() -> None:
@@ -320,7 +313,7 @@ def sending(folder: Path, rank: int, life: int, line: Line) -> Iterator[None]:
 
 
 def unsent(folder: Path, sent: dict[str, bytes]) -> Iterator[Piece]:
-    """What files have more than was sent; all of one that is written anew, as run.json is."""
+    """What was added to files since they were sent; all of one that was written anew, as run.json is."""
     for file in sorted(folder.glob("[!.]*")):
         data, before = file.read_bytes(), sent.get(file.name, b"")
         if data != before:

@@ -26,7 +26,7 @@ from freewheel.runtime.worker.leaving import Left
 
 
 class FreewheelBackend(Backend):  # type: ignore[misc]
-    """In Ray Train's controller: it has the book, and counts how often each worker was started."""
+    """In Ray Train's controller: makes the book, and counts how often each worker was started."""
 
     has_replica_groups = True  # each worker is one: Ray replaces it, and nobody else
 
@@ -36,7 +36,7 @@ class FreewheelBackend(Backend):  # type: ignore[misc]
         self.lives: dict[int, int] = {}
 
     def on_start(self, worker_group: Any, backend_config: FreewheelConfig) -> None:
-        """Tell workers their places: all of them when they begin together, one where it is replaced."""
+        """Tell workers their places: all of them at the beginning, one where it is replaced."""
         workers = worker_group.get_workers()
         if hasattr(worker_group, "get_replica_groups"):  # all, who have nobody to copy: another run
             self.end()
@@ -51,12 +51,10 @@ class FreewheelBackend(Backend):  # type: ignore[misc]
         worker_group.execute(begin, self.name, self.number, self.secret, self.lives, backend_config.folder)
 
     def on_shutdown(self, worker_group: Any, backend_config: FreewheelConfig) -> None:
-        """With the workers the book goes, too."""
         if hasattr(worker_group, "get_replica_groups"):
             self.end()
 
     def end(self) -> None:
-        """End what this made."""
         if self.book is not None:
             with contextlib.suppress(ray.exceptions.RayError):
                 ray.kill(self.book)
@@ -79,24 +77,24 @@ def begin(name: str, run: str, shared: bytes, lives: dict[int, int], folder: str
 def leaving_well() -> Iterator[None]:
     """A worker that left well, or came when the others had ended, is done: to Ray its exit is a failure.
 
-    The others' reports wait for all workers: one that has nothing to say goes on to say so.
+    The others' reports wait for all workers, so it goes on to report nothing until the process ends.
     """
+
+    def report_nothing() -> None:
+        with contextlib.suppress(Exception):
+            while True:
+                ray.train.report({})
+
     try:
         yield
     except Left:
-        threading.Thread(target=_report_nothing, name="freewheel-reports", daemon=True).start()
-
-
-def _report_nothing() -> None:
-    with contextlib.suppress(Exception):  # the process ends with the run
-        while True:
-            ray.train.report({})
+        threading.Thread(target=report_nothing, name="freewheel-reports", daemon=True).start()
 
 
 def watch_reports(functions: Any, reported: Callable[[], int]) -> None:
     """Refuse `ray.train.report` in the with-block: it waits for all workers, and one that is replaced has
-    reported less often than the others. `reported` says how often this worker has: Ray drops a report during
-    which a worker is lost, and it is made again."""
+    reported less often than the others. Ray drops a report during which a worker is lost: it is made again
+    until `reported`, this worker's count, has grown."""
     report = functions.report
     if getattr(report, "watched", False):  # Ray uses a process for a second worker
         return
