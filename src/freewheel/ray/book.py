@@ -1,8 +1,7 @@
 """A Ray cluster: how many workers it has room for, and where they meet.
 
 They meet at an actor that is a dictionary, which no worker's end touches. Ray starts it again, here or
-elsewhere; it is empty then, and those who train enter themselves again. Its handle finds it wherever it is,
-which no address of a TCPStore would.
+elsewhere; it is empty then, and those who train enter themselves again. Its name, unlike an address, stays.
 """
 
 from __future__ import annotations

@@ -16,7 +16,6 @@ import time
 import uuid
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +89,6 @@ class Driver:
         self.entries = Entries(self.line, self.secret)
         self.actors: dict[int, Any] = {}
         self.left: dict[Any, int] = {}  # whose answers are still to come
-        # Make the actors beyond those the run begins with, when these have their room.
-        self.later: list[Callable[[], None]] = []
         self.lives: dict[int, int] = {}
         self.raised: list[tuple[int, str]] = []  # whose scripts have raised, and what
         self.answers: dict[int, Any] = {}
@@ -114,17 +111,16 @@ class Driver:
         if begin < workers:
             log.warning("room for %d of %d workers now (each: %s); others join later", begin, workers, takes)
         self.entries.set(OPTIONS, Options(self.number, workers=begin, most=most).text)
-        options = {"scheduling_strategy": "SPREAD", **options, "namespace": NAMESPACE}
-
-        def create(rank: int) -> None:
-            make = Worker.options(**options, name=f"{self.name}-{rank}").remote  # type: ignore[attr-defined]
-            records = self.collector is not None
-            self.actors[rank] = make(f"{self.name}-book", self.number, rank, most, self.secret, records)
-            self._ask(rank)
-
-        self.later = [partial(create, rank) for rank in range(begin, most)]
+        self.most = most
+        self.options = {"scheduling_strategy": "SPREAD", **options, "namespace": NAMESPACE}
         for rank in range(begin):
-            create(rank)
+            self._create(rank)
+
+    def _create(self, rank: int) -> None:
+        make = Worker.options(**self.options, name=f"{self.name}-{rank}").remote  # type: ignore[attr-defined]
+        records = self.collector is not None
+        self.actors[rank] = make(f"{self.name}-book", self.number, rank, self.most, self.secret, records)
+        self._ask(rank)
 
     def _ask(self, rank: int) -> None:
         self.left[self.actors[rank].run.remote(self.target, os.getcwd())] = rank
@@ -183,10 +179,9 @@ class Driver:
             for life, piece in records:
                 if self.collector is not None:
                     self.collector.write(life, piece)
-        if len(self.lives) == len(self.actors):  # all it begins with have their room
-            for create in self.later:
-                create()
-            self.later = []
+        if len(self.lives) == len(self.actors):  # all it begins with have their room: now ask for the others
+            for rank in range(len(self.actors), self.most):
+                self._create(rank)
 
     def _note(self, what: str, rank: int, text: str, life: int | None = None) -> None:
         log.warning("worker %d: %s", rank, text)
