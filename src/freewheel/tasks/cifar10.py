@@ -82,10 +82,9 @@ ALLOWED = {
 
 
 class _OnlyArrays(pickle.Unpickler):
-    """Reads pickled numpy arrays and plain values only.
+    """Reads pickled numpy arrays and plain values only, for a pickle may name any function to be called.
 
-    A pickle may name any function to be called while it is read. CIFAR-10's files name the three that rebuild
-    an array; all others are refused, so that a stranger's file cannot run code here.
+    Only those that rebuild an array are `ALLOWED`, so that a stranger's file cannot run code here.
     """
 
     def find_class(self, module_name: str, global_name: str) -> Any:

@@ -30,8 +30,7 @@ NETS = {
 class Digits(Guessing):
     """Tell ten digits apart; all workers draw from the same training images, unless they are kept apart.
 
-    Settings: net (mlp or cnn), batch_size, apart (each worker has a few kinds of digits: images are dealt out
-    in the order of their labels).
+    Settings: net (mlp or cnn), batch_size, apart (images are dealt out sorted: each worker has a few kinds).
     """
 
     lr: ClassVar[float] = 0.2
