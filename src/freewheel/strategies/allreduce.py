@@ -14,8 +14,7 @@ class AllReduce(Strategy):
         x_i <- optimizer step with g
 
     Late, lost and doubled messages: a late gradient delays everybody. When a worker is lost, the others do
-    the step again, with their mean; replicas stay equal. A worker that joins begins with the weights of the
-    step at which the others wait for it.
+    the step again, with their mean; replicas stay equal. One that joins copies theirs while they wait.
 
     Example:
         >>> import freewheel as fw

@@ -27,8 +27,7 @@ class ASGD(Strategy):
     Settings: raw (workers use the optimizer's learning rate as it is; else 1/n of it, so that a round of all
     workers moves the model as far as one averaged step).
     Late, lost and doubled messages: a late update is added late (its delay τ_k counts the updates in between,
-    n - 1 on average at any speeds). A worker that dies is not missed; losing worker 0, the server, or a
-    worker's link to it, stops the run.
+    n - 1 on average at any speeds). Only losing worker 0, the server, or a link to it stops the run.
 
     Example:
         >>> import freewheel as fw

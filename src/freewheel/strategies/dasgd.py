@@ -29,8 +29,7 @@ class DASGD(Strategy):
     is later; the authors recommend the number of workers), form, raw (as in asgd).
     Late, lost and doubled messages: late updates are added late; if a peer's link cannot keep up, messages
     to it carry more steps instead of queueing. Messages lost with a dying worker or on a cut link leave a
-    lasting offset between those who heard them and the others; so may the first moments of a worker that
-    comes back.
+    lasting offset between receivers and others; so may the first moments of a worker that comes back.
 
     Example:
         >>> import freewheel as fw

@@ -17,8 +17,7 @@ class EASGD(Strategy):
         every τ steps:  e = α (x_i - c);   c <- c + e;   x_i <- x_i - e
 
     Settings: interval (τ), alpha (α; None: 0.9/n, so that n workers pull the centre by 0.9).
-    Late, lost and doubled messages: a late worker pulls late; a lost one is not missed; losing worker 0,
-    the server, stops the run.
+    Late, lost and doubled messages: late workers pull late; only losing worker 0, the server, stops the run.
 
     Example:
         >>> import freewheel as fw

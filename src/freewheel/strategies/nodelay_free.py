@@ -11,9 +11,8 @@ from freewheel.node import Node
 from freewheel.patience import Patience
 from freewheel.strategy import Strategy
 
-# More than FEW workers wait for merges, and then PART of the difference to the mean counts. At its boundary a
-# worker merges its last update with models whose own next updates are still to come: with all of the
-# difference it would keep one n-th of its update until they do.
+# More than FEW workers wait for merges, and then PART of the difference to the mean counts: with all of it a
+# worker would keep one n-th of the update it has just made until the others have made theirs.
 FEW, PART = 4, 0.7
 
 
@@ -33,8 +32,7 @@ class FreeNoDelay(Strategy):
 
     Settings: every (updates that call for a merge), tau (a worker that many gradients ahead of its last
     merge waits for the next; None: never), patience (the longest wait for a merge at a boundary, in steps;
-    0: none; None: 2 for more than 4 workers with momentum, else 0; over when the learning rate is below
-    half of its highest).
+    0: none; None: 2 for more than 4 workers with momentum, else 0; over below half of the highest rate).
     Late, lost and doubled messages: a merge in which a worker is lost is dropped on all sides and done again
     by the others; of two members that cannot reach each other one is left out. If the leader is lost while
     it says "commit", some may have heard it (counted as half); the next merge evens it out. A worker at τ

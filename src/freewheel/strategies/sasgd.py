@@ -75,8 +75,7 @@ class SASGD(Strategy):
 
     Reference: Cong, Bhardwaj, Feng, "An efficient, distributed stochastic gradient descent algorithm for
     deep-learning applications", ICPP 2017.
-    Differences: sums the optimizer's updates instead of raw gradients, which is the same for plain SGD and
-    lets any optimizer be used.
+    Differences: sums updates, not gradients: the same for plain SGD, and any optimizer will do.
     """
 
     name = "sasgd"
