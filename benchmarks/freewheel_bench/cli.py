@@ -36,10 +36,8 @@ QUICK = option(False, "One short round: whether it works, not how well.", "--qui
 BOTH = option("adpsgd,nodelay_free", "One or several, separated by commas.")
 HERE = "Rates of all workers together, as shares of the same workers' without communication."
 
-FEW = 6
-"""Columns of a table, unless all are wanted."""
-Column = tuple[str, Callable[[Figure], str]]
-"""A heading, and what stands below it."""
+FEW = 6  # columns of a table, unless all are wanted
+Column = tuple[str, Callable[[Figure], str]]  # a heading, and what stands below it
 
 COMMUNICATION: list[Column] = [
     ("strategy", lambda f: f.of),
@@ -61,7 +59,6 @@ LINKS: list[Column] = [
 
 
 def command(function: Callable[..., Any]) -> Callable[..., Any]:
-    """One of the benchmarks."""
     arrange(function)
     app.command(function.__name__)(function)
     return function
@@ -302,7 +299,6 @@ def _bar() -> Iterator[Show]:
 
 
 def _measured(work: Callable[[Show], list[Figure]], json_path: Path | None) -> list[Figure]:
-    """Do the work with a bar on stderr; write what was found."""
     check_writable(json_path)
     with _bar() as show:
         found = work(show)

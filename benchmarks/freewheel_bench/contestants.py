@@ -64,7 +64,6 @@ class Layer(nn.Module):
         self.gradient = 1e-3 * torch.randn(shape)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """What came in."""
         out: torch.Tensor = _Given.apply(self.gradient, x, self.weight)  # type: ignore[no-untyped-call]
         return out
 
@@ -78,7 +77,6 @@ class Transformer(nn.Module):
         self.net = GPT(VOCABULARY, context, width, layers, width // 64).cuda()
 
     def forward(self) -> torch.Tensor:
-        """The loss of one batch."""
         tokens = torch.randint(VOCABULARY, (self.batch, self.context + 1), device="cuda")
         with torch.autocast("cuda", torch.bfloat16):
             guesses = self.net(tokens[:, :-1])
@@ -153,12 +151,10 @@ def main() -> None:
 class Spent:
     """Where the training thread's time went beside what its layers were asked to take."""
 
-    overslept_s: float = 0.0
-    """Awake too late: no core was free, or another thread had Python's lock."""
-    stepping_s: float = 0.0
-    """After the last layer's time was over."""
+    overslept_s: float = 0.0  # awake too late: no core was free, or another thread had Python's lock
+    stepping_s: float = 0.0  # after the last layer's time was over
+    # The part of stepping_s in which the thread ran; in the rest it waited, for others or for a core.
     cpu_s: float = 0.0
-    """The part of stepping_s in which the thread ran; in the rest it waited, for others or for a core."""
 
 
 def count_steps(step: Callable[[], None], begin: float, end: float) -> float:

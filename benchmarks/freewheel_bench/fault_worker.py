@@ -9,12 +9,10 @@ import time
 
 from freewheel_bench.parent import Parent, job
 
-BATCHES = 1_000_000
-"""More than are used."""
+BATCHES = 1_000_000  # more than are used
 
 
 def main() -> None:
-    """Step until it is ended."""
     parent, asked = Parent(), job()
     import torch
 

@@ -27,8 +27,7 @@ from freewheel_bench.workers import Place, Run, Show
 
 KILL, RESTART, RENDEZVOUS, CUT = "kill", "restart", "rendezvous", "cut"
 KINDS = (KILL, RESTART, RENDEZVOUS, CUT)
-ALLOWED_S = 0.05
-"""How much longer than a step a survivor may pause."""
+ALLOWED_S = 0.05  # how much longer than a step a survivor may pause
 RESTART_ALLOWED_S = 1.0
 HEAL_ALLOWED_S = 2.0
 BEFORE_S, AFTER_S = 2.0, 4.0
@@ -38,7 +37,6 @@ DEADLINE_S = 120.0
 def faults(
     kinds: Sequence[str], load: Load, strategies: Sequence[str], kills: int, away_s: float, progress: Progress
 ) -> list[Figure]:
-    """Measure each kind of fault with each strategy."""
     found: list[Figure] = []
     kinds_run = [kind for kind in kinds if kind != RESTART or KILL not in kinds]  # one run gives both
     runs = [(kind, strategy) for kind in kinds_run for strategy in strategies]

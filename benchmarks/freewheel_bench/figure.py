@@ -11,8 +11,7 @@ class Figure:
     """One comparison. `opponent` is the key its number has in JSON: ddp, gloo or plain."""
 
     name: str
-    of: str
-    """Which of several: the strategy, the size, the device."""
+    of: str  # which of several: the strategy, the size, the device
     freewheel: float
     opponent: str
     theirs: float
@@ -21,7 +20,6 @@ class Figure:
     raw: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
-        """For a file: the names first, the raw numbers last."""
         return {
             "name": self.name,
             "of": self.of,

@@ -64,7 +64,6 @@ def family(without: Collection[int] = ()) -> list[int]:
 
 
 def shared_memory() -> set[str]:
-    """The names in shared memory now."""
     folder = Path("/dev/shm")
     return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 

@@ -56,12 +56,10 @@ class Forked:
         return self._code
 
     def kill(self) -> None:
-        """SIGKILL."""
         if self.poll() is None:
             self._process.kill()
 
     def wait(self) -> int | None:
-        """Until it has ended."""
         if self._code is None:
             self._process.join()
         return self.poll()

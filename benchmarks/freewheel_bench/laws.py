@@ -27,18 +27,14 @@ from freewheel.numbers import share
 from freewheel_bench.footprint import Footprint
 from freewheel_bench.workers import Life
 
-PAUSE_S = 10.0
-"""Longest allowed gap between two steps, on a busy machine."""
-APART = 0.1
-"""How far a replica may be from the mean, as a share of the mean's norm."""
+PAUSE_S = 10.0  # longest allowed gap between two steps, on a busy machine
+APART = 0.1  # how far a replica may be from the mean, as a share of the mean's norm
 POINT = 0.01
+# How much more there may be after the faults; what the benchmark notes of half a million steps included.
 BESIDE = Footprint(0, 0, 0, 100.0)
-"""How much more there may be after the faults; what the benchmark notes of half a million steps included."""
-DESCRIPTORS = 8
-"""How many more a spared worker may have for each worker: windows are opened as they are used."""
+DESCRIPTORS = 8  # how many more a spared worker may have for each worker: windows are opened as they are used
 
-Use = tuple[int, int]
-"""A worker's rank and the number of its life."""
+Use = tuple[int, int]  # a worker's rank and the number of its life
 
 
 @dataclass(frozen=True)
@@ -60,15 +56,13 @@ class Uses:
     batches: int
     passes: int
     by: Mapping[tuple[int, int], Sequence[Use]]
-    strange: int
-    """Lines that are no batch of any pass."""
+    strange: int  # lines that are no batch of any pass
 
     def size(self, place: int) -> int:
         """How many samples the batch at a place of an order has."""
         return min(self.batch_size, self.length - place * self.batch_size)
 
     def missing(self) -> int:
-        """How many batches nobody used."""
         return self.batches * self.passes - len(self.by)
 
     def again(self) -> int:
@@ -80,10 +74,8 @@ class Uses:
 class Taken:
     """What is taken up while all workers are up: before the first fault, and after the last."""
 
-    beside: Footprint
-    """By all processes that are no workers."""
-    spared: Footprint | None = None
-    """By the worker that no fault strikes."""
+    beside: Footprint  # by all processes that are no workers
+    spared: Footprint | None = None  # by the worker that no fault strikes
 
 
 @dataclass(frozen=True)
@@ -91,14 +83,11 @@ class Found:
     """What is left to judge when a run is over."""
 
     workers: int
-    lives: Sequence[Sequence[Life]]
-    """The processes that each worker has had."""
-    cut: set[int]
-    """Processes whose link was cut at some time."""
+    lives: Sequence[Sequence[Life]]  # the processes that each worker has had
+    cut: set[int]  # processes whose link was cut at some time
     uses: Uses
     left: list[str]
-    events: list[tuple[float, str]]
-    """What struck, and was made good, and when."""
+    events: list[tuple[float, str]]  # what struck, and was made good, and when
     before: Taken
     after: Taken
 
@@ -108,11 +97,9 @@ class Found:
         return min(float(lives[0].said["ready"]) for lives in self.lives if "ready" in lives[0].said)
 
     def results(self) -> list[dict[str, Any]]:
-        """What each worker ended with."""
         return [lives[-1].said["result"] for lives in self.lives]
 
     def killed(self) -> int:
-        """How many processes were killed."""
         return sum(life.killed for lives in self.lives for life in lives)
 
     def counted(self) -> int:
@@ -145,7 +132,6 @@ class Found:
         return sum(sum(use in whole for use in uses) > 1 for uses in self.uses.by.values())
 
     def figures(self) -> dict[str, Any]:
-        """Numbers for those who want more than yes or no."""
         steps = [step_s for lives in self.lives for life in lives for step_s in life.times]
         return {
             "passes": self.uses.passes,
@@ -217,7 +203,6 @@ def judge(found: Found, calm: Found | None = None) -> list[Law]:
 
 
 def _growth(found: Found) -> list[Law]:
-    """What there is more of after the faults."""
     pairs = [("growth beside the workers", found.before.beside, found.after.beside, BESIDE)]
     if found.before.spared is not None and found.after.spared is not None:
         allowed = Footprint(0, 8, DESCRIPTORS * found.workers, 100.0)

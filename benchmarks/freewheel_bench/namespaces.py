@@ -104,11 +104,9 @@ class Network:
         self._left.callback(subprocess.run, command, capture_output=True)
 
     def cut(self, rank: int) -> None:
-        """Let nothing through to a worker or from it."""
         self._do("ip", "link", "set", self._port(rank), "down")
 
     def heal(self, rank: int) -> None:
-        """The reverse."""
         self._do("ip", "link", "set", self._port(rank), "up")
 
     def bytes_moved(self) -> list[int]:
@@ -124,7 +122,6 @@ class Network:
 
 
 def _counted(*where: str, dev: str) -> int:
-    """Bytes that have left through an interface."""
     command = ["tc", *where, "-statistics", "-json", "qdisc", "show", "dev", dev]
     shown = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return next(int(queue["bytes"]) for queue in shown if queue["kind"] == "tbf")

@@ -42,7 +42,6 @@ def network(
         )
 
     def used(pace: Pace) -> list[float]:
-        """The used share of every link and direction."""
         return [used_share(count, link_mbit, span.seconds) for count in pace.metered]
 
     def mean_used(contestant: str) -> float:
@@ -63,5 +62,4 @@ def network(
 
 
 def used_share(moved_bytes: int, link_mbit: float, seconds: float) -> float:
-    """Which share of what a link can carry it did carry."""
     return 8 * moved_bytes / (link_mbit * 1e6 * seconds)

@@ -25,8 +25,7 @@ from freewheel_bench.rates import Progress
 from freewheel_bench.workers import START_S, Place, Workers
 
 LOOPS = PLAIN, ATTACHED, AGAIN = "plain", "attached", "plain again"
-NEVER = "adpsgd:every=1000000000"
-"""adpsgd that is there and never calls: the network stays idle."""
+NEVER = "adpsgd:every=1000000000"  # adpsgd that is there and never calls: the network stays idle
 SLICE_MS = 100.0
 
 
@@ -51,7 +50,6 @@ def overhead(devices: Sequence[str], slices: int, rounds: int, progress: Progres
 
 
 def devices_named(name: str) -> list[str]:
-    """The devices meant by auto, cpu or cuda."""
     if name not in ("auto", "cpu", "cuda"):
         raise ConfigError(f"--device must be auto, cpu or cuda, not {name!r}.")
     if name == "cuda" and not torch.cuda.is_available():
@@ -95,14 +93,12 @@ class Loop:
         self.loss: Tensor | None = None
 
     def step(self) -> None:
-        """One step as any PyTorch loop does it."""
         self.optimizer.zero_grad()
         loss = nn.functional.cross_entropy(self.model(self.inputs), self.targets)
         loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
 
     def slice_s(self, steps: int) -> float:
-        """Seconds for one step, over so many."""
         self._settle()
         begin = time.perf_counter()
         for _ in range(steps):

@@ -29,16 +29,13 @@ class Parent:
         os._exit(0)  # the benchmark has hung up
 
     def say(self, **message: Any) -> None:
-        """Send one message."""
         self._out.write(json.dumps(message) + "\n")
         self._out.flush()
 
     def hear(self) -> dict[str, Any]:
-        """Wait for the next message."""
         return self._words.get()
 
 
 def job() -> dict[str, Any]:
-    """What a worker has been asked to do."""
     read: dict[str, Any] = json.loads(sys.argv[1])
     return read

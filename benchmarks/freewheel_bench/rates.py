@@ -17,11 +17,9 @@ from freewheel.settings import setting
 from freewheel_bench.contestants import ALONE, DDP, in_step
 from freewheel_bench.workers import START_S, Place, Show, Workers
 
-Progress = Callable[[str, float], None]
-"""Called with what is running and which share of the whole is done."""
+Progress = Callable[[str, float], None]  # called with what is running and which share of the whole is done
 
-Meter = Callable[[], list[int]]
-"""Counters to read when a window begins and when it ends."""
+Meter = Callable[[], list[int]]  # counters to read when a window begins and when it ends
 
 MARGIN_S = 0.2
 
@@ -35,8 +33,7 @@ class Load:
     compute_ms: float = setting(50.0, "Time of a gradient; workers sleep through it.")
     slow: Mapping[int, float] = setting(dict, "This worker computes slower; repeatable; none: all are equal.")
     wire: str = setting("fp32", "fp32, or bf16 for half the bytes.")
-    gpt: Mapping[str, int] | None = None
-    """A real GPT on a GPU instead: its layers, width, context, batch."""
+    gpt: Mapping[str, int] | None = None  # a real GPT on a GPU instead: its layers, width, context, batch
 
     def __post_init__(self) -> None:
         at_least("--workers", self.workers, 2)
@@ -98,12 +95,10 @@ class Pace:
 
     @property
     def steps(self) -> float:
-        """Steps of all workers."""
         return sum(float(worker["steps"]) for worker in self.by_worker)
 
     @property
     def steps_per_s(self) -> float:
-        """Steps of all workers in a second."""
         return self.steps / self.seconds
 
 
@@ -164,7 +159,6 @@ def share_of_alone(paces: Mapping[str, Sequence[Pace]], contestant: str) -> floa
 
 
 def median_rate(paces: Sequence[Pace]) -> float:
-    """Worker-steps per second: the median of the rounds."""
     return statistics.median(pace.steps_per_s for pace in paces)
 
 

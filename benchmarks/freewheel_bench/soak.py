@@ -30,21 +30,17 @@ from freewheel_bench import laws
 from freewheel_bench.footprint import family, footprint, left_behind, left_standing, mark, shared_memory
 from freewheel_bench.namespaces import Network, check_possible
 from freewheel_bench.rates import Progress
-from freewheel_bench.workers import Life, Place, Run, Show
+from freewheel_bench.workers import Place, Run, Show
 
 KILL, STORE, CUT = "kill", "store", "cut"
 OFTEN = {KILL: 4, STORE: 1, CUT: 2}
+# How long a worker or a store is gone, or a link down.
 AWAY_S = {KILL: (0.1, 2.0), STORE: (1.0, 6.0), CUT: (1.0, 8.0)}
-"""How long a worker or a store is gone, or a link down."""
 MINUTES = 3.0
-EVERY_S = 4.0
-"""Between two faults, unless their number is given."""
-CALM_S = 15.0
-"""At the end of a run nothing strikes for so long."""
-STEPS_UP = 20
-"""A worker that has made so many steps knows what the others know."""
-SETTLED_S = 4.0
-"""So long after its link is back a worker has told what it did alone."""
+EVERY_S = 4.0  # between two faults, unless their number is given
+CALM_S = 15.0  # at the end of a run nothing strikes for so long
+STEPS_UP = 20  # a worker that has made so many steps knows what the others know
+SETTLED_S = 4.0  # so long after its link is back a worker has told what it did alone
 STUCK_S = 60.0
 LOOK_S = 0.02
 
@@ -54,14 +50,12 @@ class Soak:
     """What is asked for."""
 
     workers: int = 4
+    # Default: as long as the faults take, if their number and pace are given; else MINUTES.
     minutes: float | None = None
-    """Default: as long as the faults take, if their number and pace are given; else MINUTES."""
     kinds: tuple[str, ...] = (KILL, STORE)
     faults: int | None = None
-    every: float | None = None
-    """Seconds between two faults; default: they come at random moments."""
-    spare: int | None = None
-    """The worker that no fault strikes: what it takes up is compared, too."""
+    every: float | None = None  # seconds between two faults; default: they come at random moments
+    spare: int | None = None  # the worker that no fault strikes: what it takes up is compared, too
     seed: int = 0
     strategy: str = "adpsgd"
     step_ms: float = 50.0
@@ -96,7 +90,6 @@ class Soak:
         return 60 * (self.minutes or MINUTES)
 
     def passes(self, batches: int) -> int:
-        """How many passes over so many batches take the time, if nobody is missing."""
         return max(1, round(1e3 * self.seconds * self.workers / self.step_ms / batches))
 
     def drawn(self) -> list[Fault]:
@@ -120,7 +113,6 @@ class Soak:
 
 
 def possible() -> tuple[str, ...]:
-    """The kinds of faults that can be made on this machine, by this user."""
     try:
         check_possible()
     except ConfigError:
@@ -132,11 +124,9 @@ def possible() -> tuple[str, ...]:
 class Fault:
     """One thing that goes wrong, and is well again after a while."""
 
-    at: float
-    """At which share of the run's passes; with `every`, how many seconds after all were up."""
+    at: float  # at which share of the run's passes; with `every`, how many seconds after all were up
     kind: str
-    ranks: tuple[int, ...]
-    """Whom it strikes: the first of these that may be struck."""
+    ranks: tuple[int, ...]  # whom it strikes: the first of these that may be struck
     away_s: float
 
 
@@ -151,11 +141,9 @@ class Report:
 
     @property
     def held(self) -> bool:
-        """Whether all laws held."""
         return all(law.held for law in self.laws)
 
     def as_json(self) -> str:
-        """All of it."""
         return json.dumps(asdict(self) | {"held": self.held}, indent=2) + "\n"
 
 
@@ -231,41 +219,31 @@ class _Trial:
     """Workers from the first one's start to the last one's end, and what strikes them on the way."""
 
     def __init__(
-        self,
-        asked: Soak,
-        run: Run,
-        network: Network | None,
-        faults: list[Fault],
-        passes: int,
-        show: Show,
+        self, asked: Soak, run: Run, network: Network | None, faults: list[Fault], passes: int, show: Show
     ) -> None:
         self.asked, self.run, self.network, self.passes, self.show = asked, run, network, passes, show
         self.faults = faults
-        self.mending: list[tuple[float, Callable[[], None]]] = []
-        """What is made good, and when."""
+        self.mending: list[tuple[float, Callable[[], None]]] = []  # what is made good, and when
         self.cut: set[int] = set()
         self.store_away = False
-        self.unsettled: dict[int, float] = {}
-        """Until when workers whose link was cut are left alone."""
-        self.cut_lives: set[int] = set()
-        """Processes that were cut off at some time."""
+        self.unsettled: dict[int, float] = {}  # until when workers whose link was cut are left alone
+        self.cut_lives: set[int] = set()  # processes that were cut off at some time
         self.events: list[tuple[float, str]] = []
         self.before: laws.Taken | None = None
         self.after: laws.Taken | None = None
-        self.all_up_s = math.inf
-        """When all were up for the first time."""
+        self.all_up_s = math.inf  # when all were up for the first time
 
     def _note(self, what: str) -> None:
         self.events.append((time.monotonic(), what))
 
     def until_over(self) -> None:
-        """Let them train to the end."""
         steps, since_s, share = 0, time.monotonic(), 0.0
         while not all("result" in life.said for life in self.run.present):
             now_s = time.monotonic()
             self.run.check()
             self._mend(now_s)
-            share = max(share, self._progress() / self.passes)
+            said = (life.steps[-1].progress for life in self.run.present if life.steps)
+            share = max(share, max(said, default=0.0) / self.passes)
             self.show(share)
             self._look(now_s)
             at = share if self.asked.every is None else now_s - self.all_up_s
@@ -301,16 +279,9 @@ class _Trial:
         spared = None if self.asked.spare is None else footprint([workers[self.asked.spare]])
         return laws.Taken(footprint(family(without=workers)), spared)
 
-    def _present(self, rank: int) -> Life:
-        return self.run.lives[rank][-1]
-
-    def _progress(self) -> float:
-        return max((life.steps[-1].progress for life in self.run.present if life.steps), default=0.0)
-
     def _state(self) -> str:
         said = []
-        for rank in range(self.asked.workers):
-            life = self._present(rank)
+        for rank, life in enumerate(self.run.present):
             words = f"{len(life.times)} steps, the last {life.steps[-1]}" if life.steps else f"{life.said}"
             said.append(f"worker {rank} in life {len(self.run.lives[rank])}: {words}")
         return "; ".join(said)
@@ -340,12 +311,12 @@ class _Trial:
             self.network.cut(rank)
             self._note(f"worker {rank} cut off")
             self.cut.add(rank)
-            self.cut_lives.add(self._present(rank).process.pid)
+            self.cut_lives.add(self.run.present[rank].process.pid)
             self.mending.append((now_s + fault.away_s, lambda: self._heal(rank)))
         return True
 
     def _fit(self, rank: int) -> bool:
-        life = self._present(rank)
+        life = self.run.present[rank]
         return not life.killed and len(life.times) >= STEPS_UP and rank not in self.cut
 
     def _others_fit(self, rank: int) -> int:
@@ -353,7 +324,7 @@ class _Trial:
 
     def _may_be_killed(self, rank: int, now_s: float) -> bool:
         """Also while it joins: but not while what it did alone is not known."""
-        life, alone = self._present(rank), rank in self.cut or now_s < self.unsettled.get(rank, 0.0)
+        life, alone = self.run.present[rank], rank in self.cut or now_s < self.unsettled.get(rank, 0.0)
         return "imported" in life.said and not life.killed and not alone and self._others_fit(rank) >= 1
 
     def _may_be_cut(self, rank: int, _now_s: float) -> bool:

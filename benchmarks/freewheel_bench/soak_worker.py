@@ -25,7 +25,6 @@ from freewheel_bench.parent import Parent, job
 
 
 def main() -> None:
-    """Train all passes and say how it ended."""
     parent, asked = Parent(), job()
     torch.set_num_threads(1)
     task, images, labels = _digits(Path(asked["folder"]))

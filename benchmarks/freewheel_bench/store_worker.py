@@ -12,7 +12,6 @@ from freewheel_bench.parent import Parent, job
 
 
 def main() -> None:
-    """Host it until the benchmark hangs up."""
     parent, asked = Parent(), job()
     store, *_ = host_store(asked["at"])
     if asked["options"]:

@@ -25,7 +25,6 @@ UNIT = "share of the rate without communication"
 
 
 def straggler(load: Load, strategies: Sequence[str], span: Span, progress: Progress) -> list[Figure]:
-    """Measure all contestants; one figure for each strategy."""
     if load.gpt is not None and not torch.cuda.is_available():
         raise ConfigError("bench gpu needs a CUDA device, and torch sees none here. Try bench straggler.")
     name = "gpu" if load.gpt is not None else "straggler" if load.slow else "equal"
@@ -66,7 +65,6 @@ def communication(paces: Sequence[Pace]) -> dict[str, float]:
 
 
 def in_one_round(pace: Pace) -> dict[str, Any]:
-    """The raw numbers of one contestant in one round."""
     return {
         "steps_per_s": pace.steps_per_s,
         "waiting_share": pace.waiting_share,

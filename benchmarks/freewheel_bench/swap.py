@@ -113,14 +113,12 @@ class Gloo:
         self.mine, self.theirs, self.peer = torch.randn(size), torch.zeros(size), peer
 
     def swap(self) -> None:
-        """Both vectors on both sides."""
         works = [dist.isend(self.mine, self.peer), dist.irecv(self.theirs, self.peer)]
         for work in works:
             assert work is not None
             work.wait()
 
     def exchange(self) -> None:
-        """What AD-PSGD makes of both."""
         self.swap()
         self.theirs.sub_(self.mine).mul_(0.5)
 
@@ -172,14 +170,12 @@ class Party:
         await sending
 
     async def exchange(self) -> None:
-        """What AD-PSGD makes of both."""
         if self.fabric.rank == 0:
             while not await self._exchanges.call(self.peer):
                 await asyncio.sleep(0)
         await self._done.acquire()
 
     async def close(self) -> None:
-        """Say goodbye."""
         for task in self._tasks:
             task.cancel()
         await self.fabric.close()
@@ -248,7 +244,6 @@ async def _work(parent: Parent, asked: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Swap in turns and tell how long each took."""
     parent, asked = Parent(), job()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

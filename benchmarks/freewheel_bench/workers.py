@@ -39,8 +39,7 @@ LOOK_S = 0.02
 STORE = "freewheel_bench.store_worker"
 OURS = str(Path(__file__).parents[1])
 
-Show = Callable[[float], None]
-"""Takes the share of something that is done, a few times a second."""
+Show = Callable[[float], None]  # takes the share of something that is done, a few times a second
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,6 @@ class Place:
 
     @property
     def command(self) -> tuple[str, ...]:
-        """What runs a command there."""
         return () if self.namespace is None else ("ip", "netns", "exec", self.namespace)
 
 
@@ -73,8 +71,7 @@ class Life:
 
     process: subprocess.Popen[str] | Forked
     errors: IO[str]
-    keep: int | None = None
-    """How many of the newest steps are kept; of the others, their times are."""
+    keep: int | None = None  # how many of the newest steps are kept; of the others, their times are
     said: dict[str, Any] = field(default_factory=dict)
     killed: bool = False
 
@@ -84,7 +81,6 @@ class Life:
         self._reader = threading.Thread(target=self._listen, daemon=True)
 
     def listen(self) -> Self:
-        """Note what it says until it ends."""
         self._reader.start()
         return self
 
@@ -100,12 +96,10 @@ class Life:
                         self.said |= words
 
     def stepped(self, step: Step) -> None:
-        """It has made a step."""
         self.steps.append(step)
         self.times.append(step.time)
 
     def tell(self, message: Mapping[str, Any]) -> None:
-        """Say something to it; one that has ended hears nothing."""
         assert self.process.stdin is not None
         with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(json.dumps(message) + "\n")
@@ -154,8 +148,7 @@ class Workers:
         keep: int | None = None,
     ) -> None:
         self.what = f"{module.rpartition('.')[2]} {job.get('contestant', '')}".strip()
-        self.lives: list[list[Life]] = [[] for _ in places]
-        """The processes that each worker has had."""
+        self.lives: list[list[Life]] = [[] for _ in places]  # the processes that each worker has had
         self.environment: dict[str, str] = {}
         self.port = free_port()
         self._module, self._job, self._places, self._forked, self._keep = module, job, places, forked, keep
@@ -178,11 +171,9 @@ class Workers:
 
     @property
     def present(self) -> list[Life]:
-        """The newest process of each worker."""
         return [lives[-1] for lives in self.lives]
 
     def start(self, rank: int) -> Life:
-        """Start a worker, for the first time or again."""
         place, world = self._places[rank], str(len(self._places))
         asked = json.dumps({**self._job, "address": place.address, "life": len(self.lives[rank])})
         dropped = ("TORCHELASTIC_", "GLOO_", "GROUP_", "ROLE_")
@@ -219,12 +210,10 @@ class Workers:
         return life
 
     def kill(self, rank: int) -> None:
-        """SIGKILL, without a word."""
         self.lives[rank][-1].strike()
         self.lives[rank][-1].bury()
 
     def tell(self, **message: Any) -> None:
-        """Say something to all workers."""
         for life in self.present:
             life.tell(message)
 
@@ -247,12 +236,10 @@ class Workers:
         return [life.said[word] for life in self.present]
 
     def finish(self, within_s: float) -> None:
-        """Wait until all workers have ended well."""
         self.until("the workers to end", lambda: all(life.over for life in self.present), within_s)
         self.check()
 
     def sleep(self, seconds: float, show: Show = lambda share: None) -> None:
-        """Let them work for a while."""
         end = time.monotonic() + seconds
         while (left := end - time.monotonic()) > 0:
             self.check()
@@ -260,7 +247,6 @@ class Workers:
             time.sleep(min(left, 0.1))
 
     def until(self, what: str, true: Callable[[], bool], within_s: float) -> None:
-        """Wait until something is so."""
         end = time.monotonic() + within_s
         while not true():
             self.check()
@@ -271,7 +257,6 @@ class Workers:
             time.sleep(LOOK_S)
 
     def check(self) -> None:
-        """Raise if a worker has ended with an error."""
         for rank, lives in enumerate(self.lives):
             text = lives[-1].failure() if lives else None
             if text is not None:
@@ -322,13 +307,11 @@ class Run(Workers):
             raise
 
     def end_store(self) -> None:
-        """Kill the store."""
         if self.store is not None:
             self.store.__exit__()
             self.store = None
 
     def all_registered(self) -> bool:
-        """Whether the store has everybody's address."""
         host, ranks = self._places[0].address, range(len(self._places))
         with (
             contextlib.suppress(OSError, RuntimeError),
@@ -339,7 +322,6 @@ class Run(Workers):
 
 
 def free_port() -> int:
-    """A port nobody listens on at this moment."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port: int = probe.getsockname()[1]
         return port
