@@ -29,18 +29,15 @@ class FreewheelBackend(Backend):  # type: ignore[misc]
     """In Ray Train's controller: makes the book, and counts how often each worker was started."""
 
     has_replica_groups = True  # each worker is one: Ray replaces it, and nobody else
-
-    def __init__(self) -> None:
-        self.name, self.number, self.secret = "", "", b""
-        self.book: Any = None
-        self.lives: dict[int, int] = {}
+    book: Any = None
 
     def on_start(self, worker_group: Any, backend_config: FreewheelConfig) -> None:
         """Tell workers their places: all of them at the beginning, one where it is replaced."""
         workers = worker_group.get_workers()
         if hasattr(worker_group, "get_replica_groups"):  # all, who have nobody to copy: another run
             self.end()
-            self.number, self.secret, self.lives = secrets.token_hex(16), secret.make(), {}
+            self.number, self.secret = secrets.token_hex(16), secret.make()
+            self.lives: dict[int, int] = {}
             self.name = f"freewheel-{self.number[:8]}-book"
             self.book = open_book(self.name)
             given = Options(self.number, workers=len(workers), most=len(workers))
