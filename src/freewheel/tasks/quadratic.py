@@ -43,7 +43,7 @@ class Quadratic(Task):
     def __post_init__(self) -> None:
         at_least("quadratic: size", self.size, 1)
         at_least("quadratic: sigma", self.sigma, 0)
-        if self.clip is not None and self.clip <= 0:
+        if self.clip is not None and not self.clip > 0:
             raise ConfigError(f"quadratic: clip must be above 0, not {self.clip:g}.")
 
     def prepare(self, workers: int, seed: int) -> None:
