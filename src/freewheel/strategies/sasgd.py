@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from freewheel.errors import ConfigError, at_least
+from freewheel.errors import ConfigError, above_zero, at_least
 from freewheel.fabric.merges import Merge
 from freewheel.node import Node
 from freewheel.strategy import LONGEST, Machines, Strategy
@@ -110,8 +110,8 @@ class SASGD(Strategy):
         check_state("sasgd", self.state or "local", self.state_every)
         if self.state == "averaged" and self.scale is not None:
             raise ConfigError("sasgd: state=averaged goes with the mean of the models; leave scale out.")
-        if self.scale is not None and not 0 < self.scale < math.inf:
-            raise ConfigError(f"sasgd: the scale γ_p/γ must be above 0, not {self.scale:g}.")
+        if self.scale is not None:
+            above_zero("sasgd: the scale γ_p/γ", self.scale)
         if self.outer is not None and not 0 <= self.outer < 1:
             raise ConfigError(f"sasgd: outer must be at least 0 and below 1, not {self.outer:g}.")
         if self.outer and self.scale is not None:
