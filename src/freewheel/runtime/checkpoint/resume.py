@@ -25,11 +25,7 @@ from freewheel.runtime.membership.rendezvous import Rendezvous
 from freewheel.runtime.worker.checks import first_difference, members
 from freewheel.runtime.worker.inventory import Inventory, TensorMean
 
-TOGETHER = (
-    "all",
-    "neighbours",
-    "group",
-)  # values of `Strategy.waits_for` with which steps are numbered alike
+TOGETHER = ("all", "neighbours", "group")  # values of `Strategy.waits_for` under which steps number alike
 CENTRE = "centre"  # the vector in which a strategy with a server keeps the model, which is the answer
 FOREIGN = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # endings of other programs' checkpoints
 
