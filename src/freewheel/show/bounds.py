@@ -34,18 +34,17 @@ class Bound:
 
     @property
     def share(self) -> float | None:
-        """Measured over bound; None of a bound of 0."""
         return self.measured / self.bound if self.bound else None
 
     @property
     def holds(self) -> bool:
-        """Whether the run kept to it, up to rounding; "about" allows 15 %."""
+        """Up to rounding; "about" allows 15 %."""
         over, rounding = self.measured - self.bound, 1e-9 + 1e-6 * abs(self.bound)
         return over <= rounding if self.kind == "at most" else abs(over) <= ABOUT * abs(self.bound) + rounding
 
 
 def bounds(result: Result) -> list[Bound]:
-    """The rows for one run; none where nothing is known about its strategy or its scenario."""
+    """Empty where nothing is known about the strategy or the scenario."""
     figures = {
         "largest discrepancy": ("", result.discrepancy_max),
         "largest staleness": ("steps", result.staleness_max),
@@ -71,7 +70,7 @@ def _laws(result: Result, own: dict[str, Any]) -> Iterator[Law]:
 
 
 def _real(result: Result) -> Iterator[Law]:
-    """Of real machines, which do other things meanwhile: what their workers could do."""
+    """Of real machines, which also do other things: bounds on what their workers could do."""
     workers, lockstep = result.by_worker, result.settings.get("waits_for") in LOCKSTEP
     if lockstep and (len(workers) != result.workers or len({worker["steps"] for worker in workers}) > 1):
         return  # somebody came, went or fell behind
@@ -85,7 +84,7 @@ def _real(result: Result) -> Iterator[Law]:
 
 
 def _simulated(result: Result, own: dict[str, Any]) -> Iterator[Law]:
-    """Of virtual time, where a step takes exactly what it was told to."""
+    """Of virtual time, in which a step takes exactly the time it was given."""
     yield from _weights(result, own)
     n, waits_for = result.workers, result.settings.get("waits_for")
     compute = result.scenario.get("compute", {})
@@ -112,7 +111,7 @@ def _simulated(result: Result, own: dict[str, Any]) -> Iterator[Law]:
 
 
 def _weights(result: Result, own: dict[str, Any]) -> Iterator[Law]:
-    """How far replicas get from each other: each by own steps, as large as the largest gradient."""
+    """How far replicas drift apart: their own steps, each as large as the largest gradient."""
     settings = result.settings
     norm = max((worker.get("gradient_norm_max", 0.0) for worker in result.by_worker), default=0.0)
     # With momentum or AdamW an update is no longer the learning rate times one gradient.
@@ -136,7 +135,7 @@ def _weights(result: Result, own: dict[str, Any]) -> Iterator[Law]:
 
 
 def _merging(result: Result, own: dict[str, Any], times_s: list[float]) -> Iterator[Law]:
-    """What merges of all workers cost, where all links are equal and nothing else is sent."""
+    """The cost of merges of all workers, where links are equal and carry nothing else."""
     links, n = result.scenario.get("links", {}), result.workers
     unequal = any(factor != 1 for factor in links.get("slow", {}).values())
     if not links or unequal or links["backbone_mbit"] is not None or links["workers_per_node"] > 1:

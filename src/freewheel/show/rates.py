@@ -22,13 +22,13 @@ FEW = 3  # steps that are too few to say how long one takes
 
 
 def grown(track: Track, name: str, times_s: Sequence[float] | Floats) -> Floats:
-    """A sum of a worker at some moments of the run's clock, as if it grew evenly between samples."""
+    """A sum of a worker at these moments, interpolated between its samples."""
     found: Floats = np.interp(times_s, track.array("time"), np.nan_to_num(track.array(name)), left=0.0)
     return found
 
 
 def rate(track: Track, name: str = "steps", over_s: float = LATELY_S) -> float | None:
-    """How fast a sum grew in the last seconds in which the worker lived; None: it has not lived yet."""
+    """Growth per second in the last seconds of the worker's life; None: it has not lived yet."""
     end_s = track.value("time") or 0.0
     span_s = (end_s - over_s, end_s)
     (begin, end), (born, now) = (grown(track, one, span_s) for one in (name, "elapsed_s"))
@@ -36,12 +36,12 @@ def rate(track: Track, name: str = "steps", over_s: float = LATELY_S) -> float |
 
 
 def every_s(told: Sequence[float] | Floats) -> float:
-    """How often a worker writes, as its last samples show."""
+    """How often a worker writes, judged by its last samples."""
     return float(np.median(np.diff(told[-10:]))) if len(told) > 1 else 0.0
 
 
 def blocked(tracks: Iterable[Track]) -> dict[str, float]:
-    """Which share of the workers' time they waited for what."""
+    """The share of the workers' time spent waiting, by cause."""
     tracks = list(tracks)
     lived_s = sum(track.value("elapsed_s") or 0.0 for track in tracks) or math.inf
     waited_s = {cause: sum(track.value(f"{cause}_s") or 0.0 for track in tracks) for cause in CAUSES}
@@ -49,12 +49,12 @@ def blocked(tracks: Iterable[Track]) -> dict[str, float]:
 
 
 def elapsed_s(run: Run) -> float:
-    """How long a run has gone on, or went on, on its own clock."""
+    """How long the run has gone on, on its own clock."""
     return max(0.0, (run.now if run.live else run.ended_s) - run.began_s) if run.workers else 0.0
 
 
 def standing(run: Run) -> str:
-    """How a run stands, in a word: starting, live, finished (all of it), ended (not all), or silent."""
+    """starting, live, finished (all workers), ended (not all), or silent."""
     states = {run.state(rank) for rank in run.workers}
     if not states or run.live:
         return "live" if states else "starting"
@@ -62,20 +62,20 @@ def standing(run: Run) -> str:
 
 
 def rates(run: Run) -> tuple[float | None, float | None]:
-    """Steps of all workers in a second, and which share of the ideal of all of them that is."""
+    """Steps of all workers in a second, and their share of the ideal."""
     took_s, ideal = run.ended_s - run.began_s, ideal_per_s(run)
     rate = run.total("steps") / took_s if took_s > 0 else 0.0
     return rate or None, min(1.0, rate / ideal) if rate and ideal else None
 
 
 def ideal_per_s(run: Run) -> float:
-    """Steps of all workers in a second if none ever waited; 0: nobody knows."""
+    """Steps of all workers in a second if none ever waited; 0: not known."""
     settings = run.about.get("settings") or {}
     return settings.get("ideal_per_s") or sum(1 / t for t in step_times_s(run.lives).values())
 
 
 def step_times_s(lives: Lives) -> dict[int, float]:
-    """What a step took each worker that has made one, without waiting."""
+    """A step's time without waiting, of each worker that has made one."""
     steps, computing = defaultdict[int, float](float), defaultdict[int, float](float)
     for life in lives:
         steps[life["rank"]] += life["steps"]
@@ -84,7 +84,7 @@ def step_times_s(lives: Lives) -> dict[int, float]:
 
 
 def staleness(run: Run) -> dict[int, int]:
-    """How often which staleness was met in all lives of all workers: the least of a class, and a count."""
+    """How often each staleness was met by all workers: the least of its class, and a count."""
     counts = Counter[int]()
     for life in run.lives:
         counts.update({int(least): int(met) for least, met in (life.get("staleness_counts") or {}).items()})
@@ -92,7 +92,6 @@ def staleness(run: Run) -> dict[int, int]:
 
 
 def trouble(lives: Lives) -> list[str]:
-    """What went wrong in all lives of all workers, in words."""
     counts = Counter[str]()
     for life in lives:
         for kind in ("exchanges", "merges"):
@@ -103,19 +102,19 @@ def trouble(lives: Lives) -> list[str]:
 
 
 def mean(values: Iterable[float | None]) -> float | None:
-    """The mean of what is known."""
+    """Of what is known; None: nothing is."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def summed(values: Iterable[float | None]) -> float | None:
-    """The sum of what is known."""
+    """Of what is known; None: nothing is."""
     known = [value for value in values if value is not None]
     return math.fsum(known) if known else None
 
 
 def result_of(run: Run) -> Result:
-    """The figures of a run's folder, up to its last sample; refuses one that has nothing to tell yet."""
+    """Refuses a run that has no figures yet."""
     why = ""
     if not any(life["steps"] and life.get("elapsed_s") for life in run.lives):
         starting = "is still starting: no worker has made a step. Try again when one has"
@@ -174,7 +173,7 @@ class Series:
 
 
 def series(run: Run) -> Series:
-    """The series of a run in which a worker has written something, as far as it has come."""
+    """Needs a worker that has written something."""
     clock, width_s = np.linspace(run.began_s, run.ended_s, MOMENTS, retstep=True)
     tracks = run.workers.values()
     over_s = max(RATE_OVER * width_s, *(10 * every_s(track.array("time")) for track in tracks))

@@ -47,7 +47,6 @@ class Row:
 
 
 def rows(run: Run) -> list[Row]:
-    """One row for each worker, in order of rank."""
     live = run.live
     return [_row(run, rank, live) for rank in run.ranks]
 
@@ -86,7 +85,7 @@ def _row(run: Run, rank: int, live: bool) -> Row:
 
 
 def total(run: Run, all_rows: Sequence[Row]) -> Row:
-    """Sums; of shares and loss the mean, of staleness that of all exchanges; of discrepancies the largest."""
+    """Sums; the mean of shares and losses, the largest discrepancy."""
     states = Counter(row.state for row in all_rows)
     counted: dict[str, Any] = {name: sum(getattr(row, name) for row in all_rows) for name in COUNTED}
     per_s = rates.summed(row.steps_per_s for row in all_rows)
@@ -148,7 +147,7 @@ COLUMNS: dict[str, tuple[str, Callable[[list[Any]], list[str]]]] = {
 
 
 def columns(shown: Sequence[Row]) -> list[Column]:
-    """The table of workers, whose last row is that of all; columns with nothing to tell are left out."""
+    """The last row is that of all workers; columns with nothing to tell are left out."""
     found = []
     for key, (name, text) in COLUMNS.items():
         cells = text(values := [getattr(row, name) for row in shown])
@@ -158,19 +157,19 @@ def columns(shown: Sequence[Row]) -> list[Column]:
 
 
 def printable(text: object) -> str:
-    """What a file says, on one line and without anything that steers a terminal."""
+    """On one line, without characters that steer a terminal."""
     return "".join(one if one.isprintable() else " " for one in str(text)).strip()
 
 
 def most_telling(all_rows: Sequence[Row], most: int) -> list[Row]:
-    """Those to show where there is no room for all: dead and silent ones, then the slowest, by rank."""
+    """Where there is no room for all: the dead and silent, then the slowest; by rank."""
     order = {"dead": 0, "silent": 1, "joining": 2, "training": 3, "finished": 4}
     found = sorted(all_rows, key=lambda row: (order.get(row.state, 3), row.speed))
     return sorted(found[:most], key=lambda row: row.rank or 0)
 
 
 def history(run: Run, cells: int) -> dict[int | None, list[float | None]]:
-    """Steps per second in each of so many parts of the time drawn, for each worker and, as None, for all."""
+    """Steps per second in equal parts of the time drawn, of each worker and, as None, of all."""
     begin_s, end_s = run.began_s, run.last_s
     if run.live and run.clock == "wall":
         begin_s, end_s = max(begin_s, run.now - DRAWN_S), run.now

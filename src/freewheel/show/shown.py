@@ -82,62 +82,55 @@ class Shown:
 
     @property
     def run(self) -> Run:
-        """Its records, where there are some."""
         assert self.records is not None, f"{self.label} has no records"
         return self.records
 
     @property
     def result(self) -> Result:
-        """Its figures, where it has made a step."""
         assert self.summary is not None, f"{self.label} has no result"
         return self.summary
 
     @property
     def about(self) -> dict[str, Any]:
-        """What was run."""
         return self.run.about if self.summary is None else vars(self.summary)
 
     @property
     def clock(self) -> str:
-        """Whose seconds these are: wall or virtual."""
+        """wall or virtual."""
         return self.run.clock if self.summary is None else self.summary.clock
 
     @property
     def colour(self) -> str:
-        """The run's colour in every figure."""
         return COLOURS[self.hue % len(COLOURS)]
 
     @property
     def style(self) -> int:
-        """Which of the dashes it has: the first eight runs have solid lines."""
+        """Its dashes; the first eight runs have solid lines."""
         return self.hue // len(COLOURS) % len(DASHES)
 
     @cached_property
     def series(self) -> Series:
-        """Computed once for all figures."""
         return series(self.run)
 
     @cached_property
     def rows(self) -> list[Row]:
-        """One for each worker, for tables and what stands above them."""
         return rows(self.run)
 
     @cached_property
     def began_s(self) -> float:
-        """When the run began, on its own clock."""
         return self.run.began_s
 
     def at(self, time: float) -> float:
-        """A moment of the run, as the axis of time counts."""
+        """A moment of the run on the axis of time."""
         return (time - self.began_s) / self.unit_s
 
     def setting(self, name: str) -> str:
-        """One of the settings in words; nothing where the run does not say."""
+        """As text; empty where the run does not say."""
         return str((self.about.get("settings") or {}).get(name) or "")
 
 
 def shown(runs: Sequence[Run]) -> list[Shown]:
-    """Runs that may not have begun yet, on one axis of time."""
+    """Runs on one axis of time; they need not have begun."""
     names = [str(run.about.get("strategy") or run.folder.name) for run in runs]
     each = zip(names, range(len(names)), hues(names), runs, strict=True)
     return timed(_named([Shown(*one) for one in each]))
@@ -153,7 +146,7 @@ def hues(strategies: Sequence[str]) -> list[int]:
 
 
 def timed(found: list[Shown]) -> list[Shown]:
-    """The same runs, on an axis of time that suits the longest."""
+    """Sets the unit of time by the longest run."""
     spans = [one.run.last_s - one.began_s for one in found if one.run.workers]
     longest = max(spans, default=0.0)
     for one in found:
@@ -162,7 +155,6 @@ def timed(found: list[Shown]) -> list[Shown]:
 
 
 def ranked(results: Sequence[Result], runs: Sequence[Run | None] = ()) -> list[Shown]:
-    """Results under names that tell them apart, with their records where those are given."""
     names = [result.strategy for result in results]
     records = list(runs) or [None] * len(results)
     each = zip(names, range(len(names)), hues(names), records, results, strict=True)
@@ -170,7 +162,7 @@ def ranked(results: Sequence[Result], runs: Sequence[Run | None] = ()) -> list[S
 
 
 def _named(found: list[Shown]) -> list[Shown]:
-    """With names apart: twins get the settings they differ in, their folder's name, or a number."""
+    """Tells runs of one label apart by settings that differ, the folder's name, or a number."""
     for twins in _twins(found):
         each = [(one.about.get("settings") or {}, one.about.get("workers")) for one in twins]
         flat = [flatten({**of.get("strategy", {}), **of.get("scenario", {}), "workers": n}) for of, n in each]
@@ -185,7 +177,6 @@ def _named(found: list[Shown]) -> list[Shown]:
 
 
 def _twins(found: list[Shown]) -> list[list[Shown]]:
-    """Those whose label is there more than once."""
     alike = defaultdict[str, list[Shown]](list)
     for one in found:
         alike[one.label].append(one)
@@ -205,6 +196,6 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def differing(settings: Sequence[dict[str, str]]) -> list[str]:
-    """The keys that not all of these settings have with the same value."""
+    """The keys whose values are not the same in all of these settings."""
     keys = dict.fromkeys(key for one in settings for key in one)
     return [key for key in keys if len({one.get(key) for one in settings}) > 1]

@@ -37,7 +37,7 @@ Point = tuple[float, float, float]  # a time, the steps of all workers until the
 
 
 def versus(results: Sequence[Result]) -> list[Versus]:
-    """All runs beside each other; none where there are not several, or nothing was learned."""
+    """Empty for a single run, for mixed clocks, and where nothing was learned."""
     if len(results) < 2 or len({result.clock for result in results}) > 1:
         return []
     for of in ("accuracy", "loss"):
@@ -64,13 +64,13 @@ def versus(results: Sequence[Result]) -> list[Versus]:
 
 
 def baseline_of(results: Sequence[Result]) -> int | None:
-    """The place of the run that the others are compared with, if there is one."""
+    """The place of the run that the others are compared with."""
     names = [one.strategy for one in results]
     return next((names.index(one) for one in BASELINES if one in names), None)
 
 
 def goal(results: Sequence[Result]) -> tuple[float | None, list[float | None]]:
-    """The accuracy that runs are timed to, chosen or the baseline's; and when each reached it."""
+    """The target accuracy, chosen or the baseline's, and when each run reached it."""
     if target := next((one.target for one in results if one.target), None):
         return target, [one.target_s for one in results]
     rows = versus(results)
@@ -78,7 +78,7 @@ def goal(results: Sequence[Result]) -> tuple[float | None, list[float | None]]:
 
 
 def race(names: Sequence[str], results: Sequence[Result]) -> str:
-    """Who reaches the target first, how much sooner than the baseline, and who does not; "": no target."""
+    """Who reached the target when, in words; empty where there is no target."""
     target, after_s = goal(results)
     if target is None:
         return ""
@@ -102,7 +102,7 @@ def _points(result: Result, what: str) -> list[Point]:
 
 
 def _at(points: Sequence[Point], axis: int, moment: float) -> float | None:
-    """What was measured at this moment, or lies between what was measured around it."""
+    """The value at this moment, interpolated."""
     if moment <= 0:  # a script need not say how many steps were made
         return None
     if points[-1][axis] <= ALIKE * moment:
@@ -136,7 +136,7 @@ def column(
     text: Callable[[Any], str] = number,
     best: Callable[[Iterable[float]], float] | None = None,
 ) -> Column:
-    """A column of figures; of several that differ the best may be marked."""
+    """A column of figures, in which the best may be marked if they differ."""
     known = [value for value in values if value is not None]
     top = best(known) if best is not None and len(set(known)) > 1 else None
     marked = (place for place, value in enumerate(values) if value is not None and value == top)
@@ -144,12 +144,12 @@ def column(
 
 
 def filled(columns: Iterable[Column]) -> list[Column]:
-    """Without those nobody has a value for."""
+    """Leaves out columns without any value."""
     return [one for one in columns if any(cell != UNKNOWN for cell in one.cells)]
 
 
 def _columns(runs: Sequence[Shown]) -> tuple[list[Column], ...]:
-    """What is run; how fast it is, what that is worth beside the others, and how well it learned."""
+    """In groups: the run, its speed, its worth beside the others, what it learned."""
     results = [run.result for run in runs]
 
     def of(head: str, value: Callable[[Result], Any], *how: Any) -> Column:
@@ -180,7 +180,6 @@ def _columns(runs: Sequence[Shown]) -> tuple[list[Column], ...]:
 
 
 def _beside(results: Sequence[Result]) -> list[Column]:
-    """What they learned with equally many samples and in equal time, and when they reached the target."""
     found, (target, after_s), rows = list[Column](), goal(results), versus(results)
     if rows:
         how: Any = (share, max) if rows[0].of == "accuracy" else (number, min)
@@ -197,14 +196,13 @@ def _beside(results: Sequence[Result]) -> list[Column]:
 
 
 def unlike(runs: Sequence[Shown]) -> str:
-    """Why these runs cannot be ranked against each other; nothing where they can."""
+    """Why these runs cannot be ranked against each other; empty where they can."""
     if len({run.clock for run in runs}) > 1:
         return "Some of these runs are simulated, in virtual seconds, and some real: they are not ranked."
     return ""
 
 
 def results_table(runs: Sequence[Shown]) -> Table:
-    """All figures of all runs; first what it is worth."""
     run, fast, beside, learned = _columns(runs)
     columns = [*run, *beside, *fast, *learned]
     if unlike(runs):
@@ -213,13 +211,11 @@ def results_table(runs: Sequence[Shown]) -> Table:
 
 
 def wide_tables(runs: Sequence[Shown]) -> list[rich.table.Table]:
-    """The same for a terminal: how fast, how well, and what that is worth."""
     run, *groups = _columns(runs)
     return [_printed([*run[:2], *some]) for some in groups if some]
 
 
 def brief_table(runs: Sequence[Shown]) -> rich.table.Table:
-    """How fast, how much of the time is lost, and what was learned: when, and how well."""
     columns = {one.head: one for group in _columns(runs) for one in group}
     learned = "accuracy" if "accuracy" in columns else "loss"
     wanted = ("strategy", "steps/s", "idle", "s to ", "speed-up", learned)
@@ -234,7 +230,7 @@ def _printed(columns: Sequence[Column]) -> rich.table.Table:
 def printed(
     heads: Sequence[str], rows: Iterable[Sequence[str]], left: Container[int] = (0,)
 ) -> rich.table.Table:
-    """A table for a terminal; numbers, which are all but some columns, stand on the right."""
+    """A table for a terminal; columns other than `left` are numbers, aligned right."""
     table = rich.table.Table(box=None, pad_edge=False, header_style="bold")
     for at, head in enumerate(heads):
         table.add_column(head, justify="left" if at in left else "right", no_wrap=True)

@@ -27,7 +27,6 @@ DROPPED = ("steps", "exch.", "merges", "restarts", "MB/s", "node", "stale", "60 
 def screen(
     run: Run, width: int, height: int | None = None, *, note: str = "", ascii_only: bool = False
 ) -> list[Text]:
-    """The run now, in at most so many columns and lines."""
     room = height or 10_000
     gap = [Text()] if room >= 18 else []
     most = max(1, min(20, room // 4))
@@ -47,7 +46,7 @@ def screen(
 
 
 def _table(run: Run, width: int, room: int) -> list[Text]:
-    """Headings, workers and totals; where there is no room for all workers, the others are counted."""
+    """Where there is no room for all workers, the others are counted."""
     everyone = rows(run)
     shown, rest = everyone, []
     if len(everyone) > room:
@@ -81,20 +80,20 @@ def _table(run: Run, width: int, room: int) -> list[Text]:
 
 
 def _peak(values: Sequence[float | None]) -> float:
-    """The greatest; the first and the last part may hold a step and hardly any time, and do not count."""
+    """The first and last part do not count: they may hold a step in hardly any time."""
     inner = [value for value in values[1:-1] if value]
     return max(inner or [value for value in values if value is not None], default=0.0)
 
 
 def spark(values: Sequence[float | None], top: float | None = None) -> str:
-    """A small drawing, from 0 to `top`, or to the greatest; blank where nothing is known."""
+    """A bar of blocks from 0 to `top`, or to the peak; blank where nothing is known."""
     most = _peak(values) if top is None else top
     heights = [None if value is None else min(7, round(7 * value / (most or 1.0))) for value in values]
     return "".join(" " if height is None else BLOCKS[height] for height in heights)
 
 
 def clock_time(run: Run, seconds: float) -> str:
-    """A time since the run began: 1:05 or 1:02:05; short virtual times as seconds."""
+    """1:05 or 1:02:05; short virtual times in seconds."""
     if run.clock == "virtual" and run.last_s < 600:
         return f"{short(seconds)} s"
     minutes, rest = divmod(int(seconds), 60)
@@ -103,7 +102,7 @@ def clock_time(run: Run, seconds: float) -> str:
 
 
 def header(run: Run, width: int) -> list[Text]:
-    """Two lines: what is run and for how long; how far it is, the most important first."""
+    """Two lines: the run and its time; its progress, the most important first."""
     names = (run.about.get("name") or run.folder.name, run.about.get("strategy", ""))
     begin = " · ".join([*filter(None, map(printable, names)), count(len(run.ranks), "worker")])
     status, clock = standing(run), "wall clock"
@@ -132,7 +131,6 @@ def header(run: Run, width: int) -> list[Text]:
 
 
 def event_line(run: Run, event: Event) -> Text:
-    """When, what, and who noticed."""
     when, said = clock_time(run, max(0.0, event.time - run.began_s)), printable(event.text)
     text, kind = said or printable(event.what), EVENTS.get(event.what)
     if event.rank is not None:
@@ -144,7 +142,6 @@ def event_line(run: Run, event: Event) -> Text:
 
 
 def plain_line(run: Run) -> str:
-    """All workers in one line, for a log."""
     everyone = rows(run)
     states = Counter(one.state for one in everyone)
     sums = columns([*everyone, total(run, everyone)])

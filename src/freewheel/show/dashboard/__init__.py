@@ -68,7 +68,6 @@ class Dashboard(socketserver.ThreadingTCPServer):
 
     @property
     def address(self) -> str:
-        """Where to look."""
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
@@ -94,7 +93,7 @@ class _Handler(BaseHTTPRequestHandler):
     server: Dashboard
 
     def parse_request(self) -> bool:
-        """Whether this is a request to answer; all others are refused here, before any else is done."""
+        """Refuses bad requests here, before anything else is done with them."""
         if not super().parse_request():
             return False
         names = [[f"{host}:{self.server.server_port}"] for host in (HOST, "localhost")]
@@ -111,7 +110,6 @@ class _Handler(BaseHTTPRequestHandler):
         return False
 
     def do_GET(self) -> None:
-        """One of our files, or what there is to show."""
         url = urlsplit(self.path)
         name = url.path.split("/", 2)[2]
         if name == "data":
@@ -157,8 +155,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(contents)
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """The server's own complaints about requests that are none."""
+        """The server's own complaints about malformed requests."""
         self._refuse(code, message or explain or "this is no request")
 
     def log_message(self, *_: Any) -> None:
-        """Nothing: requests have the token in them."""
+        """Log nothing: requests contain the token."""

@@ -45,12 +45,10 @@ class Entry:
     error: str = ""
 
     def check(self) -> None:
-        """Refuse one whose folder was deleted."""
         if not self.folder.is_dir():
             raise ConfigError(f"the folder of {self.name!r} is gone.")
 
     def poll(self) -> None:
-        """Read what is new."""
         self.error = ""
         try:
             self.check()
@@ -62,7 +60,6 @@ class Entry:
             self.error = str(wrong)
 
     def started_s(self) -> float:
-        """When it began."""
         try:
             # Without run.json it may have just begun, or be all that is left of an old run.
             return float(read_run_json(self.folder).get("started") or self.folder.stat().st_mtime)
@@ -139,7 +136,7 @@ class Board:
 
 
 def _listed(entry: Entry) -> Document:
-    """A run in the list to pick from; of one that was not picked yet only run.json is read."""
+    """An entry of the list to pick from; of a run that was not picked yet only run.json is read."""
     listed: Document = {"number": entry.number, "name": entry.name, "error": entry.error}
     try:
         entry.check()
@@ -163,7 +160,6 @@ def _note(entry: Entry) -> str:
 
 
 def _headline(one: Shown) -> Document:
-    """What a run is, how it stands, and its first figures by name."""
     run, whole = one.run, total(one.run, one.rows)
     told = {
         "name": str(run.about.get("name") or run.folder.name),
@@ -202,7 +198,7 @@ def _headline(one: Shown) -> Document:
 
 
 def _workers(runs: Sequence[Shown]) -> Document:
-    """The table of all workers: texts, and what they are sorted by."""
+    """The table of all workers: texts, and the values they are sorted by."""
     all_rows = [(one.place, row) for one in runs for row in one.rows]
     found = columns([*(row for _, row in all_rows), Row(None, "")])
     live = any(one.run.live and one.run.clock == "wall" for one in runs)

@@ -29,12 +29,12 @@ MAX_EDGES, EDGES_EACH = 256, 2  # more edges than this are thinned out: so many 
 
 
 def figure(title: str, said: str, height: int, data: list[Figure], **layout: Any) -> Figure:
-    """A figure; `said`: what it shows, in a sentence."""
+    """`said`: what it shows, in a sentence."""
     return {"title": title, "said": said, "height": height, "data": data, "layout": layout}
 
 
 def page(package: str, data: Any, title: str, **parts: str) -> str:
-    """A page that needs no other file: a package's template with its style and script, data and parts."""
+    """A page that needs no other file: the package's page.html with its style, script, data and parts."""
     for name, file in (("css", "page.css"), ("script", "page.js"), ("html", "page.html")):
         parts[name] = resources.files(package).joinpath(file).read_text(encoding="utf-8")
     # Inside a script the browser escapes nothing, so no "<" may stand there.
@@ -44,18 +44,16 @@ def page(package: str, data: Any, title: str, **parts: str) -> str:
 
 
 def axis(title: str, form: str = ",~r", **rest: Any) -> Figure:
-    """An axis of numbers from zero on."""
+    """An axis of numbers that begins at zero."""
     return {"title": {"text": title}, "rangemode": "tozero", "tickformat": form, **rest}
 
 
 def time_axis(runs: Sequence[Shown], **rest: Any) -> Figure:
-    """An axis of time, in the unit of the runs."""
     virtual = "virtual " if all(one.clock == "virtual" for one in runs) else ""
     return axis(f"time, {virtual}{UNITS[runs[0].unit_s]}", **rest)
 
 
 def log_axis(title: str, data: Sequence[Figure]) -> Figure:
-    """A logarithmic axis of what is drawn, with ticks that can be read."""
     drawn = [value for trace in data for value in trace["y"] if value is not None and value > 0]
     # Without a format of ours plotly labels the ticks inside a decade with a bare digit.
     few = {"dtick": "D2"} if drawn and max(drawn) < 1000 * min(drawn) else {}
@@ -63,12 +61,12 @@ def log_axis(title: str, data: Sequence[Figure]) -> Figure:
 
 
 def rounded(value: float | None, digits: int = 5) -> float | None:
-    """Five digits are more than a figure can show; what is not finite is a gap."""
+    """Five digits are more than a figure shows; infinity and nan become a gap."""
     return None if value is None or not math.isfinite(value) else float(f"{value:.{digits}g}")
 
 
 def scatter(mode: str, points: Collection[tuple[Any, Any]], **rest: Any) -> Figure:
-    """Lines, markers or text at points, of no run; (None, None): a gap."""
+    """Points that belong to no run; (None, None) is a gap."""
     return {"type": "scatter", "mode": mode, "x": [x for x, _ in points], "y": [y for _, y in points], **rest}
 
 
@@ -76,14 +74,13 @@ Numbers = Floats | Iterable[float | None]
 
 
 def line(one: Shown, hover: str, x: Numbers, y: Numbers, **rest: Any) -> Figure:
-    """A curve of a run, in its colour; `hover` says what a point is."""
+    """A curve in the run's colour; `hover` says what a point is."""
     look = {"color": one.colour, "dash": DASHES[one.style], "width": 2} | rest.pop("line", {})
     numbers = {"x": list(map(rounded, x)), "y": list(map(rounded, y))}
     return {"type": "scatter", "mode": "lines", "line": look, **_of(one, hover), **numbers, **rest}
 
 
 def bars(one: Shown, hover: str, **rest: Any) -> Figure:
-    """Bars of a run, in its colour."""
     return {"type": "bar", "marker": {"color": one.colour}, **_of(one, hover), **rest}
 
 
@@ -95,13 +92,11 @@ def _of(one: Shown, hover: str) -> Figure:
 
 
 def faint(colour: str, share: float = 0.18) -> str:
-    """A colour that lets what is behind it through."""
     red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
     return f"rgba({red}, {green}, {blue}, {share})"
 
 
 def figures(runs: Sequence[Shown]) -> dict[str, Figure]:
-    """All figures of some runs, by name."""
     told = dict.fromkeys(name for one in runs for each in one.run.evaluations for name in each)
     learned = ("loss", "accuracy", *[name for name in told if name not in MEASURED][:MOST_METRICS])
     return {
@@ -116,7 +111,7 @@ def figures(runs: Sequence[Shown]) -> dict[str, Figure]:
 
 
 def faults(runs: Sequence[Shown]) -> Figure:
-    """Who died, came, left and was cut off, when; a row for each worker, or for each run."""
+    """All events over time; a row for each worker, or for each run where there are several."""
     alone = len(runs) == 1
     found = defaultdict[str, list[tuple[float | None, str, str]]](list)
     for one in runs:
@@ -138,7 +133,7 @@ def faults(runs: Sequence[Shown]) -> Figure:
 
 
 def _away(one: Shown) -> list[tuple[float | None, str | None]]:
-    """From when to when which worker was away; to the end where it did not come back."""
+    """The times at which workers were dead, up to the end where they did not come back."""
     died: dict[int | None, float] = {}
     spans = []
     for event in one.run.events:
@@ -155,7 +150,7 @@ def _away(one: Shown) -> list[tuple[float | None, str | None]]:
 
 
 def event_marks(runs: Sequence[Shown]) -> list[Figure]:
-    """A thin line at every death, departure and return, for figures over time; of several runs in colours."""
+    """A thin line at every death, departure and return; in the runs' colours where there are several."""
     common = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below", "opacity": 0.45}
     marks = []
     for one in runs:
@@ -167,7 +162,7 @@ def event_marks(runs: Sequence[Shown]) -> list[Figure]:
 
 
 def curves(runs: Sequence[Shown], what: str, over: str) -> Figure:
-    """Loss, accuracy or what a script has named itself, over time or over samples."""
+    """`what`: loss, accuracy or a metric of the script's own; `over`: time or samples."""
     if over == "samples" and not all(one.series.samples[-1] > 0 for one in runs):
         over = "worker-steps"
     unit = UNITS[runs[0].unit_s] if over == "time" else over
@@ -215,7 +210,6 @@ def _training_loss(one: Shown, over: str, hover: str, alone: bool) -> list[Figur
 
 
 def speed(runs: Sequence[Shown]) -> Figure:
-    """Worker-steps per second, the fastest run on top, the ideal behind each."""
     order = sorted(runs, key=lambda run: run.result.steps_per_s)
     data = []
     for run in order:
@@ -231,7 +225,6 @@ def speed(runs: Sequence[Shown]) -> Figure:
 
 
 def throughput(runs: Sequence[Shown]) -> Figure:
-    """Steps of all workers in a second, and as many as they would make if nobody were ever blocked."""
     data = []
     for one in runs:
         if not any(math.isfinite(value) for value in one.series.rate):
@@ -250,7 +243,7 @@ def throughput(runs: Sequence[Shown]) -> Figure:
 
 
 def blocked_shares(runs: Sequence[Shown]) -> Figure:
-    """The share of its time each worker was blocked, by cause; with several runs, of all workers together."""
+    """A bar for each worker; for each run where there are several."""
     whose = {escape(one.label): list(one.run.workers.values()) for one in runs}
     if len(runs) == 1:
         whose = {f"worker {rank}": [track] for rank, track in sorted(runs[0].run.workers.items())}
@@ -267,7 +260,6 @@ def blocked_shares(runs: Sequence[Shown]) -> Figure:
 
 
 def staleness_counts(runs: Sequence[Shown]) -> Figure:
-    """How stale what was merged was: shares of all, in classes that double."""
     counts = [staleness(one.run) for one in runs]
     classes = sorted({least for count in counts for least in count})
     names = [str(least) if least < 2 else f"{least}–{2 * least - 1}" for least in classes]
@@ -283,7 +275,7 @@ def staleness_counts(runs: Sequence[Shown]) -> Figure:
 
 
 def consensus(runs: Sequence[Shown]) -> Figure:
-    """How far apart the replicas are; of several runs the first of three measures that is known."""
+    """How far apart replicas are; of several runs the first of three measures that is known."""
     data = []
     for one in runs:
         hover = f"%{{x:,.4~r}} {UNITS[one.unit_s]}<br>%{{y:.3~g}}"
@@ -353,7 +345,6 @@ def _met(run: Run, since: float) -> list[Edge]:
 
 
 def graph(run: Run, label: str = "") -> Figure:
-    """Workers on a circle, an edge for every two that exchanged or merged in the last seconds."""
     met, span_s = edges(run)
     found = _few(met)
     known = {row.rank: row for row in rows(run)}
@@ -374,7 +365,7 @@ def graph(run: Run, label: str = "") -> Figure:
 
 
 def _few(met: list[Edge]) -> list[Edge]:
-    """All edges, or where those would only blacken the circle the farthest of each worker."""
+    """All edges; of too many only the farthest of each worker."""
     if len(met) <= MAX_EDGES:
         return met
     own = defaultdict[int, list[Edge]](list)
@@ -414,7 +405,6 @@ def _edges(run: Run, found: list[Edge], places: dict[int, tuple[float, float]]) 
 
 
 def _nodes(workers: list[Row], places: dict[int, tuple[float, float]]) -> Figure:
-    """Each worker, and how fast it steps beside it: who is slow can be seen."""
     said = [
         f"<b>worker {row.rank}</b>, {escape(row.state)}<br>{short(row.steps_per_s)} steps/s<br>"
         f"waiting {share(row.blocked_share)}<br>loss {short(row.loss, 4)}"

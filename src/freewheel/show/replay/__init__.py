@@ -84,7 +84,7 @@ class Played:
         return sorted([at_s, *rest, f"{words} at {at_s:.2f} s"] for at_s, *rest, words in found)
 
     def _cut(self) -> Iterator[list[float]]:
-        """What workers were computing when they died or the run ended: that is no waiting."""
+        """Gradients that were never finished: their time is no waiting."""
         for at, (lane, lives) in enumerate(zip(self.spans, self.lives, strict=True)):
             longest_s = max((end - begin for begin, end in _pairs(lane)), default=0.0)
             for born_s, died_s in lives:
@@ -99,7 +99,7 @@ def _pairs(lane: list[float]) -> list[tuple[float, float]]:
 
 
 def as_perfetto(runs: Sequence[Run]) -> str:
-    """The text of a file; ConfigError: a run has no timeline."""
+    """ConfigError: a run has no timeline."""
     found = [one for pid, run in enumerate(shown(runs)) for one in _trace(Played(run.run), pid, run.label)]
     return json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}, separators=(",", ":")) + "\n"
 
@@ -138,7 +138,6 @@ def _trace(run: Played, pid: int, label: str) -> Iterator[dict[str, Any]]:
 
 
 def html(runs: Sequence[Run], title: str) -> str:
-    """The whole page, which needs nothing else."""
     all_played = [Played(run) for run in runs]
     simulated = all(run.clock == "virtual" for run in runs)
     results, named = [result_of(run) for run in runs], shown(runs)
@@ -163,7 +162,7 @@ def html(runs: Sequence[Run], title: str) -> str:
 
 
 def two(runs: Sequence[Run]) -> list[Run]:
-    """Of many runs the baseline, and the one that ended first."""
+    """The baseline, and of the others the run that ended first."""
     named = {str(run.about.get("strategy")): run for run in runs}
     baseline = next((named[one] for one in BASELINES if one in named), runs[0])
     others = [run for run in runs if run is not baseline]
@@ -171,7 +170,6 @@ def two(runs: Sequence[Run]) -> list[Run]:
 
 
 def title_of(runs: Sequence[Run]) -> str:
-    """What runs are about."""
     names = {str(run.about.get("name", run.folder.name)) for run in runs}
     workers = {len(run.ranks) for run in runs}
     if len(names) > 1 or len(workers) > 1:

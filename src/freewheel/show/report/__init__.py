@@ -47,7 +47,6 @@ class Section:
 
 
 def content(runs: Sequence[Shown]) -> list[Section]:
-    """All sections; the first two stand above the figures."""
     theory, compared = theory_table(runs)
     several = len(runs) > 1
     happened = [table for table in map(events_table, runs) if table.columns[0].cells]
@@ -63,7 +62,6 @@ def content(runs: Sequence[Shown]) -> list[Section]:
 
 
 def markdown(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: str, command: str) -> str:
-    """The report without figures, for a README or an issue."""
     shown = ranked(results, runs)
     fence = "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", command)), default=0))
     parts = [f"# {plain(title)}", *map(plain, lead(shown)), f"{fence}\n{command}\n{fence}"]
@@ -76,7 +74,7 @@ def markdown(results: Sequence[Result], runs: Sequence[Run | None] = (), *, titl
 
 
 def table(shown: Table) -> str:
-    """A table whose pipes stand below each other; the best figures are bold."""
+    """In markdown, with aligned pipes; the best figures are bold."""
     columns = []
     for one in shown.columns:
         cells = [f"**{plain(cell)}**" if at in one.best else plain(cell) for at, cell in enumerate(one.cells)]
@@ -88,7 +86,7 @@ def table(shown: Table) -> str:
 
 
 def plain(said: str) -> str:
-    """Text that markdown leaves as it is: on one line, with nothing that means anything to it."""
+    """Escaped for markdown, on one line."""
     said = " ".join(printable(said).split())
     said = re.sub(r"([\\`*\[\]<>|~&])", r"\\\1", said)
     return re.sub(r"(?<!\w)_|_(?!\w)|^(?=[#+-])", lambda found: f"\\{found.group()}", said)
@@ -97,12 +95,11 @@ def plain(said: str) -> str:
 def write(
     path: Path, results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: str, command: str
 ) -> None:
-    """Write the report of some runs to a file: wholly, or not at all."""
     write_whole(path, html(results, runs, title=title, command=command))
 
 
 def html(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: str, command: str) -> str:
-    """The report as one page. `runs` are the records of the results, in the same order, if there are any."""
+    """`runs`: the records of the results, in the same order, where there are any."""
     shown = ranked(results, runs)
     figures = _figures(shown)
     see, table, *rest = content(shown)
@@ -119,7 +116,7 @@ def html(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: s
 
 
 def _replay(runs: Sequence[Run]) -> str:
-    """A frame that plays the runs, of many the baseline and the fastest; nothing without timelines."""
+    """A frame that plays the runs, of many the baseline and the fastest; empty without timelines."""
     chosen = replay.two(runs) if len(runs) > 2 else runs
     try:
         played = replay.html(chosen, replay.title_of(chosen)) if chosen else ""
@@ -139,7 +136,7 @@ def document(title: str, body: str, figures: dict[str, Figure]) -> str:
 
 
 def _figures(runs: Sequence[Shown]) -> dict[str, Figure]:
-    """The dashboard's figures, a graph of each run, and how fast they are; of those that show something."""
+    """Those that show something."""
     figures = {"speed": charts.speed(runs)} if len(runs) > 1 and not unlike(runs) else {}
     if recorded := timed([run for run in runs if run.records is not None]):
         figures |= charts.figures(recorded)
@@ -178,7 +175,6 @@ def _table(table: Table) -> str:
 
 
 def places(title: str, runs: Sequence[Shown], figures: dict[str, Figure]) -> str:
-    """The places that figures are drawn into, under one legend for all of them."""
     boxes = "".join(
         f"<figure><figcaption><b>{escape(figure['title'])}</b><span>{escape(figure['said'])}</span></figcaption>"
         f'<div class="plot" id="figure-{name}" style="min-height:{figure["height"]}px"></div></figure>'
@@ -200,7 +196,7 @@ def places(title: str, runs: Sequence[Shown], figures: dict[str, Figure]) -> str
 
 
 def recorded(folder: Path) -> Run | None:
-    """The records of a run whose figures are known; None where a full disk has left none."""
+    """The records of a run, if there are any: a full disk leaves none."""
     try:
         run = Run(folder)
     except ConfigError:
@@ -227,7 +223,6 @@ def lead(runs: Sequence[Shown]) -> list[str]:
 
 
 def findings(runs: Sequence[Shown]) -> list[str]:
-    """The main result in a few sentences; then what happened, a paragraph for each run."""
     told = [(run.label, happened(run.run)) for run in runs if run.records is not None]
     happenings = [f"{label}: {words}" for label, words in told if words]
     if why := unlike(runs):
@@ -248,7 +243,7 @@ def findings(runs: Sequence[Shown]) -> list[str]:
 
 
 def happened(run: Run) -> str:
-    """Who died, came and left, and when, a sentence for each; nothing where nobody did."""
+    """A sentence for each death, departure and return."""
     told: dict[str, None] = {}
     for event in run.events:
         what = event.link
@@ -292,7 +287,6 @@ def _life(run: Shown, life: dict[str, Any]) -> dict[str, str]:
 
 
 def events_table(run: Shown) -> Table:
-    """What happened in a run, in order."""
     events = run.run.events if run.records is not None else []
     columns = {
         "at, s": [f"{max(0.0, event.time - run.began_s):,.2f}" for event in events],
@@ -305,7 +299,6 @@ def events_table(run: Shown) -> Table:
 
 
 def theory_table(runs: Sequence[Shown]) -> tuple[str, Table]:
-    """What was measured against what the papers say: how many hold, and a row for each."""
     found = [(run, bound) for run in runs for bound in bounds(run.result)]
     columns = {
         "strategy": [run.label for run, _ in found],
@@ -322,7 +315,6 @@ def theory_table(runs: Sequence[Shown]) -> tuple[str, Table]:
 
 
 def settings_table(runs: Sequence[Shown]) -> Table:
-    """The settings of all runs, a column for each, and what their records say of them."""
     each = []
     for run in runs:
         result, about = run.result, run.run.about if run.records is not None else {}
