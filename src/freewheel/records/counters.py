@@ -25,20 +25,18 @@ class Timeline:
         self._done: deque[tuple[str, float, float, Any]] = deque(maxlen=MOST)
 
     def gradient(self, seconds: float, ago_s: float = 0.0) -> None:
-        """A gradient is there, for so long, after so many seconds of computing."""
+        """A gradient that took `seconds` ended `ago_s` seconds ago."""
         end_s = self._now() - ago_s
         self._done.append(("gradients", end_s - seconds, end_s, None))
 
     def exchange(self, peer: int, took_s: float) -> None:
-        """An exchange with a peer is complete."""
         self._done.append(("exchanges", self._now(), took_s, peer))
 
     def merge(self, peers: Sequence[int], took_s: float) -> None:
-        """A merge with some peers is complete."""
         self._done.append(("merges", self._now(), took_s, peers))
 
     def take(self) -> dict[str, Any] | None:
-        """All of it, as a line; None: there is nothing."""
+        """Take everything out, as a line of the file."""
         done = [self._done.popleft() for _ in range(len(self._done))]
         if not done:
             return None
@@ -94,25 +92,23 @@ class Counters:
     timeline: Timeline | None = None  # of single gradients, exchanges and merges, where it is kept
 
     def wait(self, cause: str, now_s: float) -> None:
-        """Training begins to wait."""
         self.waiting = (cause, now_s)
 
     def go_on(self, now_s: float) -> None:
-        """Training goes on."""
         if self.waiting is not None:
             cause, since_s = self.waiting
             self.waiting = None
             self.blocked_s[cause] += now_s - since_s
 
     def blocked(self, now_s: float) -> dict[str, float]:
-        """How long training has waited, by cause, what it waits for now included."""
+        """How long training has waited, by cause, including the wait that goes on."""
         blocked, waiting = dict(self.blocked_s), self.waiting
         if waiting is not None:
             blocked[waiting[0]] += max(0.0, now_s - waiting[1])
         return blocked
 
     def met(self, peer: int, apart: float | None, took_s: float = 0.0) -> None:
-        """An exchange with a peer is done; `apart`: how far it was, where that was measured."""
+        """Count an exchange; `apart` is the distance to the peer, where it was measured."""
         if self.timeline is not None:
             self.timeline.exchange(peer, took_s)
         times, before = self.peers.get(peer, (0, None))
@@ -121,12 +117,12 @@ class Counters:
             self.measured(apart)
 
     def measured(self, apart: float) -> None:
-        """How far a peer was, or the mean of a merge."""
+        """Note the distance to a peer, or to the mean of a merge."""
         self.discrepancy = apart
         self.discrepancy_max = max(self.discrepancy_max, apart)
 
     def met_all(self, peers: tuple[int, ...], now_s: float = 0.0) -> None:
-        """A merge with some peers is done."""
+        """Count a merge."""
         if self.timeline is not None:
             self.timeline.merge(peers, now_s - self.waiting[1] if self.waiting is not None else 0.0)
         self.merged[peers] = self.merged.get(peers, 0) + 1
@@ -134,7 +130,7 @@ class Counters:
             self.peers, self.merged = self._met(), {}
 
     def _met(self) -> dict[int, tuple[int, float | None]]:
-        """Of every peer: exchanges and merges done with it, how far it was where known."""
+        """Of every peer: exchanges and merges with it, and its last known distance."""
         met = self.peers.copy()
         for peers, times in self.merged.copy().items():
             for peer in peers:
@@ -143,7 +139,6 @@ class Counters:
         return met
 
     def figures(self) -> dict[str, Any]:
-        """What a worker says of itself, as plain data."""
         stale = sum(self.staleness_classes)
         return {
             "exchanges": dict(self.exchanges),
@@ -155,7 +150,7 @@ class Counters:
         }
 
     def stale(self, value: float) -> None:
-        """Record the staleness of one step, in the strategy's own measure."""
+        """Count one step's staleness, in the strategy's own measure."""
         self.staleness_sum += value
         self.staleness_classes[int(value).bit_length()] += 1
         if value > self.staleness_max:
@@ -173,7 +168,7 @@ class Noticed:
         self.noted: deque[tuple[float, str, int | None, int | None, str]] = deque(maxlen=MOST_EVENTS)
 
     def note(self, what: str, rank: int | None, text: str) -> None:
-        """Something happened to a worker, or to all (None)."""
+        """Something happened to a worker, or to all (rank None)."""
         late = self.over and what not in ("failed", "checkpoint")
         if not (late or what == "finished" or (what == "joined" and not self.begun)):
             life = None if rank is None else self.lives.get(rank)

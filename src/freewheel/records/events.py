@@ -30,24 +30,22 @@ class Event:
 
     @property
     def link(self) -> str:
-        """What happened to a link, in words; nothing where it happened to a worker."""
+        """What happened to a link, in words; empty where it happened to a worker."""
         if self.peer is None:
             return ""
         verb = "was cut" if self.what == "cut" else "is whole again"
         return f"the link between {self.rank} and {self.peer} {verb}"
 
     def noticed_by(self, others_than: Sequence[int | None] = ()) -> str:
-        """Who noticed, in words; of many workers how many."""
+        """Up to five ranks are listed, more are counted."""
         ranks = sorted(one for one in self.by if isinstance(one, int) and one not in others_than)
         workers = [f"{len(ranks)} workers"] if len(ranks) > 5 else map(str, ranks)
         return ", ".join([*workers, *(one for one in self.by if isinstance(one, str))])
 
     def near(self, other: Event) -> bool:
-        """Whether both may be the same thing, as far as time goes."""
         return abs(self.time - other.time) < TOGETHER_S
 
     def join(self, other: Event) -> None:
-        """Take in that somebody else has noticed it, too."""
         self.by += [by for by in other.by if by not in self.by]
         self.links |= other.links
         if other.by == ["launcher"]:
@@ -55,7 +53,7 @@ class Event:
         self.time, self.last_s = min(self.time, other.time), max(self.last_s, other.last_s)
 
     def takes_link(self, other: Event) -> bool:
-        """Take in another link that broke, if all links of this cut have a worker in common with it."""
+        """Join another broken link to this cut, if one worker is an end of all its links."""
         (link,) = other.links
         if self.what != "cut" or not self.near(other) or link in self.links:
             return False
@@ -83,7 +81,7 @@ class Events:
         self._last: dict[tuple[str, int | None, int | str | None], Event] = {}
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take in what somebody noticed; raises KeyError, TypeError or ValueError where it is no event."""
+        """Raises KeyError, TypeError or ValueError where the line is no event."""
         rank, life, peer = (line.get(name) for name in ("rank", "life", "peer"))
         time_s, what, by = float(line["time"]), line["what"], line["by"]
         if not all(isinstance(one, int | None) for one in (rank, life, peer)):

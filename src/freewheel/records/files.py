@@ -11,7 +11,7 @@ from freewheel.errors import ConfigError
 
 @contextlib.contextmanager
 def open_whole(path: Path) -> Iterator[TextIO]:
-    """Open a text file that takes its place when it is complete; an error leaves what was there before."""
+    """Open a text file that replaces the old one when it is complete; an error leaves the old one."""
     try:
         target = path.resolve()
         if target.exists() and not target.is_file():
@@ -35,13 +35,12 @@ def open_whole(path: Path) -> Iterator[TextIO]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a text file in one act; make the folder if it is missing."""
     with open_whole(path) as file:
         file.write(text)
 
 
 def fresh(folder: Path) -> None:
-    """Make a folder for the records of a run; those of an earlier one are removed, nothing else is."""
+    """Make a folder for the records of a run, and remove those of an earlier one, nothing else."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for old in _records(folder):
@@ -59,7 +58,7 @@ def _records(folder: Path) -> Iterator[Path]:
 
 
 def check_unused(folders: Iterable[Path], force: bool) -> None:
-    """Refuse folders in which an earlier run has left records, unless those may go."""
+    """Refuse folders that hold records; with `force` remove these."""
     for folder in folders:
         if not any(path.stat().st_size for path in _records(folder)):  # a run that did not begin leaves none
             continue
@@ -72,7 +71,7 @@ def check_unused(folders: Iterable[Path], force: bool) -> None:
 
 
 def check_writable(path: Path | None) -> None:
-    """Refuse a place that cannot be written to, before hours of work are spent on what goes there."""
+    """Refuse a path that cannot be written to, before hours of work are spent on its contents."""
     if path is None:
         return
     if path.is_dir():

@@ -42,18 +42,16 @@ class Journal:
     # -- what is written --
 
     def begin(self) -> None:
-        """Leave a file for events, so that the folder is known to be a run before there are any."""
+        """Create an empty file of events, so that the folder is known to be a run before there are any."""
         with self._going_on():
             append(self.folder / f"events-{self.by}.jsonl", b"")
 
     def about(self, about: Mapping[str, Any]) -> None:
-        """Say what is run; see `run_json`."""
         with self._going_on():
             self.folder.stat()  # one that was deleted is not made again
             write_whole(self.folder / "run.json", _json(about))
 
     def sample(self, sample: Mapping[str, Any]) -> None:
-        """How a worker goes."""
         name = f"worker-{sample['rank']}.jsonl"
         with self._going_on():
             size = append(self.folder / name, _json(sample).encode())
@@ -64,32 +62,30 @@ class Journal:
                 self._thinned(sample["time"], what)
 
     def timeline(self, rank: int, line: Mapping[str, Any] | None) -> None:
-        """What a worker did, one by one; a run that does very much is written down up to a size."""
         if line is not None:
             self._put(f"timeline-{rank}.jsonl", line, line["from"], (TIMELINE_BYTES, 0))
 
     def event(
         self, time_s: float, what: str, rank: int | None, life: int | None, text: str, **own: int | str | None
     ) -> None:
-        """Something happened to a worker, or to its link to a `peer`; `by` somebody else's word."""
+        """`own` may hold a `peer`, for what happened to a link, and `by`, for somebody else's word."""
         event = {"time": time_s, "what": what, "rank": rank, "life": life, "by": self.by, "text": text}
         event |= {name: value for name, value in own.items() if value is not None}
         self._put(f"events-{event['by']}.jsonl", event, time_s)
 
     def evaluation(self, time_s: float, **measured: float | None) -> None:
-        """What was measured of the answer."""
         known = dict.fromkeys(MEASURED)
         self._put(f"evaluations-{self.by}.jsonl", {**known, "time": time_s, **measured}, time_s)
 
     def close(self) -> None:
-        """Remove a file that `begin` has left and nobody has written to."""
+        """Remove the file of events if it is empty."""
         with contextlib.suppress(OSError):
             events = self.folder / f"events-{self.by}.jsonl"
             if not events.stat().st_size:
                 events.unlink()
 
     def last_life(self, rank: int) -> int:
-        """The last life of a worker that wrote into this folder; 0: it has not been here."""
+        """The last life of a worker in this folder's records; 0: there is none."""
         try:
             with (self.folder / f"worker-{rank}.jsonl").open("rb") as file:
                 file.seek(max(0, os.fstat(file.fileno()).st_size - TAIL))
@@ -102,7 +98,7 @@ class Journal:
     def _put(
         self, name: str, line: Mapping[str, Any], now_s: float, allowed: tuple[int, int] = BESIDES
     ) -> None:
-        """Write a line, unless lines of this kind have taken too much already."""
+        """Write a line, unless this file has become too long."""
         (most, per_s), (began_s, written) = allowed, self._besides.setdefault(name, (now_s, 0))
         if written > most + per_s * (now_s - began_s) and line.get("what") != "thinned":
             if name not in self._full:
@@ -119,7 +115,7 @@ class Journal:
 
     @contextlib.contextmanager
     def _going_on(self) -> Iterator[None]:
-        """What goes wrong with the disk costs records, and the first time a word."""
+        """A failure of the disk costs records; the first one is logged."""
         try:
             yield
         except (OSError, ConfigError) as error:
@@ -130,7 +126,7 @@ class Journal:
 
 
 def append(path: Path, data: bytes) -> int:
-    """Add whole lines to a file, or nothing; return its size."""
+    """Add all of the data to a file, or nothing; return the file's size."""
     with path.open("ab", buffering=0) as file:
         before = file.tell()
         written = file.write(data)
@@ -142,7 +138,7 @@ def append(path: Path, data: bytes) -> int:
 
 
 def thin(path: Path) -> int:
-    """Drop every second line of a file of samples, but not the last one of a life; return its new size."""
+    """Drop every second sample, but not the last one of a life; return the file's new size."""
     with path.open("rb") as old, open_whole(path) as new:
         keep, before, of = True, b"", None
         for line in old:
@@ -154,7 +150,7 @@ def thin(path: Path) -> int:
 
 
 def life(line: bytes) -> Any:
-    """The life of its worker that a sample is of; None where the line is no sample."""
+    """The life that a sample is of; None where the line is no sample."""
     try:
         return json.loads(line)["life"]
     except (ValueError, KeyError, TypeError):
@@ -162,7 +158,6 @@ def life(line: bytes) -> Any:
 
 
 def _json(value: Mapping[str, Any]) -> str:
-    """A line of a file."""
     text = json.dumps(value, default=str)
     if "NaN" in text or "Infinity" in text:  # JSON has neither
         text = json.dumps(json.loads(text, parse_constant=lambda _: None))

@@ -50,18 +50,17 @@ class Result:
 
     @property
     def scenario(self) -> dict[str, Any]:
-        """What was simulated, or what `train` and `compare` say; a script's own settings are none of it."""
+        """What was simulated or trained by `train` and `compare`; empty for a script's own settings."""
         found: dict[str, Any] = self.settings.get("scenario", {})
         ours = self.clock == "virtual" or found.keys() >= {"task", "compute_ms", "slow", "evaluations"}
         return found if ours else {}
 
     @property
     def clock(self) -> str:
-        """Whose seconds these are: wall or virtual."""
+        """wall or virtual."""
         return str(self.settings.get("clock", "virtual"))
 
     def as_json(self) -> dict[str, Any]:
-        """The figures under their documented names."""
         return {key: getattr(self, key) for key in JSON_KEYS}
 
 

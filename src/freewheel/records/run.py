@@ -53,7 +53,7 @@ class Run:
         self._wrong = ""  # what was wrong with the last line that was JSON and no record
 
     def poll(self) -> bool:
-        """Read what has been written since the last call; whether there was anything."""
+        """Read what was written since the last call; whether there was anything."""
         return self._read(time.time())
 
     def _read(self, heard_s: float) -> bool:
@@ -87,7 +87,7 @@ class Run:
         return news
 
     def _read_about(self) -> bool:
-        """Read run.json if it is new. Another run in the same folder has its own: then all is read anew."""
+        """Read run.json if it is new. Where another run took over the folder, all is read anew."""
         try:
             status = (self.folder / "run.json").stat()
         except OSError:
@@ -102,7 +102,7 @@ class Run:
         return True
 
     def _take(self, tail: Tail, line: Line, kind: str, who: str = "") -> None:
-        """Take a line in; one that is no record is counted, and the next one may be whole."""
+        """A line that is no record is counted and left out."""
         try:
             if kind == "events":
                 self._happened.add(line)
@@ -133,12 +133,12 @@ class Run:
 
     @property
     def now(self) -> float:
-        """The present on the run's clock: of a simulated run its last moment."""
+        """The present on the run's clock; for a simulated run its last moment."""
         return time.time() if self.clock == "wall" else self.last_s
 
     @property
     def began_s(self) -> float:
-        """When the first worker began to train, on the run's clock; before that, when it began to join."""
+        """When the first worker began to train, on the run's clock; before that, to join."""
         if self.clock == "virtual":
             return 0.0
         begun = [track.began_s for track in self.workers.values() if track.began_s is not None]
@@ -147,7 +147,7 @@ class Run:
 
     @property
     def ended_s(self) -> float:
-        """When the last step was made, as far as is known, on the run's clock; before that, its beginning."""
+        """When the last known step ended, on the run's clock; before any, when the run began."""
         return max((track.ended_s for track in self.workers.values()), default=0.0) or self.began_s
 
     @property
@@ -160,7 +160,7 @@ class Run:
 
     @property
     def quiet_s(self) -> float:
-        """For how long nobody has written, in seconds of the wall, whatever the run's clock."""
+        """Seconds since anybody wrote, by the wall clock even for a simulated run."""
         return time.time() - max([self._heard_s, *(tail.written_s for tail in self._tails.values())])
 
     @property
@@ -193,24 +193,24 @@ class Run:
 
     @property
     def live(self) -> bool:
-        """Whether there is anything to wait for: a worker that goes on, or none that has begun yet."""
+        """Whether a worker goes on, or none has begun yet."""
         if not self.workers:
             return self.clock == "wall"
         return any(self.state(rank) in ("joining", "training") for rank in self.workers)
 
     @property
     def lives(self) -> list[dict[str, Any]]:
-        """The last sample of every life of every worker, in order of rank; see `Track.lives`."""
+        """The last sample of every life of every worker, by rank; see `Track.lives`."""
         return [life for rank in sorted(self.workers) for life in self.workers[rank].lives]
 
     @property
     def broken(self) -> int:
-        """How many lines were no records, and are left out; one that is not whole where nobody ends it."""
+        """How many lines were left out: no records, or half a line in a file nobody writes to any more."""
         halves = sum(tail.half for tail in self._tails.values()) if self.quiet_s > SILENT_S else 0
         return halves + sum(tail.broken for tail in self._tails.values())
 
     def total(self, name: str) -> float:
-        """A sum of all workers over all their lives; `schema.SUMS` names them."""
+        """A column of `schema.SUMS`, summed over all lives of all workers."""
         return sum(track.value(name) or 0.0 for track in self.workers.values())
 
 
@@ -226,7 +226,7 @@ class Choice(NamedTuple):
 
 
 def find_run(folder: Path) -> Choice:
-    """The newest run in a folder that is starting or live, else the newest one that can be read."""
+    """The newest run in a folder that is starting or live, else the newest that can be read."""
     newest, awake, broken = None, [], []
     for path in sorted(find_runs(folder), key=written_s, reverse=True):
         lately = time.time() - written_s(path) < SILENT_S
@@ -249,7 +249,7 @@ def find_run(folder: Path) -> Choice:
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """The run in a folder, or the runs up to two folders below; says what is wrong if there is none."""
+    """The run in a folder, or those up to two folders below it; ConfigError: there is none."""
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
         raise ConfigError(f"{str(folder)!r} {what}. {_known(folder)}")
@@ -268,7 +268,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def all_runs(folders: Sequence[Path]) -> list[Path]:
-    """The runs of several folders, in order, each once."""
+    """The runs of several folders, in order and without doubles."""
     found: dict[Path, Path] = {}
     for run in (one for folder in folders for one in find_runs(folder)):
         found.setdefault(run.resolve(), run)
@@ -276,12 +276,11 @@ def all_runs(folders: Sequence[Path]) -> list[Path]:
 
 
 def compared(folder: Path, runs: Sequence[Path]) -> bool:
-    """Whether these runs belong together: `compare` and `simulate` number those of one command."""
+    """Whether one `compare` or `simulate` wrote these runs, whose folders it numbers."""
     return len(runs) > 1 and all(run.parent == folder and re.match(r"\d+-", run.name) for run in runs)
 
 
 def written_s(run: Path) -> float:
-    """When anything in a folder was last written."""
     return max((_changed_s(path) for path in run.glob("*") if path.is_file()), default=0.0)
 
 
@@ -294,7 +293,7 @@ def _known(folder: Path) -> str:
 
 
 def _changed_s(path: Path) -> float:
-    """When it was last written; 0: it is not there, or not any more: another file took its place."""
+    """0: the file is not there, or was replaced meanwhile."""
     try:
         return path.stat().st_mtime
     except OSError:

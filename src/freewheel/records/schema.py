@@ -23,18 +23,18 @@ KINDS = {"strategy": str, "workers": int, "seed": int, "settings": dict, "starte
 
 
 def run_json(**said: Any) -> dict[str, Any]:
-    """What run.json says; the versions of Freewheel and torch are given, as this room does not know them."""
+    """The caller adds the versions of Freewheel and torch, which this room does not know."""
     return {"format": FORMAT, "python": platform.python_version(), "started": time.time(), **said}
 
 
 def typed() -> str:
-    """What was typed to start this process, near enough."""
+    """The command line of this process, near enough."""
     program, *rest = sys.orig_argv or ["python"]
     return shlex.join([Path(program).name, *rest])
 
 
 def read_run_json(folder: Path) -> dict[str, Any]:
-    """What run.json says; nothing while there is none."""
+    """Empty while there is no run.json."""
     path = folder / "run.json"
     wrong = f"{str(path)!r} is not what a run writes"
     if path.exists() and not path.is_file():  # opening a pipe would wait
@@ -72,7 +72,6 @@ LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members", "life"
 
 
 def worker_sample(counters: Counters, **said: Any) -> WorkerSample:
-    """What a worker says of itself now: what it has counted, and what else is known where it runs."""
     elapsed_s, blocked_s = said["elapsed_s"], sum(said["blocked_s"].values())
     return {
         "resumed_at": 0,
@@ -89,7 +88,7 @@ def worker_sample(counters: Counters, **said: Any) -> WorkerSample:
 
 
 def columns(line: Mapping[str, Any]) -> dict[str, Number]:
-    """The numbers of a sample that was read, by column; raises TypeError or KeyError where it is none."""
+    """A sample's numbers by column; raises TypeError or KeyError where the line is no sample."""
     if not all(isinstance(line[name], int | float) for name in ("time", "rank", "steps")):
         raise TypeError("time, rank and steps must be numbers")
     if not isinstance(line.get("windows", {}), dict):
@@ -108,7 +107,7 @@ def columns(line: Mapping[str, Any]) -> dict[str, Number]:
 
 
 def began_s(line: Mapping[str, Any]) -> float:
-    """When the life of a sample began to train; records of earlier versions do not say it."""
+    """When this life began to train; earlier versions did not record it."""
     began: Number = line.get("began")
     return line["time"] - (line.get("elapsed_s") or 0.0) if began is None else began
 
@@ -119,7 +118,7 @@ MEASURED = ("time", "worker_steps", "samples", "loss", "accuracy", "discrepancy"
 
 
 def evaluation(line: Mapping[str, Any]) -> dict[str, float]:
-    """What was measured of the answer at one moment, by name; TypeError or KeyError: the line is none."""
+    """What was measured, by name; raises TypeError or KeyError where the line is no evaluation."""
     told = {name: value for name, value in line.items() if value is not None and name.isidentifier()}
     if not all(isinstance(told.get(name, 0.0), int | float) for name in MEASURED):
         raise TypeError("what was measured must be numbers")

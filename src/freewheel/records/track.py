@@ -33,7 +33,7 @@ class Tail:
         self.written_s = 0.0  # when the file was last written to, in seconds since 1970
 
     def read(self) -> list[Line]:
-        """What has been added since the last call; only whole lines."""
+        """The whole lines added since the last call."""
         with contextlib.suppress(OSError):
             if self.path.is_file():  # opening a pipe would wait
                 with self.path.open("rb") as file:
@@ -55,7 +55,7 @@ class Tail:
         return found + self._parsed(whole)
 
     def _spread(self, file: BinaryIO, size: int) -> list[Line]:
-        """Evenly spread lines of a long file, up to its ending; of a short one none."""
+        """Lines spread evenly over a long file up to its ending; none of a short file."""
         found: list[Line] = []
         if self._most is None or size < 4 * ENDING:
             return found
@@ -137,15 +137,14 @@ class Track:
 
     @property
     def lives(self) -> list[Line]:
-        """The last sample of every life, the present one's too, and when that life `began`."""
+        """The last sample of every life, with the time at which that life `began`."""
         return [{**last, "began": began_s(last)} for last in (*self._ended, self.latest)]
 
     def array(self, name: str) -> Floats:
-        """A column as an array; nan: not known."""
+        """A column; nan where it is not known."""
         if name not in self._arrays:
             self._arrays[name] = np.array([row[name] for row in self._rows], dtype=float)
         return self._arrays[name]
 
     def value(self, name: str) -> float | None:
-        """The last value of a column; None: not known."""
         return self._rows[-1][name] if self._rows else None
