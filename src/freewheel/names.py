@@ -66,7 +66,7 @@ def build(kind: str, spec: str, known: Mapping[str, Callable[..., T]], *given: A
 
 
 def read_value(what: str, text: str, wanted: Any) -> Any:
-    """Read ``text`` as the type ``wanted``: bool, int, float, str or a Literal, or one of them or None."""
+    """`wanted`: bool, int, float, str or a Literal, or a union of them with None."""
     several = typing.get_origin(wanted) in (types.UnionType, typing.Union)
     options = typing.get_args(wanted) if several else (wanted,)
     if text.lower() == "none" and type(None) in options:

@@ -7,7 +7,7 @@ UNKNOWN = "–"
 
 
 def short(value: float | None, digits: int = 3) -> str:
-    """A few significant digits, whole where there are more; no exponent but for what is nearly nothing."""
+    """A few significant digits, more for large whole numbers; an exponent only for nearly nothing."""
     if value is None:
         return UNKNOWN
     if value == 0:
@@ -20,7 +20,7 @@ def short(value: float | None, digits: int = 3) -> str:
 
 
 def number(value: float | None) -> str:
-    """For a table: always three significant digits, whole numbers as they are."""
+    """For a table: three significant digits, whole numbers in full."""
     if value is None:
         return UNKNOWN
     if not math.isfinite(value):
@@ -31,7 +31,7 @@ def number(value: float | None) -> str:
 
 
 def column(values: Sequence[float | None], digits: int = 2) -> list[str]:
-    """A column of numbers with as many decimals as the greatest needs; what is not 0 does not read 0."""
+    """All with as many decimals as the greatest needs; what is not 0 is never shown as 0."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     after = max(0, digits + 1 - len(f"{max(map(abs, known), default=0.0):.0f}"))
 
@@ -49,10 +49,8 @@ def share(value: float | None, digits: int = 1) -> str:
 
 
 def speed(mbit: float) -> str:
-    """What a link carries."""
     return f"{short(mbit / 1000)} Gbit/s" if mbit >= 1000 else f"{short(mbit)} Mbit/s"
 
 
 def count(many: int, what: str) -> str:
-    """1 worker, 2 workers."""
     return f"{many:,} {what}{'' if many == 1 else 's'}"

@@ -72,7 +72,6 @@ class Training:
 
     @cached_property
     def rates(self) -> Schedule:
-        """How the learning rate goes."""
         from freewheel.schedule import Schedule
 
         return Schedule(self.steps, self.schedule, self.warmup)

@@ -50,7 +50,6 @@ class Commands(TyperGroup):
     """Shows all commands from the table, and imports the one that was typed."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """The command itself, instead of its line in the table."""
         name, _, rest = super().resolve_command(ctx, args)
         return name, load(str(name)), rest
 
@@ -69,7 +68,6 @@ for _group, _commands in GROUPS.items():
 
 
 def load(name: str) -> Any:
-    """Import a command."""
     if name == "bench":
         if importlib.util.find_spec("freewheel_bench") is None:
             raise ConfigError(

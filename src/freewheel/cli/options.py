@@ -33,12 +33,12 @@ FORMS = {1: "RANK:FACTOR, as in 0:5", 2: "RANK:AT_S:FOR_S, as in 0:0.5:1.0"}
 
 
 def option(default: Any, meaning: str, *names: str, rare: bool = False, **how: Any) -> Any:
-    """An option; a rare one is shown by --help-all alone."""
+    """A rare one is shown by --help-all alone."""
     return typer.Option(default, *names, help=meaning, hidden=rare, **how)
 
 
 def argument(default: Any, meaning: str, **how: Any) -> Any:
-    """What is given without a name; ...: it must be."""
+    """A default of ... makes it required."""
     return typer.Argument(default, help=meaning, show_default=False, **how)
 
 
@@ -87,7 +87,7 @@ Read = Callable[[Any], Any] | None
 
 
 def _options(cls: type, defaults: Mapping[str, Any]) -> Iterator[tuple[str, inspect.Parameter, Read]]:
-    """Settings as options: the field, the parameter, and how what is typed becomes its value."""
+    """For each setting: the field, the command's parameter, and a function that reads what is typed."""
     hints = typing.get_type_hints(cls)
     for one in dataclasses.fields(cls):
         if "meaning" not in one.metadata:
@@ -109,7 +109,6 @@ def _options(cls: type, defaults: Mapping[str, Any]) -> Iterator[tuple[str, insp
 
 
 def arrange(command: Callable[..., Any]) -> None:
-    """Put options under headings."""
     for name, one in inspect.signature(command).parameters.items():
         if isinstance(one.default, OptionInfo) and one.default.rich_help_panel is None:
             heads = (head for head, names in PANELS.items() if name in names.split())
@@ -118,7 +117,6 @@ def arrange(command: Callable[..., Any]) -> None:
 
 # -- what is typed --
 def command_line() -> str:
-    """What was typed."""
     return shlex.join(["freewheel", *sys.argv[1:]])
 
 
@@ -127,7 +125,7 @@ def _factors(flag: str, usual: dict[int, float], texts: list[str] | None) -> dic
 
 
 def ranks_and_numbers(option: str, texts: list[str] | None, numbers: int) -> list[tuple[Any, ...]]:
-    """Read an option that is given once for each worker it speaks of."""
+    """Read an option that may be given once for each worker, as in --slow 0:5."""
     read: list[tuple[Any, ...]] = []
     for text in texts or []:
         rank, *rest = text.split(":")
@@ -145,7 +143,7 @@ def ranks_and_numbers(option: str, texts: list[str] | None, numbers: int) -> lis
 
 # -- what is printed --
 def output() -> Console:
-    """Standard output; what goes into a file or a pipe is as wide as it needs to be."""
+    """Standard output; into a file or a pipe lines are as wide as they need to be."""
     console = Console(highlight=False)
     real = console.is_terminal and not console.is_dumb_terminal
     return console if real else Console(width=240, force_terminal=False, highlight=False)

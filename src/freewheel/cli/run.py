@@ -40,7 +40,6 @@ class Tracebacks:
         self._seen: dict[str, int] = {}  # whose each kind of traceback was that has been shown
 
     def __call__(self, rank: int | None, text: str, error: bool) -> None:
-        """Take one line."""
         if rank is not None and error and (rank in self._held or text.startswith(BEGIN)):
             self._held.setdefault(rank, (time.monotonic(), []))[1].append(text)
             return
@@ -50,7 +49,7 @@ class Tracebacks:
         self._show(rank, text, error)
 
     def tick(self, held_s: float = HELD_S) -> None:
-        """Show what has been held for so long; 0: all that is left."""
+        """Show what has been held for this long; 0 shows all that is left."""
         for rank, (since_s, _) in list(self._held.items()):
             if time.monotonic() >= since_s + held_s:
                 self._let_go(rank)
@@ -70,7 +69,7 @@ class Tracebacks:
 
 
 def _explained(lines: list[str]) -> list[str]:
-    """A mistake that Freewheel explains: its words, and where in the script it was made. Else all lines."""
+    """An error of Freewheel's own: its message and the line of the script. Of any other error all lines."""
     said = next((at for at, line in enumerate(lines) if line.startswith(PREFIX)), None)
     if said is None or lines.count(BEGIN[0]) > 1:  # its cause may say more
         return lines
@@ -192,7 +191,7 @@ def join(
 
 
 def python(command: list[str], module: bool) -> list[str]:
-    """How Python runs a script or module; it must be there."""
+    """The command that runs a script or module, which must exist."""
     if module:
         top = command[0].partition(".")[0]
         if importlib.machinery.PathFinder.find_spec(top, [str(Path.cwd()), *sys.path]) is None:
@@ -208,7 +207,7 @@ def python(command: list[str], module: bool) -> list[str]:
 
 
 def prefixed(rank: int | None, text: str, error: bool) -> None:
-    """Print a line where the worker printed it, with its rank before it; in colour on a terminal."""
+    """Print a line on the stream its worker used, behind the rank; in colour on a terminal."""
     stream = sys.stderr if error else sys.stdout
     label = "freewheel:" if rank is None else f"[{rank}]"
     if stream.isatty() and "NO_COLOR" not in os.environ:
@@ -230,7 +229,7 @@ def _exit(output: Tracebacks, code: int) -> None:
 
 @contextlib.contextmanager
 def _records(named: Path | None) -> Iterator[Path]:
-    """Where records go: a folder that was named, or a new one, of which nothing is left if no run was."""
+    """The named folder, or a new one that is removed again if no run came of it."""
     folder = named or _new_folder()
     try:
         yield folder
@@ -243,7 +242,6 @@ def _records(named: Path | None) -> Iterator[Path]:
 
 
 def _new_folder(number: int = 1) -> Path:
-    """A name nobody has: two runs of the same second get two folders."""
     folder = Path("runs") / f"{time.strftime('%Y-%m-%d_%H-%M-%S')}{f'_{number}' if number > 1 else ''}"
     try:
         folder.mkdir(parents=True)

@@ -75,7 +75,7 @@ def watch(
 
 
 def _begun(folder: Path, wait_s: float) -> tuple[Run, str]:
-    """The run, once a worker has written something; and a word on others that are live."""
+    """Wait until a worker has written something; return the run, and a note on others that are live."""
     until_s, said = time.monotonic() + wait_s, False
     while True:
         choice = find_run(folder)
@@ -102,7 +102,6 @@ def _over(run: Run) -> bool:
 
 
 def _news(run: Run, every_s: float) -> Iterator[bool]:
-    """Read the run every so often until it is over."""
     while not _over(run):
         time.sleep(every_s)
         yield run.poll()
@@ -133,7 +132,7 @@ def report(
 
 
 def _read(folders: Sequence[Path]) -> tuple[list[Result], list[Run]]:
-    """The runs that have something to tell; the others are named, or refused where there is only one."""
+    """The runs that have figures; the others are named on stderr, or refused where there is only one."""
     results, runs = [], []
     for folder in folders:
         try:

@@ -50,7 +50,6 @@ class Outputs:
             raise ConfigError(f"{' and '.join(map(str, paths))} must be different files.")
 
     def show(self, console: Console, results: Sequence[Result]) -> None:
-        """Print a table of six columns, or all there is."""
         runs = ranked(results)
         for table in wide_tables(runs) if self.wide else [brief_table(runs)]:
             console.print(table)
@@ -156,7 +155,6 @@ def _chosen(spec: str) -> list[str]:
 
 
 def run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Result | RunStopped]:
-    """Run jobs one after the other, with a bar."""
     print(f"Watch: freewheel watch {shlex.quote(str(folder))}", file=sys.stderr, flush=True)
     steps = None if jobs[0].seconds else jobs[0].workers * jobs[0].steps
     with bar() as show:
@@ -267,7 +265,6 @@ def simulate(
 
 
 def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[str] | None) -> Compute:
-    """The compute times of all workers, from a model for all and models for single ones."""
     common, own = "constant", {}
     for text in models:
         rank, sign, model = text.partition("=")
