@@ -1,11 +1,10 @@
-"""Rates, shares, spans, series and results of runs: here for the terminal, reports and the dashboard."""
+"""Rates, shares, series and results of runs, for the terminal, reports and the dashboard."""
 
 import math
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from freewheel.records.track import Floats, Track
 LATELY_S = 5.0  # the last seconds, of which rates of a live run are
 MOMENTS = 240  # of a series
 RATE_OVER = 4  # a rate is taken over so many intervals between moments, and over ten samples at least
-FEW = 3  # steps that are too few to say how long one takes
+FEW = 3  # fewer steps do not say how long one takes
 
 
 def grown(track: Track, name: str, times_s: Sequence[float] | Floats) -> Floats:
@@ -49,7 +48,6 @@ def blocked(tracks: Iterable[Track]) -> dict[str, float]:
 
 
 def elapsed_s(run: Run) -> float:
-    """How long the run has gone on, on its own clock."""
     return max(0.0, (run.now if run.live else run.ended_s) - run.began_s) if run.workers else 0.0
 
 
@@ -108,23 +106,21 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 def summed(values: Iterable[float | None]) -> float | None:
-    """Of what is known; None: nothing is."""
     known = [value for value in values if value is not None]
     return math.fsum(known) if known else None
 
 
 def result_of(run: Run) -> Result:
     """Refuses a run that has no figures yet."""
-    why = ""
     if not any(life["steps"] and life.get("elapsed_s") for life in run.lives):
         starting = "is still starting: no worker has made a step. Try again when one has"
         why = starting if run.live else "ended before any worker made a step; the logs in it may say why"
-    elif not run.about:
+        raise ConfigError(f"{str(run.folder)!r} {why}.")
+    if not run.about:
         why = "has records but no run.json. Put it back; `freewheel watch` shows what is there without"
-    if why:
         raise ConfigError(f"{str(run.folder)!r} {why}.")
     try:
-        return _result(run, run.about, run.lives)
+        return _result(run)
     except (KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"{str(run.folder)!r} holds what no run writes ({type(error).__name__}: {error}). "
@@ -132,9 +128,10 @@ def result_of(run: Run) -> Result:
         ) from None
 
 
-def _result(run: Run, about: dict[str, Any], lives: list[dict[str, Any]]) -> Result:
+def _result(run: Run) -> Result:
+    about, lives = run.about, run.lives
     last = {life["rank"]: life["loss"] for life in lives if life.get("loss") is not None}
-    # What a dead worker said last is of another time.
+    # The last loss of a dead worker is of another time.
     losses = {rank: of for rank, of in last.items() if run.state(rank) not in ("dead", "silent")} or last
     curve = []
     for one in run.evaluations:
@@ -173,7 +170,6 @@ class Series:
 
 
 def series(run: Run) -> Series:
-    """Needs a worker that has written something."""
     clock, width_s = np.linspace(run.began_s, run.ended_s, MOMENTS, retstep=True)
     tracks = run.workers.values()
     over_s = max(RATE_OVER * width_s, *(10 * every_s(track.array("time")) for track in tracks))
@@ -196,7 +192,7 @@ def series(run: Run) -> Series:
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
         warnings.simplefilter("ignore", RuntimeWarning)  # a moment at which no worker knows is nan
         rate = np.where(there, np.nan_to_num(made / lived_s), 0.0).sum(axis=0)
-        # A long step counts when it ends; of few steps nobody knows how long one takes.
+        # A long step counts only when it ends.
         free = np.where(made >= FEW, made / np.minimum(busy_s, lived_s), steps / computed_s)
         ideal = np.where(there & np.isfinite(free), free, 0.0).sum(axis=0)
         return Series(

@@ -11,8 +11,8 @@ from freewheel.records.run import Run
 from freewheel.show.rates import Series, series
 from freewheel.show.rows import Row, rows
 
-# Eight colours that read on white and on black; more runs than that are told apart by their dashes. Orange is
-# the straggler's, and the first three are those of the strategies most often compared, in every picture.
+# They read on white and on black; more runs than eight differ by their dashes. The first three belong to the
+# strategies that are compared most often, in every picture.
 COLOURS = ("#c2503b", "#2f7ef5", "#16996a", "#9254de", "#0e7490", "#c0267a", "#b08a10", "#4d6b8f")
 OWN = {"ddp": 0, "allreduce": 0, "adpsgd": 1, "nodelay_free": 2}
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash")
@@ -20,10 +20,10 @@ SVG_DASHES = ("", "7 4", "2 3", "7 3 2 3", "12 4")
 
 GREY, FAINT = "rgba(128, 138, 150, 0.9)", "rgba(128, 138, 150, 0.28)"
 
-# Blue for near, orange for far: told apart with every kind of colour blindness, and seen on white and black.
+# From near to far; told apart with every kind of colour blindness, and seen on white and black.
 DISTANCES = ("#3b6fd4", "#6d93d0", "#9aa7b5", "#cf9f68", "#e5812e", "#d9480f")
 
-# Why a worker waited: what it waits for, and a colour that no run has; dark, middle and light.
+# Why a worker waits, in words, and a colour that no run has.
 CAUSES = {
     "peers": ("for peers", "#d98c7a"),
     "data": ("for data", "#7d8ca3"),
@@ -40,7 +40,6 @@ class Kind(NamedTuple):
 
 
 BAD, GOOD, ODD, PLAIN = "#d9480f", "#1f9d8a", "#e5812e", "#9aa7b5"
-# A symbol and a colour, so that neither is needed alone.
 EVENTS = {
     "died": Kind("died", "x", BAD),
     "failed": Kind("failed", "x-open", BAD),
@@ -65,13 +64,12 @@ STATES = {
     "silent": "#b08a10",
     "dead": "#d9480f",
 }
-# Runs that differ in more settings than this are called by their folders: nobody reads a name so long.
-NAMED = 3
+NAMED = 3  # runs that differ in more settings than this are called by their folders: the names would be long
 
 
 @dataclass(eq=False)
 class Shown:
-    """A run with its name and its place. A page that follows it has records, one that ranks it a result."""
+    """A run with its name and place. Pages that follow it have its records, pages that rank it a result."""
 
     label: str
     place: int
@@ -121,11 +119,9 @@ class Shown:
         return self.run.began_s
 
     def at(self, time: float) -> float:
-        """A moment of the run on the axis of time."""
         return (time - self.began_s) / self.unit_s
 
     def setting(self, name: str) -> str:
-        """As text; empty where the run does not say."""
         return str((self.about.get("settings") or {}).get(name) or "")
 
 
@@ -196,6 +192,5 @@ def flatten(settings: dict[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def differing(settings: Sequence[dict[str, str]]) -> list[str]:
-    """The keys whose values are not the same in all of these settings."""
     keys = dict.fromkeys(key for one in settings for key in one)
     return [key for key in keys if len({one.get(key) for one in settings}) > 1]

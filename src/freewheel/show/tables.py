@@ -64,7 +64,6 @@ def versus(results: Sequence[Result]) -> list[Versus]:
 
 
 def baseline_of(results: Sequence[Result]) -> int | None:
-    """The place of the run that the others are compared with."""
     names = [one.strategy for one in results]
     return next((names.index(one) for one in BASELINES if one in names), None)
 
@@ -102,7 +101,6 @@ def _points(result: Result, what: str) -> list[Point]:
 
 
 def _at(points: Sequence[Point], axis: int, moment: float) -> float | None:
-    """The value at this moment, interpolated."""
     if moment <= 0:  # a script need not say how many steps were made
         return None
     if points[-1][axis] <= ALIKE * moment:
@@ -136,7 +134,6 @@ def column(
     text: Callable[[Any], str] = number,
     best: Callable[[Iterable[float]], float] | None = None,
 ) -> Column:
-    """A column of figures, in which the best may be marked if they differ."""
     known = [value for value in values if value is not None]
     top = best(known) if best is not None and len(set(known)) > 1 else None
     marked = (place for place, value in enumerate(values) if value is not None and value == top)
@@ -144,7 +141,6 @@ def column(
 
 
 def filled(columns: Iterable[Column]) -> list[Column]:
-    """Leaves out columns without any value."""
     return [one for one in columns if any(cell != UNKNOWN for cell in one.cells)]
 
 

@@ -46,7 +46,6 @@ def screen(
 
 
 def _table(run: Run, width: int, room: int) -> list[Text]:
-    """Where there is no room for all workers, the others are counted."""
     everyone = rows(run)
     shown, rest = everyone, []
     if len(everyone) > room:

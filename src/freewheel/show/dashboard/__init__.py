@@ -1,9 +1,8 @@
-"""The dashboard over HTTP: on this machine only, to whoever has the token, and nothing but reading.
+"""The dashboard over HTTP: on this machine only, read-only, and only for whoever has the token.
 
-Python's own server does: a handful of requests a second from one browser, no uploads, no sessions. What a
-stranger could try is turned away before anything else is looked at: other methods, other hosts' names (a page
-of another site that has its name point to 127.0.0.1), other tokens. No path of a request is used as a path of
-a file: the five things there are have names, and runs have numbers.
+Requests are refused before anything else is done with them if they have another method, another host's name
+(a page of another site may have its name point to 127.0.0.1) or another token. No path of a request is used
+as a path of a file: the five things served have names, and runs have numbers.
 """
 
 import hmac
@@ -77,9 +76,9 @@ class Dashboard(socketserver.ThreadingTCPServer):
 
 
 def bare(script: bytes) -> bytes:
-    """Plotly's script without its wrapping for other kinds of modules: for that, browsers parse it twice.
+    """Plotly's script without its module wrapper, for which browsers would parse it twice.
 
-    One that is wrapped in another way stays as it is, and starts later.
+    A script that is wrapped in another way stays as it is.
     """
     licence, begin = script.find(b"*/") + 2, script.find(b'"use strict";var Plotly=')
     end = script.rfind(b"return Plotly;")

@@ -1,7 +1,4 @@
-"""What the page shows: the runs under a folder, and of those that were picked figures, tables and words.
-
-All of it is one document of JSON. A page that has the last version of it is told so, and sent nothing.
-"""
+"""What the page shows: the runs under a folder, and figures, tables and words on those that were picked."""
 
 import contextlib
 import hashlib
@@ -81,9 +78,9 @@ class Board:
             read_run_json(found[0])  # a run of another version is refused before anything is served
 
     def answer(self, numbers: Sequence[int] = (), since: int | None = None) -> Document:
-        """What to show of these runs; no document where the page has this version.
+        """A document of JSON about these runs; None if the page has this version (`since`).
 
-        Of none: the newest; where all are of one command, all, or a list of more than can be told apart.
+        Without numbers: all runs if one command wrote them (none if they are too many), else the newest.
         """
         with self._lock:
             if time.monotonic() - self._scanned_s >= SCAN_S:
@@ -198,7 +195,6 @@ def _headline(one: Shown) -> Document:
 
 
 def _workers(runs: Sequence[Shown]) -> Document:
-    """The table of all workers: texts, and the values they are sorted by."""
     all_rows = [(one.place, row) for one in runs for row in one.rows]
     found = columns([*(row for _, row in all_rows), Row(None, "")])
     live = any(one.run.live and one.run.clock == "wall" for one in runs)

@@ -19,13 +19,13 @@ from freewheel.show.rows import Row, rows
 from freewheel.show.shown import CAUSES, DASHES, DISTANCES, EVENTS, FAINT, GRAVE, GREY, STATES, Kind, Shown
 
 Figure = dict[str, Any]
-TOOLS = resources.files(__package__).joinpath("tools.js")  # the buttons that a figure has on every page
+TOOLS = resources.files(__package__).joinpath("tools.js")  # a figure's buttons, on every page
 UNITS = {1.0: "s", 60.0: "min", 3600.0: "h"}  # what an axis of time may count in
 LEGEND = {"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "traceorder": "normal"}
 MOST_MARKS = 100  # more lines than this would hide the curves
-MOST_METRICS = 24  # of what a script has named itself so many are drawn
-DECADES = 2.0  # from the largest distance down to a hundredth of it edges have colours of their own
-MAX_EDGES, EDGES_EACH = 256, 2  # more edges than this are thinned out: so many of each worker are left
+MOST_METRICS = 24  # of a script's own that are drawn
+DECADES = 2.0  # the scale of colours ends at a hundredth of the largest distance
+MAX_EDGES, EDGES_EACH = 256, 2  # of more edges only so many of each worker are drawn
 
 
 def figure(title: str, said: str, height: int, data: list[Figure], **layout: Any) -> Figure:
@@ -43,14 +43,13 @@ def page(package: str, data: Any, title: str, **parts: str) -> str:
     return re.sub(r"\{(\w+)\}", lambda found: parts[found[1]], parts["html"])
 
 
-def axis(title: str, form: str = ",~r", **rest: Any) -> Figure:
-    """An axis of numbers that begins at zero."""
-    return {"title": {"text": title}, "rangemode": "tozero", "tickformat": form, **rest}
+def axis(title: str, form: str = ",~r") -> Figure:
+    return {"title": {"text": title}, "rangemode": "tozero", "tickformat": form}
 
 
-def time_axis(runs: Sequence[Shown], **rest: Any) -> Figure:
+def time_axis(runs: Sequence[Shown]) -> Figure:
     virtual = "virtual " if all(one.clock == "virtual" for one in runs) else ""
-    return axis(f"time, {virtual}{UNITS[runs[0].unit_s]}", **rest)
+    return axis(f"time, {virtual}{UNITS[runs[0].unit_s]}")
 
 
 def log_axis(title: str, data: Sequence[Figure]) -> Figure:
@@ -85,8 +84,7 @@ def bars(one: Shown, hover: str, **rest: Any) -> Figure:
 
 
 def _of(one: Shown, hover: str) -> Figure:
-    # Plotly reads a little HTML in its texts, so what comes from a run is escaped.
-    label = escape(one.label)
+    label = escape(one.label)  # plotly reads a little HTML in its texts
     said = f"<b>{label}</b><br>{hover}<extra></extra>"
     return {"name": label, "hovertemplate": said, "legendgroup": str(one.place)}
 
@@ -143,14 +141,12 @@ def _away(one: Shown) -> list[tuple[float | None, str | None]]:
             spans.append((event.rank, died.pop(event.rank), event.time))
     spans += [(rank, since, one.run.last_s) for rank, since in died.items()]
     found: list[tuple[float | None, str | None]] = []
-    for rank, since, until in spans:
-        row = f"worker {rank}"
-        found += [(rounded(one.at(since)), row), (rounded(one.at(until)), row), (None, None)]
+    for rank, *span in spans:
+        found += [*((rounded(one.at(time)), f"worker {rank}") for time in span), (None, None)]
     return found
 
 
 def event_marks(runs: Sequence[Shown]) -> list[Figure]:
-    """A thin line at every death, departure and return; in the runs' colours where there are several."""
     common = {"type": "line", "yref": "paper", "y0": 0, "y1": 1, "layer": "below", "opacity": 0.45}
     marks = []
     for one in runs:
@@ -243,7 +239,6 @@ def throughput(runs: Sequence[Shown]) -> Figure:
 
 
 def blocked_shares(runs: Sequence[Shown]) -> Figure:
-    """A bar for each worker; for each run where there are several."""
     whose = {escape(one.label): list(one.run.workers.values()) for one in runs}
     if len(runs) == 1:
         whose = {f"worker {rank}": [track] for rank, track in sorted(runs[0].run.workers.items())}
@@ -313,10 +308,7 @@ class Edge:
 
 
 def edges(run: Run) -> tuple[list[Edge], float]:
-    """Who exchanged or merged with whom in the last seconds of a run, and in how many seconds that was.
-
-    Where nobody did, which is so where merges are rare, in all of the run.
-    """
+    """Who met whom in the last seconds, or if nobody did in all of the run; how many seconds these are."""
     tracks = run.workers.values()
     often_s = max((every_s([sample["time"] for sample in track.recent]) for track in tracks), default=0.0)
     end = max((track.latest["time"] for track in tracks), default=0.0)
@@ -350,9 +342,8 @@ def graph(run: Run, label: str = "") -> Figure:
     known = {row.rank: row for row in rows(run)}
     ranks = sorted({*run.workers, *(rank for edge in found for rank in (edge.one, edge.other))})
     turn = 2 * math.pi / max(1, len(ranks))
-    places = {
-        rank: (round(math.sin(at * turn), 4), round(math.cos(at * turn), 4)) for at, rank in enumerate(ranks)
-    }
+    angles = {rank: at * turn for at, rank in enumerate(ranks)}
+    places = {rank: (round(math.sin(at), 4), round(math.cos(at), 4)) for rank, at in angles.items()}
     workers = [known.get(rank, Row(rank, "joining")) for rank in ranks]
     title = f"Who met in the last {short(max(span_s, 0.01), 2)} s" if found else "Workers"
     said = "An edge for every two that exchanged or merged; colour: how far apart they were."
@@ -376,10 +367,7 @@ def _few(met: list[Edge]) -> list[Edge]:
 
 
 def _edges(run: Run, found: list[Edge], places: dict[int, tuple[float, float]]) -> list[Figure]:
-    """One trace for every shade, which draws faster than one for every edge; and the scale of colours.
-
-    The scale ends at the largest distance of the whole run: a colour means the same from first to last.
-    """
+    """A trace for each shade, and the scale of colours, which ends at the run's largest distance."""
     known = [edge.distance for edge in found if edge.distance]
     largest = [life.get("discrepancy_max") or 0.0 for life in run.lives]
     most = math.log10(max([*known, *largest], default=0) or 1)
@@ -394,13 +382,13 @@ def _edges(run: Run, found: list[Edge], places: dict[int, tuple[float, float]]) 
         data.append(scatter("lines", ends, hoverinfo="skip", line={"color": colour}, opacity=0.8))
     if not known:
         return data
-    # A trace without points carries the scale of the colours.
     parts, scale = len(DISTANCES), [most - DECADES, most]
     steps = [[at / parts, colour] for place, colour in enumerate(DISTANCES) for at in (place, place + 1)]
     title = {"text": "distance", "side": "top"}
     bar = {"title": title, "orientation": "h", "y": 0, "yanchor": "top", "thickness": 8, "len": 0.6}
     bar |= {"tickvals": scale, "ticktext": [short(10**end, 2) for end in scale]}
     marker = {"color": scale[:1], "colorscale": steps, "cmin": scale[0], "cmax": most, "showscale": True}
+    # A trace without points carries the scale.
     return [*data, scatter("markers", [(None, None)], hoverinfo="skip", marker=marker | {"colorbar": bar})]
 
 
@@ -410,18 +398,10 @@ def _nodes(workers: list[Row], places: dict[int, tuple[float, float]]) -> Figure
         f"waiting {share(row.blocked_share)}<br>loss {short(row.loss, 4)}"
         for row in workers
     ]
-    return scatter(
-        "markers+text",
-        places.values(),
-        text=[f"<b>{row.rank}</b> {short(row.steps_per_s)}/s" for row in workers],
-        textposition="top center",
-        textfont={"size": 11},
-        customdata=said,
-        hovertemplate="%{customdata}<extra></extra>",
-        marker={
-            "size": 18,
-            "opacity": 1,
-            "color": [STATES.get(row.state, STATES["training"]) for row in workers],
-            "symbol": ["square" if row.state == "dead" else "circle" for row in workers],
-        },
-    )
+    names = [f"<b>{row.rank}</b> {short(row.steps_per_s)}/s" for row in workers]
+    text = {"text": names, "textposition": "top center", "textfont": {"size": 11}}
+    hover = {"customdata": said, "hovertemplate": "%{customdata}<extra></extra>"}
+    colours = [STATES.get(row.state, STATES["training"]) for row in workers]
+    symbols = ["square" if row.state == "dead" else "circle" for row in workers]
+    marker = {"size": 18, "opacity": 1, "color": colours, "symbol": symbols}
+    return scatter("markers+text", places.values(), **text, **hover, marker=marker)

@@ -1,7 +1,4 @@
-"""Runs played on one clock: who computes, who waits, who meets whom, what they have learned.
-
-As a page of its own, or in the trace-event format, which https://ui.perfetto.dev and chrome://tracing open.
-"""
+"""Runs played on one clock, as a page of its own or in the trace-event format of https://ui.perfetto.dev."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -20,8 +17,8 @@ from freewheel.show.tables import BASELINES, goal, race
 MARKS = {"died": "died", "failed": "died", "left": "left", "cut": "cut", "slowed": "slowed"}
 LABELS = {"ddp": "DDP", "allreduce": "AllReduce", "adpsgd": "AD-PSGD"}  # what strategies are called
 MOST = 4  # runs on one page
-ONCE_S = 1.0  # what is told of a worker again within this time is the same thing
-UNFINISHED = 1.5  # who ends so many of its longest gradients after the last one was in the middle of one
+ONCE_S = 1.0  # the same thing told of a worker again within this time is not shown again
+UNFINISHED = 1.5  # a life that ends within so many longest gradients after its last one was computing another
 
 
 class Played:
@@ -34,7 +31,7 @@ class Played:
         self.ranks, place = run.ranks, {rank: at for at, rank in enumerate(run.ranks)}
         # Of each worker: when each gradient began and ended.
         self.spans: list[list[float]] = [[] for _ in run.ranks]
-        # Exchanges and merges: begin, length, and the places of all who took part; the lowest rank tells.
+        # Exchanges and merges: begin, length, and the places of all members, as the lowest rank wrote them.
         self.meetings: list[list[Any]] = []
         for rank, own in zip(self.ranks, self.spans, strict=True):
             for line in Tail(run.folder / f"timeline-{rank}.jsonl").read():
@@ -67,20 +64,19 @@ class Played:
         )
 
     def _marks(self, run: Run, place: dict[int, int]) -> list[list[Any]]:
-        """What happened to workers, each thing once, and when one came later than the first."""
-        found: list[list[Any]] = [
-            [begin_s, at, "joined", f"worker {self.ranks[at]} {'came back' if number else 'joined'}"]
-            for at, lives in enumerate(self.lives)
-            for number, (begin_s, _) in enumerate(lives)
-            if number or begin_s > ONCE_S
-        ]
+        found: list[list[Any]] = []
+        for at, lives in enumerate(self.lives):
+            for number, (begin_s, _) in enumerate(lives):
+                if number or begin_s > ONCE_S:
+                    words = f"worker {self.ranks[at]} {'came back' if number else 'joined'}"
+                    found.append([begin_s, at, "joined", words])
         for event in run.events:
-            at, what = place.get(event.rank if event.rank is not None else -1), MARKS.get(event.what)
+            who, what = place.get(event.rank if event.rank is not None else -1), MARKS.get(event.what)
             time_s = round(max(0.0, event.time - run.began_s), 4)
-            known = any(one[1:3] == [at, what] and abs(time_s - one[0]) <= ONCE_S for one in found)
-            if at is not None and what is not None and not known:
+            known = any(one[1:3] == [who, what] and abs(time_s - one[0]) <= ONCE_S for one in found)
+            if who is not None and what is not None and not known:
                 words = event.link or f"worker {event.rank} {EVENTS[event.what].words}"
-                found.append([time_s, at, what, words])
+                found.append([time_s, who, what, words])
         return sorted([at_s, *rest, f"{words} at {at_s:.2f} s"] for at_s, *rest, words in found)
 
     def _cut(self) -> Iterator[list[float]]:
@@ -99,7 +95,6 @@ def _pairs(lane: list[float]) -> list[tuple[float, float]]:
 
 
 def as_perfetto(runs: Sequence[Run]) -> str:
-    """ConfigError: a run has no timeline."""
     found = [one for pid, run in enumerate(shown(runs)) for one in _trace(Played(run.run), pid, run.label)]
     return json.dumps({"traceEvents": found, "displayTimeUnit": "ms"}, separators=(",", ":")) + "\n"
 
@@ -107,8 +102,7 @@ def as_perfetto(runs: Sequence[Run]) -> str:
 def _trace(run: Played, pid: int, label: str) -> Iterator[dict[str, Any]]:
     """A run is a process, a worker two threads of it; times are microseconds since the run began.
 
-    Gradients, exchanges and merges are complete events (X), what happened to workers instants (i), accuracy
-    and loss counters (C); what rows are called is metadata (M).
+    X is a span of time, i an instant, C a counter, and M the name of a row.
     """
 
     def event(ph: str, name: str, at_s: float, tid: int, args: dict[str, Any], **more: Any) -> dict[str, Any]:
