@@ -6,18 +6,18 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST = 60_000  # what is kept until it is written: more than a worker does between two samples
+MOST = 60_000  # entries kept until they are written: more than a worker makes between two samples
 MOST_EVENTS = 1000
-UNITS = 10_000  # of a second
+UNITS = 10_000  # in a second, of the numbers in a timeline
 
 
 class Timeline:
-    """What one worker did since the last time anybody asked, for a replay. Any thread may add to it.
+    """What one worker did since the last `take`, for a replay. Any thread may add to it.
 
         {"life": 1, "from": 12.5, "gradients": [0, 503, 504, 1011], "exchanges": [700, 22, 3], "merges": []}
 
-    Times are tenths of a millisecond after `from`. Of a gradient: when it began and ended. Of an exchange:
-    when it was complete, how long it took, with whom. Of a merge: when, how long, and with whom.
+    Times are tenths of a millisecond after `from`: when a gradient began and ended; when an exchange or merge
+    was complete, how long it took, and with whom.
     """
 
     def __init__(self, now: Callable[[], float], life: int) -> None:
@@ -36,7 +36,6 @@ class Timeline:
         self._done.append(("merges", self._now(), took_s, peers))
 
     def take(self) -> dict[str, Any] | None:
-        """Take everything out, as a line of the file."""
         done = [self._done.popleft() for _ in range(len(self._done))]
         if not done:
             return None
@@ -53,9 +52,8 @@ class Timeline:
         return {"life": self._life, "from": round(from_s, 4), **found}
 
 
-# Why training may wait: for a strategy that waits, for the loader, for a checkpoint to be copied.
-CAUSES = ("peers", "data", "checkpoint")
-# What a worker says as it counts it.
+CAUSES = ("peers", "data", "checkpoint")  # why training may wait: strategy, loader, a checkpoint being copied
+# Counters that stand in a sample as they are.
 TOLD = ("discrepancy", "discrepancy_max", "staleness_max", "bytes_out", "bytes_in", "messages_out",
         "messages_dropped", "samples", "samples_again", "gradient_norm_max")  # fmt: skip
 
@@ -73,18 +71,16 @@ class Counters:
     messages_dropped: int = 0
     exchanges: dict[str, int] = field(default_factory=lambda: {"done": 0, "busy": 0, "half": 0, "failed": 0})
     merges: dict[str, int] = field(default_factory=lambda: {"done": 0, "dropped": 0, "half": 0})
-    # Of every peer met: exchanges done with it, how far it was at the last one.
-    peers: dict[int, tuple[int, float | None]] = field(default_factory=dict)
-    # The same of merges, by all peers of a merge: adding to each of them would be dear with many workers.
+    peers: dict[int, tuple[int, float | None]] = field(default_factory=dict)  # exchanges, last distance
+    # Merges by their members: with many workers it would be slow to count each merge at each of them.
     merged: dict[tuple[int, ...], int] = field(default_factory=dict)
     staleness_sum: float = 0.0
     staleness_max: float = 0.0
     staleness_classes: list[int] = field(default_factory=lambda: [0] * 64)  # of 0, 1, 2 to 3, 4 to 7, …
-    # How far the last peer met was; after a merge, how far the mean was: where that was asked for.
-    discrepancy: float | None = None
-    discrepancy_max: float = 0.0  # the largest of those
-    measure: bool = False  # whether somebody wants to know that at the next exchange or merge
-    measure_always: bool = False  # the same for all of them: in virtual time it costs nothing
+    discrepancy: float | None = None  # the last measured distance to a peer, or to the mean of a merge
+    discrepancy_max: float = 0.0
+    measure: bool = False  # whether it is to be measured at the next exchange or merge
+    measure_always: bool = False  # or at all of them: in virtual time it costs nothing
     gradient_norm_max: float = 0.0
     samples: int = 0  # dealt by leases and finished
     samples_again: int = 0  # of these, dealt before; and doubles found as a dealer: see data/dealing.py
@@ -117,12 +113,10 @@ class Counters:
             self.measured(apart)
 
     def measured(self, apart: float) -> None:
-        """Note the distance to a peer, or to the mean of a merge."""
         self.discrepancy = apart
         self.discrepancy_max = max(self.discrepancy_max, apart)
 
     def met_all(self, peers: tuple[int, ...], now_s: float = 0.0) -> None:
-        """Count a merge."""
         if self.timeline is not None:
             self.timeline.merge(peers, now_s - self.waiting[1] if self.waiting is not None else 0.0)
         self.merged[peers] = self.merged.get(peers, 0) + 1
@@ -153,18 +147,17 @@ class Counters:
         """Count one step's staleness, in the strategy's own measure."""
         self.staleness_sum += value
         self.staleness_classes[int(value).bit_length()] += 1
-        if value > self.staleness_max:
-            self.staleness_max = value
+        self.staleness_max = max(self.staleness_max, value)
 
 
 class Noticed:
-    """What a worker has noticed and nobody has written down yet. Any thread may `note`."""
+    """What a worker has noticed and not written yet. Any thread may `note`."""
 
     def __init__(self) -> None:
-        self.begun = False  # whether training has begun: who was there before has not joined
+        self.begun = False  # whether training has begun: before that nobody "joins"
         self.lives: Mapping[int, int] = {}
-        self.over = False  # whether this worker leaves: who leaves with it has not died
-        self.muted = False  # whether nothing is written any more: a later life of this worker writes
+        self.over = False  # whether this worker leaves: others that leave with it have not died
+        self.muted = False  # whether nothing is written any more, as a later life of this worker writes
         self.noted: deque[tuple[float, str, int | None, int | None, str]] = deque(maxlen=MOST_EVENTS)
 
     def note(self, what: str, rank: int | None, text: str) -> None:

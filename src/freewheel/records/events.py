@@ -1,7 +1,6 @@
 """What happened in a run, as people are told it: what several workers noticed is one event.
 
-A link that was cut is noticed at both ends. Only where several links of one worker break is that worker cut
-off; one link is a link.
+A broken link is noticed at both ends. A worker is cut off only if several of its links break.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 TOGETHER_S = 5.0  # what several workers notice within this time is one event
-LATELY = 256  # so many events back a cut may belong to one that is known
+LATELY = 256  # how many events back a cut may be part of a known one
 
 
 @dataclass
@@ -25,8 +24,8 @@ class Event:
     life: int | None = None
     by: list[int | str] = field(default_factory=list)
     peer: int | None = None
-    last_s: float = 0.0  # when somebody last noticed it, by a clock that may be another's than that of `time`
-    links: set[tuple[int, int]] = field(default_factory=set)  # of a cut: whom which worker has lost
+    last_s: float = 0.0  # when somebody last noticed it, maybe by another clock than that of `time`
+    links: set[tuple[int, int]] = field(default_factory=set)  # of a cut: who was lost, and by whom
 
     @property
     def link(self) -> str:
@@ -77,7 +76,7 @@ class Events:
 
     def __init__(self) -> None:
         self.all: list[Event] = []
-        # The last event of each kind, of each life of a worker; of all workers: of each text.
+        # The last event by kind, worker and life; of events of all workers by their text.
         self._last: dict[tuple[str, int | None, int | str | None], Event] = {}
 
     def add(self, line: dict[str, Any]) -> None:

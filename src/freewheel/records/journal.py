@@ -1,7 +1,7 @@
 """Writing the folder of a run, as docs/RECORDS.md promises it: for workers, the launcher and the simulator.
 
-Whoever writes goes on, whatever happens: a full disk or a folder that is gone costs records, with one
-warning. A file is opened for each line: a folder that was deleted is noticed, and nothing is kept open.
+A full disk or a deleted folder costs records and causes one warning, no error. A file is opened for each
+line, so that a deleted folder is noticed.
 """
 
 import contextlib
@@ -18,28 +18,29 @@ from freewheel.records.files import open_whole, write_whole
 from freewheel.records.schema import MEASURED
 
 THIN_BYTES = 24_000_000  # when a worker's samples are thinned
-# What events and evaluations of one writer may take: so much at once, and so much for each second.
-BESIDES = (1_000_000, 2_000)
-TIMELINE_BYTES = 8_000_000  # what a worker's timeline may take: half an hour of 5 ms steps
-TAIL = 1 << 17  # more than a sample takes
+BESIDES = (
+    1_000_000,
+    2_000,
+)  # bytes that events, or evaluations, of one writer may take; more for each second
+TIMELINE_BYTES = 8_000_000  # of a worker: half an hour of 5 ms steps
+TAIL = 1 << 17  # more bytes than a sample takes
 
 log = logging.getLogger("freewheel")
 
 
 class Journal:
-    """One writer's pen for the folder of a run; `by` says whose. Makes the folder."""
+    """One writer's access to the folder of a run, which it makes; `by` says who writes."""
 
     def __init__(self, folder: Path, by: int | str) -> None:
         self.folder, self.by = folder, by
-        # Of each file that may not grow without end: when it began, and its size.
-        self._besides: dict[str, tuple[float, int]] = {}
+        self._besides: dict[
+            str, tuple[float, int]
+        ] = {}  # when each file but those of samples began; its size
         self._full: set[str] = set()
         self._thin_at: dict[str, int] = {}
         self._warned = False
         with self._going_on():
             folder.mkdir(parents=True, exist_ok=True)
-
-    # -- what is written --
 
     def begin(self) -> None:
         """Create an empty file of events, so that the folder is known to be a run before there are any."""
@@ -68,7 +69,7 @@ class Journal:
     def event(
         self, time_s: float, what: str, rank: int | None, life: int | None, text: str, **own: int | str | None
     ) -> None:
-        """`own` may hold a `peer`, for what happened to a link, and `by`, for somebody else's word."""
+        """`own`: the `peer` of a link to which something happened; `by`, if somebody else noticed it."""
         event = {"time": time_s, "what": what, "rank": rank, "life": life, "by": self.by, "text": text}
         event |= {name: value for name, value in own.items() if value is not None}
         self._put(f"events-{event['by']}.jsonl", event, time_s)
@@ -92,8 +93,6 @@ class Journal:
                 return int(life(file.read(TAIL).rpartition(b"\n")[0].splitlines()[-1]) or 0)
         except (OSError, ValueError, IndexError, TypeError):
             return 0
-
-    # -- how --
 
     def _put(
         self, name: str, line: Mapping[str, Any], now_s: float, allowed: tuple[int, int] = BESIDES
@@ -150,7 +149,6 @@ def thin(path: Path) -> int:
 
 
 def life(line: bytes) -> Any:
-    """The life that a sample is of; None where the line is no sample."""
     try:
         return json.loads(line)["life"]
     except (ValueError, KeyError, TypeError):

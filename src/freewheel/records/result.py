@@ -81,10 +81,7 @@ def result(
     target: float | None,
     **about: Any,
 ) -> Result:
-    """The figures of a run, real or simulated, from the last sample of each life and what was evaluated.
-
-    `loss` counts where none was evaluated; `apart` is the largest distance that was measured of all replicas.
-    """
+    """`loss`: if none was evaluated; `apart`: the largest distance measured between any two replicas."""
 
     def total(name: str) -> float:
         return sum(life.get(name) or 0.0 for life in lives)
@@ -117,10 +114,7 @@ def result(
 
 
 def staleness_mean(lives: Lives) -> float | None:
-    """The mean over all that was noted in these lives: who notes more weighs more. None: nobody says it.
-
-    A strategy that is never stale by its own measure notes nothing, and is 0.
-    """
+    """The mean over everything noted in these lives; 0 if nothing was, None if records do not say."""
     told = []
     for life in lives:
         mean, counts = life.get("staleness_mean"), life.get("staleness_counts") or {}

@@ -1,8 +1,4 @@
-"""A run as its folder tells it, live or ended, real or simulated; docs/RECORDS.md says what is in the folder.
-
-`Run.poll` reads what is new. It keeps a bounded number of points per worker, whatever the length of the run.
-`find_run` says which run a folder means: of those in it and below it, the one to show.
-"""
+"""A run as its folder tells it, live or ended, real or simulated; docs/RECORDS.md describes the folder."""
 
 import math
 import re
@@ -16,7 +12,7 @@ from freewheel.records.events import TOGETHER_S, Events
 from freewheel.records.schema import evaluation, read_run_json
 from freewheel.records.track import POINTS, Line, Tail, Track
 
-LINES = 3072  # of all workers, read of what was written before: a run of many workers opens as fast
+LINES = 3072  # of all workers, read when a run is opened: one of many workers opens as fast
 SILENT_S = 5.0  # a worker that has written nothing for so long is called silent
 STARTING_S = 120.0  # a run in which nobody has written for so long never began
 DEATHS = ("died", "failed")
@@ -24,12 +20,14 @@ COMINGS = ("joined", "restarted")
 
 
 class Run:
-    """One run: `about` it, its `workers` by rank, `events` and `evaluations` in order of time."""
+    """One run: `about` it, its `workers` by rank, `events` and `evaluations` in order of time.
+
+    It keeps a bounded number of points per worker, whatever the length of the run.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        # When anything last came in while we were reading, on our own clock; 0: all was there before.
-        self._heard_s = 0.0
+        self._heard_s = 0.0  # when a poll last found anything, on our own clock
         self._stamp: tuple[int, ...] | None = None  # of the run.json that was read
         self._start()
         self._read(0.0)
@@ -39,14 +37,11 @@ class Run:
                 "them, unchanged."
             )
 
-    # -- reading --
-
     def _start(self) -> None:
         self.about: dict[str, Any] = {}  # what run.json says; empty while the run is starting
         self.workers: dict[int, Track] = {}
         self.evaluations: list[dict[str, float]] = []
-        # What was last measured, by when and after how many steps.
-        self._moments: dict[tuple[float, float | None], dict[str, float]] = {}
+        self._moments: dict[tuple[float, float | None], dict[str, float]] = {}  # by time and steps
         self._tails: dict[str, Tail] = {}
         self._happened = Events()
         self.events = self._happened.all
@@ -123,8 +118,6 @@ class Run:
         except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
             tail.broken += 1
             self._wrong = f"{str(tail.path)!r} is not what a run writes ({type(error).__name__}: {error})"
-
-    # -- what it says --
 
     @property
     def clock(self) -> str:
@@ -214,9 +207,6 @@ class Run:
         return sum(track.value(name) or 0.0 for track in self.workers.values())
 
 
-# -- which run a folder means --
-
-
 class Choice(NamedTuple):
     """The run to show, and what else there is."""
 
@@ -268,7 +258,6 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def all_runs(folders: Sequence[Path]) -> list[Path]:
-    """The runs of several folders, in order and without doubles."""
     found: dict[Path, Path] = {}
     for run in (one for folder in folders for one in find_runs(folder)):
         found.setdefault(run.resolve(), run)

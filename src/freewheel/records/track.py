@@ -20,8 +20,7 @@ Line = dict[str, Any]
 class Tail:
     """The lines of a file, as they come; a file that is not there yet has none.
 
-    With `most`, a long file that is opened gives about so many lines, spread evenly, and the last ones.
-    Samples are sums: what lies between two of them is not lost, only not drawn.
+    With `most`, the first reading of a long file gives about so many lines, spread evenly, and the last ones.
     """
 
     def __init__(self, path: Path, most: int | None = None) -> None:
@@ -105,7 +104,7 @@ class Track:
         self._arrays: dict[str, Floats] = {}
 
     def add(self, sample: Line) -> None:
-        """Take a sample in; one that is older than the last is left out, one that is none changes nothing.
+        """Take a sample in, unless it is older than the last one; an error leaves all as it was.
 
         A later life may be on a host whose clock is behind: its points begin where those before it end.
         """
@@ -127,8 +126,8 @@ class Track:
         self.recent.append(sample)
         self._rows.append(row)
         if len(self._rows) > 2 * POINTS:
-            # The last points stay, and of those before the first in each of equal parts of the time. Dropping
-            # every second one again and again would leave next to nothing of what is long past.
+            # The last points stay, and the first in each of equal parts of the time before. Dropping every
+            # second one again and again would leave next to nothing of what is long past.
             begin_s = self._rows[0]["time"]
             span_s = self._rows[-RECENT]["time"] - begin_s
             width_s = 2.0 ** math.ceil(math.log2(span_s / POINTS)) if span_s > 0 else 1.0
