@@ -26,7 +26,6 @@ KINDS: dict[Any, tuple[Callable[[str], Any], str]] = {
 
 
 def split(text: str) -> list[str]:
-    """Split a comma-separated list of names, dropping empty entries."""
     return [part.strip() for part in text.split(",") if part.strip()]
 
 

@@ -41,7 +41,7 @@ def written(folder: Path) -> Path:
     made.run(folder / "b", workers=8, samples=20, strategy="nodelay_free")
     runs = [Run(folder / name) for name in "ab"]
     path = folder / "report.html"
-    report.write(path, [result_of(run) for run in runs], runs, title=EVIL, command=EVIL)
+    path.write_text(report.html([result_of(run) for run in runs], runs, title=EVIL, command=EVIL))
     return path
 
 

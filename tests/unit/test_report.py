@@ -14,6 +14,7 @@ import pytest
 import made as folders
 from freewheel.errors import ConfigError
 from freewheel.numbers import number
+from freewheel.records.files import write_whole
 from freewheel.records.result import Result, Sample
 from freewheel.records.run import Run
 from freewheel.show import report
@@ -390,7 +391,7 @@ def test_theory_is_compared_and_a_broken_bound_is_named_in_words() -> None:
 
 def test_a_report_is_written_into_folders_that_are_made(tmp_path: Path) -> None:
     path = tmp_path / "runs" / "first" / "report.html"
-    report.write(path, [made("adpsgd")], title="t", command="c")
+    write_whole(path, report.html([made("adpsgd")], title="t", command="c"))
     assert path.read_text(encoding="utf-8") == report.html([made("adpsgd")], title="t", command="c")
     assert list(path.parent.iterdir()) == [path]
 
@@ -419,7 +420,7 @@ def test_a_report_that_fails_leaves_the_old_one_untouched(
     else:
         monkeypatch.setattr(os, "replace", fail)
     with pytest.raises((ConfigError, OSError), match="No space left"):
-        report.write(path, [made("adpsgd")], title="t", command="c")
+        write_whole(path, report.html([made("adpsgd")], title="t", command="c"))
     monkeypatch.undo()
     assert path.read_text() == "the old one"
     assert list(tmp_path.iterdir()) == [path]
@@ -428,16 +429,16 @@ def test_a_report_that_fails_leaves_the_old_one_untouched(
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "file" / "report.html"))):
-        report.write(tmp_path / "file" / "report.html", [made("adpsgd")], title="t", command="c")
+        write_whole(tmp_path / "file" / "report.html", report.html([made("adpsgd")], title="t", command="c"))
     with pytest.raises(ConfigError, match="Is a directory"):
-        report.write(tmp_path, [made("adpsgd")], title="t", command="c")
+        write_whole(tmp_path, report.html([made("adpsgd")], title="t", command="c"))
 
 
 def test_a_link_stays_a_link(tmp_path: Path) -> None:
     target, link = tmp_path / "target.html", tmp_path / "link.html"
     target.write_text("old")
     link.symlink_to(target)
-    report.write(link, [made("adpsgd")], title="t", command="c")
+    write_whole(link, report.html([made("adpsgd")], title="t", command="c"))
     assert link.is_symlink()
     assert target.read_text().startswith("<!doctype html>")
 
@@ -449,7 +450,7 @@ def test_what_is_no_file_is_written_to_and_not_replaced(
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     monkeypatch.setattr(report, "html", lambda *_, **__: "a page that fits into a pipe")
-    report.write(pipe, [made("adpsgd")], title="t", command="c")
+    write_whole(pipe, report.html([made("adpsgd")], title="t", command="c"))
     assert os.read(reader, 100) == b"a page that fits into a pipe"
     os.close(reader)
     assert list(tmp_path.iterdir()) == [pipe]

@@ -8,9 +8,9 @@ import pytest
 from rich.console import Console
 
 import freewheel as fw
-from freewheel.cli.train import Outputs
 from freewheel.records.result import Sample
-from freewheel.show.tables import versus
+from freewheel.show.shown import ranked
+from freewheel.show.tables import brief_table, versus, wide_tables
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +56,9 @@ def test_a_target_that_the_baseline_never_reaches_gives_a_bound(result):
     assert (ddp.target_s, ddp.speedup) == (None, None)
     assert (ours.speedup, ours.at_least) == (pytest.approx(2.04), True)
     console = Console(width=100, record=True)
-    Outputs().show(console, runs)
+    console.print(brief_table(ranked(runs)))
     assert "adpsgd        100  0.0 %           10             > 2.04" in console.export_text()
-    Outputs(wide=True).show(console, runs)
+    console.print(*wide_tables(ranked(runs)))
     lines = console.export_text().splitlines()
     assert all(len(line) <= 100 for line in lines)
     assert any(

@@ -38,7 +38,6 @@ def option(default: Any, meaning: str, *names: str, rare: bool = False, **how: A
 
 
 def argument(default: Any, meaning: str, **how: Any) -> Any:
-    """A default of ... makes it required."""
     return typer.Argument(default, help=meaning, show_default=False, **how)
 
 
@@ -55,10 +54,9 @@ keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
 
 
 def takes(*classes: type, **defaults: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Let a command take the settings of dataclasses: it gets those of each class in a dictionary.
+    """Offer the settings of dataclasses as a command's options; `defaults` replace the classes' own.
 
-    The command's first parameters are these dictionaries, in the order of the classes. `defaults` are
-    others than the class's own.
+    The command's first parameters are dictionaries of them, one for each class.
     """
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -115,7 +113,6 @@ def arrange(command: Callable[..., Any]) -> None:
             one.default.rich_help_panel = next(heads, None)
 
 
-# -- what is typed --
 def command_line() -> str:
     return shlex.join(["freewheel", *sys.argv[1:]])
 
@@ -141,7 +138,6 @@ def ranks_and_numbers(option: str, texts: list[str] | None, numbers: int) -> lis
     return read
 
 
-# -- what is printed --
 def output() -> Console:
     """Standard output; into a file or a pipe lines are as wide as they need to be."""
     console = Console(highlight=False)
@@ -151,10 +147,7 @@ def output() -> Console:
 
 @contextlib.contextmanager
 def bar() -> Iterator[Callable[[str, float], None]]:
-    """A bar that is told what goes on, and which share of all is done.
-
-    On stderr, so that a table sent into a file stays a table; none where that is no terminal.
-    """
+    """A progress bar on stderr, as a table on stdout may go into a file; none where that is no terminal."""
     errors = Console(stderr=True)
     with Progress(console=errors, transient=True, disable=not errors.is_terminal) as shown:
         task = shown.add_task("starting", total=1.0)

@@ -160,7 +160,7 @@ def list_strategies(
     console.print(f"{explained}\n{known}")
 
 
-# -- chaos: random faults, and the laws that must hold whatever happens --
+# Those of chaos.
 STRATEGIES = (
     "adpsgd,adpsgd:topology=ring,nodelay_free,nodelay_free:tau=6,dasgd:interval=4,allreduce,sasgd:interval=4,"
     "nodelay:tau=8,dpsgd,leader:interval=4,grouping,hierarchical_sasgd"
@@ -182,11 +182,11 @@ def chaos(
     at_least("--workers", workers, 4)
     for one in strategies.resolve_all(strategy):
         one.check(workers)
-    chosen = names.split(strategy)  # they take turns
+    chosen = names.split(strategy)
     work = [(chosen[k % len(chosen)], first + k, workers) for k in range(seeds)]
     outcomes: list[laws.Outcome] = []
     with multiprocessing.get_context("spawn").Pool(len(os.sched_getaffinity(0))) as pool, bar() as show:
-        for outcome in pool.imap_unordered(_one, work):
+        for outcome in pool.imap(_one, work):
             outcomes.append(outcome)
             show("runs", len(outcomes) / len(work))
     rows = []
@@ -196,7 +196,7 @@ def chaos(
         rows.append([name, *map(str, (len(mine), faults, sum(bool(one.broken) for one in mine)))])
     console = output()
     console.print(printed(["strategy", "runs", "faults", "violations"], rows))
-    for outcome in sorted(outcomes, key=lambda one: one.seed):
+    for outcome in outcomes:
         for broken in outcome.broken:
             again = f"--strategy {outcome.strategy} --first {outcome.seed} --seeds 1 --workers {workers}"
             console.print(f"{broken}\n  again: freewheel chaos {again}", soft_wrap=True)

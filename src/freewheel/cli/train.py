@@ -12,17 +12,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-
 from freewheel.cli.options import bar, command_line, option, output, ranks_and_numbers, takes
 from freewheel.errors import ConfigError, RunStopped
 from freewheel.records.files import check_unused, check_writable, open_whole, write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.settings import setting
+from freewheel.show import replay as replays
+from freewheel.show import report as reports
 from freewheel.show.rates import trouble
-from freewheel.show.replay import LABELS, as_perfetto, html
-from freewheel.show.report import findings, recorded, write
 from freewheel.show.shown import ranked
 from freewheel.show.tables import brief_table, versus, wide_tables
 from freewheel.sim.scenario import Compute, Fault, Links, Scenario
@@ -49,11 +47,6 @@ class Outputs:
         if len({path.resolve() for path in paths}) < len(paths):
             raise ConfigError(f"{' and '.join(map(str, paths))} must be different files.")
 
-    def show(self, console: Console, results: Sequence[Result]) -> None:
-        runs = ranked(results)
-        for table in wide_tables(runs) if self.wide else [brief_table(runs)]:
-            console.print(table)
-
     def finish(
         self,
         title: str,
@@ -61,14 +54,11 @@ class Outputs:
         folder: Path | None,
         notes: Sequence[str] = (),
     ) -> None:
-        """Print what came of runs, write figures and a report; raise what stopped some.
-
-        With each outcome are its records, where there are any; `folder` has those of all.
-        """
-        results = [one for one, _ in outcomes if isinstance(one, Result)]
-        if results:
-            console = output()
-            self.show(console, results)
+        """Print and write what came of runs, with each its records; raise what stopped some of them."""
+        if results := [one for one, _ in outcomes if isinstance(one, Result)]:
+            console, ranks = output(), ranked(results)
+            for table in wide_tables(ranks) if self.wide else [brief_table(ranks)]:
+                console.print(table)
             for note in (*notes, *([] if folder is None else [f"Records: {folder.resolve()}"])):
                 console.print(note, soft_wrap=True)
             if self.json is not None:
@@ -77,7 +67,8 @@ class Outputs:
                 write_whole(self.json, json.dumps(found, indent=2) + "\n")
             if self.report is not None:
                 runs = [run for one, run in outcomes if isinstance(one, Result)]
-                write(self.report, results, runs, title=f"Freewheel: {title}", command=command_line())
+                page = reports.html(results, runs, title=f"Freewheel: {title}", command=command_line())
+                write_whole(self.report, page)
                 console.print(f"Report: {self.report.resolve()}", soft_wrap=True)
         if stopped := [str(one) for one, _ in outcomes if isinstance(one, RunStopped)]:
             raise RunStopped(" ".join(stopped))
@@ -85,7 +76,7 @@ class Outputs:
 
 @dataclass(frozen=True)
 class Kept(Outputs):
-    """The same, and what is written on the way."""
+    """What is written on the way, too."""
 
     folder: Path | None = setting(None, "Where records and logs go; default: runs/DATE_TIME.")
     tensorboard: Path | None = setting(
@@ -139,7 +130,7 @@ def _train(strategies: list[str], job: dict[str, Any], data: Path | None, kept: 
     homes = [folder / name(number, one) for number, one in enumerate(jobs)]
     check_unused([folder, *homes], kept.force)
     found = run_all(jobs, folder.resolve(), kept.tensorboard)
-    outcomes = [(one, recorded(home)) for one, home in zip(found, homes, strict=True)]
+    outcomes = [(one, reports.recorded(home)) for one, home in zip(found, homes, strict=True)]
     kept.finish(f"{jobs[0].task.partition(':')[0]} on {jobs[0].workers} workers", outcomes, folder)
 
 
@@ -166,7 +157,6 @@ def run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Res
         return train_all(jobs, folder, tell, tensorboard, command_line())
 
 
-# -- in virtual time --
 @takes(Scenario, Links, Outputs)
 def simulate(
     scenario: dict[str, Any],
@@ -248,13 +238,13 @@ def simulate(
 
             try:
                 result = api.simulate(one, problem, asked, progress=progress, folder=home, **how)
-                outcomes.append((result, recorded(home) if home is not None else None))
+                outcomes.append((result, reports.recorded(home) if home is not None else None))
             except RunStopped as error:
                 if not keep_going:
                     raise
                 outcomes.append((error, None))
         if perfetto and isinstance(outcomes[0][0], Result):
-            write_whole(perfetto, as_perfetto([run for _, run in outcomes if run is not None]))
+            write_whole(perfetto, replays.as_perfetto([run for _, run in outcomes if run is not None]))
     notes = []
     for result in (one for one, _ in outcomes if isinstance(one, Result)):
         late = [fault for fault in result.settings["scenario"]["faults"] if fault["at_s"] > result.virtual_s]
@@ -278,7 +268,7 @@ def _compute(models: list[str], ms: float, slow: list[str] | None, pause: list[s
     return Compute.parse(common, ms=ms, slow=factors, pauses=pauses, of=own)
 
 
-# -- the demo: one minute that shows what a slow worker costs, with DDP and without waiting --
+# What the demo shows: a slow worker, with DDP and without waiting.
 STRATEGIES = ("ddp", "adpsgd", "nodelay_free")
 TITLE = "handwritten digits on 4 workers, worker 0 is 5 times slower"
 
@@ -295,17 +285,18 @@ def demo(
     homes = [folder / name(number, one) for number, one in enumerate(jobs)]
     check_unused([folder, *homes], force=True)
     console = output()
-    console.print(f"{TITLE}. {', '.join(LABELS.get(one, one) for one in STRATEGIES)}: {seconds:g} s each.")
+    labels = replays.LABELS
+    console.print(f"{TITLE}. {', '.join(labels.get(one, one) for one in STRATEGIES)}: {seconds:g} s each.")
     results = []
     for outcome in run_all(jobs, folder.resolve(), None):
         if isinstance(outcome, RunStopped):
             raise outcome
         results.append(outcome)
-    runs = [replace(one, label=LABELS.get(one.label, one.label)) for one in ranked(results)]
-    console.print("", brief_table(runs), "", *findings(runs), "", sep="\n")
+    runs = [replace(one, label=labels.get(one.label, one.label)) for one in ranked(results)]
+    console.print("", brief_table(runs), "", *reports.findings(runs), "", sep="\n")
     report, replay = folder / "report.html", folder / "replay.html"
     words = {"title": f"Freewheel: {TITLE}", "command": command_line()}
-    write(report, results, [recorded(home) for home in homes], **words)
-    write_whole(replay, html([Run(home) for home in homes[:2]], TITLE))
+    write_whole(report, reports.html(results, [reports.recorded(home) for home in homes], **words))
+    write_whole(replay, replays.html([Run(home) for home in homes[:2]], TITLE))
     console.print(f"Report, all figures: {report.resolve()}", soft_wrap=True)
     console.print(f"Replay, open it in a browser: {replay.resolve()}", soft_wrap=True)

@@ -15,7 +15,6 @@ from typing import Any
 from freewheel.errors import ConfigError
 from freewheel.numbers import UNKNOWN, count, number, share, short
 from freewheel.records.counters import CAUSES
-from freewheel.records.files import write_whole
 from freewheel.records.result import Result
 from freewheel.records.run import Run
 from freewheel.show import figures as charts
@@ -32,8 +31,8 @@ NOTE = (
     "Coloured or bold: the best of a column. The ideal is of all workers for the whole time. Discrepancy is "
     "the largest distance between two replicas. Staleness is counted in each strategy’s own measure."
 )
-TOLD = 8  # the most things of one run that are told in words
-DIFFER = 6  # so many settings in which runs differ are named
+TOLD = 8  # events of one run that are told in words, at most
+DIFFER = 6  # settings in which runs differ that are named, at most
 
 
 @dataclass(frozen=True)
@@ -92,12 +91,6 @@ def plain(said: str) -> str:
     return re.sub(r"(?<!\w)_|_(?!\w)|^(?=[#+-])", lambda found: f"\\{found.group()}", said)
 
 
-def write(
-    path: Path, results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: str, command: str
-) -> None:
-    write_whole(path, html(results, runs, title=title, command=command))
-
-
 def html(results: Sequence[Result], runs: Sequence[Run | None] = (), *, title: str, command: str) -> str:
     """`runs`: the records of the results, in the same order, where there are any."""
     shown = ranked(results, runs)
@@ -128,15 +121,13 @@ def _replay(runs: Sequence[Run]) -> str:
 
 def document(title: str, body: str, figures: dict[str, Figure]) -> str:
     """A page that draws figures into the `places` of its body."""
-    # Plotly is imported when a report is made, not with the package: it is large.
-    from plotly.offline import get_plotlyjs
+    from plotly.offline import get_plotlyjs  # here: it is large
 
     drawn = {name: {key: figure[key] for key in ("data", "layout")} for name, figure in figures.items()}
     return page(__package__, drawn, title, body=body, plotly=get_plotlyjs())
 
 
 def _figures(runs: Sequence[Shown]) -> dict[str, Figure]:
-    """Those that show something."""
     figures = {"speed": charts.speed(runs)} if len(runs) > 1 and not unlike(runs) else {}
     if recorded := timed([run for run in runs if run.records is not None]):
         figures |= charts.figures(recorded)
@@ -209,8 +200,8 @@ def recorded(folder: Path) -> Run | None:
 
 def lead(runs: Sequence[Shown]) -> list[str]:
     """What was run, in what the runs differ, and which of them go on."""
-    one = runs[0].result
     results = [run.result for run in runs]
+    one = results[0]
     each = [flatten({"workers": of.workers, **of.settings.get("scenario", {})}) for of in results]
     if differ := differing(each):
         said = [f"The runs differ in {', '.join(differ[:DIFFER])}; all settings are below."]
@@ -227,7 +218,6 @@ def findings(runs: Sequence[Shown]) -> list[str]:
     happenings = [f"{label}: {words}" for label, words in told if words]
     if why := unlike(runs):
         return [why, *happenings]
-    # Who reaches the target how much sooner; how fast the fastest run and the baseline are.
     results = [run.result for run in runs]
     said = [race([run.label for run in runs], results)]
     chosen = [max(runs, key=lambda run: run.result.steps_per_s)]
@@ -243,7 +233,6 @@ def findings(runs: Sequence[Shown]) -> list[str]:
 
 
 def happened(run: Run) -> str:
-    """A sentence for each death, departure and return."""
     told: dict[str, None] = {}
     for event in run.events:
         what = event.link
@@ -256,7 +245,6 @@ def happened(run: Run) -> str:
 
 
 def workers_table(run: Shown) -> Table:
-    """One row for every life of every worker."""
     rows = [_life(run, life) for life in sorted(run.result.by_worker, key=lambda life: life.get("rank", 0))]
     columns = [Column(head, [row[head] for row in rows], head in ("worker", "state")) for head in rows[0]]
     return Table(run.label, filled(columns))
