@@ -14,7 +14,7 @@ from freewheel.records.result import Result
 from freewheel.show.rates import step_times_s
 
 PAPER = "Talyansky et al., ICLR 2019 submission"
-ABOUT = 0.15  # how far from its value, in parts of it, a figure may lie that a theory gives as "about"
+ABOUT = 0.15  # the relative error allowed where a theory says "about"
 LOCKSTEP = ("all", "neighbours")  # values of waits_for under which all workers make as many steps
 
 Kind = Literal["at most", "about"]
@@ -73,7 +73,7 @@ def _real(result: Result) -> Iterator[Law]:
     """Of real machines, which also do other things: bounds on what their workers could do."""
     workers, lockstep = result.by_worker, result.settings.get("waits_for") in LOCKSTEP
     if lockstep and (len(workers) != result.workers or len({worker["steps"] for worker in workers}) > 1):
-        return  # somebody came, went or fell behind
+        return  # a worker came, went or fell behind
     times_s = list(step_times_s(workers).values())
     if times_s and lockstep:
         source = "n / max t_i, t_i as measured: all wait for the slowest"
@@ -147,7 +147,7 @@ def _merging(result: Result, own: dict[str, Any], times_s: list[float]) -> Itera
     cycles = {"allreduce": 1, "sasgd": own.get("interval"), "nodelay": (own.get("tau") or 0) // 2}
     interval, steps = cycles.get(result.strategy), result.worker_steps / n
     if not interval or steps // interval * interval < 0.9 * steps:
-        return  # what is so of whole intervals is not so of the run
+        return  # the law holds for whole intervals only
     step_s = theory.sasgd_step_s(max(times_s), ring_s, interval)
     if result.strategy == "nodelay" and len(set(times_s)) == 1:
         idle = theory.nodelay_idle_share(own["tau"], ring_s, times_s[0])

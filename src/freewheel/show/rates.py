@@ -14,9 +14,9 @@ from freewheel.records.result import Lives, Result, Sample, result
 from freewheel.records.run import Run
 from freewheel.records.track import Floats, Track
 
-LATELY_S = 5.0  # the last seconds, of which rates of a live run are
-MOMENTS = 240  # of a series
-RATE_OVER = 4  # a rate is taken over so many intervals between moments, and over ten samples at least
+LATELY_S = 5.0  # rates of a live run are those of the last seconds
+MOMENTS = 240  # in a series
+RATE_OVER = 4  # intervals between moments that a rate is taken over, at least ten samples
 FEW = 3  # fewer steps do not say how long one takes
 
 
@@ -166,7 +166,7 @@ class Series:
     loss_most: Floats
     distance: Floats  # to the last peer met, the mean of all workers
     rate: Floats  # steps of all workers in a second
-    ideal: Floats  # the same if those who are there did nothing but compute
+    ideal: Floats  # the same if those present did nothing but compute
 
 
 def series(run: Run) -> Series:
@@ -181,7 +181,7 @@ def series(run: Run) -> Series:
     steps, _, computed_s = now = [sums(name, clock) for name in names]
     made, lived_s, busy_s = (of - sums(name, clock - over_s) for name, of in zip(names, now, strict=True))
     levels = []
-    for track in tracks:  # a worker lives until a sample of its life is late
+    for track in tracks:  # a worker is present until its next sample is late
         told = track.array("time")
         place = np.searchsorted(told, clock, side="right") - 1
         last = np.append(np.diff(track.array("life")) > 0, True)
@@ -190,7 +190,7 @@ def series(run: Run) -> Series:
         levels.append((lives, *(np.where(lives, values, np.nan) for values in known)))
     there, loss, distance = (np.array(of) for of in zip(*levels, strict=True))
     with warnings.catch_warnings(), np.errstate(divide="ignore", invalid="ignore"):
-        warnings.simplefilter("ignore", RuntimeWarning)  # a moment at which no worker knows is nan
+        warnings.simplefilter("ignore", RuntimeWarning)  # moments without any known value are nan
         rate = np.where(there, np.nan_to_num(made / lived_s), 0.0).sum(axis=0)
         # A long step counts only when it ends.
         free = np.where(made >= FEW, made / np.minimum(busy_s, lived_s), steps / computed_s)

@@ -19,7 +19,7 @@ from freewheel.records.run import Run
 from freewheel.show import rates
 from freewheel.show.rates import elapsed_s, rate
 
-SLOW_S = 30.0  # of a worker that makes fewer than one step a second the rate is taken over this time
+SLOW_S = 30.0  # the time for rates of workers that make less than one step a second
 DRAWN_S = 60.0  # how much of a live run is drawn
 GOING = ("joining", "training")
 COUNTED = ("steps", "exchanges", "merges")
@@ -43,7 +43,7 @@ class Row:
     windows: str = ""  # how its vectors travel, and to how many peers: device 3, or host 2 · stream 1
     node: str = ""  # the machine it is on
     restarts: int = 0
-    speed: float = 0.0  # steps per second of this life, which says for longer than a moment who is slow
+    speed: float = 0.0  # steps per second over the whole life
 
 
 def rows(run: Run) -> list[Row]:
@@ -59,7 +59,7 @@ def _row(run: Run, rank: int, live: bool) -> Row:
     over_s = rates.LATELY_S if live and run.clock == "wall" else math.inf
     if (rate(track, "steps", over_s) or 0.0) < 1.0:
         over_s = max(over_s, SLOW_S)
-    # What a worker did last that does not train any more is no rate of now.
+    # The last rate of a worker that no longer trains is not a present one.
     now = {
         name: None if live and state != "training" else rate(track, name, over_s)
         for name in ("steps", "bytes_out", *(f"{cause}_s" for cause in CAUSES))

@@ -12,9 +12,9 @@ from freewheel.numbers import UNKNOWN, number, share, short
 from freewheel.records.result import Result
 from freewheel.show.shown import Shown
 
-BASELINES = ("ddp", "allreduce")  # what others are faster than: the first of these that is there
-SHORT_OF = 0.005  # without a target that somebody chose: half a point less than the baseline's last accuracy
-ALIKE = 1.05  # who went on for no more than this has had the same budget: a step begun in time is finished
+BASELINES = ("ddp", "allreduce")  # others are compared with the first of these that is there
+SHORT_OF = 0.005  # the default target is so much below the baseline's last accuracy
+ALIKE = 1.05  # a run that goes on for this much longer has had the same budget: it finished a step
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Versus:
     """A run beside the others; None: not measured, or never reached."""
 
     of: str  # what was measured: accuracy, or loss where there is none
-    steps: float  # of the run with the fewest: with batches of one size, as many samples
-    s: float  # when the first run had ended
+    steps: float  # of the run with the fewest
+    s: float  # when the first run ended
     target: float | None
     over: str | None  # the baseline
     equal_samples: float | None
@@ -101,7 +101,7 @@ def _points(result: Result, what: str) -> list[Point]:
 
 
 def _at(points: Sequence[Point], axis: int, moment: float) -> float | None:
-    if moment <= 0:  # a script need not say how many steps were made
+    if moment <= 0:  # a script need not count steps
         return None
     if points[-1][axis] <= ALIKE * moment:
         return points[-1][2]
@@ -116,7 +116,7 @@ class Column:
 
     head: str
     cells: Sequence[str]
-    words: bool = True  # numbers stand on the right
+    words: bool = True  # numbers are aligned right
     best: frozenset[int] = frozenset()  # the rows with the best figure
 
 

@@ -14,12 +14,12 @@ from freewheel.show.shown import EVENTS
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 ASCII = str.maketrans(BLOCKS + "·–…×", "_.,-=+*#|-~x")
-SPARK = (6, 24)  # the least and the greatest width of what is drawn
+SPARK = (6, 24)  # least and greatest width of the drawing
 GAP = "  "
-# What a line for a log says of all workers.
+# Columns of which a line for a log gives the totals.
 SUMMED = ("steps", "steps/s", "waiting", "stale", "exch.", "merges", "MB/s", "loss")
 STYLES = {"training": "green", "joining": "cyan", "finished": "blue", "dead": "bold red", "silent": "yellow"}
-# Which columns go first where the terminal is narrow; `60 s` and `run` are drawn.
+# Columns in the order in which a narrow terminal drops them; `60 s` and `run` are drawings.
 DROPPED = ("steps", "exch.", "merges", "restarts", "MB/s", "node", "stale", "60 s", "run", "discrep.",
            "waiting", "loss", "state")  # fmt: skip
 
@@ -63,7 +63,7 @@ def _table(run: Run, width: int, room: int) -> list[Text]:
             break
     past = history(run, min(SPARK[1], SPARK[0] + max(0, free)))
     speeds = [past.get(row.rank, []) for row in shown]
-    top = max(map(_peak, speeds), default=0.0)  # of all workers: who is slow is low
+    top = max(map(_peak, speeds), default=0.0)  # one scale for all: slow workers are low
     drawn.cells = [*(spark(one, top) for one in speeds), spark(past.get(None, []))]
     cells = [[one.key, *one.cells] for one in found]
     sides = [str.ljust if one.key in ("state", "node", "60 s", "run") else str.rjust for one in found]

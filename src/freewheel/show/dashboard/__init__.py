@@ -62,7 +62,7 @@ class Dashboard(socketserver.ThreadingTCPServer):
                     f"port {port} cannot be used: {error.strerror}. Give another --port, or none for a free "
                     "one."
                 ) from None
-            super().__init__((HOST, 0), _Handler)  # somebody has the usual one: any other does
+            super().__init__((HOST, 0), _Handler)  # the usual one is taken: any other will do
         self.server_port = int(self.server_address[1])
 
     @property
@@ -131,7 +131,7 @@ class _Handler(BaseHTTPRequestHandler):
             text = json.dumps(told, separators=(",", ":"), allow_nan=False)
         except ConfigError as error:
             return self._refuse(400, str(error))
-        except Exception:  # our mistake: the page says so, the terminal says what, and both go on
+        except Exception:  # a bug of ours: the terminal shows it, and the server goes on
             traceback.print_exc()
             return self._refuse(500, "the dashboard made a mistake; its terminal says which")
         return self._answer(200, "application/json", text.encode())

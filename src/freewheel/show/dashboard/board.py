@@ -85,14 +85,14 @@ class Board:
         with self._lock:
             if time.monotonic() - self._scanned_s >= SCAN_S:
                 self._scanned_s = time.monotonic()
-                with contextlib.suppress(ConfigError):  # all are gone, and each entry says so itself
+                with contextlib.suppress(ConfigError):  # no run is left, which each entry says itself
                     self._enter(find_runs(self._folder))
             entries = self._picked(numbers)
             for entry in entries:
                 entry.poll()
             document = self._document(entries)
         digest = hashlib.sha256(json.dumps(document).encode()).digest()
-        version = int.from_bytes(digest[:6], "big")  # as much as a number in a page can hold
+        version = int.from_bytes(digest[:6], "big")  # JavaScript's numbers hold no more
         return {"version": version, "document": None if since == version else document}
 
     def _enter(self, folders: Sequence[Path]) -> None:
@@ -168,11 +168,11 @@ def _headline(one: Shown) -> Document:
     if not run.workers:
         return {**told, "tiles": {}}
     rate, ideal = rates.rates(run)
-    if run.live:  # at present, and which share that is of what the living could make
+    if run.live:  # the present rate, and its share of the ideal of those present
         known = np.isfinite(one.series.rate)
         now = [float(of[known][-1]) for of in (one.series.rate, one.series.ideal) if known.any()]
         rate, ideal = (now[0], min(1.0, now[0] / now[1])) if now else (None, None)
-    # A worker that failed and then was missed died once.
+    # A worker that failed and was then missed died once.
     deaths = {(event.rank, event.life) for event in run.events if event.what in DEATHS}
     faults = len(deaths) + sum(event.what in ("cut", "half", "store lost") for event in run.events)
     latest = ChainMap(*reversed(run.evaluations))

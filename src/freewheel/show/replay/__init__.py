@@ -49,13 +49,13 @@ class Played:
                 f"{str(run.folder)!r} has no timeline: an earlier version wrote it, or it has too many "
                 "workers. Run it again."
             )
-        self.seconds = max(max(lane[-1] for lane in self.spans if lane), 1e-3)  # when the last one was there
-        self.lives: list[list[list[float]]] = [[] for _ in run.ranks]  # when each was there
+        self.seconds = max(max(lane[-1] for lane in self.spans if lane), 1e-3)  # when the last gradient ended
+        self.lives: list[list[list[float]]] = [[] for _ in run.ranks]  # begin and end of each life
         for life in run.lives:
             born_s, lived_s = life["began"] - run.began_s, life.get("elapsed_s") or 0.0
             self.lives[place[life["rank"]]].append([round(born_s, 4), round(born_s + lived_s, 4)])
-        self.marks = self._marks(run, place)  # when, to whom, what, and that in words
-        # Gradients that nobody has: place of the worker, begin, and when it died or the run ended.
+        self.marks = self._marks(run, place)  # time, worker's place, kind, words
+        # Unfinished gradients: the worker's place, begin, and when it died or the run ended.
         self.cut = list(self._cut())
         self.gone = [at for rank, at in place.items() if run.state(rank) in ("dead", "silent")]
         self.accuracy, self.loss = (
@@ -145,7 +145,7 @@ def html(runs: Sequence[Run], title: str) -> str:
         "about": f"{waiting} {'Simulated, in virtual time.' if simulated else 'Real processes.'}",
         "measure": "accuracy" if all(one.accuracy for one in all_played) else "loss",
         "target": goal(results)[0],
-        # All is seen within half a minute, about.
+        # The whole replay takes about half a minute.
         "speed": next((speed for speed in (0.1, 0.25, 0.5, 1, 2, 5, 10) if longest_s / speed <= 30), 25),
         "runs": [
             {**vars(one), "colour": run.colour, "label": label}

@@ -1,8 +1,4 @@
-"""A report: what runs measured, as one HTML file that needs no network and no other file, or as markdown.
-
-Its sections are sentences (who was fastest, who reached the target, who died) and tables; a page and markdown
-show the same ones.
-"""
+"""A report: what runs measured, as one HTML file that needs no network and no other file, or as markdown."""
 
 import re
 from collections.abc import Sequence
@@ -26,7 +22,7 @@ from freewheel.show.rows import printable
 from freewheel.show.shown import EVENTS, GRAVE, SVG_DASHES, Shown, differing, flatten, ranked, timed
 from freewheel.show.tables import Column, Table, baseline_of, filled, race, results_table, unlike
 
-MAX_GRAPHS = 6  # with more runs than this their graphs are left out: one would not find them
+MAX_GRAPHS = 6  # with more runs than this graphs are left out
 NOTE = (
     "Coloured or bold: the best of a column. The ideal is of all workers for the whole time. Discrepancy is "
     "the largest distance between two replicas. Staleness is counted in each strategy’s own measure."
@@ -37,7 +33,7 @@ DIFFER = 6  # settings in which runs differ that are named, at most
 
 @dataclass(frozen=True)
 class Section:
-    """A title, sentences and tables, which a page may fold."""
+    """A title, sentences and tables, the same on a page, which may fold the tables, and in markdown."""
 
     title: str
     said: Sequence[str]
@@ -193,9 +189,6 @@ def recorded(folder: Path) -> Run | None:
     except ConfigError:
         return None
     return run if run.about and run.workers else None
-
-
-# -- sentences and tables --
 
 
 def lead(runs: Sequence[Shown]) -> list[str]:
