@@ -48,7 +48,7 @@ class Event:
         self.by += [by for by in other.by if by not in self.by]
         self.links |= other.links
         if other.by == ["launcher"]:
-            self.text = other.text  # it knows how the process ended; others see a line that is closed
+            self.text = other.text  # it knows how the process ended; peers see a closed connection
         self.time, self.last_s = min(self.time, other.time), max(self.last_s, other.last_s)
 
     def takes_link(self, other: Event) -> bool:

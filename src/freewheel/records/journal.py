@@ -18,10 +18,8 @@ from freewheel.records.files import open_whole, write_whole
 from freewheel.records.schema import MEASURED
 
 THIN_BYTES = 24_000_000  # when a worker's samples are thinned
-BESIDES = (
-    1_000_000,
-    2_000,
-)  # bytes that events, or evaluations, of one writer may take; more for each second
+# Bytes that events, or evaluations, of one writer may take: at once, and more for each second.
+BESIDES = (1_000_000, 2_000)
 TIMELINE_BYTES = 8_000_000  # of a worker: half an hour of 5 ms steps
 TAIL = 1 << 17  # more bytes than a sample takes
 
@@ -33,9 +31,8 @@ class Journal:
 
     def __init__(self, folder: Path, by: int | str) -> None:
         self.folder, self.by = folder, by
-        self._besides: dict[
-            str, tuple[float, int]
-        ] = {}  # when each file but those of samples began; its size
+        # Of each file but those of samples: when it began, and its size.
+        self._besides: dict[str, tuple[float, int]] = {}
         self._full: set[str] = set()
         self._thin_at: dict[str, int] = {}
         self._warned = False
@@ -129,7 +126,7 @@ def append(path: Path, data: bytes) -> int:
     with path.open("ab", buffering=0) as file:
         before = file.tell()
         written = file.write(data)
-        if written < len(data):  # nobody else writes into this file: what fitted is taken back
+        if written < len(data):  # no other process writes into this file: undo the part
             with contextlib.suppress(OSError):
                 file.truncate(before)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

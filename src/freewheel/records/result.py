@@ -95,7 +95,7 @@ def result(
         virtual_s=took_s,
         worker_steps=steps,
         steps_per_s=steps / took_s if took_s else 0.0,
-        # Steps vary, and a run may be a little faster than its usual steps: no share is more than the whole.
+        # Step times vary, so a run may be a little faster than its ideal.
         ideal_share=min(1.0, steps / took_s / ideal_per_s) if took_s and ideal_per_s else 1.0,
         idle_share=max(0.0, 1 - total("compute_s") / lived_s) if lived_s else 0.0,
         staleness_mean=staleness_mean(lives) or 0.0,
@@ -118,7 +118,7 @@ def staleness_mean(lives: Lives) -> float | None:
     told = []
     for life in lives:
         mean, counts = life.get("staleness_mean"), life.get("staleness_counts") or {}
-        if mean is not None:  # a life that does not say how often it noted has noted every step
+        if mean is not None:  # a life without counts noted every step
             told.append((sum(counts.values()) if counts or not mean else life["steps"], mean))
     noted = sum(many for many, _ in told) or 1
     return sum(many * mean for many, mean in told) / noted if told else None

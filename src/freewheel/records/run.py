@@ -45,7 +45,7 @@ class Run:
         self._tails: dict[str, Tail] = {}
         self._happened = Events()
         self.events = self._happened.all
-        self._wrong = ""  # what was wrong with the last line that was JSON and no record
+        self._wrong = ""  # what is wrong with the last broken record
 
     def poll(self) -> bool:
         """Read what was written since the last call; whether there was anything."""
@@ -76,7 +76,7 @@ class Run:
                 self._take(tail, line, kind, who)
         for _, line, tail in sorted(events, key=lambda one: one[0]):
             self._take(tail, line, "events")
-        # Of one moment, first what the launcher or the simulator has done.
+        # At one moment, what the launcher or simulator did comes first.
         self.events.sort(key=lambda event: (event.time, all(isinstance(one, int) for one in event.by)))
         self.evaluations.sort(key=lambda one: one["time"])
         return news
@@ -111,7 +111,7 @@ class Run:
                 moment = (new["time"], new.get("worker_steps"))
                 known = self._moments.get(moment)
                 if known is not None and known.keys() & new.keys() <= {"time", "worker_steps", "samples"}:
-                    known |= new  # another measured something else of this moment
+                    known |= new  # another writer measured something else at this moment
                 else:
                     self._moments[moment] = new
                     self.evaluations.append(new)
@@ -147,7 +147,7 @@ class Run:
     def last_s(self) -> float:
         """When anything was last written, on the run's clock."""
         lasts = [track.latest["time"] for track in self.workers.values()]
-        # A fault of a simulation may lie behind its end.
+        # A simulation may end before its last fault.
         events = [] if lasts and self.clock == "virtual" else [event.time for event in self.events]
         return max([*lasts, *events], default=0.0)
 
@@ -179,7 +179,7 @@ class Run:
                 return "joining"
         if track is None:
             return "joining" if self.live else "silent"
-        # A clock of another host may be wrong: whom we hear is not silent.
+        # Another host's clock may be wrong: a worker we hear from is not silent.
         if self.clock == "wall" and time.time() - max(latest["time"], track.heard_s) > SILENT_S:
             return "silent"
         return str(latest.get("state", "training"))

@@ -1,8 +1,4 @@
-"""What stands in the files of a run: run.json, written once, samples and evaluations.
-
-`docs/RECORDS.md` says what each key means. A reader takes numbers from a sample, by column: `SUMS` grow
-during a life of the worker, `LEVELS` are what they are at one moment.
-"""
+"""What stands in the files of a run: run.json, samples, evaluations; `docs/RECORDS.md` explains each key."""
 
 import json
 import platform
@@ -17,7 +13,7 @@ from freewheel.errors import ConfigError, at_least
 from freewheel.records.counters import CAUSES, Counters
 
 FORMAT = 1
-# What a reader needs of run.json.
+# Keys of run.json without which it cannot be read.
 KINDS = {"strategy": str, "workers": int, "seed": int, "settings": dict, "started": int | float,
          "target": int | float | None}  # fmt: skip
 
@@ -66,6 +62,7 @@ def read_run_json(folder: Path) -> dict[str, Any]:
 
 Number = float | None
 WorkerSample = dict[str, Any]  # a line of worker-R.jsonl
+# The columns that are read of it: sums grow during a life of the worker, levels are those of one moment.
 SUMS = ("steps", "elapsed_s", "compute_s", *(f"{cause}_s" for cause in CAUSES), "exchanges", "merges",
         "bytes_out", "bytes_in", "samples")  # fmt: skip
 LEVELS = ("loss", "staleness_mean", "discrepancy", "progress", "members", "life")
@@ -112,7 +109,7 @@ def began_s(line: Mapping[str, Any]) -> float:
     return line["time"] - (line.get("elapsed_s") or 0.0) if began is None else began
 
 
-# What of an evaluation has a name of ours; any other number is a metric that the script has named itself.
+# In an evaluation, any other number is a metric of the script's own.
 MEASURED = ("time", "worker_steps", "samples", "loss", "accuracy", "discrepancy", "consensus",
             "discrepancy_max")  # fmt: skip
 

@@ -82,7 +82,7 @@ class Tail:
         return found
 
 
-POINTS = 256  # of a worker, read of what was written before; at most twice as many are kept
+POINTS = 256  # of a worker, read when a run is opened; at most twice as many are kept
 RECENT = 32  # the last samples of a worker, which are kept whole
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -97,8 +97,8 @@ class Track:
         self.recent: deque[Line] = deque(maxlen=RECENT)
         self._ended: list[Line] = []  # the last samples of earlier lives
         self.began_s: float | None = None  # when its first life began to train; None: it joins
-        self.ended_s = 0.0  # when it made its last step, as far as is known; 0: it joins
-        self.heard_s = 0.0  # when a sample last came in while we were reading, on our own clock
+        self.ended_s = 0.0  # when its last known step ended; 0: it is joining
+        self.heard_s = 0.0  # when a poll last found a sample, on our own clock
         self._before = dict.fromkeys(SUMS, 0.0)
         self._rows: list[dict[str, Any]] = []
         self._arrays: dict[str, Floats] = {}
@@ -114,7 +114,7 @@ class Track:
         if elapsed_s := sample.get("elapsed_s") or 0.0:  # a worker that only joins has not begun
             self.began_s = began_s(sample) if self.began_s is None else self.began_s
             self.ended_s = max(self.ended_s, began_s(sample) + elapsed_s)
-            if sample.get("state") == "finished":  # what it counts was so at its last step
+            if sample.get("state") == "finished":  # its counts are those of its last step
                 row["time"] = min(sample["time"], began_s(sample) + elapsed_s)
         if self.latest and life > self.life:
             self._ended.append(self.latest)
