@@ -46,10 +46,7 @@ def parse(spec: str) -> tuple[str, dict[str, str]]:
 
 
 def build(kind: str, spec: str, known: Mapping[str, Callable[..., T]], *given: Any) -> T:
-    """Make what ``spec`` names, with its settings read by the types of what its maker takes behind ``given``.
-
-    An unknown setting is named, never swallowed.
-    """
+    """Call what ``spec`` names with ``given`` and the settings, which are read as its parameters' types."""
     name, settings = parse(spec)
     if name not in known:
         raise UnknownName(kind, name, known)

@@ -15,10 +15,7 @@ if TYPE_CHECKING:  # torch takes seconds, and help on the options needs none
 
 
 def setting(default: Any, meaning: str, *, flag: str = "", rare: bool = False) -> Any:
-    """A field of a dataclass that is an option of the command line, too.
-
-    flag: the option's name where it is not the field's. rare: only `--help-all` shows it.
-    """
+    """`flag`: the option's name where it is not the field's; `rare`: only `--help-all` shows it."""
     metadata = {"meaning": meaning, "flag": flag, "rare": rare}
     if isinstance(default, Callable):  # type: ignore[arg-type]
         return field(default_factory=default, metadata=metadata)

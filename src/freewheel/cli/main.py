@@ -106,11 +106,11 @@ def main() -> None:
     """Run a command; a mistake of the user's is one line and exit code 2."""
     try:
         sys.exit(app(standalone_mode=False, prog_name="freewheel"))
-    except BrokenPipeError:  # whoever read our output has gone, as head does
+    except BrokenPipeError:  # the reader of our output is gone, as head after its lines
         os._exit(141)
     except KeyboardInterrupt:
         print("freewheel: interrupted", file=sys.stderr, flush=True)
-        os._exit(130)  # taking torch apart would take longer than people wait
+        os._exit(130)  # unloading torch takes long
     except FreewheelError as error:
         said = str(error)
     except Exception as error:
@@ -122,5 +122,5 @@ def main() -> None:
         print(f"freewheel: {said}", file=sys.stderr, flush=True)
     store = sys.modules.get("freewheel.runtime.membership.hosts")
     if store is not None and store.left_behind:
-        os._exit(2)  # one that is answered while Python shuts down would abort it
+        os._exit(2)  # a request to it during Python's shutdown would abort the process
     sys.exit(2)

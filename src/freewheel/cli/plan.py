@@ -121,10 +121,7 @@ def _say(console: Console, *lines: str) -> None:
 
 
 def _script(context: typer.Context, command: list[str], measure: bool, module: bool) -> list[str]:
-    """The script as `freewheel run` takes it; it must be there if it is to be measured.
-
-    Options of plan behind it are refused: they would go to the script, and nobody would notice.
-    """
+    """The script as `freewheel run` takes it; options of plan behind it, which it would get, are refused."""
     own = {name for option in context.command.params for name in option.opts if name.startswith("-")}
     late = [word for word in command[1:] if word.partition("=")[0] in own]
     if late and sys.argv[-len(command) - 1] != "--":

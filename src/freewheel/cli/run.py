@@ -1,7 +1,4 @@
-"""``freewheel run`` and ``freewheel join``: a training script as several workers.
-
-Each traceback is printed in one piece, and the same one once: an error in a script fails all its workers.
-"""
+"""``freewheel run`` and ``freewheel join``: a training script as several workers."""
 
 import contextlib
 import getpass
@@ -23,7 +20,6 @@ from freewheel.cli.options import argument, command_line, option
 from freewheel.errors import ConfigError, at_least
 from freewheel.runtime.launch.processes import Output
 
-# -- what workers print when they fail --
 BEGIN = ("Traceback (most recent call last):", '  File "')  # the second: a script that cannot be read
 PREFIX = "freewheel.errors."
 FRAME = re.compile(r'  File "([^"]*)", line (\d+), in ')
@@ -32,19 +28,19 @@ HELD_S = 2.0  # how long a traceback is held, unless its worker ends before: the
 
 
 class Tracebacks:
-    """Output that holds back each worker's traceback until it is whole; `show` gets all lines in the end."""
+    """Holds back each worker's traceback until it is whole, then gives it to `show`; equal ones only once."""
 
     def __init__(self, show: Output) -> None:
         self._show = show
         self._held: dict[int, tuple[float, list[str]]] = {}  # since when, and the lines
-        self._seen: dict[str, int] = {}  # whose each kind of traceback was that has been shown
+        self._seen: dict[str, int] = {}  # the worker whose traceback was shown, by kind
 
     def __call__(self, rank: int | None, text: str, error: bool) -> None:
         if rank is not None and error and (rank in self._held or text.startswith(BEGIN)):
             self._held.setdefault(rank, (time.monotonic(), []))[1].append(text)
             return
-        for one in list(self._held):  # the launcher says that it has ended: it will print nothing more
-            if rank is None and text.startswith(f"worker {one} ended "):
+        for one in list(self._held):
+            if rank is None and text.startswith(f"worker {one} ended "):  # it will print nothing more
                 self._let_go(one)
         self._show(rank, text, error)
 
@@ -79,7 +75,6 @@ def _explained(lines: list[str]) -> list[str]:
     return [lines[said].removeprefix(PREFIX) + where, *lines[said + 1 :]]
 
 
-# -- the commands --
 RAY_ALONE = ("address", "gpus", "cpus")
 NOT_RAY = ("bind", "tls", "secret", "master", "tensorboard", "hide_ranks")
 MODULE = option(False, "SCRIPT is a module, as in python -m.", "-m")
@@ -221,7 +216,7 @@ def prefixed(rank: int | None, text: str, error: bool) -> None:
 def _exit(output: Tracebacks, code: int) -> None:
     output.tick(0.0)
     if code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-        # All workers are gone; taking torch apart in an orderly way lasts longer than Ctrl-C may.
+        # All workers are gone, and unloading torch takes longer than Ctrl-C may.
         sys.stdout.flush()
         os._exit(code)
     raise typer.Exit(code)

@@ -30,7 +30,7 @@ from freewheel.show.rates import result_of
 from freewheel.show.terminal import event_line, plain_line, screen
 
 REFRESH_S, PLAIN_S = 0.5, 1.0
-STALLED_S = 60.0  # a run goes on no longer in which nobody has written for so long
+STALLED_S = 60.0  # a run is over if nobody has written for so long
 RUNS = argument(..., "Folders of runs, or folders with runs in them.", metavar="RUN...")
 
 
@@ -63,7 +63,7 @@ def watch(
                         print(event_line(run, event).plain, flush=True)
                         told.add(id(event))
                 print(plain_line(run), flush=True)
-    finally:  # after Ctrl-C, too; a file is as wide as somebody says
+    finally:  # after Ctrl-C, too; COLUMNS may set the width of a file
         signal.signal(signal.SIGTERM, before)
         width = console.width
         if not console.is_terminal:
@@ -107,7 +107,6 @@ def _news(run: Run, every_s: float) -> Iterator[bool]:
         yield run.poll()
 
 
-# -- on pages --
 def report(
     folders: list[Path] = RUNS,
     out: Path | None = option(
@@ -185,7 +184,7 @@ def dashboard(
 ) -> None:
     """Show runs on a page of this machine, live or ended, and compare them; Ctrl-C ends it."""
     server = Dashboard(Board(folder), port)
-    with contextlib.suppress(KeyboardInterrupt):  # that is how it ends
+    with contextlib.suppress(KeyboardInterrupt):
         print(f"{folder} is shown at {server.address}\nCtrl-C ends this, and no run.", flush=True)
         if browser and {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
             threading.Thread(target=webbrowser.open, args=(server.address,), daemon=True).start()

@@ -151,7 +151,7 @@ def run_all(jobs: list[Job], folder: Path, tensorboard: Path | None) -> list[Res
     with bar() as show:
 
         def tell(number: int, done: float) -> None:
-            part = min(1.0, done / steps) if steps else 0.0  # nobody knows how many a time is enough for
+            part = min(1.0, done / steps) if steps else 0.0  # how many steps fit into --seconds is not known
             show(jobs[number].strategy, (number + part) / len(jobs))
 
         return train_all(jobs, folder, tell, tensorboard, command_line())
@@ -220,7 +220,7 @@ def simulate(
     out.check(trace)
     outcomes: list[tuple[Result | RunStopped, Run | None]] = []
     with contextlib.ExitStack() as until_done:
-        # A report shows what happened on the way, too: it needs records, kept or not. So does Perfetto.
+        # Reports and Perfetto need records, even if these are not kept.
         passing = Path(until_done.enter_context(tempfile.TemporaryDirectory())) / "records"
         records = folder or (passing if out.report or perfetto else None)
         homes = [records for _ in chosen]
