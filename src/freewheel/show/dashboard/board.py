@@ -110,8 +110,8 @@ class Board:
         wanted = list(dict.fromkeys(numbers))
         if (many := len(wanted)) > MAX_RUNS_COMPARED:
             raise ConfigError(f"{many} runs were picked; at most {MAX_RUNS_COMPARED} can be told apart.")
-        if not all(0 <= number < len(entries) for number in wanted):
-            raise ConfigError(f"there is no run {max(wanted)}; there are {len(entries)}, counted from 0.")
+        if wrong := [number for number in wanted if not 0 <= number < len(entries)]:
+            raise ConfigError(f"there is no run {wrong[0]}; there are {len(entries)}, counted from 0.")
         return [entries[number] for number in wanted]
 
     def _document(self, entries: list[Entry]) -> Document:
