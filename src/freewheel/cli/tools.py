@@ -160,7 +160,7 @@ def list_strategies(
     console.print(f"{explained}\n{known}")
 
 
-# Those of chaos.
+# What chaos tries unless told otherwise.
 STRATEGIES = (
     "adpsgd,adpsgd:topology=ring,nodelay_free,nodelay_free:tau=6,dasgd:interval=4,allreduce,sasgd:interval=4,"
     "nodelay:tau=8,dpsgd,leader:interval=4,grouping,hierarchical_sasgd"
