@@ -60,14 +60,13 @@ def _records(folder: Path) -> Iterator[Path]:
 def check_unused(folders: Iterable[Path], force: bool) -> None:
     """Refuse folders that hold records; with `force` remove these."""
     for folder in folders:
-        if not any(path.stat().st_size for path in _records(folder)):  # a run that did not begin leaves none
-            continue
-        if not force:
-            raise ConfigError(
-                f"{str(folder)!r} holds the records of a run. Name another folder, or let it be overwritten "
-                "with --force."
-            )
-        fresh(folder)
+        if any(path.stat().st_size for path in _records(folder)):  # a run that did not begin leaves none
+            if not force:
+                raise ConfigError(
+                    f"{str(folder)!r} holds the records of a run. Name another folder, or let it be "
+                    "overwritten with --force."
+                )
+            fresh(folder)
 
 
 def check_writable(path: Path | None) -> None:

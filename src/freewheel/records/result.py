@@ -77,7 +77,6 @@ def result(
     *,
     apart: float,
     loss: float | None = None,
-    trace_sha256: str = "",
     target: float | None,
     **about: Any,
 ) -> Result:
@@ -104,7 +103,6 @@ def result(
         bytes_per_step=total("bytes_out") / steps,
         loss=loss if (evaluated := last("loss")) is None else evaluated,
         accuracy=last("accuracy"),
-        trace_sha256=trace_sha256,
         target=target,
         target_s=next(reached, None),
         curve=tuple(curve),

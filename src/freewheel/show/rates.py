@@ -150,6 +150,7 @@ def _result(run: Run) -> Result:
         apart=max(most, default=0.0),
         loss=mean(losses.values()),
         target=about.get("target"),
+        trace_sha256="",
         settings={**({"clock": "wall"} if about["clock"] == "wall" else {}), **about["settings"]},
     )
 
